@@ -1,0 +1,70 @@
+"""Who is compared: a table of data. How each one trains is in `_trainers.py`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One row of the comparison; `options` go to the builder of its `kind` in `_trainers.py`."""
+
+    name: str
+    label: str
+    kind: str  # "single", "ddp", "fsdp2", "deepspeed" or "lowtide"
+    options: dict[str, Any]
+
+    def num_processes(self, ranks: int) -> int:
+        """Gives how many processes train it: one for the reference, else all ranks."""
+        return 1 if self.kind == "single" else ranks
+
+    def as_dict(self) -> dict[str, Any]:
+        """Gives the fields, for JSON."""
+        return asdict(self)
+
+
+def _lowtide(stage: int, route: str, *, update_in_backward: bool = False) -> Contender:
+    suffix = ("-in-backward" if update_in_backward else "") + ("-sockets" if route == "sockets" else "")
+    words = [f"lowtide stage {stage}"] + ["update in backward"] * update_in_backward + [route] * (route == "sockets")
+    options = {"stage": stage, "route": route, "update_in_backward": update_in_backward}
+    return Contender(f"lowtide-{stage}{suffix}", ", ".join(words), "lowtide", options)
+
+
+REFERENCE = "single"
+DDP = "ddp"
+FSDP2 = "fsdp2"
+
+CONTENDERS = {
+    contender.name: contender
+    for contender in [
+        Contender(REFERENCE, "one process, whole batch", "single", {}),
+        Contender(DDP, "DDP", "ddp", {"sharded_optimizer": False}),
+        Contender("ddp-zero", "DDP + ZeroRedundancyOptimizer", "ddp", {"sharded_optimizer": True}),
+        Contender(FSDP2, "FSDP2", "fsdp2", {"reshard_after_forward": True}),
+        Contender("fsdp2-keep", "FSDP2, no reshard after forward", "fsdp2", {"reshard_after_forward": False}),
+        *(Contender(f"deepspeed-{stage}", f"DeepSpeed ZeRO-{stage}", "deepspeed", {"stage": stage}) for stage in (1, 2, 3)),
+        *(_lowtide(stage, "auto") for stage in (0, 1, 2, 3)),
+        _lowtide(3, "auto", update_in_backward=True),
+        *(_lowtide(stage, "sockets") for stage in (0, 1, 2, 3)),
+    ]
+}
+
+
+def choose(names: list[str] | None, *, with_deepspeed: bool) -> list[Contender]:
+    """Gives the contenders to run: those named, or all that can run here.
+
+    A name may end in `*`: `lowtide*` stands for every contender that begins so.
+    Raises ValueError for a name that fits none, and for DeepSpeed without an interpreter that has it.
+    """
+    if names is None:
+        return [c for c in CONTENDERS.values() if with_deepspeed or c.kind != "deepspeed"]
+    chosen: dict[str, Contender] = {}
+    for name in names:
+        fits = [c for c in CONTENDERS.values() if c.name == name or (name[-1:] == "*" and c.name.startswith(name[:-1]))]
+        if not fits:
+            raise ValueError(f"--contenders: expected one of {', '.join(CONTENDERS)}; found {name!r}")
+        chosen.update((c.name, c) for c in fits)
+    if not with_deepspeed and any(c.kind == "deepspeed" for c in chosen.values()):
+        raise ValueError("--contenders: DeepSpeed is not installed in this environment; name one with --deepspeed-python")
+    return [c for c in CONTENDERS.values() if c.name in chosen]

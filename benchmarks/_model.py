@@ -1,0 +1,103 @@
+"""The model, its sizes and its data: the same for every contender."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+VOCABULARY = 256
+SEED = 1234
+
+
+@dataclass(frozen=True)
+class GPTSize:
+    """Shape of a model: `num_layers` blocks of `width`, for sequences of `sequence_length` bytes."""
+
+    num_layers: int
+    width: int
+    num_heads: int
+    sequence_length: int
+
+
+SIZES = {
+    "tiny": GPTSize(num_layers=2, width=64, num_heads=4, sequence_length=32),  # 0.1M parameters
+    "10M": GPTSize(num_layers=6, width=384, num_heads=6, sequence_length=128),  # 10.9M parameters
+    "85M": GPTSize(num_layers=12, width=768, num_heads=12, sequence_length=128),  # 85.5M parameters
+}
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block: attention, then a GELU MLP of four times the width."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention_in = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_in = nn.Linear(width, 4 * width)
+        self.mlp_out = nn.Linear(4 * width, width)
+
+    def attention(self, x: Tensor) -> Tensor:
+        """Gives causal self-attention; x: (batch, sequence, width)."""
+        batch, sequence, width = x.shape
+        heads = self.attention_in(x).view(batch, sequence, 3, self.num_heads, width // self.num_heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: Tensor = self.attention_out(mixed.transpose(1, 2).reshape(batch, sequence, width))
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        out: Tensor = x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        return out
+
+
+class GPT(nn.Module):
+    """A byte-level GPT that gives its own loss; with `tied` the head is the embedding."""
+
+    def __init__(self, size: GPTSize, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, size.width)
+        self.positions = nn.Embedding(size.sequence_length, size.width)
+        self.blocks = nn.ModuleList(Block(size.width, size.num_heads) for _ in range(size.num_layers))
+        self.final_norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, VOCABULARY, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Gives the mean cross-entropy; tokens, targets: (batch, sequence) int64 -> () float32."""
+        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.final_norm(x))
+        return F.cross_entropy(logits.view(-1, VOCABULARY), targets.reshape(-1))
+
+
+def build_model(size_name: str, *, tied: bool) -> GPT:
+    """Gives the model with the same initial weights in every process."""
+    torch.manual_seed(SEED)
+    return GPT(SIZES[size_name], tied=tied)
+
+
+def build_batches(size_name: str, num_batches: int, rows: int) -> list[tuple[Tensor, Tensor]]:
+    """Gives the global batches, each (tokens, targets) of shape (rows, sequence).
+
+    The text is the source of this folder: every interpreter that runs the benchmark reads the same files.
+    """
+    length = SIZES[size_name].sequence_length
+    text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    generator = torch.Generator().manual_seed(SEED)
+    starts = torch.randint(len(data) - length - 1, (num_batches, rows), generator=generator)
+    windows = data[starts[..., None] + torch.arange(length + 1)]  # (num_batches, rows, length + 1)
+    return [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in windows]

@@ -1,0 +1,1 @@
+"""The commands of `lowtide`, one module each, and the executables of a checkout."""

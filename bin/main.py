@@ -1,0 +1,44 @@
+"""`lowtide COMMAND ...`: finds the command and runs it. Imports nothing that the command does not need."""
+
+import difflib
+import importlib.metadata
+import sys
+from importlib import import_module
+
+COMMANDS = {
+    "launch": "run a script on several ranks of this machine",
+    "config": "check a config file, and show what every key means",
+    "plan": "say beforehand how much memory a config needs on each rank",
+}
+
+
+def usage() -> str:
+    """The text of `lowtide --help`."""
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {line}" for name, line in COMMANDS.items())
+    return (
+        "usage: lowtide [--help] [--version] COMMAND ...\n\n"
+        "Memory-optimized training for PyTorch, from one JSON file.\n\n"
+        f"commands:\n{commands}\n\n"
+        "example:\n  lowtide launch --nproc 2 examples/train_gpt.py\n\n"
+        "`lowtide COMMAND --help` explains one command."
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line `argv` (default: that of this process); returns the exit status."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name == "--version":
+        print(f"lowtide {importlib.metadata.version('lowtide')}")
+        return 0
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f'did you mean "{close[0]}"?' if close else f"the commands are {', '.join(COMMANDS)}"
+        print(f'lowtide: unknown command "{name}"; {hint}', file=sys.stderr)
+        return 2
+    status: int = import_module(f"lowtide.bin.{name}").main(rest)
+    return status

@@ -1,0 +1,44 @@
+"""One axis of the mesh as this rank sees it, and what every route of it can do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .pending import Inspect, Pending, Reduction
+
+
+class Route(Protocol):
+    """How bytes move between the ranks of an axis. `what` names the operation in error messages."""
+
+    name: str
+    copies_are_shared: bool  # buffers from `allocate` are one copy for all ranks of the axis
+
+    def allocate(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]: ...
+    def reserve_slots(self, nbytes: int) -> None: ...
+    def gather(self, full: Tensor, part: Tensor, what: str) -> Pending: ...
+    def open_slot(self, numel: int, dtype: torch.dtype, what: str) -> Tensor: ...
+    def reduce_scatter(
+        self, slot: Tensor, out: Tensor, accumulate: bool, what: str, inspect: Inspect | None
+    ) -> Reduction: ...
+    def all_reduce(self, slot: Tensor, out: Tensor, what: str, inspect: Inspect | None) -> Reduction: ...
+    def sum_small(self, values: Tensor, what: str) -> Tensor: ...
+    def fence(self, what: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A mesh axis: this rank's place on it, and the route between its ranks."""
+
+    name: str
+    rank: int
+    ranks: tuple[int, ...]  # the global rank of each place
+    route: Route
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)

@@ -1,0 +1,130 @@
+"""The arrangement of ranks: data-parallel ranks as (replica, shard)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from .axis import Axis, Route
+from .native import NativeRoute
+from .shared_memory import SharedMemoryRoute, free_shared_bytes
+from .sockets import SocketRoute
+from .solo import SoloRoute
+from .world import World
+
+_TAGS_PER_AXIS = 1 << 21
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The axes of a job, outermost first. Ranks that are next to each other are on the same shard axis.
+
+        world of 4, shard 2:      shard ->
+                          replica  0 1
+                             |     2 3
+    """
+
+    world: World
+    replica: Axis
+    shard: Axis
+
+    @classmethod
+    def create(cls, world: World, shard_size: int, route: str, shared_bytes: int) -> Mesh:
+        """Arranges the world's ranks with `shard_size` of them on each shard axis.
+
+        route: auto, shared_memory, sockets or native. shared_bytes: what one engine takes of a host's shared memory;
+        `auto` does without the shared-memory route where the host has less. Raises ValueError where the sizes do not
+        divide, or the route is not possible here.
+        """
+        if world.size % shard_size:
+            raise ValueError(f"replica(?) x shard({shard_size}) != world size ({world.size}): it does not divide")
+        num_replicas = world.size // shard_size
+        route = _choose_route(world, route, shared_bytes)
+        engine_number = _count_engines(world)
+        groups = _make_groups(world, num_replicas, shard_size)
+        replica_rank, shard_rank = divmod(world.rank, shard_size)
+        places = {
+            "replica": (replica_rank, tuple(shard_rank + shard_size * r for r in range(num_replicas))),
+            "shard": (shard_rank, tuple(replica_rank * shard_size + s for s in range(shard_size))),
+        }
+        axes = {}
+        for index, (name, (rank, ranks)) in enumerate(places.items()):
+            first_tag = (2 * engine_number + index) % 512 * _TAGS_PER_AXIS
+            axes[name] = Axis(name, rank, ranks, _make_route(world, route, rank, ranks, groups.get(name), first_tag))
+        return cls(world, axes["replica"], axes["shard"])
+
+    def sum_small(self, values: Any, what: str) -> Any:
+        """The exact sum over all ranks of a small int64 vector; also a barrier."""
+        return self.replica.route.sum_small(self.shard.route.sum_small(values, what), what)
+
+    def fence(self, what: str) -> None:
+        """Returns when every rank has come here, where ranks share memory; elsewhere at once."""
+        self.shard.route.fence(what)
+        self.replica.route.fence(what)
+
+
+def _choose_route(world: World, route: str, shared_bytes: int) -> str:
+    if world.size == 1:
+        return "solo"
+    if route == "native" or world.device.type != "cpu" or world.is_simulated:
+        if route in ("shared_memory", "sockets") and not world.is_simulated:
+            raise ValueError(f'communication.route: "{route}" is for CPU ranks; on {world.device.type} use "auto"')
+        return "native"
+    if route == "sockets":
+        return "sockets"
+    reports = world.gather_objects(free_shared_bytes())
+    hosts = world.hosts()
+    one_host = len(set(hosts)) == 1
+    if route == "shared_memory":
+        if not one_host:
+            raise ValueError(
+                'communication.route: expected all ranks on one host for "shared_memory", found '
+                f'{len(set(hosts))} hosts; use "auto" or "sockets"'
+            )
+        return "shared_memory"
+    return "shared_memory" if one_host and min(reports) > shared_bytes else "sockets"
+
+
+def _count_engines(world: World) -> int:
+    """How many engines were made on this process group before this one."""
+    if world.size == 1 or world.is_simulated:
+        return 0
+    number = None
+    if world.rank == 0:
+        number = world.store.add("lowtide/engines", 1)
+    return int(world.broadcast_object(number))
+
+
+def _make_groups(world: World, num_replicas: int, shard_size: int) -> dict[str, dist.ProcessGroup]:
+    """The process group of each axis with more than one rank: an axis over the whole world uses the default group."""
+    sizes = {"replica": num_replicas, "shard": shard_size}
+    names = [name for name, size in sizes.items() if size > 1]
+    if not names:
+        return {}
+    mesh = init_device_mesh(world.device.type, tuple(sizes[name] for name in names), mesh_dim_names=tuple(names))
+    return {name: mesh.get_group(name) for name in names}
+
+
+def _make_route(
+    world: World, route: str, rank: int, ranks: tuple[int, ...], group: dist.ProcessGroup | None, first_tag: int
+) -> Route:
+    if group is None:
+        return SoloRoute(world.device)
+    if route == "shared_memory":
+        return SharedMemoryRoute(rank, ranks, _exchange_within(group), world.timeout_seconds)
+    if route == "sockets":
+        return SocketRoute(rank, ranks, group, first_tag, world.timeout_seconds)
+    return NativeRoute(rank, ranks, group, world.device)
+
+
+def _exchange_within(group: dist.ProcessGroup) -> Callable[[Any], list[Any]]:
+    def exchange(value: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    return exchange

@@ -1,0 +1,94 @@
+"""The backend's own collectives: nccl on CUDA, and any backend that is asked for by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import CollectiveError
+from .pending import Inspect, Pending, Reduction, regions_of
+
+# torch 2.13 deprecates the first names for the second.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class NativeRoute:
+    """Collectives of the process group's backend. They run asynchronously; `wait` orders the current stream after them."""
+
+    name = "native"
+    copies_are_shared = False
+
+    def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.size = len(ranks)
+        self._group = group
+        self._device = device
+
+    def allocate(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+        """One zero-filled buffer on the device for each (numel, dtype)."""
+        return [torch.zeros(numel, dtype=dtype, device=self._device) for numel, dtype in specs]
+
+    def reserve_slots(self, nbytes: int) -> None:
+        """Nothing to reserve: the allocator of the device keeps what was freed."""
+
+    def gather(self, full: Tensor, part: Tensor, what: str) -> Pending:
+        """full[part q] = the `part` of rank q, for every q. full: (size * part.numel(),)."""
+        return self._pending(_all_gather(full, part, group=self._group, async_op=True), what)
+
+    def open_slot(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
+        """A buffer to stage a gradient in, (numel,) of dtype, uninitialized."""
+        return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def reduce_scatter(
+        self, slot: Tensor, out: Tensor, accumulate: bool, what: str, inspect: Inspect | None
+    ) -> Reduction:
+        """out = (out +) sum over ranks of slot[this rank's part]. slot: (size * out.numel(),)."""
+        direct = slot.dtype == out.dtype and not accumulate
+        total = out if direct else torch.empty(out.numel(), dtype=slot.dtype, device=self._device)
+        pending = self._pending(_reduce_scatter(total, slot, group=self._group, async_op=True), what)
+
+        def reduce() -> None:
+            pending.wait()
+            if not direct:
+                out.add_(total) if accumulate else out.copy_(total)
+            if inspect is not None:
+                inspect(0, out, ())
+
+        return Reduction([reduce])
+
+    def all_reduce(self, slot: Tensor, out: Tensor, what: str, inspect: Inspect | None) -> Reduction:
+        """out = sum over ranks of slot."""
+        mine = regions_of(out.numel(), self.size)[self.rank]
+        pending = self._pending(dist.all_reduce(slot, group=self._group, async_op=True), what)
+
+        def reduce() -> None:
+            pending.wait()
+            out.copy_(slot)
+            if inspect is not None:
+                inspect(mine.start, out[mine], ())
+
+        return Reduction([reduce])
+
+    def sum_small(self, values: Tensor, what: str) -> Tensor:
+        """The exact sum over ranks of a small int64 vector."""
+        total = values.clone()
+        self._pending(dist.all_reduce(total, group=self._group, async_op=True), what).wait()
+        return total
+
+    def fence(self, what: str) -> None:
+        """Nothing to order: what a rank writes is seen by others through collectives alone."""
+
+    def _pending(self, work: Any, what: str) -> Pending:
+        def finish() -> None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise CollectiveError(f"rank {self.ranks[self.rank]} in {what}: {error}") from error
+
+        return Pending(finish)

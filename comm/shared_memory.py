@@ -1,0 +1,265 @@
+"""The route between CPU ranks of one host: memory that all of them map.
+
+[Note: one copy per host]
+A buffer from `allocate` is one piece of memory that every rank of the axis maps. Each rank writes its own part and
+reads the others' parts in place, so that a gather moves nothing: `fence` after the writes is all it takes.
+
+[Note: slots]
+Gradients go through a ring of slots. Slot s of rank r is written by r alone. Operation n uses slot n % NUM_SLOTS:
+
+    rank r:  write slot[r]   -> posted  = n + 1
+             wait for all    posted > n;  out[part r] = slot[0][part r] + slot[1][part r] + ...
+             (all-reduce)    slot[r][part r] = out[part r] -> reduced = n + 1;  wait for all; copy the others' parts
+             -> consumed = n + 1; a slot is written again when every rank has consumed what was in it
+
+[Note: ordering of stores]
+A counter is stored after the data that it announces. Between the two lies at least one release and acquire of a lock
+(torch gives up the interpreter's lock around a copy), which orders them on every processor.
+
+The file is unlinked as soon as every rank has mapped it: nothing is left behind, whatever kills the job.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from .errors import CollectiveError
+from .pending import Inspect, Pending, Reduction, regions_of
+from .summation import sum_in_rank_order
+
+NUM_SLOTS = 3
+FOLDER = "/dev/shm"
+_PAGE_BYTES = 4096
+_MAIL_NUMEL = 256
+_POSTED, _REDUCED, _CONSUMED, _MAILED, _FENCED = range(5)
+_ROW_NUMEL = 64  # one rank's counters fill lines of the cache that no other rank writes
+_LIVENESS_SECONDS = 0.2
+
+
+def page_aligned(nbytes: int) -> int:
+    """nbytes rounded up to whole pages."""
+    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def free_shared_bytes() -> int:
+    """Bytes that can still be taken from shared memory on this host; 0 where it has none."""
+    try:
+        stat = os.statvfs(FOLDER)
+    except OSError:
+        return 0
+    return stat.f_bavail * stat.f_frsize
+
+
+class SharedMemoryRoute:
+    """Collectives between ranks that map the same memory. See the notes at the top of the file."""
+
+    name = "shared_memory"
+    copies_are_shared = True
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        exchange: Callable[[Any], list[Any]],
+        timeout_seconds: float,
+    ) -> None:
+        """rank: within the axis. ranks: the global rank of each. exchange: gives every rank's value, a barrier too."""
+        self.rank = rank
+        self.ranks = ranks
+        self.size = len(ranks)
+        self._exchange = exchange
+        self._timeout_seconds = timeout_seconds
+        self._processes = [psutil.Process(pid) for pid in exchange(os.getpid())]
+        control = self._map(page_aligned(8 * self.size * (_ROW_NUMEL + 2 * _MAIL_NUMEL)), "counters").view(torch.int64)
+        counters_numel = self.size * _ROW_NUMEL
+        self._counters = control[:counters_numel].numpy().reshape(self.size, _ROW_NUMEL)
+        mail_end = counters_numel + 2 * self.size * _MAIL_NUMEL
+        self._mail = control[counters_numel:mail_end].view(2, self.size, _MAIL_NUMEL)
+        self._slots: list[list[Tensor]] = []  # [slot][rank]: (capacity_bytes,) uint8
+        self._num_opened = 0
+        self._num_mailed = 0
+        self._num_fenced = 0
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def allocate(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+        """One zero-filled buffer for each (numel, dtype), shared by the ranks of the axis."""
+        sizes = [page_aligned(numel * dtype.itemsize) for numel, dtype in specs]
+        if not sum(sizes):
+            return [torch.empty(0, dtype=dtype) for _, dtype in specs]
+        segment = self._map(sum(sizes), "parameters")
+        buffers, start = [], 0
+        for (numel, dtype), size in zip(specs, sizes, strict=True):
+            buffers.append(segment[start : start + numel * dtype.itemsize].view(dtype))
+            start += size
+        return buffers
+
+    def reserve_slots(self, nbytes: int) -> None:
+        """Makes the ring of slots, each of them large enough for nbytes."""
+        capacity = page_aligned(nbytes)
+        segment = self._map(NUM_SLOTS * self.size * capacity, "gradients")
+        grid = segment.view(NUM_SLOTS, self.size, capacity)
+        self._slots = [[grid[slot, rank] for rank in range(self.size)] for slot in range(NUM_SLOTS)]
+
+    def _map(self, nbytes: int, purpose: str) -> Tensor:
+        path, fault = "", ""
+        if self.rank == 0:
+            path, fault = _create_file(nbytes, purpose)
+        path, fault = self._exchange((path, fault))[0]
+        if fault:
+            raise CollectiveError(fault)
+        memory = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+        self._exchange(None)
+        if self.rank == 0:
+            os.unlink(path)
+        return memory
+
+    # -- collectives ----------------------------------------------------------------------------------------------
+
+    def gather(self, full: Tensor, part: Tensor, what: str) -> Pending:
+        """Nothing moves: `full` is the one copy that all ranks read. See [Note: one copy per host]."""
+        return Pending()
+
+    def open_slot(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
+        """This rank's next slot, (numel,) of dtype, uninitialized; waits until every rank has consumed its old content."""
+        self._wait_for(_CONSUMED, self._num_opened - NUM_SLOTS + 1, what)
+        slot = self._slots[self._num_opened % NUM_SLOTS][self.rank]
+        self._num_opened += 1
+        return slot[: numel * dtype.itemsize].view(dtype)
+
+    def reduce_scatter(
+        self, slot: Tensor, out: Tensor, accumulate: bool, what: str, inspect: Inspect | None
+    ) -> Reduction:
+        """out = (out +) sum over ranks of slot[this rank's part]. slot: (size * out.numel(),)."""
+        number = self._post()
+        part = out.numel()
+
+        def reduce() -> None:
+            slots = self._posted(number, slot, what)
+            mine = [other[self.rank * part : (self.rank + 1) * part] for other in slots]
+            sum_in_rank_order(mine, out, accumulate)
+            if inspect is not None:
+                inspect(0, out, mine)
+            self._set(_CONSUMED, number + 1)
+
+        return Reduction([reduce])
+
+    def all_reduce(self, slot: Tensor, out: Tensor, what: str, inspect: Inspect | None) -> Reduction:
+        """out = sum over ranks of slot. Each rank sums its part of all slots, and reads the others' sums."""
+        number = self._post()
+        regions = regions_of(out.numel(), self.size)
+        mine = regions[self.rank]
+
+        def reduce() -> None:
+            contributions = [other[mine] for other in self._posted(number, slot, what)]
+            sum_in_rank_order(contributions, out[mine], accumulate=False)
+            if inspect is not None:
+                inspect(mine.start, out[mine], contributions)
+            slot[mine].copy_(out[mine])
+            self._set(_REDUCED, number + 1)
+
+        def collect() -> None:
+            self._wait_for(_REDUCED, number + 1, what)
+            for rank, other in enumerate(self._views(number, slot)):
+                if rank != self.rank:
+                    out[regions[rank]].copy_(other[regions[rank]])
+            self._set(_CONSUMED, number + 1)
+
+        return Reduction([reduce, collect])
+
+    def sum_small(self, values: Tensor, what: str) -> Tensor:
+        """The exact sum over ranks of a small int64 vector; also a barrier."""
+        box = self._mail[self._num_mailed % 2]
+        box[self.rank, : values.numel()].copy_(values)
+        self._num_mailed += 1
+        self._set(_MAILED, self._num_mailed)
+        self._wait_for(_MAILED, self._num_mailed, what)
+        return box[:, : values.numel()].sum(dim=0)
+
+    def fence(self, what: str) -> None:
+        """Returns when every rank of the axis has come here: what they wrote before can be read."""
+        self._num_fenced += 1
+        self._set(_FENCED, self._num_fenced)
+        self._wait_for(_FENCED, self._num_fenced, what)
+
+    # -- counters -------------------------------------------------------------------------------------------------
+
+    def _post(self) -> int:
+        self._set(_POSTED, self._num_opened)
+        return self._num_opened - 1
+
+    def _posted(self, number: int, slot: Tensor, what: str) -> list[Tensor]:
+        self._wait_for(_POSTED, number + 1, what)
+        return self._views(number, slot)
+
+    def _views(self, number: int, slot: Tensor) -> list[Tensor]:
+        nbytes = slot.numel() * slot.dtype.itemsize
+        return [other[:nbytes].view(slot.dtype) for other in self._slots[number % NUM_SLOTS]]
+
+    def _set(self, counter: int, value: int) -> None:
+        self._counters[self.rank, counter] = value
+
+    def _wait_for(self, counter: int, target: int, what: str) -> None:
+        """Returns when the counter of every rank has reached target."""
+        column = self._counters[:, counter]
+        for _ in range(200):
+            if column.min() >= target:
+                return
+            os.sched_yield()
+        started = checked = time.monotonic()
+        pause_seconds = 2e-5
+        while column.min() < target:
+            time.sleep(pause_seconds)
+            pause_seconds = min(pause_seconds * 1.5, 1e-3)
+            now = time.monotonic()
+            if now - checked > _LIVENESS_SECONDS:
+                checked = now
+                self._check_peers(np.flatnonzero(column < target).tolist(), now - started, what)
+
+    def _check_peers(self, late: Sequence[int], waited_seconds: float, what: str) -> None:
+        here = f"rank {self.ranks[self.rank]} in {what}"
+        dead = [self.ranks[rank] for rank in late if not _is_alive(self._processes[rank])]
+        if dead:
+            raise CollectiveError(f"{here}: rank {', '.join(map(str, dead))} died. Its own output says why.")
+        if waited_seconds > self._timeout_seconds:
+            names = ", ".join(str(self.ranks[rank]) for rank in late)
+            raise CollectiveError(
+                f"{here}: waited {waited_seconds:.0f} s for rank {names}, which is alive but elsewhere. Do all ranks run "
+                "the same calls of the engine in the same order? A slow rank needs a larger communication.timeout_seconds."
+            )
+
+
+def _create_file(nbytes: int, purpose: str) -> tuple[str, str]:
+    path = os.path.join(FOLDER, f"lowtide-{os.getpid()}-{secrets.token_hex(8)}")
+    try:
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    except OSError as error:
+        return "", f"shared memory for {purpose}: cannot create a file in {FOLDER} ({error}); use the sockets route"
+    try:
+        # Reserves the pages now: a full /dev/shm is an error here, and not a bus error at some later store.
+        os.posix_fallocate(handle, 0, nbytes)
+    except OSError:
+        os.unlink(path)
+        return "", (
+            f"shared memory for {purpose}: expected {nbytes} free bytes in {FOLDER}, found {free_shared_bytes()}. "
+            'Enlarge it (containers: --shm-size), or set "communication": {"route": "sockets"}.'
+        )
+    finally:
+        os.close(handle)
+    return path, ""
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

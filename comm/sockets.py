@@ -1,0 +1,170 @@
+"""The route between CPU ranks on any hosts: gloo's point-to-point messages.
+
+Gloo's own all-gather and reduce-scatter reach a third of what its point-to-point messages do (DESIGN 9), and they sum
+in an order that depends on the split. Here each rank sends every other rank just the part that is missing there, and
+sums what it receives in rank order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import CollectiveError
+from .pending import Inspect, Pending, Reduction, regions_of
+from .summation import sum_in_rank_order
+
+_NUM_TAGS = 1 << 20
+
+
+class SocketRoute:
+    """Collectives made of point-to-point messages; every message of an operation carries the operation's tag."""
+
+    name = "sockets"
+    copies_are_shared = False
+
+    def __init__(
+        self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup, first_tag: int, timeout_seconds: float
+    ) -> None:
+        """rank: within the axis; ranks: the global rank of each; first_tag: keeps two engines in a process apart."""
+        self.rank = rank
+        self.ranks = ranks
+        self.size = len(ranks)
+        self._group = group
+        self._peers = [peer for peer in range(self.size) if peer != rank]
+        self._first_tag = first_tag
+        self._num_operations = 0
+        self._num_slots_opened = 0
+        self._timeout_seconds = timeout_seconds
+        self._scratch: dict[str, Tensor] = {}
+
+    def allocate(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+        """One zero-filled buffer of this process for each (numel, dtype)."""
+        return [torch.zeros(numel, dtype=dtype) for numel, dtype in specs]
+
+    def reserve_slots(self, nbytes: int) -> None:
+        """Nothing to reserve: a slot is made when it is first opened."""
+
+    def gather(self, full: Tensor, part: Tensor, what: str) -> Pending:
+        """full[part q] = the `part` of rank q, for every q. full: (size * part.numel(),)."""
+        numel = part.numel()
+        tag = self._next_tag()
+        works = self._receive({peer: full[peer * numel : (peer + 1) * numel] for peer in self._peers}, tag)
+        works += self._send(dict.fromkeys(self._peers, part), tag)
+        own = full[self.rank * numel : (self.rank + 1) * numel]
+        if own.data_ptr() != part.data_ptr():
+            own.copy_(part)
+        return Pending(lambda: self._wait(works, what))
+
+    def open_slot(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
+        """A buffer to stage a gradient in, (numel,) of dtype, uninitialized.
+
+        Three in turn: one being filled, and two whose messages may still be on their way.
+        """
+        self._num_slots_opened += 1
+        return self._buffer(f"slot {self._num_slots_opened % 3}", numel, dtype)
+
+    def reduce_scatter(
+        self, slot: Tensor, out: Tensor, accumulate: bool, what: str, inspect: Inspect | None
+    ) -> Reduction:
+        """out = (out +) sum over ranks of slot[this rank's part]. slot: (size * out.numel(),)."""
+        numel = out.numel()
+        bounds = [slice(rank * numel, (rank + 1) * numel) for rank in range(self.size)]
+        contributions, works = self._exchange_parts(slot, bounds)
+
+        def reduce() -> None:
+            self._wait(works, what)
+            sum_in_rank_order(contributions, out, accumulate)
+            if inspect is not None:
+                inspect(0, out, contributions)
+
+        return Reduction([reduce])
+
+    def all_reduce(self, slot: Tensor, out: Tensor, what: str, inspect: Inspect | None) -> Reduction:
+        """out = sum over ranks of slot. Each rank sums its part and sends the sum to the others."""
+        bounds = regions_of(out.numel(), self.size)
+        contributions, works = self._exchange_parts(slot, bounds)
+        regions = [out[region] for region in bounds]
+        mine = regions[self.rank]
+        second: list[dist.Work] = []
+        tag = self._next_tag()
+
+        def reduce() -> None:
+            self._wait(works, what)
+            sum_in_rank_order(contributions, mine, accumulate=False)
+            if inspect is not None:
+                inspect(bounds[self.rank].start, mine, contributions)
+            second.extend(self._receive({peer: regions[peer] for peer in self._peers}, tag))
+            second.extend(self._send(dict.fromkeys(self._peers, mine), tag))
+
+        return Reduction([reduce, lambda: self._wait(second, what)])
+
+    def sum_small(self, values: Tensor, what: str) -> Tensor:
+        """The exact sum over ranks of a small int64 vector; also a barrier."""
+        total = values.clone()
+        work = dist.all_reduce(total, group=self._group, async_op=True)
+        self._wait([work], what)
+        return total
+
+    def fence(self, what: str) -> None:
+        """Nothing to order: what a rank writes is seen by others through messages alone."""
+
+    def _exchange_parts(
+        self, slot: Tensor, bounds: Sequence[slice]
+    ) -> tuple[list[Tensor], list[dist.Work]]:
+        """Sends each rank its part of slot; receives every rank's version of this rank's part."""
+        mine = bounds[self.rank]
+        numel = mine.stop - mine.start
+        tag = self._next_tag()
+        which = self._num_slots_opened % 3
+        received = self._buffer(f"received {which}", (self.size - 1) * numel, slot.dtype)
+        received = received.view(self.size - 1, numel)
+        contributions = [slot[mine]] * self.size
+        for index, peer in enumerate(self._peers):
+            contributions[peer] = received[index]
+        works = self._receive({peer: contributions[peer] for peer in self._peers}, tag)
+        works += self._send({peer: slot[bounds[peer]] for peer in self._peers}, tag)
+        return contributions, works
+
+    def _buffer(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        nbytes = numel * dtype.itemsize
+        buffer = self._scratch.get(name)
+        if buffer is None or buffer.numel() < nbytes:
+            buffer = self._scratch[name] = torch.empty(nbytes, dtype=torch.uint8)
+        return buffer[:nbytes].view(dtype)
+
+    def _next_tag(self) -> int:
+        tag = self._first_tag + self._num_operations % _NUM_TAGS
+        self._num_operations += 1
+        return tag
+
+    def _send(self, tensors: dict[int, Tensor], tag: int) -> list[dist.Work]:
+        works = [
+            dist.isend(tensor, self.ranks[peer], self._group, tag) for peer, tensor in tensors.items() if tensor.numel()
+        ]
+        return [work for work in works if work is not None]
+
+    def _receive(self, tensors: dict[int, Tensor], tag: int) -> list[dist.Work]:
+        works = [
+            dist.irecv(tensor, self.ranks[peer], self._group, tag) for peer, tensor in tensors.items() if tensor.numel()
+        ]
+        return [work for work in works if work is not None]
+
+    def _wait(self, works: Sequence[dist.Work], what: str) -> None:
+        started = time.monotonic()
+        try:
+            for work in works:
+                work.wait(timedelta(seconds=self._timeout_seconds))
+        except RuntimeError as error:
+            waited_seconds = time.monotonic() - started
+            peers = ", ".join(str(self.ranks[peer]) for peer in self._peers)
+            raise CollectiveError(
+                f"rank {self.ranks[self.rank]} in {what}: no answer from rank {peers} after {waited_seconds:.1f} s "
+                f"({str(error).splitlines()[0]}). A rank died, or the ranks make different calls of the engine; "
+                "a slow rank needs a larger communication.timeout_seconds."
+            ) from error

@@ -1,0 +1,63 @@
+"""The route of an axis with one rank: the same calls, nothing to move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .pending import Inspect, Pending, Reduction
+
+
+class SoloRoute:
+    """Collectives of a single rank: a sum over ranks is the tensor itself."""
+
+    name = "solo"
+    copies_are_shared = False
+    size = 1
+    rank = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocate(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+        """One zero-filled buffer for each (numel, dtype)."""
+        return [torch.zeros(numel, dtype=dtype, device=self._device) for numel, dtype in specs]
+
+    def reserve_slots(self, nbytes: int) -> None:
+        """Nothing to reserve."""
+
+    def gather(self, full: Tensor, part: Tensor, what: str) -> Pending:
+        """full = part, unless they are the same memory already."""
+        if full.data_ptr() != part.data_ptr():
+            full.copy_(part)
+        return Pending()
+
+    def open_slot(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
+        """A buffer to stage a gradient in."""
+        return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def reduce_scatter(
+        self, slot: Tensor, out: Tensor, accumulate: bool, what: str, inspect: Inspect | None
+    ) -> Reduction:
+        """out = (out +) slot."""
+        out.add_(slot) if accumulate else out.copy_(slot)
+        return self._inspected(out, slot, inspect)
+
+    def all_reduce(self, slot: Tensor, out: Tensor, what: str, inspect: Inspect | None) -> Reduction:
+        """out = slot."""
+        out.copy_(slot)
+        return self._inspected(out, slot, inspect)
+
+    def sum_small(self, values: Tensor, what: str) -> Tensor:
+        """The values themselves."""
+        return values
+
+    def fence(self, what: str) -> None:
+        """Nobody to wait for."""
+
+    def _inspected(self, out: Tensor, slot: Tensor, inspect: Inspect | None) -> Reduction:
+        if inspect is not None:
+            inspect(0, out, (slot,))
+        return Reduction([])

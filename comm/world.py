@@ -1,0 +1,128 @@
+"""This process among all processes of the job: rank, device, rendezvous."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is.
+
+    `owns_process_group` says whether `leave` destroys the default process group: only one that `join` made.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    backend: str
+    owns_process_group: bool
+    timeout_seconds: float
+
+    @classmethod
+    def join(cls, device: str = "auto", timeout_seconds: float = 300.0) -> World:
+        """Uses the default process group that exists, or makes one from the launcher's environment variables.
+
+        With neither it is a world of one, for which a process group without network is made.
+        Raises ValueError where some of the launcher's variables are set and others are missing.
+        """
+        chosen = _choose_device(device)
+        owned = not dist.is_initialized()
+        if owned:
+            _make_process_group(chosen, timeout_seconds)
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
+        return cls(dist.get_rank(), dist.get_world_size(), chosen, str(dist.get_backend()), owned, timeout_seconds)
+
+    def leave(self) -> None:
+        """Destroys the default process group where `join` made it."""
+        if self.owns_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    @property
+    def store(self) -> Any:
+        """The rendezvous store that all ranks share."""
+        return dist.distributed_c10d._get_default_store()
+
+    @property
+    def is_simulated(self) -> bool:
+        """True under torch's fake process group: shapes and bytes are right, values are meaningless."""
+        return self.backend == "fake"
+
+    def gather_objects(self, value: object) -> list[Any]:
+        """The value of every rank, by rank. For start-up and error paths: small picklable objects."""
+        if self.size == 1 or self.is_simulated:
+            return [value] * self.size if self.size < 4096 else [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's value on every rank."""
+        if self.size == 1 or self.is_simulated:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def broadcast_tensor(self, value: torch.Tensor) -> torch.Tensor:
+        """Rank 0's values on every rank, on `device`; every rank passes a tensor of the same shape and dtype."""
+        if self.size == 1 or self.is_simulated:
+            return value
+        # A copy: what is passed may be expanded, strided, or the user's own.
+        buffer = value.to(self.device, copy=True).contiguous()
+        dist.broadcast(buffer, src=0)
+        return buffer
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def hosts(self) -> list[str]:
+        """The identity of the host of each rank: boot identity and memory namespace, not only a name."""
+        return [str(host) for host in self.gather_objects(_host_identity())]
+
+
+def _choose_device(device: str) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError('device: expected a CUDA device, found none that torch can use; set "device": "cpu"')
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device(device)
+
+
+def _make_process_group(device: torch.device, timeout_seconds: float) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_seconds)
+    present = [name for name in _LAUNCHER_VARIABLES if name in os.environ]
+    if "RANK" not in present and "WORLD_SIZE" not in present:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    missing = [name for name in _LAUNCHER_VARIABLES if name not in present]
+    if missing:
+        raise ValueError(
+            f"the launcher's environment is incomplete: found {', '.join(present)}; missing {', '.join(missing)}. "
+            "Start the script with `lowtide launch` or torchrun, or set all four, or none for a world of one."
+        )
+    dist.init_process_group(backend, timeout=timeout)
+
+
+def _host_identity() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        namespace = os.stat("/dev/shm")
+        return f"{boot}:{namespace.st_dev}:{namespace.st_ino}"
+    except OSError:
+        return socket.gethostname()

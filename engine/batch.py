@@ -1,0 +1,115 @@
+"""Batches: how one is split into microbatches, moved, and passed to a model; how a loss is found in an output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def microbatches(batch: Any, count: int, rows: int | None) -> Iterator[Any]:
+    """The `count` microbatches of a batch, split along dimension 0; or drawn from an iterator.
+
+    rows: the rows that each microbatch must have, or None for any. Values without a dimension 0 go to every one.
+    Raises ValueError where the rows do not fit.
+    """
+    if isinstance(batch, Iterator):
+        for index in range(count):
+            try:
+                yield next(batch)
+            except StopIteration:
+                raise ValueError(
+                    f"the iterator given to train_step ended after {index} of {count} microbatches "
+                    "(gradient_accumulation_steps); give it an iterator that does not end within a step"
+                ) from None
+        return
+    sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"batch: expected tensors of one size along dimension 0, found sizes {sorted(sizes)}; "
+            "train_step splits every tensor of a batch there"
+        )
+    total = sizes.pop() if sizes else count
+    expected = rows * count if rows is not None else None
+    if expected is not None and total != expected:
+        raise ValueError(
+            f"batch: expected {expected} rows on this rank = train_micro_batch_size_per_gpu({rows}) x "
+            f"gradient_accumulation_steps({count}), found {total}. Change the config, or the loader's batch size; a loader's "
+            "last, smaller batch is left out with drop_last=True."
+        )
+    if total % count:
+        raise ValueError(
+            f"batch: expected a number of rows that gradient_accumulation_steps ({count}) divides, found {total}"
+        )
+    for index in range(count):
+        yield _map_tensors(batch, lambda t, i=index: t if not t.dim() else t.chunk(count)[i])
+
+
+def prepared(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """The batch on the device, float32 tensors in `dtype` where one is given."""
+
+    def move(tensor: Tensor) -> Tensor:
+        wants_cast = dtype is not None and tensor.dtype == torch.float32
+        return tensor.to(device, dtype if wants_cast else tensor.dtype, non_blocking=True)
+
+    return _map_tensors(batch, move)
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """model(**batch) for a mapping, model(*batch) for a tuple or list, model(batch) for anything else."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)
+
+
+def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Tensor:
+    """The loss: loss_fn(output, batch), else the output itself, its `.loss`, ["loss"] or [0].
+
+    Raises ValueError where none of them is a tensor with one element.
+    """
+    if loss_fn is not None:
+        loss = loss_fn(output, batch)
+    elif isinstance(output, Tensor):
+        loss = output
+    elif getattr(output, "loss", None) is not None:
+        loss = output.loss
+    elif isinstance(output, Mapping) and "loss" in output:
+        loss = output["loss"]
+    elif isinstance(output, (tuple, list)) and output:
+        loss = output[0]
+    else:
+        loss = None
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(output).__name__}"
+        raise ValueError(
+            "loss: expected a tensor with one element as the model's output, or as its .loss, "
+            f'["loss"] or [0], found {found}; give initialize(..., loss_fn=lambda output, batch: ...)'
+        )
+    return loss.reshape(())
+
+
+def _tensors(batch: Any) -> Iterable[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, (tuple, list)):
+        for value in batch:
+            yield from _tensors(value)
+
+
+def _map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {key: _map_tensors(value, change) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_map_tensors(value, change) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(_map_tensors(value, change) for value in batch)
+    return batch

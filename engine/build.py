@@ -1,0 +1,286 @@
+"""From a config and a model to an engine: the only place that asks the config what is wanted."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..comm import Mesh, World
+from ..zero.build import Dtypes, ModelPlan, build_units
+from ..zero.hooks import UnitHooks
+from ..zero.loss_scale import LossScaler
+from ..zero.optimizer import ShardedOptimizer, check_elementwise, rule_like, rule_named
+from ..zero.policy import ZeroPolicy
+from ..zero.sequence import Unit, UnitSequence
+from ..zero.units import UnitPlan, plan_units
+from .config import Config
+from .deferred import DeferredModel
+from .engine import Engine, Parts, Schedule
+from .full_values import FullValues
+from .log import logger
+from .lr_schedule import learning_rate_at
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+
+OptimizerChoice = torch.optim.Optimizer | type[torch.optim.Optimizer] | Callable[[Any], torch.optim.Optimizer] | None
+Values = Iterator[tuple[nn.Parameter, Tensor]]
+
+
+def initialize(
+    model: nn.Module | Callable[[], nn.Module],
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config,
+    *,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    optimizer: OptimizerChoice = None,
+    lr_scheduler: Any = None,
+) -> Engine:
+    """An engine that trains `model` as the config says.
+
+    model: a module, or a callable without arguments that builds one; then no rank ever holds the whole.
+    config: a JSON file, the name of a preset such as "zero3", a dictionary, or a `lowtide.Config`.
+    loss_fn(output, batch) -> loss; without it the model's output is the loss, or has it as .loss, ["loss"] or [0].
+    optimizer: in place of the config's: an optimizer over the model's parameters, a torch optimizer class, or a callable
+    from parameters to an optimizer; it must treat every element by itself. lr_scheduler: in place of the config's: a
+    callable from the optimizer to a scheduler, or a scheduler of the given optimizer.
+
+    Raises ConfigError (config), ValueError (model, optimizer) and RuntimeError (ranks that do not fit together).
+    """
+    checked = Config.load(config)
+    world = World.join(checked.device, checked.communication.timeout_seconds)
+    resolved = checked.resolve(world.size)
+    if resolved.seed is not None:
+        torch.manual_seed(resolved.seed)
+    module, values = _module_and_values(model, world)
+    _check_model(module)
+    _check_ranks_agree(world, resolved, module)
+    _log_notes(world, resolved)
+
+    policy = ZeroPolicy.from_stage(resolved.zero_optimization.stage)
+    dtypes = _dtypes(resolved)
+    patterns = resolved.zero_optimization.units
+    unit_plans = plan_units(module, None if patterns == "auto" else patterns)
+    shard_size = policy.shard_size(world.size, resolved.zero_optimization.shard_size)
+    plan = ModelPlan.of(unit_plans, dtypes, shard_size)
+    shared_bytes = plan.shared_bytes(dtypes, world.size)
+    mesh = Mesh.create(world, shard_size, resolved.communication.route, shared_bytes)
+    units = build_units(plan, mesh, policy, dtypes)
+    sharded_optimizer, schedule, scheduler = _make_optimizer(resolved, units, module, optimizer, lr_scheduler)
+    _fill(module, units, sharded_optimizer, mesh, values)
+    _checkpoint_activations(unit_plans, resolved.activation_checkpointing.every)
+    sequence = UnitSequence(units, resolved.zero_optimization.stage3_prefetch_bucket_size)
+    given = (checked.train_batch_size, checked.train_micro_batch_size_per_gpu, checked.gradient_accumulation_steps)
+    return Engine(
+        Parts(
+            config=resolved,
+            mesh=mesh,
+            module=module,
+            sequence=sequence,
+            hooks=UnitHooks(sequence, policy.frees_parameters),
+            optimizer=sharded_optimizer,
+            loss_scaler=_loss_scaler(resolved),
+            compute_dtype=dtypes.compute,
+            casts_inputs=resolved.bf16.auto_cast if resolved.bf16.enabled else resolved.fp16.auto_cast,
+            loss_fn=loss_fn,
+            schedule=schedule,
+            lr_scheduler=scheduler,
+            rows_per_microbatch=resolved.train_micro_batch_size_per_gpu if any(given[:2]) else None,
+        )
+    )
+
+
+# -- the model ----------------------------------------------------------------------------------------------------
+
+
+def _module_and_values(model: nn.Module | Callable[[], nn.Module], world: World) -> tuple[nn.Module, Values]:
+    if isinstance(model, nn.Module):
+        return model, _values_of(model, world)
+    if not callable(model):
+        raise ValueError(f"model: expected an nn.Module or a callable that builds one, found {type(model).__name__}")
+    torch.set_rng_state(world.broadcast_object(torch.get_rng_state()))  # every rank replays the same random numbers
+    deferred = DeferredModel(model)
+    return deferred.module, deferred.values()
+
+
+def _values_of(module: nn.Module, world: World) -> Values:
+    """Rank 0's parameters, each once."""
+    for param in module.parameters():
+        yield param, world.broadcast_tensor(param.detach())
+
+
+def _check_model(module: nn.Module) -> None:
+    params = list(module.named_parameters())
+    if not params:
+        raise ValueError(f"model: expected a module with parameters, found {type(module).__name__} without any")
+    if not any(param.requires_grad for _, param in params):
+        raise ValueError(
+            f"model: expected at least one parameter that requires a gradient, found {len(params)} that do not; "
+            "call requires_grad_(True) on what is to be trained"
+        )
+    complex_names = [name for name, param in params if param.is_complex()]
+    if complex_names:
+        raise ValueError(
+            f"model: expected real parameters, found complex ones: {', '.join(complex_names[:5])}; "
+            "store them as a real tensor with a last dimension of 2 and use torch.view_as_complex in forward"
+        )
+    on_meta = [name for name, param in params if param.is_meta]
+    if on_meta:
+        raise ValueError(
+            f"model: expected parameters with values, found '{on_meta[0]}' on the meta device; give initialize the "
+            "callable that builds the model, it takes care of that"
+        )
+
+
+def _check_ranks_agree(world: World, config: Config, module: nn.Module) -> None:
+    """Raises RuntimeError, with both sides, where another rank has another config or model."""
+    params = {
+        name: f"{tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"
+        for name, param in module.named_parameters()
+    }
+    settings = {key: repr(value) for key, value in config.model_dump(mode="json").items()}
+    digest = hashlib.sha256(repr((params, settings)).encode()).hexdigest()
+    if len(set(world.gather_objects(digest))) == 1:
+        return
+    everyone = world.gather_objects((settings, params))
+    for what, index in (("config", 0), ("model", 1)):
+        for rank, described in enumerate(everyone):
+            ours, theirs = everyone[0][index], described[index]
+            keys = [key for key in (*ours, *theirs) if ours.get(key) != theirs.get(key)]
+            if keys:
+                shown = "; ".join(
+                    f"{key}: rank 0 has {ours.get(key, 'nothing')}, rank {rank} has {theirs.get(key, 'nothing')}"
+                    for key in dict.fromkeys(keys[:3])
+                )
+                raise RuntimeError(
+                    f"the ranks have different {what}s: {shown}. All ranks must pass the same {what} to initialize."
+                )
+
+
+def _fill(module: nn.Module, units: list[Unit], optimizer: ShardedOptimizer, mesh: Mesh, values: Values) -> None:
+    """Puts the model's values into the shards; the model's own memory is given back on the way."""
+    writer = FullValues(module, units, optimizer, mesh)
+    place = {id(p): (group, i) for unit in units for group in unit.groups for i, p in enumerate(group.params)}
+    with torch.no_grad():
+        for param, value in values:
+            group, index = place[id(param)]
+            writer.write(group, index, value)
+            param.data = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
+        _prepare_buffers(module, units, mesh)
+        writer.refresh()
+        for unit in units:
+            for group in unit.groups:
+                group.install()
+                group.release()
+
+
+def _prepare_buffers(module: nn.Module, units: list[Unit], mesh: Mesh) -> None:
+    """Rank 0's buffers, on the device, floating-point ones in the dtype of the parameters beside them."""
+    dtypes = {group.dtype for unit in units for group in unit.groups if group.dtype.is_floating_point}
+    target = dtypes.pop() if len(dtypes) == 1 else None
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is None:
+                continue
+            value = mesh.world.broadcast_tensor(buffer)
+            wants_cast = target is not None and target.itemsize < 4 and value.dtype == torch.float32
+            owner._buffers[name] = value.to(mesh.world.device, target if wants_cast else value.dtype)
+
+
+def _checkpoint_activations(units: list[UnitPlan], every: int) -> None:
+    """Recomputes every `every`-th block in backward. Hooks lie outside of what is recomputed, so they run once."""
+    if not every:
+        return
+    for unit in [unit for unit in units if not unit.is_rest][::every]:
+        unit.module.forward = partial(checkpoint, unit.module.forward, use_reentrant=False)
+
+
+# -- optimizer, schedule, numbers -----------------------------------------------------------------------------------
+
+
+def _make_optimizer(
+    config: Config, units: list[Unit], module: nn.Module, choice: OptimizerChoice, lr_scheduler: Any
+) -> tuple[ShardedOptimizer, Schedule | None, Any]:
+    if choice is not None and config.optimizer is not None:
+        raise ValueError(
+            f'optimizer: found one in the config ("{config.optimizer.type}") and one passed to initialize; leave one out'
+        )
+    if lr_scheduler is not None and config.scheduler is not None:
+        raise ValueError(
+            f'scheduler: found one in the config ("{config.scheduler.type}") and one passed to initialize; leave one out'
+        )
+    gradients = [gradient for unit in units for gradient in unit.gradients]
+    trained = [param for param in module.parameters() if param.requires_grad]
+    if choice is None:
+        if config.optimizer is None:
+            raise ValueError(
+                'optimizer: expected one in the config, for example {"type": "adamw", "params": {"lr": 1e-3}}, or one '
+                "passed to initialize(..., optimizer=...); found neither"
+            )
+        options = config.optimizer.params.model_dump()
+        rule = rule_named(config.optimizer.type, options)
+        sharded = ShardedOptimizer(gradients, [{"params": trained, **options}], rule, None)
+    else:
+        own = choice if isinstance(choice, torch.optim.Optimizer) else choice(trained)
+        _check_covers(own, trained)
+        rule = rule_like(own)
+        factory = partial(_another, own)
+        if rule is None:
+            check_elementwise(factory)
+        sharded = ShardedOptimizer(gradients, own.param_groups, rule, None if rule else factory)
+    schedule = None
+    if config.scheduler is not None:
+        schedule = partial(learning_rate_at, config.scheduler, sharded.lr)
+    if lr_scheduler is not None and not hasattr(lr_scheduler, "step"):
+        lr_scheduler = lr_scheduler(sharded)
+    return sharded, schedule, lr_scheduler
+
+
+def _another(template: torch.optim.Optimizer, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer of the same class and options over other parameters."""
+    options = {key: value for key, value in template.param_groups[0].items() if key != "params"}
+    copy = type(template)(params, **{key: value for key, value in template.defaults.items() if key != "params"})
+    copy.param_groups[0].update(options)
+    return copy
+
+
+def _check_covers(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> None:
+    covered = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    missing = sum(id(param) not in covered for param in trained)
+    extra = len(covered - {id(param) for param in trained})
+    if missing or extra:
+        raise ValueError(
+            f"optimizer: expected one over exactly the {len(trained)} parameters of the model that require gradients, found "
+            f"{missing} of them left out and {extra} others; freeze what is not to be trained with requires_grad_(False)"
+        )
+
+
+def _dtypes(config: Config) -> Dtypes:
+    compute = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
+    return Dtypes(compute, _DTYPES[config.communication_data_type], _DTYPES[config.data_types.grad_accum_dtype])
+
+
+def _loss_scaler(config: Config) -> LossScaler:
+    fp16 = config.fp16
+    if not fp16.enabled:
+        return LossScaler()
+    dynamic = fp16.loss_scale == 0
+    return LossScaler(
+        scale=2.0**fp16.initial_scale_power if dynamic else fp16.loss_scale,
+        dynamic=dynamic,
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        minimum=fp16.min_loss_scale,
+    )
+
+
+def _log_notes(world: World, config: Config) -> None:
+    if world.rank == 0:
+        for note in config.notes:
+            logger.info("config: %s", note)

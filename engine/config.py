@@ -1,0 +1,281 @@
+"""The config: one JSON file, checked as a whole before anything is built. The only place that knows JSON.
+
+file -> config_read (plain values) -> config_translate (DeepSpeed's other keys, "auto") -> Config -> resolve(world_size)
+
+Nothing here imports torch: types are the strings "fp32", "bf16" and "fp16".
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field, PrivateAttr, ValidationError
+
+from .config_batch import fill_batch, nearest_divisors
+from .config_errors import ConfigError, Fault, FaultKind, shown, unknown_key
+from .config_optimizer import OPTIMIZER_PARAMS, OptimizerConfig, SGDOptimizer
+from .config_read import join, read
+from .config_scheduler import SCHEDULER_PARAMS, SchedulerConfig
+from .config_sections import (
+    ActivationCheckpointingConfig,
+    BF16Config,
+    CommunicationConfig,
+    DataTypesConfig,
+    FP16Config,
+    ZeroConfig,
+)
+from .config_translate import AUTO, BATCH_KEYS, known_rule_keys, translate
+from .config_types import Bool, Dtype, Float, Int, Section
+
+__all__ = ["Config", "ConfigError", "Fault", "OptimizerConfig", "SchedulerConfig"]
+
+
+class Config(Section):
+    """Everything that a run's JSON file says, with defaults for the rest. Frozen; made by `Config.load`."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model lives. "auto": cuda if there is one, else cpu; decided when the engine is built."""
+
+    train_batch_size: Int | None = Field(default=None, ge=1)
+    """Samples per optimizer step over all ranks: microbatch x accumulation x data-parallel ranks."""
+
+    train_micro_batch_size_per_gpu: Int | None = Field(default=None, ge=1)
+    """Samples per forward on each rank."""
+
+    gradient_accumulation_steps: Int | None = Field(default=None, ge=1)
+    """Microbatches per optimizer step on each rank."""
+
+    gradient_clipping: Float = Field(default=0.0, ge=0)
+    """The global norm to which gradients are clipped. 0: off."""
+
+    steps_per_print: Int = Field(default=10, ge=0)
+    """A line is logged every so many steps. 0: never."""
+
+    seed: Int | None = Field(default=None, ge=0)
+    """Seed of the random generators. null: they are left as they are."""
+
+    prescale_gradients: Bool = False
+    """Divide gradients by the number of ranks before they are summed rather than after."""
+
+    gradient_predivide_factor: Float = Field(default=1.0, gt=0)
+    """Divide gradients by this before they are summed, and by ranks / factor after."""
+
+    communication_data_type: Dtype | None = None
+    """The type in which gradients are reduced between ranks. null: fp32."""
+
+    data_types: DataTypesConfig = DataTypesConfig()
+    zero_optimization: ZeroConfig = ZeroConfig()
+    bf16: BF16Config = BF16Config()
+    fp16: FP16Config = FP16Config()
+    optimizer: OptimizerConfig | None = Field(default=None, discriminator="type")
+    """null: the optimizer is passed to initialize."""
+    scheduler: SchedulerConfig | None = Field(default=None, discriminator="type")
+    """null: the learning rate is constant, or the scheduler is passed to initialize."""
+    activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
+    communication: CommunicationConfig = CommunicationConfig()
+
+    _notes: tuple[str, ...] = PrivateAttr(default=())
+    _source: str | None = PrivateAttr(default=None)
+    _auto_batch_keys: tuple[str, ...] = PrivateAttr(default=())
+
+    @classmethod
+    def load(cls, source: "str | os.PathLike[str] | Mapping[str, object] | Config") -> "Config":
+        """The checked config of a JSON file, of a preset ("zero3") or of a dictionary; a Config is returned as it is.
+
+        Raises ConfigError with every fault at once.
+        """
+        if isinstance(source, Config):
+            return source
+        raw, name = read(source)
+        translation = translate(raw)
+        config, faults = _validate(translation.values)
+        faults = translation.faults + faults
+        if faults or config is None:
+            raise ConfigError(_in_file_order(faults, raw), name)
+        notes = translation.notes + [
+            f'{path}: "auto" is {shown(_value_at(config, path))}: {AUTO[path]}'
+            for path in translation.auto_paths
+            if path not in BATCH_KEYS
+        ]
+        config._notes = tuple(notes + _idle_settings(config))
+        config._source = name
+        config._auto_batch_keys = tuple(path for path in translation.auto_paths if path in BATCH_KEYS)
+        return config
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One sentence for each key that is understood and has no effect here, and for each "auto"."""
+        return self._notes
+
+    def resolve(self, world_size: int) -> "Config":
+        """A copy for so many data-parallel ranks, with the batch triple filled and every "auto" of it explained.
+
+        Raises ConfigError, with the equation, if the triple or the shard size does not fit the world size.
+        """
+        if world_size < 1:
+            raise ValueError(f"world_size is at least 1, found {world_size}")
+        faults: list[Fault] = []
+        micro, accumulation = self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
+        batch = fill_batch(self.train_batch_size, micro, accumulation, world_size)
+        update: dict[str, object] = {}
+        if isinstance(batch, Fault):
+            faults.append(batch)
+        else:
+            update = dict(zip(BATCH_KEYS, (batch.train, batch.micro, batch.accumulation), strict=True))
+        shard_size = self.zero_optimization.shard_size
+        if shard_size is not None and world_size % shard_size != 0:
+            equation = f"shard_size({shard_size}) x replicas(?) = data-parallel ranks({world_size}) does not hold"
+            legal = nearest_divisors(shard_size, world_size)
+            message = f"{equation}; the nearest legal values are {legal}"
+            faults.append(Fault("zero_optimization.shard_size", "conflict", message))
+        resolved = self.model_copy(update=update)
+        if self.gradient_accumulation_steps is None:
+            faults += _update_in_backward_faults(resolved)
+        if faults:
+            raise ConfigError(faults, self._source)
+        equation = " x ".join(str(update[key]) for key in BATCH_KEYS[1:]) + f" x {world_size} ranks"
+        reason = f"train_batch_size = microbatch x accumulation x ranks = {equation}"
+        autos = tuple(f'{key}: "auto" is {update[key]}: {reason}' for key in self._auto_batch_keys)
+        resolved._notes = self._notes + autos
+        resolved._auto_batch_keys = ()
+        return resolved
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values that `Config.load` reads back to an equal config."""
+        values = self.model_dump(mode="json")
+        if self.optimizer is not None and self.optimizer.type == "adam":
+            values["optimizer"]["params"]["adam_w_mode"] = False
+        return values
+
+
+def _value_at(config: Config, path: str) -> object:
+    value: object = config
+    for key in path.split("."):
+        value = getattr(value, key)
+    return value
+
+
+def _in_file_order(faults: Sequence[Fault], raw: dict[str, object]) -> list[Fault]:
+    """The faults as a reader of the file meets them."""
+    order: dict[str, int] = {}
+
+    def number(section: dict[str, object], path: str) -> None:
+        for key, value in section.items():
+            order[join(path, key)] = len(order)
+            if isinstance(value, dict):
+                number(value, join(path, key))
+
+    def position(fault: Fault) -> int:
+        path = fault.path
+        while path and path not in order:
+            path = path.rpartition("[")[0] if path.endswith("]") else path.rpartition(".")[0]
+        return order.get(path, -1)
+
+    number(raw, "")
+    return sorted(faults, key=position)
+
+
+def _validate(values: dict[str, object]) -> tuple[Config | None, list[Fault]]:
+    """The config, or None, and all faults. What is wrong by itself is left out, so that conflicts show as well."""
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        faults = [_fault(dict(detail)) for detail in details]
+        rest = {key: value for key, value in values.items() if key not in {detail["loc"][0] for detail in details}}
+        return None, faults + _conflicts(Config.model_validate(rest))
+    return config, _conflicts(config)
+
+
+def _fault(detail: dict[str, Any]) -> Fault:
+    """A validation error of pydantic in our words: where, what was expected, what was found."""
+    loc: tuple[int | str, ...] = detail["loc"]
+    tag = ""
+    if len(loc) > 1 and loc[0] in ("optimizer", "scheduler"):
+        tag, loc = str(loc[1]), (loc[0], *loc[2:])
+    path = ""
+    for part in loc:
+        path = f"{path}[{part}]" if isinstance(part, int) else join(path, part)
+    name, found, context = detail["type"], detail.get("input"), detail.get("ctx", {})
+    if name == "extra_forbidden":
+        return unknown_key(path, str(loc[-1]), _known_keys(loc, tag))
+    if name == "missing":
+        return Fault(path, "missing", "must be given: nothing else says what it is")
+    if found == "auto":
+        what = "the number of optimizer steps of the training" if loc[-1] == "total_num_steps" else "the value"
+        return Fault(path, "missing", f'"auto" has no meaning for this key here; write {what}')
+    expected = {
+        "bool_type": "expected true or false",
+        "model_type": "expected an object",
+        "model_attributes_type": "expected an object",
+        "tuple_type": "expected a list",
+        "literal_error": f"expected {context.get('expected')}".replace("'", '"'),
+        "greater_than_equal": f"expected at least {context.get('ge')}",
+        "greater_than": f"expected more than {context.get('gt')}",
+        "less_than_equal": f"expected at most {context.get('le')}",
+        "less_than": f"expected less than {context.get('lt')}",
+        "too_long": f"expected at most {context.get('max_length')} values",
+    }.get(name, detail["msg"])
+    kind: FaultKind = "type" if name.endswith("_type") else "value"
+    return Fault(path, kind, f"{expected}, found {shown(found)}")
+
+
+def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:
+    """Every key that may stand beside the unknown one at `loc`; `tag` is the type of the optimizer or scheduler."""
+    sections: dict[str, type[Section]] = {
+        "": Config,
+        "data_types": DataTypesConfig,
+        "zero_optimization": ZeroConfig,
+        "bf16": BF16Config,
+        "fp16": FP16Config,
+        "activation_checkpointing": ActivationCheckpointingConfig,
+        "communication": CommunicationConfig,
+        "optimizer.params": OPTIMIZER_PARAMS.get(tag, Section),
+        "scheduler.params": SCHEDULER_PARAMS.get(tag, Section),
+    }
+    path = ".".join(str(part) for part in loc[:-1])
+    fields = list(sections[path].model_fields) if path in sections else ["type", "params"]
+    return fields + known_rule_keys(path)
+
+
+def _conflicts(config: Config) -> list[Fault]:
+    """Settings that contradict each other, whatever the world size."""
+    faults = []
+    if config.bf16.enabled and config.fp16.enabled:
+        message = "bf16.enabled and fp16.enabled are both true; there is one compute type, set one of them to false"
+        faults.append(Fault("bf16.enabled", "conflict", message))
+    if isinstance(config.optimizer, SGDOptimizer) and config.optimizer.params.nesterov:
+        params = config.optimizer.params
+        if params.momentum == 0 or params.dampening != 0:
+            found = f"found momentum {params.momentum} and dampening {params.dampening}"
+            message = f"needs momentum above 0 and dampening 0, {found}"
+            faults.append(Fault("optimizer.params.nesterov", "conflict", message))
+    return faults + _update_in_backward_faults(config)
+
+
+def _update_in_backward_faults(config: Config) -> list[Fault]:
+    """An update in the middle of a backward must be final: nothing may be known only at its end."""
+    if not config.zero_optimization.update_in_backward:
+        return []
+    reasons = []
+    if config.gradient_clipping > 0:
+        reasons.append(f"gradient_clipping 0 (found {config.gradient_clipping}: the norm is known after all gradients)")
+    if (config.gradient_accumulation_steps or 1) > 1:
+        steps = config.gradient_accumulation_steps
+        reasons.append(f"gradient_accumulation_steps 1 (found {steps}: a gradient is whole after the last microbatch)")
+    if config.fp16.enabled:
+        reasons.append("fp16.enabled false (an overflow in a later unit skips the whole step; bf16 needs no scaling)")
+    return [Fault("zero_optimization.update_in_backward", "conflict", f"needs {reason}") for reason in reasons]
+
+
+def _idle_settings(config: Config) -> list[str]:
+    """Notes on our own keys that were given and have no effect with the rest of this config."""
+    zero = config.zero_optimization
+    notes = []
+    if zero.stage == 0 and zero.shard_size not in (None, 1):
+        notes.append(f"zero_optimization.shard_size: {zero.shard_size} has no effect here: stage 0 shards nothing")
+    if zero.stage < 3 and "stage3_prefetch_bucket_size" in zero.model_fields_set:
+        reason = f"stage {zero.stage} never releases parameters, so nothing is gathered ahead"
+        size = zero.stage3_prefetch_bucket_size
+        notes.append(f"zero_optimization.stage3_prefetch_bucket_size: {size} has no effect here: {reason}")
+    return notes

@@ -1,0 +1,35 @@
+"""The base class and the number types of every config section."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool
+from pydantic_core import PydanticCustomError
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+
+class Section(BaseModel):
+    """A part of the config: closed (an unknown key is an error) and frozen."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def _integer(value: object) -> object:
+    """The value as an int. 5e8 is an integer, true and "5" are not."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise PydanticCustomError("int_type", "expected an integer")
+    return value
+
+
+def _number(value: object) -> object:
+    """The value unchanged if it is an int or a float. true and "0.1" are not numbers."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise PydanticCustomError("float_type", "expected a number")
+    return value
+
+
+Bool = StrictBool
+Int = Annotated[int, BeforeValidator(_integer)]
+Float = Annotated[float, BeforeValidator(_number)]

@@ -1,0 +1,211 @@
+"""Building a model without its memory: construction is recorded on the meta device, and replayed parameter by parameter.
+
+[Note: recording]
+Under a dispatch mode every operation of the constructor runs on meta tensors and is written down with the storages that
+it reads and writes. `values` runs the same operations on the real device in the same order, so that random numbers come
+out as if the model had been built at once; a storage lives from its first operation to its last. A parameter is handed
+over after its last operation and then forgotten: what is alive at a time is about one parameter.
+Idea: deferred initialization, as in torchdistx.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+_FROM_DATA = (torch.tensor, torch.as_tensor, torch.from_numpy)
+
+
+@dataclass(frozen=True)
+class _View:
+    """A meta tensor as a view of a storage."""
+
+    storage: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Operation:
+    function: Callable[..., Any]
+    args: Any
+    kwargs: dict[str, Any]
+    outputs: list[_View]
+
+
+class DeferredModel:
+    """A model on the meta device, whose real values `values` yields one parameter at a time."""
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        """build: constructs the model. Raises ValueError where it reads values of tensors while it constructs."""
+        self._operations: list[_Operation] = []
+        self._constants: dict[int, Tensor] = {}
+        self._alive: list[Tensor] = []  # keeps storages, and so their identities, until the end
+        try:
+            with torch.device("meta"), _DataRecorder(self), _OperationRecorder(self):
+                module = build()
+        except (NotImplementedError, RuntimeError) as error:
+            raise ValueError(
+                "the model builder reads values of tensors while it constructs the model, which has no memory then "
+                f"({str(error).splitlines()[0]}). Pass the constructed module to initialize in its place."
+            ) from error
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"model: expected a callable that returns an nn.Module, found {type(module).__name__}")
+        self.module = module
+        self.peak_bytes = 0  # of real values alive at a time, after `values` has run
+        self._sources = self._replace_by_shells()
+
+    def values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """(parameter, its values on the CPU), each parameter once; buffers are filled on the way."""
+        last_use: dict[int, int] = {}
+        for index, operation in enumerate(self._operations):
+            for view in _views_in((operation.args, operation.kwargs, operation.outputs)):
+                last_use[view.storage] = index
+        waiting: dict[int, list[tuple[nn.Parameter | None, Callable[[Tensor], None], _View]]] = {}
+        for source in self._sources:
+            waiting.setdefault(source[2].storage, []).append(source)
+        ending: dict[int, list[int]] = {}
+        for storage, index in last_use.items():
+            ending.setdefault(index, []).append(storage)
+        real = dict(self._constants)
+        for storage in [key for key in real if key not in last_use]:
+            yield from self._hand_over(real, storage, waiting)
+        for index, operation in enumerate(self._operations):
+            self._run(operation, real)
+            self.peak_bytes = max(self.peak_bytes, sum(t.untyped_storage().nbytes() for t in real.values()))
+            for storage in ending.get(index, ()):
+                yield from self._hand_over(real, storage, waiting)
+        if waiting:
+            raise ValueError(
+                f"the model builder made {len(waiting)} parameters or buffers in a way that cannot be replayed; "
+                "pass the constructed module to initialize in its place"
+            )
+
+    def _run(self, operation: _Operation, real: dict[int, Tensor]) -> None:
+        def materialize(value: Any) -> Any:
+            if isinstance(value, _View):
+                return _view_of(real[value.storage], value)
+            if isinstance(value, torch.device) and value.type == "meta":
+                return torch.device("cpu")
+            return value
+
+        args, kwargs = tree_map(materialize, (operation.args, operation.kwargs))
+        with torch.no_grad():
+            result = operation.function(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        for view, tensor in zip(operation.outputs, tensors, strict=True):
+            if view.storage not in real:
+                real[view.storage] = tensor
+
+    def _hand_over(
+        self,
+        real: dict[int, Tensor],
+        storage: int,
+        waiting: dict[int, list[tuple[nn.Parameter | None, Callable[[Tensor], None], _View]]],
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        base = real.pop(storage)
+        for param, put, view in waiting.pop(storage, ()):
+            tensor = _view_of(base, view)
+            if param is None:
+                put(tensor.clone())
+            else:
+                yield param, tensor
+
+    def _replace_by_shells(self) -> list[tuple[nn.Parameter | None, Callable[[Tensor], None], _View]]:
+        """Parameters become real ones with a shape and no memory. Returns where each value goes."""
+        shells: dict[int, nn.Parameter] = {}
+        sources: list[tuple[nn.Parameter | None, Callable[[Tensor], None], _View]] = []
+        for module in self.module.modules():
+            for name, param in module._parameters.items():
+                if param is None:
+                    continue
+                if id(param) not in shells:
+                    nothing = torch.zeros((), dtype=param.dtype, device="cpu").expand(param.shape)
+                    shell = shells[id(param)] = nn.Parameter(nothing, requires_grad=param.requires_grad)
+                    sources.append((shell, lambda value: None, _describe(param)))
+                    self._alive.append(param)
+                module._parameters[name] = shells[id(param)]
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    sources.append((None, _setter(module, name), _describe(buffer)))
+                    self._alive.append(buffer)
+        return sources
+
+    def record(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Writes an operation down, if it has to do with meta tensors."""
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not any(tensor.is_meta for tensor in outputs + inputs):
+            return
+        self._alive.extend(outputs)
+        described = tree_map(lambda leaf: _describe(leaf) if isinstance(leaf, Tensor) and leaf.is_meta else leaf, args)
+        options = tree_map(lambda leaf: _describe(leaf) if isinstance(leaf, Tensor) and leaf.is_meta else leaf, kwargs)
+        self._operations.append(_Operation(function, described, options, [_describe(t) for t in outputs]))
+
+    def record_constant(self, meta: Tensor, value: Tensor) -> None:
+        """A tensor made from Python data: its values are kept as they are."""
+        self._alive.append(meta)
+        self._constants[_describe(meta).storage] = value
+
+
+class _OperationRecorder(TorchDispatchMode):
+    def __init__(self, owner: DeferredModel) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._owner.record(func, args, kwargs or {}, result)
+        return result
+
+
+class _DataRecorder(TorchFunctionMode):
+    def __init__(self, owner: DeferredModel) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _FROM_DATA or kwargs.get("device") is not None or isinstance(args[0], Tensor):
+            return func(*args, **kwargs)
+        value = func(*args, **kwargs, **({} if func is torch.from_numpy else {"device": "cpu"}))
+        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        self._owner.record_constant(meta, value)
+        return meta.requires_grad_(value.requires_grad)
+
+
+def _describe(tensor: Tensor) -> _View:
+    return _View(
+        tensor.untyped_storage()._cdata,
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        int(tensor.storage_offset()),
+        tensor.dtype,
+    )
+
+
+def _view_of(base: Tensor, view: _View) -> Tensor:
+    whole = torch.empty(0, dtype=view.dtype)
+    return whole.set_(base.untyped_storage(), view.offset, view.shape, view.strides)
+
+
+def _views_in(tree: Any) -> Iterator[_View]:
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, _View):
+            yield leaf
+
+
+def _setter(module: nn.Module, name: str) -> Callable[[Tensor], None]:
+    def put(value: Tensor) -> None:
+        module._buffers[name] = value
+
+    return put

@@ -1,0 +1,113 @@
+"""Access to whole parameters of a sharded model, and the way back of changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Mesh
+from ..zero.group import Residence, ShardedGroup
+from ..zero.layout import Piece
+from ..zero.optimizer import ShardedOptimizer, ShardState
+from ..zero.sequence import Unit
+
+
+class FullValues:
+    """Reads and writes full parameters. Every method is a collective: all ranks must call it alike."""
+
+    def __init__(self, module: nn.Module, units: Sequence[Unit], optimizer: ShardedOptimizer, mesh: Mesh) -> None:
+        self._module = module
+        self._groups = [group for unit in units for group in unit.groups]
+        self._shards = {id(shard.group): shard for shard in optimizer.shards}
+        self._mesh = mesh
+        self._rest = units[0]
+
+    def write(self, group: ShardedGroup, index: int, values: Tensor) -> None:
+        """Puts a parameter's values, whole and of any float dtype, into this rank's shard and master weights."""
+        shard = self._shards.get(id(group))
+        for piece in _pieces_of(group, index):
+            group.place(piece, values)
+            if shard is not None and shard.is_mixed:
+                _place_in_master(shard, piece, values)
+
+    def refresh(self) -> None:
+        """After shards have changed: full buffers that are kept get the new values of all ranks."""
+        pending = [group.refresh() for group in self._groups if not group.has_private_shard]
+        for one in pending:
+            one.wait()
+        self._mesh.fence("the end of an update")
+
+    @contextmanager
+    def gathered(self, params: Sequence[nn.Parameter], modify: bool) -> Iterator[None]:
+        wanted = {id(param) for param in params}
+        known = {id(param) for group in self._groups for param in group.params}
+        if wanted - known:
+            raise ValueError(
+                f"gathered: expected parameters of the engine's module, found {len(wanted - known)} that are not; "
+                "pass the parameters themselves, for example engine.module.head.weight"
+            )
+        chosen = [g for g in self._groups if not wanted or any(id(param) in wanted for param in g.params)]
+        found = [group for group in chosen if group.residence is Residence.SHARDED]
+        for group in found:
+            group.gather()
+        try:
+            if modify:
+                with self._private_copies(chosen, wanted):
+                    yield
+            else:
+                yield
+        finally:
+            for group in found:
+                group.release()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        is_writer = self._mesh.world.rank == 0
+        values: dict[int, Tensor] = {}
+        for group in self._groups:
+            was_sharded = group.residence is Residence.SHARDED
+            group.gather()
+            if is_writer:
+                values.update({id(param): param.detach().cpu().clone() for param in group.params})
+            if was_sharded:
+                group.release()
+        if not is_writer:
+            return {}
+        state = self._module.state_dict(keep_vars=True)
+        return {
+            name: values[id(value)] if id(value) in values else value.detach().cpu().clone()
+            for name, value in state.items()
+            if isinstance(value, Tensor)
+        }
+
+    @contextmanager
+    def _private_copies(self, groups: Sequence[ShardedGroup], wanted: set[int]) -> Iterator[None]:
+        """Parameters are copies of this rank's own meanwhile: the full buffer may be memory that ranks share."""
+        for group in groups:
+            for param in group.params:
+                if not wanted or id(param) in wanted:
+                    param.data = param.data.clone()
+        yield
+        self._mesh.world.barrier()  # nobody may still be copying what is overwritten now
+        with torch.no_grad():
+            for group in groups:
+                for index, param in enumerate(group.params):
+                    if not wanted or id(param) in wanted:
+                        self.write(group, index, param.data)
+                if group.has_private_shard:
+                    group.release()
+                else:
+                    group.install()
+                    group.refresh().wait()
+        self._mesh.fence("the end of a change of parameters")
+
+
+def _pieces_of(group: ShardedGroup, index: int) -> list[Piece]:
+    return [piece for piece in group.pieces if piece.index == index]
+
+
+def _place_in_master(shard: ShardState, piece: Piece, values: Tensor) -> None:
+    part = values.reshape(-1)[piece.offset_in_param : piece.offset_in_param + piece.numel]
+    shard.master[piece.offset_in_shard : piece.offset_in_shard + piece.numel].copy_(part)

@@ -1,0 +1,1 @@
+"""Elementwise updates and other fused passes over flat buffers."""

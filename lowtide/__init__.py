@@ -1,0 +1,34 @@
+"""Memory-optimized training for PyTorch: ZeRO, offload, pipelines and fused kernels from one JSON file.
+
+The names are loaded on first use, so that a command such as `lowtide launch` starts without torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .engine.build import initialize
+    from .engine.config import Config
+    from .engine.engine import Engine, StepResult
+
+__all__ = ["Config", "Engine", "StepResult", "initialize"]
+
+_HOME = {
+    "Config": ".engine.config",
+    "Engine": ".engine.engine",
+    "StepResult": ".engine.engine",
+    "initialize": ".engine.build",
+}
+
+
+def __getattr__(name: str) -> object:
+    """The public object `name`, imported from its own module and kept here from then on."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    value: object = getattr(import_module(_HOME[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

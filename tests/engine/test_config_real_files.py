@@ -1,0 +1,218 @@
+"""Every file of real projects in data/real_configs has the outcome in these tables: loads with notes, or faults."""
+
+from pathlib import Path
+
+import pytest
+
+from lowtide.engine.config import Config, ConfigError
+
+FILES = Path(__file__).parent / "data" / "real_configs"
+
+# "z." stands for "zero_optimization.", "o." for "optimizer.params.", "s." for "scheduler.params.".
+LOADS = {  # file: the keys that a note explains, in order
+    "DeepSpeedExamples__compression__bert__config__ds_config.json": "",
+    "DeepSpeedExamples__compression__gpt2__config__ds_config.json": "optimizer.type",
+    "DeepSpeedExamples__training__autotuning__hf__dsconfigs__ds_config_fp16_z2.json": "",
+    "DeepSpeedExamples__training__autotuning__hf__dsconfigs__ds_config_fp16_z3.json": "",
+    "DeepSpeedExamples__training__autotuning__hf__dsconfigs__ds_config_z2.json": "",
+    "DeepSpeedExamples__training__bf16_master_weight__configs__baseline.json": (
+        "z.overlap_comm z.reduce_bucket_size z.stage3_param_persistence_threshold"
+    ),
+    "DeepSpeedExamples__training__pipeline_parallelism__ds_config.json": "optimizer.type",
+    "DeepSpeed__deepspeed__autotuning__config_templates__template_zero1.json": (
+        "z.reduce_bucket_size z.allgather_bucket_size"
+    ),
+    "DeepSpeed__deepspeed__autotuning__config_templates__template_zero2.json": (
+        "z.allgather_partitions z.allgather_bucket_size z.overlap_comm z.reduce_scatter z.reduce_bucket_size "
+        "z.contiguous_gradients"
+    ),
+    "DeepSpeed__deepspeed__autotuning__config_templates__template_zero3.json": (
+        "z.allgather_partitions z.allgather_bucket_size z.overlap_comm z.reduce_scatter z.reduce_bucket_size "
+        "z.contiguous_gradients z.stage3_max_live_parameters z.stage3_max_reuse_distance "
+        "z.stage3_param_persistence_threshold z.stage3_gather_16bit_weights_on_model_save z.sub_group_size"
+    ),
+    "DeepSpeed__tests__accelerator__ds_config.json": "optimizer.type",
+    "DeepSpeed__tests__model__Megatron_GPT2__ds_config_func_bs4_zero2.json": (
+        "z.reduce_bucket_size z.allgather_bucket_size z.reduce_scatter"
+    ),
+    "DeepSpeed__tests__model__Megatron_GPT2__ds_config_func_bs8_no_zero.json": "",
+    "DeepSpeed__tests__model__Megatron_GPT2__ds_config_func_scheduler.json": "",
+    "DeepSpeed__tests__model__Megatron_GPT2__ds_config_perf_bs16.json": "disable_allgather",
+    "DeepSpeed__tests__torch_compile__ds_config_z3.json": (
+        "z.reduce_scatter z.overlap_comm z.contiguous_gradients optimizer.type"
+    ),
+    "LLaMA-Factory__examples__deepspeed__ds_z3_config.json": (
+        "zero_allow_untested_optimizer z.overlap_comm z.sub_group_size z.reduce_bucket_size "
+        "z.stage3_param_persistence_threshold z.stage3_max_live_parameters z.stage3_max_reuse_distance "
+        "z.stage3_gather_16bit_weights_on_model_save gradient_clipping fp16.enabled bf16.enabled "
+        "z.stage3_prefetch_bucket_size"
+    ),
+    "LMFlow__configs__archive__ds_config_eval.json": "",
+    "LMFlow__configs__deepspeed__zero2_no_offload.json": (
+        "z.allgather_partitions z.allgather_bucket_size z.overlap_comm z.reduce_scatter z.reduce_bucket_size "
+        "fp16.enabled bf16.enabled gradient_clipping"
+    ),
+    "LMFlow__configs__deepspeed__zero3_no_offload.json": (
+        "z.overlap_comm z.sub_group_size z.reduce_bucket_size z.stage3_param_persistence_threshold "
+        "z.stage3_max_live_parameters z.stage3_max_reuse_distance z.stage3_gather_16bit_weights_on_model_save "
+        "fp16.enabled bf16.enabled z.stage3_prefetch_bucket_size gradient_clipping"
+    ),
+    "Megatron-DeepSpeed__examples_deepspeed__data_efficiency__gpt__eval__ds_config_eval_dummy.json": "",
+    "Megatron-DeepSpeed__examples_deepspeed__universal_checkpointing__ds_config.json": "",
+    "MiniCPM__finetune__configs__ds_config_zero3.json": (
+        "z.allgather_partitions z.allgather_bucket_size z.reduce_scatter z.overlap_comm z.reduce_bucket_size "
+        "z.stage3_param_persistence_threshold z.stage3_gather_16bit_weights_on_model_save fp16.enabled "
+        "bf16.enabled z.stage3_prefetch_bucket_size"
+    ),
+    "Qwen__finetune__ds_config_zero2.json": (
+        "z.offload_optimizer.pin_memory z.allgather_partitions z.allgather_bucket_size z.overlap_comm "
+        "z.reduce_scatter z.reduce_bucket_size fp16.enabled bf16.enabled o.lr o.betas o.eps o.weight_decay "
+        "s.warmup_min_lr s.warmup_max_lr s.warmup_num_steps gradient_clipping"
+    ),
+    "axolotl__deepspeed_configs__zero1.json": "z.overlap_comm bf16.enabled fp16.enabled gradient_clipping",
+    "axolotl__deepspeed_configs__zero3.json": (
+        "z.overlap_comm z.sub_group_size z.reduce_bucket_size z.stage3_param_persistence_threshold "
+        "z.max_live_parameters z.max_reuse_distance z.gather_16bit_weights_on_model_save "
+        "z.stage3_prefetch_bucket_size bf16.enabled fp16.enabled gradient_clipping"
+    ),
+    "ms-swift__swift__config__zero0.json": (
+        "z.allgather_partitions z.allgather_bucket_size z.overlap_comm z.reduce_scatter z.reduce_bucket_size "
+        "fp16.enabled bf16.enabled gradient_clipping"
+    ),
+    "wenet__examples__aishell__whisper__conf__ds_stage2.json": (
+        "zero_force_ds_cpu_optimizer z.offload_optimizer.pin_memory z.allgather_partitions "
+        "z.allgather_bucket_size z.overlap_comm z.reduce_scatter z.reduce_bucket_size"
+    ),
+    "wenet__examples__wenetspeech__whisper__conf__ds_stage1.json": (
+        "zero_force_ds_cpu_optimizer z.offload_optimizer.pin_memory z.allgather_partitions "
+        "z.allgather_bucket_size z.overlap_comm z.reduce_scatter z.reduce_bucket_size"
+    ),
+    "xtuner__xtuner__configs__deepspeed__deepspeed_zero1.json": (
+        "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer z.overlap_comm gradient_clipping fp16.enabled "
+        "bf16.enabled"
+    ),
+    "xtuner__xtuner__configs__deepspeed__deepspeed_zero3.json": (
+        "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer z.overlap_comm "
+        "z.stage3_gather_16bit_weights_on_model_save gradient_clipping fp16.enabled bf16.enabled"
+    ),
+}
+FAULTS = {  # file: the path and the kind of each fault, in order
+    "DeepSpeedExamples__compression__bert__config__XTC__ds_config_W1A8_Qgroup1_fp32.json": [
+        "compression_training unsupported",
+    ],
+    "DeepSpeedExamples__compression__bert__config__ZeroQuant__ds_config_W48A8_Qgroup48_lkd_fp32.json": [
+        "compression_training unsupported",
+    ],
+    "DeepSpeedExamples__compression__gpt2__config__ds_config_W4or8A8_Qgroup64_fp16.json": [
+        "compression_training unsupported",
+    ],
+    "DeepSpeedExamples__inference__sglang__ds_offload_cpu.json": ["z.offload_param.device unsupported"],
+    "DeepSpeedExamples__training__BingBertSquad__1-bit_adam__mpi_infiniband__deepspeed_onebitadam_bsz96_config.json": [
+        "optimizer.type unsupported",
+    ],
+    "DeepSpeedExamples__training__DeepSpeed-ZenFlow__finetuning__zf_config.json": [
+        "z.offload_optimizer.device unsupported",
+        "z.zenflow unsupported",
+    ],
+    "DeepSpeedExamples__training__autotuning__hf__dsconfigs__ds_config_fp16_tune.json": ["autotuning unsupported"],
+    "DeepSpeedExamples__training__bing_bert__01_adam__mpi_ethernet__deepspeed_bsz4k_01adam_config_seq128_mpi_ethernet.json": [
+        "optimizer.type unsupported",
+    ],
+    "DeepSpeedExamples__training__bing_bert__1-bit_adam__mpi_ethernet__deepspeed_bsz4k_onebitadam_config_seq128_mpi_ethernet.json": [
+        "optimizer.type unsupported",
+    ],
+    "DeepSpeedExamples__training__bing_bert__1-bit_adam__mpi_infiniband__deepspeed_bsz4k_onebitadam_config_seq128_mpi_infiniband.json": [
+        "optimizer.type unsupported",
+    ],
+    "DeepSpeedExamples__training__bing_bert__1-bit_lamb__mpi_ethernet__deepspeed_bsz64k_onebitlamb_config_seq128_mpi_ethernet.json": [
+        "optimizer.type unsupported",
+    ],
+    "DeepSpeedExamples__training__bing_bert__1-bit_lamb__nccl__deepspeed_bsz64k_onebitlamb_config_seq128_nccl.json": [
+        "optimizer.type unsupported",
+    ],
+    "DeepSpeedExamples__training__data_efficiency__gpt_finetuning__config__ds_config_gpt_base_random_ltd.json": [
+        "data_efficiency unsupported",
+    ],
+    "DeepSpeed__tests__model__Megatron_GPT2__ds_config_func_bs8_zero2_gas3.json": [
+        "activation_checkpointing.partition_activations unsupported",
+    ],
+    "FastChat__playground__deepspeed_config_s3.json": [
+        "z.offload_optimizer.device unsupported",
+        "z.offload_param.device unsupported",
+    ],
+    "LLaMA-Factory__examples__deepspeed__ds_z3_fp8_config.json": [
+        "z.offload_optimizer.device unsupported",
+        "comms_config unknown",
+        "monitor_config unknown",
+    ],
+    "LLaMA-Factory__examples__deepspeed__ds_z3_offload_config.json": [
+        "z.offload_optimizer.device unsupported",
+        "z.offload_param.device unsupported",
+    ],
+    "LLaVA-NeXT__scripts__zero2_offload.json": [
+        "z.offload_optimizer.device unsupported",
+        "z.offload_param.device unsupported",
+    ],
+    "LLaVA__scripts__zero3_offload.json": [
+        "z.offload_optimizer.device unsupported",
+        "z.offload_param.device unsupported",
+    ],
+    "MedicalGPT__scripts__zero2.json": ["s.total_num_steps missing"],
+    "MedicalGPT__scripts__zero3.json": ["s.total_num_steps missing"],
+    "accelerate__examples__deepspeed_config_templates__zero_stage1_config.json": ["s.total_num_steps missing"],
+    "accelerate__tests__deepspeed__ds_config_zero3_model_only.json": ["z.offload_param.device unsupported"],
+    "axolotl__deepspeed_configs__zero2_torch_compile.json": [
+        "compile unsupported",
+        "z.offload_optimizer.device unsupported",
+    ],
+    "axolotl__deepspeed_configs__zero3_bf16_cpuoffload_all.json": [
+        "z.offload_optimizer.device unsupported",
+        "z.offload_param.device unsupported",
+    ],
+    "bigscience__jz__configs__deepspeed__ds_zero2.json": ["s.total_num_steps missing", "z.cpu_offload unsupported"],
+    "stanford_alpaca__configs__default_offload_opt_param.json": [
+        "s.total_num_steps missing",
+        "z.offload_optimizer.device unsupported",
+        "z.offload_param.device unsupported",
+    ],
+    "transformers__tests__deepspeed__ds_config_zero2.json": ["z.offload_optimizer.device unsupported"],
+    "trlx__examples__summarize_rlhf__sft__ds_config_gptj.json": [
+        "fp16.opt_level unknown",
+        "z.offload_param.device unsupported",
+        "z.offload_optimizer.device unsupported",
+    ],
+    "xtuner__xtuner__configs__deepspeed__deepspeed_zero2_offload.json": ["z.offload_optimizer.device unsupported"],
+}
+
+
+def _short(path: str) -> str:
+    for prefix, short in (("zero_optimization.", "z."), ("optimizer.params.", "o."), ("scheduler.params.", "s.")):
+        if path.startswith(prefix):
+            return short + path.removeprefix(prefix)
+    return path
+
+
+def test_the_tables_hold_every_file() -> None:
+    assert sorted([*LOADS, *FAULTS]) == sorted(path.name for path in FILES.glob("*.json"))
+
+
+def test_the_index_names_the_source_of_every_file() -> None:
+    lines = (FILES / "INDEX.tsv").read_text().splitlines()[1:]
+    assert sorted(line.split("\t")[0] for line in lines) == sorted(path.name for path in FILES.glob("*.json"))
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_it_loads_with_exactly_these_notes(name: str) -> None:
+    config = Config.load(FILES / name)
+    assert [_short(note.split(": ")[0]) for note in config.notes] == LOADS[name].split()
+    if config.train_batch_size is None:
+        resolved = config.resolve(4)
+        assert resolved.train_batch_size is not None and resolved.train_batch_size % 4 == 0
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_it_has_exactly_these_faults(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.load(FILES / name)
+    assert [f"{_short(fault.path)} {fault.kind}" for fault in caught.value.faults] == FAULTS[name]
+    assert name in str(caught.value)

@@ -1,0 +1,61 @@
+"""Starting `lowtide launch` in a process of its own, and looking for what it leaves behind."""
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+
+LAUNCH = [sys.executable, "-c", "import sys; from lowtide.bin.main import main; sys.exit(main())", "launch"]
+
+
+class Job:
+    """`lowtide launch OPTIONS SCRIPT ARGS` with a mark in its environment by which its processes are found."""
+
+    def __init__(self, folder: Path, source: str, *options: str, arguments: tuple[str, ...] = ()) -> None:
+        self.folder = folder
+        script = folder / "script.py"
+        script.write_text(source)
+        self.mark = f"LOWTIDE_TEST_{uuid.uuid4().hex}"
+        unset = {"OMP_NUM_THREADS", "RANK", "WORLD_SIZE"}
+        inherited = {name: value for name, value in os.environ.items() if name not in unset}
+        self.process = subprocess.Popen(
+            [*LAUNCH, *options, str(script), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env={**inherited, self.mark: "1"},
+        )
+
+    def finish(self, timeout: float = 30) -> tuple[int, str, str]:
+        """Exit status, stdout and stderr; no process of the job is left."""
+        out, err = self.process.communicate(timeout=timeout)
+        assert self.survivors() == []
+        return self.process.returncode, out, err
+
+    def wait_for_files(self, *names: str) -> None:
+        """Returns when the ranks have made all these files."""
+        deadline = time.monotonic() + 20
+        while not all((self.folder / name).exists() for name in names):
+            assert time.monotonic() < deadline and self.process.poll() is None, f"no {names}"
+            time.sleep(0.02)
+
+    def survivors(self, wait: float = 0.0) -> list[psutil.Process]:
+        """The processes of the job that are alive after at most `wait` seconds, the launcher included."""
+        deadline = time.monotonic() + wait
+        while True:
+            found = [process for process in psutil.process_iter() if self._is_ours(process)]
+            if not found or time.monotonic() >= deadline:
+                return found
+            time.sleep(0.05)
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            return process.status() != psutil.STATUS_ZOMBIE and self.mark in process.environ()
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            return False

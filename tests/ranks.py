@@ -1,0 +1,396 @@
+"""A pool of worker processes that act as the ranks of a job, started once per pytest session.
+
+    def sum_of_ranks(start: int) -> float:                     # module level, so that workers can import it
+        total = torch.tensor(float(start + dist.get_rank()))
+        dist.all_reduce(total)
+        return total.item()
+
+    def test_sum(ranks):
+        assert ranks(2, sum_of_ranks, 10) == [21.0, 21.0]
+
+Values travel by plain pickle over a pipe. A worker is used again as long as it answers; when one hangs or dies, all
+are killed and the next call starts new ones.
+"""
+
+import contextlib
+import gc
+import importlib
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+MAX_RANKS = 4
+START_TIMEOUT = 120.0  # seconds until a new worker has imported torch
+GRACE = 5.0  # seconds that the other ranks get to finish after one has failed
+POLL = 0.1  # seconds between two looks at whether a worker is still alive
+SHOWN_LINES = 30  # lines of a dead worker's own output in the error
+
+
+class RankError(Exception):
+    """One rank failed: `rank`, `kind` (class name of its exception, or "Hang", "Died") and `text` (traceback or stack).
+
+    `str()` of the error that `ranks(...)` raises shows every rank that failed, first the one that failed first.
+    """
+
+    def __init__(self, rank: int, kind: str, text: str, others: Sequence["RankError"] = ()) -> None:
+        self.rank, self.kind, self.text, self.others = rank, kind, text, tuple(others)
+        super().__init__("\n\n".join([f"rank {rank}: {kind}\n{text}", *(str(other) for other in others)]))
+
+
+@dataclass
+class Worker:
+    """One process of the pool, the pipe to it, and the file that takes its output."""
+
+    process: subprocess.Popen[bytes]
+    pipe: Connection
+    output: Path
+    stacks: Path
+
+    def output_since(self, offset: int) -> str:
+        """What the worker has printed after byte `offset` of its output file."""
+        with self.output.open("rb") as file:
+            file.seek(offset)
+            return file.read().decode(errors="replace")
+
+    def python_stack(self) -> str:
+        """The stacks of all Python threads of the worker now, innermost call first."""
+        start = self.stacks.stat().st_size
+        self.process.send_signal(signal.SIGUSR1)
+        size = start
+        deadline = time.monotonic() + 2.0
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            now = self.stacks.stat().st_size
+            if now > start and now == size:
+                return self.stacks.read_text()[start:]
+            size = now
+        return "(the process does not answer SIGUSR1, so there is no stack: stopped, or deep in the kernel)"
+
+    def kill(self) -> None:
+        """Ends the worker and every process of its session; returns when it is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.pipe.close()
+
+
+class RankPool:
+    """Runs functions on up to MAX_RANKS worker processes: `pool(world_size, fn, *args)`."""
+
+    def __init__(self) -> None:
+        self._workers: list[Worker] = []
+        self._folder = Path(tempfile.mkdtemp(prefix="lowtide-ranks-"))
+        self._started = 0
+
+    def __call__(
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60,
+        process_group: bool = True,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """The return values of `fn(*args, **kwargs)` by rank; raises RankError if any rank fails.
+
+        `fn` must be importable by name. Each rank has torchrun's environment variables and, if `process_group`, a
+        fresh default gloo group. `timeout` in seconds is for the whole call.
+        """
+        results, order = self._run(world_size, fn, args, kwargs, timeout, process_group)
+        if order:
+            first, *others = [results[rank] for rank in order]
+            raise RankError(first.rank, first.kind, first.text, others)
+        return results
+
+    def fails(
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60,
+        process_group: bool = True,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """As the call itself, but a rank that failed gives its RankError in the list, and nothing is raised."""
+        return self._run(world_size, fn, args, kwargs, timeout, process_group)[0]
+
+    def close(self) -> None:
+        """Ends all workers and removes their files."""
+        self._kill_all()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _run(
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        process_group: bool,
+    ) -> tuple[list[Any], list[int]]:
+        """The values or RankErrors by rank, and the ranks that failed in the order of their failing."""
+        if not 1 <= world_size <= MAX_RANKS:
+            raise ValueError(f"world_size must be from 1 to {MAX_RANKS}, found {world_size}")
+        if "<" in fn.__qualname__ or fn.__module__ == "__main__":
+            raise TypeError(f"{fn.__module__}.{fn.__qualname__} cannot be imported by workers; use a module's function")
+        payload = pickle.dumps((args, kwargs))
+        self._grow(world_size)
+        workers = self._workers[:world_size]
+        port = free_port()
+        call = Call(workers, timeout)
+        reusable = False
+        try:
+            for rank, worker in enumerate(workers):
+                header = fn.__module__, fn.__qualname__, environment(rank, world_size, port), process_group
+                worker.pipe.send_bytes(pickle.dumps(header))
+                worker.pipe.send_bytes(payload)
+            call.collect()
+            call.print_output()
+            reusable = call.release()
+        finally:
+            if not reusable:
+                self._kill_all()
+        return call.results, call.failed
+
+    def _grow(self, world_size: int) -> None:
+        """Starts workers until there are `world_size` and all are ready; replaces a pool with a dead worker."""
+        if any(worker.process.poll() is not None for worker in self._workers):
+            self._kill_all()
+        old = len(self._workers)
+        while len(self._workers) < world_size:
+            self._workers.append(self._start_worker())
+        for worker in self._workers[old:]:
+            try:
+                if not worker.pipe.poll(START_TIMEOUT):
+                    raise EOFError
+                worker.pipe.recv_bytes()
+            except EOFError:
+                said = worker.output_since(0)
+                self._kill_all()
+                raise RuntimeError(f"a worker did not start in {START_TIMEOUT:.0f} s; its output:\n{said}") from None
+
+    def _start_worker(self) -> Worker:
+        ours, theirs = Pipe()
+        output = self._folder / f"worker{self._started}.out"
+        stacks = self._folder / f"worker{self._started}.stacks"
+        stacks.touch()
+        self._started += 1
+        code = f"from tests.ranks import serve; serve({theirs.fileno()}, {str(stacks)!r})"
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-X", "faulthandler", "-c", code],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env=os.environ
+                | {
+                    "OMP_NUM_THREADS": "1",
+                    "GLOO_SOCKET_IFNAME": "lo",
+                    "PYTHONUNBUFFERED": "1",
+                    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                },
+            )
+        theirs.close()
+        return Worker(process, ours, output, stacks)
+
+    def _kill_all(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+        self._workers.clear()
+
+
+class Call:
+    """One call in flight: `results` by rank, `failed` ranks in the order of their failing."""
+
+    def __init__(self, workers: list[Worker], timeout: float) -> None:
+        self.results: list[Any] = [None] * len(workers)
+        self.failed: list[int] = []
+        self._workers = workers
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+        self._offsets = [worker.output.stat().st_size for worker in workers]
+        self._running = set(range(len(workers)))
+        self._leaving: set[int] = set()
+        self._lost = False
+
+    def collect(self) -> None:
+        """Waits until every rank has returned, failed, died, or run out of time.
+
+        A rank that has returned keeps its process group until all have, so that nobody loses a peer. A rank that
+        fails gives it up at once, so that those who wait for it fail too and do not hang.
+        """
+        while self._running and time.monotonic() < self._deadline:
+            self._hear(POLL)
+        for rank in sorted(self._running):
+            self._lost = True
+            why = "after another rank failed" if self.failed else f"after {self._timeout:g} s"
+            stack = self._workers[rank].python_stack()
+            self._fail(rank, "Hang", f"still running {why}; its Python stack:\n{stack}", 0.0)
+
+    def print_output(self) -> None:
+        """Prints what the ranks have printed, each line with its rank in front; pytest shows it for a failing test."""
+        for rank, worker in enumerate(self._workers):
+            for line in worker.output_since(self._offsets[rank]).splitlines():
+                print(f"[rank {rank}] {line}")
+
+    def release(self) -> bool:
+        """Lets every rank drop its process group; whether all did, and can be used again."""
+        deadline = time.monotonic() + GRACE
+        if not self._lost:
+            for rank in set(range(len(self._workers))) - set(self.failed):
+                self._tell_to_leave(rank)
+        while self._leaving and not self._lost and time.monotonic() < deadline:
+            self._hear(POLL)
+        return not self._leaving and not self._lost
+
+    def _tell_to_leave(self, rank: int) -> None:
+        self._leaving.add(rank)
+        with contextlib.suppress(BrokenPipeError):
+            self._workers[rank].pipe.send_bytes(b"leave")
+
+    def _hear(self, seconds: float) -> None:
+        """Takes one message from every rank that has one, and looks whether silent ones are still alive."""
+        busy = {self._workers[rank].pipe: rank for rank in self._running | self._leaving}
+        ready = wait(list(busy), seconds)
+        for pipe, rank in busy.items():
+            if pipe in ready:
+                try:
+                    self._take(rank, *pickle.loads(pipe.recv_bytes()))
+                except (EOFError, ConnectionResetError):
+                    self._bury(rank)
+            elif self._workers[rank].process.poll() is not None and not pipe.poll():
+                self._bury(rank)
+
+    def _take(self, rank: int, what: str, *content: Any) -> None:
+        if what == "returned":
+            self._running.discard(rank)
+            self.results[rank] = pickle.loads(content[0])
+        elif what == "raised":
+            self._fail(rank, content[0], content[1], GRACE)
+            self._tell_to_leave(rank)
+        else:
+            self._leaving.discard(rank)
+
+    def _fail(self, rank: int, kind: str, text: str, patience: float) -> None:
+        """Notes that `rank` failed; the others get `patience` seconds more."""
+        self._running.discard(rank)
+        self.results[rank] = RankError(rank, kind, text)
+        self.failed.append(rank)
+        self._deadline = min(self._deadline, time.monotonic() + patience)
+
+    def _bury(self, rank: int) -> None:
+        worker = self._workers[rank]
+        code = worker.process.wait()
+        self._lost = True
+        self._leaving.discard(rank)
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit status {code}"
+        output = "\n".join(worker.output_since(self._offsets[rank]).splitlines()[-SHOWN_LINES:])
+        self._fail(rank, "Died", f"the process {how}; the last lines of its output:\n{output}", 1.0)
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The variables that torchrun sets for `rank` of `world_size` on one host."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def serve(descriptor: int, stacks: str) -> None:
+    """The life of a worker: takes calls from the pipe `descriptor` until it closes; SIGUSR1 writes to `stacks`."""
+    import ctypes
+    import faulthandler
+
+    import numpy  # noqa: F401
+    import torch
+    import torch.distributed
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the test session
+    faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115
+    torch.set_num_threads(1)
+    pipe = Connection(descriptor)
+    pipe.send_bytes(pickle.dumps("ready"))
+    while True:
+        try:
+            module, name, variables, process_group = pickle.loads(pipe.recv_bytes())
+            payload = pipe.recv_bytes()
+        except EOFError:
+            return
+        before = dict(os.environ), os.getcwd()
+        os.environ.update(variables)
+        pipe.send_bytes(pickle.dumps(attempt(module, name, payload, process_group)))
+        with contextlib.suppress(EOFError):
+            pipe.recv_bytes()
+        clean(*before)
+        pipe.send_bytes(pickle.dumps(("left",)))
+
+
+def attempt(module: str, name: str, payload: bytes, process_group: bool) -> tuple[Any, ...]:
+    """("returned", pickled value) or ("raised", class name, traceback) of the function `module.name`."""
+    import random
+
+    import numpy
+    import torch
+    import torch.distributed as dist
+
+    warnings.resetwarnings()
+    warnings.simplefilter("error")
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    try:
+        fn: Any = importlib.import_module(module)
+        for part in name.split("."):
+            fn = getattr(fn, part)
+        args, kwargs = pickle.loads(payload)
+        gc.freeze()
+        if process_group:
+            dist.init_process_group("gloo")
+        return "returned", pickle.dumps(fn(*args, **kwargs))
+    except BaseException as error:
+        return "raised", type(error).__name__, traceback.format_exc()
+
+
+def clean(environ: dict[str, str], folder: str) -> None:
+    """Undoes what a call may have left in this process: group, garbage, variables, folder, torch's global settings."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environ)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)

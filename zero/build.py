@@ -1,0 +1,122 @@
+"""From a model to its units: plans layouts, takes memory, fills it with the model's values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Mesh
+from .gradient import GroupGradient
+from .group import ShardedGroup
+from .layout import FlatLayout
+from .policy import ZeroPolicy
+from .sequence import Unit
+from .units import UnitPlan
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """What is computed, reduced and accumulated in. None: as the parameter, and at least float32 for the last two."""
+
+    compute: torch.dtype | None
+    reduce: torch.dtype | None
+    accumulate: torch.dtype | None
+
+    def of(self, param: Tensor) -> torch.dtype:
+        """The dtype in which a parameter is computed."""
+        return self.compute if self.compute is not None and param.is_floating_point() else param.dtype
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """A group before it has memory: its parameters, dtype and layout."""
+
+    name: str
+    params: tuple[tuple[str, nn.Parameter], ...]
+    dtype: torch.dtype
+    layout: FlatLayout
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.params[0][1].requires_grad
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """The units of a model with the layouts of their groups, on a shard axis of a given size: no memory taken yet."""
+
+    units: tuple[tuple[UnitPlan, tuple[GroupPlan, ...]], ...]
+
+    @classmethod
+    def of(cls, units: Sequence[UnitPlan], dtypes: Dtypes, shard_size: int) -> ModelPlan:
+        return cls(tuple((unit, tuple(_plan_groups(unit, dtypes, shard_size))) for unit in units))
+
+    @property
+    def groups(self) -> list[GroupPlan]:
+        return [group for _, groups in self.units for group in groups]
+
+    def shared_bytes(self, dtypes: Dtypes, num_ranks: int) -> int:
+        """An upper bound of what the ranks of one host take of its shared memory: one copy, and the ring of slots."""
+        copies = sum(group.layout.padded_numel * group.dtype.itemsize for group in self.groups)
+        return copies + 4 * num_ranks * slot_bytes(self.groups, dtypes) + (1 << 20)
+
+
+def slot_bytes(groups: Iterable[GroupPlan], dtypes: Dtypes) -> int:
+    """Bytes of the largest gradient that is ever staged."""
+    return max(
+        (g.layout.padded_numel * _at_least_float32(dtypes.reduce, g.dtype).itemsize for g in groups if g.requires_grad),
+        default=0,
+    )
+
+
+def build_units(plan: ModelPlan, mesh: Mesh, policy: ZeroPolicy, dtypes: Dtypes) -> list[Unit]:
+    """Takes the memory of every group. Parameters still are what they were; `fill` comes next."""
+    plans = plan.groups
+    specs = [(group.layout.padded_numel, group.dtype) for group in plans]
+    route = mesh.shard.route
+    # One copy for the host is one piece of memory; private buffers that are freed are made and freed one by one.
+    buffers = iter(route.allocate(specs)) if route.copies_are_shared else (route.allocate([s])[0] for s in specs)
+    staged = slot_bytes(plans, dtypes)
+    for axis in (mesh.shard, mesh.replica):
+        if axis.size > 1 and staged:
+            axis.route.reserve_slots(staged)
+    units = []
+    for unit, group_plans in plan.units:
+        groups, gradients = [], []
+        for group_plan in group_plans:
+            group = ShardedGroup(
+                group_plan.name, group_plan.params, group_plan.dtype, group_plan.layout, mesh, policy.frees_parameters
+            )
+            group.adopt(next(buffers))
+            groups.append(group)
+            if group.requires_grad:
+                gradients.append(
+                    GroupGradient(
+                        group,
+                        _at_least_float32(dtypes.reduce, group.dtype),
+                        _at_least_float32(dtypes.accumulate, group.dtype),
+                        policy.reduces_every_backward,
+                    )
+                )
+        units.append(Unit(unit.name, unit.module, groups, gradients))
+    return units
+
+
+def _plan_groups(unit: UnitPlan, dtypes: Dtypes, shard_size: int) -> Iterable[GroupPlan]:
+    members: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+    for name, param in unit.params:
+        members.setdefault((dtypes.of(param), param.requires_grad), []).append((name, param))
+    for (dtype, requires_grad), params in members.items():
+        layout = FlatLayout.of([(name, tuple(param.shape)) for name, param in params], shard_size)
+        kind = f"{str(dtype).removeprefix('torch.')}{'' if requires_grad else ', frozen'}"
+        yield GroupPlan(f"unit {unit.name} ({kind})", tuple(params), dtype, layout)
+
+
+def _at_least_float32(wanted: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that was asked for, else float32; float64 parameters keep float64."""
+    if dtype == torch.float64:
+        return dtype
+    return wanted if wanted is not None else torch.float32

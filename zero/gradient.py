@@ -1,0 +1,187 @@
+"""The gradient of a group: from the parameters' own gradients to this rank's share of their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..comm import Axis, Reduction
+from .exact_sum import NUM_LIMBS, to_limbs
+from .group import ShardedGroup
+from .layout import BLOCK_NUMEL
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """The first non-finite value that this rank found in a gradient."""
+
+    parameter: str
+    rank: int | None  # that produced it; None where only the sum over ranks is known
+
+
+class GroupGradient:
+    """Reduces a group's gradients over shard and replica axis into `shard`, (shard_numel,) of the accumulation dtype.
+
+        param.grad --copy--> slot --reduce-scatter over `shard`--> shard --all-reduce over `replica`--> shard
+
+    Where reductions wait for the accumulation boundary, gradients of earlier microbatches stay full on each rank:
+    in `param.grad` where the dtypes agree, else in `local`, (padded_numel,) of the accumulation dtype.
+    The sum of squares of the final values is counted on the way, while they are in the cache.
+    """
+
+    def __init__(
+        self,
+        group: ShardedGroup,
+        reduce_dtype: torch.dtype,
+        accumulation_dtype: torch.dtype,
+        reduces_every_backward: bool,
+        on_final: Callable[[], None] | None = None,
+    ) -> None:
+        """on_final: called when the sum over microbatches and ranks is complete; may use up the gradient."""
+        self.group = group
+        self.reduce_dtype = reduce_dtype
+        self.accumulation_dtype = accumulation_dtype
+        self.reduces_every_backward = reduces_every_backward
+        self.on_final = on_final
+        self.local: Tensor | None = None
+        self.shard: Tensor | None = None
+        self.square_limbs = torch.zeros(NUM_LIMBS, dtype=torch.int64)
+        self.non_finite: NonFinite | None = None
+        self._has_local = False
+        self._has_shard = False
+
+    def reset(self) -> None:
+        """Forgets the gradient after an optimizer step. The shard's memory is kept: it is needed in every backward."""
+        self.square_limbs = torch.zeros(NUM_LIMBS, dtype=torch.int64)
+        self.non_finite = None
+        self._has_local = self._has_shard = False
+
+    def collect(self, boundary: bool) -> Iterator[None]:
+        """Takes the gradients of one backward pass and reduces them, step by step: a step for each `next`.
+
+        The first step stages them and frees `param.grad`; the later ones wait for other ranks.
+        """
+        if not boundary and not self.reduces_every_backward:
+            self._keep_local()
+            return
+        what = f"reduction of {self.group.name}"
+        shard_axis, replica_axis = self.group.mesh.shard, self.group.mesh.replica
+        shard, accumulate = self._open_shard(), self._has_shard
+        final_axis = replica_axis if replica_axis.size > 1 else shard_axis
+        if shard_axis.size == 1 and (replica_axis.size == 1 or accumulate or not boundary):
+            self._write_gradients(shard, accumulate)
+            if replica_axis.size == 1:
+                self._inspect(shard_axis, boundary, 0, shard, (shard,))
+        elif shard_axis.size > 1:
+            slot = shard_axis.route.open_slot(self.group.layout.padded_numel, self.reduce_dtype, what)
+            self._write_gradients(slot, accumulate=False)
+            counts = boundary and final_axis is shard_axis
+            yield from _steps(
+                shard_axis.route.reduce_scatter(
+                    slot, shard, accumulate, what, lambda *found: self._inspect(shard_axis, counts, *found)
+                )
+            )
+        if replica_axis.size > 1 and boundary:
+            slot = replica_axis.route.open_slot(shard.numel(), self.reduce_dtype, what)
+            if shard_axis.size == 1 and not accumulate:
+                self._write_gradients(slot, accumulate=False)
+            else:
+                slot.copy_(shard)
+            yield from _steps(
+                replica_axis.route.all_reduce(
+                    slot, shard, what, lambda *found: self._inspect(replica_axis, True, *found)
+                )
+            )
+        self._has_shard = True
+        if boundary and self.on_final is not None:
+            self.on_final()
+
+    def drop_shard(self) -> None:
+        """Gives the shard's memory back: it was used up before the step."""
+        self.shard = None
+        self._has_shard = False
+
+    # -- pieces of it ---------------------------------------------------------------------------------------------
+
+    def _open_shard(self) -> Tensor:
+        if self.shard is None:
+            numel = self.group.layout.shard_numel
+            self.shard = torch.zeros(numel, dtype=self.accumulation_dtype, device=self.group.full.device)
+        return self.shard
+
+    def _keep_local(self) -> None:
+        if self.accumulation_dtype == self.group.dtype:
+            return  # autograd accumulates in param.grad itself
+        if self.local is None:
+            numel = self.group.layout.padded_numel
+            self.local = torch.zeros(numel, dtype=self.accumulation_dtype, device=self.group.full.device)
+        self._add_gradients(self.local, accumulate=self._has_local)
+        self._has_local = True
+
+    def _write_gradients(self, target: Tensor, accumulate: bool) -> None:
+        """target = (target +) gradients of this rank, and frees them."""
+        if self._has_local:
+            assert self.local is not None
+            target.add_(self.local) if accumulate else target.copy_(self.local)
+            self._has_local, accumulate = False, True
+        self._add_gradients(target, accumulate)
+
+    def _add_gradients(self, target: Tensor, accumulate: bool) -> None:
+        end = 0
+        for slot, param in zip(self.group.layout.slots, self.group.params, strict=True):
+            if not accumulate:
+                target[end : slot.offset_in_flat].zero_()  # the gap that aligns the parameter
+            place = target[slot.offset_in_flat : slot.end_in_flat].view(slot.shape)
+            end = slot.end_in_flat
+            gradient, param.grad = param.grad, None
+            if gradient is None:
+                if not accumulate:
+                    place.zero_()
+                continue
+            if gradient.is_sparse:
+                gradient = gradient.to_dense()
+            place.add_(gradient) if accumulate else place.copy_(gradient)
+        if not accumulate:
+            target[end:].zero_()
+
+    def _inspect(
+        self, axis: Axis, counts: bool, offset: int, total: Tensor, contributions: Sequence[Tensor]
+    ) -> None:
+        """Adds the squares of what was summed here to the norm, and traces a non-finite value to its rank."""
+        squares = _squares_by_block(total)
+        if not bool(torch.isfinite(squares).all()):
+            self._trace(axis, offset, total, contributions)
+            return
+        if counts:
+            self.square_limbs += to_limbs(squares).to(self.square_limbs.device)
+
+    def _trace(self, axis: Axis, offset: int, total: Tensor, contributions: Sequence[Tensor]) -> None:
+        bad = torch.nonzero(~torch.isfinite(total))
+        if self.non_finite is not None or not len(bad):
+            return
+        index = int(bad[0])
+        shard_start = self.group.axis.rank * self.group.layout.shard_numel
+        name = self.group.layout.slot_at(shard_start + offset + index).name
+        producers = [
+            rank for rank, part in zip(axis.ranks, contributions, strict=False) if not torch.isfinite(part[index])
+        ]
+        self.non_finite = NonFinite(name, producers[0] if producers else None)
+
+
+def _squares_by_block(values: Tensor) -> Tensor:
+    """The sum of squares of each block of values, (n,) -> (n / BLOCK_NUMEL,) float64; inf or nan where a value is."""
+    blocks = values.view(-1, BLOCK_NUMEL)
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    squares = torch.linalg.vector_norm(blocks, dim=1, dtype=dtype).double().square()
+    if bool(torch.isfinite(squares).all()):
+        return squares
+    return torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float64).square()  # float32 overflows above 1e19
+
+
+def _steps(reduction: Reduction) -> Iterator[None]:
+    yield
+    while not reduction.advance():
+        yield

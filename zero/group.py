@@ -1,0 +1,169 @@
+"""A flat buffer of parameters, sharded over the ranks of one axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Axis, Mesh, Pending
+from .layout import FlatLayout, Piece
+from .released import mark_present, mark_released
+
+
+class Residence(Enum):
+    """Which memory a group holds."""
+
+    FULL = "full"  # `full` holds all parameters, which are views of it
+    SHARDED = "sharded"  # only `shard` has values; parameters raise when they are read
+
+
+class ShardedGroup:
+    """Parameters of one unit with the same dtype and requires_grad, flat and sharded.
+
+    Parameters are views into `full`, (padded_numel,), for good: what autograd saved of them (a transposed view, say)
+    refers to the storage of `full`. Releasing takes the memory away from that storage, gathering gives it back and
+    fills it in place, so that those views are right again in backward.
+
+    | memory of `full`        | `shard`                | gather              | release                  |
+    |-------------------------|------------------------|---------------------|--------------------------|
+    | private, kept (0, 1, 2) | a view of `full`       | from the other ranks | never                    |
+    | private, freed (3)      | of its own             | from the other ranks | storage resized to 0     |
+    | one copy per host       | a view of `full`       | nothing moves       | only the names are taken |
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: Sequence[tuple[str, nn.Parameter]],
+        dtype: torch.dtype,
+        layout: FlatLayout,
+        mesh: Mesh,
+        frees_parameters: bool,
+    ) -> None:
+        """params: (name, parameter) in the order of the layout. dtype: what they are computed in."""
+        self.name = name
+        self.names = [name for name, _ in params]
+        self.params = [param for _, param in params]
+        self.dtype = dtype
+        self.layout = layout
+        self.mesh = mesh
+        self.frees_parameters = frees_parameters
+        self.requires_grad = self.params[0].requires_grad
+        self.residence = Residence.FULL
+        self.full = torch.empty(0)
+        self.shard = torch.empty(0)
+        self._pending: Pending | None = None
+
+    @property
+    def axis(self) -> Axis:
+        return self.mesh.shard
+
+    @property
+    def has_private_shard(self) -> bool:
+        """True where the shard is memory of its own, because the full buffer comes and goes."""
+        return self.frees_parameters and self.axis.size > 1 and not self.axis.route.copies_are_shared
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """What this rank's shard holds."""
+        return self.layout.pieces(self.axis.rank)
+
+    def adopt(self, full: Tensor) -> None:
+        """Takes the buffer that the route allocated, (padded_numel,) of `dtype`, zero-filled."""
+        assert full.numel() == self.layout.padded_numel and full.dtype == self.dtype
+        self.full = full
+        numel = self.layout.shard_numel
+        if self.has_private_shard:
+            self.shard = torch.zeros(numel, dtype=self.dtype, device=full.device)
+            full.untyped_storage().resize_(0)
+            self.residence = Residence.SHARDED
+        else:
+            self.shard = full[self.axis.rank * numel : (self.axis.rank + 1) * numel]
+
+    def place(self, piece: Piece, values: Tensor) -> None:
+        """Writes this rank's piece of one parameter. values: the whole parameter, any shape and dtype."""
+        part = values.reshape(-1)[piece.offset_in_param : piece.offset_in_param + piece.numel]
+        self.shard[piece.offset_in_shard : piece.offset_in_shard + piece.numel].copy_(part)
+
+    def install(self) -> None:
+        """Makes the parameters views of `full`, where that is kept; what they were before is given back."""
+        if self.has_private_shard:
+            self._empty_params()
+        else:
+            self._point_params_at_full()
+
+    # -- full and sharded -----------------------------------------------------------------------------------------
+
+    def start_gather(self) -> None:
+        """Starts to make the parameters full. Does nothing where that was started, or is so."""
+        if self.residence is Residence.SHARDED and self._pending is None:
+            self._pending = self._gather_into_full()
+
+    def gather(self) -> None:
+        """Makes the parameters full."""
+        if self.residence is Residence.FULL:
+            return
+        self.start_gather()
+        assert self._pending is not None
+        self._pending.wait()
+        self._pending = None
+        for param in self.params:
+            mark_present(param)
+        if self.has_private_shard:
+            self._point_params_at_full()
+        self.residence = Residence.FULL
+
+    def release(self) -> None:
+        """Frees the full parameters; only where the policy frees them at all."""
+        if not self.frees_parameters:
+            return
+        if self._pending is not None:  # prefetched, and then not needed
+            self._pending.wait()
+            self._pending = None
+        elif self.residence is Residence.SHARDED:
+            return
+        if self.has_private_shard:
+            self._empty_params()
+            self.full.untyped_storage().resize_(0)
+        else:
+            self._mark_released()
+        self.residence = Residence.SHARDED
+
+    def refresh(self) -> Pending:
+        """Brings the updated shards of all ranks into full buffers that are kept; the parameters stay views of them."""
+        if self.residence is Residence.SHARDED:
+            return Pending()
+        return self.axis.route.gather(self.full, self.shard, f"gather of {self.name}")
+
+    def store(self) -> None:
+        """Takes this rank's part of the full parameters, as they are now, for its shard."""
+        if self.has_private_shard:
+            numel = self.layout.shard_numel
+            self.shard.copy_(self.full[self.axis.rank * numel : (self.axis.rank + 1) * numel])
+
+    def _gather_into_full(self) -> Pending:
+        if self.has_private_shard:
+            storage = self.full.untyped_storage()
+            storage.resize_(self.layout.padded_numel * self.dtype.itemsize)
+            return self.axis.route.gather(self.full, self.shard, f"gather of {self.name}")
+        return Pending()
+
+    def _empty_params(self) -> None:
+        """Shapes without values: a NaN, expanded."""
+        nothing = torch.full((), torch.nan if self.dtype.is_floating_point else 0, dtype=self.dtype)
+        nothing = nothing.to(self.full.device)
+        for param in self.params:
+            mark_present(param)
+            param.data = nothing.expand(param.shape)
+        self._mark_released()
+
+    def _mark_released(self) -> None:
+        for name, param in zip(self.names, self.params, strict=True):
+            mark_released(param, name)
+
+    def _point_params_at_full(self) -> None:
+        for slot, param in zip(self.layout.slots, self.params, strict=True):
+            param.data = self.full[slot.offset_in_flat : slot.end_in_flat].view(slot.shape)

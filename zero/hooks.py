@@ -1,0 +1,125 @@
+"""The only place that registers hooks on modules and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from .sequence import Phase, Unit, UnitSequence
+
+
+class UnitHooks:
+    """Tells a `UnitSequence` when units are used.
+
+        root     |begin_forward ............................ end_forward|
+        block        |enter ... leave|                                     output.grad: enter_backward
+        parameter                                                          .grad set:  gradient_arrived
+    """
+
+    def __init__(self, sequence: UnitSequence, frees_parameters: bool) -> None:
+        self._sequence = sequence
+        self._handles: list[RemovableHandle] = []
+        root = sequence.rest.module
+        self._add(root.register_forward_pre_hook(lambda module, args: sequence.begin_forward(), prepend=True))
+        self._add(
+            root.register_forward_hook(lambda module, args, output: sequence.end_forward(_keeps_graph(output)))
+        )
+        for unit in sequence.blocks:
+            self._hook_block(unit)
+        for unit in sequence.units:
+            self._hook_params(unit)
+        if frees_parameters:
+            self._hook_users_of_rest(sequence.rest)
+
+    def remove(self) -> None:
+        """Takes all hooks off: the model is an ordinary one again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _add(self, handle: RemovableHandle) -> None:
+        self._handles.append(handle)
+
+    def _hook_block(self, unit: Unit) -> None:
+        sequence = self._sequence
+        uses: list[int] = []
+
+        def before(module: nn.Module, args: Any) -> None:
+            uses.append(sequence.enter(unit))
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            use = uses.pop()
+            uses.clear()  # a forward that ended with an exception has left its own behind
+            if _keeps_graph(output) and sequence.phase is not Phase.BACKWARD:
+                _on_first_gradient(output, lambda: sequence.enter_backward(unit, use))
+            sequence.leave(unit)
+
+        self._add(unit.module.register_forward_pre_hook(before, prepend=True))
+        self._add(unit.module.register_forward_hook(after))
+
+    def _hook_params(self, unit: Unit) -> None:
+        for gradient in unit.gradients:
+            for name, param in zip(gradient.group.names, gradient.group.params, strict=True):
+                hook = _gradient_hook(self._sequence, unit, name)
+                self._add(param.register_post_accumulate_grad_hook(hook))
+
+    def _hook_users_of_rest(self, rest: Unit) -> None:
+        """A module outside the blocks may be called by itself, not through the root: its parameters must be there."""
+        sequence = self._sequence
+        members = {id(param) for group in rest.groups for param in group.params}
+
+        def before(module: nn.Module, args: Any) -> None:
+            if sequence.phase is Phase.IDLE:
+                sequence.enter(rest)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if sequence.phase is Phase.IDLE and not _keeps_graph(output):
+                rest.release()
+
+        for module in rest.module.modules():
+            if module is not rest.module and any(id(p) in members for p in module.parameters(recurse=False)):
+                self._add(module.register_forward_pre_hook(before, prepend=True))
+                self._add(module.register_forward_hook(after))
+
+
+def _gradient_hook(sequence: UnitSequence, unit: Unit, name: str) -> Callable[[Tensor], None]:
+    def hook(param: Tensor) -> None:
+        assert isinstance(param, nn.Parameter)
+        sequence.gradient_arrived(unit, param, name)
+
+    return hook
+
+
+def _keeps_graph(output: Any) -> bool:
+    """True where a backward through what a module returned is possible."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(output))
+
+
+def _on_first_gradient(output: Any, action: Callable[[], None]) -> None:
+    """Runs `action` once, before the first gradient of any tensor in `output` goes on into the module."""
+    pending = [action]
+
+    def hook(gradient: Tensor) -> None:
+        if pending:
+            pending.pop()()
+
+    for tensor in tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(hook)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in nested lists, tuples, mappings and objects with attributes (dataclasses)."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [tensor for item in value.values() for tensor in tensors_in(item)]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    if hasattr(value, "__dataclass_fields__"):
+        return [tensor for field in value.__dataclass_fields__ for tensor in tensors_in(getattr(value, field))]
+    return []

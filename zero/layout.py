@@ -1,0 +1,95 @@
+"""Where parameters lie in a flat buffer and in its shards: integers only.
+
+    flat:    |  weight          |bias|.|  weight         .....|     .: padding
+    rank:    |    0       |    1       |    2       |    3    |     shards are whole blocks of 1024 elements
+
+[Note: blocks]
+A shard is a whole number of blocks, and offsets in the flat buffer do not depend on the number of shards. Sums over
+a block and elementwise kernels on whole blocks therefore give the same bits however the buffer is sharded; that is
+what makes the stages agree bitwise, norm and clipping included.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BLOCK_NUMEL = 1024
+PARAM_ALIGNMENT_NUMEL = 16
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one parameter in the flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset_in_flat: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end_in_flat(self) -> int:
+        return self.offset_in_flat + self.numel
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that lies in one shard."""
+
+    index: int  # of the slot
+    offset_in_param: int
+    offset_in_shard: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Parameters one behind the other, each aligned, padded to shard_count shards of whole blocks."""
+
+    slots: tuple[Slot, ...]
+    shard_count: int
+    shard_numel: int
+
+    @classmethod
+    def of(cls, shapes: Sequence[tuple[str, tuple[int, ...]]], shard_count: int) -> FlatLayout:
+        """shapes: (name, shape) of each parameter, in order. Empty parameters take no room."""
+        slots, offset = [], 0
+        for name, shape in shapes:
+            slots.append(Slot(name, shape, offset))
+            offset += round_up(math.prod(shape), PARAM_ALIGNMENT_NUMEL)
+        return cls(tuple(slots), shard_count, round_up(-(-offset // shard_count), BLOCK_NUMEL))
+
+    @property
+    def padded_numel(self) -> int:
+        return self.shard_count * self.shard_numel
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameters alone."""
+        return sum(slot.numel for slot in self.slots)
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """What of each parameter lies in the shard of `rank`; parameters that do not reach into it are left out."""
+        start, end = rank * self.shard_numel, (rank + 1) * self.shard_numel
+        pieces = []
+        for index, slot in enumerate(self.slots):
+            low, high = max(start, slot.offset_in_flat), min(end, slot.end_in_flat)
+            if low < high:
+                pieces.append(Piece(index, low - slot.offset_in_flat, low - start, high - low))
+        return pieces
+
+    def slot_at(self, offset_in_flat: int) -> Slot:
+        """The parameter that holds the element, or the one before the padding that does."""
+        used = [slot for slot in self.slots if slot.numel]
+        index = bisect_right([slot.offset_in_flat for slot in used], offset_in_flat) - 1
+        return used[index]
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple that is not below value."""
+    return -(-value // multiple) * multiple

@@ -1,0 +1,58 @@
+"""Loss scaling for float16: keeps small gradients above zero, and backs off when they overflow."""
+
+from __future__ import annotations
+
+
+class LossScaleError(RuntimeError):
+    """Gradients overflow even at the smallest loss scale that the config allows."""
+
+
+class LossScaler:
+    """The factor by which the loss is multiplied before backward.
+
+    Dynamic: after `window` steps in a row without overflow the scale doubles; on an overflow it halves, once
+    `hysteresis` overflows have been used up, down to `minimum`. Static: never changes.
+    Source: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3.2.
+    """
+
+    def __init__(
+        self,
+        scale: float = 1.0,
+        dynamic: bool = False,
+        window: int = 1000,
+        hysteresis: int = 2,
+        consecutive_hysteresis: bool = False,
+        minimum: float = 1.0,
+    ) -> None:
+        self.scale = scale
+        self._dynamic = dynamic
+        self._window = window
+        self._hysteresis = hysteresis
+        self._refills_hysteresis = consecutive_hysteresis
+        self._minimum = minimum
+        self._overflows_left = hysteresis
+        self._steps_without_overflow = 0
+
+    def update(self, overflowed: bool) -> None:
+        """Takes the outcome of a step. Raises LossScaleError where the scale cannot go down any more."""
+        if not self._dynamic:
+            return
+        if overflowed:
+            self._steps_without_overflow = 0
+            if self._overflows_left > 1:
+                self._overflows_left -= 1
+                return
+            if self.scale <= self._minimum:
+                raise LossScaleError(
+                    f"gradients overflow in float16 at the smallest loss scale ({self._minimum:g}, fp16.min_loss_scale). "
+                    "The training has diverged, or the model needs bf16: lower the learning rate, or set "
+                    '"bf16": {"enabled": true} instead of fp16.'
+                )
+            self.scale = max(self.scale / 2, self._minimum)
+            return
+        self._steps_without_overflow += 1
+        if self._refills_hysteresis:
+            self._overflows_left = self._hysteresis
+        if self._steps_without_overflow % self._window == 0:
+            self.scale *= 2
+            self._overflows_left = self._hysteresis

@@ -1,0 +1,103 @@
+"""Parameters that are not here: the class that a parameter has while its full values are released.
+
+A released parameter keeps shape, dtype, device and gradient, which modules ask for at any time. Everything that needs
+its values raises `ReleasedParameterError` with its name. Underneath lies a NaN expanded to the shape, so that code which
+gets past the check in C++ neither crashes nor trains silently on garbage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class ReleasedParameterError(RuntimeError):
+    """Values of a parameter were asked for while only shards of it exist."""
+
+
+_HARMLESS_ATTRIBUTES = (
+    "shape dtype device requires_grad grad is_leaf grad_fn ndim layout is_cuda is_sparse is_meta "
+    "is_quantized is_cpu itemsize nbytes _version _backward_hooks _post_accumulate_grad_hooks is_nested"
+).split()
+_HARMLESS = {getattr(Tensor, name).__get__ for name in _HARMLESS_ATTRIBUTES} | {
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    Tensor.grad.__set__,  # type: ignore[attr-defined]
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.__len__,
+    Tensor.element_size,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.requires_grad_,
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+    Tensor.__hash__,
+    Tensor.__format__,
+    torch.is_tensor,
+    torch.is_floating_point,
+    torch.numel,
+}
+
+
+class ReleasedParameter(nn.Parameter):
+    """A parameter whose values are released. See the top of the file."""
+
+    lowtide_name: str
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        name = next((a.lowtide_name for a in _flatten(args) if isinstance(a, ReleasedParameter)), "?")
+        operation = getattr(func, "__name__", str(func))
+        if operation == "__get__":
+            operation = "an attribute that needs values"
+        raise ReleasedParameterError(
+            f"parameter '{name}' is released: only its shards exist here, so {operation} cannot read it. Its values are "
+            "there inside the forward and backward of its own module; anywhere else use "
+            f"`with engine.gathered(parameter):`. If another module's forward reads '{name}', list both modules' common "
+            "parent in zero_optimization.units."
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"ReleasedParameter({self.lowtide_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        raise ReleasedParameterError(
+            f"parameter '{self.lowtide_name}' is released and cannot be copied; copy the model before initialize, or "
+            "use engine.state_dict()"
+        )
+
+
+def mark_released(param: nn.Parameter, name: str) -> None:
+    """From now on reading the parameter raises an error that names it."""
+    if type(param) is not nn.Parameter:
+        return  # a subclass of the user's keeps its own behaviour; the NaN underneath still stands
+    param.__class__ = ReleasedParameter
+    param.lowtide_name = name  # type: ignore[attr-defined]
+
+
+def mark_present(param: nn.Parameter) -> None:
+    """Takes back `mark_released`."""
+    if type(param) is ReleasedParameter:
+        param.__class__ = nn.Parameter
+
+
+def _flatten(args: Iterable[Any]) -> Iterable[Any]:
+    for arg in args:
+        if isinstance(arg, (list, tuple)):
+            yield from _flatten(arg)
+        else:
+            yield arg

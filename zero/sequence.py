@@ -1,0 +1,292 @@
+"""The canonical order of collectives, and where a pass through the model stands in it.
+
+[Note: canonical order]
+Every rank issues the same collectives in the same order, whatever its own forward does:
+
+    forward gathers:    rest, block 0, block 1, ..., block n-1
+    backward gathers:         block n-2, ..., block 1, block 0          (block n-1 is still there)
+    reductions:         block n-1, ..., block 1, block 0, rest
+
+A rank that comes to block k first issues all that stands before it. A block that it skipped is gathered and released
+again, and reduced with zeros; so ranks that skip different blocks never wait for each other in vain. The order is a
+ring: a block that is used again, or out of order, is reached by going round.
+
+[Note: what is done in backward]
+Autograd runs the node with the highest sequence number among those that are ready, and a node's users always have
+higher numbers. So when the gradient of what unit j returned is asked for, every unit whose first use came after that
+call has all the gradients that it will ever get, and its reduction need not wait for parameters that were not used.
+
+Where gathers need no other rank (memory shared on a host, or nothing is freed) the ring is not needed, and a unit is
+gathered and released when it is used and at no other time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from enum import Enum
+
+import torch
+from torch import nn
+
+from .gradient import GroupGradient
+from .group import Residence, ShardedGroup
+
+
+class StateError(RuntimeError):
+    """A call came at a time when it cannot be right."""
+
+
+class Phase(Enum):
+    """What the model is doing."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"  # recomputed forwards included
+
+
+class Unit:
+    """What is gathered, released and reduced together."""
+
+    def __init__(
+        self, name: str, module: nn.Module, groups: Sequence[ShardedGroup], gradients: Sequence[GroupGradient]
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.groups = groups
+        self.gradients = gradients
+        self.trained = frozenset(id(p) for gradient in gradients for p in gradient.group.params)
+        self.waiting: set[int] = set()  # parameters whose gradient has not come yet in this backward
+        self.is_ready = False
+        self.is_collected = False
+        self.first_use: int | None = None  # position in this rank's own forward
+
+    @property
+    def numel(self) -> int:
+        return sum(group.layout.padded_numel for group in self.groups)
+
+    @property
+    def is_full(self) -> bool:
+        return all(group.residence is Residence.FULL for group in self.groups)
+
+    def start_gather(self) -> None:
+        for group in self.groups:
+            group.start_gather()
+
+    def gather(self) -> None:
+        for group in self.groups:
+            group.gather()
+
+    def release(self) -> None:
+        for group in self.groups:
+            group.release()
+
+
+class GatherRing:
+    """Gathers units in a fixed order, round and round; see [Note: canonical order]."""
+
+    def __init__(self, order: Sequence[Unit], prefetch_numel: int) -> None:
+        self._order = order
+        self._prefetch_numel = prefetch_numel
+        self._cursor = 0
+        self._issued: deque[tuple[Unit, bool]] = deque()  # (unit, was it full before)
+
+    def reach(self, unit: Unit) -> None:
+        """Gathers `unit`, and before it all that the order puts there and that was not used."""
+        assert unit in self._order
+        while all(issued is not unit for issued, _ in self._issued):
+            self._issue()
+        while self._issued[0][0] is not unit:
+            self._drop()
+        self._issued.popleft()
+        unit.gather()
+        self._prefetch()
+
+    def finish(self) -> None:
+        """Issues what is left of the round, so that every rank ends it at the same place."""
+        while self._cursor:
+            self._issue()
+        while self._issued:
+            self._drop()
+
+    def _issue(self) -> None:
+        unit = self._order[self._cursor]
+        self._cursor = (self._cursor + 1) % len(self._order)
+        self._issued.append((unit, unit.is_full))
+        unit.start_gather()
+
+    def _drop(self) -> None:
+        unit, was_full = self._issued.popleft()
+        if not was_full:
+            unit.release()
+
+    def _prefetch(self) -> None:
+        budget = self._prefetch_numel - sum(unit.numel for unit, _ in self._issued)
+        while self._cursor and self._order[self._cursor].numel <= budget:
+            budget -= self._order[self._cursor].numel
+            self._issue()
+
+
+class UnitSequence:
+    """Carries a model's units through forward and backward in the canonical order.
+
+    units: the rest first, then the blocks in the order of registration.
+    """
+
+    def __init__(self, units: Sequence[Unit], prefetch_numel: int) -> None:
+        self.units = units
+        self.rest, self.blocks = units[0], list(units[1:])
+        self.phase = Phase.IDLE
+        self._needs_ring = any(group.has_private_shard for unit in units for group in unit.groups)
+        self._prefetch_numel = prefetch_numel
+        self._forward_ring = GatherRing(units, prefetch_numel)
+        self._backward_ring = GatherRing((), prefetch_numel)
+        self._reduction_order = [*reversed(self.blocks), self.rest]
+        self._reduction_cursor = 0
+        self._in_flight: deque[Iterator[None]] = deque()
+        self._num_uses = 0
+        self._boundary = True
+        self._expects_backward = False
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """The root module is entered: the rest of the parameters is needed until its end."""
+        if self.phase is Phase.BACKWARD:
+            return
+        if self.phase is Phase.FORWARD:  # the last forward ended with an exception
+            self.end_forward(keeps_graph=False)
+        self.phase = Phase.FORWARD
+        self._expects_backward = torch.is_grad_enabled()
+        self.enter(self.rest)
+
+    def end_forward(self, keeps_graph: bool) -> None:
+        """The root module is left. keeps_graph: a backward may follow, which starts with the last block and the rest."""
+        if self.phase is not Phase.FORWARD:
+            return
+        if self._needs_ring:
+            if keeps_graph and not self.units[-1].is_full:
+                self._forward_ring.reach(self.units[-1])
+            self._forward_ring.finish()
+        if not keeps_graph:
+            for unit in self.units:
+                unit.release()
+        self.phase = Phase.IDLE
+
+    def enter(self, unit: Unit) -> int:
+        """A unit's forward begins, or is recomputed: its parameters are made full. Returns the position of this use."""
+        if self.phase is Phase.BACKWARD:
+            self._gather_in_backward(unit)
+            return -1
+        if self._needs_ring:
+            self._forward_ring.reach(unit)
+        else:
+            unit.gather()
+        self._num_uses += 1
+        if unit.first_use is None:
+            unit.first_use = self._num_uses
+        return self._num_uses
+
+    def leave(self, unit: Unit) -> None:
+        """A unit's forward ends: its parameters are freed, but for those with which the backward will begin."""
+        if self.phase is Phase.BACKWARD or (self._expects_backward and unit is self.units[-1]):
+            return
+        unit.release()
+
+    # -- backward -------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, boundary: bool) -> None:
+        """boundary: the last microbatch of an optimizer step."""
+        self.phase = Phase.BACKWARD
+        self._boundary = boundary
+        self._reduction_cursor = 0
+        # What a forward without gradients has released since; every rank has run the same forwards.
+        self.rest.gather()
+        order = [unit for unit in reversed(self.blocks) if not unit.is_full]
+        self._backward_ring = GatherRing(order, self._prefetch_numel)
+        for unit in self.units:
+            unit.waiting = set(unit.trained)
+            unit.is_ready = unit.is_collected = False
+
+    def enter_backward(self, unit: Unit, use: int) -> None:
+        """The gradient of what use number `use` of a unit returned is there: its own backward begins."""
+        if self.phase is not Phase.BACKWARD:
+            raise StateError(_OUTSIDE_BACKWARD.format(where=f"the backward of {unit.name}"))
+        for other in self.blocks:
+            if not other.is_ready and (other.first_use is None or other.first_use > use):
+                other.is_ready = True
+        self._collect_ready()
+        self._gather_in_backward(unit)
+
+    def gradient_arrived(self, unit: Unit, param: nn.Parameter, name: str) -> None:
+        """Autograd has put the gradient of a parameter into `param.grad`."""
+        if self.phase is not Phase.BACKWARD:
+            raise StateError(_OUTSIDE_BACKWARD.format(where=f"the gradient of parameter '{name}'"))
+        if unit.is_collected:
+            raise StateError(
+                f"parameter '{name}' got a gradient after its unit '{unit.name}' had been reduced in the same backward. "
+                "Reentrant activation checkpointing of a module that is used several times does that: use "
+                "use_reentrant=False, or activation_checkpointing in the config."
+            )
+        unit.waiting.discard(id(param))
+        if not unit.waiting and unit is not self.rest:
+            unit.is_ready = True
+            self._collect_ready()
+
+    def end_backward(self) -> None:
+        """Reduces what is left: units that this rank did not use, and the rest."""
+        for unit in self.units:
+            unit.is_ready = True
+        self._collect_ready()
+        while self._in_flight:
+            self._advance()
+        if self._needs_ring:
+            self._backward_ring.finish()
+        for unit in self.units:
+            unit.release()
+            unit.first_use = None
+        self._num_uses = 0
+        self.phase = Phase.IDLE
+
+    def abort(self) -> None:
+        """Forgets a pass that ended with an exception."""
+        self._in_flight.clear()
+        self.phase = Phase.IDLE
+
+    # -- pieces of it ---------------------------------------------------------------------------------------------
+
+    def _gather_in_backward(self, unit: Unit) -> None:
+        if unit.is_full:
+            return
+        if self._needs_ring:
+            self._backward_ring.reach(unit)
+        else:
+            unit.gather()
+
+    def _collect_ready(self) -> None:
+        """Starts the reductions whose turn has come, and takes the earlier ones one step on."""
+        while self._reduction_cursor < len(self._reduction_order):
+            unit = self._reduction_order[self._reduction_cursor]
+            if not unit.is_ready:
+                return
+            self._reduction_cursor += 1
+            unit.is_collected = True
+            for gradient in unit.gradients:
+                self._advance()
+                steps = gradient.collect(self._boundary)
+                if next(steps, _DONE) is not _DONE:
+                    self._in_flight.append(steps)
+            if unit is not self.rest:
+                unit.release()
+
+    def _advance(self) -> None:
+        for steps in list(self._in_flight):
+            if next(steps, _DONE) is _DONE:
+                self._in_flight.remove(steps)
+
+
+_DONE = object()
+_OUTSIDE_BACKWARD = (
+    "{where} was computed outside of engine.backward: expected `engine.backward(loss)`, which scales the loss and "
+    "reduces gradients over the ranks; found a direct call such as `loss.backward()`"
+)

@@ -1,0 +1,112 @@
+"""Which modules form a unit: what is gathered, reduced and released together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+REST = "(rest)"
+_MIN_SHARE_OF_PARAMETERS = 0.05
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """One unit: a module, and the parameters that it alone uses. The rest of the model is the unit of the root."""
+
+    name: str
+    module: nn.Module
+    params: tuple[tuple[str, nn.Parameter], ...]
+
+    @property
+    def is_rest(self) -> bool:
+        return self.name == REST
+
+
+def plan_units(model: nn.Module, patterns: Sequence[str] | None = None) -> list[UnitPlan]:
+    """The units in the order of registration, the rest first.
+
+    Without patterns a unit is an element of an outermost `ModuleList` or `Sequential` whose elements repeat one class
+    and hold a good part of the model. patterns: shell-style patterns of module names; each match is a unit.
+    A parameter that several units use belongs to the rest, under its first name.
+    Raises ValueError for a pattern that matches no module, or where units contain each other.
+    """
+    blocks = _named_blocks(model, patterns) if patterns is not None else _find_blocks(model)
+    users: Counter[int] = Counter()
+    for _, block in blocks:
+        users.update({id(param) for param in block.parameters()})
+    outside = {id(param) for param in _parameters_outside(model, {id(block) for _, block in blocks})}
+    own = {key for key, count in users.items() if count == 1 and key not in outside}
+    named = list(model.named_parameters())  # each parameter once
+    rest = UnitPlan(REST, model, tuple((name, param) for name, param in named if id(param) not in own))
+    units = [rest]
+    for name, block in blocks:
+        members = {id(param) for param in block.parameters()} & own
+        units.append(UnitPlan(name, block, tuple((n, p) for n, p in named if id(p) in members)))
+    return [unit for unit in units if unit.params or unit.is_rest]
+
+
+def _find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    total = sum(param.numel() for param in model.parameters())
+    blocks: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+
+    def visit(name: str, module: nn.Module) -> None:
+        if _repeats_one_class(module) and _numel(module) >= _MIN_SHARE_OF_PARAMETERS * total:
+            for child_name, child in module.named_children():
+                if id(child) not in seen and any(True for _ in child.parameters()):
+                    seen.add(id(child))
+                    blocks.append((f"{name}.{child_name}" if name else child_name, child))
+            return
+        for child_name, child in module.named_children():
+            visit(f"{name}.{child_name}" if name else child_name, child)
+
+    visit("", model)
+    return blocks
+
+
+def _repeats_one_class(module: nn.Module) -> bool:
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        return False
+    classes = Counter(type(child) for child in module if any(True for _ in child.parameters()))
+    return bool(classes) and max(classes.values()) >= 2 and 2 * max(classes.values()) >= sum(classes.values())
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    modules = [(name, module) for name, module in model.named_modules() if name]
+    blocks = [(n, m) for n, m in modules if any(fnmatchcase(n, pattern) for pattern in patterns)]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name, _ in modules):
+            known = ", ".join(sorted({name.split(".")[0] for name, _ in modules}))
+            raise ValueError(
+                f'zero_optimization.units: expected a pattern of module names, found "{pattern}", which matches no '
+                f"module; the model's top modules are: {known or 'none'}"
+            )
+    for name, block in blocks:
+        inner = {id(module) for module in block.modules()} - {id(block)}
+        nested = [other for other, module in blocks if id(module) in inner]
+        if nested:
+            raise ValueError(
+                f'zero_optimization.units: expected modules that do not contain each other, found "{name}" which '
+                f'contains "{nested[0]}"; name one of them'
+            )
+    return blocks
+
+
+def _parameters_outside(model: nn.Module, blocks: set[int]) -> list[nn.Parameter]:
+    found: list[nn.Parameter] = []
+    stack = [model]
+    while stack:
+        module = stack.pop()
+        if id(module) in blocks:
+            continue
+        found.extend(module.parameters(recurse=False))
+        stack.extend(module.children())
+    return found

@@ -25,7 +25,7 @@ from .config_sections import (
     ZeroConfig,
 )
 from .config_translate import AUTO, BATCH_KEYS, known_rule_keys, translate
-from .config_types import Bool, Dtype, Float, Int, Section
+from .config_types import Bool, Dtype, Float, Int, Natural, Positive, Section
 
 __all__ = ["Config", "ConfigError", "Fault", "OptimizerConfig", "SchedulerConfig"]
 
@@ -36,13 +36,13 @@ class Config(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model lives. "auto": cuda if there is one, else cpu; decided when the engine is built."""
 
-    train_batch_size: Int | None = Field(default=None, ge=1)
+    train_batch_size: Positive | None = None
     """Samples per optimizer step over all ranks: microbatch x accumulation x data-parallel ranks."""
 
-    train_micro_batch_size_per_gpu: Int | None = Field(default=None, ge=1)
+    train_micro_batch_size_per_gpu: Positive | None = None
     """Samples per forward on each rank."""
 
-    gradient_accumulation_steps: Int | None = Field(default=None, ge=1)
+    gradient_accumulation_steps: Positive | None = None
     """Microbatches per optimizer step on each rank."""
 
     gradient_clipping: Float = Field(default=0.0, ge=0)
@@ -51,7 +51,7 @@ class Config(Section):
     steps_per_print: Int = Field(default=10, ge=0)
     """A line is logged every so many steps. 0: never."""
 
-    seed: Int | None = Field(default=None, ge=0)
+    seed: Natural | None = None
     """Seed of the random generators. null: they are left as they are."""
 
     prescale_gradients: Bool = False
@@ -210,10 +210,10 @@ def _fault(detail: dict[str, Any]) -> Fault:
         "model_attributes_type": "expected an object",
         "tuple_type": "expected a list",
         "literal_error": f"expected {context.get('expected')}".replace("'", '"'),
-        "greater_than_equal": f"expected at least {context.get('ge')}",
-        "greater_than": f"expected more than {context.get('gt')}",
-        "less_than_equal": f"expected at most {context.get('le')}",
-        "less_than": f"expected less than {context.get('lt')}",
+        "greater_than_equal": f"expected at least {context.get('ge', 0):g}",
+        "greater_than": f"expected more than {context.get('gt', 0):g}",
+        "less_than_equal": f"expected at most {context.get('le', 0):g}",
+        "less_than": f"expected less than {context.get('lt', 0):g}",
         "too_long": f"expected at most {context.get('max_length')} values",
     }.get(name, detail["msg"])
     kind: FaultKind = "type" if name.endswith("_type") else "value"
@@ -278,4 +278,8 @@ def _idle_settings(config: Config) -> list[str]:
         reason = f"stage {zero.stage} never releases parameters, so nothing is gathered ahead"
         size = zero.stage3_prefetch_bucket_size
         notes.append(f"zero_optimization.stage3_prefetch_bucket_size: {size} has no effect here: {reason}")
+    if config.prescale_gradients and config.gradient_predivide_factor != 1:
+        factor = config.gradient_predivide_factor
+        reason = "prescale_gradients divides by the ranks before the sum"
+        notes.append(f"gradient_predivide_factor: {factor} has no effect here: {reason}")
     return notes

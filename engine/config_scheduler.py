@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from .config_errors import Fault, did_you_mean, shown
-from .config_types import Float, Int, Section
+from .config_types import Float, Int, NonNegative, Section
 
 
 class WarmupLRParams(Section):
@@ -13,7 +13,7 @@ class WarmupLRParams(Section):
 
     warmup_min_lr: Float = Field(default=0.0, ge=0)
     """Learning rate at the start of the warm-up."""
-    warmup_max_lr: Float | None = Field(default=None, ge=0)
+    warmup_max_lr: NonNegative | None = None
     """Learning rate at the end of the warm-up. null: the optimizer's."""
     warmup_num_steps: Int = Field(default=1000, ge=1)
     """Steps of the warm-up; 1 is taken as 2."""
@@ -26,7 +26,7 @@ class WarmupDecayLRParams(WarmupLRParams):
 
     total_num_steps: Int = Field(ge=1)
     """Steps of the whole training. Must be given."""
-    warmup_max_lr: Float | None = Field(default=1e-3, ge=0)
+    warmup_max_lr: NonNegative | None = 1e-3
     """Learning rate at the end of the warm-up. null or "auto": the optimizer's."""
 
 

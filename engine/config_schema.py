@@ -33,7 +33,7 @@ def schema_text() -> str:
 
 def json_schema() -> dict[str, Any]:
     """The schema of what `Config.load` accepts, as far as JSON schema can say it (no batch equation, no conflicts)."""
-    schema = Config.model_json_schema()
+    schema: dict[str, Any] = _standard_limits(Config.model_json_schema())
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "lowtide config"
     definitions = schema["$defs"]
@@ -54,6 +54,14 @@ def json_schema() -> dict[str, Any]:
         for home in _properties(schema, alias):
             home[alias.rpartition(".")[2]] = home[path.rpartition(".")[2]]
     return schema
+
+
+def _standard_limits(schema: Any) -> Any:
+    """The same schema with the standard's names for limits, which pydantic leaves out where null is allowed too."""
+    names = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+    if isinstance(schema, dict):
+        return {names.get(key, key): _standard_limits(value) for key, value in schema.items()}
+    return [_standard_limits(item) for item in schema] if isinstance(schema, list) else schema
 
 
 def _properties(schema: dict[str, Any], path: str) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from .config_types import Bool, Dtype, Float, Int, Section
+from .config_types import Bool, Dtype, Float, Int, Positive, Section
 
 STAGES = (
     "0 shards nothing (plain data parallelism), 1 shards the optimizer state, "
@@ -33,7 +33,7 @@ class ZeroConfig(Section):
     stage: Annotated[Int, BeforeValidator(_stage)] = Field(default=0, json_schema_extra={"enum": [0, 1, 2, 3]})
     """0 shards nothing, 1 the optimizer state, 2 also the gradients, 3 also the parameters."""
 
-    shard_size: Int | None = Field(default=None, ge=1)
+    shard_size: Positive | None = None
     """Hybrid sharding: ranks per shard group. It must divide the world size. null: all ranks are one group."""
 
     units: Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(_units)] = "auto"

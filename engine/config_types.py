@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
 from pydantic_core import PydanticCustomError
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -33,3 +33,6 @@ def _number(value: object) -> object:
 Bool = StrictBool
 Int = Annotated[int, BeforeValidator(_integer)]
 Float = Annotated[float, BeforeValidator(_number)]
+Natural = Annotated[Int, Field(ge=0)]
+Positive = Annotated[Int, Field(ge=1)]
+NonNegative = Annotated[Float, Field(ge=0)]

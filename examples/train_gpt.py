@@ -60,11 +60,12 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     try:
         shape = shape_of(arguments)
+        config = training_config(arguments)
         text = Text.from_files(stdlib_files(arguments.data))
     except (ValueError, FileNotFoundError) as error:
         raise SystemExit(f"train_gpt.py: {error}") from error
 
-    with MemoryWatch() as memory, lowtide.initialize(lambda: GPT(shape), training_config(arguments)) as engine:
+    with MemoryWatch() as memory, lowtide.initialize(lambda: GPT(shape), config) as engine:
         losses, tokens_per_second = train(engine, text, arguments, memory)
         validation_loss = validate(engine, text, arguments)
         sample = generate(engine.module, PROMPT, arguments.sample_bytes, arguments.context, engine.device)
@@ -99,20 +100,28 @@ def shape_of(arguments: argparse.Namespace) -> GPTShape:
 
 
 def training_config(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The chosen config with the batch size and the learning rate of the command line; all else stays as it is.
+    """The chosen config with the batch size and the learning rate of the command line, and a fixed seed.
 
-    A config that names no optimizer gets AdamW, and one that names no scheduler gets a warm-up and a cosine.
+    All else stays as it is. A config that names no optimizer gets AdamW, and one that names no scheduler gets a
+    warm-up and a cosine. Raises ValueError if the batch cannot be divided.
     """
     config = lowtide.Config.load(arguments.config).as_dict()
-    config["gradient_accumulation_steps"] = config["gradient_accumulation_steps"] or 1
+    batch_size, count = arguments.batch_size_per_process, config["gradient_accumulation_steps"] or 1
+    if batch_size % count:
+        raise ValueError(
+            f"--batch-size-per-process {batch_size} is not divisible by the config's gradient_accumulation_steps "
+            f"({count}); try {batch_size + count - batch_size % count}"
+        )
     config["train_batch_size"] = None
-    config["train_micro_batch_size_per_gpu"] = arguments.batch_size_per_process // config["gradient_accumulation_steps"]
+    config["train_micro_batch_size_per_gpu"] = batch_size // count
+    config["gradient_accumulation_steps"] = count
     config["optimizer"] = config["optimizer"] or {"type": "adamw", "params": {"weight_decay": 0.1}}
     config["optimizer"]["params"]["lr"] = arguments.learning_rate
     if config["scheduler"] is None:
         warmup = max(arguments.steps // 20, 1)
         params = {"warmup_num_steps": warmup, "total_num_steps": arguments.steps + warmup, "min_ratio": 0.1}
         config["scheduler"] = {"type": "cosine", "params": params}
+    config["seed"] = config["seed"] or 0
     config["steps_per_print"] = 0  # this script draws its own progress
     return config
 

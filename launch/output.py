@@ -6,7 +6,7 @@ import sys
 import threading
 from collections import deque
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 KEPT_LINES = 20
 _CHUNK_BYTES = 1 << 16
@@ -20,7 +20,7 @@ class RankOutput:
     nothing. `log` takes everything unchanged.
     """
 
-    def __init__(self, source: BinaryIO, prefix: bytes | None, shown: bool, log: Path | None) -> None:
+    def __init__(self, source: IO[bytes], prefix: bytes | None, shown: bool, log: Path | None) -> None:
         self._source = source
         self._prefix = prefix
         self._shown = shown

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from lowtide.engine.config import Config, ConfigError
 from lowtide.engine.config_errors import Fault
 
@@ -119,7 +118,8 @@ def test_all_faults_are_reported_at_once_in_the_order_of_the_file(tmp_path: Path
         '  zero_optimization.stgae: unknown key "stgae"; did you mean "stage"?',
         '  zero_optimization.offload_param.device: "cpu" is not supported yet; set "none" '
         "(stage 3 and activation_checkpointing save memory)",
-        "  bf16.enabled: bf16.enabled and fp16.enabled are both true; there is one compute type, set one of them to false",
+        "  bf16.enabled: bf16.enabled and fp16.enabled are both true; "
+        "there is one compute type, set one of them to false",
         '  gradient_clipping: expected a number, found "1"',
     ]
 
@@ -182,7 +182,7 @@ def test_numbers_that_are_not_finite_are_errors(tmp_path: Path, number: str) -> 
         ({"bf16": {"enabled": 1}}, "bf16.enabled: expected true or false, found 1"),
         ({"device": "gpu"}, 'device: expected "auto", "cpu" or "cuda", found "gpu"'),
         ({"communication": {"route": "mpi"}}, '"shared_memory", "sockets" or "native", found "mpi"'),
-        ({"communication": {"timeout_seconds": 0}}, "expected more than 0.0, found 0"),
+        ({"communication": {"timeout_seconds": 0}}, "expected more than 0, found 0"),
         ({"communication_data_type": "float"}, 'expected "fp32", "bf16" or "fp16", found "float"'),
         ({"train_batch_size": 0}, "train_batch_size: expected at least 1, found 0"),
         ({"fp16": {"initial_scale_power": 200}}, "expected at most 126, found 200"),
@@ -224,6 +224,12 @@ def test_settings_that_are_idle_at_this_stage_give_notes() -> None:
         "zero_optimization.stage3_prefetch_bucket_size: 5 has no effect here: "
         "stage 0 never releases parameters, so nothing is gathered ahead",
     )
+
+
+def test_a_predivide_factor_beside_prescale_gradients_gives_a_note() -> None:
+    config = Config.load({"prescale_gradients": True, "gradient_predivide_factor": 2})
+    reason = "prescale_gradients divides by the ranks before the sum"
+    assert config.notes == (f"gradient_predivide_factor: 2.0 has no effect here: {reason}",)
 
 
 def test_the_config_layer_does_not_import_torch() -> None:

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-
 from lowtide.engine.config import Config, ConfigError
 
 TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -54,8 +53,9 @@ def test_every_triple_that_resolves_holds_the_equation() -> None:
         (
             {TRAIN: 10, MICRO: 2, ACCUMULATION: 1},
             4,
-            "train_batch_size: train_batch_size(10) = train_micro_batch_size_per_gpu(2) x gradient_accumulation_steps(1) "
-            "x data-parallel ranks(4) does not hold: the product is 8; the nearest legal values are train_batch_size 8",
+            "train_batch_size: train_batch_size(10) = train_micro_batch_size_per_gpu(2) "
+            "x gradient_accumulation_steps(1) x data-parallel ranks(4) does not hold: "
+            "the product is 8; the nearest legal values are train_batch_size 8",
         ),
         (
             {TRAIN: 16, MICRO: 2, ACCUMULATION: 1},

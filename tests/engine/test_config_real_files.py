@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-
 from lowtide.engine.config import Config, ConfigError
 
 FILES = Path(__file__).parent / "data" / "real_configs"
@@ -115,16 +114,16 @@ FAULTS = {  # file: the path and the kind of each fault, in order
         "z.zenflow unsupported",
     ],
     "DeepSpeedExamples__training__autotuning__hf__dsconfigs__ds_config_fp16_tune.json": ["autotuning unsupported"],
-    "DeepSpeedExamples__training__bing_bert__01_adam__mpi_ethernet__deepspeed_bsz4k_01adam_config_seq128_mpi_ethernet.json": [
+    "DeepSpeedExamples__training__bing_bert__01_adam__mpi_ethernet__deepspeed_bsz4k_01adam_config_seq128_mpi_ethernet.json": [  # noqa: E501
         "optimizer.type unsupported",
     ],
-    "DeepSpeedExamples__training__bing_bert__1-bit_adam__mpi_ethernet__deepspeed_bsz4k_onebitadam_config_seq128_mpi_ethernet.json": [
+    "DeepSpeedExamples__training__bing_bert__1-bit_adam__mpi_ethernet__deepspeed_bsz4k_onebitadam_config_seq128_mpi_ethernet.json": [  # noqa: E501
         "optimizer.type unsupported",
     ],
-    "DeepSpeedExamples__training__bing_bert__1-bit_adam__mpi_infiniband__deepspeed_bsz4k_onebitadam_config_seq128_mpi_infiniband.json": [
+    "DeepSpeedExamples__training__bing_bert__1-bit_adam__mpi_infiniband__deepspeed_bsz4k_onebitadam_config_seq128_mpi_infiniband.json": [  # noqa: E501
         "optimizer.type unsupported",
     ],
-    "DeepSpeedExamples__training__bing_bert__1-bit_lamb__mpi_ethernet__deepspeed_bsz64k_onebitlamb_config_seq128_mpi_ethernet.json": [
+    "DeepSpeedExamples__training__bing_bert__1-bit_lamb__mpi_ethernet__deepspeed_bsz64k_onebitlamb_config_seq128_mpi_ethernet.json": [  # noqa: E501
         "optimizer.type unsupported",
     ],
     "DeepSpeedExamples__training__bing_bert__1-bit_lamb__nccl__deepspeed_bsz64k_onebitlamb_config_seq128_nccl.json": [

@@ -1,0 +1,94 @@
+"""`lowtide config`, the presets and the schema."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lowtide.bin.config import main
+from lowtide.engine.config import Config
+from lowtide.engine.config_deepspeed import OFFLOAD_KEYS, RULES
+from lowtide.engine.config_read import PRESETS, preset_names
+from lowtide.engine.config_schema import json_schema, schema_text
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_is_ready_to_use(name: str) -> None:
+    config = Config.load(name)
+    assert config.notes == () and config.optimizer is not None and config.resolve(4).train_batch_size == 4
+    assert config.zero_optimization.stage == int(name.removeprefix("zero")[0])
+    assert config.bf16.enabled == name.endswith("bf16") and config.fp16.enabled == name.endswith("fp16")
+    assert (config.zero_optimization.shard_size is not None) == ("hybrid" in name)
+
+
+def test_the_promised_presets_are_there() -> None:
+    promised = {"zero0", "zero1", "zero2", "zero3", "zero3-hybrid", "zero3-bf16", "zero3-fp16"}
+    assert promised <= set(preset_names()) and "schema" not in preset_names()
+
+
+def test_the_schema_file_is_fresh(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == 0
+    assert capsys.readouterr().out == schema_text() == (PRESETS / "schema.json").read_text(encoding="utf-8")
+
+
+def test_the_schema_knows_every_key() -> None:
+    schema = json_schema()
+    zero = schema["$defs"]["ZeroConfig"]
+    assert {path.split(".")[0] for path in RULES} <= set(schema["properties"])
+    assert {path.split(".")[1] for path in RULES if path.startswith("zero_optimization.")} <= set(zero["properties"])
+    assert set(OFFLOAD_KEYS) <= set(zero["properties"]) and "prefetch_bucket_size" in zero["properties"]
+    assert zero["additionalProperties"] is False and zero["properties"]["stage"]["enum"] == [0, 1, 2, 3]
+    assert schema["properties"]["seed"]["anyOf"] == [{"minimum": 0, "type": "integer"}, {"type": "null"}]
+    assert {"const": "auto"} in schema["properties"]["train_batch_size"]["anyOf"]
+
+
+def _property_names(schema: Any) -> set[str]:
+    if isinstance(schema, dict):
+        own = set(schema["properties"]) if isinstance(schema.get("properties"), dict) else set()
+        return own.union(*(_property_names(value) for value in schema.values()))
+    return set().union(*(_property_names(item) for item in schema)) if isinstance(schema, list) else set()
+
+
+def test_the_documentation_names_every_key() -> None:
+    text = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    assert [name for name in sorted(_property_names(json_schema())) if f"`{name}`" not in text] == []
+
+
+def test_check_prints_notes_and_returns_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.json"
+    path.write_text('{"train_batch_size": "auto", "wall_clock_breakdown": true}')
+    assert main(["check", str(path), "--world-size", "2"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "note: wall_clock_breakdown: true has no effect here: read times in your own loop or with torch.profiler",
+        'note: train_batch_size: "auto" is 2: train_batch_size = microbatch x accumulation x ranks = 1 x 1 x 2 ranks',
+        f"{path}: no faults for 2 ranks",
+    ]
+    assert main(["check", "zero3"]) == 0
+    assert capsys.readouterr().out == "zero3: no faults\n"
+
+
+def test_check_prints_faults_to_stderr_and_returns_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "zero3-hybrid", "--world-size", "3"]) == 1
+    out, error = capsys.readouterr()
+    assert out == "" and error.startswith(
+        f"1 fault in {PRESETS / 'zero3-hybrid.json'}:\n  zero_optimization.shard_size"
+    )
+
+
+def test_show_prints_json_that_loads_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "zero2", "--world-size", "2"]) == 0
+    text = capsys.readouterr().out
+    assert json.loads(text)["train_batch_size"] == 2
+    path = tmp_path / "again.json"
+    path.write_text(text)
+    assert Config.load(path).as_dict() == Config.load("zero2").resolve(2).as_dict()
+    assert main(["show"]) == 0
+    assert json.loads(capsys.readouterr().out) == Config.load({}).as_dict()
+
+
+def test_a_world_size_that_is_no_number_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["check", "zero3", "--world-size", "0"])
+    assert "expected a whole number of ranks, at least 1, found 0" in capsys.readouterr().err

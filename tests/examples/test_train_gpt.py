@@ -1,0 +1,86 @@
+"""The example script as a user runs it, at a size that takes a second."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import train_gpt
+from gpt_model import GPTShape
+from loss_curve import smoothed
+
+SIZE = ["--layers", "1", "--heads", "2", "--width", "16", "--context", "16", "--batch-size-per-process", "4"]
+SCRIPT = Path(train_gpt.__file__)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"file{number}.py").write_text("def f(x):\n    return x\n" * 40, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero3"])
+def test_training_leaves_curve_report_and_text(
+    preset: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, report_file = tmp_path / "out", tmp_path / "report.json"
+    files = ["--data", str(source), "--out", str(out), "--report", str(report_file)]
+    train_gpt.main([*SIZE, *files, "--config", preset, "--steps", "30", "--print-every", "10", "--sample-bytes", "20"])
+    report = json.loads(report_file.read_text(encoding="utf-8"))
+    numel = GPTShape(num_layers=1, num_heads=2, width=16, context=16).num_parameters
+    assert report["steps"] == 30
+    assert report["final_loss"] < report["first_loss"]
+    assert 16 * numel <= report["model_state_bytes"] < 16 * numel * 1.1  # groups are padded
+    assert report["peak_bytes"] >= report["start_bytes"] > 0
+    assert report["sample"].startswith("def read_file(self, path):\n")
+    assert (out / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert f"config {preset}" in printed
+    assert [line.split()[1] for line in printed.splitlines() if line.startswith("step ")] == [
+        "1/30",
+        "10/30",
+        "20/30",
+        "30/30",
+    ]
+    assert "loss curve: " in printed
+
+
+def test_the_config_of_a_run_keeps_the_preset_and_takes_the_flags() -> None:
+    arguments = train_gpt.parse_arguments(["--config", "zero2", "--learning-rate", "0.5", "--steps", "100"])
+    config = train_gpt.training_config(arguments)
+    assert config["zero_optimization"]["stage"] == 2
+    assert config["train_micro_batch_size_per_gpu"] == 16
+    assert config["optimizer"]["params"]["lr"] == 0.5
+    assert config["scheduler"]["type"] == "cosine"
+
+
+def test_a_batch_that_accumulation_does_not_divide_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"gradient_accumulation_steps": 3}', encoding="utf-8")
+    arguments = train_gpt.parse_arguments(["--config", str(file), "--batch-size-per-process", "16"])
+    with pytest.raises(ValueError, match=r"--batch-size-per-process 16 is not divisible by .* \(3\); try 18"):
+        train_gpt.training_config(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--steps", "0"], "argument --steps: expected a number of at least 1, found 0"),
+        (["--width", "10"], "train_gpt.py: --width 10 is not divisible by --heads 4"),
+        (["--data", "/nowhere"], "train_gpt.py: expected the .py files of Python's standard library in /nowhere"),
+    ],
+)
+def test_wrong_arguments_end_with_one_line(arguments: list[str], text: str) -> None:
+    ended = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, check=False)
+    assert ended.returncode != 0
+    assert text in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_smoothed_starts_at_the_first_loss_and_keeps_a_constant() -> None:
+    assert smoothed([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
+    assert smoothed([4.0, 2.0])[0] == pytest.approx(4.0)

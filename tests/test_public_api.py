@@ -1,0 +1,52 @@
+"""The public names, and what importing them costs."""
+
+import subprocess
+import sys
+
+import pytest
+
+import lowtide
+
+MAX_IMPORT_SECONDS = 0.3
+
+
+def in_fresh_python(code: str) -> str:
+    """What `code` prints in a Python process of its own."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_public_names_are_these_and_exist() -> None:
+    assert lowtide.__all__ == ["Config", "Engine", "StepResult", "initialize"]
+    assert all(getattr(lowtide, name).__name__ == name for name in lowtide.__all__)
+    assert set(lowtide.__all__) <= set(dir(lowtide))
+
+
+def test_an_unknown_name_lists_the_public_ones() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'initialise'; it has Config, Engine, StepResult"):
+        _ = lowtide.initialise
+
+
+def test_import_adds_little_to_torch() -> None:
+    code = "import time, torch; start = time.perf_counter(); import lowtide; print(time.perf_counter() - start)"
+    assert min(float(in_fresh_python(code)) for _ in range(2)) <= MAX_IMPORT_SECONDS
+
+
+def test_import_starts_no_cuda_context() -> None:
+    code = "import torch; from lowtide import Config, Engine, initialize; print(torch.cuda.is_initialized())"
+    assert in_fresh_python(code) == "False"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"]])
+def test_the_command_starts_without_torch(arguments: list[str]) -> None:
+    code = f"""
+import sys
+from lowtide.bin.main import main
+try:
+    main({arguments})
+except SystemExit:
+    pass
+print("torch" in sys.modules)
+"""
+    assert in_fresh_python(code).endswith("\nFalse")

@@ -35,7 +35,7 @@ class FullValues:
 
     def refresh(self) -> None:
         """After shards have changed: full buffers that are kept get the new values of all ranks."""
-        pending = [group.refresh() for group in self._groups if not group.has_private_shard]
+        pending = [group.refresh() for group in self._groups if not group.frees_memory]
         for one in pending:
             one.wait()
         self._mesh.fence("the end of an update")
@@ -96,7 +96,7 @@ class FullValues:
                 for index, param in enumerate(group.params):
                     if not wanted or id(param) in wanted:
                         self.write(group, index, param.data)
-                if group.has_private_shard:
+                if group.frees_memory:
                     group.release()
                 else:
                     group.install()

@@ -25,7 +25,7 @@ class ModelGuard:
             for unit in units
             for group in unit.groups
             for name, param in zip(group.names, group.params, strict=True)
-            if copies_are_shared or group.has_private_shard or group.dtype.itemsize < 4
+            if copies_are_shared or group.frees_memory or group.dtype.itemsize < 4
         ]
         self._versions: list[int] = []
         self.remember()

@@ -68,11 +68,9 @@ def measure(units: Sequence[Unit], optimizer: ShardedOptimizer, mesh: Mesh) -> M
     parameters, gradients = 0, 0
     for unit in units:
         for group in unit.groups:
-            full = group.layout.padded_numel * group.dtype.itemsize
-            if group.has_private_shard:
-                parameters += group.full.untyped_storage().nbytes() + group.shard.nbytes
-            else:
-                parameters += full // sharers
+            parameters += group.full_bytes // sharers
+            if group.shard.untyped_storage().data_ptr() != group.full.untyped_storage().data_ptr():
+                parameters += group.shard.nbytes
         for gradient in unit.gradients:
             gradients += sum(_bytes(buffer) for buffer in (gradient.local, gradient.shard))
             gradients += sum(_bytes(param.grad) for param in gradient.group.params)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ..comm import Mesh
+from ..offload import PagedBuffer, PagePool
 from .gradient import GroupGradient
 from .group import ShardedGroup
 from .layout import FlatLayout
@@ -75,10 +76,7 @@ def slot_bytes(groups: Iterable[GroupPlan], dtypes: Dtypes) -> int:
 def build_units(plan: ModelPlan, mesh: Mesh, policy: ZeroPolicy, dtypes: Dtypes) -> list[Unit]:
     """Takes the memory of every group. Parameters still are what they were; `fill` comes next."""
     plans = plan.groups
-    specs = [(group.layout.padded_numel, group.dtype) for group in plans]
-    route = mesh.shard.route
-    # One copy for the host is one piece of memory; private buffers that are freed are made and freed one by one.
-    buffers = iter(route.allocate(specs)) if route.copies_are_shared else (route.allocate([s])[0] for s in specs)
+    take_memory = _memory_for(plans, mesh, policy)
     staged = slot_bytes(plans, dtypes)
     for axis in (mesh.shard, mesh.replica):
         if axis.size > 1 and staged:
@@ -90,7 +88,7 @@ def build_units(plan: ModelPlan, mesh: Mesh, policy: ZeroPolicy, dtypes: Dtypes)
             group = ShardedGroup(
                 group_plan.name, group_plan.params, group_plan.dtype, group_plan.layout, mesh, policy.frees_parameters
             )
-            group.adopt(next(buffers))
+            take_memory(group)
             groups.append(group)
             if group.requires_grad:
                 gradients.append(
@@ -103,6 +101,21 @@ def build_units(plan: ModelPlan, mesh: Mesh, policy: ZeroPolicy, dtypes: Dtypes)
                 )
         units.append(Unit(unit.name, unit.module, groups, gradients))
     return units
+
+
+def _memory_for(plans: Sequence[GroupPlan], mesh: Mesh, policy: ZeroPolicy) -> Callable[[ShardedGroup], None]:
+    """What gives each group, in order, the memory that its full buffer lives in."""
+    route = mesh.shard.route
+    specs = [(plan.layout.padded_numel, plan.dtype) for plan in plans]
+    frees_memory = policy.frees_parameters and mesh.shard.size > 1 and not route.copies_are_shared
+    if not frees_memory:
+        buffers = iter(route.allocate(specs))
+        return lambda group: group.adopt(next(buffers))
+    if mesh.world.device.type == "cpu" and PagePool.is_possible():
+        pool = PagePool()
+        return lambda group: group.adopt_pages(PagedBuffer(pool, group.layout.padded_numel, group.dtype))
+    # One by one: each is made, and its memory freed, before the next.
+    return lambda group: group.adopt_resizable(route.allocate([(group.layout.padded_numel, group.dtype)])[0])
 
 
 def _plan_groups(unit: UnitPlan, dtypes: Dtypes, shard_size: int) -> Iterable[GroupPlan]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Axis, Mesh, Pending
+from ..offload import PagedBuffer
 from .layout import FlatLayout, Piece
 from .released import mark_present, mark_released
 
@@ -27,11 +28,12 @@ class ShardedGroup:
     refers to the storage of `full`. Releasing takes the memory away from that storage, gathering gives it back and
     fills it in place, so that those views are right again in backward.
 
-    | memory of `full`        | `shard`                | gather              | release                  |
-    |-------------------------|------------------------|---------------------|--------------------------|
-    | private, kept (0, 1, 2) | a view of `full`       | from the other ranks | never                    |
-    | private, freed (3)      | of its own             | from the other ranks | storage resized to 0     |
-    | one copy per host       | a view of `full`       | nothing moves       | only the names are taken |
+    | memory of `full`          | `shard`          | gather               | release                     |
+    |---------------------------|------------------|----------------------|-----------------------------|
+    | kept (stage 0, 1, 2)      | a view of `full` | from the other ranks | never                       |
+    | one copy per host         | a view of `full` | nothing moves        | only the names are taken    |
+    | freed by pages (3, CPU)   | a view of `full` | from the other ranks | the others' parts' pages go |
+    | freed as a whole (3)      | of its own       | from the other ranks | storage resized to 0        |
     """
 
     def __init__(
@@ -56,15 +58,24 @@ class ShardedGroup:
         self.full = torch.empty(0)
         self.shard = torch.empty(0)
         self._pending: Pending | None = None
+        self._pages: PagedBuffer | None = None
 
     @property
     def axis(self) -> Axis:
         return self.mesh.shard
 
     @property
-    def has_private_shard(self) -> bool:
-        """True where the shard is memory of its own, because the full buffer comes and goes."""
+    def frees_memory(self) -> bool:
+        """True where a release gives memory back, and a gather needs the other ranks."""
         return self.frees_parameters and self.axis.size > 1 and not self.axis.route.copies_are_shared
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes that `full` takes now."""
+        held = self.layout.padded_numel * self.dtype.itemsize
+        if not self.frees_memory or self.residence is Residence.FULL or self._pending is not None:
+            return held
+        return self.layout.shard_numel * self.dtype.itemsize if self._pages is not None else 0
 
     @property
     def pieces(self) -> list[Piece]:
@@ -72,16 +83,29 @@ class ShardedGroup:
         return self.layout.pieces(self.axis.rank)
 
     def adopt(self, full: Tensor) -> None:
-        """Takes the buffer that the route allocated, (padded_numel,) of `dtype`, zero-filled."""
+        """Takes the buffer that the route allocated, (padded_numel,) of `dtype`, zero-filled, and keeps its memory."""
         assert full.numel() == self.layout.padded_numel and full.dtype == self.dtype
         self.full = full
+        self.shard = full[self._own]
+
+    def adopt_pages(self, pages: PagedBuffer) -> None:
+        """Takes addresses for all parameters, with memory for this rank's shard alone."""
+        self._pages = pages
+        self.full = pages.tensor
+        self.shard = self.full[self._own]
+        self.residence = Residence.SHARDED
+
+    def adopt_resizable(self, full: Tensor) -> None:
+        """Takes a buffer whose storage is resized; the shard gets memory of its own."""
+        self.full = full
+        self.shard = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=full.device)
+        full.untyped_storage().resize_(0)
+        self.residence = Residence.SHARDED
+
+    @property
+    def _own(self) -> slice:
         numel = self.layout.shard_numel
-        if self.has_private_shard:
-            self.shard = torch.zeros(numel, dtype=self.dtype, device=full.device)
-            full.untyped_storage().resize_(0)
-            self.residence = Residence.SHARDED
-        else:
-            self.shard = full[self.axis.rank * numel : (self.axis.rank + 1) * numel]
+        return slice(self.axis.rank * numel, (self.axis.rank + 1) * numel)
 
     def place(self, piece: Piece, values: Tensor) -> None:
         """Writes this rank's piece of one parameter. values: the whole parameter, any shape and dtype."""
@@ -90,7 +114,7 @@ class ShardedGroup:
 
     def install(self) -> None:
         """Makes the parameters views of `full`, where that is kept; what they were before is given back."""
-        if self.has_private_shard:
+        if self.frees_memory:
             self._empty_params()
         else:
             self._point_params_at_full()
@@ -112,7 +136,7 @@ class ShardedGroup:
         self._pending = None
         for param in self.params:
             mark_present(param)
-        if self.has_private_shard:
+        if self.frees_memory:
             self._point_params_at_full()
         self.residence = Residence.FULL
 
@@ -125,9 +149,9 @@ class ShardedGroup:
             self._pending = None
         elif self.residence is Residence.SHARDED:
             return
-        if self.has_private_shard:
+        if self.frees_memory:
             self._empty_params()
-            self.full.untyped_storage().resize_(0)
+            self._free_memory()
         else:
             self._mark_released()
         self.residence = Residence.SHARDED
@@ -138,18 +162,22 @@ class ShardedGroup:
             return Pending()
         return self.axis.route.gather(self.full, self.shard, f"gather of {self.name}")
 
-    def store(self) -> None:
-        """Takes this rank's part of the full parameters, as they are now, for its shard."""
-        if self.has_private_shard:
-            numel = self.layout.shard_numel
-            self.shard.copy_(self.full[self.axis.rank * numel : (self.axis.rank + 1) * numel])
-
     def _gather_into_full(self) -> Pending:
-        if self.has_private_shard:
-            storage = self.full.untyped_storage()
-            storage.resize_(self.layout.padded_numel * self.dtype.itemsize)
-            return self.axis.route.gather(self.full, self.shard, f"gather of {self.name}")
-        return Pending()
+        if not self.frees_memory:
+            return Pending()
+        if self._pages is not None:
+            self._pages.populate(0, self._own.start)
+            self._pages.populate(self._own.stop, self.layout.padded_numel)
+        else:
+            self.full.untyped_storage().resize_(self.layout.padded_numel * self.dtype.itemsize)
+        return self.axis.route.gather(self.full, self.shard, f"gather of {self.name}")
+
+    def _free_memory(self) -> None:
+        if self._pages is not None:
+            self._pages.vacate(0, self._own.start)
+            self._pages.vacate(self._own.stop, self.layout.padded_numel)
+        else:
+            self.full.untyped_storage().resize_(0)
 
     def _empty_params(self) -> None:
         """Shapes without values: a NaN, expanded."""

@@ -137,7 +137,7 @@ class UnitSequence:
         self.units = units
         self.rest, self.blocks = units[0], list(units[1:])
         self.phase = Phase.IDLE
-        self._needs_ring = any(group.has_private_shard for unit in units for group in unit.groups)
+        self._needs_ring = any(group.frees_memory for unit in units for group in unit.groups)
         self._prefetch_numel = prefetch_numel
         self._forward_ring = GatherRing(units, prefetch_numel)
         self._backward_ring = GatherRing((), prefetch_numel)

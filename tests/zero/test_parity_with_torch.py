@@ -1,0 +1,39 @@
+"""Every stage trains to the numbers of one process of plain torch on the whole batch."""
+
+import pytest
+
+from tests import models
+from tests.ranks import RankPool
+from tests.zero.training import Case, assert_close, train_all, train_plainly
+
+STAGES = (0, 1, 2, 3)
+ACCUMULATIONS = (1, 3)
+FLOAT32 = [Case(models.tiny_gpt, models.token_batch, clip=0.3), Case(models.mlp, models.vector_batch, clip=0.05)]
+FLOAT64 = [
+    Case(models.tiny_gpt_float64, models.token_batch, clip=0.3),
+    Case(models.mlp_float64, models.vector_batch_float64, clip=0.05),
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("cases", "tolerance"), [(FLOAT32, 2e-5), (FLOAT64, 1e-10)], ids=["float32", "float64"])
+def test_every_stage_equals_plain_torch(
+    ranks: RankPool, cases: list[Case], tolerance: float, world_size: int
+) -> None:
+    grid = [case.at(stage, accumulation=a) for case in cases for a in ACCUMULATIONS for stage in STAGES]
+    outcomes = ranks(world_size, train_all, grid)[0]
+    for case, outcome in zip(grid, outcomes, strict=True):
+        if case.stage == STAGES[0]:
+            expected = train_plainly(case, world_size)
+            assert min(expected.norms) > case.clip, "the norm must be clipped in every step"
+        what = f"{case.build.__name__}, stage {case.stage}, accumulation {case.accumulation}"
+        assert_close(outcome, expected, tolerance, tolerance, what)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_rank_has_the_same_numbers(ranks: RankPool, world_size: int) -> None:
+    first, *others = ranks(world_size, train_all, [FLOAT32[1].at(stage) for stage in STAGES])
+    for outcomes in others:
+        for ours, theirs in zip(outcomes, first, strict=True):
+            assert (ours.losses, ours.norms, ours.lrs) == (theirs.losses, theirs.norms, theirs.lrs)
+            assert ours.state == {} and theirs.state

@@ -1,0 +1,44 @@
+"""Stages give the same bits: at one world size, without accumulation, on every route between CPU ranks."""
+
+import pytest
+
+from tests import models
+from tests.ranks import RankPool
+from tests.zero.training import Case, train_all
+
+ROUTES = ("shared_memory", "sockets")
+CASES = [
+    Case(models.tiny_gpt, models.token_batch, clip=0.3),
+    Case(models.tied_gpt, models.token_batch),
+    Case(models.mlp, models.vector_batch, clip=0.05),
+    Case(models.mlp_float64, models.vector_batch_float64),
+    Case(models.tiny_gpt, models.token_batch, clip=0.3, config={"bf16": {"enabled": True}}),
+]
+PREFETCH_OFF = {"zero_optimization": {"stage3_prefetch_bucket_size": 0}}
+
+
+def stages_of(case: Case) -> list[Case]:
+    return [*(case.at(stage) for stage in (0, 1, 2, 3)), case.at(3, config=PREFETCH_OFF)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_stages_agree_bitwise(ranks: RankPool, world_size: int) -> None:
+    routes = ROUTES if world_size > 1 else ("auto",)
+    for case in CASES:
+        grid = [
+            at_stage.at(at_stage.stage, config={"communication": {"route": route}})
+            for route in routes
+            for at_stage in stages_of(case)
+        ]
+        first, *others = ranks(world_size, train_all, grid)[0]
+        assert len(set(first.losses)) == case.steps and first.state
+        for at_stage, outcome in zip(grid[1:], others, strict=True):
+            differences = first.differences(outcome)
+            assert not differences, f"{at_stage.build.__name__}, {at_stage.as_config()}: {differences}"
+
+
+def test_stage_2_equals_stage_3_bitwise_with_accumulation(ranks: RankPool) -> None:
+    case = Case(models.tiny_gpt, models.token_batch, clip=0.3, accumulation=3)
+    stage_0, stage_1, stage_2, stage_3 = ranks(2, train_all, [case.at(stage) for stage in (0, 1, 2, 3)])[0]
+    assert stage_0.differences(stage_1) == []
+    assert stage_2.differences(stage_3) == []

@@ -1,0 +1,147 @@
+"""The same training twice: by lowtide on several ranks, and by plain torch in one process."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import lowtide
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+ADAMW = {"type": "adamw", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}}
+ROWS = 2  # of a microbatch
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training: a model, its global batches, and a config."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int, int], tuple[Tensor, ...]]  # (step, rows) -> global batch
+    stage: int = 0
+    accumulation: int = 1
+    steps: int = 4
+    clip: float = 0.0
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def at(self, stage: int, **changes: Any) -> "Case":
+        """The same case at another stage; `config` is added to."""
+        config = {**self.config, **changes.pop("config", {})}
+        return replace(self, stage=stage, config=config, **changes)
+
+    def as_config(self) -> dict[str, Any]:
+        values = {
+            "train_micro_batch_size_per_gpu": ROWS,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": self.clip,
+            "steps_per_print": 0,
+            "optimizer": ADAMW,
+            **self.config,
+        }
+        zero = {"stage": self.stage, **values.get("zero_optimization", {})}
+        return {key: value for key, value in {**values, "zero_optimization": zero}.items() if value is not None}
+
+    def global_batch(self, step: int, world_size: int) -> tuple[Tensor, ...]:
+        return self.batch(step, ROWS * self.accumulation * world_size)
+
+
+@dataclass
+class Outcome:
+    """What a training gave: one value for each step, and the final state on rank 0."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    lrs: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+    def differences(self, other: "Outcome") -> list[str]:
+        """What is not the same to the last bit; empty where all is."""
+        found = [name for name in ("losses", "norms") if getattr(self, name) != getattr(other, name)]
+        if list(self.state) != list(other.state):
+            return [*found, "names"]
+        return found + [name for name, value in self.state.items() if not torch.equal(value, other.state[name])]
+
+
+def rank_and_world() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def share_of(batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """This rank's rows of a global batch."""
+    rank, world_size = rank_and_world()
+    return tuple(tensor.chunk(world_size)[rank] for tensor in batch)
+
+
+def train(case: Case, **initialize_options: Any) -> Outcome:
+    """Trains by lowtide; runs on every rank."""
+    torch.manual_seed(0)
+    engine = lowtide.initialize(case.build(), case.as_config(), **initialize_options)
+    outcome = Outcome()
+    for step in range(case.steps):
+        result = engine.train_step(share_of(case.global_batch(step, engine.world_size)))
+        outcome.losses.append(result.loss.item())
+        outcome.norms.append(result.grad_norm.item())
+        outcome.lrs.append(result.lr)
+        outcome.scales.append(result.loss_scale)
+        outcome.skipped.append(result.skipped)
+    outcome.state = engine.state_dict()
+    engine.close()
+    return outcome
+
+
+def train_all(cases: Sequence[Case]) -> list[Outcome]:
+    """One call of the pool for many cases."""
+    return [train(case) for case in cases]
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    """What ADAMW says, by torch."""
+    return torch.optim.AdamW(params, lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
+
+
+def train_plainly(
+    case: Case,
+    world_size: int,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
+    num_parts: int = 1,
+) -> Outcome:
+    """Trains by torch alone, on global batches. num_parts: the loss is the mean over so many parts of a batch."""
+    torch.manual_seed(0)
+    model = case.build()
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = make_optimizer(params)
+    outcome = Outcome()
+    for step in range(case.steps):
+        batch = case.global_batch(step, world_size)
+        optimizer.zero_grad()
+        losses = []
+        for part in zip(*(tensor.chunk(num_parts) for tensor in batch), strict=True):
+            loss = model(*part)
+            (loss / num_parts).backward()
+            losses.append(loss.item())
+        for param in params:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        norm = torch.nn.utils.clip_grad_norm_(params, case.clip or math.inf)
+        outcome.lrs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        outcome.losses.append(sum(losses) / num_parts)
+        outcome.norms.append(norm.item())
+    outcome.state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return outcome
+
+
+def assert_close(found: Outcome, expected: Outcome, rtol: float, atol: float, what: str = "") -> None:
+    """Losses, norms, learning rates and final values agree. Source of the form: torch.testing.assert_close."""
+    for name in ("losses", "norms", "lrs"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        text = f"{what}: {name} {ours} expected {theirs}"
+        assert len(ours) == len(theirs), text
+        assert all(math.isclose(a, b, rel_tol=rtol, abs_tol=atol) for a, b in zip(ours, theirs, strict=True)), text
+    assert list(found.state) == list(expected.state), what
+    for name, value in expected.state.items():
+        torch.testing.assert_close(found.state[name], value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{what} {n}: {m}")

@@ -43,7 +43,10 @@ CONTENDERS = {
         Contender("ddp-zero", "DDP + ZeroRedundancyOptimizer", "ddp", {"sharded_optimizer": True}),
         Contender(FSDP2, "FSDP2", "fsdp2", {"reshard_after_forward": True}),
         Contender("fsdp2-keep", "FSDP2, no reshard after forward", "fsdp2", {"reshard_after_forward": False}),
-        *(Contender(f"deepspeed-{stage}", f"DeepSpeed ZeRO-{stage}", "deepspeed", {"stage": stage}) for stage in (1, 2, 3)),
+        *(
+            Contender(f"deepspeed-{stage}", f"DeepSpeed ZeRO-{stage}", "deepspeed", {"stage": stage})
+            for stage in (1, 2, 3)
+        ),
         *(_lowtide(stage, "auto") for stage in (0, 1, 2, 3)),
         _lowtide(3, "auto", update_in_backward=True),
         *(_lowtide(stage, "sockets") for stage in (0, 1, 2, 3)),
@@ -66,5 +69,7 @@ def choose(names: list[str] | None, *, with_deepspeed: bool) -> list[Contender]:
             raise ValueError(f"--contenders: expected one of {', '.join(CONTENDERS)}; found {name!r}")
         chosen.update((c.name, c) for c in fits)
     if not with_deepspeed and any(c.kind == "deepspeed" for c in chosen.values()):
-        raise ValueError("--contenders: DeepSpeed is not installed in this environment; name one with --deepspeed-python")
+        raise ValueError(
+            "--contenders: DeepSpeed is not installed in this environment; name one with --deepspeed-python"
+        )
     return [c for c in CONTENDERS.values() if c.name in chosen]

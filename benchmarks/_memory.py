@@ -3,7 +3,7 @@
     bytes of a rank = private bytes + shared-memory bytes / processes that map them + library bytes / ranks
 
 - private: `RssAnon` of `/proc/self/status`: heap, stacks, anonymous maps. Nobody else holds them.
-- shared memory: `Pss_Shmem` of `/proc/self/smaps_rollup` (files of `/dev/shm`): the kernel counts a page that k processes
+- shared memory: `Pss_Shmem` of `/proc/self/smaps_rollup` (files of `/dev/shm`): the kernel counts a page that k
   have touched as 1/k in each of them. A page that one rank alone has touched counts whole for that rank and not at all
   for the others, so the sum over the ranks is always what the host holds.
 - libraries: `RssFile` divided by the ranks of the job: code that every rank maps. `Pss_File` would say the same on an

@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from _contenders import DDP, FSDP2, REFERENCE, Contender
 from _job import JobResult
+from rich.table import Table
 
 MIB = 1024 * 1024
 
@@ -89,7 +88,9 @@ class Comparison:
     @property
     def baseline_bytes(self) -> int | None:
         """What a rank holds after `import torch`, at the median of the memory runs of all ranks."""
-        found = [job.baseline_bytes for row in self.rows if row.contender.name != REFERENCE for job in row.memory.values()]
+        found = [
+            job.baseline_bytes for row in self.rows if row.contender.name != REFERENCE for job in row.memory.values()
+        ]
         return int(statistics.median(found)) if found else None
 
     def as_dict(self) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from _memory import PeakSampler, rank_bytes
 from _model import build_batches, build_model
 from _trainers import BUILDERS

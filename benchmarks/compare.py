@@ -24,12 +24,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 import _memory
 from _contenders import CONTENDERS, Contender, choose
 from _job import ALLOCATORS, JobError, JobResult, Work, run_job
 from _report import Comparison, Row, make_table, write_chart
+from rich.console import Console
 
 DEFAULT_STEPS = {"tiny": 5, "10M": 10, "85M": 3}
 
@@ -103,7 +102,9 @@ class Runner:
             self._say(f"{what}  {row.contender.label}: [red]FAILED[/red]", str(error))
             return None
         peak = f", peak {job.peak_bytes / 2**20:.0f} MiB" if allocator else f", {job.step_seconds:.3f} s/step"
-        self._say(f"{what}  {row.contender.label}{peak}, loss {job.losses[-1]:.5f} [dim](job {job.wall_seconds:.0f} s)[/dim]")
+        self._say(
+            f"{what}  {row.contender.label}{peak}, loss {job.losses[-1]:.5f} [dim](job {job.wall_seconds:.0f} s)[/dim]"
+        )
         return job
 
     def _say(self, line: str, detail: str = "") -> None:
@@ -129,7 +130,8 @@ class Runner:
 
 def _settings(options: argparse.Namespace, timed: Work) -> dict[str, Any]:
     title = (
-        f"GPT {options.size}, fp32, {options.ranks} ranks x {options.threads} thread(s), microbatch {options.microbatch}, "
+        f"GPT {options.size}, fp32, {options.ranks} ranks x {options.threads} thread(s), "
+        f"microbatch {options.microbatch}, "
         f"{options.rounds} round(s) of {timed.steps} steps"
     )
     machine = {"machine": platform.machine(), "system": platform.platform(), "cpus": os.cpu_count()}
@@ -149,7 +151,9 @@ def main() -> int:
     comparison.judge_losses()
     console.print(make_table(comparison, runner.allocators))
     if comparison.baseline_bytes:
-        console.print(f"Peaks hold torch itself: {comparison.baseline_bytes / 2**20:.0f} MiB a rank after `import torch`.")
+        console.print(
+            f"Peaks hold torch itself: {comparison.baseline_bytes / 2**20:.0f} MiB a rank after `import torch`."
+        )
     console.print(f"{runner.num_jobs} jobs in {time.monotonic() - started:.0f} s.", highlight=False)
     for line in comparison.failures:
         console.print(line, style="red", markup=False, highlight=False)

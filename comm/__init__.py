@@ -3,12 +3,12 @@
 `World` is this process among all of them, `Mesh` arranges the ranks along named axes, and an `Axis` moves bytes
 between the ranks of one axis by the fastest route that the machine offers:
 
-| route         | who                         | gather                        | reduce                                  |
-|---------------|-----------------------------|-------------------------------|-----------------------------------------|
-| solo          | an axis of one rank         | nothing to do                 | nothing to do                           |
-| shared memory | CPU ranks of one host       | one copy, read in place       | each rank sums its part of all slots    |
-| sockets       | CPU ranks, any host (gloo)  | point-to-point, missing parts | point-to-point, summed in rank order    |
-| native        | CUDA (nccl), other backends | the backend's own collective  | the backend's own collective            |
+| route         | who                         | gather                        | reduce                                 |
+|---------------|-----------------------------|-------------------------------|----------------------------------------|
+| solo          | an axis of one rank         | nothing to do                 | nothing to do                          |
+| shared memory | CPU ranks of one host       | one copy, read in place       | each rank sums its part of all slots   |
+| sockets       | CPU ranks, any host (gloo)  | point-to-point, missing parts | point-to-point, summed in rank order   |
+| native        | CUDA (nccl), other backends | the backend's own collective  | the backend's own collective           |
 
 Every route but the native one sums in rank order, so that the result does not depend on how a tensor is split.
 """

@@ -23,9 +23,9 @@ _TAGS_PER_AXIS = 1 << 21
 class Mesh:
     """The axes of a job, outermost first. Ranks that are next to each other are on the same shard axis.
 
-        world of 4, shard 2:      shard ->
-                          replica  0 1
-                             |     2 3
+    world of 4, shard 2:      shard ->
+                      replica  0 1
+                         |     2 3
     """
 
     world: World
@@ -65,6 +65,12 @@ class Mesh:
         """Returns when every rank has come here, where ranks share memory; elsewhere at once."""
         self.shard.route.fence(what)
         self.replica.route.fence(what)
+
+    def close(self) -> None:
+        """Lets go of the process groups, and leaves the world: no collective is possible afterwards."""
+        self.shard.route.close()
+        self.replica.route.close()
+        self.world.leave()
 
 
 def _choose_route(world: World, route: str, shared_bytes: int) -> str:

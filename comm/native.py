@@ -18,7 +18,7 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 
 class NativeRoute:
-    """Collectives of the process group's backend. They run asynchronously; `wait` orders the current stream after them."""
+    """Collectives of the process group's backend, asynchronous; `wait` orders the current stream after them."""
 
     name = "native"
     copies_are_shared = False
@@ -27,7 +27,7 @@ class NativeRoute:
         self.rank = rank
         self.ranks = ranks
         self.size = len(ranks)
-        self._group = group
+        self._group: dist.ProcessGroup | None = group
         self._device = device
 
     def allocate(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
@@ -83,6 +83,10 @@ class NativeRoute:
 
     def fence(self, what: str) -> None:
         """Nothing to order: what a rank writes is seen by others through collectives alone."""
+
+    def close(self) -> None:
+        """Lets go of the process group."""
+        self._group = None
 
     def _pending(self, work: Any, what: str) -> Pending:
         def finish() -> None:

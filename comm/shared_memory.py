@@ -10,6 +10,7 @@ Gradients go through a ring of slots. Slot s of rank r is written by r alone. Op
     rank r:  write slot[r]   -> posted  = n + 1
              wait for all    posted > n;  out[part r] = slot[0][part r] + slot[1][part r] + ...
              (all-reduce)    slot[r][part r] = out[part r] -> reduced = n + 1;  wait for all; copy the others' parts
+                             (behind the slot's content, where its dtype cannot hold the sum)
              -> consumed = n + 1; a slot is written again when every rank has consumed what was in it
 
 [Note: ordering of stores]
@@ -39,6 +40,7 @@ from .summation import sum_in_rank_order
 NUM_SLOTS = 3
 FOLDER = "/dev/shm"
 _PAGE_BYTES = 4096
+_LINE_BYTES = 64  # of the cache
 _MAIL_NUMEL = 256
 _POSTED, _REDUCED, _CONSUMED, _MAILED, _FENCED = range(5)
 _ROW_NUMEL = 64  # one rank's counters fill lines of the cache that no other rank writes
@@ -104,7 +106,7 @@ class SharedMemoryRoute:
         return buffers
 
     def reserve_slots(self, nbytes: int) -> None:
-        """Makes the ring of slots, each of them large enough for nbytes."""
+        """Makes the ring of slots, each of them large enough for nbytes: content, and a sum of a wider dtype."""
         capacity = page_aligned(nbytes)
         segment = self._map(NUM_SLOTS * self.size * capacity, "gradients")
         grid = segment.view(NUM_SLOTS, self.size, capacity)
@@ -130,7 +132,7 @@ class SharedMemoryRoute:
         return Pending()
 
     def open_slot(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
-        """This rank's next slot, (numel,) of dtype, uninitialized; waits until every rank has consumed its old content."""
+        """This rank's next slot, (numel,) of dtype, uninitialized; waits until all have consumed its old content."""
         self._wait_for(_CONSUMED, self._num_opened - NUM_SLOTS + 1, what)
         slot = self._slots[self._num_opened % NUM_SLOTS][self.rank]
         self._num_opened += 1
@@ -164,14 +166,14 @@ class SharedMemoryRoute:
             sum_in_rank_order(contributions, out[mine], accumulate=False)
             if inspect is not None:
                 inspect(mine.start, out[mine], contributions)
-            slot[mine].copy_(out[mine])
+            self._sums_of(self.rank, number, slot, out, mine).copy_(out[mine])
             self._set(_REDUCED, number + 1)
 
         def collect() -> None:
             self._wait_for(_REDUCED, number + 1, what)
-            for rank, other in enumerate(self._views(number, slot)):
+            for rank, region in enumerate(regions):
                 if rank != self.rank:
-                    out[regions[rank]].copy_(other[regions[rank]])
+                    out[region].copy_(self._sums_of(rank, number, slot, out, region))
             self._set(_CONSUMED, number + 1)
 
         return Reduction([reduce, collect])
@@ -191,6 +193,10 @@ class SharedMemoryRoute:
         self._set(_FENCED, self._num_fenced)
         self._wait_for(_FENCED, self._num_fenced, what)
 
+    def close(self) -> None:
+        """Lets go of the process group that it was set up with; the mapped memory stays with those who hold it."""
+        self._exchange = list
+
     # -- counters -------------------------------------------------------------------------------------------------
 
     def _post(self) -> int:
@@ -204,6 +210,16 @@ class SharedMemoryRoute:
     def _views(self, number: int, slot: Tensor) -> list[Tensor]:
         nbytes = slot.numel() * slot.dtype.itemsize
         return [other[:nbytes].view(slot.dtype) for other in self._slots[number % NUM_SLOTS]]
+
+    def _sums_of(self, rank: int, number: int, slot: Tensor, out: Tensor, region: slice) -> Tensor:
+        """Where `rank` leaves its region of an all-reduce for the others, in a dtype that holds it exactly."""
+        whole = self._slots[number % NUM_SLOTS][rank]
+        slot_bytes = slot.numel() * slot.dtype.itemsize
+        if torch.promote_types(slot.dtype, out.dtype) == slot.dtype:
+            return whole[:slot_bytes].view(slot.dtype)[region]
+        start = -(-slot_bytes // _LINE_BYTES) * _LINE_BYTES
+        numel = region.stop - region.start
+        return whole[start : start + numel * out.dtype.itemsize].view(out.dtype)
 
     def _set(self, counter: int, value: int) -> None:
         self._counters[self.rank, counter] = value
@@ -233,8 +249,9 @@ class SharedMemoryRoute:
         if waited_seconds > self._timeout_seconds:
             names = ", ".join(str(self.ranks[rank]) for rank in late)
             raise CollectiveError(
-                f"{here}: waited {waited_seconds:.0f} s for rank {names}, which is alive but elsewhere. Do all ranks run "
-                "the same calls of the engine in the same order? A slow rank needs a larger communication.timeout_seconds."
+                f"{here}: waited {waited_seconds:.0f} s for rank {names}, which is alive but elsewhere. "
+                "Do all ranks run the same calls of the engine in the same order? "
+                "A slow rank needs a larger communication.timeout_seconds."
             )
 
 

@@ -35,7 +35,7 @@ class SocketRoute:
         self.rank = rank
         self.ranks = ranks
         self.size = len(ranks)
-        self._group = group
+        self._group: dist.ProcessGroup | None = group
         self._peers = [peer for peer in range(self.size) if peer != rank]
         self._first_tag = first_tag
         self._num_operations = 0
@@ -106,17 +106,24 @@ class SocketRoute:
 
     def sum_small(self, values: Tensor, what: str) -> Tensor:
         """The exact sum over ranks of a small int64 vector; also a barrier."""
-        total = values.clone()
-        work = dist.all_reduce(total, group=self._group, async_op=True)
-        self._wait([work], what)
-        return total
+        # Messages and not gloo's all-reduce, whose threads hold a tensor for a while after it; [Note: threads at exit].
+        tag = self._next_tag()
+        everyone = torch.empty(self.size, values.numel(), dtype=values.dtype)
+        everyone[self.rank].copy_(values)
+        works = self._receive({peer: everyone[peer] for peer in self._peers}, tag)
+        works += self._send(dict.fromkeys(self._peers, everyone[self.rank]), tag)
+        self._wait(works, what)
+        return everyone.sum(dim=0)
 
     def fence(self, what: str) -> None:
         """Nothing to order: what a rank writes is seen by others through messages alone."""
 
-    def _exchange_parts(
-        self, slot: Tensor, bounds: Sequence[slice]
-    ) -> tuple[list[Tensor], list[dist.Work]]:
+    def close(self) -> None:
+        """Lets go of the process group, and of the buffers."""
+        self._group = None
+        self._scratch.clear()
+
+    def _exchange_parts(self, slot: Tensor, bounds: Sequence[slice]) -> tuple[list[Tensor], list[dist.Work]]:
         """Sends each rank its part of slot; receives every rank's version of this rank's part."""
         mine = bounds[self.rank]
         numel = mine.stop - mine.start

@@ -57,6 +57,9 @@ class SoloRoute:
     def fence(self, what: str) -> None:
         """Nobody to wait for."""
 
+    def close(self) -> None:
+        """Nothing to let go."""
+
     def _inspected(self, out: Tensor, slot: Tensor, inspect: Inspect | None) -> Reduction:
         if inspect is not None:
             inspect(0, out, (slot,))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
 import torch
+from torch import Tensor
 
 CHUNK_NUMEL = 1 << 17  # 512 KiB of float32: what is summed stays in the cache between the passes
 

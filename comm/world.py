@@ -1,4 +1,11 @@
-"""This process among all processes of the job: rank, device, rendezvous."""
+"""This process among all processes of the job: rank, device, rendezvous.
+
+[Note: threads at exit]
+The threads of a gloo group end when its last reference goes. One that lives on into the interpreter's shutdown, with a
+tensor of a finished collective in its hands, aborts the process. So `leave` must drop the last reference: routes let go
+of their group in `close`, and `torch.distributed.nn.functional`, which binds the default group as a default argument
+when it is imported, is imported here, before there is one.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional
+from torch._C._distributed_c10d import HashStore
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -107,7 +116,7 @@ def _make_process_group(device: torch.device, timeout_seconds: float) -> None:
     timeout = timedelta(seconds=timeout_seconds)
     present = [name for name in _LAUNCHER_VARIABLES if name in os.environ]
     if "RANK" not in present and "WORLD_SIZE" not in present:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     missing = [name for name in _LAUNCHER_VARIABLES if name not in present]
     if missing:

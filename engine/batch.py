@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,15 +37,16 @@ def microbatches(batch: Any, count: int, rows: int | None) -> Iterator[Any]:
     if expected is not None and total != expected:
         raise ValueError(
             f"batch: expected {expected} rows on this rank = train_micro_batch_size_per_gpu({rows}) x "
-            f"gradient_accumulation_steps({count}), found {total}. Change the config, or the loader's batch size; a loader's "
-            "last, smaller batch is left out with drop_last=True."
+            f"gradient_accumulation_steps({count}), found {total}. "
+            "Change the config, or the loader's batch size; "
+            "drop_last=True leaves out a loader's last, smaller batch."
         )
     if total % count:
         raise ValueError(
             f"batch: expected a number of rows that gradient_accumulation_steps ({count}) divides, found {total}"
         )
     for index in range(count):
-        yield _map_tensors(batch, lambda t, i=index: t if not t.dim() else t.chunk(count)[i])
+        yield _map_tensors(batch, partial(_part, index, count))
 
 
 def prepared(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
@@ -90,6 +92,10 @@ def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | Non
             f'["loss"] or [0], found {found}; give initialize(..., loss_fn=lambda output, batch: ...)'
         )
     return loss.reshape(())
+
+
+def _part(index: int, count: int, tensor: Tensor) -> Tensor:
+    return tensor.chunk(count)[index] if tensor.dim() else tensor
 
 
 def _tensors(batch: Any) -> Iterable[Tensor]:

@@ -46,9 +46,10 @@ def initialize(
     model: a module, or a callable without arguments that builds one; then no rank ever holds the whole.
     config: a JSON file, the name of a preset such as "zero3", a dictionary, or a `lowtide.Config`.
     loss_fn(output, batch) -> loss; without it the model's output is the loss, or has it as .loss, ["loss"] or [0].
-    optimizer: in place of the config's: an optimizer over the model's parameters, a torch optimizer class, or a callable
-    from parameters to an optimizer; it must treat every element by itself. lr_scheduler: in place of the config's: a
-    callable from the optimizer to a scheduler, or a scheduler of the given optimizer.
+    optimizer: in place of the config's: an optimizer over the model's parameters, a torch optimizer class, or a
+    callable from parameters to an optimizer; it must treat every element by itself.
+    lr_scheduler: in place of the config's: a callable from the optimizer to a scheduler, or a scheduler of the given
+    optimizer.
 
     Raises ConfigError (config), ValueError (model, optimizer) and RuntimeError (ranks that do not fit together).
     """
@@ -208,11 +209,13 @@ def _make_optimizer(
 ) -> tuple[ShardedOptimizer, Schedule | None, Any]:
     if choice is not None and config.optimizer is not None:
         raise ValueError(
-            f'optimizer: found one in the config ("{config.optimizer.type}") and one passed to initialize; leave one out'
+            f'optimizer: found one in the config ("{config.optimizer.type}") and one passed to initialize; '
+            "leave one out"
         )
     if lr_scheduler is not None and config.scheduler is not None:
         raise ValueError(
-            f'scheduler: found one in the config ("{config.scheduler.type}") and one passed to initialize; leave one out'
+            f'scheduler: found one in the config ("{config.scheduler.type}") and one passed to initialize; '
+            "leave one out"
         )
     gradients = [gradient for unit in units for gradient in unit.gradients]
     trained = [param for param in module.parameters() if param.requires_grad]
@@ -226,19 +229,23 @@ def _make_optimizer(
         rule = rule_named(config.optimizer.type, options)
         sharded = ShardedOptimizer(gradients, [{"params": trained, **options}], rule, None)
     else:
-        own = choice if isinstance(choice, torch.optim.Optimizer) else choice(trained)
+        own = choice if isinstance(choice, torch.optim.Optimizer) else _call(choice, trained)
         _check_covers(own, trained)
-        rule = rule_like(own)
+        twin = rule_like(own)
         factory = partial(_another, own)
-        if rule is None:
+        if twin is None:
             check_elementwise(factory)
-        sharded = ShardedOptimizer(gradients, own.param_groups, rule, None if rule else factory)
+        sharded = ShardedOptimizer(gradients, own.param_groups, twin, None if twin else factory)
     schedule = None
     if config.scheduler is not None:
         schedule = partial(learning_rate_at, config.scheduler, sharded.lr)
     if lr_scheduler is not None and not hasattr(lr_scheduler, "step"):
         lr_scheduler = lr_scheduler(sharded)
     return sharded, schedule, lr_scheduler
+
+
+def _call(make: Callable[[Any], torch.optim.Optimizer], params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return make(params)
 
 
 def _another(template: torch.optim.Optimizer, params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -255,8 +262,9 @@ def _check_covers(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter])
     extra = len(covered - {id(param) for param in trained})
     if missing or extra:
         raise ValueError(
-            f"optimizer: expected one over exactly the {len(trained)} parameters of the model that require gradients, found "
-            f"{missing} of them left out and {extra} others; freeze what is not to be trained with requires_grad_(False)"
+            f"optimizer: expected one over exactly the {len(trained)} parameters of the model that require "
+            f"gradients, found {missing} of them left out and {extra} others; freeze what is not to be trained with "
+            "requires_grad_(False)"
         )
 
 

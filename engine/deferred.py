@@ -1,4 +1,4 @@
-"""Building a model without its memory: construction is recorded on the meta device, and replayed parameter by parameter.
+"""Building a model without its memory: construction is recorded on the meta device and replayed bit by bit.
 
 [Note: recording]
 Under a dispatch mode every operation of the constructor runs on meta tensors and is written down with the storages that
@@ -157,9 +157,9 @@ class DeferredModel:
         self._constants[_describe(meta).storage] = value
 
 
-class _OperationRecorder(TorchDispatchMode):
+class _OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, owner: DeferredModel) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._owner = owner
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

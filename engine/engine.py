@@ -34,7 +34,7 @@ Schedule = Callable[[int], float]
 class StepResult:
     """What one optimizer step did."""
 
-    loss: Tensor  # (), mean over the microbatches of all ranks
+    loss: Tensor  # (), mean over the microbatches of all ranks; float32, or float64 where the model's loss is
     grad_norm: Tensor  # (), L2 norm over all ranks, before clipping; NaN or inf where the step was skipped
     lr: float  # the learning rate that was used
     loss_scale: float  # by which the loss had been multiplied
@@ -83,6 +83,7 @@ class Engine:
         self._accumulation = parts.config.gradient_accumulation_steps or 1
         self._num_microbatches = 0
         self._losses: list[Tensor] = []
+        self._result_dtype = torch.float32
         self._guard = ModelGuard(parts.module, parts.sequence.units, parts.mesh.shard.route.copies_are_shared)
         self._values = FullValues(parts.module, parts.sequence.units, parts.optimizer, parts.mesh)
         self._log = StepLog(parts.config.steps_per_print if self.rank == 0 else 0)
@@ -148,6 +149,7 @@ class Engine:
             self._sequence.abort()
             raise
         self._losses.append(loss.detach().double())
+        self._result_dtype = torch.promote_types(loss.dtype, torch.float32)
         self._num_microbatches += 1
 
     def step(self) -> StepResult:
@@ -173,7 +175,13 @@ class Engine:
         self._scaler.update(skipped)
         self._losses.clear()
         self.global_step += 1
-        self._last = StepResult(torch.tensor(loss), torch.tensor(grad_norm), lr, scale, skipped)
+        self._last = StepResult(
+            torch.tensor(loss, dtype=self._result_dtype),
+            torch.tensor(grad_norm, dtype=self._result_dtype),
+            lr,
+            scale,
+            skipped,
+        )
         self._log.after_step(self.global_step, self._last, self.config.train_batch_size or 0)
         return self._last
 
@@ -188,7 +196,7 @@ class Engine:
         finally:
             self.module.train(was_training)
         total = self._mesh.sum_small(_limbs_of(loss.double()), "the mean of the loss")
-        return torch.tensor(from_limbs(total) / self.world_size)
+        return torch.tensor(from_limbs(total) / self.world_size, dtype=torch.promote_types(loss.dtype, torch.float32))
 
     def train(self, mode: bool = True) -> Self:
         self.module.train(mode)
@@ -219,7 +227,7 @@ class Engine:
     def close(self) -> None:
         """Takes the hooks off and leaves the process group, where the engine made it. The engine is of no use then."""
         self._parts.hooks.remove()
-        self._mesh.world.leave()
+        self._mesh.close()
 
     def __enter__(self) -> Self:
         return self

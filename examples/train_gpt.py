@@ -177,8 +177,8 @@ def finish(report: dict[str, Any], losses: list[float], arguments: argparse.Name
         arguments.report.parent.mkdir(parents=True, exist_ok=True)
         arguments.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(
-        f"training loss {report['first_loss']:.3f} -> {report['final_loss']:.3f} (mean of the last {min(len(losses), 20)} steps), "
-        f"validation loss {report['validation_loss']:.3f}"
+        f"training loss {report['first_loss']:.3f} -> {report['final_loss']:.3f} "
+        f"(mean of the last {min(len(losses), 20)} steps), validation loss {report['validation_loss']:.3f}"
     )
     print(f"loss curve: {report['curve']}")
     if arguments.sample_bytes:

@@ -84,9 +84,7 @@ def _adam(decoupled: bool) -> Callable[[Tensor, Tensor, Sequence[Tensor], Tensor
     return apply
 
 
-def _sgd(
-    weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Mapping[str, Any]
-) -> None:
+def _sgd(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Mapping[str, Any]) -> None:
     is_first = int(step) == 1
     torch._fused_sgd_(
         [weight],
@@ -118,10 +116,11 @@ def _adagrad(
     )
 
 
-def _lion(
-    weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Mapping[str, Any]
-) -> None:
-    """w -= lr * (sign(beta1 m + (1 - beta1) g) + decay w);  m = beta2 m + (1 - beta2) g. arXiv 2302.06675, Program 1."""
+def _lion(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Mapping[str, Any]) -> None:
+    """w -= lr * (sign(beta1 m + (1 - beta1) g) + decay w);  m = beta2 m + (1 - beta2) g.
+
+    Source: Lion, arXiv 2302.06675, program 1.
+    """
     beta1, beta2 = options["betas"]
     momentum = states[0]
     weight.mul_(1 - options["lr"] * options["weight_decay"])

@@ -4,8 +4,8 @@
 Under stage 3 the full parameters of one block after another are needed, each at its own addresses, for autograd keeps
 views of them. Giving memory back and taking new memory costs a page fault for every 4 KiB: 10 to 20 ms for a block of
 28 MiB, twice a step. Instead the pages of a released range are moved to where they are needed next, with
-`mremap(MREMAP_FIXED | MREMAP_DONTUNMAP)`: 20 to 80 microseconds, and no fault on first use. What was at the old addresses
-reads as zero until it gets pages again.
+`mremap(MREMAP_FIXED | MREMAP_DONTUNMAP)`: 20 to 80 microseconds, and no fault on first use. What was at the old
+addresses reads as zero until it gets pages again.
 
     addresses   block 0   block 1   block 2
     forward 0   [pages]      .         .
@@ -45,7 +45,9 @@ class PagedBuffer:
         array = (ctypes.c_char * max(nbytes, 1)).from_address(self.base)
         # torch keeps the array for as long as a view of the storage exists.
         weakref.finalize(array, pool.unmap, self.base, nbytes)
-        self.tensor: Tensor = torch.frombuffer(array, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
+        self.tensor: Tensor = (
+            torch.frombuffer(array, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
+        )
 
     def populate(self, start: int, end: int) -> None:
         """Memory for the elements [start, end): pages that others have vacated, else new ones. Content is arbitrary."""

@@ -66,11 +66,8 @@ class ModelPlan:
 
 
 def slot_bytes(groups: Iterable[GroupPlan], dtypes: Dtypes) -> int:
-    """Bytes of the largest gradient that is ever staged."""
-    return max(
-        (g.layout.padded_numel * _at_least_float32(dtypes.reduce, g.dtype).itemsize for g in groups if g.requires_grad),
-        default=0,
-    )
+    """Bytes of the largest gradient that is ever staged, with its sum where the reduce dtype cannot hold that."""
+    return max((_slot_bytes_of(group, dtypes) for group in groups if group.requires_grad), default=0)
 
 
 def build_units(plan: ModelPlan, mesh: Mesh, policy: ZeroPolicy, dtypes: Dtypes) -> list[Unit]:
@@ -126,6 +123,13 @@ def _plan_groups(unit: UnitPlan, dtypes: Dtypes, shard_size: int) -> Iterable[Gr
         layout = FlatLayout.of([(name, tuple(param.shape)) for name, param in params], shard_size)
         kind = f"{str(dtype).removeprefix('torch.')}{'' if requires_grad else ', frozen'}"
         yield GroupPlan(f"unit {unit.name} ({kind})", tuple(params), dtype, layout)
+
+
+def _slot_bytes_of(group: GroupPlan, dtypes: Dtypes) -> int:
+    reduce = _at_least_float32(dtypes.reduce, group.dtype)
+    accumulate = _at_least_float32(dtypes.accumulate, group.dtype)
+    sum_itemsize = 0 if torch.promote_types(reduce, accumulate) == reduce else accumulate.itemsize
+    return group.layout.padded_numel * (reduce.itemsize + sum_itemsize)
 
 
 def _at_least_float32(wanted: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:

@@ -147,9 +147,7 @@ class GroupGradient:
         if not accumulate:
             target[end:].zero_()
 
-    def _inspect(
-        self, axis: Axis, counts: bool, offset: int, total: Tensor, contributions: Sequence[Tensor]
-    ) -> None:
+    def _inspect(self, axis: Axis, counts: bool, offset: int, total: Tensor, contributions: Sequence[Tensor]) -> None:
         """Adds the squares of what was summed here to the norm, and traces a non-finite value to its rank."""
         squares = _squares_by_block(total)
         if not bool(torch.isfinite(squares).all()):
@@ -175,10 +173,11 @@ def _squares_by_block(values: Tensor) -> Tensor:
     """The sum of squares of each block of values, (n,) -> (n / BLOCK_NUMEL,) float64; inf or nan where a value is."""
     blocks = values.view(-1, BLOCK_NUMEL)
     dtype = torch.promote_types(values.dtype, torch.float32)
-    squares = torch.linalg.vector_norm(blocks, dim=1, dtype=dtype).double().square()
+    squares: Tensor = torch.linalg.vector_norm(blocks, dim=1, dtype=dtype).double().square()
     if bool(torch.isfinite(squares).all()):
         return squares
-    return torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float64).square()  # float32 overflows above 1e19
+    wide: Tensor = torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float64)  # float32 overflows above 1e19
+    return wide.square()
 
 
 def _steps(reduction: Reduction) -> Iterator[None]:

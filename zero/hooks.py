@@ -15,9 +15,9 @@ from .sequence import Phase, Unit, UnitSequence
 class UnitHooks:
     """Tells a `UnitSequence` when units are used.
 
-        root     |begin_forward ............................ end_forward|
-        block        |enter ... leave|                                     output.grad: enter_backward
-        parameter                                                          .grad set:  gradient_arrived
+    root     |begin_forward ............................ end_forward|
+    block        |enter ... leave|                                     output.grad: enter_backward
+    parameter                                                          .grad set:  gradient_arrived
     """
 
     def __init__(self, sequence: UnitSequence, frees_parameters: bool) -> None:
@@ -25,9 +25,7 @@ class UnitHooks:
         self._handles: list[RemovableHandle] = []
         root = sequence.rest.module
         self._add(root.register_forward_pre_hook(lambda module, args: sequence.begin_forward(), prepend=True))
-        self._add(
-            root.register_forward_hook(lambda module, args, output: sequence.end_forward(_keeps_graph(output)))
-        )
+        self._add(root.register_forward_hook(lambda module, args, output: sequence.end_forward(_keeps_graph(output))))
         for unit in sequence.blocks:
             self._hook_block(unit)
         for unit in sequence.units:
@@ -65,7 +63,7 @@ class UnitHooks:
         for gradient in unit.gradients:
             for name, param in zip(gradient.group.names, gradient.group.params, strict=True):
                 hook = _gradient_hook(self._sequence, unit, name)
-                self._add(param.register_post_accumulate_grad_hook(hook))
+                self._add(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def _hook_users_of_rest(self, rest: Unit) -> None:
         """A module outside the blocks may be called by itself, not through the root: its parameters must be there."""
@@ -109,7 +107,7 @@ def _on_first_gradient(output: Any, action: Callable[[], None]) -> None:
 
     for tensor in tensors_in(output):
         if tensor.requires_grad:
-            tensor.register_hook(hook)
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def tensors_in(value: Any) -> list[Tensor]:

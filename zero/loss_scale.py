@@ -44,7 +44,8 @@ class LossScaler:
                 return
             if self.scale <= self._minimum:
                 raise LossScaleError(
-                    f"gradients overflow in float16 at the smallest loss scale ({self._minimum:g}, fp16.min_loss_scale). "
+                    f"gradients overflow in float16 at the smallest loss scale ({self._minimum:g}, "
+                    "fp16.min_loss_scale). "
                     "The training has diverged, or the model needs bf16: lower the learning rate, or set "
                     '"bf16": {"enabled": true} instead of fp16.'
                 )

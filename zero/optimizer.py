@@ -182,7 +182,12 @@ def rule_like(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
     if name is None:
         return None
     for options in optimizer.param_groups:
-        if options.get("amsgrad") or options.get("maximize") or options.get("capturable") or options.get("differentiable"):
+        if (
+            options.get("amsgrad")
+            or options.get("maximize")
+            or options.get("capturable")
+            or options.get("differentiable")
+        ):
             return None
         if name == "adam" and options.get("decoupled_weight_decay"):
             return None
@@ -206,20 +211,20 @@ def check_elementwise(factory: OptimizerFactory) -> None:
     results = []
     name = "the optimizer"
     for parts in ([whole.shape], [(half,), (half,)]):
-        values = whole.clone().reshape(-1).split([torch.Size(shape).numel() for shape in parts])
+        values = torch.split(whole.clone().reshape(-1), [torch.Size(shape).numel() for shape in parts])
         params = [nn.Parameter(v.clone().view(shape)) for v, shape in zip(values, parts, strict=True)]
         try:
             optimizer = factory(params)
             name = type(optimizer).__name__
             for gradient in gradients:
-                pieces = gradient.reshape(-1).split([p.numel() for p in params])
+                pieces = torch.split(gradient.reshape(-1), [p.numel() for p in params])
                 for param, piece in zip(params, pieces, strict=True):
                     param.grad = piece.clone().view(param.shape)
                 optimizer.step()
         except (TypeError, ValueError, RuntimeError, AttributeError) as error:
             raise ValueError(
-                f"optimizer: expected a torch optimizer that updates each element by itself, found {name}, which failed "
-                f"on a flat parameter: {error}"
+                f"optimizer: expected a torch optimizer that updates each element by itself, found {name}, "
+                f"which failed on a flat parameter: {error}"
             ) from error
         results.append(torch.cat([param.detach().reshape(-1) for param in params]))
     if not torch.allclose(results[0], results[1], rtol=1e-6, atol=1e-9):

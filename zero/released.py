@@ -1,8 +1,8 @@
 """Parameters that are not here: the class that a parameter has while its full values are released.
 
 A released parameter keeps shape, dtype, device and gradient, which modules ask for at any time. Everything that needs
-its values raises `ReleasedParameterError` with its name. Underneath lies a NaN expanded to the shape, so that code which
-gets past the check in C++ neither crashes nor trains silently on garbage.
+its values raises `ReleasedParameterError` with its name. Underneath lies a NaN expanded to the shape, so that code
+which gets past the check in C++ neither crashes nor trains silently on garbage.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ class ReleasedParameterError(RuntimeError):
     """Values of a parameter were asked for while only shards of it exist."""
 
 
-_HARMLESS_ATTRIBUTES = (
-    "shape dtype device requires_grad grad is_leaf grad_fn ndim layout is_cuda is_sparse is_meta "
-    "is_quantized is_cpu itemsize nbytes _version _backward_hooks _post_accumulate_grad_hooks is_nested"
-).split()
-_HARMLESS = {getattr(Tensor, name).__get__ for name in _HARMLESS_ATTRIBUTES} | {
-    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-    Tensor.grad.__set__,  # type: ignore[attr-defined]
+_ATTRIBUTES = """
+    shape dtype device requires_grad grad is_leaf grad_fn ndim layout is_cuda is_sparse is_meta is_quantized is_cpu
+    itemsize nbytes is_nested _version _backward_hooks _post_accumulate_grad_hooks
+"""
+_HARMLESS = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES.split()} | {
+    getattr(Tensor, "requires_grad").__set__,  # noqa: B009  (a descriptor: mypy takes it for its value)
+    getattr(Tensor, "grad").__set__,  # noqa: B009
     Tensor.size,
     Tensor.dim,
     Tensor.numel,
@@ -65,13 +65,13 @@ class ReleasedParameter(nn.Parameter):
         if operation == "__get__":
             operation = "an attribute that needs values"
         raise ReleasedParameterError(
-            f"parameter '{name}' is released: only its shards exist here, so {operation} cannot read it. Its values are "
-            "there inside the forward and backward of its own module; anywhere else use "
-            f"`with engine.gathered(parameter):`. If another module's forward reads '{name}', list both modules' common "
-            "parent in zero_optimization.units."
+            f"parameter '{name}' is released: only its shards exist here, so {operation} cannot read it. Its "
+            "values are there inside the forward and backward of its own module; anywhere else use "
+            f"`with engine.gathered(parameter):`. If another module's forward reads '{name}', list both modules' "
+            "common parent in zero_optimization.units."
         )
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, **ignored: Any) -> str:  # type: ignore[override]
         return f"ReleasedParameter({self.lowtide_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -92,7 +92,7 @@ def mark_released(param: nn.Parameter, name: str) -> None:
 def mark_present(param: nn.Parameter) -> None:
     """Takes back `mark_released`."""
     if type(param) is ReleasedParameter:
-        param.__class__ = nn.Parameter
+        param.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def _flatten(args: Iterable[Any]) -> Iterable[Any]:

@@ -161,7 +161,7 @@ class UnitSequence:
         self.enter(self.rest)
 
     def end_forward(self, keeps_graph: bool) -> None:
-        """The root module is left. keeps_graph: a backward may follow, which starts with the last block and the rest."""
+        """The root module is left. keeps_graph: a backward may follow; it starts with the last block and the rest."""
         if self.phase is not Phase.FORWARD:
             return
         if self._needs_ring:
@@ -224,8 +224,8 @@ class UnitSequence:
             raise StateError(_OUTSIDE_BACKWARD.format(where=f"the gradient of parameter '{name}'"))
         if unit.is_collected:
             raise StateError(
-                f"parameter '{name}' got a gradient after its unit '{unit.name}' had been reduced in the same backward. "
-                "Reentrant activation checkpointing of a module that is used several times does that: use "
+                f"parameter '{name}' got a gradient after its unit '{unit.name}' had been reduced in the same "
+                "backward. Reentrant activation checkpointing of a module that is used several times does that: use "
                 "use_reentrant=False, or activation_checkpointing in the config."
             )
         unit.waiting.discard(id(param))

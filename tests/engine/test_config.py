@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from lowtide.engine.config import Config, ConfigError
 from lowtide.engine.config_errors import Fault
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from lowtide.bin.config import main
 from lowtide.engine.config import Config
 from lowtide.engine.config_deepspeed import OFFLOAD_KEYS, RULES

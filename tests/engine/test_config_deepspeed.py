@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+
 from lowtide.engine.config import Config, ConfigError
 from lowtide.engine.config_deepspeed import RULES, is_on
 from lowtide.engine.config_translate import AUTO, BATCH_KEYS

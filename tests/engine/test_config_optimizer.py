@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from lowtide.engine.config import Config, ConfigError
 
 

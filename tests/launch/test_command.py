@@ -6,6 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
 from lowtide.bin.launch import main as launch
 from lowtide.bin.main import COMMANDS, main
 

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from lowtide.launch.local import rank_environment
 
+from lowtide.launch.local import rank_environment
 from tests.launch.jobs import Job
 
 WRITES_ENVIRONMENT = """

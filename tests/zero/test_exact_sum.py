@@ -3,8 +3,9 @@
 import math
 
 import torch
-from lowtide.zero.exact_sum import NUM_LIMBS, from_limbs, to_limbs
 from torch import Tensor
+
+from lowtide.zero.exact_sum import NUM_LIMBS, from_limbs, to_limbs
 
 SMALLEST = 5e-324
 LARGEST = torch.finfo(torch.float64).max

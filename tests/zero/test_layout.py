@@ -3,8 +3,10 @@
 import math
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
+
 from lowtide.zero.layout import BLOCK_NUMEL, PARAM_ALIGNMENT_NUMEL, FlatLayout, round_up
 
 Shapes = list[tuple[str, tuple[int, ...]]]
@@ -72,7 +74,7 @@ def test_slot_at_gives_the_parameter_that_holds_the_element() -> None:
         for slot in full:
             for offset in {0, slot.numel - 1, generator.randrange(slot.numel)}:
                 assert layout.slot_at(slot.offset_in_flat + offset) is slot
-        for slot, following in zip(full, full[1:], strict=False):
+        for slot, following in pairwise(full):
             for padding in range(slot.end_in_flat, following.offset_in_flat):
                 assert layout.slot_at(padding) is slot
         if full:

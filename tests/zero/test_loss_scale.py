@@ -1,6 +1,7 @@
 """The loss scale: how it grows, and how it backs off."""
 
 import pytest
+
 from lowtide.zero.loss_scale import LossScaleError, LossScaler
 
 
@@ -23,7 +24,7 @@ def test_the_scale_doubles_after_a_window_of_good_steps() -> None:
 
 def test_an_overflow_starts_the_window_again() -> None:
     scaler = LossScaler(4.0, dynamic=True, window=3, hysteresis=1)
-    assert scales(scaler, "..x..." ) == [4, 4, 2, 2, 2, 4]
+    assert scales(scaler, "..x...") == [4, 4, 2, 2, 2, 4]
 
 
 def test_the_scale_halves_when_the_hysteresis_is_used_up() -> None:

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from lowtide.zero.units import REST, UnitPlan, plan_units
 from torch import nn
+
+from lowtide.zero.units import REST, UnitPlan, plan_units
 
 
 class Block(nn.Module):

@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import lowtide
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+import lowtide
 
 ADAMW = {"type": "adamw", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}}
 ROWS = 2  # of a microbatch
@@ -22,7 +23,7 @@ class Case:
     batch: Callable[[int, int], tuple[Tensor, ...]]  # (step, rows) -> global batch
     stage: int = 0
     accumulation: int = 1
-    steps: int = 4
+    steps: int = 3
     clip: float = 0.0
     config: Mapping[str, Any] = field(default_factory=dict)
 
@@ -144,4 +145,6 @@ def assert_close(found: Outcome, expected: Outcome, rtol: float, atol: float, wh
         assert all(math.isclose(a, b, rel_tol=rtol, abs_tol=atol) for a, b in zip(ours, theirs, strict=True)), text
     assert list(found.state) == list(expected.state), what
     for name, value in expected.state.items():
-        torch.testing.assert_close(found.state[name], value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{what} {n}: {m}")
+        torch.testing.assert_close(
+            found.state[name], value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{what} {n}: {m}"
+        )

@@ -1,0 +1,203 @@
+"""Every route gives the sums and gathers of plain arithmetic; those that sum in rank order give the same bits."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowtide.comm import Axis, Mesh, World
+from tests.ranks import RankPool
+
+ROUTES = ["shared_memory", "sockets", "native"]
+NUMELS = [1, 7, 1024, 5000, 300_001]  # of one rank's part; the last is more than one chunk of a sum
+Found = dict[str, Any]
+
+
+def data(numel: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What `rank` contributes: other values on every rank and for every size."""
+    generator = torch.Generator().manual_seed(1000 * rank + numel)
+    return torch.randn(numel, generator=generator).to(dtype)
+
+
+def axis_of(route: str) -> tuple[Mesh, Axis]:
+    world = World.join("cpu", 30.0)
+    mesh = Mesh.create(world, world.size, route, 1 << 24)
+    mesh.shard.route.reserve_slots(4 * world.size * max(NUMELS))
+    return mesh, mesh.shard
+
+
+def gathers(route: str) -> list[Tensor]:
+    _, axis = axis_of(route)
+    found = []
+    for numel in NUMELS:
+        full = axis.route.allocate([(axis.size * numel, torch.float32)])[0]
+        part = torch.empty(numel)
+        if axis.route.copies_are_shared:
+            part = full[axis.rank * numel : (axis.rank + 1) * numel]
+        part.copy_(data(numel, axis.rank))
+        axis.route.fence("test")
+        axis.route.gather(full, part, "test").wait()
+        found.append(full.clone())
+    axis.route.fence("test")
+    return found
+
+
+def reductions(route: str, kind: str, dtype: torch.dtype = torch.float32) -> list[Found]:
+    """One entry a size: the result, and what `inspect` was told."""
+    _, axis = axis_of(route)
+    found = []
+    for numel in NUMELS:
+        for accumulate in (False, True) if kind == "reduce_scatter" else (False,):
+            calls: list[tuple[int, Tensor, list[Tensor]]] = []
+
+            def inspect(offset: int, total: Tensor, parts: Any, calls: list[Any] = calls) -> None:
+                calls.append((offset, total.clone(), [part.clone() for part in parts]))
+
+            slot_numel = axis.size * numel if kind == "reduce_scatter" else numel
+            slot = axis.route.open_slot(slot_numel, dtype, "test")
+            slot.copy_(data(slot_numel, axis.rank, dtype))
+            out = torch.ones(numel)
+            if kind == "reduce_scatter":
+                axis.route.reduce_scatter(slot, out, accumulate, "test", inspect).wait()
+            else:
+                axis.route.all_reduce(slot, out, "test", inspect).wait()
+            found.append({"numel": numel, "accumulate": accumulate, "out": out, "calls": calls})
+    axis.route.fence("test")
+    return found
+
+
+def overlapping_reductions(route: str) -> list[Tensor]:
+    """As the engine does it: a reduction is advanced when the next one has been staged."""
+    _, axis = axis_of(route)
+    outs = [torch.empty(numel) for numel in NUMELS * 3]
+    waiting: list[Any] = []
+    for out in outs:
+        slot = axis.route.open_slot(axis.size * out.numel(), torch.float32, "test")
+        slot.copy_(data(axis.size * out.numel(), axis.rank))
+        for reduction in list(waiting):
+            if reduction.advance():
+                waiting.remove(reduction)
+        waiting.append(axis.route.reduce_scatter(slot, out, False, "test", None))
+    for reduction in waiting:
+        reduction.wait()
+    axis.route.fence("test")
+    return outs
+
+
+def small_sums(route: str) -> list[Tensor]:
+    mesh, axis = axis_of(route)
+    values = [torch.tensor([axis.rank + round_, -(2**40) * axis.rank, 3]) for round_ in range(5)]
+    return [mesh.sum_small(value, "test") for value in values]
+
+
+def contributions(world_size: int, numel: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [data(numel, rank, dtype) for rank in range(world_size)]
+
+
+def in_rank_order(parts: list[Tensor], start: Tensor | None = None) -> Tensor:
+    """The sum in float32, added in the order of the ranks."""
+    total = parts[0].float() if start is None else start + parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("route", ROUTES)
+def test_gather_gives_every_rank_all_parts(ranks: RankPool, route: str, world_size: int) -> None:
+    expected = [torch.cat(contributions(world_size, numel)) for numel in NUMELS]
+    for found in ranks(world_size, gathers, route):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("route", ROUTES)
+def test_reduce_scatter_gives_each_rank_its_part_of_the_sum(ranks: RankPool, route: str, world_size: int) -> None:
+    for rank, found in enumerate(ranks(world_size, reductions, route, "reduce_scatter")):
+        for case in found:
+            numel = case["numel"]
+            mine = slice(rank * numel, (rank + 1) * numel)
+            parts = [part[mine] for part in contributions(world_size, world_size * numel)]
+            start = torch.ones(numel) if case["accumulate"] else None
+            exact = torch.stack(parts).double().sum(0) + (1 if case["accumulate"] else 0)
+            torch.testing.assert_close(case["out"].double(), exact, rtol=1e-6, atol=1e-6)
+            if route != "native":
+                assert torch.equal(case["out"], in_rank_order(parts, start))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("route", ROUTES)
+def test_all_reduce_gives_every_rank_the_whole_sum(ranks: RankPool, route: str, world_size: int) -> None:
+    results = ranks(world_size, reductions, route, "all_reduce")
+    for found in results:
+        for case, first in zip(found, results[0], strict=True):
+            parts = contributions(world_size, case["numel"])
+            exact = torch.stack(parts).double().sum(0)
+            torch.testing.assert_close(case["out"].double(), exact, rtol=1e-6, atol=1e-6)
+            assert torch.equal(case["out"], first["out"])
+            if route != "native":
+                assert torch.equal(case["out"], in_rank_order(parts))
+
+
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
+def test_bf16_contributions_are_added_in_float32(ranks: RankPool, route: str, kind: str) -> None:
+    for rank, found in enumerate(ranks(2, reductions, route, kind, torch.bfloat16)):
+        for case in found:
+            numel = case["numel"]
+            scattered = kind == "reduce_scatter"
+            parts = contributions(2, 2 * numel if scattered else numel, torch.bfloat16)
+            mine = slice(rank * numel, (rank + 1) * numel) if scattered else slice(0, numel)
+            start = torch.ones(numel) if case["accumulate"] else None
+            assert torch.equal(case["out"], in_rank_order([part[mine] for part in parts], start))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_element_is_inspected_once(ranks: RankPool, route: str, kind: str, world_size: int) -> None:
+    results = ranks(world_size, reductions, route, kind)
+    for index, case in enumerate(results[0]):
+        numel = case["numel"]
+        seen = torch.zeros(world_size * numel if kind == "reduce_scatter" else numel, dtype=torch.int64)
+        for rank, found in enumerate(results):
+            base = rank * numel if kind == "reduce_scatter" else 0
+            for offset, total, parts in found[index]["calls"]:
+                place = slice(base + offset, base + offset + total.numel())
+                seen[place] += 1
+                assert torch.equal(total, found[index]["out"][offset : offset + total.numel()])
+                assert len(parts) == (0 if route == "native" else world_size)
+                for producer, part in enumerate(parts):
+                    assert torch.equal(part, data(seen.numel(), producer)[place])
+        assert torch.equal(seen, torch.ones_like(seen)), (index, numel)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_reductions_may_overlap(ranks: RankPool, route: str) -> None:
+    for rank, outs in enumerate(ranks(3, overlapping_reductions, route)):
+        for out in outs:
+            numel = out.numel()
+            exact = torch.stack(contributions(3, 3 * numel)).double().sum(0)[rank * numel : (rank + 1) * numel]
+            torch.testing.assert_close(out.double(), exact, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_small_integers_are_summed_exactly(ranks: RankPool, route: str) -> None:
+    for found in ranks(4, small_sums, route):
+        assert [value.tolist() for value in found] == [[6 + 4 * r, -(2**40) * 6, 12] for r in range(5)]
+
+
+def test_a_single_rank_is_its_own_sum() -> None:
+    world = World.join("cpu", 30.0)
+    try:
+        route = Mesh.create(world, 1, "auto", 0).shard.route
+        slot = route.open_slot(5, torch.float32, "test")
+        slot.copy_(torch.arange(5.0))
+        out = torch.ones(5)
+        route.reduce_scatter(slot, out, True, "test", None).wait()
+        assert out.tolist() == [1, 2, 3, 4, 5]
+        route.all_reduce(slot, out, "test", None).wait()
+        assert out.tolist() == [0, 1, 2, 3, 4]
+    finally:
+        world.leave()

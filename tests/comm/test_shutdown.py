@@ -1,0 +1,36 @@
+"""`close` leaves no thread of the process group behind; see [Note: threads at exit] in `comm/world.py`."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from tests.ranks import RankPool
+
+
+def gloo_threads() -> list[str]:
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return sorted(name for name in names if "gloo" in name)
+
+
+def threads_before_and_after_close(route: str) -> tuple[list[str], list[str]]:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "sgd"},
+        "zero_optimization": {"stage": 3},
+        "communication": {"route": route},
+    }
+    engine = lowtide.initialize(nn.Linear(3, 3), config, loss_fn=lambda output, batch: output.square().mean())
+    engine.train_step((torch.ones(2, 3),))
+    before = gloo_threads()
+    engine.close()
+    return before, gloo_threads()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
+def test_close_ends_the_threads_of_the_process_group(ranks: RankPool, route: str, world_size: int) -> None:
+    for before, after in ranks(world_size, threads_before_and_after_close, route, process_group=False):
+        assert "pt_gloo_runloop" in before and after == []

@@ -1,0 +1,201 @@
+"""Hugging Face models, unchanged, train under stage 3 to the bits of stage 0."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from tests.ranks import RankPool
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+transformers = pytest.importorskip("transformers")
+
+NUM_TOKENS = 61
+ROWS = 2
+ROUTES = ["shared_memory", "sockets"]
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+def llama() -> nn.Module:
+    sizes = SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 32}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=NUM_TOKENS, **sizes))
+
+
+def gpt2() -> nn.Module:
+    sizes = {"n_positions": 32, "n_embd": 32, "n_layer": 3, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
+    # Named, because transformers warns about the name that it derives itself.
+    config = transformers.GPT2Config(vocab_size=NUM_TOKENS, loss_type="ForCausalLM", **sizes)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def mixtral() -> nn.Module:
+    """Each token goes to one of eight experts: with at most 10 tokens a rank, some expert gets none."""
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 1, "num_key_value_heads": 2}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(vocab_size=NUM_TOKENS, **SIZES, **experts))
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(vocab_size=NUM_TOKENS, max_position_embeddings=32, **SIZES)
+    return transformers.BertForMaskedLM(config)
+
+
+def t5() -> nn.Module:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=NUM_TOKENS, **sizes))
+
+
+def vit() -> nn.Module:
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(image_size=16, patch_size=8, num_labels=5, **SIZES)
+    )
+
+
+def checkpointed_llama(use_reentrant: bool) -> nn.Module:
+    model = llama()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    return model
+
+
+def llama_with_reentrant_checkpointing() -> nn.Module:
+    return checkpointed_llama(True)
+
+
+def llama_with_checkpointing() -> nn.Module:
+    return checkpointed_llama(False)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    model.__name__: model
+    for model in (llama, gpt2, mixtral, bert, t5, vit, llama_with_checkpointing, llama_with_reentrant_checkpointing)
+}
+
+
+@dataclass
+class Outcome:
+    """What training gave on one rank."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    idle_experts: int = 0
+
+    def differences(self, other: "Outcome") -> list[str]:
+        """What is not the same to the last bit."""
+        found = [name for name in ("losses", "norms") if getattr(self, name) != getattr(other, name)]
+        assert self.state.keys() == other.state.keys()
+        return found + [name for name, value in self.state.items() if not torch.equal(value, other.state[name])]
+
+
+def batch_of(name: str, generator: torch.Generator) -> dict[str, Tensor]:
+    if name == "vit":
+        images = torch.randn(ROWS, 3, 16, 16, generator=generator)
+        return {"pixel_values": images, "labels": torch.randint(5, (ROWS,), generator=generator)}
+    tokens = torch.randint(NUM_TOKENS, (ROWS, 5), generator=generator)
+    return {"input_ids": tokens, "labels": tokens.clone(), "attention_mask": torch.ones_like(tokens)}
+
+
+def config_of(stage: int, route: str) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "adamw", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage},
+        "communication": {"route": route},
+    }
+
+
+def count_idle_experts(model: nn.Module, outcome: Outcome) -> None:
+    """Counts, for each forward of each layer, the experts that got no token."""
+
+    def count(module: nn.Module, args: Any, output: Any) -> None:
+        chosen = output[-1] if isinstance(output, tuple) else output
+        outcome.idle_experts += 8 - len(chosen.unique())
+
+    for module in model.modules():
+        if type(module).__name__ == "MixtralTopKRouter":
+            module.register_forward_hook(count)
+
+
+def train(name: str, stage: int, route: str, deferred: bool = False) -> Outcome:
+    torch.manual_seed(0)
+    engine = lowtide.initialize(MODELS[name] if deferred else MODELS[name](), config_of(stage, route))
+    outcome = Outcome()
+    count_idle_experts(engine.module, outcome)
+    torch.manual_seed(engine.rank)  # dropout
+    generator = torch.Generator().manual_seed(100 + engine.rank)
+    for _ in range(3):
+        result = engine.train_step(batch_of(name, generator))
+        outcome.losses.append(result.loss.item())
+        outcome.norms.append(result.grad_norm.item())
+    outcome.state = engine.state_dict()
+    engine.close()
+    return outcome
+
+
+def train_all(names: list[str], stages: list[int], route: str) -> dict[str, list[Outcome]]:
+    return {name: [train(name, stage, route) for stage in stages] for name in names}
+
+
+def train_llama_from_a_builder(route: str) -> list[Outcome]:
+    return [train("llama", 0, route), train("llama", 0, route, True), train("llama", 3, route, True)]
+
+
+def generate(stage: int, route: str) -> tuple[Tensor, Tensor]:
+    """Greedy continuation by hand, then `generate`, between two steps of training."""
+    torch.manual_seed(0)
+    engine = lowtide.initialize(llama(), config_of(stage, route))
+    generator = torch.Generator().manual_seed(engine.rank)
+    engine.train_step(batch_of("llama", generator))
+    engine.eval()
+    tokens = torch.randint(NUM_TOKENS, (1, 3), generator=torch.Generator().manual_seed(5))
+    prompt = tokens
+    with torch.no_grad():
+        for _ in range(4):
+            logits = engine(input_ids=tokens).logits[:, -1]
+            tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], 1)
+    module: Any = engine.module
+    own = module.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=4,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    engine.train()
+    assert engine.train_step(batch_of("llama", generator)).loss.isfinite()
+    engine.close()
+    return tokens, own
+
+
+def generate_at_stages(route: str) -> list[tuple[Tensor, Tensor]]:
+    return [generate(stage, route) for stage in (0, 3)]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_stage_3_equals_stage_0_bitwise(ranks: RankPool, route: str) -> None:
+    for results in ranks(2, train_all, list(MODELS), [0, 3], route):
+        for name, (plain, sharded) in results.items():
+            assert sharded.differences(plain) == [], name
+            assert plain.losses[2] != plain.losses[0], name
+        assert results["mixtral"][0].idle_experts > 0 and results["mixtral"][1].idle_experts > 0
+        for name in ("llama_with_checkpointing", "llama_with_reentrant_checkpointing"):
+            assert results[name][1].differences(results["llama"][0]) == [], name
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_model_from_a_builder_equals_the_model_itself(ranks: RankPool, route: str) -> None:
+    for module, built, built_sharded in ranks(2, train_llama_from_a_builder, route):
+        assert built.differences(module) == [] and built_sharded.differences(module) == []
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_sharded_model_generates_between_steps(ranks: RankPool, route: str) -> None:
+    for plain, sharded in ranks(2, generate_at_stages, route):
+        assert torch.equal(plain[0], sharded[0]) and torch.equal(plain[1], sharded[1])
+        assert torch.equal(plain[0], plain[1])

@@ -1,0 +1,66 @@
+"""bf16 against plain torch with the same casts, and the dtypes of sending and accumulating gradients."""
+
+import pytest
+import torch
+
+from tests import models
+from tests.ranks import RankPool
+from tests.zero.mixed_precision import Dtypes, train_mixed
+from tests.zero.training import Case, Outcome, train_all
+
+BF16 = {"bf16": {"enabled": True}}
+GPT = Case(models.tiny_gpt, models.token_batch, config=BF16)
+MLP = Case(models.mlp, models.vector_batch, config=BF16)
+STAGES = (0, 1, 2, 3)
+ROUTES = ("shared_memory", "sockets")
+
+
+def assert_same_to_rounding(found: Outcome, expected: Outcome, what: object) -> None:
+    """Sums of float32 in another order may move a weight by one bit of bfloat16 (1/128), and hardly any of them."""
+    torch.testing.assert_close(found.losses, expected.losses, rtol=4e-3, atol=0, msg=lambda m: f"{what}: {m}")
+    torch.testing.assert_close(found.norms, expected.norms, rtol=4e-3, atol=0, msg=lambda m: f"{what}: {m}")
+    differing = total = 0
+    for name, value in expected.state.items():
+        ours = found.state[name]
+        assert ours.dtype == value.dtype, what
+        torch.testing.assert_close(ours, value, rtol=1 / 64, atol=2e-3, msg=lambda m, n=name: f"{what} {n}: {m}")
+        differing += int((ours != value).sum())
+        total += value.numel()
+    assert differing <= 0.02 * total, f"{what}: {differing} of {total} values differ"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bf16_equals_plain_torch_with_the_same_casts(ranks: RankPool, world_size: int) -> None:
+    cases = [case.at(0, accumulation=a, clip=clip) for case in (GPT, MLP) for a, clip in ((1, 0.0), (2, 0.05))]
+    grid = [case.at(stage) for case in cases for stage in STAGES]
+    for case, outcome in zip(grid, ranks(world_size, train_all, grid)[0], strict=True):
+        if case.stage == 0:
+            expected = train_mixed(case, world_size, Dtypes(torch.bfloat16))
+        assert_same_to_rounding(outcome, expected, (case.build.__name__, case.as_config()))
+
+
+def test_gradients_are_sent_in_the_communication_data_type(ranks: RankPool) -> None:
+    case = Case(models.mlp, models.vector_batch, config={"communication_data_type": "bf16"})
+    grid = [case.at(stage, config={"communication": {"route": r}}) for r in ROUTES for stage in STAGES]
+    expected = train_mixed(case, 2, Dtypes(torch.float32, reduce=torch.bfloat16))
+    plain = train_mixed(case, 2, Dtypes(torch.float32))
+    assert abs(expected.norms[0] - plain.norms[0]) > 1e-5 * plain.norms[0], "the rounding must show"
+    first, *others = ranks(2, train_all, grid)[0]
+    torch.testing.assert_close(first.norms, expected.norms, rtol=1e-6, atol=0)
+    torch.testing.assert_close(first.losses, expected.losses, rtol=1e-6, atol=0)
+    for outcome in others:
+        assert first.differences(outcome) == []
+
+
+def test_gradients_accumulate_in_grad_accum_dtype(ranks: RankPool) -> None:
+    dtypes = {"data_types": {"grad_accum_dtype": "bf16"}}
+    case = Case(models.mlp, models.vector_batch, accumulation=3, config=dtypes)
+    expected = train_mixed(case, 2, Dtypes(torch.float32, accumulate=torch.bfloat16))
+    plain = train_mixed(case, 2, Dtypes(torch.float32))
+    assert abs(expected.norms[0] - plain.norms[0]) > 1e-5 * plain.norms[0], "the rounding must show"
+    for outcome in ranks(2, train_all, [case.at(2), case.at(3)])[0]:
+        torch.testing.assert_close(outcome.norms, expected.norms, rtol=1e-6, atol=0)
+        torch.testing.assert_close(outcome.losses, expected.losses, rtol=1e-6, atol=0)
+    for outcome in ranks(2, train_all, [case.at(0), case.at(1)])[0]:  # here each rank adds its own microbatches first
+        torch.testing.assert_close(outcome.norms, expected.norms, rtol=1e-2, atol=0)
+        torch.testing.assert_close(outcome.losses, expected.losses, rtol=1e-2, atol=0)

@@ -34,7 +34,7 @@ class NativeRoute:
         """One zero-filled buffer on the device for each (numel, dtype)."""
         return [torch.zeros(numel, dtype=dtype, device=self._device) for numel, dtype in specs]
 
-    def reserve_slots(self, nbytes: int) -> None:
+    def reserve_slots(self, nbytes: int, count: int) -> None:
         """Nothing to reserve: the allocator of the device keeps what was freed."""
 
     def gather(self, full: Tensor, part: Tensor, what: str) -> Pending:

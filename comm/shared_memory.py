@@ -5,7 +5,7 @@ A buffer from `allocate` is one piece of memory that every rank of the axis maps
 reads the others' parts in place, so that a gather moves nothing: `fence` after the writes is all it takes.
 
 [Note: slots]
-Gradients go through a ring of slots. Slot s of rank r is written by r alone. Operation n uses slot n % NUM_SLOTS:
+Gradients go through a ring of slots. Slot s of rank r is written by r alone. Operation n uses slot n % (number of slots):
 
     rank r:  write slot[r]   -> posted  = n + 1
              wait for all    posted > n;  out[part r] = slot[0][part r] + slot[1][part r] + ...
@@ -37,7 +37,6 @@ from .errors import CollectiveError
 from .pending import Inspect, Pending, Reduction, regions_of
 from .summation import sum_in_rank_order
 
-NUM_SLOTS = 3
 FOLDER = "/dev/shm"
 _PAGE_BYTES = 4096
 _LINE_BYTES = 64  # of the cache
@@ -105,12 +104,12 @@ class SharedMemoryRoute:
             start += size
         return buffers
 
-    def reserve_slots(self, nbytes: int) -> None:
+    def reserve_slots(self, nbytes: int, count: int) -> None:
         """Makes the ring of slots, each of them large enough for nbytes: content, and a sum of a wider dtype."""
         capacity = page_aligned(nbytes)
-        segment = self._map(NUM_SLOTS * self.size * capacity, "gradients")
-        grid = segment.view(NUM_SLOTS, self.size, capacity)
-        self._slots = [[grid[slot, rank] for rank in range(self.size)] for slot in range(NUM_SLOTS)]
+        segment = self._map(count * self.size * capacity, "gradients")
+        grid = segment.view(count, self.size, capacity)
+        self._slots = [[grid[slot, rank] for rank in range(self.size)] for slot in range(count)]
 
     def _map(self, nbytes: int, purpose: str) -> Tensor:
         path, fault = "", ""
@@ -133,8 +132,8 @@ class SharedMemoryRoute:
 
     def open_slot(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
         """This rank's next slot, (numel,) of dtype, uninitialized; waits until all have consumed its old content."""
-        self._wait_for(_CONSUMED, self._num_opened - NUM_SLOTS + 1, what)
-        slot = self._slots[self._num_opened % NUM_SLOTS][self.rank]
+        self._wait_for(_CONSUMED, self._num_opened - len(self._slots) + 1, what)
+        slot = self._slots[self._num_opened % len(self._slots)][self.rank]
         self._num_opened += 1
         return slot[: numel * dtype.itemsize].view(dtype)
 
@@ -209,11 +208,11 @@ class SharedMemoryRoute:
 
     def _views(self, number: int, slot: Tensor) -> list[Tensor]:
         nbytes = slot.numel() * slot.dtype.itemsize
-        return [other[:nbytes].view(slot.dtype) for other in self._slots[number % NUM_SLOTS]]
+        return [other[:nbytes].view(slot.dtype) for other in self._slots[number % len(self._slots)]]
 
     def _sums_of(self, rank: int, number: int, slot: Tensor, out: Tensor, region: slice) -> Tensor:
         """Where `rank` leaves its region of an all-reduce for the others, in a dtype that holds it exactly."""
-        whole = self._slots[number % NUM_SLOTS][rank]
+        whole = self._slots[number % len(self._slots)][rank]
         slot_bytes = slot.numel() * slot.dtype.itemsize
         if torch.promote_types(slot.dtype, out.dtype) == slot.dtype:
             return whole[:slot_bytes].view(slot.dtype)[region]

@@ -47,7 +47,7 @@ class SocketRoute:
         """One zero-filled buffer of this process for each (numel, dtype)."""
         return [torch.zeros(numel, dtype=dtype) for numel, dtype in specs]
 
-    def reserve_slots(self, nbytes: int) -> None:
+    def reserve_slots(self, nbytes: int, count: int) -> None:
         """Nothing to reserve: a slot is made when it is first opened."""
 
     def gather(self, full: Tensor, part: Tensor, what: str) -> Pending:

@@ -25,7 +25,7 @@ class SoloRoute:
         """One zero-filled buffer for each (numel, dtype)."""
         return [torch.zeros(numel, dtype=dtype, device=self._device) for numel, dtype in specs]
 
-    def reserve_slots(self, nbytes: int) -> None:
+    def reserve_slots(self, nbytes: int, count: int) -> None:
         """Nothing to reserve."""
 
     def gather(self, full: Tensor, part: Tensor, what: str) -> Pending:

@@ -11,12 +11,14 @@ Idea: deferred initialization, as in torchdistx.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -51,7 +53,7 @@ class DeferredModel:
         self._constants: dict[int, Tensor] = {}
         self._alive: list[Tensor] = []  # keeps storages, and so their identities, until the end
         try:
-            with torch.device("meta"), _DataRecorder(self), _OperationRecorder(self):
+            with _OnMeta(), _DataRecorder(self), _OperationRecorder(self), _trunc_normal_recorded(self):
                 module = build()
         except (NotImplementedError, RuntimeError) as error:
             raise ValueError(
@@ -157,6 +159,34 @@ class DeferredModel:
         self._constants[_describe(meta).storage] = value
 
 
+@contextmanager
+def _trunc_normal_recorded(owner: DeferredModel) -> Iterator[None]:
+    """`trunc_normal_` looks at the values that it draws, and skips meta tensors: it is recorded as one operation."""
+    original = nn.init._no_grad_trunc_normal_
+
+    def record(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not tensor.is_meta:
+            return original(tensor, *args, **kwargs)
+        owner.record(original, (tensor, *args), kwargs, tensor)
+        return tensor
+
+    nn.init._no_grad_trunc_normal_ = record
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = original
+
+
+class _OnMeta(TorchFunctionMode):
+    """As `with torch.device("meta")`, but not to be seen: transformers does not initialize where it sees that."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _device_constructors() and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        return func(*args, **kwargs)
+
+
 class _OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, owner: DeferredModel) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -178,6 +208,8 @@ class _DataRecorder(TorchFunctionMode):
         if func not in _FROM_DATA or kwargs.get("device") is not None or isinstance(args[0], Tensor):
             return func(*args, **kwargs)
         value = func(*args, **kwargs, **({} if func is torch.from_numpy else {"device": "cpu"}))
+        if not value.numel():
+            return value  # nothing to defer; and transformers asks in this way for the default device
         meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         self._owner.record_constant(meta, value)
         return meta.requires_grad_(value.requires_grad)

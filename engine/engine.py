@@ -141,6 +141,8 @@ class Engine:
                 "was it computed under torch.no_grad(), or detached?"
             )
         boundary = self._num_microbatches % self._accumulation == self._accumulation - 1
+        if boundary and self._updates_in_backward:
+            self.optimizer.begin_step()
         self._sequence.begin_backward(boundary)
         try:
             (loss * (self._scaler.scale * self._predivide / self._accumulation)).backward()  # type: ignore[no-untyped-call]
@@ -244,6 +246,10 @@ class Engine:
         return self.config.fp16.enabled
 
     @property
+    def _updates_in_backward(self) -> bool:
+        return self.config.zero_optimization.update_in_backward
+
+    @property
     def _predivide(self) -> float:
         """Gradients are made smaller by this before they are summed over ranks, where the config asks for it."""
         if self.config.prescale_gradients:
@@ -255,7 +261,7 @@ class Engine:
         return prepared(batch, self.device, dtype)
 
     def _prepare_update_in_backward(self) -> None:
-        if not self.config.zero_optimization.update_in_backward:
+        if not self._updates_in_backward:
             return
         factor = 1.0 / (self.world_size * self._predivide)
         for shard in self.optimizer.shards:
@@ -263,13 +269,12 @@ class Engine:
             def update(shard: Any = shard) -> None:
                 if shard.gradient.non_finite is None:
                     self.optimizer.update(shard, factor)
+                shard.gradient.drop_shard()
 
             shard.gradient.on_final = update
 
     def _update(self, factor: float) -> None:
-        if self.config.zero_optimization.update_in_backward:
-            self.optimizer.begin_step()
-        else:
+        if not self._updates_in_backward:
             self.optimizer.step(gradient_scale=factor)
         self._values.refresh()
 
@@ -295,12 +300,17 @@ class Engine:
         found = [item for items in self._mesh.world.gather_objects(own) for item in items]
         first = next((item for item in found if item.rank is not None), found[0])
         producer = f"rank {first.rank}" if first.rank is not None else "the sum over ranks"
+        outcome = (
+            "The parameters whose gradients are finite were updated already (update_in_backward)."
+            if self._updates_in_backward
+            else "No parameter was updated."
+        )
         others = sorted({item.parameter for item in found} - {first.parameter})
         raise NonFiniteGradientError(
             f"step {self.global_step}: expected finite gradients, found a NaN or infinite value in the gradient of "
             f"'{first.parameter}' on {producer}"
             + (f" (also in {len(others)} more parameters)" if others else "")
-            + ". No parameter was updated. Look at that rank's batch and at the learning rate; "
+            + f". {outcome} Look at that rank's batch and at the learning rate; "
             "torch.autograd.set_detect_anomaly(True) finds the operation."
         )
 

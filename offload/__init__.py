@@ -1,5 +1,5 @@
 """Where bytes live: memory that comes and goes without being returned to the system in between."""
 
-from .pages import PagedBuffer, PagePool
+from .pages import PagedBuffer, PagePool, TransientBuffer
 
-__all__ = ["PagePool", "PagedBuffer"]
+__all__ = ["PagePool", "PagedBuffer", "TransientBuffer"]

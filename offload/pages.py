@@ -18,6 +18,7 @@ Linux on the CPU; `PagePool.is_possible` says whether it works here.
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import sys
 import weakref
@@ -29,7 +30,7 @@ from torch import Tensor
 PAGE_BYTES = mmap.PAGESIZE
 _ALIGNMENT_BYTES = 2 << 20  # whole page tables are moved at once where both ends are aligned alike
 _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
-_DONTNEED = 4
+_DONTNEED, _HUGEPAGE = 4, 14
 _PROT_READ_WRITE = 3
 _MAP_PRIVATE_ANONYMOUS_NORESERVE = 0x2 | 0x20 | 0x4000
 _FAILED = ctypes.c_void_p(-1).value
@@ -65,6 +66,26 @@ class PagedBuffer:
         return low, max(high - low, 0)
 
 
+class TransientBuffer:
+    """A buffer whose memory is given back to the system as soon as it is dropped, and taken anew when it is written.
+
+    Huge pages where the system grants them: taking memory anew costs its clearing, and hardly any page faults. (A heap
+    gives large blocks back only sometimes, and small ones never.)
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        pool = PagePool()
+        self._pages = PagedBuffer(pool, numel, dtype)
+        self._pool = pool
+        self.tensor = self._pages.tensor
+        pool.advise_huge(self._pages.base, self.tensor.nbytes)
+
+    def drop(self) -> None:
+        """Gives the memory back; the content is zero from now on."""
+        self._pages.vacate(0, self.tensor.numel())
+        self._pool.trim()
+
+
 class PagePool:
     """The pages that buffers have vacated, by the addresses at which they still are."""
 
@@ -73,6 +94,7 @@ class PagePool:
         self._vacated: list[tuple[int, int]] = []  # (address, bytes)
 
     @staticmethod
+    @functools.cache
     def is_possible() -> bool:
         """True where pages can be moved: tried with one page."""
         if not sys.platform.startswith("linux"):
@@ -119,6 +141,10 @@ class PagePool:
         """Pages in the range may be moved elsewhere."""
         if nbytes:
             self._vacated.append((address, nbytes))
+
+    def advise_huge(self, address: int, nbytes: int) -> None:
+        """Asks for huge pages in the range."""
+        self._libc.madvise(address, nbytes // PAGE_BYTES * PAGE_BYTES, _HUGEPAGE)
 
     def trim(self) -> None:
         """Gives the memory of vacated pages back to the system."""

@@ -75,9 +75,10 @@ def build_units(plan: ModelPlan, mesh: Mesh, policy: ZeroPolicy, dtypes: Dtypes)
     plans = plan.groups
     take_memory = _memory_for(plans, mesh, policy)
     staged = slot_bytes(plans, dtypes)
-    for axis in (mesh.shard, mesh.replica):
+    # One unit is staged while the one before it is summed; an all-reduce takes one more phase.
+    for axis, nbytes, count in ((mesh.shard, staged, 2), (mesh.replica, staged // mesh.shard.size, 3)):
         if axis.size > 1 and staged:
-            axis.route.reserve_slots(staged)
+            axis.route.reserve_slots(nbytes, count)
     units = []
     for unit, group_plans in plan.units:
         groups, gradients = [], []

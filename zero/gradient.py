@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Axis, Reduction
+from ..offload import PagePool, TransientBuffer
 from .exact_sum import NUM_LIMBS, to_limbs
 from .group import ShardedGroup
 from .layout import BLOCK_NUMEL
@@ -52,12 +53,21 @@ class GroupGradient:
         self.non_finite: NonFinite | None = None
         self._has_local = False
         self._has_shard = False
+        self._memory: TransientBuffer | None = None
 
     def reset(self) -> None:
-        """Forgets the gradient after an optimizer step. The shard's memory is kept: it is needed in every backward."""
+        """Forgets the gradient after an optimizer step."""
         self.square_limbs = torch.zeros(NUM_LIMBS, dtype=torch.int64)
         self.non_finite = None
-        self._has_local = self._has_shard = False
+        self._has_local = False
+        self.drop_shard()
+
+    def drop_shard(self) -> None:
+        """Gives the shard's memory back: it was used up. In the next forward it is room for activations."""
+        self._has_shard = False
+        self.shard = None
+        if self._memory is not None:
+            self._memory.drop()
 
     def collect(self, boundary: bool) -> Iterator[None]:
         """Takes the gradients of one backward pass and reduces them, step by step: a step for each `next`.
@@ -99,17 +109,16 @@ class GroupGradient:
         if boundary and self.on_final is not None:
             self.on_final()
 
-    def drop_shard(self) -> None:
-        """Gives the shard's memory back: it was used up before the step."""
-        self.shard = None
-        self._has_shard = False
-
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
     def _open_shard(self) -> Tensor:
         if self.shard is None:
-            numel = self.group.layout.shard_numel
-            self.shard = torch.zeros(numel, dtype=self.accumulation_dtype, device=self.group.full.device)
+            numel, device = self.group.layout.shard_numel, self.group.full.device
+            if device.type == "cpu" and PagePool.is_possible():
+                self._memory = self._memory or TransientBuffer(numel, self.accumulation_dtype)
+                self.shard = self._memory.tensor
+            else:
+                self.shard = torch.zeros(numel, dtype=self.accumulation_dtype, device=device)
         return self.shard
 
     def _keep_local(self) -> None:

@@ -23,7 +23,7 @@ def data(numel: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def axis_of(route: str) -> tuple[Mesh, Axis]:
     world = World.join("cpu", 30.0)
     mesh = Mesh.create(world, world.size, route, 1 << 24)
-    mesh.shard.route.reserve_slots(4 * world.size * max(NUMELS))
+    mesh.shard.route.reserve_slots(4 * world.size * max(NUMELS), 3)
     return mesh, mesh.shard
 
 

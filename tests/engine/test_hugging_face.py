@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.engine.deferred import DeferredModel
 from tests.ranks import RankPool
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -28,9 +29,7 @@ def llama() -> nn.Module:
 
 def gpt2() -> nn.Module:
     sizes = {"n_positions": 32, "n_embd": 32, "n_layer": 3, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
-    # Named, because transformers warns about the name that it derives itself.
-    config = transformers.GPT2Config(vocab_size=NUM_TOKENS, loss_type="ForCausalLM", **sizes)
-    return transformers.GPT2LMHeadModel(config)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=NUM_TOKENS, **sizes))
 
 
 def mixtral() -> nn.Module:
@@ -56,8 +55,10 @@ def vit() -> nn.Module:
 
 
 def checkpointed_llama(use_reentrant: bool) -> nn.Module:
-    model = llama()
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model: Any = llama()
+    current = hasattr(model, "activation_checkpointing_enable")  # the older name warns where this one is
+    enable = model.activation_checkpointing_enable if current else model.gradient_checkpointing_enable
+    enable({"use_reentrant": use_reentrant})
     return model
 
 
@@ -186,6 +187,20 @@ def test_stage_3_equals_stage_0_bitwise(ranks: RankPool, route: str) -> None:
         assert results["mixtral"][0].idle_experts > 0 and results["mixtral"][1].idle_experts > 0
         for name in ("llama_with_checkpointing", "llama_with_reentrant_checkpointing"):
             assert results[name][1].differences(results["llama"][0]) == [], name
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "bert", "t5", "vit"])
+def test_a_recorded_construction_gives_the_same_values(name: str) -> None:
+    torch.manual_seed(0)
+    expected = MODELS[name]()
+    torch.manual_seed(0)
+    deferred = DeferredModel(MODELS[name])
+    values = {id(param): value for param, value in deferred.values()}
+    found = dict(deferred.module.named_parameters())
+    assert list(found) == [key for key, _ in expected.named_parameters()]
+    assert [key for key, param in expected.named_parameters() if not torch.equal(values[id(found[key])], param)] == []
+    buffers = dict(deferred.module.named_buffers())
+    assert [key for key, buffer in expected.named_buffers() if not torch.equal(buffers[key], buffer)] == []
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tests.zero.training import Case, Outcome
+from tests.zero.training import Case, Outcome, one_thread
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ def fused_adamw(params: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1, fused=True)
 
 
+@one_thread()
 def train_mixed(
     case: Case,
     world_size: int,

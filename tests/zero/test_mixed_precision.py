@@ -15,18 +15,17 @@ STAGES = (0, 1, 2, 3)
 ROUTES = ("shared_memory", "sockets")
 
 
-def assert_same_to_rounding(found: Outcome, expected: Outcome, what: object) -> None:
-    """Sums of float32 in another order may move a weight by one bit of bfloat16 (1/128), and hardly any of them."""
-    torch.testing.assert_close(found.losses, expected.losses, rtol=4e-3, atol=0, msg=lambda m: f"{what}: {m}")
-    torch.testing.assert_close(found.norms, expected.norms, rtol=4e-3, atol=0, msg=lambda m: f"{what}: {m}")
+def assert_close(found: Outcome, expected: Outcome, what: object) -> None:
+    """Bitwise but for the norm; with clipping a weight in a hundred may be one rounding of bfloat16 off."""
+    torch.testing.assert_close(found.norms, expected.norms, rtol=1e-2, atol=0, msg=lambda m: f"{what}: {m}")
+    torch.testing.assert_close(found.losses, expected.losses, rtol=1e-2, atol=0, msg=lambda m: f"{what}: {m}")
+    assert list(found.state) == list(expected.state)
     differing = total = 0
     for name, value in expected.state.items():
-        ours = found.state[name]
-        assert ours.dtype == value.dtype, what
-        torch.testing.assert_close(ours, value, rtol=1 / 64, atol=2e-3, msg=lambda m, n=name: f"{what} {n}: {m}")
-        differing += int((ours != value).sum())
+        assert found.state[name].dtype == torch.bfloat16, what
+        differing += int((found.state[name] != value).sum())
         total += value.numel()
-    assert differing <= 0.02 * total, f"{what}: {differing} of {total} values differ"
+    assert differing <= 0.01 * total, f"{what}: {differing} of {total} values differ"
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -36,7 +35,11 @@ def test_bf16_equals_plain_torch_with_the_same_casts(ranks: RankPool, world_size
     for case, outcome in zip(grid, ranks(world_size, train_all, grid)[0], strict=True):
         if case.stage == 0:
             expected = train_mixed(case, world_size, Dtypes(torch.bfloat16))
-        assert_same_to_rounding(outcome, expected, (case.build.__name__, case.as_config()))
+        what = (case.build.__name__, case.as_config())
+        if case.accumulation == 1:
+            assert outcome.losses == expected.losses, what
+            assert [n for n, value in expected.state.items() if not torch.equal(outcome.state[n], value)] == [], what
+        assert_close(outcome, expected, what)
 
 
 def test_gradients_are_sent_in_the_communication_data_type(ranks: RankPool) -> None:

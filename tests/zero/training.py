@@ -1,7 +1,8 @@
 """The same training twice: by lowtide on several ranks, and by plain torch in one process."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -99,11 +100,21 @@ def train_all(cases: Sequence[Case]) -> list[Outcome]:
     return [train(case) for case in cases]
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Sums in the order in which the ranks of the pool, with one thread each, make them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def adamw(params: Any) -> torch.optim.Optimizer:
     """What ADAMW says, by torch."""
     return torch.optim.AdamW(params, lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
 
 
+@one_thread()
 def train_plainly(
     case: Case,
     world_size: int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -43,6 +44,7 @@ class Work:
     steps: int
     tied: bool
     timeout_seconds: float
+    text_file: str = argparse.__file__  # real text that does not change in a run; every interpreter reads this one
 
 
 @dataclass

@@ -89,14 +89,10 @@ def build_model(size_name: str, *, tied: bool) -> GPT:
     return GPT(SIZES[size_name], tied=tied)
 
 
-def build_batches(size_name: str, num_batches: int, rows: int) -> list[tuple[Tensor, Tensor]]:
-    """Gives the global batches, each (tokens, targets) of shape (rows, sequence).
-
-    The text is the source of this folder: every interpreter that runs the benchmark reads the same files.
-    """
+def build_batches(size_name: str, text_file: str, num_batches: int, rows: int) -> list[tuple[Tensor, Tensor]]:
+    """Gives the global batches from the bytes of a file, each (tokens, targets) of shape (rows, sequence)."""
     length = SIZES[size_name].sequence_length
-    text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    data = torch.frombuffer(bytearray(Path(text_file).read_bytes()), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(SEED)
     starts = torch.randint(len(data) - length - 1, (num_batches, rows), generator=generator)
     windows = data[starts[..., None] + torch.arange(length + 1)]  # (num_batches, rows, length + 1)

@@ -188,7 +188,7 @@ def write_chart(comparison: Comparison, allocators: list[str], path: Path) -> No
         grid[0][1].barh(where, peaks, height=height, color=colours, alpha=0.5 + 0.5 * (number == 0), label=allocator)
     if allocators:
         grid[0][1].set_xlabel("peak memory of a rank in training, MiB (less is better)")
-        grid[0][1].legend(title="allocator (dark first)")
+        grid[0][1].legend(title="allocator (dark first)", loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.suptitle(comparison.settings["title"])
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -113,7 +113,8 @@ def build_lowtide(model: nn.Module, *, stage: int, route: str, update_in_backwar
     engine = lowtide.initialize(model, config)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        return engine.train_step((tokens, targets)).loss
+        loss: Tensor = engine.train_step((tokens, targets)).loss
+        return loss
 
     return Trainer(step, engine.close)
 

@@ -32,7 +32,10 @@ def train(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     num_steps = job["warmup"] + job["steps"]
     rows = job["global_rows"]
     share = slice(rank * rows // ranks, (rank + 1) * rows // ranks)
-    batches = [(tokens[share], targets[share]) for tokens, targets in build_batches(job["size"], num_steps, rows)]
+    batches = [
+        (tokens[share], targets[share])
+        for tokens, targets in build_batches(job["size"], job["text_file"], num_steps, rows)
+    ]
     trainer = BUILDERS[job["kind"]](build_model(job["size"], tied=job["tied"]), **job["options"])
     losses: list[float] = []
     seconds: list[float] = []

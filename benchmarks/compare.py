@@ -83,9 +83,14 @@ class Runner:
         self.num_jobs = len(self.rows) * (options.rounds + len(self.allocators))
         self.num_done = 0
 
-    def _work(self, warmup: int, steps: int) -> Work:
+    def work(self, warmup: int, steps: int) -> Work:
+        """Gives what a job does, from the command line."""
         o = self.options
         return Work(o.size, o.ranks, o.threads, o.microbatch, warmup, steps, o.tied, o.timeout)
+
+    def timed_work(self) -> Work:
+        """Gives what a timed job does."""
+        return self.work(self.options.warmup, self.options.steps or DEFAULT_STEPS[self.options.size])
 
     def _python(self, contender: Contender) -> str:
         other = self.options.deepspeed_python if contender.kind == "deepspeed" else None
@@ -114,7 +119,7 @@ class Runner:
 
     def run(self) -> None:
         """Runs all rounds, then the memory jobs; a contender that failed is left out from there on."""
-        timed = self._work(self.options.warmup, self.options.steps or DEFAULT_STEPS[self.options.size])
+        timed = self.timed_work()
         for number in range(self.options.rounds):
             first = number * len(self.rows) // self.options.rounds
             for row in self.rows[first:] + self.rows[:first]:
@@ -123,7 +128,7 @@ class Runner:
                     row.timed[number] = job
         for allocator in self.allocators:
             for row in self.rows:
-                job = self._run(row, f"memory {allocator}", self._work(0, self.options.memory_steps), allocator)
+                job = self._run(row, f"memory {allocator}", self.work(0, self.options.memory_steps), allocator)
                 if job:
                     row.memory[allocator] = job
 
@@ -146,7 +151,7 @@ def main() -> int:
     started = time.monotonic()
     runner = Runner(options, console)
     runner.run()
-    timed = runner._work(options.warmup, options.steps or DEFAULT_STEPS[options.size])
+    timed = runner.timed_work()
     comparison = Comparison(runner.rows, _settings(options, timed), options.loss_tolerance)
     comparison.judge_losses()
     console.print(make_table(comparison, runner.allocators))

@@ -8,6 +8,7 @@ sums what it receives in rank order.
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -19,7 +20,8 @@ from .errors import CollectiveError
 from .pending import Inspect, Pending, Reduction, regions_of
 from .summation import sum_in_rank_order
 
-_NUM_TAGS = 1 << 20
+_TAGS_PER_NAME = 1 << 11
+_NUM_NAMES = 1 << 10
 
 
 class SocketRoute:
@@ -53,7 +55,7 @@ class SocketRoute:
     def gather(self, full: Tensor, part: Tensor, what: str) -> Pending:
         """full[part q] = the `part` of rank q, for every q. full: (size * part.numel(),)."""
         numel = part.numel()
-        tag = self._next_tag()
+        tag = self._next_tag(what)
         works = self._receive({peer: full[peer * numel : (peer + 1) * numel] for peer in self._peers}, tag)
         works += self._send(dict.fromkeys(self._peers, part), tag)
         own = full[self.rank * numel : (self.rank + 1) * numel]
@@ -75,7 +77,7 @@ class SocketRoute:
         """out = (out +) sum over ranks of slot[this rank's part]. slot: (size * out.numel(),)."""
         numel = out.numel()
         bounds = [slice(rank * numel, (rank + 1) * numel) for rank in range(self.size)]
-        contributions, works = self._exchange_parts(slot, bounds)
+        contributions, works = self._exchange_parts(slot, bounds, what)
 
         def reduce() -> None:
             self._wait(works, what)
@@ -88,11 +90,11 @@ class SocketRoute:
     def all_reduce(self, slot: Tensor, out: Tensor, what: str, inspect: Inspect | None) -> Reduction:
         """out = sum over ranks of slot. Each rank sums its part and sends the sum to the others."""
         bounds = regions_of(out.numel(), self.size)
-        contributions, works = self._exchange_parts(slot, bounds)
+        contributions, works = self._exchange_parts(slot, bounds, what)
         regions = [out[region] for region in bounds]
         mine = regions[self.rank]
         second: list[dist.Work] = []
-        tag = self._next_tag()
+        tag = self._next_tag(what)
 
         def reduce() -> None:
             self._wait(works, what)
@@ -107,7 +109,7 @@ class SocketRoute:
     def sum_small(self, values: Tensor, what: str) -> Tensor:
         """The exact sum over ranks of a small int64 vector; also a barrier."""
         # Messages and not gloo's all-reduce, whose threads hold a tensor for a while after it; [Note: threads at exit].
-        tag = self._next_tag()
+        tag = self._next_tag(what)
         everyone = torch.empty(self.size, values.numel(), dtype=values.dtype)
         everyone[self.rank].copy_(values)
         works = self._receive({peer: everyone[peer] for peer in self._peers}, tag)
@@ -123,11 +125,11 @@ class SocketRoute:
         self._group = None
         self._scratch.clear()
 
-    def _exchange_parts(self, slot: Tensor, bounds: Sequence[slice]) -> tuple[list[Tensor], list[dist.Work]]:
+    def _exchange_parts(self, slot: Tensor, bounds: Sequence[slice], what: str) -> tuple[list[Tensor], list[dist.Work]]:
         """Sends each rank its part of slot; receives every rank's version of this rank's part."""
         mine = bounds[self.rank]
         numel = mine.stop - mine.start
-        tag = self._next_tag()
+        tag = self._next_tag(what)
         which = self._num_slots_opened % 3
         received = self._buffer(f"received {which}", (self.size - 1) * numel, slot.dtype)
         received = received.view(self.size - 1, numel)
@@ -145,8 +147,10 @@ class SocketRoute:
             buffer = self._scratch[name] = torch.empty(nbytes, dtype=torch.uint8)
         return buffer[:nbytes].view(dtype)
 
-    def _next_tag(self) -> int:
-        tag = self._first_tag + self._num_operations % _NUM_TAGS
+    def _next_tag(self, what: str) -> int:
+        """Of number and name: where ranks are not at the same operation, nothing comes, rather than something else."""
+        name = zlib.crc32(what.encode()) % _NUM_NAMES
+        tag = self._first_tag + name * _TAGS_PER_NAME + self._num_operations % _TAGS_PER_NAME
         self._num_operations += 1
         return tag
 

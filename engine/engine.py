@@ -323,6 +323,10 @@ class Engine:
     def _advance_schedule(self) -> None:
         self._apply_schedule()
         if self.lr_scheduler is not None:
+            bound = getattr(self.lr_scheduler, "optimizer", None)
+            if isinstance(bound, torch.optim.Optimizer):
+                # Its own `step` is never called; torch's scheduler warns without this. Test: test_own_optimizer.py.
+                bound._opt_called = True  # type: ignore[attr-defined]
             self.lr_scheduler.step()
 
 

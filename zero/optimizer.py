@@ -67,8 +67,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         factory: OptimizerFactory | None,
     ) -> None:
         """param_groups: [{"params": [...], options...}]; exactly one of rule and factory."""
-        super().__init__([{**group} for group in param_groups], {})
-        self.param_groups = param_groups  # the very dictionaries: a scheduler bound to them acts here too
+        # Optimizer.__init__ imports torch's compiler, 70 MiB a process; what unpickling sets is all that is needed. The
+        # groups are the user's very dictionaries: a scheduler bound to them acts here too.
+        self.__setstate__({"defaults": {}, "state": {}, "param_groups": param_groups})
         self.shards = [ShardState(gradient) for gradient in gradients]
         self.num_steps = 0
         self._rule = rule

@@ -6,6 +6,8 @@ Every rank issues the same collectives in the same order, whatever its own forwa
     forward gathers:    rest, block 0, block 1, ..., block n-1
     backward gathers:         block n-2, ..., block 1, block 0          (block n-1 is still there)
     reductions:         block n-1, ..., block 1, block 0, rest
+    both in backward:   reduce n-1, gather n-2, reduce n-2, gather n-3, ..., reduce 0, reduce rest
+                        (with prefetch a gather stands further to the left, at the same place on every rank)
 
 A rank that comes to block k first issues all that stands before it. A block that it skipped is gathered and released
 again, and reduced with zeros; so ranks that skip different blocks never wait for each other in vain. The order is a
@@ -90,17 +92,34 @@ class GatherRing:
         self._prefetch_numel = prefetch_numel
         self._cursor = 0
         self._issued: deque[tuple[Unit, bool]] = deque()  # (unit, was it full before)
+        self._passed: set[int] = set()  # identities of the units that the ring has come to
 
     def reach(self, unit: Unit) -> None:
-        """Gathers `unit`, and before it all that the order puts there and that was not used."""
+        """Gathers `unit`, and before it all that the order puts there and that was not used.
+
+        What is issued when does not depend on which units are used, only on how far the ring has come.
+        """
         assert unit in self._order
-        while all(issued is not unit for issued, _ in self._issued):
+        while not self._pass_next(unit):
+            pass
+
+    def leave_behind(self, unit: Unit) -> None:
+        """Goes on to `unit`, if the order has it and the ring has not come to it yet."""
+        if id(unit) not in self._passed and unit in self._order:
+            self.reach(unit)
+
+    def _pass_next(self, wanted: Unit) -> bool:
+        if not self._issued:
             self._issue()
-        while self._issued[0][0] is not unit:
+        found = self._issued[0][0]
+        self._passed.add(id(found))
+        if found is wanted:
+            self._issued.popleft()
+            found.gather()
+        else:
             self._drop()
-        self._issued.popleft()
-        unit.gather()
         self._prefetch()
+        return found is wanted
 
     def finish(self) -> None:
         """Issues what is left of the round, so that every rank ends it at the same place."""
@@ -271,6 +290,8 @@ class UnitSequence:
                 return
             self._reduction_cursor += 1
             unit.is_collected = True
+            if self._needs_ring:
+                self._backward_ring.leave_behind(unit)
             for gradient in unit.gradients:
                 self._advance()
                 steps = gradient.collect(self._boundary)

@@ -1,0 +1,86 @@
+"""`lowtide plan`: bytes of model states per rank, before anything is started."""
+
+import argparse
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from ..engine.memory import predict
+
+HELP = "say beforehand how much memory the model states take on each rank"
+_STAGES = {
+    0: "stage 0",
+    1: "stage 1 (P_os)",
+    2: "stage 2 (P_os+g)",
+    3: "stage 3 (P_os+g+p)",
+}
+_MIXED = (2, 2, 12)  # bytes of a parameter, of its gradient, and of master weight and two moments
+_FULL = (4, 4, 8)  # the parameter is its own master weight
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; prints one table for each model size."""
+    arguments = _parser().parse_args(argv)
+    # A file or a pipe gets the whole table, however wide; a terminal its own width.
+    console = Console() if Console().is_terminal else Console(width=100)
+    for num_params in arguments.params:
+        console.print(memory_table(num_params, arguments.ranks, arguments.fp32))
+    return 0
+
+
+def memory_table(num_params: int, ranks: Sequence[int], is_fp32: bool) -> Table:
+    """GB (1e9 bytes) of parameters, gradients and optimizer states per rank: a row for each number of ranks."""
+    param, gradient, state = _FULL if is_fp32 else _MIXED
+    kind = "fp32" if is_fp32 else "mixed precision"
+    table = Table(
+        title=f"{num_params / 1e9:,g} billion parameters, Adam, {kind}: GB per rank",
+        caption="without activations, padding and what gathering needs; arXiv 1910.02054, table 1",
+    )
+    table.add_column("ranks", justify="right")
+    for name in _STAGES.values():
+        table.add_column(name, justify="right")
+    for count in ranks:
+        totals = [predict(num_params, stage, count, param, gradient, state).total_bytes for stage in _STAGES]
+        table.add_row(str(count), *(_gigabytes(total) for total in totals))
+    return table
+
+
+def _gigabytes(count_bytes: int) -> str:
+    """Three figures, or all before the point: 4187, 31.4, 1.88, 0.117."""
+    value = count_bytes / 1e9
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _numbers(text: str, parse: Callable[[str], float]) -> list[int]:
+    try:
+        values = [parse(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or any(value < 1 or value != int(value) for value in values):
+        raise argparse.ArgumentTypeError(f'expected whole numbers of at least 1 with commas between, found "{text}"')
+    return [int(value) for value in values]
+
+
+def _params(text: str) -> list[int]:
+    return _numbers(text, float)
+
+
+def _ranks(text: str) -> list[int]:
+    return _numbers(text, int)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lowtide plan", description=HELP[0].upper() + HELP[1:] + ".")
+    parser.add_argument(
+        "--params", metavar="N,...", type=_params, required=True, help="parameters of the model, for example 7.5e9"
+    )
+    parser.add_argument(
+        "--ranks",
+        metavar="N,...",
+        type=_ranks,
+        default=[1, 4, 16, 64, 256, 1024],
+        help="data-parallel ranks (default: 1,4,16,64,256,1024)",
+    )
+    parser.add_argument("--fp32", action="store_true", help="fp32 throughout in place of mixed precision")
+    return parser

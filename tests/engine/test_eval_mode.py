@@ -1,0 +1,82 @@
+"""Evaluation: the mean loss over the ranks, no dropout, no gradient, and training goes on as if nothing had been."""
+
+from typing import Any
+
+import lowtide
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import models
+from tests.ranks import RankPool
+from tests.zero.training import Case, share_of, train
+
+CASE = Case(models.tiny_gpt, models.token_batch, clip=0.3)
+
+
+class Dropped(models.Mlp):
+    """Half of the input is dropped in training."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(x, 0.5, self.training), y)
+
+
+def evaluate_between_steps(case: Case) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    engine = lowtide.initialize(case.build(), case.as_config())
+    losses, evaluated = [], []
+    for step in range(case.steps):
+        batch = share_of(case.global_batch(step, engine.world_size))
+        evaluated.append(engine.eval_step(batch).item())
+        assert engine.module.training
+        losses.append(engine.train_step(batch).loss.item())
+        engine.eval_step(share_of(case.batch(99, 6 * engine.world_size)))  # of any size
+    return losses, evaluated, engine.state_dict()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_eval_step_gives_the_loss_and_changes_nothing(ranks: RankPool, world_size: int) -> None:
+    for stage in (0, 1, 2, 3):
+        for route in ("shared_memory", "sockets")[:world_size]:
+            case = CASE.at(stage, config={"communication": {"route": route}} if world_size > 1 else {})
+            expected = ranks(world_size, train, case)[0]
+            losses, evaluated, state = ranks(world_size, evaluate_between_steps, case)[0]
+            assert losses == expected.losses
+            assert evaluated == pytest.approx(losses, rel=1e-6)
+            assert all(torch.equal(state[name], value) for name, value in expected.state.items())
+
+
+def test_eval_step_is_in_eval_mode_and_keeps_the_mode() -> None:
+    torch.manual_seed(0)
+    model = Dropped()
+    x, y = models.vector_batch(0, 8)
+    with torch.no_grad():
+        expected = model.eval()(x, y).item()
+    engine = lowtide.initialize(model.train(), Case(Dropped, models.vector_batch, stage=3).as_config())
+    assert engine.eval_step((x, y)).item() == pytest.approx(expected, rel=1e-6)
+    assert engine.module.training and engine.module.first.training
+    assert engine.eval() is engine and not engine.module.training
+    engine.eval_step((x, y))
+    assert not engine.module.training
+    assert engine.train() is engine and engine.module.training
+    assert engine.train(False) is engine and not engine.module.training
+
+
+def forward_under_no_grad(stage: int) -> list[Any]:
+    torch.manual_seed(0)
+    engine = lowtide.initialize(models.tiny_gpt(), CASE.at(stage).as_config())
+    batch = share_of(CASE.global_batch(0, engine.world_size))
+    with torch.no_grad():
+        first = engine(*batch).item()
+    second = engine.train_step(batch).loss.item()
+    with torch.inference_mode():
+        engine(*batch)
+    third = engine.train_step(batch).loss.item()
+    return [first, second, third]
+
+
+def test_a_forward_without_gradients_may_come_between_steps(ranks: RankPool) -> None:
+    found = [ranks(2, forward_under_no_grad, stage) for stage in (0, 3)]
+    assert found[0] == found[1]
+    mean = sum(losses[0] for losses in found[0]) / 2
+    assert found[0][0][1] == pytest.approx(mean, rel=1e-6)

@@ -1,0 +1,127 @@
+"""`gathered` shows full parameters, and takes changes of them into shards and master weights of every rank."""
+
+from typing import Any
+
+import lowtide
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import models
+from tests.ranks import RankPool
+from tests.zero.training import ADAMW, Case, adamw, share_of
+
+STAGES = (0, 1, 2, 3)
+ROUTES = ("shared_memory", "sockets")
+CASE = Case(models.tiny_gpt_float64, models.token_batch, accumulation=1)
+
+
+def change(model: nn.Module) -> None:
+    """A surgery on three parameters, in each of the ways in which users write it."""
+    gpt: Any = model
+    with torch.no_grad():
+        gpt.embedding.weight[3:5] = 0.25
+        gpt.blocks[1].up.weight.mul_(2)
+        nn.init.constant_(gpt.blocks[2].norm.bias, 0.5)
+
+
+def changed_params(model: nn.Module) -> list[nn.Parameter]:
+    gpt: Any = model
+    return [gpt.embedding.weight, gpt.blocks[1].up.weight, gpt.blocks[2].norm.bias]
+
+
+def train_and_change(case: Case, everything: bool) -> tuple[list[float], dict[str, Tensor], list[Tensor]]:
+    """Two steps, a change inside `gathered`, two steps. Also what `gathered` shows before and after the change."""
+    torch.manual_seed(0)
+    engine = lowtide.initialize(case.build(), case.as_config())
+    params = changed_params(engine.module)
+    losses, seen = [], []
+    for step in range(4):
+        if step == 2:
+            with engine.gathered(*params):
+                seen += [param.detach().clone() for param in params]
+            with engine.gathered(*([] if everything else params), modify=True):
+                change(engine.module)
+            with engine.gathered():
+                seen += [param.detach().clone() for param in params]
+        losses.append(engine.train_step(share_of(case.global_batch(step, engine.world_size))).loss.item())
+    state = engine.state_dict()
+    engine.close()
+    return losses, state, seen
+
+
+def train_and_change_all(cases: list[Case]) -> list[Any]:
+    return [train_and_change(case, everything) for case in cases for everything in (False, True)]
+
+
+def expected(case: Case, world_size: int) -> tuple[list[float], dict[str, Tensor], list[Tensor]]:
+    torch.manual_seed(0)
+    model = case.build()
+    optimizer = adamw(model.parameters())
+    losses, seen = [], []
+    for step in range(4):
+        if step == 2:
+            seen += [param.detach().clone() for param in changed_params(model)]
+            change(model)
+            seen += [param.detach().clone() for param in changed_params(model)]
+        loss = model(*case.global_batch(step, world_size))
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses, model.state_dict(), seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_changes_reach_every_shard(ranks: RankPool, world_size: int) -> None:
+    routes = ROUTES if world_size == 2 else ("auto",)
+    cases = [CASE.at(stage, config={"communication": {"route": route}}) for route in routes for stage in STAGES]
+    losses, state, seen = expected(CASE, world_size)
+    results = ranks(world_size, train_and_change_all, cases)
+    for found_losses, found_state, _ in results[0]:
+        torch.testing.assert_close(found_losses, losses, rtol=1e-10, atol=0)
+        torch.testing.assert_close(found_state, dict(state), rtol=1e-9, atol=1e-9)
+    for rank_results in results:
+        for _, _, found_seen in rank_results:
+            torch.testing.assert_close(found_seen, seen, rtol=1e-9, atol=1e-9)
+
+
+def change_master(stage: int, route: str) -> list[Any]:
+    """Small steps after a change show whether the float32 master weights have its exact value."""
+    torch.manual_seed(0)
+    optimizer = {"type": "sgd", "params": {"lr": 1.0}}
+    case = Case(models.mlp, models.vector_batch, stage, config={"bf16": {"enabled": True}, "optimizer": optimizer})
+    engine = lowtide.initialize(
+        case.build(), {**case.as_config(), "communication": {"route": route}}, loss_fn=lambda loss, batch: loss * 2**-14
+    )
+    weight: Any = engine.module.last.weight  # type: ignore[union-attr]
+    with engine.gathered(weight, modify=True), torch.no_grad():
+        weight.fill_(1.0)
+    for step in range(2):
+        engine.train_step(share_of(case.global_batch(step, engine.world_size)))
+    master = [
+        shard.master[piece.offset_in_shard : piece.offset_in_shard + piece.numel].clone()
+        for shard in engine.optimizer.shards
+        for piece in shard.group.pieces
+        if shard.group.params[piece.index] is weight
+    ]
+    with engine.gathered(weight):
+        return [weight.detach().clone(), master]
+
+
+def test_changes_reach_the_master_weights_of_bf16(ranks: RankPool) -> None:
+    for route in ROUTES:
+        for stage in STAGES:
+            for weight, master in ranks(2, change_master, stage, route):
+                assert weight.dtype == torch.bfloat16
+                torch.testing.assert_close(weight.float(), torch.ones(3, 7), rtol=0, atol=1 / 128)
+                for part in master:
+                    assert part.dtype == torch.float32 and not torch.equal(part, torch.ones_like(part))
+                    torch.testing.assert_close(part, torch.ones_like(part), rtol=0, atol=2e-3)
+
+
+def test_parameters_of_another_model_are_refused() -> None:
+    engine = lowtide.initialize(models.mlp(), {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAMW})
+    words = "gathered: expected parameters of the engine's module, found 1 that are not; pass the parameters themselves"
+    with pytest.raises(ValueError, match=words), engine.gathered(nn.Parameter(torch.zeros(3))):
+        pass

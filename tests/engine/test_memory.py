@@ -1,0 +1,166 @@
+"""Bytes of model states: the formula of the ZeRO paper, and what a rank really holds, by written-out arithmetic."""
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.engine.memory import predict, table
+from tests.ranks import RankPool
+
+# Padded: 3 blocks of Linear(40, 56) and Linear(56, 40), and Linear(7, 5) outside of them. Parameters start at multiples
+# of 16 elements, shards are whole blocks of 1024 elements:
+#   block: 56 x 40 + 56 + 56 x 40 + 40 = 4576 elements; 2240 + 64 + 2240 + 48 = 4592 with the gaps
+#   rest:  5 x 7 + 5 = 40 elements; 48 + 16 = 64 with the gaps
+NUMEL = 3 * 4576 + 40
+SHARD_NUMEL = {1: 3 * 5 * 1024 + 1024, 2: 3 * 3 * 1024 + 1024, 4: 3 * 2 * 1024 + 1024}
+# Even: 4 matrices of 64 x 64, which 1, 2 and 4 ranks divide into whole blocks.
+EVEN_NUMEL = 4 * 64 * 64
+
+
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(40, 56), nn.Linear(56, 40)) for _ in range(3))
+        self.rest = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.rest(x[:, :7]).float().square().mean()
+        return result
+
+
+class Even(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+        self.rest = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.rest(x).float().square().mean()
+        return result
+
+
+def measured(engine: lowtide.Engine) -> dict[str, int]:
+    """Bytes by kind, from the storages themselves; each storage counts once."""
+    sequence = engine._sequence
+    groups = [group for unit in sequence.units for group in unit.groups]
+    gradients = [gradient for unit in sequence.units for gradient in unit.gradients]
+    route = engine._mesh.shard.route
+    kept = [group.shard if group.frees_memory else group.full for group in groups]
+    optional = [tensor for g in gradients for tensor in (g.local, g.shard, *(p.grad for p in g.group.params))]
+    states = [tensor for shard in engine.optimizer.shards for tensor in shard.states.values()]
+    masters = [shard.master for shard in engine.optimizer.shards if shard.master.dtype != shard.group.dtype]
+    sharers = engine._mesh.shard.size if route.copies_are_shared else 1
+    return {
+        "parameter_bytes": sum(tensor.nbytes for tensor in kept) // sharers,
+        "gradient_bytes": storage_bytes([tensor for tensor in optional if tensor is not None]),
+        "optimizer_bytes": storage_bytes(states + masters),
+    }
+
+
+def storage_bytes(tensors: list[Tensor]) -> int:
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def config_of(stage: int, route: str, is_mixed: bool) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "adamw"},
+        "zero_optimization": {"stage": stage},
+        "communication": {"route": route},
+        "steps_per_print": 0,
+        **({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}} if is_mixed else {}),
+    }
+
+
+def bytes_between_microbatches(kind: type[Padded | Even], route: str, is_mixed: bool) -> list[tuple[Any, Any]]:
+    """For each stage (what the engine says, what the storages say) with all states there and gradients half done."""
+    found = []
+    for stage in range(4):
+        engine = lowtide.initialize(kind(), config_of(stage, route, is_mixed))
+        x = torch.randn(2, 40 if kind is Padded else 64)
+        for _ in range(3):
+            engine.backward(engine(x))
+            engine.step()
+        found.append((asdict(engine.memory()), measured(engine)))
+        engine.close()
+    return found
+
+
+def padded_bytes(stage: int, world_size: int, shares: bool, param: int, state: int) -> dict[str, int]:
+    """The arithmetic. param: bytes of a parameter element and of its gradient; state: of its optimizer states."""
+    shard = SHARD_NUMEL[world_size if stage else 1]
+    count = world_size if stage else 1
+    full = count * shard
+    return {
+        "parameter_bytes": param * (shard if stage == 3 or shares else full),
+        "gradient_bytes": param * (shard if stage >= 2 else NUMEL),
+        "optimizer_bytes": state * shard,
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("route", ["sockets", "shared_memory"])
+@pytest.mark.parametrize("is_mixed", [True, False])
+def test_bytes_are_those_of_the_padded_layout(ranks: RankPool, is_mixed: bool, route: str, world_size: int) -> None:
+    param, state = (2, 12) if is_mixed else (4, 8)
+    for found in ranks(world_size, bytes_between_microbatches, Padded, route, is_mixed):
+        for stage, (said, held) in enumerate(found):
+            shares = route == "shared_memory" and stage > 0
+            expected = padded_bytes(stage, world_size, shares, param, state)
+            assert said == expected, (stage, "memory()")
+            assert held == expected, (stage, "storages")
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_bytes_per_parameter_are_those_of_the_paper(ranks: RankPool, world_size: int) -> None:
+    n = world_size
+    per_param = [16.0, 4 + 12 / n, 2 + 14 / n, 16 / n]
+    for found in ranks(world_size, bytes_between_microbatches, Even, "sockets", True):
+        for stage, (said, held) in enumerate(found):
+            assert sum(said.values()) == sum(held.values()) == per_param[stage] * EVEN_NUMEL
+            assert said == asdict(predict(EVEN_NUMEL, stage, n))
+
+
+def test_one_copy_of_the_parameters_for_the_host(ranks: RankPool) -> None:
+    """Under stages 1 and 2 the shared-memory route saves what stage 3 saves elsewhere."""
+    for found in ranks(4, bytes_between_microbatches, Even, "shared_memory", True):
+        assert [said["parameter_bytes"] for said, _ in found] == [2 * EVEN_NUMEL] + [2 * EVEN_NUMEL // 4] * 3
+
+
+PAPER_GB = {
+    7.5e9: [
+        (120, 120, 120), (52.5, 41.3, 30), (35.6, 21.6, 7.5), (31.4, 16.6, 1.88), (30.4, 15.4, 0.47), (30.1, 15.1, 0.12)
+    ],
+    128e9: [
+        (2048, 2048, 2048), (896, 704, 512), (608, 368, 128), (536, 284, 32), (518, 263, 8), (513, 257, 2)
+    ],
+    1e12: [
+        (16000, 16000, 16000), (7000, 5500, 4000), (4750, 2875, 1000), (4187, 2218, 250), (4046, 2054, 62.5),
+        (4011, 2013, 15.6),
+    ],
+}  # fmt: skip
+
+
+def test_the_table_is_that_of_the_paper() -> None:
+    """Table 1 of arXiv 1910.02054: GB per rank; printed to three figures there, some of them cut off, not rounded."""
+    rows = table()
+    assert [count for count, _ in rows] == [1, 4, 16, 64, 256, 1024]
+    for size, lines in PAPER_GB.items():
+        for (count, row), line in zip(rows, lines, strict=True):
+            for stage, expected in enumerate(line, start=1):
+                assert row[size, stage] == pytest.approx(expected, rel=0.003 if expected > 1 else 0.03), (count, stage)
+
+
+def test_a_stage_0_rank_holds_everything() -> None:
+    assert predict(1000, 0, 64).total_bytes == 16_000
+    assert predict(1000, 3, 1).total_bytes == 16_000

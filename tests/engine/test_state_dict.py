@@ -1,0 +1,61 @@
+"""state_dict: the model's own names and values, tied names and buffers included, on rank 0 alone."""
+
+import lowtide
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import models
+from tests.ranks import RankPool
+from tests.zero.training import Case, share_of
+
+STAGES = (0, 1, 2, 3)
+
+
+class WithBuffers(models.TinyGPT):
+    """Tied weights, a buffer that is saved, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        self.register_buffer("scale", torch.full((3,), 1.5))
+        self.register_buffer("count", torch.arange(4))
+        self.register_buffer("hidden", torch.ones(2), persistent=False)
+
+
+def states(config: dict[str, object]) -> list[tuple[dict[str, Tensor], bool]]:
+    """(state, is it equal after a second call and after training went on and the state was loaded) by stage."""
+    found = []
+    for stage in STAGES:
+        torch.manual_seed(0)
+        case = Case(WithBuffers, models.token_batch, stage=stage, config=config)
+        engine = lowtide.initialize(WithBuffers(), case.as_config())
+        state = engine.state_dict()
+        again = engine.state_dict()
+        is_same = list(state) == list(again) and all(torch.equal(state[name], again[name]) for name in state)
+        engine.train_step(share_of(case.global_batch(0, engine.world_size)))
+        is_same = is_same and all(torch.equal(state[name], again[name]) for name in state)  # a copy, not a view
+        found.append((state, is_same))
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("route", ["auto", "sockets"])
+def test_names_and_values_are_those_of_the_model(ranks: RankPool, world_size: int, route: str) -> None:
+    torch.manual_seed(0)
+    expected = WithBuffers().state_dict()
+    first, *others = ranks(world_size, states, {"communication": {"route": route}})
+    for state, is_same in first:
+        assert is_same and list(state) == list(expected)
+        for name, value in expected.items():
+            assert torch.equal(state[name], value), name
+        assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
+    for rank_states in others:
+        assert [state for state, _ in rank_states] == [{}] * len(STAGES)
+
+
+def test_a_plain_model_loads_it(ranks: RankPool) -> None:
+    state, _ = ranks(2, states, {"bf16": {"enabled": True}})[0][3]
+    model: nn.Module = WithBuffers()
+    assert str(model.load_state_dict(state)) == "<All keys matched successfully>"
+    assert state["embedding.weight"].dtype == torch.bfloat16 and state["count"].dtype == torch.int64

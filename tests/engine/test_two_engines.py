@@ -1,0 +1,70 @@
+"""Two engines in one process, taking turns, train as each would alone."""
+
+import lowtide
+import pytest
+import torch
+from torch import nn
+
+from tests import models
+from tests.ranks import RankPool
+from tests.zero.training import Case, Outcome, share_of, train
+
+FIRST = Case(models.tiny_gpt, models.token_batch, stage=3, clip=0.3)
+SECOND = Case(models.mlp, models.vector_batch, stage=1, accumulation=3, config={"bf16": {"enabled": True}})
+
+
+def take_turns(cases: list[Case]) -> list[Outcome]:
+    engines, outcomes = [], [Outcome() for _ in cases]
+    for case in cases:
+        torch.manual_seed(0)
+        engines.append(lowtide.initialize(case.build(), case.as_config()))
+    for step in range(3):
+        for case, engine, outcome in zip(cases, engines, outcomes, strict=True):
+            result = engine.train_step(share_of(case.global_batch(step, engine.world_size)))
+            outcome.losses.append(result.loss.item())
+            outcome.norms.append(result.grad_norm.item())
+    for engine, outcome in zip(engines, outcomes, strict=True):
+        outcome.state = engine.state_dict()
+        engine.close()
+    return outcomes
+
+
+def alone(cases: list[Case]) -> list[Outcome]:
+    return [train(case) for case in cases]
+
+
+@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
+def test_two_engines_take_turns(ranks: RankPool, route: str) -> None:
+    config = {"communication": {"route": route}}
+    cases = [FIRST.at(3, config=config), SECOND.at(1, config=config), FIRST.at(2, config=config)]
+    for found, expected in zip(ranks(2, take_turns, cases)[0], ranks(2, alone, cases)[0], strict=True):
+        assert found.differences(expected) == []
+
+
+def teacher_and_student() -> list[float]:
+    """The output of one engine is the target of another, whose forward lies between the first one's calls."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "sgd", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3},
+    }
+
+    def layers() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+
+    teacher, student = lowtide.initialize(layers(), config), lowtide.initialize(layers(), config)
+    x = torch.randn(4, 4)
+    losses = []
+    for _ in range(5):
+        with torch.no_grad():
+            target = teacher(x)
+        loss = (student(x) - target).square().mean()
+        student.backward(loss)
+        losses.append(student.step().loss.item())
+    return losses
+
+
+def test_a_teacher_and_a_student(ranks: RankPool) -> None:
+    first, second = ranks(2, teacher_and_student)
+    assert first == second and first[-1] < 0.5 * first[0]

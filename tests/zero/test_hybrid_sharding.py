@@ -1,0 +1,44 @@
+"""Shards within groups of two, replicas between the groups: the numbers of stage 0."""
+
+import pytest
+
+from tests import models
+from tests.ranks import RankPool
+from tests.zero.training import Case, assert_close, train_all, train_plainly
+
+ROUTES = ("shared_memory", "sockets")
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_hybrid_sharding_equals_stage_0(ranks: RankPool, route: str) -> None:
+    """The order of sums differs: pairs of ranks first, then the pairs."""
+    case = Case(models.tiny_gpt_float64, models.token_batch, clip=0.3, config={"communication": {"route": route}})
+    hybrid = {"zero_optimization": {"shard_size": 2}}
+    for accumulation in (1, 3):
+        grid = [case.at(stage, accumulation=accumulation, config=hybrid) for stage in (1, 2, 3)]
+        expected = train_plainly(grid[0], 4)
+        stage_0, *outcomes = ranks(4, train_all, [case.at(0, accumulation=accumulation), *grid])[0]
+        assert_close(stage_0, expected, 1e-10, 1e-10)
+        for outcome in outcomes:
+            assert_close(outcome, expected, 1e-10, 1e-10)
+            if accumulation == 1:
+                assert outcome.differences(outcomes[0]) == []
+
+
+def test_hybrid_sharding_in_float32_and_bf16(ranks: RankPool) -> None:
+    hybrid = {"zero_optimization": {"shard_size": 2}}
+    cases = [Case(models.mlp, models.vector_batch), Case(models.mlp, models.vector_batch, config={"bf16": {"enabled": True}})]
+    for case in cases:
+        work = [case.at(0), *(case.at(stage, config=hybrid) for stage in (1, 2, 3))]
+        stage_0, *outcomes = ranks(4, train_all, work)[0]
+        for outcome in outcomes:
+            assert outcome.losses == pytest.approx(stage_0.losses, rel=1e-2 if case.config else 1e-6)
+            assert outcome.differences(outcomes[0]) == []
+
+
+def test_a_shard_group_of_one_rank_is_stage_0(ranks: RankPool) -> None:
+    case = Case(models.mlp, models.vector_batch, clip=0.05)
+    work = [case.at(0), *(case.at(s, config={"zero_optimization": {"shard_size": 1}}) for s in (1, 2, 3))]
+    stage_0, *outcomes = ranks(2, train_all, work)[0]
+    for outcome in outcomes:
+        assert outcome.differences(stage_0) == []

@@ -1,0 +1,83 @@
+"""Every optimizer of the config trains as its twin in torch does."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import models
+from tests.ranks import RankPool
+from tests.zero.mixed_precision import Dtypes, train_mixed
+from tests.zero.training import Case, assert_close, train_all, train_plainly
+
+
+class Lion(torch.optim.Optimizer):
+    """Program 1 of arXiv 2302.06675, as it stands there."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
+                update = torch.sign(beta1 * momentum + (1 - beta1) * param.grad)
+                self.state[param]["momentum"] = beta2 * momentum + (1 - beta2) * param.grad
+                param -= group["lr"] * (update + group["weight_decay"] * param)
+
+
+ADAM = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
+NESTEROV = {"lr": 1e-2, "momentum": 0.8, "weight_decay": 0.1, "nesterov": True}
+HEAVY_BALL = {"lr": 1e-2, "momentum": 0.8, "dampening": 0.3}
+LION = {"lr": 1e-3, "betas": (0.8, 0.95), "weight_decay": 0.1}
+ADAGRAD = {"lr": 1e-2, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.2, "eps": 1e-7}
+OPTIMIZERS: list[tuple[str, dict[str, Any], Callable[..., torch.optim.Optimizer]]] = [
+    ("adamw", ADAM, partial(torch.optim.AdamW, **ADAM)),
+    ("adamw", {}, torch.optim.AdamW),
+    ("adam", {**ADAM, "adam_w_mode": False}, partial(torch.optim.Adam, **ADAM)),
+    ("sgd", {"lr": 1e-2}, partial(torch.optim.SGD, lr=1e-2)),
+    ("sgd", {"lr": 1e-2, "weight_decay": 0.1}, partial(torch.optim.SGD, lr=1e-2, weight_decay=0.1)),
+    ("sgd", HEAVY_BALL, partial(torch.optim.SGD, **HEAVY_BALL)),
+    ("sgd", NESTEROV, partial(torch.optim.SGD, **NESTEROV)),
+    ("lion", LION, partial(Lion, **LION)),
+    ("adagrad", ADAGRAD, partial(torch.optim.Adagrad, **ADAGRAD)),
+    ("adagrad", {}, torch.optim.Adagrad),
+]
+MODELS = [
+    Case(models.mlp_float64, models.vector_batch_float64, steps=5),
+    Case(models.tiny_gpt_float64, models.token_batch, steps=3, clip=0.3),
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_optimizer_equals_its_torch_twin(ranks: RankPool, world_size: int) -> None:
+    work = [
+        (case.at(stage, config={"optimizer": {"type": name, "params": params}}), twin)
+        for name, params, twin in OPTIMIZERS
+        for case in MODELS
+        for stage in (0, 3)
+    ]
+    outcomes = ranks(world_size, train_all, [case for case, _ in work])[0]
+    for (case, twin), outcome in zip(work, outcomes, strict=True):
+        if case.stage == 0:
+            expected = train_plainly(case, world_size, twin)
+        assert_close(outcome, expected, 1e-9, 1e-9, f"{case.config['optimizer']}, stage {case.stage}")
+
+
+def test_every_optimizer_updates_float32_masters_of_bf16_weights(ranks: RankPool) -> None:
+    config = {"bf16": {"enabled": True}}
+    work = [
+        (Case(models.mlp, models.vector_batch, 3, config={**config, "optimizer": {"type": name, "params": params}}), twin)
+        for name, params, twin in OPTIMIZERS
+    ]
+    outcomes = ranks(2, train_all, [case for case, _ in work])[0]
+    for (case, twin), outcome in zip(work, outcomes, strict=True):
+        expected = train_mixed(case, 2, Dtypes(torch.bfloat16), make_optimizer=twin)
+        torch.testing.assert_close(outcome.losses, expected.losses, rtol=1e-2, atol=0)
+        for name, value in expected.state.items():
+            torch.testing.assert_close(outcome.state[name], value, rtol=1 / 64, atol=1e-3)

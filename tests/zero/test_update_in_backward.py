@@ -1,0 +1,67 @@
+"""update_in_backward gives the bits of the plain update, and never holds all gradients."""
+
+import lowtide
+import pytest
+import torch
+from torch import nn
+
+from tests import models
+from tests.ranks import RankPool
+from tests.zero.training import Case, share_of, train_all
+
+IN_BACKWARD = {"zero_optimization": {"update_in_backward": True}}
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_update_in_backward_equals_the_plain_update_bitwise(ranks: RankPool, world_size: int) -> None:
+    routes = ("shared_memory", "sockets") if world_size > 1 else ("auto",)
+    cases = [
+        Case(models.tiny_gpt, models.token_batch, stage, config={"communication": {"route": route}, **dtype})
+        for route in routes
+        for dtype in ({}, BF16)
+        for stage in (0, 1, 2, 3)
+    ]
+    plain = ranks(world_size, train_all, cases)[0]
+    updated = ranks(world_size, train_all, [case.at(case.stage, config=IN_BACKWARD) for case in cases])[0]
+    for case, ours, theirs in zip(cases, updated, plain, strict=True):
+        assert ours.differences(theirs) == [], case.as_config()
+
+
+class Watched(models.Mlp):
+    """Four layers of 32 x 32 = 1056 parameters each, two blocks of the flat buffer with padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(7, 7) for _ in range(8)))
+
+
+def most_gradient_bytes(config: dict[str, object]) -> tuple[int, int, int]:
+    """Gradient bytes of engine.memory(): the largest value seen at the start of a layer's backward, after the step; and one full set."""
+    torch.manual_seed(0)
+    case = Case(Watched, models.vector_batch, config=config)
+    engine = lowtide.initialize(Watched(), case.as_config())
+    seen: list[int] = []
+    hooks = [
+        layer.register_full_backward_hook(lambda module, *_: seen.append(engine.memory().gradient_bytes))
+        for layer in engine.module.layers  # type: ignore[union-attr]
+    ]
+    for step in range(2):
+        engine.train_step(share_of(case.global_batch(step, engine.world_size)))
+    for hook in hooks:
+        hook.remove()
+    full = sum(4 * shard.group.layout.padded_numel for shard in engine.optimizer.shards)
+    after = engine.memory().gradient_bytes
+    engine.close()
+    return max(seen), after, full
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_update_in_backward_holds_few_gradients(ranks: RankPool, stage: int) -> None:
+    zero = {"zero_optimization": {"stage": stage, "update_in_backward": True}}
+    for most, after, full in ranks(2, most_gradient_bytes, zero):
+        assert after == 0
+        assert most <= full / 2, f"{most} of {full}"
+    without = {"zero_optimization": {"stage": stage}}
+    for most, _, full in ranks(2, most_gradient_bytes, without):
+        assert most >= full / 2 - 4 * 1024

@@ -106,7 +106,7 @@ class DeferredModel:
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for view, tensor in zip(operation.outputs, tensors, strict=True):
             if view.storage not in real:
-                real[view.storage] = tensor
+                real[view.storage] = _laid_out_as(view, tensor)
 
     def _hand_over(
         self,
@@ -207,7 +207,7 @@ class _DataRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _FROM_DATA or kwargs.get("device") is not None or isinstance(args[0], Tensor):
             return func(*args, **kwargs)
-        value = func(*args, **kwargs, **({} if func is torch.from_numpy else {"device": "cpu"}))
+        value = func(*args, **(kwargs if func is torch.from_numpy else {**kwargs, "device": "cpu"}))
         if not value.numel():
             return value  # nothing to defer; and transformers asks in this way for the default device
         meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
@@ -223,6 +223,13 @@ def _describe(tensor: Tensor) -> _View:
         int(tensor.storage_offset()),
         tensor.dtype,
     )
+
+
+def _laid_out_as(view: _View, tensor: Tensor) -> Tensor:
+    """The tensor with the strides that it had on the meta device: kernels for it (linalg.qr) may choose others."""
+    if tuple(tensor.stride()) == view.strides or view.offset:
+        return tensor
+    return torch.empty_strided(view.shape, view.strides, dtype=view.dtype).copy_(tensor)
 
 
 def _view_of(base: Tensor, view: _View) -> Tensor:

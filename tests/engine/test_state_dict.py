@@ -23,7 +23,7 @@ class WithBuffers(models.TinyGPT):
 
 
 def states(config: dict[str, object]) -> list[tuple[dict[str, Tensor], bool]]:
-    """(state, is it equal after a second call and after training went on and the state was loaded) by stage."""
+    """By stage: the state, and whether a second call gives the same and a step leaves both as they were."""
     found = []
     for stage in STAGES:
         torch.manual_seed(0)

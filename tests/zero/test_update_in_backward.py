@@ -29,7 +29,7 @@ def test_update_in_backward_equals_the_plain_update_bitwise(ranks: RankPool, wor
 
 
 class Watched(models.Mlp):
-    """Four layers of 32 x 32 = 1056 parameters each, two blocks of the flat buffer with padding."""
+    """Eight layers, each a unit of one block for each shard."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Watched(models.Mlp):
 
 
 def most_gradient_bytes(config: dict[str, object]) -> tuple[int, int, int]:
-    """Gradient bytes of engine.memory(): the largest value seen at the start of a layer's backward, after the step; and one full set."""
+    """Bytes of gradients: the most that engine.memory() saw in a backward, after the step, and of a full set."""
     torch.manual_seed(0)
     case = Case(Watched, models.vector_batch, config=config)
     engine = lowtide.initialize(Watched(), case.as_config())

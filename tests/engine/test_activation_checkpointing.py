@@ -1,0 +1,121 @@
+"""Recomputing activations changes no bit, whether the config asks for it or the model does it itself."""
+
+import lowtide
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests import models
+from tests.ranks import RankPool
+from tests.zero.training import Case, share_of, train, train_all
+
+ROUTES = ("shared_memory", "sockets")
+
+
+class NoisyBlock(models.Block):
+    """Its dropout must draw the same numbers again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.1, self.training)
+
+
+class Noisy(models.TinyGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(NoisyBlock(22) for _ in range(3))
+
+
+class Reentrant(models.TinyGPT):
+    """Checkpoints its own blocks, as many models do."""
+
+    use_reentrant = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            forward = block.forward
+            block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=self.use_reentrant)
+
+
+class NonReentrant(Reentrant):
+    use_reentrant = False
+
+
+class AroundBlocks(models.TinyGPT):
+    """Checkpoints the call of each block: hooks on the block run in the recomputation too."""
+
+    use_reentrant = True
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(ids) + self.position
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+class AroundBlocksNonReentrant(AroundBlocks):
+    use_reentrant = False
+
+
+class AroundTwo(AroundBlocks):
+    """Checkpoints all blocks and the rest behind them as one piece."""
+
+    use_reentrant = False
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+        loss: Tensor = checkpoint(run, self.embedding(ids) + self.position, use_reentrant=self.use_reentrant)
+        return loss
+
+
+OWN = [Reentrant, NonReentrant, AroundBlocks, AroundBlocksNonReentrant, AroundTwo]
+
+
+@pytest.mark.parametrize("build", [models.TinyGPT, Noisy], ids=lambda build: build.__name__)
+def test_checkpointing_by_the_config_is_bitwise_the_same(ranks: RankPool, build: type[nn.Module]) -> None:
+    routed = [
+        Case(build, models.token_batch, stage, clip=0.3, accumulation=2, config={"communication": {"route": route}})
+        for route in ROUTES
+        for stage in (0, 3)
+    ]
+    plain = ranks(2, train_all, routed)[0]
+    for every in (1, 2):
+        config = {"activation_checkpointing": {"every": every}}
+        for ours, theirs in zip(ranks(2, train_all, [c.at(c.stage, config=config) for c in routed])[0], plain, strict=True):
+            assert ours.differences(theirs) == []
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_checkpointing_by_the_model_is_bitwise_the_same(ranks: RankPool, route: str) -> None:
+    config = {"communication": {"route": route}}
+    expected = ranks(2, train, Case(models.TinyGPT, models.token_batch, clip=0.3, config=config))[0]
+    cases = [Case(build, models.token_batch, stage, clip=0.3, config=config) for build in OWN for stage in (0, 2, 3)]
+    for case, outcome in zip(cases, ranks(2, train_all, cases)[0], strict=True):
+        assert outcome.differences(expected) == [], f"{case.build}, stage {case.stage}"
+
+
+def saved_numel(every: int) -> int:
+    """Elements of activations that one forward saves for its backward."""
+    torch.manual_seed(0)
+    case = Case(models.tiny_gpt, models.token_batch, config={"activation_checkpointing": {"every": every}})
+    engine = lowtide.initialize(case.build(), case.as_config())
+    numels: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        numels.append(tensor.numel() if not isinstance(tensor, nn.Parameter) else 0)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        engine(*share_of(case.global_batch(0, 1)))
+    return sum(numels)
+
+
+def test_checkpointing_saves_less_for_backward() -> None:
+    none, all_blocks, every_second = saved_numel(0), saved_numel(1), saved_numel(2)
+    assert all_blocks < every_second < none
+    assert none - all_blocks == pytest.approx(3 * (none - every_second) / 2, rel=0.01)  # blocks 0, 1, 2 against 0, 2

@@ -1,0 +1,313 @@
+"""What a user can do wrong, and the text that says so."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lowtide
+from tests.ranks import RankPool
+
+ROUTES = ["shared_memory", "sockets"]
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "adamw", "params": {"lr": 1e-2}},
+    "steps_per_print": 0,
+}
+
+
+class Net(nn.Module):
+    """Two blocks and a head; the loss is the output."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+
+class Rows(Net):
+    """A loss for each row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.head(x).square()[:, 0]
+        return loss
+
+
+class CheckpointedTwice(Net):
+    """One block, used twice, each time in a reentrant checkpoint: its gradient comes in two parts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        for _ in range(2):
+            x = checkpoint(self.blocks[1], x, use_reentrant=True)
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+
+def frozen() -> nn.Module:
+    return Net().requires_grad_(False)
+
+
+def initialize(model: Any = None, changes: dict[str, Any] | None = None, **options: Any) -> lowtide.Engine:
+    """An engine with CONFIG; a change to None leaves the key out."""
+    config = {key: value for key, value in {**CONFIG, **(changes or {})}.items() if value is not None}
+    return lowtide.initialize(Net() if model is None else model, config, **options)
+
+
+def step_on(rows: int, model: Any = None, changes: dict[str, Any] | None = None) -> None:
+    initialize(model, changes).train_step((torch.randn(rows, 4),))
+
+
+def train_on_short_iterator() -> None:
+    initialize(changes={"gradient_accumulation_steps": 3}).train_step(iter([(torch.randn(2, 4),)] * 2))
+
+
+def call_backward_on_the_loss() -> None:
+    initialize()(torch.randn(2, 4)).backward()
+
+
+def backward_of(make: Callable[[lowtide.Engine], Any]) -> None:
+    engine = initialize(changes={"zero_optimization": {"stage": 3}})
+    engine.backward(make(engine))
+
+
+def without_gradient(engine: lowtide.Engine) -> Tensor:
+    with torch.no_grad():
+        loss: Tensor = engine(torch.randn(2, 4))
+        return loss
+
+
+def output_mapping(engine: lowtide.Engine) -> dict[str, Tensor]:
+    return {"loss": engine(torch.randn(2, 4))}
+
+
+def launch_with(**variables: str) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+    initialize()
+
+
+def incomplete_launch() -> None:
+    launch_with(RANK="0", MASTER_ADDR="localhost")
+
+
+def two_optimizers() -> None:
+    initialize(optimizer=torch.optim.SGD)
+
+
+def frozen_by_hand() -> None:
+    engine = initialize()
+    engine.module.head.weight.requires_grad_(False)
+    engine.train_step((torch.randn(2, 4),))
+
+
+def replaced_by_hand() -> None:
+    engine = initialize()
+    engine.module.head = nn.Linear(4, 1)
+    engine.train_step((torch.randn(2, 4),))
+
+
+def gather_a_stranger() -> None:
+    with initialize().gathered(nn.Parameter(torch.zeros(1))):
+        pass
+
+
+def units(*patterns: str) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, "units": list(patterns)}}
+
+
+MISTAKES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str, str]] = {
+    "impossible batch triple": (
+        initialize,
+        (None, {"train_batch_size": 7, "gradient_accumulation_steps": 3}),
+        "ConfigError",
+        "train_batch_size(7) = train_micro_batch_size_per_gpu(2) x gradient_accumulation_steps(3) x "
+        "data-parallel ranks(1) does not hold: the product is 6; the nearest legal values are train_batch_size 6",
+    ),
+    "wrong rows": (
+        step_on,
+        (3,),
+        "ValueError",
+        "batch: expected 2 rows on this rank = train_micro_batch_size_per_gpu(2) x gradient_accumulation_steps(1), "
+        "found 3.",
+    ),
+    "rows of one microbatch": (
+        step_on,
+        (2, None, {"gradient_accumulation_steps": 2}),
+        "ValueError",
+        "expected 4 rows on this rank = train_micro_batch_size_per_gpu(2) x gradient_accumulation_steps(2), found 2.",
+    ),
+    "short iterator": (
+        train_on_short_iterator,
+        (),
+        "ValueError",
+        "the iterator given to train_step ended after 2 of 3 microbatches (gradient_accumulation_steps)",
+    ),
+    "stage 4": (
+        initialize,
+        (None, {"zero_optimization": {"stage": 4}}),
+        "ConfigError",
+        "zero_optimization.stage: there are four stages: 0 shards nothing",
+    ),
+    "unknown key": (
+        initialize,
+        (None, {"zero_optimization": {"stgae": 3}}),
+        "ConfigError",
+        'zero_optimization.stgae: unknown key "stgae"; did you mean "stage"?',
+    ),
+    "value of the wrong type": (
+        initialize,
+        (None, {"gradient_clipping": "high"}),
+        "ConfigError",
+        'gradient_clipping: expected a number, found "high"',
+    ),
+    "empty model": (
+        initialize,
+        (nn.Identity(),),
+        "ValueError",
+        "model: expected a module with parameters, found Identity without any",
+    ),
+    "nothing to train": (
+        initialize,
+        (frozen,),
+        "ValueError",
+        "model: expected at least one parameter that requires a gradient, found 6 that do not; call "
+        "requires_grad_(True) on what is to be trained",
+    ),
+    "no model": (
+        initialize,
+        (17,),
+        "ValueError",
+        "model: expected an nn.Module or a callable that builds one, found int",
+    ),
+    "builder of no model": (
+        initialize,
+        (dict,),
+        "ValueError",
+        "model: expected a callable that returns an nn.Module, found dict",
+    ),
+    "no optimizer": (
+        initialize,
+        (None, {"optimizer": None}),
+        "ValueError",
+        'optimizer: expected one in the config, for example {"type": "adamw", "params": {"lr": 1e-3}}, or one passed '
+        "to initialize(..., optimizer=...); found neither",
+    ),
+    "two optimizers": (
+        two_optimizers,
+        (),
+        "ValueError",
+        'optimizer: found one in the config ("adamw") and one passed to initialize; leave one out',
+    ),
+    "pattern without a match": (
+        initialize,
+        (None, units("layers.*")),
+        "ValueError",
+        'zero_optimization.units: expected a pattern of module names, found "layers.*", which matches no module; the '
+        "model's top modules are: blocks, head",
+    ),
+    "nested units": (
+        initialize,
+        (None, units("blocks", "blocks.0")),
+        "ValueError",
+        'zero_optimization.units: expected modules that do not contain each other, found "blocks" which contains '
+        '"blocks.0"; name one of them',
+    ),
+    "loss.backward()": (
+        call_backward_on_the_loss,
+        (),
+        "StateError",
+        "the gradient of parameter 'head.bias' was computed outside of engine.backward: expected "
+        "`engine.backward(loss)`, which scales the loss and reduces gradients over the ranks; found a direct call such "
+        "as `loss.backward()`",
+    ),
+    "loss for each row": (
+        step_on,
+        (2, Rows()),
+        "ValueError",
+        'loss: expected a tensor with one element as the model\'s output, or as its .loss, ["loss"] or [0], found a '
+        "tensor of shape (2,); give initialize(..., loss_fn=lambda output, batch: ...)",
+    ),
+    "loss without gradient": (
+        backward_of,
+        (without_gradient,),
+        "ValueError",
+        "backward: expected a loss with one element that requires a gradient, found a tensor of shape (), "
+        "requires_grad=False; was it computed under torch.no_grad(), or detached?",
+    ),
+    "loss in a mapping": (
+        backward_of,
+        (output_mapping,),
+        "ValueError",
+        "backward: expected a loss with one element that requires a gradient, found a mapping with keys ['loss']",
+    ),
+    "half a launcher": (
+        incomplete_launch,
+        (),
+        "ValueError",
+        "the launcher's environment is incomplete: found RANK, MASTER_ADDR; missing WORLD_SIZE, MASTER_PORT. Start the "
+        "script with `lowtide launch` or torchrun, or set all four, or none for a world of one.",
+    ),
+    "frozen after initialize": (
+        frozen_by_hand,
+        (),
+        "ValueError",
+        "parameter 'head.weight': expected requires_grad=True as at lowtide.initialize, found False",
+    ),
+    "replaced after initialize": (
+        replaced_by_hand,
+        (),
+        "ValueError",
+        "parameter 'head.weight' was added or replaced after lowtide.initialize, which does not know it",
+    ),
+    "parameter of another model": (
+        gather_a_stranger,
+        (),
+        "ValueError",
+        "gathered: expected parameters of the engine's module, found 1 that are not; pass the parameters themselves",
+    ),
+    "gradient that comes late": (
+        step_on,
+        (2, CheckpointedTwice(), {"zero_optimization": {"stage": 3}}),
+        "StateError",
+        "got a gradient after its unit 'blocks.1' had been reduced in the same backward. Reentrant activation "
+        "checkpointing of a module that is used several times does that: use use_reentrant=False",
+    ),
+}
+
+
+def make_all_mistakes() -> dict[str, tuple[str, str]]:
+    """The class and the text of the error that each gives."""
+    found = {}
+    environment = dict(os.environ)
+    for name, (function, args, _, _) in MISTAKES.items():
+        try:
+            function(*args)
+            found[name] = "nothing", ""
+        except Exception as error:
+            found[name] = type(error).__name__, str(error)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(environment)
+        launchers = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        for variable in launchers:
+            os.environ.pop(variable, None)
+    return found
+
+
+def test_each_mistake_has_its_text(ranks: RankPool) -> None:
+    [found] = ranks(1, make_all_mistakes, process_group=False)
+    for name, (_, _, kind, text) in MISTAKES.items():
+        assert found[name][0] == kind, (name, found[name])
+        assert text in found[name][1], name

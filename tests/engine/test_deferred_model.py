@@ -1,0 +1,184 @@
+"""A model built on the meta device gets the bits that it gets when it is built at once, a parameter at a time."""
+
+from collections.abc import Callable
+
+import lowtide
+import pytest
+import torch
+from lowtide.engine.deferred import DeferredModel
+from torch import Tensor, nn
+
+from tests import models
+from tests.ranks import RankPool
+from tests.zero.training import ADAMW, Case, share_of
+
+
+class CustomInit(nn.Module):
+    """Initializations as they are written in the wild."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(9, 9) for _ in range(3))
+        self.gain = nn.Parameter(torch.ones(9) * 0.5 + torch.rand(9))
+        self.shift = nn.Parameter(torch.tensor([0.25] * 9))
+        self.scale = nn.Parameter(torch.empty(9))
+        for index, layer in enumerate(self.layers):
+            nn.init.normal_(layer.weight, std=0.02 / (index + 1) ** 0.5)
+            nn.init.zeros_(layer.bias)
+        nn.init.xavier_uniform_(self.layers[0].weight, gain=2.0)
+        nn.init.trunc_normal_(self.layers[1].weight, std=0.5, a=-0.6, b=0.6)
+        with torch.no_grad():
+            self.scale.copy_(torch.linspace(0, 1, 9))
+            self.layers[2].weight[0] = 0.0
+            self.layers[2].weight.mul_(3).add_(torch.eye(9))
+        self.apply(self.reset)
+
+    def reset(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.bias.data.uniform_(-0.1, 0.1)
+            module.weight.data *= 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * self.gain + self.shift * self.scale
+        return x.square().mean()
+
+
+class WithBuffers(nn.Module):
+    """Buffers from Python data and from ranges, an embedding with a padding row, a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 9, padding_idx=3)
+        self.norm = nn.BatchNorm1d(9)
+        self.linear = nn.Linear(9, 9)
+        self.linear.weight.requires_grad_(False)
+        self.register_buffer("positions", torch.arange(7).expand(2, -1))
+        self.register_buffer("table", torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        self.register_buffer("angles", 1.0 / 100 ** (torch.arange(0, 8, 2).float() / 8))
+        self.register_buffer("mask", torch.ones(5, 5).tril().bool(), persistent=False)
+
+
+class Orthogonal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        nn.init.orthogonal_(self.linear.weight)
+
+
+class TiedAndShared(models.TinyGPT):
+    """A tied head, one block in two places, and a parameter that is a part of nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        self.blocks.append(self.blocks[0])
+        nn.init.normal_(self.embedding.weight, std=0.02)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(5, 6, num_layers=2, bidirectional=True)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16)
+        self.conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 4, 3))
+
+
+def half() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).to(torch.bfloat16)
+
+
+BUILDERS: list[Callable[[], nn.Module]] = [
+    models.TinyGPT,
+    models.Mlp,
+    CustomInit,
+    WithBuffers,
+    TiedAndShared,
+    models.tiny_gpt_float64,
+    half,
+]
+
+
+def assert_same(deferred: DeferredModel, expected: nn.Module) -> None:
+    values = {id(param): value.clone() for param, value in deferred.values()}
+    ours = dict(deferred.module.named_parameters(remove_duplicate=False))
+    theirs = dict(expected.named_parameters(remove_duplicate=False))
+    assert list(ours) == list(theirs)
+    for name, param in theirs.items():
+        assert torch.equal(values[id(ours[name])], param), name
+        assert ours[name].requires_grad == param.requires_grad and type(ours[name]) is type(param), name
+    assert len({id(param) for param in ours.values()}) == len({id(param) for param in theirs.values()})
+    buffers = dict(deferred.module.named_buffers())
+    assert list(buffers) == [name for name, _ in expected.named_buffers()]
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(buffers[name], buffer) and buffers[name].dtype == buffer.dtype, name
+    assert list(deferred.module.state_dict()) == list(expected.state_dict())
+
+
+@pytest.mark.parametrize("build", BUILDERS, ids=lambda build: build.__name__)
+def test_a_deferred_model_has_the_values_of_the_built_one(build: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(7)
+    expected = build()
+    after = torch.rand(3)
+    torch.manual_seed(7)
+    assert_same(DeferredModel(build), expected)
+    assert torch.equal(torch.rand(3), after), "the random numbers that follow are the same too"
+
+
+@pytest.mark.parametrize("build", [Orthogonal, Recurrent], ids=lambda build: build.__name__)
+def test_a_builder_is_replayed_or_refused(build: Callable[[], nn.Module]) -> None:
+    """What cannot be recorded must be an error that says what to do, and never other values."""
+    torch.manual_seed(7)
+    expected = build()
+    torch.manual_seed(7)
+    try:
+        deferred = DeferredModel(build)
+    except ValueError as error:
+        assert "Pass the constructed module to initialize in its place" in str(error)  # noqa: PT017
+        return
+    assert_same(deferred, expected)
+
+
+def test_a_builder_that_reads_values_is_refused() -> None:
+    def build() -> nn.Module:
+        model = nn.Linear(3, 3)
+        nn.init.constant_(model.bias, model.weight.sum().item())
+        return model
+
+    with pytest.raises(ValueError, match="the model builder reads values of tensors while it constructs the model"):
+        DeferredModel(build)
+
+
+def test_a_callable_that_builds_no_module_is_refused() -> None:
+    with pytest.raises(ValueError, match="model: expected a callable that returns an nn.Module, found int"):
+        DeferredModel(lambda: 3)  # type: ignore[arg-type,return-value]
+    with pytest.raises(ValueError, match="model: expected an nn.Module or a callable that builds one, found int"):
+        lowtide.initialize(3, {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAMW})  # type: ignore[arg-type]
+
+
+def test_little_more_than_one_parameter_is_alive_at_a_time() -> None:
+    def build() -> nn.Module:
+        return models.TinyGPT(width=64, layers=6)
+
+    deferred = DeferredModel(build)
+    sizes = [value.nbytes for _, value in deferred.values()]
+    assert max(sizes) <= deferred.peak_bytes <= 1.5 * max(sizes)
+    assert sum(sizes) > 8 * max(sizes)
+
+
+def losses_and_state(stage: int, is_deferred: bool) -> tuple[list[float], dict[str, Tensor]]:
+    case = Case(TiedAndShared, models.token_batch, stage=stage)
+    torch.manual_seed(0)
+    engine = lowtide.initialize(TiedAndShared if is_deferred else TiedAndShared(), case.as_config())
+    losses = [
+        engine.train_step(share_of(case.global_batch(step, engine.world_size))).loss.item() for step in range(2)
+    ]
+    return losses, engine.state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_callable_trains_as_the_module_does(ranks: RankPool, stage: int) -> None:
+    losses, state = ranks(2, losses_and_state, stage, True)[0]
+    expected_losses, expected = ranks(2, losses_and_state, stage, False)[0]
+    assert losses == expected_losses and list(state) == list(expected)
+    assert all(torch.equal(state[name], value) for name, value in expected.items())

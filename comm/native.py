@@ -21,6 +21,7 @@ class NativeRoute:
     """Collectives of the process group's backend, asynchronous; `wait` orders the current stream after them."""
 
     name = "native"
+    sums_in_place = False
     copies_are_shared = False
 
     def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
@@ -46,7 +47,7 @@ class NativeRoute:
         return torch.empty(numel, dtype=dtype, device=self._device)
 
     def reduce_scatter(
-        self, slot: Tensor, out: Tensor, accumulate: bool, what: str, inspect: Inspect | None
+        self, slot: Tensor, out: Tensor, accumulate: bool, in_place: bool, what: str, inspect: Inspect | None
     ) -> Reduction:
         """out = (out +) sum over ranks of slot[this rank's part]. slot: (size * out.numel(),)."""
         direct = slot.dtype == out.dtype and not accumulate

@@ -64,6 +64,7 @@ class SharedMemoryRoute:
     """Collectives between ranks that map the same memory. See the notes at the top of the file."""
 
     name = "shared_memory"
+    sums_in_place = True
     copies_are_shared = True
 
     def __init__(
@@ -138,15 +139,20 @@ class SharedMemoryRoute:
         return slot[: numel * dtype.itemsize].view(dtype)
 
     def reduce_scatter(
-        self, slot: Tensor, out: Tensor, accumulate: bool, what: str, inspect: Inspect | None
+        self, slot: Tensor, out: Tensor, accumulate: bool, in_place: bool, what: str, inspect: Inspect | None
     ) -> Reduction:
-        """out = (out +) sum over ranks of slot[this rank's part]. slot: (size * out.numel(),)."""
+        """out = (out +) sum over ranks of slot[this rank's part]. slot: (size * out.numel(),).
+
+        in_place: this rank's own part is not in its slot but in `out`.
+        """
         number = self._post()
         part = out.numel()
 
         def reduce() -> None:
             slots = self._posted(number, slot, what)
             mine = [other[self.rank * part : (self.rank + 1) * part] for other in slots]
+            if in_place:
+                mine[self.rank] = out
             sum_in_rank_order(mine, out, accumulate)
             if inspect is not None:
                 inspect(0, out, mine)

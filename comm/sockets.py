@@ -28,6 +28,7 @@ class SocketRoute:
     """Collectives made of point-to-point messages; every message of an operation carries the operation's tag."""
 
     name = "sockets"
+    sums_in_place = True
     copies_are_shared = False
 
     def __init__(
@@ -72,12 +73,17 @@ class SocketRoute:
         return self._buffer(f"slot {self._num_slots_opened % 3}", numel, dtype)
 
     def reduce_scatter(
-        self, slot: Tensor, out: Tensor, accumulate: bool, what: str, inspect: Inspect | None
+        self, slot: Tensor, out: Tensor, accumulate: bool, in_place: bool, what: str, inspect: Inspect | None
     ) -> Reduction:
-        """out = (out +) sum over ranks of slot[this rank's part]. slot: (size * out.numel(),)."""
+        """out = (out +) sum over ranks of slot[this rank's part]. slot: (size * out.numel(),).
+
+        in_place: this rank's own part is not in its slot but in `out`.
+        """
         numel = out.numel()
         bounds = [slice(rank * numel, (rank + 1) * numel) for rank in range(self.size)]
         contributions, works = self._exchange_parts(slot, bounds, what)
+        if in_place:
+            contributions[self.rank] = out
 
         def reduce() -> None:
             self._wait(works, what)

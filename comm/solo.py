@@ -14,6 +14,7 @@ class SoloRoute:
     """Collectives of a single rank: a sum over ranks is the tensor itself."""
 
     name = "solo"
+    sums_in_place = False
     copies_are_shared = False
     size = 1
     rank = 0
@@ -39,7 +40,7 @@ class SoloRoute:
         return torch.empty(numel, dtype=dtype, device=self._device)
 
     def reduce_scatter(
-        self, slot: Tensor, out: Tensor, accumulate: bool, what: str, inspect: Inspect | None
+        self, slot: Tensor, out: Tensor, accumulate: bool, in_place: bool, what: str, inspect: Inspect | None
     ) -> Reduction:
         """out = (out +) slot."""
         out.add_(slot) if accumulate else out.copy_(slot)

@@ -10,6 +10,7 @@ Idea: deferred initialization, as in torchdistx.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.from_numpy)
+_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,10 @@ class _DataRecorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func == _IS_META and sys._getframe(1).f_globals is vars(nn.init):
+            return (
+                False  # orthogonal_, dirac_ and sparse_ do nothing on meta tensors: their operations must be recorded
+            )
         if func not in _FROM_DATA or kwargs.get("device") is not None or isinstance(args[0], Tensor):
             return func(*args, **kwargs)
         value = func(*args, **(kwargs if func is torch.from_numpy else {**kwargs, "device": "cpu"}))

@@ -12,11 +12,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..comm import Mesh
+from ..comm import Mesh, Pending
 from ..zero.exact_sum import NUM_LIMBS, from_limbs, to_limbs
 from ..zero.hooks import UnitHooks
 from ..zero.loss_scale import LossScaler
-from ..zero.optimizer import ShardedOptimizer
+from ..zero.optimizer import ShardedOptimizer, ShardState
 from ..zero.sequence import UnitSequence
 from .batch import call, loss_of, microbatches, prepared
 from .config import Config
@@ -119,13 +119,18 @@ class Engine:
     def train_step(self, batch: Any) -> StepResult:
         """One optimizer step on this rank's share of a global batch, or on an iterator of microbatches.
 
-        Raises NonFiniteGradientError where a gradient is not finite (float16: the step is skipped instead).
+        Raises NonFiniteGradientError where a gradient is not finite (float16: the step is skipped instead). After an
+        error of all ranks alike the next call is a step of its own: no gradient of the failed one is left.
         """
-        for microbatch in microbatches(batch, self._accumulation, self._parts.rows_per_microbatch):
-            ready = self._prepare(microbatch)
-            self._guard.check()
-            output = call(self.module, ready)
-            self.backward(loss_of(output, ready, self._parts.loss_fn))
+        try:
+            for microbatch in microbatches(batch, self._accumulation, self._parts.rows_per_microbatch):
+                ready = self._prepare(microbatch)
+                self._guard.check()
+                output = call(self.module, ready)
+                self.backward(loss_of(output, ready, self._parts.loss_fn))
+        except BaseException:
+            self._forget_gradients()
+            raise
         return self.step()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -164,18 +169,18 @@ class Engine:
         grad_norm = math.sqrt(square_norm) * factor if not num_bad else math.nan
         skipped = bool(num_bad)
         if skipped and not self._is_fp16:
-            self._raise_non_finite()
+            try:
+                self._raise_non_finite()
+            finally:
+                self._forget_gradients()
         if not skipped:
             clip = self.config.gradient_clipping
             if clip and grad_norm > clip:
                 factor *= clip / (grad_norm + 1e-6)
             self._update(factor)
             self._advance_schedule()
-        for unit in self._sequence.units:
-            for gradient in unit.gradients:
-                gradient.reset()
+        self._forget_gradients()
         self._scaler.update(skipped)
-        self._losses.clear()
         self.global_step += 1
         self._last = StepResult(
             torch.tensor(loss, dtype=self._result_dtype),
@@ -251,10 +256,12 @@ class Engine:
 
     @property
     def _predivide(self) -> float:
-        """Gradients are made smaller by this before they are summed over ranks, where the config asks for it."""
-        if self.config.prescale_gradients:
+        """The factor by which gradients are made smaller before they are summed over ranks."""
+        factor = self.config.gradient_predivide_factor
+        if self.config.prescale_gradients or (not self._is_fp16 and factor == 1.0):
+            # The mean over ranks costs no pass of its own then. Float16 keeps the digits that the loss scale gave it.
             return 1.0 / self.world_size
-        return 1.0 / self.config.gradient_predivide_factor
+        return 1.0 / factor
 
     def _prepare(self, batch: Any) -> Any:
         dtype = self._parts.compute_dtype if self._parts.casts_inputs else None
@@ -274,9 +281,28 @@ class Engine:
             shard.gradient.on_final = update
 
     def _update(self, factor: float) -> None:
-        if not self._updates_in_backward:
-            self.optimizer.step(gradient_scale=factor)
-        self._values.refresh()
+        pending: list[Pending] = []
+        if self._updates_in_backward:
+            pending.extend(self._send(shard) for shard in self.optimizer.shards)
+        else:
+            self.optimizer.step(gradient_scale=factor, on_updated=lambda shard: pending.append(self._send(shard)))
+        for one in pending:
+            one.wait()
+        self._mesh.fence(f"the update of step {self.global_step}")
+
+    def _send(self, shard: ShardState) -> Pending:
+        """Starts to bring an updated shard into the full parameters of all ranks, where those are kept."""
+        return Pending() if shard.group.frees_memory else shard.group.refresh()
+
+    def _forget_gradients(self) -> None:
+        """The next microbatch is the first of its step."""
+        for unit in self._sequence.units:
+            for gradient in unit.gradients:
+                gradient.reset()
+                for param in gradient.group.params:
+                    param.grad = None
+        self._losses.clear()
+        self._num_microbatches = 0
 
     def _global_sums(self) -> tuple[float, float, int]:
         """(mean loss, sum of squared gradients, number of groups with a non-finite gradient) over all ranks."""

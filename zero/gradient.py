@@ -12,7 +12,10 @@ from ..comm import Axis, Reduction
 from ..offload import PagePool, TransientBuffer
 from .exact_sum import NUM_LIMBS, to_limbs
 from .group import ShardedGroup
-from .layout import BLOCK_NUMEL
+from .layout import BLOCK_NUMEL, Slot
+
+Region = tuple[int, int, Tensor]
+"""[start, end) of the flat buffer, and the memory for it, (end - start,)."""
 
 
 @dataclass(frozen=True)
@@ -82,22 +85,24 @@ class GroupGradient:
         shard, accumulate = self._open_shard(), self._has_shard
         final_axis = replica_axis if replica_axis.size > 1 else shard_axis
         if shard_axis.size == 1 and (replica_axis.size == 1 or accumulate or not boundary):
-            self._write_gradients(shard, accumulate)
+            self._write_gradients([(0, shard.numel(), shard)], accumulate)
             if replica_axis.size == 1:
                 self._inspect(shard_axis, boundary, 0, shard, (shard,))
         elif shard_axis.size > 1:
             slot = shard_axis.route.open_slot(self.group.layout.padded_numel, self.reduce_dtype, what)
-            self._write_gradients(slot, accumulate=False)
+            # Where nothing was accumulated yet, this rank's own part need not go through the slot.
+            in_place = shard_axis.route.sums_in_place and not accumulate and slot.dtype == shard.dtype
+            self._stage(slot, shard, in_place)
             counts = boundary and final_axis is shard_axis
             yield from _steps(
                 shard_axis.route.reduce_scatter(
-                    slot, shard, accumulate, what, lambda *found: self._inspect(shard_axis, counts, *found)
+                    slot, shard, accumulate, in_place, what, lambda *found: self._inspect(shard_axis, counts, *found)
                 )
             )
         if replica_axis.size > 1 and boundary:
             slot = replica_axis.route.open_slot(shard.numel(), self.reduce_dtype, what)
             if shard_axis.size == 1 and not accumulate:
-                self._write_gradients(slot, accumulate=False)
+                self._stage(slot, shard, in_place=False)
             else:
                 slot.copy_(shard)
             yield from _steps(
@@ -127,34 +132,43 @@ class GroupGradient:
         if self.local is None:
             numel = self.group.layout.padded_numel
             self.local = torch.zeros(numel, dtype=self.accumulation_dtype, device=self.group.full.device)
-        self._add_gradients(self.local, accumulate=self._has_local)
+        self._add_gradients([(0, self.local.numel(), self.local)], accumulate=self._has_local)
         self._has_local = True
 
-    def _write_gradients(self, target: Tensor, accumulate: bool) -> None:
-        """target = (target +) gradients of this rank, and frees them."""
+    def _write_gradients(self, regions: Sequence[Region], accumulate: bool) -> None:
+        """regions = (regions +) gradients of this rank, and frees them."""
         if self._has_local:
             assert self.local is not None
-            target.add_(self.local) if accumulate else target.copy_(self.local)
+            for start, end, memory in regions:
+                memory.add_(self.local[start:end]) if accumulate else memory.copy_(self.local[start:end])
             self._has_local, accumulate = False, True
-        self._add_gradients(target, accumulate)
+        self._add_gradients(regions, accumulate)
 
-    def _add_gradients(self, target: Tensor, accumulate: bool) -> None:
+    def _add_gradients(self, regions: Sequence[Region], accumulate: bool) -> None:
         end = 0
         for slot, param in zip(self.group.layout.slots, self.group.params, strict=True):
-            if not accumulate:
-                target[end : slot.offset_in_flat].zero_()  # the gap that aligns the parameter
-            place = target[slot.offset_in_flat : slot.end_in_flat].view(slot.shape)
-            end = slot.end_in_flat
             gradient, param.grad = param.grad, None
+            if not accumulate:  # the gap that aligns the parameter, and what no gradient is written to
+                _zero(regions, end, slot.end_in_flat if gradient is None else slot.offset_in_flat)
+            end = slot.end_in_flat
             if gradient is None:
-                if not accumulate:
-                    place.zero_()
                 continue
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
-            place.add_(gradient) if accumulate else place.copy_(gradient)
+            for place, part in _overlaps(regions, slot, gradient):
+                place.add_(part) if accumulate else place.copy_(part)
         if not accumulate:
-            target[end:].zero_()
+            _zero(regions, end, self.group.layout.padded_numel)
+
+    def _stage(self, slot: Tensor, shard: Tensor, in_place: bool) -> None:
+        """Puts the gradients into the slot; this rank's own part into the shard, where it is summed."""
+        padded = self.group.layout.padded_numel
+        own = shard.numel() * self.group.axis.rank
+        regions: list[Region] = [(0, padded, slot)]
+        if in_place:
+            after = own + shard.numel()
+            regions = [(0, own, slot[:own]), (own, after, shard), (after, padded, slot[after:])]
+        self._write_gradients(regions, accumulate=False)
 
     def _inspect(self, axis: Axis, counts: bool, offset: int, total: Tensor, contributions: Sequence[Tensor]) -> None:
         """Adds the squares of what was summed here to the norm, and traces a non-finite value to its rank."""
@@ -172,10 +186,35 @@ class GroupGradient:
         index = int(bad[0])
         shard_start = self.group.axis.rank * self.group.layout.shard_numel
         name = self.group.layout.slot_at(shard_start + offset + index).name
+        own = axis.rank if axis.rank < len(contributions) else None
+        in_place = own is not None and contributions[own].data_ptr() == total.data_ptr()
         producers = [
-            rank for rank, part in zip(axis.ranks, contributions, strict=False) if not torch.isfinite(part[index])
+            rank
+            for index_on_axis, (rank, part) in enumerate(zip(axis.ranks, contributions, strict=False))
+            if not (in_place and index_on_axis == own) and not torch.isfinite(part[index])
         ]
+        if in_place and not producers:
+            producers = [axis.ranks[axis.rank]]  # its own contribution has become the sum; nobody else's was bad
         self.non_finite = NonFinite(name, producers[0] if producers else None)
+
+
+def _overlaps(regions: Sequence[Region], slot: Slot, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """(memory, the part of a parameter's gradient that belongs there) for each region that the parameter touches."""
+    for start, end, memory in regions:
+        low, high = max(start, slot.offset_in_flat), min(end, slot.end_in_flat)
+        if low >= high:
+            continue
+        place = memory[low - start : high - start]
+        if high - low == slot.numel:
+            yield place.view(slot.shape), gradient
+        else:
+            yield place, gradient.reshape(-1)[low - slot.offset_in_flat : high - slot.offset_in_flat]
+
+
+def _zero(regions: Sequence[Region], low: int, high: int) -> None:
+    for start, end, memory in regions:
+        if max(start, low) < min(end, high):
+            memory[max(start, low) - start : min(end, high) - start].zero_()
 
 
 def _squares_by_block(values: Tensor) -> Tensor:

@@ -84,11 +84,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The learning rate of the first parameter group."""
         return float(self.param_groups[0]["lr"])
 
-    def step(self, closure: Any = None, gradient_scale: float = 1.0) -> None:  # type: ignore[override]
-        """Updates all shards with gradient_scale * gradient. The engine calls it; it has reduced the gradients."""
+    def step(  # type: ignore[override]
+        self,
+        closure: Any = None,
+        gradient_scale: float = 1.0,
+        on_updated: Callable[[ShardState], None] | None = None,
+    ) -> None:
+        """Updates all shards with gradient_scale * gradient. The engine calls it; it has reduced the gradients.
+
+        on_updated: called after each shard, so that sending it overlaps with the update of the next.
+        """
         self.begin_step()
         for shard in self.shards:
             self.update(shard, gradient_scale)
+            if on_updated is not None:
+                on_updated(shard)
 
     def begin_step(self) -> None:
         """Counts a step whose shards are then updated one by one."""

@@ -68,7 +68,7 @@ class ReleasedParameter(nn.Parameter):
             f"parameter '{name}' is released: only its shards exist here, so {operation} cannot read it. Its "
             "values are there inside the forward and backward of its own module; anywhere else use "
             f"`with engine.gathered(parameter):`. If another module's forward reads '{name}', list both modules' "
-            "common parent in zero_optimization.units."
+            "common parent in zero_optimization.units, or leave the owner out of that list."
         )
 
     def __repr__(self, **ignored: Any) -> str:  # type: ignore[override]

@@ -245,7 +245,8 @@ class UnitSequence:
             raise StateError(
                 f"parameter '{name}' got a gradient after its unit '{unit.name}' had been reduced in the same "
                 "backward. Reentrant activation checkpointing of a module that is used several times does that: use "
-                "use_reentrant=False, or activation_checkpointing in the config."
+                "use_reentrant=False, or activation_checkpointing in the config. So does a parameter that is read "
+                "outside of its unit's forward: leave its unit out of zero_optimization.units."
             )
         unit.waiting.discard(id(param))
         if not unit.waiting and unit is not self.rest:

@@ -59,7 +59,7 @@ def reductions(route: str, kind: str, dtype: torch.dtype = torch.float32) -> lis
             slot.copy_(data(slot_numel, axis.rank, dtype))
             out = torch.ones(numel)
             if kind == "reduce_scatter":
-                axis.route.reduce_scatter(slot, out, accumulate, "test", inspect).wait()
+                axis.route.reduce_scatter(slot, out, accumulate, False, "test", inspect).wait()
             else:
                 axis.route.all_reduce(slot, out, "test", inspect).wait()
             found.append({"numel": numel, "accumulate": accumulate, "out": out, "calls": calls})
@@ -78,7 +78,7 @@ def overlapping_reductions(route: str) -> list[Tensor]:
         for reduction in list(waiting):
             if reduction.advance():
                 waiting.remove(reduction)
-        waiting.append(axis.route.reduce_scatter(slot, out, False, "test", None))
+        waiting.append(axis.route.reduce_scatter(slot, out, False, False, "test", None))
     for reduction in waiting:
         reduction.wait()
     axis.route.fence("test")
@@ -195,7 +195,7 @@ def test_a_single_rank_is_its_own_sum() -> None:
         slot = route.open_slot(5, torch.float32, "test")
         slot.copy_(torch.arange(5.0))
         out = torch.ones(5)
-        route.reduce_scatter(slot, out, True, "test", None).wait()
+        route.reduce_scatter(slot, out, True, False, "test", None).wait()
         assert out.tolist() == [1, 2, 3, 4, 5]
         route.all_reduce(slot, out, "test", None).wait()
         assert out.tolist() == [0, 1, 2, 3, 4]

@@ -1,11 +1,11 @@
 """Recomputing activations changes no bit, whether the config asks for it or the model does it itself."""
 
-import lowtide
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import lowtide
 from tests import models
 from tests.ranks import RankPool
 from tests.zero.training import Case, share_of, train, train_all
@@ -86,7 +86,8 @@ def test_checkpointing_by_the_config_is_bitwise_the_same(ranks: RankPool, build:
     plain = ranks(2, train_all, routed)[0]
     for every in (1, 2):
         config = {"activation_checkpointing": {"every": every}}
-        for ours, theirs in zip(ranks(2, train_all, [c.at(c.stage, config=config) for c in routed])[0], plain, strict=True):
+        outcomes = ranks(2, train_all, [case.at(case.stage, config=config) for case in routed])[0]
+        for ours, theirs in zip(outcomes, plain, strict=True):
             assert ours.differences(theirs) == []
 
 

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import lowtide
 import pytest
 import torch
 from torch import Tensor, nn
 
+import lowtide
 from tests import models
 from tests.ranks import RankPool
 from tests.zero.training import ADAMW, Case, adamw, share_of

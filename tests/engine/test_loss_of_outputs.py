@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
-import lowtide
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+import lowtide
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,

@@ -49,7 +49,7 @@ class Scheduled:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_learning_rate_of_each_update(section: dict[str, Any], ratio: Any, stage: int) -> None:
     config = {"scheduler": section, "optimizer": {"type": "sgd", "params": {"lr": BASE}}}
-    case = Case(models.mlp_float64, models.vector_batch_float64, stage=stage, steps=STEPS, accumulation=2, config=config)
+    case = Case(models.mlp_float64, models.vector_batch_float64, stage, accumulation=2, steps=STEPS, config=config)
     found = train(case)
     assert found.lrs == pytest.approx([BASE * ratio(step) for step in range(STEPS)], rel=1e-12, abs=1e-15)
     expected: Any = train_plainly(case, 1, lambda params: Scheduled(params, ratio))  # type: ignore[arg-type,return-value]

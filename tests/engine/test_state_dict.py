@@ -1,10 +1,10 @@
 """state_dict: the model's own names and values, tied names and buffers included, on rank 0 alone."""
 
-import lowtide
 import pytest
 import torch
 from torch import Tensor, nn
 
+import lowtide
 from tests import models
 from tests.ranks import RankPool
 from tests.zero.training import Case, share_of

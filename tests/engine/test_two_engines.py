@@ -1,10 +1,10 @@
 """Two engines in one process, taking turns, train as each would alone."""
 
-import lowtide
 import pytest
 import torch
 from torch import nn
 
+import lowtide
 from tests import models
 from tests.ranks import RankPool
 from tests.zero.training import Case, Outcome, share_of, train

@@ -4,17 +4,17 @@ from collections import namedtuple
 from collections.abc import Iterator
 from typing import Any
 
-import lowtide
 import pytest
 import torch
 from torch import Tensor, nn
 
+import lowtide
 from tests import models
 from tests.ranks import RankPool
 from tests.zero.training import Case, Outcome, share_of, train
 
 CASE = Case(models.mlp, models.vector_batch, accumulation=3, clip=0.05)
-Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024
+Pair = namedtuple("Pair", ["x", "y"])
 
 
 def microbatches_of(case: Case, step: int, world_size: int) -> list[tuple[Tensor, ...]]:

@@ -27,8 +27,8 @@ def test_hybrid_sharding_equals_stage_0(ranks: RankPool, route: str) -> None:
 
 def test_hybrid_sharding_in_float32_and_bf16(ranks: RankPool) -> None:
     hybrid = {"zero_optimization": {"shard_size": 2}}
-    cases = [Case(models.mlp, models.vector_batch), Case(models.mlp, models.vector_batch, config={"bf16": {"enabled": True}})]
-    for case in cases:
+    for config in ({}, {"bf16": {"enabled": True}}):
+        case = Case(models.mlp, models.vector_batch, config=config)
         work = [case.at(0), *(case.at(stage, config=hybrid) for stage in (1, 2, 3))]
         stage_0, *outcomes = ranks(4, train_all, work)[0]
         for outcome in outcomes:

@@ -72,7 +72,10 @@ def test_every_optimizer_equals_its_torch_twin(ranks: RankPool, world_size: int)
 def test_every_optimizer_updates_float32_masters_of_bf16_weights(ranks: RankPool) -> None:
     config = {"bf16": {"enabled": True}}
     work = [
-        (Case(models.mlp, models.vector_batch, 3, config={**config, "optimizer": {"type": name, "params": params}}), twin)
+        (
+            Case(models.mlp, models.vector_batch, 3, config={**config, "optimizer": {"type": name, "params": params}}),
+            twin,
+        )
         for name, params, twin in OPTIMIZERS
     ]
     outcomes = ranks(2, train_all, [case for case, _ in work])[0]

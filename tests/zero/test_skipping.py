@@ -172,7 +172,8 @@ def train_plainly(case: Case, world_size: int) -> tuple[list[float], dict[str, T
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("route", ROUTES)
 def test_skipped_blocks_count_as_zero_gradients(ranks: RankPool, route: str, world_size: int) -> None:
-    cases = [case for case in CASES if case.keeps_order or case.zero.get("stage", 3) < 3 or route == "shared_memory"]
+    chosen = CASES if world_size == 2 else CASES[1::2]
+    cases = [case for case in chosen if case.keeps_order or case.zero.get("stage", 3) < 3 or route == "shared_memory"]
     found = ranks(world_size, train_all, cases, route)[0]
     for case, (norms, state) in zip(cases, found, strict=True):
         expected_norms, expected = train_plainly(case, world_size)

@@ -1,10 +1,10 @@
 """update_in_backward gives the bits of the plain update, and never holds all gradients."""
 
-import lowtide
 import pytest
 import torch
 from torch import nn
 
+import lowtide
 from tests import models
 from tests.ranks import RankPool
 from tests.zero.training import Case, share_of, train_all

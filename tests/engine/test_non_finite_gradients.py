@@ -1,0 +1,112 @@
+"""A NaN in a gradient: named with parameter, rank and step; in float16 the step is skipped instead."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lowtide
+from tests.ranks import RankPool
+
+ROUTES = ["shared_memory", "sockets"]
+STAGES = [0, 1, 2, 3]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(40, 40) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.float().square().mean()
+
+
+def engine_with_fault(stage: int, route: str, value: float, step: int, rank: int, **changes: Any) -> lowtide.Engine:
+    """An engine whose gradient of blocks.1.weight has `value` at one place, in that step on that rank."""
+    torch.manual_seed(0)
+    config = {
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "sgd", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+        "communication": {"route": route},
+        "steps_per_print": 0,
+        **changes,
+    }
+    model = Net()
+    engine = lowtide.initialize(model, config)
+
+    def spoil(gradient: Tensor) -> Tensor | None:
+        if engine.global_step != step or engine.rank != rank:
+            return None
+        spoiled = gradient.clone()
+        spoiled[39, 7] = value
+        return spoiled
+
+    model.get_parameter("blocks.1.weight").register_hook(spoil)
+    return engine
+
+
+def errors(route: str, rank: int) -> list[tuple[str, str, bool]]:
+    """For each stage and value: class and text of the error of step 2, and whether no parameter has changed in it."""
+    found = []
+    for stage in STAGES:
+        for value in (float("nan"), float("inf")):
+            engine = engine_with_fault(stage, route, value, 2, rank)
+            x = torch.randn(2, 40)
+            for _ in range(2):
+                engine.train_step((x,))
+            before = engine.state_dict()
+            try:
+                engine.train_step((x,))
+                found.append(("nothing", "", False))
+            except RuntimeError as error:
+                after = engine.state_dict()
+                is_same = all(torch.equal(before[name], after[name]) for name in before)
+                found.append((type(error).__name__, str(error), is_same))
+            engine.close()
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (2, 1), (4, 2)])
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_error_names_parameter_rank_and_step(ranks: RankPool, route: str, world_size: int, rank: int) -> None:
+    for found in ranks(world_size, errors, route, rank):
+        for kind, text, is_same in found:
+            assert kind == "NonFiniteGradientError" and is_same
+            assert text.startswith(
+                "step 2: expected finite gradients, found a NaN or infinite value in the gradient of 'blocks.1.weight' "
+                f"on rank {rank}. No parameter was updated."
+            )
+
+
+def skips(route: str) -> list[tuple[list[bool], list[float], bool]]:
+    """For each stage, of three steps with an overflow in the second: skipped, loss scale, and nothing changed in it."""
+    found = []
+    fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+    for stage in STAGES:
+        rank = dist.get_world_size() - 1
+        engine = engine_with_fault(stage, route, float("inf"), 1, rank, fp16=fp16)
+        x = torch.randn(2, 40)
+        results, states = [], [engine.state_dict()]
+        for _ in range(3):
+            results.append(engine.train_step((x,)))
+            states.append(engine.state_dict())
+        changed = [any(not torch.equal(a[k], b[k]) for k in a) for a, b in pairwise(states)]
+        as_expected = engine.rank != 0 or changed == [True, False, True]
+        found.append(([r.skipped for r in results], [r.loss_scale for r in results], as_expected))
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("route", ROUTES)
+def test_float16_skips_the_step_on_every_rank_and_halves_the_scale(
+    ranks: RankPool, route: str, world_size: int
+) -> None:
+    for found in ranks(world_size, skips, route):
+        assert found == [([False, True, False], [16.0, 16.0, 8.0], True)] * len(STAGES)

@@ -1,0 +1,324 @@
+"""Unused, frozen, tied, shared, empty, integer parameters, buffers, several dtypes: every stage trains them alike."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests import models
+from tests.ranks import RankPool
+from tests.zero.training import Case, assert_close, train_all, train_plainly
+
+
+class Base(models.Mlp):
+    """float64, so that sums in another order do not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.change()
+        self.double()
+
+    def change(self) -> None: ...
+
+
+class WithoutBias(nn.Linear):
+    """Has one, and does not read it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight)
+
+
+class Unused(Base):
+    """Nobody reads a whole layer, a bias in a unit, and a parameter of the root."""
+
+    def change(self) -> None:
+        self.lonely = nn.Parameter(torch.ones(3, 5))
+        self.layers[1] = WithoutBias(7, 7)
+        self.layers.append(nn.Linear(7, 7))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for layer in list(self.layers)[:3]:
+            x = x + torch.tanh(layer(x))
+        return functional.mse_loss(self.last(x), y)
+
+
+class Frozen(Base):
+    """A whole unit, one weight in a unit, and a part of the rest."""
+
+    def change(self) -> None:
+        self.layers[0].requires_grad_(False)
+        self.layers[2].weight.requires_grad_(False)
+        self.first.bias.requires_grad_(False)
+
+
+class FrozenBelow(Base):
+    """All that comes first, so that the gradient does not reach it at all."""
+
+    def change(self) -> None:
+        self.first.requires_grad_(False)
+        self.layers[:2].requires_grad_(False)
+
+
+class TiedAcrossUnits(Base):
+    def change(self) -> None:
+        self.layers[2].weight = self.layers[0].weight
+        self.layers[1].bias = self.first.bias
+
+
+class SharedModule(Base):
+    """One unit has two names, and its forward runs twice with another unit in between."""
+
+    def change(self) -> None:
+        self.layers.append(self.layers[0])
+
+
+class Rounds(Base):
+    """All units twice, first in order and then in reverse."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for layer in [*self.layers, *reversed(list(self.layers))]:
+            x = x + torch.tanh(layer(x))
+        return functional.mse_loss(self.last(x), y)
+
+
+class Reversed(Base):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for layer in reversed(list(self.layers)):
+            x = x + torch.tanh(layer(x))
+        return functional.mse_loss(self.last(x), y)
+
+
+class Hollow(nn.Linear):
+    """Has a weight without elements besides, or nothing else."""
+
+    def __init__(self, is_alone: bool) -> None:
+        super().__init__(7, 7)
+        self.nothing = nn.Parameter(torch.zeros(3, 0))
+        self.is_alone = is_alone
+        if is_alone:
+            self.weight = self.bias = None  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x if self.is_alone else super().forward(x)) + self.nothing.sum()
+
+
+class Empty(Base):
+    """Parameters without elements, in a unit, in the rest, and as a whole unit."""
+
+    def change(self) -> None:
+        self.nothing = nn.Parameter(torch.zeros(0, 4))
+        self.layers[1], self.layers[2] = Hollow(False), Hollow(True)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y) + self.nothing.sum()
+
+
+class ScaledLinear(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(7, 7)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class OneElement(Base):
+    """Parameters without dimensions."""
+
+    def change(self) -> None:
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.layers[1] = ScaledLinear()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x * self.scale, y)
+
+
+class SignedLinear(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(7, 7)
+        self.sign = nn.Parameter(torch.tensor([True, False] * 3 + [True]), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x.where(self.sign, -x)
+
+
+class Integer(Base):
+    """Tables of numbers that are parameters."""
+
+    def change(self) -> None:
+        self.order = nn.Parameter(torch.tensor([2, 0, 1, 4, 3]), requires_grad=False)
+        self.layers[1] = SignedLinear()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x[:, self.order], y)
+
+
+class NotContiguous(Base):
+    """Values that lie in memory in another order."""
+
+    def change(self) -> None:
+        self.last.weight = nn.Parameter(torch.arange(21.0).view(7, 3).t() / 20)
+        self.layers[0].weight.data = self.layers[0].weight.data.t()
+
+
+class MixedLinear(nn.Linear):
+    """A float64 weight and a float32 bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias.to(x.dtype))
+
+
+class TwoDtypes(Base):
+    """In each unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(MixedLinear(7, 7).double() for _ in range(3)))
+        for layer in self.layers:
+            layer.bias.data = layer.bias.data.float()
+
+
+class Detached(Base):
+    """The gradient stops in the middle: what lies before it gets none."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for index, layer in enumerate(self.layers):
+            x = x + torch.tanh(layer(x))
+            if index == 0:
+                x = x.detach()
+        return functional.mse_loss(self.last(x), y)
+
+
+class Normalized(Base):
+    """Batch norm: buffers that the forward changes."""
+
+    def change(self) -> None:
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7)) for _ in range(3)))
+
+
+KINDS: list[Callable[[], nn.Module]] = [
+    Unused,
+    Frozen,
+    FrozenBelow,
+    TiedAcrossUnits,
+    SharedModule,
+    Rounds,
+    Reversed,
+    Empty,
+    OneElement,
+    Integer,
+    NotContiguous,
+    TwoDtypes,
+    Detached,
+]
+ROUTES = ("shared_memory", "sockets")
+TOLERANCES = {TwoDtypes: 1e-6}
+
+
+def case_of(kind: Callable[[], nn.Module], stage: int = 0, route: str = "auto", accumulation: int = 1) -> Case:
+    config = {"communication": {"route": route}}
+    return Case(kind, models.vector_batch_float64, stage, accumulation, clip=0.05, config=config)
+
+
+def check(
+    ranks: RankPool, world_size: int, routes: tuple[str, ...], accumulation: int, stages: tuple[int, ...]
+) -> None:
+    grid = [case_of(kind, stage, route, accumulation) for kind in KINDS for route in routes for stage in stages]
+    for case, outcome in zip(grid, ranks(world_size, train_all, grid)[0], strict=True):
+        expected = train_plainly(case, world_size)
+        tolerance = TOLERANCES.get(case.build, 1e-10)  # type: ignore[call-overload]
+        assert_close(outcome, expected, tolerance, tolerance, f"{case.build.__name__}, stage {case.stage}")
+
+
+def test_on_one_rank(ranks: RankPool) -> None:
+    check(ranks, 1, ("auto",), 2, (0, 3))
+
+
+class ReadFromOutside(Base):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(functional.linear(x, self.layers[0].weight[:5, :5]), y) + self.layers[2].weight.sum()
+
+
+class BesideItsUnit(Base):
+    """A unit's weight is used, and the unit itself is not called."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        x = self.layers[2](x + functional.linear(x, self.layers[1].weight))
+        return functional.mse_loss(self.last(self.layers[0](x)), y)
+
+
+def test_a_weight_read_outside_its_unit_is_named_or_left_out_of_units(ranks: RankPool) -> None:
+    """A released one is named, as is a gradient that comes too late; right it is where its owner is no unit."""
+    for failure in ranks.fails(2, train_all, [case_of(ReadFromOutside, 3)]):
+        assert failure.kind == "ReleasedParameterError"
+        assert "parameter 'layers.0.weight' is released: only its shards exist here" in failure.text
+        assert "parent in zero_optimization.units, or leave the owner out of that list" in failure.text
+    for failure in ranks.fails(2, train_all, [case_of(BesideItsUnit, 2)]):
+        assert failure.kind == "StateError"
+        assert "parameter 'layers.1.weight' got a gradient after its unit 'layers.1' had been reduced" in failure.text
+        assert "outside of its unit's forward: leave its unit out of zero_optimization.units" in failure.text
+    left_out = {"zero_optimization": {"units": ["first", "last"]}}
+    for kind in (ReadFromOutside, BesideItsUnit):
+        cases = [case_of(kind, stage).at(stage, config=left_out) for stage in (0, 2, 3)]
+        for outcome in ranks(2, train_all, cases)[0]:
+            assert_close(outcome, train_plainly(case_of(kind), 2), 1e-10, 1e-10)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_on_two_ranks(ranks: RankPool, route: str) -> None:
+    check(ranks, 2, (route,), 1, (0, 2, 3))
+
+
+def test_on_two_ranks_with_accumulation(ranks: RankPool) -> None:
+    check(ranks, 2, ("auto",), 3, (0, 1, 3))
+
+
+def test_buffers_of_batch_norm(ranks: RankPool) -> None:
+    """Each rank has its own statistics, and rank 0's are saved."""
+    alone = ranks(1, train_all, [case_of(Normalized, stage, accumulation=2) for stage in (0, 3)])[0]
+    for outcome in alone:
+        assert_close(outcome, train_plainly(case_of(Normalized, accumulation=2), 1, num_parts=2), 1e-10, 1e-10)
+    expected = train_plainly(case_of(Normalized), 2, num_parts=2)
+    first, *others = ranks(2, train_all, [case_of(Normalized, s, r) for r in ROUTES for s in (0, 1, 2, 3)])[0]
+    for outcome in others:
+        assert outcome.differences(first) == []
+    buffers = [name for name in expected.state if "running" in name or "tracked" in name]
+    assert len(buffers) == 9 and int(first.state["layers.0.1.num_batches_tracked"]) == 3
+    for name in buffers:
+        first.state.pop(name), expected.state.pop(name)
+    assert_close(first, expected, 1e-10, 1e-10)
+
+
+def test_special_parameters_in_bf16(ranks: RankPool) -> None:
+    """float64 parameters become bf16; integer ones stay what they are."""
+    config = {"bf16": {"enabled": True, "auto_cast": False}, "communication": {"route": "sockets"}}
+    kinds = [kind for kind in KINDS if kind is not TwoDtypes]
+    grid = [
+        Case(Half(kind), models.vector_batch, stage, clip=0.05, config=config) for kind in kinds for stage in (0, 2, 3)
+    ]
+    outcomes = ranks(2, train_all, grid)[0]
+    for index, kind in enumerate(kinds):
+        first, *others = outcomes[3 * index : 3 * index + 3]
+        for outcome in others:
+            assert outcome.differences(first) == [], kind
+        assert len(set(first.losses)) > 1 and first.state["first.weight"].dtype == torch.bfloat16
+
+
+class Half:
+    """Builds a model in float32 whose forward takes float32."""
+
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        self._kind = kind
+
+    def __call__(self) -> nn.Module:
+        model = self._kind().float()
+        model.register_forward_pre_hook(lambda module, args: tuple(tensor.bfloat16() for tensor in args))
+        return model

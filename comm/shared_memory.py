@@ -5,7 +5,7 @@ A buffer from `allocate` is one piece of memory that every rank of the axis maps
 reads the others' parts in place, so that a gather moves nothing: `fence` after the writes is all it takes.
 
 [Note: slots]
-Gradients go through a ring of slots. Slot s of rank r is written by r alone. Operation n uses slot n % (number of slots):
+Gradients go through a ring of slots. Slot s of rank r is written by r alone. Operation n uses slot n % count:
 
     rank r:  write slot[r]   -> posted  = n + 1
              wait for all    posted > n;  out[part r] = slot[0][part r] + slot[1][part r] + ...

@@ -152,8 +152,8 @@ class Engine:
         try:
             (loss * (self._scaler.scale * self._predivide / self._accumulation)).backward()  # type: ignore[no-untyped-call]
             self._sequence.end_backward()
-        except BaseException:
-            self._sequence.abort()
+        except BaseException as error:
+            self._sequence.abort(error)
             raise
         self._losses.append(loss.detach().double())
         self._result_dtype = torch.promote_types(loss.dtype, torch.float32)

@@ -27,7 +27,7 @@ def summary(folder: Path) -> str:
         for name in ("memory_stage_0", "memory_stage_3", "train")
     )
     fell = "fell" if trained["final_loss"] < trained["first_loss"] else "DID NOT FALL"
-    head = f"  {'25M parameters, 2 processes':<32}{'model states':>16}{'training adds':>16}{'peak':>16}"
+    head = f"  {'25M parameters, 2 processes':<32}{'states at rest':>16}{'training adds':>16}{'peak':>16}"
     return "\n".join(
         [
             "== what this showed",

@@ -14,9 +14,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lowtide": {"engine"},
     "bin": {"engine", "launch", "configs"},
     "engine": {"zero", "comm", "kernels", "configs"},
-    "zero": {"comm", "kernels"},
+    "zero": {"comm", "kernels", "offload"},
     "comm": set(),
     "kernels": set(),
+    "offload": set(),
     "configs": set(),
     "launch": set(),
 }

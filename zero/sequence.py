@@ -31,6 +31,7 @@ from enum import Enum
 import torch
 from torch import nn
 
+from ..comm import CollectiveError
 from .gradient import GroupGradient
 from .group import Residence, ShardedGroup
 
@@ -262,18 +263,29 @@ class UnitSequence:
             self._advance()
         if self._needs_ring:
             self._backward_ring.finish()
+        self._end_pass()
+
+    def abort(self, error: BaseException) -> None:
+        """Ends a backward that `error` has ended.
+
+        What was started is finished, unless the others are lost: in the canonical order they come to it as well.
+        """
+        self.phase = Phase.IDLE
+        if isinstance(error, CollectiveError):
+            self._in_flight.clear()
+            return
+        while self._in_flight:
+            self._advance()
+        self._end_pass()
+
+    # -- pieces of it ---------------------------------------------------------------------------------------------
+
+    def _end_pass(self) -> None:
         for unit in self.units:
             unit.release()
             unit.first_use = None
         self._num_uses = 0
         self.phase = Phase.IDLE
-
-    def abort(self) -> None:
-        """Forgets a pass that ended with an exception."""
-        self._in_flight.clear()
-        self.phase = Phase.IDLE
-
-    # -- pieces of it ---------------------------------------------------------------------------------------------
 
     def _gather_in_backward(self, unit: Unit) -> None:
         if unit.is_full:

@@ -24,7 +24,7 @@ from .config import Config
 from .deferred import DeferredModel
 from .engine import Engine, Parts, Schedule
 from .full_values import FullValues
-from .log import logger
+from .log import configure, logger
 from .lr_schedule import learning_rate_at
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
@@ -290,5 +290,6 @@ def _loss_scaler(config: Config) -> LossScaler:
 
 def _log_notes(world: World, config: Config) -> None:
     if world.rank == 0:
+        configure()
         for note in config.notes:
             logger.info("config: %s", note)

@@ -12,6 +12,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("lowtide")
 
 
+def configure() -> None:
+    """Lets the lines of `lowtide` be seen, on standard error, unless the program has set up logging itself."""
+    if not logger.handlers and not logging.getLogger().handlers and logger.level == logging.NOTSET:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("lowtide: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+
+
 class StepLog:
     """A line every few steps, through the logger `lowtide`."""
 

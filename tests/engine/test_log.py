@@ -1,0 +1,25 @@
+"""Steps and notes of the config are seen without any set-up of logging, once every `steps_per_print`."""
+
+import subprocess
+import sys
+
+SCRIPT = """
+import torch, lowtide
+model = torch.nn.Linear(4, 4)
+config = {"optimizer": {"type": "sgd"}, "steps_per_print": 2, "zero_optimization": {"overlap_comm": True}}
+engine = lowtide.initialize(model, config, loss_fn=lambda output, batch: output.sum())
+for _ in range(5):
+    engine.train_step(torch.ones(2, 4))
+engine.close()
+"""
+
+
+def test_steps_per_print_prints_steps_and_notes() -> None:
+    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    lines = run.stderr.splitlines()
+    assert [line.split(",")[0] for line in lines if ": step " in line] == [
+        line.split(",")[0] for line in lines if line.startswith(("lowtide: step 2:", "lowtide: step 4:"))
+    ]
+    assert sum(line.startswith(("lowtide: step 2: loss", "lowtide: step 4: loss")) for line in lines) == 2
+    assert any("zero_optimization.overlap_comm" in line for line in lines)

@@ -233,8 +233,10 @@ class UnitSequence:
         if self.phase is not Phase.BACKWARD:
             raise StateError(_OUTSIDE_BACKWARD.format(where=f"the backward of {unit.name}"))
         for other in self.blocks:
-            if not other.is_ready and (other.first_use is None or other.first_use > use):
-                other.is_ready = True
+            # A unit that seems unused may still be read from outside its forward; where no gather waits for it, it can
+            # be left for the end.
+            is_done = self._needs_ring if other.first_use is None else other.first_use > use
+            other.is_ready = other.is_ready or is_done
         self._collect_ready()
         self._gather_in_backward(unit)
 

@@ -1,5 +1,6 @@
 """`close` leaves no thread of the process group behind; see [Note: threads at exit] in `comm/world.py`."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,7 @@ def gloo_threads() -> list[str]:
     return sorted(name for name in names if "gloo" in name)
 
 
-def threads_of_an_engine(route: str) -> tuple[list[str], list[str], list[str]]:
-    """Gloo's threads in this process before there is an engine, while there is one, and after it was closed."""
-    at_first = gloo_threads()
+def threads_before_and_after_close(route: str) -> tuple[list[str], list[str]]:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "sgd"},
@@ -28,12 +27,19 @@ def threads_of_an_engine(route: str) -> tuple[list[str], list[str], list[str]]:
     engine.train_step((torch.ones(2, 3),))
     meanwhile = gloo_threads()
     engine.close()
-    return at_first, meanwhile, gloo_threads()
+    return meanwhile, gloo_threads()
+
+
+@pytest.fixture(scope="module")
+def new_ranks() -> Iterator[RankPool]:
+    """Processes that no other test has left threads in."""
+    pool = RankPool()
+    yield pool
+    pool.close()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("route", ["shared_memory", "sockets"])
-def test_close_ends_the_threads_of_the_process_group(ranks: RankPool, route: str, world_size: int) -> None:
-    for at_first, meanwhile, after in ranks(world_size, threads_of_an_engine, route, process_group=False):
-        assert meanwhile.count("pt_gloo_runloop") > at_first.count("pt_gloo_runloop")
-        assert len(after) <= len(at_first)
+def test_close_ends_the_threads_of_the_process_group(new_ranks: RankPool, route: str, world_size: int) -> None:
+    for meanwhile, after in new_ranks(world_size, threads_before_and_after_close, route, process_group=False):
+        assert "pt_gloo_runloop" in meanwhile and after == []

@@ -16,7 +16,7 @@ Every route but the native one sums in rank order, so that the result does not d
 from .axis import Axis
 from .errors import CollectiveError
 from .mesh import Mesh
-from .pending import Inspect, Pending, Reduction
+from .pending import Inspect, Pending, Reduction, regions_of
 from .world import World
 
-__all__ = ["Axis", "CollectiveError", "Inspect", "Mesh", "Pending", "Reduction", "World"]
+__all__ = ["Axis", "CollectiveError", "Inspect", "Mesh", "Pending", "Reduction", "World", "regions_of"]

@@ -14,6 +14,7 @@ from .native import NativeRoute
 from .shared_memory import SharedMemoryRoute, free_shared_bytes
 from .sockets import SocketRoute
 from .solo import SoloRoute
+from .trail import Trail
 from .world import World
 
 _TAGS_PER_AXIS = 1 << 21
@@ -51,10 +52,12 @@ class Mesh:
             "replica": (replica_rank, tuple(shard_rank + shard_size * r for r in range(num_replicas))),
             "shard": (shard_rank, tuple(replica_rank * shard_size + s for s in range(shard_size))),
         }
+        trail = Trail(world, engine_number)
         axes = {}
         for index, (name, (rank, ranks)) in enumerate(places.items()):
             first_tag = (2 * engine_number + index) % 512 * _TAGS_PER_AXIS
-            axes[name] = Axis(name, rank, ranks, _make_route(world, route, rank, ranks, groups.get(name), first_tag))
+            route_of_axis = _make_route(world, route, rank, ranks, groups.get(name), first_tag, trail)
+            axes[name] = Axis(name, rank, ranks, route_of_axis)
         return cls(world, axes["replica"], axes["shard"])
 
     def sum_small(self, values: Any, what: str) -> Any:
@@ -116,14 +119,20 @@ def _make_groups(world: World, num_replicas: int, shard_size: int) -> dict[str, 
 
 
 def _make_route(
-    world: World, route: str, rank: int, ranks: tuple[int, ...], group: dist.ProcessGroup | None, first_tag: int
+    world: World,
+    route: str,
+    rank: int,
+    ranks: tuple[int, ...],
+    group: dist.ProcessGroup | None,
+    first_tag: int,
+    trail: Trail,
 ) -> Route:
     if group is None:
         return SoloRoute(world.device)
     if route == "shared_memory":
-        return SharedMemoryRoute(rank, ranks, _exchange_within(group), world.timeout_seconds)
+        return SharedMemoryRoute(rank, ranks, _exchange_within(group), world.timeout_seconds, trail)
     if route == "sockets":
-        return SocketRoute(rank, ranks, group, first_tag, world.timeout_seconds)
+        return SocketRoute(rank, ranks, group, first_tag, world.timeout_seconds, trail)
     return NativeRoute(rank, ranks, group, world.device)
 
 

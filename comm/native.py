@@ -63,7 +63,7 @@ class NativeRoute:
 
         return Reduction([reduce])
 
-    def all_reduce(self, slot: Tensor, out: Tensor, what: str, inspect: Inspect | None) -> Reduction:
+    def all_reduce(self, slot: Tensor, out: Tensor, in_place: bool, what: str, inspect: Inspect | None) -> Reduction:
         """out = sum over ranks of slot."""
         mine = regions_of(out.numel(), self.size)[self.rank]
         pending = self._pending(dist.all_reduce(slot, group=self._group, async_op=True), what)

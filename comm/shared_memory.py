@@ -36,6 +36,7 @@ from torch import Tensor
 from .errors import CollectiveError
 from .pending import Inspect, Pending, Reduction, regions_of
 from .summation import sum_in_rank_order
+from .trail import Trail
 
 FOLDER = "/dev/shm"
 _PAGE_BYTES = 4096
@@ -73,6 +74,7 @@ class SharedMemoryRoute:
         ranks: Sequence[int],
         exchange: Callable[[Any], list[Any]],
         timeout_seconds: float,
+        trail: Trail,
     ) -> None:
         """rank: within the axis. ranks: the global rank of each. exchange: gives every rank's value, a barrier too."""
         self.rank = rank
@@ -80,6 +82,7 @@ class SharedMemoryRoute:
         self.size = len(ranks)
         self._exchange = exchange
         self._timeout_seconds = timeout_seconds
+        self._trail = trail
         self._processes = [psutil.Process(pid) for pid in exchange(os.getpid())]
         control = self._map(page_aligned(8 * self.size * (_ROW_NUMEL + 2 * _MAIL_NUMEL)), "counters").view(torch.int64)
         counters_numel = self.size * _ROW_NUMEL
@@ -160,18 +163,24 @@ class SharedMemoryRoute:
 
         return Reduction([reduce])
 
-    def all_reduce(self, slot: Tensor, out: Tensor, what: str, inspect: Inspect | None) -> Reduction:
-        """out = sum over ranks of slot. Each rank sums its part of all slots, and reads the others' sums."""
+    def all_reduce(self, slot: Tensor, out: Tensor, in_place: bool, what: str, inspect: Inspect | None) -> Reduction:
+        """out = sum over ranks of slot. Each rank sums its region of all slots, and reads the others' sums.
+
+        in_place: this rank's own region is not in its slot but in `out`.
+        """
         number = self._post()
         regions = regions_of(out.numel(), self.size)
         mine = regions[self.rank]
 
         def reduce() -> None:
             contributions = [other[mine] for other in self._posted(number, slot, what)]
-            sum_in_rank_order(contributions, out[mine], accumulate=False)
+            total = out[mine]
+            if in_place:
+                contributions[self.rank] = total
+            sum_in_rank_order(contributions, total, accumulate=False)
             if inspect is not None:
-                inspect(mine.start, out[mine], contributions)
-            self._sums_of(self.rank, number, slot, out, mine).copy_(out[mine])
+                inspect(mine.start, total, contributions)
+            self._sums_of(self.rank, number, slot, out, mine).copy_(total)
             self._set(_REDUCED, number + 1)
 
         def collect() -> None:
@@ -231,6 +240,7 @@ class SharedMemoryRoute:
 
     def _wait_for(self, counter: int, target: int, what: str) -> None:
         """Returns when the counter of every rank has reached target."""
+        self._trail.note(what)
         column = self._counters[:, counter]
         for _ in range(200):
             if column.min() >= target:
@@ -257,6 +267,7 @@ class SharedMemoryRoute:
                 f"{here}: waited {waited_seconds:.0f} s for rank {names}, which is alive but elsewhere. "
                 "Do all ranks run the same calls of the engine in the same order? "
                 "A slow rank needs a larger communication.timeout_seconds."
+                + self._trail.compare([self.ranks[rank] for rank in late])
             )
 
 

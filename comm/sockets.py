@@ -19,6 +19,7 @@ from torch import Tensor
 from .errors import CollectiveError
 from .pending import Inspect, Pending, Reduction, regions_of
 from .summation import sum_in_rank_order
+from .trail import Trail
 
 _TAGS_PER_NAME = 1 << 11
 _NUM_NAMES = 1 << 10
@@ -32,7 +33,13 @@ class SocketRoute:
     copies_are_shared = False
 
     def __init__(
-        self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup, first_tag: int, timeout_seconds: float
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        group: dist.ProcessGroup,
+        first_tag: int,
+        timeout_seconds: float,
+        trail: Trail,
     ) -> None:
         """rank: within the axis; ranks: the global rank of each; first_tag: keeps two engines in a process apart."""
         self.rank = rank
@@ -44,6 +51,7 @@ class SocketRoute:
         self._num_operations = 0
         self._num_slots_opened = 0
         self._timeout_seconds = timeout_seconds
+        self._trail = trail
         self._scratch: dict[str, Tensor] = {}
 
     def allocate(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
@@ -93,12 +101,17 @@ class SocketRoute:
 
         return Reduction([reduce])
 
-    def all_reduce(self, slot: Tensor, out: Tensor, what: str, inspect: Inspect | None) -> Reduction:
-        """out = sum over ranks of slot. Each rank sums its part and sends the sum to the others."""
+    def all_reduce(self, slot: Tensor, out: Tensor, in_place: bool, what: str, inspect: Inspect | None) -> Reduction:
+        """out = sum over ranks of slot. Each rank sums its region and sends the sum to the others.
+
+        in_place: this rank's own region is not in its slot but in `out`.
+        """
         bounds = regions_of(out.numel(), self.size)
         contributions, works = self._exchange_parts(slot, bounds, what)
         regions = [out[region] for region in bounds]
         mine = regions[self.rank]
+        if in_place:
+            contributions[self.rank] = mine
         second: list[dist.Work] = []
         tag = self._next_tag(what)
 
@@ -155,6 +168,7 @@ class SocketRoute:
 
     def _next_tag(self, what: str) -> int:
         """Of number and name: where ranks are not at the same operation, nothing comes, rather than something else."""
+        self._trail.note(what)
         name = zlib.crc32(what.encode()) % _NUM_NAMES
         tag = self._first_tag + name * _TAGS_PER_NAME + self._num_operations % _TAGS_PER_NAME
         self._num_operations += 1
@@ -184,4 +198,5 @@ class SocketRoute:
                 f"rank {self.ranks[self.rank]} in {what}: no answer from rank {peers} after {waited_seconds:.1f} s "
                 f"({str(error).splitlines()[0]}). A rank died, or the ranks make different calls of the engine; "
                 "a slow rank needs a larger communication.timeout_seconds."
+                + self._trail.compare([self.ranks[peer] for peer in self._peers])
             ) from error

@@ -46,7 +46,7 @@ class SoloRoute:
         out.add_(slot) if accumulate else out.copy_(slot)
         return self._inspected(out, slot, inspect)
 
-    def all_reduce(self, slot: Tensor, out: Tensor, what: str, inspect: Inspect | None) -> Reduction:
+    def all_reduce(self, slot: Tensor, out: Tensor, in_place: bool, what: str, inspect: Inspect | None) -> Reduction:
         """out = slot."""
         out.copy_(slot)
         return self._inspected(out, slot, inspect)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,10 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch._C._distributed_c10d import HashStore
 
+# How many worlds use a process group that `join` made. As global as the default process group itself, whose end it
+# decides; weak, because a last reference would keep the group's threads alive.
+_USERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -27,7 +32,7 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 class World:
     """Who this process is.
 
-    `owns_process_group` says whether `leave` destroys the default process group: only one that `join` made.
+    `owns_process_group` says whether the default process group is one that `join` made; the last to `leave` ends it.
     """
 
     rank: int
@@ -45,16 +50,22 @@ class World:
         Raises ValueError where some of the launcher's variables are set and others are missing.
         """
         chosen = _choose_device(device)
-        owned = not dist.is_initialized()
-        if owned:
+        if not dist.is_initialized():
             _make_process_group(chosen, timeout_seconds)
+            _USERS[dist.group.WORLD] = 0
+        owned = dist.group.WORLD in _USERS
+        if owned:
+            _USERS[dist.group.WORLD] += 1
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
         return cls(dist.get_rank(), dist.get_world_size(), chosen, str(dist.get_backend()), owned, timeout_seconds)
 
     def leave(self) -> None:
-        """Destroys the default process group where `join` made it."""
-        if self.owns_process_group and dist.is_initialized():
+        """Destroys the default process group where `join` made it and nobody else is in it. To be called once."""
+        if not self.owns_process_group or dist.group.WORLD not in _USERS:
+            return
+        _USERS[dist.group.WORLD] -= 1
+        if not _USERS[dist.group.WORLD]:
             dist.destroy_process_group()
 
     @property

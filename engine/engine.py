@@ -76,6 +76,7 @@ class Engine:
         self.optimizer = parts.optimizer
         self.lr_scheduler = parts.lr_scheduler
         self.global_step = 0
+        self._is_closed = False
         self._parts = parts
         self._mesh = parts.mesh
         self._sequence = parts.sequence
@@ -232,7 +233,10 @@ class Engine:
         return self._values.state_dict()
 
     def close(self) -> None:
-        """Takes the hooks off and leaves the process group, where the engine made it. The engine is of no use then."""
+        """Takes the hooks off and leaves the process group, where an engine made it. The engine is of no use then."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._parts.hooks.remove()
         self._mesh.close()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..comm import Axis, Reduction
+from ..comm import Axis, Reduction, regions_of
 from ..offload import PagePool, TransientBuffer
 from .exact_sum import NUM_LIMBS, to_limbs
 from .group import ShardedGroup
@@ -63,10 +63,15 @@ class GroupGradient:
         self.square_limbs = torch.zeros(NUM_LIMBS, dtype=torch.int64)
         self.non_finite = None
         self._has_local = False
-        self.drop_shard()
+        self._has_shard = False
+        if self.group.axis.size > 1:
+            self.drop_shard()
 
     def drop_shard(self) -> None:
-        """Gives the shard's memory back: it was used up. In the next forward it is room for activations."""
+        """Gives the shard's memory back: it was used up. In the next forward it is room for activations.
+
+        Not done after a step where nothing is sharded: those who want little memory have chosen another stage.
+        """
         self._has_shard = False
         self.shard = None
         if self._memory is not None:
@@ -92,7 +97,8 @@ class GroupGradient:
             slot = shard_axis.route.open_slot(self.group.layout.padded_numel, self.reduce_dtype, what)
             # Where nothing was accumulated yet, this rank's own part need not go through the slot.
             in_place = shard_axis.route.sums_in_place and not accumulate and slot.dtype == shard.dtype
-            self._stage(slot, shard, in_place)
+            start = shard_axis.rank * shard.numel()
+            self._stage(slot, slice(start, start + shard.numel()), shard if in_place else None)
             counts = boundary and final_axis is shard_axis
             yield from _steps(
                 shard_axis.route.reduce_scatter(
@@ -101,13 +107,15 @@ class GroupGradient:
             )
         if replica_axis.size > 1 and boundary:
             slot = replica_axis.route.open_slot(shard.numel(), self.reduce_dtype, what)
+            in_place = replica_axis.route.sums_in_place and slot.dtype == shard.dtype
             if shard_axis.size == 1 and not accumulate:
-                self._stage(slot, shard, in_place=False)
+                own = regions_of(shard.numel(), replica_axis.size)[replica_axis.rank]
+                self._stage(slot, own, shard[own] if in_place else None)
             else:
                 slot.copy_(shard)
             yield from _steps(
                 replica_axis.route.all_reduce(
-                    slot, shard, what, lambda *found: self._inspect(replica_axis, True, *found)
+                    slot, shard, in_place, what, lambda *found: self._inspect(replica_axis, True, *found)
                 )
             )
         self._has_shard = True
@@ -160,14 +168,16 @@ class GroupGradient:
         if not accumulate:
             _zero(regions, end, self.group.layout.padded_numel)
 
-    def _stage(self, slot: Tensor, shard: Tensor, in_place: bool) -> None:
-        """Puts the gradients into the slot; this rank's own part into the shard, where it is summed."""
-        padded = self.group.layout.padded_numel
-        own = shard.numel() * self.group.axis.rank
-        regions: list[Region] = [(0, padded, slot)]
-        if in_place:
-            after = own + shard.numel()
-            regions = [(0, own, slot[:own]), (own, after, shard), (after, padded, slot[after:])]
+    def _stage(self, slot: Tensor, own: slice, own_memory: Tensor | None) -> None:
+        """Puts the gradients into the slot; what this rank sums itself, `own`, into `own_memory`, if given."""
+        numel = slot.numel()
+        regions: list[Region] = [(0, numel, slot)]
+        if own_memory is not None:
+            regions = [
+                (0, own.start, slot[: own.start]),
+                (own.start, own.stop, own_memory),
+                (own.stop, numel, slot[own.stop :]),
+            ]
         self._write_gradients(regions, accumulate=False)
 
     def _inspect(self, axis: Axis, counts: bool, offset: int, total: Tensor, contributions: Sequence[Tensor]) -> None:

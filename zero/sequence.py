@@ -85,6 +85,9 @@ class Unit:
             group.release()
 
 
+_MAX_PREFETCHED = 2  # more would cost memory and hide nothing further
+
+
 class GatherRing:
     """Gathers units in a fixed order, round and round; see [Note: canonical order]."""
 
@@ -142,7 +145,7 @@ class GatherRing:
 
     def _prefetch(self) -> None:
         budget = self._prefetch_numel - sum(unit.numel for unit, _ in self._issued)
-        while self._cursor and self._order[self._cursor].numel <= budget:
+        while self._cursor and len(self._issued) < _MAX_PREFETCHED and self._order[self._cursor].numel <= budget:
             budget -= self._order[self._cursor].numel
             self._issue()
 

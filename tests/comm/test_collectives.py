@@ -61,7 +61,7 @@ def reductions(route: str, kind: str, dtype: torch.dtype = torch.float32) -> lis
             if kind == "reduce_scatter":
                 axis.route.reduce_scatter(slot, out, accumulate, False, "test", inspect).wait()
             else:
-                axis.route.all_reduce(slot, out, "test", inspect).wait()
+                axis.route.all_reduce(slot, out, False, "test", inspect).wait()
             found.append({"numel": numel, "accumulate": accumulate, "out": out, "calls": calls})
     axis.route.fence("test")
     return found
@@ -197,7 +197,7 @@ def test_a_single_rank_is_its_own_sum() -> None:
         out = torch.ones(5)
         route.reduce_scatter(slot, out, True, False, "test", None).wait()
         assert out.tolist() == [1, 2, 3, 4, 5]
-        route.all_reduce(slot, out, "test", None).wait()
+        route.all_reduce(slot, out, False, "test", None).wait()
         assert out.tolist() == [0, 1, 2, 3, 4]
     finally:
         world.leave()

@@ -66,3 +66,39 @@ def test_a_rank_that_died_is_an_error_at_once(ranks: RankPool, route: str) -> No
     kind, text, seconds = survivor
     assert kind == "CollectiveError" and text.startswith("rank 0 in ") and "rank 1" in text and "died" in text
     assert seconds < 5
+
+
+class OwnOrder(nn.Module):
+    """Rank 0 uses its blocks in the order of registration, rank 1 the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks if dist.get_rank() == 0 else reversed(self.blocks):
+            x = block(x)
+        return x.square().mean()
+
+
+def train_in_own_order() -> str:
+    config = {
+        "optimizer": {"type": "sgd"},
+        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0},
+        "communication": {"route": "sockets", "timeout_seconds": TIMEOUT_SECONDS},
+        "steps_per_print": 0,
+    }
+    engine = lowtide.initialize(OwnOrder(), config)
+    try:
+        engine.train_step((torch.ones(2, 8),))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_go_different_ways_are_shown_with_their_last_collectives(ranks: RankPool) -> None:
+    for text in ranks(2, train_in_own_order):
+        assert "no answer from rank" in text
+        trails = text.split("The last collectives: ")[1]
+        first, second = trails.removeprefix("rank 0: ").rstrip(".").split("; rank 1: ")
+        assert first != second and "unit blocks." in first and "unit blocks." in second

@@ -68,3 +68,19 @@ def teacher_and_student() -> list[float]:
 def test_a_teacher_and_a_student(ranks: RankPool) -> None:
     first, second = ranks(2, teacher_and_student)
     assert first == second and first[-1] < 0.5 * first[0]
+
+
+def one_closes_first() -> list[float]:
+    """No process group is there before the first engine, which makes it and leaves it before the second."""
+    first, second = (lowtide.initialize(models.mlp(), SECOND.as_config()) for _ in range(2))
+    first.close()
+    first.close()
+    batches = [share_of(SECOND.global_batch(step, second.world_size)) for step in range(2)]
+    losses = [second.train_step(batch).loss.item() for batch in batches]
+    second.close()
+    return losses
+
+
+def test_an_engine_goes_on_when_the_one_that_made_the_process_group_is_closed(ranks: RankPool) -> None:
+    both = ranks(2, one_closes_first, process_group=False)
+    assert both[0] == both[1] and len(both[0]) == 2

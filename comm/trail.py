@@ -1,0 +1,41 @@
+"""The last collectives of every rank, for the error that says where they went different ways."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+
+from .world import World
+
+_LENGTH = 4
+_WAIT_SECONDS = 0.5
+
+
+class Trail:
+    """What this rank has done last. Ranks that wait in vain at the same time read each other's through the store."""
+
+    def __init__(self, world: World, engine_number: int) -> None:
+        self._world = world
+        self._prefix = f"lowtide/trail/{engine_number}"
+        self._recent: deque[str] = deque(maxlen=_LENGTH)
+
+    def note(self, what: str) -> None:
+        """A collective begins."""
+        if not self._recent or self._recent[-1] != what:
+            self._recent.append(what)
+
+    def compare(self, ranks: Sequence[int]) -> str:
+        """A sentence with the last collectives of this rank and of those `ranks` that wait as well."""
+        trails = {self._world.rank: " > ".join(self._recent)}
+        try:
+            self._world.store.set(f"{self._prefix}/{self._world.rank}", trails[self._world.rank])
+            for rank in ranks:
+                key = f"{self._prefix}/{rank}"
+                if rank != self._world.rank:
+                    self._world.store.wait([key], timedelta(seconds=_WAIT_SECONDS))
+                    trails[rank] = self._world.store.get(key).decode()
+        except RuntimeError:
+            pass  # that rank does not wait, or the rank that keeps the store is gone
+        listed = "; ".join(f"rank {rank}: {trail}" for rank, trail in sorted(trails.items()))
+        return f" The last collectives: {listed}."

@@ -135,6 +135,8 @@ class GroupGradient:
         return self.shard
 
     def _keep_local(self) -> None:
+        if not self._has_shard:
+            self.drop_shard()  # full gradients lie elsewhere until the boundary
         if self.accumulation_dtype == self.group.dtype:
             return  # autograd accumulates in param.grad itself
         if self.local is None:

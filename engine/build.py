@@ -238,7 +238,7 @@ def _make_optimizer(
         sharded = ShardedOptimizer(gradients, own.param_groups, twin, None if twin else factory)
     schedule = None
     if config.scheduler is not None:
-        schedule = partial(learning_rate_at, config.scheduler, sharded.lr)
+        schedule = partial(learning_rate_at, config.scheduler)
     if lr_scheduler is not None and not hasattr(lr_scheduler, "step"):
         lr_scheduler = lr_scheduler(sharded)
     return sharded, schedule, lr_scheduler

@@ -26,8 +26,8 @@ from .guard import ModelGuard
 from .log import StepLog
 from .memory import ModelStateBytes, measure
 
-Schedule = Callable[[int], float]
-"""Optimizer steps taken so far -> learning rate of the next one."""
+Schedule = Callable[[float, int], float]
+"""(learning rate of a parameter group, optimizer steps taken so far) -> the group's learning rate of the next step."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ class Engine:
         self._values = FullValues(parts.module, parts.sequence.units, parts.optimizer, parts.mesh)
         self._log = StepLog(parts.config.steps_per_print if self.rank == 0 else 0)
         self._last = StepResult(torch.zeros(()), torch.zeros(()), self.lr, self._scaler.scale, False)
+        self._base_lrs = [float(group["lr"]) for group in parts.optimizer.param_groups]
         self._apply_schedule()
         self._prepare_update_in_backward()
 
@@ -346,9 +347,8 @@ class Engine:
 
     def _apply_schedule(self) -> None:
         if self._parts.schedule is not None:
-            lr = self._parts.schedule(self.optimizer.num_steps)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+            for group, base_lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
+                group["lr"] = self._parts.schedule(base_lr, self.optimizer.num_steps)
 
     def _advance_schedule(self) -> None:
         self._apply_schedule()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import lowtide
 from tests import models
 from tests.zero.training import Case, train, train_plainly
 
@@ -68,3 +69,16 @@ def test_a_skipped_update_does_not_move_the_learning_rate() -> None:
     for lr, skipped in zip(found.lrs, found.skipped, strict=True):
         assert lr == pytest.approx(BASE * min(1.0, taken / 4))
         taken += not skipped
+
+
+def test_every_parameter_group_keeps_its_own_base() -> None:
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD([{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.01}])
+    config = {"scheduler": {"type": "linear", "params": {"total_num_steps": 4}}, "steps_per_print": 0}
+    engine = lowtide.initialize(model, config, optimizer=optimizer, loss_fn=lambda output, batch: output.sum())
+    for step in range(3):
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(
+            [0.1 * (1 - step / 4), 0.01 * (1 - step / 4)]
+        )
+        engine.train_step((torch.ones(2, 3),))
+    engine.close()

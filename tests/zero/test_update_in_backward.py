@@ -65,3 +65,30 @@ def test_update_in_backward_holds_few_gradients(ranks: RankPool, stage: int) -> 
     without = {"zero_optimization": {"stage": stage}}
     for most, _, full in ranks(2, most_gradient_bytes, without):
         assert most >= full / 2 - 4 * 1024
+
+
+class Poisoned(nn.Linear):
+    """Gives a NaN to its weight's gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * torch.where(x.sum() > 0, torch.tensor(float("nan")), torch.tensor(1.0))
+
+
+def error_of_a_poisoned_step() -> str:
+    config = {"optimizer": {"type": "sgd"}, **IN_BACKWARD, "steps_per_print": 0}
+    model = nn.Sequential(nn.Linear(4, 4), Poisoned(4, 4))
+    engine = lowtide.initialize(model, config, loss_fn=lambda output, batch: output.square().mean())
+    with torch.no_grad(), engine.gathered(*model[0].parameters(), modify=True):
+        model[0].weight.fill_(1.0)
+        model[0].bias.fill_(1.0)
+    try:
+        engine.train_step((torch.ones(2, 4),))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_nan_says_that_other_parameters_were_updated_already(ranks: RankPool) -> None:
+    (text,) = ranks(1, error_of_a_poisoned_step)
+    assert "step 0: expected finite gradients, found a NaN or infinite value in the gradient of '" in text
+    assert "The parameters whose gradients are finite were updated already (update_in_backward)." in text

@@ -1,5 +1,6 @@
 """`close` leaves no thread of the process group behind; see [Note: threads at exit] in `comm/world.py`."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +26,9 @@ def threads_before_and_after_close(route: str) -> tuple[list[str], list[str]]:
     }
     engine = lowtide.initialize(nn.Linear(3, 3), config, loss_fn=lambda output, batch: output.square().mean())
     engine.train_step((torch.ones(2, 3),))
-    meanwhile = gloo_threads()
+    deadline = time.monotonic() + 10
+    while "pt_gloo_runloop" not in (meanwhile := gloo_threads()) and time.monotonic() < deadline:
+        time.sleep(0.01)  # a thread of a process group names itself some time after it was started
     engine.close()
     return meanwhile, gloo_threads()
 

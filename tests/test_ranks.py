@@ -132,10 +132,10 @@ def test_the_first_failure_is_shown_first(ranks: RankPool) -> None:
 
 def test_a_hang_shows_the_stack_and_the_pool_recovers(ranks: RankPool) -> None:
     start = time.monotonic()
-    value, error = ranks.fails(2, hangs_on, 1, timeout=1)
+    value, error = ranks.fails(2, hangs_on, 1, timeout=5)
     assert value == 0 and (error.rank, error.kind) == (1, "Hang")
-    assert "still running after 1 s" in error.text and "in hangs_on" in error.text
-    assert time.monotonic() - start < 10
+    assert "still running after 5 s" in error.text and "in hangs_on" in error.text
+    assert time.monotonic() - start < 15
     assert ranks(2, square_of_rank) == [0, 1]
 
 
@@ -145,7 +145,7 @@ def test_a_death_is_seen_at_once_and_the_pool_recovers(ranks: RankPool, how: str
     start = time.monotonic()
     with pytest.raises(RankError, match=text) as caught:
         ranks(2, dies_on, 0, how)
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < 10
     assert (caught.value.rank, caught.value.kind) == (0, "Died") and "last words" in caught.value.text
     assert ranks(2, square_of_rank) == [0, 1]
 

@@ -8,7 +8,7 @@ from importlib import import_module
 COMMANDS = {
     "launch": "run a script on several ranks of this machine",
     "config": "check a config file, and show what every key means",
-    "plan": "say beforehand how much memory a config needs on each rank",
+    "plan": "say beforehand how much memory the model states take on each rank",
 }
 
 

@@ -56,7 +56,7 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(ranks: RankPool
     kind, text, seconds = ranks.fails(2, train_until_rank_1_is_lost, stage, route, False)[0]
     assert kind == "CollectiveError" and text.startswith("rank 0 in ") and "rank 1" in text
     assert "communication.timeout_seconds" in text
-    assert TIMEOUT_SECONDS - 0.1 <= seconds < TIMEOUT_SECONDS + 5  # a busy machine wakes late
+    assert TIMEOUT_SECONDS - 0.1 <= seconds < TIMEOUT_SECONDS + 1
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -1,0 +1,44 @@
+"""Pages move from buffer to buffer: what a buffer holds is its own, what it vacated is used again or given back."""
+
+import pytest
+import torch
+
+from lowtide.offload import PagedBuffer, PagePool, TransientBuffer
+from lowtide.offload.pages import PAGE_BYTES
+
+pytestmark = pytest.mark.skipif(not PagePool.is_possible(), reason="pages cannot be moved on this system")
+
+NUMEL = 3 * PAGE_BYTES // 4 + 5  # float32: three whole pages and a bit
+
+
+def test_vacated_pages_are_taken_by_the_next_buffer_and_kept_parts_stay() -> None:
+    pool = PagePool()
+    first, second = (PagedBuffer(pool, 4 * NUMEL, torch.float32) for _ in range(2))
+    first.populate(0, 4 * NUMEL)
+    first.tensor.copy_(torch.arange(4.0 * NUMEL))
+    first.vacate(NUMEL, 3 * NUMEL)
+    vacated = pool.vacated_bytes
+    assert 0 < vacated <= 2 * NUMEL * 4 and vacated % PAGE_BYTES == 0
+    second.populate(NUMEL, 3 * NUMEL)
+    assert pool.vacated_bytes == 0
+    second.tensor[NUMEL : 3 * NUMEL] = -1.0
+    kept = torch.cat([first.tensor[:NUMEL], first.tensor[3 * NUMEL :]])
+    assert torch.equal(kept, torch.cat([torch.arange(1.0 * NUMEL), torch.arange(3.0 * NUMEL, 4.0 * NUMEL)]))
+
+
+def test_a_buffer_that_is_populated_again_first_keeps_its_content() -> None:
+    pool = PagePool()
+    buffer = PagedBuffer(pool, NUMEL, torch.float32)
+    buffer.tensor.fill_(3.0)
+    buffer.vacate(0, NUMEL)
+    buffer.populate(0, NUMEL)
+    assert pool.vacated_bytes == 0 and torch.equal(buffer.tensor, torch.full((NUMEL,), 3.0))
+
+
+def test_a_dropped_buffer_reads_as_zero_and_can_be_written_again() -> None:
+    buffer = TransientBuffer(4 * PAGE_BYTES, torch.uint8)
+    buffer.tensor.fill_(7)
+    buffer.drop()
+    assert int(buffer.tensor.sum()) == 0
+    buffer.tensor.fill_(7)
+    assert int(buffer.tensor.sum()) == 7 * 4 * PAGE_BYTES

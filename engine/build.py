@@ -22,8 +22,9 @@ from ..zero.sequence import Unit, UnitSequence
 from ..zero.units import UnitPlan, plan_units
 from .config import Config
 from .deferred import DeferredModel
-from .engine import Engine, Parts, Schedule
+from .engine import Engine, Parts
 from .full_values import FullValues
+from .learning_rates import Schedule
 from .log import configure, logger
 from .lr_schedule import learning_rate_at
 

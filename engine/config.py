@@ -19,6 +19,7 @@ from .config_scheduler import SCHEDULER_PARAMS, SchedulerConfig
 from .config_sections import (
     ActivationCheckpointingConfig,
     BF16Config,
+    CheckpointConfig,
     CommunicationConfig,
     DataTypesConfig,
     FP16Config,
@@ -73,6 +74,7 @@ class Config(Section):
     """null: the learning rate is constant, or the scheduler is passed to initialize."""
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     communication: CommunicationConfig = CommunicationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     _notes: tuple[str, ...] = PrivateAttr(default=())
     _source: str | None = PrivateAttr(default=None)
@@ -230,11 +232,12 @@ def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:
         "fp16": FP16Config,
         "activation_checkpointing": ActivationCheckpointingConfig,
         "communication": CommunicationConfig,
+        "checkpoint": CheckpointConfig,
         "optimizer.params": OPTIMIZER_PARAMS.get(tag, Section),
         "scheduler.params": SCHEDULER_PARAMS.get(tag, Section),
     }
     path = ".".join(str(part) for part in loc[:-1])
-    fields = list(sections[path].model_fields) if path in sections else ["type", "params"]
+    fields = sections[path].json_keys() if path in sections else ["type", "params"]
     return fields + known_rule_keys(path)
 
 
@@ -250,7 +253,19 @@ def _conflicts(config: Config) -> list[Fault]:
             found = f"found momentum {params.momentum} and dampening {params.dampening}"
             message = f"needs momentum above 0 and dampening 0, {found}"
             faults.append(Fault("optimizer.params.nesterov", "conflict", message))
-    return faults + _update_in_backward_faults(config)
+    return faults + _checkpoint_faults(config.checkpoint) + _update_in_backward_faults(config)
+
+
+def _checkpoint_faults(checkpoint: CheckpointConfig) -> list[Fault]:
+    """A checkpoint that is saved without a call has nowhere else to go than the folder of the config."""
+    if checkpoint.folder is not None:
+        return []
+    users = [f"every_steps {checkpoint.every_steps}"] if checkpoint.every_steps > 0 else []
+    users += ["on_sigterm true"] if checkpoint.on_sigterm else []
+    if not users:
+        return []
+    message = f"must be given: it is where the checkpoints of {' and '.join(users)} go"
+    return [Fault("checkpoint.folder", "missing", message)]
 
 
 def _update_in_backward_faults(config: Config) -> list[Fault]:

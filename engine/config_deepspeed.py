@@ -47,12 +47,16 @@ _FLAT = "every unit has flat buffers in any case"
 _OVERLAP = "whether communication overlaps with computation is the engine's choice"
 _PERSIST = "every parameter is sharded, small ones too, so nothing stays gathered"
 _LIVE = "a unit is released after each use; stage3_prefetch_bucket_size limits what is gathered ahead"
-_SAVE = "engine.state_dict() always gives full weights"
+_SAVE = "engine.export() writes full weights and never gathers the model; engine.state_dict() always gives them"
 _OFFLOAD_ONLY = "it concerns offload, which is not in use"
+_MASTER_WEIGHTS = "the fp32 master weights are what is saved and loaded"
 _NO_MONITOR = "write metrics from the StepResult in your own loop and remove the section"
 _REMOVE = "remove the section"
 _NO_TIMER = "read times in your own loop or with torch.profiler"
-_ONLY_NOTED_CHECKPOINT = "this version has no checkpoint settings"
+_ANY_TOPOLOGY = "every checkpoint loads at every number of ranks and every stage"
+_BACKGROUND = "remove the section; checkpoint.async writes in the background"
+_OWN_RANGES = "each rank reads only what it needs of a checkpoint"
+_PARALLEL_WRITE = "every rank writes its own part, all at the same time"
 _TRACE = "the order of the units is fixed when the engine is built, there is no trace to record"
 _TORCH_ARGUMENT = "the update is one fused pass over each flat shard"
 
@@ -97,18 +101,18 @@ RULES: dict[str, Rule] = {
     "sparse_attention": _section("use an attention of your own in the model and remove the section"),
     "elasticity": _section("set the batch sizes yourself and remove the section"),
     "hybrid_engine": _section(_REMOVE),
-    "nebula": _section(_REMOVE),
-    "datastates_ckpt": _section(_REMOVE),
+    "nebula": _section(_BACKGROUND),
+    "datastates_ckpt": _section(_BACKGROUND),
     "compile": _section("call torch.compile on the model's blocks in your script and remove the section"),
     "tensor_parallel": _section(_REMOVE),
     "expert_parallel": _section(_REMOVE),
     "pipeline": _section(_REMOVE),
-    "checkpoint.tag_validation": _no_effect(_ONLY_NOTED_CHECKPOINT, "a string"),
-    "checkpoint.load_universal": _only(False, _ONLY_NOTED_CHECKPOINT + "; remove the key"),
-    "checkpoint.use_node_local_storage": _only(False, _ONLY_NOTED_CHECKPOINT + "; remove the key"),
-    "checkpoint.parallel_write": _section(_ONLY_NOTED_CHECKPOINT + "; remove the key"),
-    "checkpoint.writer": _section(_ONLY_NOTED_CHECKPOINT + "; remove the key"),
-    "checkpoint.checkpoint_serialization": _no_effect(_ONLY_NOTED_CHECKPOINT),
+    "checkpoint.tag_validation": _no_effect("every rank uses the tag of rank 0", "a string"),
+    "checkpoint.load_universal": _no_effect(_ANY_TOPOLOGY, "true or false", False),
+    "checkpoint.use_node_local_storage": _only(False, "every rank must see one folder; set false"),
+    "checkpoint.parallel_write": _no_effect(_PARALLEL_WRITE, "an object", None, {}),
+    "checkpoint.writer": _no_effect(_PARALLEL_WRITE, "an object", None, {}),
+    "checkpoint.checkpoint_serialization": _no_effect("the format is that of torch.distributed.checkpoint"),
     "data_types.param_dtype": _only(None, "set bf16.enabled or fp16.enabled instead", "any value"),
     "data_types.buffer_dtype": _only(None, "buffers keep their own types; remove the key", "any value"),
     "data_types.keep_in_fp32_modules": _only([], "all parameters take the compute type; set []", "any value"),
@@ -125,8 +129,8 @@ RULES: dict[str, Rule] = {
     "zero_optimization.allgather_bucket_size": _no_effect(_BUCKETS, "an integer"),
     "zero_optimization.overlap_comm": _no_effect(_OVERLAP),
     "zero_optimization.compute_grad_norm": _no_effect("the norm is part of the one pass over each shard"),
-    "zero_optimization.load_from_fp32_weights": _no_effect(_ONLY_NOTED_CHECKPOINT),
-    "zero_optimization.elastic_checkpoint": _no_effect(_ONLY_NOTED_CHECKPOINT, "true or false", False),
+    "zero_optimization.load_from_fp32_weights": _no_effect(_MASTER_WEIGHTS, "true or false", True),
+    "zero_optimization.elastic_checkpoint": _no_effect(_ANY_TOPOLOGY, "true or false", False),
     "zero_optimization.zenflow": _section("there is no offload yet; remove the section"),
     "zero_optimization.sub_group_size": _no_effect("the optimizer updates unit by unit", "an integer"),
     "zero_optimization.cpu_offload": _only(False, "there is no offload yet; set false"),
@@ -145,7 +149,7 @@ RULES: dict[str, Rule] = {
     "zero_optimization.mics_shard_size": _only(-1, "set zero_optimization.shard_size instead", "an integer"),
     "zero_optimization.mics_hierarchical_params_gather": _only(False, "set zero_optimization.shard_size instead"),
     "zero_optimization.memory_efficient_linear": _no_effect("modules are used as they are"),
-    "zero_optimization.pipeline_loading_checkpoint": _no_effect(_ONLY_NOTED_CHECKPOINT, "true or false", False),
+    "zero_optimization.pipeline_loading_checkpoint": _no_effect(_OWN_RANGES, "true or false", False),
     "zero_optimization.override_module_apply": _no_effect("modules are used as they are"),
     "zero_optimization.log_trace_cache_warnings": _no_effect(_TRACE),
     "zero_optimization.enable_sanity_checks": _no_effect("the checks are always on"),

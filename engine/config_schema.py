@@ -15,6 +15,7 @@ _HOMES = {  # section: the definitions that describe it
     "fp16": ["FP16Config"],
     "activation_checkpointing": ["ActivationCheckpointingConfig"],
     "communication": ["CommunicationConfig"],
+    "checkpoint": ["CheckpointConfig"],
 }
 _COMMENTS: dict[str, dict[str, str]] = {r"^(_|//|\$schema$)": {}}
 _TYPES = {
@@ -70,9 +71,6 @@ def _properties(schema: dict[str, Any], path: str) -> list[dict[str, Any]]:
     definitions = schema["$defs"]
     if section == "":
         return [schema["properties"]]
-    if section == "checkpoint":
-        empty = {"type": "object", "properties": {}, "additionalProperties": False, "patternProperties": _COMMENTS}
-        return [schema["properties"].setdefault("checkpoint", empty)["properties"]]
     names = _HOMES.get(section)
     if names is None:
         kind, _, params = section.partition(".")

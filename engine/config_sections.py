@@ -27,6 +27,13 @@ def _units(value: object) -> object:
     raise PydanticCustomError("value_error", 'expected "auto" or a list of patterns of module names')
 
 
+def _folder(value: object) -> object:
+    if value is not None and (not isinstance(value, str) or not value.strip() or value == "auto"):
+        kind = "value_error" if isinstance(value, str) else "string_type"
+        raise PydanticCustomError(kind, "expected the path of a folder or null")
+    return value
+
+
 class ZeroConfig(Section):
     """What is sharded over the data-parallel ranks, and how."""
 
@@ -110,3 +117,24 @@ class CommunicationConfig(Section):
 
     timeout_seconds: Float = Field(default=300.0, gt=0)
     """A collective that takes longer than this is an error, not a hang."""
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are saved without a call, where they go, and how they are written."""
+
+    folder: Annotated[str | None, BeforeValidator(_folder)] = Field(default=None, json_schema_extra={"minLength": 1})
+    """Where the checkpoints of every_steps and on_sigterm go: each tag is a folder below it. Every rank must see it. A
+    relative path starts at the working directory."""
+
+    every_steps: Int = Field(default=0, ge=0)
+    """Save a checkpoint after every so many optimizer steps. 0: only when save_checkpoint is called."""
+
+    keep_last: Positive | None = None
+    """The number of checkpoints without a tag of the caller's that are kept: older ones are deleted once a newer one is
+    complete. Checkpoints with a tag of the caller's are never deleted. null: all are kept."""
+
+    asynchronous: Bool = Field(default=False, alias="async")
+    """Write in the background: a step after a save waits only for the copy to host memory."""
+
+    on_sigterm: Bool = False
+    """On SIGTERM: finish the step, save a checkpoint, and exit with status 0."""

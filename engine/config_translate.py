@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from .config_deepspeed import OFFLOAD_KEYS, RULES, judge, judge_offload
-from .config_errors import Fault, shown, unknown_key
+from .config_errors import Fault
 from .config_optimizer import canonical_optimizer
 from .config_read import join
 from .config_scheduler import canonical_scheduler
@@ -67,7 +67,6 @@ def translate(raw: dict[str, object]) -> Translation:
     """The values of Config's fields in `raw` (plain values without comments), the rest as notes and faults."""
     out = Translation({})
     out.values = _walk(raw, "", out)
-    _checkpoint_section(out)
     optimizer = out.values.pop("optimizer", None)
     if isinstance(optimizer, dict):
         section, notes, faults = canonical_optimizer(optimizer)
@@ -113,16 +112,6 @@ def _walk(section: dict[str, object], path: str, out: Translation) -> dict[str, 
         else:
             kept[key] = value
     return kept
-
-
-def _checkpoint_section(out: Translation) -> None:
-    """DeepSpeed's `checkpoint` section has rules only: what is left of it is unknown."""
-    section = out.values.pop("checkpoint", None)
-    known = known_rule_keys("checkpoint")
-    if isinstance(section, dict):
-        out.faults += [unknown_key(f"checkpoint.{key}", key, known) for key in section]
-    elif section is not None:
-        out.faults.append(Fault("checkpoint", "type", f"expected an object, found {shown(section)}"))
 
 
 def _auto_peak(scheduler: dict[str, object], auto_paths: list[str]) -> None:

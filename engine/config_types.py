@@ -9,9 +9,17 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 
 
 class Section(BaseModel):
-    """A part of the config: closed (an unknown key is an error) and frozen."""
+    """A part of the config: closed (an unknown key is an error) and frozen.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    A field whose JSON key is no Python name has the key as its alias: read and written under that name alone.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, serialize_by_alias=True)
+
+    @classmethod
+    def json_keys(cls) -> list[str]:
+        """The keys of this section as they stand in a file."""
+        return [field.alias or name for name, field in cls.model_fields.items()]
 
 
 def _integer(value: object) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,21 +14,24 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Mesh, Pending
-from ..zero.exact_sum import NUM_LIMBS, from_limbs, to_limbs
+from ..zero.exact_sum import from_limbs
+from ..zero.gradient import GroupGradient
 from ..zero.hooks import UnitHooks
 from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer, ShardState
 from ..zero.sequence import UnitSequence
 from .batch import call, loss_of, microbatches, prepared
+from .checkpoint import Checkpointer
 from .config import Config
-from .errors import NonFiniteGradientError
 from .full_values import FullValues
 from .guard import ModelGuard
-from .log import StepLog
+from .learning_rates import LearningRates, Schedule
+from .log import StepLog, logger
 from .memory import ModelStateBytes, measure
-
-Schedule = Callable[[float, int], float]
-"""(learning rate of a parameter group, optimizer steps taken so far) -> the group's learning rate of the next step."""
+from .named_state import NamedState
+from .preemption import Preemption
+from .run_state import restore_client_state
+from .step_sums import limbs_of, non_finite_error, sum_step
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,11 @@ class Engine:
         self.config = parts.config
         self.module = parts.module
         self.optimizer = parts.optimizer
-        self.lr_scheduler = parts.lr_scheduler
+        self._learning_rates = LearningRates(parts.optimizer, parts.schedule, parts.lr_scheduler)
         self.global_step = 0
+        self.client_state: dict[str, Any] = {}
+        """Saved with every checkpoint and restored with it: numbers, strings, ..., or what has a `state_dict()` and a
+        `load_state_dict()`, such as a loader that knows its place in the data."""
         self._is_closed = False
         self._parts = parts
         self._mesh = parts.mesh
@@ -89,8 +96,11 @@ class Engine:
         self._values = FullValues(parts.module, parts.sequence.units, parts.optimizer, parts.mesh)
         self._log = StepLog(parts.config.steps_per_print if self.rank == 0 else 0)
         self._last = StepResult(torch.zeros(()), torch.zeros(()), self.lr, self._scaler.scale, False)
-        self._base_lrs = [float(group["lr"]) for group in parts.optimizer.param_groups]
-        self._apply_schedule()
+        self._named = NamedState(parts.module, parts.sequence.units, parts.optimizer, parts.mesh)
+        self._checkpointer = Checkpointer(parts.config, parts.mesh, parts.module, parts.optimizer, self._named)
+        self._preemption = Preemption()
+        if parts.config.checkpoint.on_sigterm:
+            self._preemption.arm()
         self._prepare_update_in_backward()
 
     # -- who and where --------------------------------------------------------------------------------------------
@@ -111,6 +121,11 @@ class Engine:
     def lr(self) -> float:
         """The learning rate of the next step."""
         return self.optimizer.lr
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The scheduler that was passed to `initialize`; None where the config has one."""
+        return self._learning_rates.scheduler
 
     def memory(self) -> ModelStateBytes:
         """Bytes of parameters, gradients and optimizer states on this rank, as they are now."""
@@ -165,11 +180,12 @@ class Engine:
         """Updates the parameters at the accumulation boundary; before it, only returns the last result."""
         if self._num_microbatches % self._accumulation or not self._losses:
             return self._last
-        loss, square_norm, num_bad = self._global_sums()
+        events = (self._checkpointer.has_failed, self._preemption.is_requested)
+        sums = sum_step(self._mesh, self._gradients, self._losses, events, f"the norm of step {self.global_step}")
         scale, lr = self._scaler.scale, self.lr
         factor = 1.0 / (self.world_size * scale * self._predivide)
-        grad_norm = math.sqrt(square_norm) * factor if not num_bad else math.nan
-        skipped = bool(num_bad)
+        grad_norm = math.sqrt(sums.square_norm) * factor if not sums.num_bad else math.nan
+        skipped = bool(sums.num_bad)
         if skipped and not self._is_fp16:
             try:
                 self._raise_non_finite()
@@ -180,18 +196,20 @@ class Engine:
             if clip and grad_norm > clip:
                 factor *= clip / (grad_norm + 1e-6)
             self._update(factor)
-            self._advance_schedule()
+            self._learning_rates.advance()
         self._forget_gradients()
         self._scaler.update(skipped)
         self.global_step += 1
         self._last = StepResult(
-            torch.tensor(loss, dtype=self._result_dtype),
+            torch.tensor(sums.loss, dtype=self._result_dtype),
             torch.tensor(grad_norm, dtype=self._result_dtype),
             lr,
             scale,
             skipped,
         )
         self._log.after_step(self.global_step, self._last, self.config.train_batch_size or 0)
+        save_failed, is_preempted = sums.events
+        self._save_if_due(bool(save_failed), bool(is_preempted))
         return self._last
 
     @torch.no_grad()
@@ -204,7 +222,7 @@ class Engine:
             loss = loss_of(call(self.module, ready), ready, self._parts.loss_fn)
         finally:
             self.module.train(was_training)
-        total = self._mesh.sum_small(_limbs_of(loss.double()), "the mean of the loss")
+        total = self._mesh.sum_small(limbs_of(loss.double()), "the mean of the loss")
         return torch.tensor(from_limbs(total) / self.world_size, dtype=torch.promote_types(loss.dtype, torch.float32))
 
     def train(self, mode: bool = True) -> Self:
@@ -233,11 +251,62 @@ class Engine:
         """
         return self._values.state_dict()
 
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        folder: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Saves all that the training is into folder/tag, and makes `latest` name it; returns the tag.
+
+        tag: "global_step100" and so on where none is given; rank 0's counts. client_state: saved beside
+        `engine.client_state`. Call it on all ranks, between steps. With `checkpoint.async` it returns when the values
+        are copied; a failure is raised at the next step, save or close.
+
+        Raises CheckpointError on every rank if any fails (what was saved before is intact), and ValueError between the
+        microbatches of a step.
+        """
+        if self._num_microbatches % self._accumulation:
+            raise ValueError(
+                f"save_checkpoint: expected a whole step, found {self._num_microbatches % self._accumulation} of "
+                f"{self._accumulation} microbatches done (gradient_accumulation_steps); gradients are not saved, "
+                "so call it after engine.step() has acted"
+            )
+        state = {**self.client_state, **(client_state or {})}
+        return self._checkpointer.save(folder, tag, state, self.global_step, self._training_state())
+
+    def load_checkpoint(self, folder: str | os.PathLike[str], tag: str | None = None) -> dict[str, Any]:
+        """Goes on where a checkpoint was saved, whatever its number of ranks and ZeRO stage; returns its client state.
+
+        tag: None for the latest. What stands in `engine.client_state` is restored in place. Options of the optimizer
+        are the saved ones, except those that the config now says otherwise. With another number of ranks the random
+        generators go on as they are, and the client state is that of rank 0.
+
+        Raises NoCheckpointError where there is none; CheckpointError where a file is missing, truncated or altered, or
+        the checkpoint is of another model.
+        """
+        restored = self._checkpointer.load(folder, tag)
+        self._restore_training_state(restored.training, restored.config)
+        restore_client_state(self.client_state, restored.client_state)
+        return restored.client_state
+
     def close(self) -> None:
-        """Takes the hooks off and leaves the process group, where an engine made it. The engine is of no use then."""
+        """Takes the hooks off and leaves the process group, where an engine made it. The engine is of no use then.
+
+        A checkpoint that is being written is waited for; raises CheckpointError if it failed.
+        """
         if self._is_closed:
             return
+        try:
+            self._checkpointer.finish()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         self._is_closed = True
+        self._preemption.disarm()
         self._parts.hooks.remove()
         self._mesh.close()
 
@@ -247,7 +316,11 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        elif not self._is_closed:
+            self._checkpointer.abandon()  # the other ranks may be lost: nothing is waited for together
+            self._leave()
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
@@ -309,61 +382,48 @@ class Engine:
         self._losses.clear()
         self._num_microbatches = 0
 
-    def _global_sums(self) -> tuple[float, float, int]:
-        """(mean loss, sum of squared gradients, number of groups with a non-finite gradient) over all ranks."""
-        squares = torch.zeros(NUM_LIMBS, dtype=torch.int64)
-        num_bad = 0
-        for unit in self._sequence.units:
-            for gradient in unit.gradients:
-                squares += gradient.square_limbs
-                num_bad += gradient.non_finite is not None
-        mean = torch.stack(self._losses).mean()
-        is_finite = bool(torch.isfinite(mean))
-        loss = _limbs_of(mean if is_finite else torch.zeros_like(mean))
-        counts = torch.tensor([num_bad, not is_finite], dtype=torch.int64)
-        packed = torch.cat([squares, loss.cpu(), counts]).to(self.device)
-        total = self._mesh.sum_small(packed, f"the norm of step {self.global_step}").cpu()
-        mean_loss = from_limbs(total[NUM_LIMBS : 2 * NUM_LIMBS]) / self.world_size if not total[-1] else math.nan
-        return mean_loss, from_limbs(total[:NUM_LIMBS]), int(total[-2])
+    @property
+    def _gradients(self) -> list[GroupGradient]:
+        return [gradient for unit in self._sequence.units for gradient in unit.gradients]
 
     def _raise_non_finite(self) -> None:
-        own = [g.non_finite for unit in self._sequence.units for g in unit.gradients if g.non_finite is not None]
-        found = [item for items in self._mesh.world.gather_objects(own) for item in items]
-        first = next((item for item in found if item.rank is not None), found[0])
-        producer = f"rank {first.rank}" if first.rank is not None else "the sum over ranks"
         outcome = (
             "The parameters whose gradients are finite were updated already (update_in_backward)."
             if self._updates_in_backward
             else "No parameter was updated."
         )
-        others = sorted({item.parameter for item in found} - {first.parameter})
-        raise NonFiniteGradientError(
-            f"step {self.global_step}: expected finite gradients, found a NaN or infinite value in the gradient of "
-            f"'{first.parameter}' on {producer}"
-            + (f" (also in {len(others)} more parameters)" if others else "")
-            + f". {outcome} Look at that rank's batch and at the learning rate; "
-            "torch.autograd.set_detect_anomaly(True) finds the operation."
-        )
+        raise non_finite_error(self._mesh, self._gradients, self.global_step, outcome)
 
-    def _apply_schedule(self) -> None:
-        if self._parts.schedule is not None:
-            for group, base_lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
-                group["lr"] = self._parts.schedule(base_lr, self.optimizer.num_steps)
+    def _save_if_due(self, save_failed: bool, is_preempted: bool) -> None:
+        """What the `checkpoint` section asks for at the end of a step; all ranks come to the same answer."""
+        wanted = self.config.checkpoint
+        if save_failed:
+            self._checkpointer.finish()  # raises what went wrong in the background
+        is_due = wanted.every_steps and self.global_step % wanted.every_steps == 0
+        if wanted.folder is not None and (is_due or is_preempted):
+            self.save_checkpoint(wanted.folder)
+        if is_preempted:
+            self.close()
+            logger.info("SIGTERM: step %d is saved in %s, leaving", self.global_step, wanted.folder)
+            raise SystemExit(0)
 
-    def _advance_schedule(self) -> None:
-        self._apply_schedule()
-        if self.lr_scheduler is not None:
-            bound = getattr(self.lr_scheduler, "optimizer", None)
-            if isinstance(bound, torch.optim.Optimizer):
-                # Its own `step` is never called; torch's scheduler warns without this. Test: test_own_optimizer.py.
-                bound._opt_called = True  # type: ignore[attr-defined]
-            self.lr_scheduler.step()
+    def _training_state(self) -> dict[str, Any]:
+        """Where the run stands, beside tensors and what each rank has of its own."""
+        return {
+            "global_step": self.global_step,
+            "num_steps": self.optimizer.num_steps,
+            "optimizer": self.optimizer.kind,
+            "learning_rates": self._learning_rates.state_dict(),
+            "loss_scaler": self._scaler.state_dict(),
+        }
 
-
-def _limbs_of(value: Tensor) -> Tensor:
-    """A finite float64 scalar of either sign as limbs."""
-    limbs = to_limbs(value.abs().reshape(1))
-    return limbs if value >= 0 else -limbs
+    def _restore_training_state(self, saved: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        self.global_step = saved["global_step"]
+        self._scaler.load_state_dict(saved["loss_scaler"])
+        then, now = ((values.get("optimizer") or {}).get("params", {}) for values in (config, self.config.as_dict()))
+        self._learning_rates.load_state_dict(saved["learning_rates"], then, now)
+        self._forget_gradients()
+        self._guard.remember()
 
 
 def _describe(value: Any) -> str:

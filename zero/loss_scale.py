@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class LossScaleError(RuntimeError):
     """Gradients overflow even at the smallest loss scale that the config allows."""
@@ -32,6 +34,22 @@ class LossScaler:
         self._minimum = minimum
         self._overflows_left = hysteresis
         self._steps_without_overflow = 0
+
+    def state_dict(self) -> dict[str, float]:
+        """Where the scaling stands, for `load_state_dict`."""
+        return {
+            "scale": self.scale,
+            "overflows_left": self._overflows_left,
+            "steps_without_overflow": self._steps_without_overflow,
+        }
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Goes on where another scaler stood. A static scale stays what the config says."""
+        if not self._dynamic:
+            return
+        self.scale = state["scale"]
+        self._overflows_left = int(state["overflows_left"])
+        self._steps_without_overflow = int(state["steps_without_overflow"])
 
     def update(self, overflowed: bool) -> None:
         """Takes the outcome of a step. Raises LossScaleError where the scale cannot go down any more."""

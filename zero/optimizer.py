@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..kernels.optimizer_step import RULES, UpdateRule, update_shard
 from .gradient import GroupGradient
-from .layout import BLOCK_NUMEL
+from .layout import BLOCK_NUMEL, Piece
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -114,6 +114,78 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             self._update_by_torch(shard, gradient, gradient_scale)
 
+    # -- states by parameter, for checkpoints ---------------------------------------------------------------------
+
+    @property
+    def kind(self) -> str:
+        """The name of the rule, or of the caller's class."""
+        if self._rule is not None:
+            return self._rule.name
+        assert self._factory is not None
+        return type(self._factory([nn.Parameter(torch.zeros(1))])).__name__
+
+    def can_take(self, kind: str, states: Collection[str]) -> bool:
+        """True where states of these names, made by an optimizer of that kind, are states of this one."""
+        return set(states) == set(self._rule.states) if self._rule is not None else kind == self.kind
+
+    def states_of(self, shard: ShardState, piece: Piece) -> dict[str, Tensor]:
+        """Views, (piece.numel,) each, of the elementwise states of a piece; empty before the first step."""
+        states, start = shard.states, 0
+        inner = self._inner.get(id(shard))
+        if inner is not None:
+            run, param = next(
+                (run, options["params"][0])
+                for run, options in zip(shard.runs, inner.param_groups, strict=True)
+                if run.start <= piece.offset_in_shard < run.end
+            )
+            states, start = {n: v for n, v in inner.state[param].items() if _is_elementwise(v, param)}, run.start
+        low = piece.offset_in_shard - start
+        return {name: state[low : low + piece.numel] for name, state in states.items()}
+
+    def state_dtypes(self) -> dict[str, torch.dtype]:
+        """The elementwise states by name; empty before the first step, and where this rank has no element."""
+        for shard in self.shards:
+            for piece in shard.group.pieces:
+                return {name: values.dtype for name, values in self.states_of(shard, piece).items()}
+        return {}
+
+    def scalar_states(self) -> dict[int, dict[str, Any]]:
+        """Index in param_groups -> what a torch optimizer keeps there beside elementwise states: its step, mostly."""
+        found: dict[int, dict[str, Any]] = {}
+        for shard in self.shards:
+            inner = self._inner.get(id(shard))
+            for run, options in zip(shard.runs, inner.param_groups if inner is not None else (), strict=False):
+                param = options["params"][0]
+                values = inner.state[param].items() if inner is not None else ()
+                found[run.options_index] = {n: v for n, v in values if not _is_elementwise(v, param)}
+        return found
+
+    def make_states(
+        self, num_steps: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[int, Mapping[str, Any]]
+    ) -> None:
+        """Takes memory for the states of a run that has made `num_steps`; `states_of` says where to fill them in.
+
+        dtypes: of the elementwise states by name; scalars: as `scalar_states` gives them.
+        """
+        self.num_steps = num_steps
+        self._inner.clear()
+        for shard in self.shards:
+            shard.states.clear()
+        if not dtypes and not scalars:
+            return
+        for shard in self.shards:
+            if self._rule is not None:
+                self._make_rule_states(self._rule, shard)
+                continue
+            inner = self._inner[id(shard)] = self._make_inner(shard)
+            for run, options in zip(shard.runs, inner.param_groups, strict=True):
+                param = options["params"][0]
+                inner.state[param].update(
+                    {name: torch.zeros_like(param, dtype=dtype) for name, dtype in dtypes.items()}
+                )
+                for name, value in scalars.get(run.options_index, {}).items():
+                    inner.state[param][name] = value.clone() if isinstance(value, Tensor) else value
+
     def state_bytes(self) -> int:
         """Bytes of optimizer states and separate master weights on this rank."""
         total = 0
@@ -128,9 +200,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _update_by_rule(self, rule: UpdateRule, shard: ShardState, gradient: Tensor, gradient_scale: float) -> None:
         if not shard.states:
-            for name in rule.states:
-                start = self.param_groups[0][rule.start_option] if rule.start_option else 0.0
-                shard.states[name] = torch.full_like(shard.master, start)
+            self._make_rule_states(rule, shard)
         states = list(shard.states.values())
         for run in shard.runs:
             part = slice(run.start, run.end)
@@ -144,6 +214,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 gradient_scale,
                 shard.group.shard[part] if shard.is_mixed else None,
             )
+
+    def _make_rule_states(self, rule: UpdateRule, shard: ShardState) -> None:
+        for name in rule.states:
+            start = self.param_groups[0][rule.start_option] if rule.start_option else 0.0
+            shard.states[name] = torch.full_like(shard.master, start)
 
     def _update_by_torch(self, shard: ShardState, gradient: Tensor, gradient_scale: float) -> None:
         inner = self._inner.get(id(shard))
@@ -169,6 +244,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         template = inner.param_groups[0]
         inner.param_groups[:] = [{**template, "params": [view]} for view in views][: len(shard.runs)]
         return inner
+
+
+def _is_elementwise(value: Any, param: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == param.shape and value.dim() == 1
 
 
 def rule_named(name: str, options: Mapping[str, Any]) -> UpdateRule:

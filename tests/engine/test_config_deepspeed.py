@@ -120,12 +120,49 @@ def test_offload_to_nowhere_is_what_happens_and_offload_is_not_done(key: str) ->
         Config.load(nested(path, True))
 
 
-def test_the_checkpoint_section_is_closed() -> None:
-    assert Config.load({"checkpoint": {"load_universal": False}}).notes == ()
-    with pytest.raises(ConfigError, match=r'unknown key "tag_validatoin"; did you mean "tag_val'):
-        Config.load({"checkpoint": {"tag_validatoin": "Warn"}})
-    with pytest.raises(ConfigError, match="checkpoint: expected an object, found 3"):
-        Config.load({"checkpoint": 3})
+CHECKPOINT_OUTCOMES: list[tuple[str, object, str]] = [
+    ("checkpoint.tag_validation", "Fail", '"Fail" has no effect here: every rank uses the tag of rank 0'),
+    (
+        "checkpoint.load_universal",
+        True,
+        "true has no effect here: every checkpoint loads at every number of ranks and every stage",
+    ),
+    (
+        "checkpoint.parallel_write",
+        {"pipeline_stage": True},
+        '{"pipeline_stage": true} has no effect here: every rank writes its own part, all at the same time',
+    ),
+    (
+        "zero_optimization.load_from_fp32_weights",
+        False,
+        "false has no effect here: the fp32 master weights are what is saved and loaded",
+    ),
+    (
+        "zero_optimization.pipeline_loading_checkpoint",
+        True,
+        "true has no effect here: each rank reads only what it needs of a checkpoint",
+    ),
+    (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        True,
+        "true has no effect here: engine.export() writes full weights and never gathers the model; "
+        "engine.state_dict() always gives them",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "note"), CHECKPOINT_OUTCOMES)
+def test_checkpoint_keys_that_ask_for_what_happens_are_explained(path: str, value: object, note: str) -> None:
+    assert Config.load(nested(path, value)).notes == (f"{path}: {note}",)
+
+
+def test_checkpoint_keys_that_ask_for_another_place_say_what_to_do() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.load({"checkpoint": {"use_node_local_storage": True}, "nebula": {"enabled": True}})
+    assert [str(fault) for fault in caught.value.faults] == [
+        "checkpoint.use_node_local_storage: true is not supported yet; every rank must see one folder; set false",
+        "nebula: not supported yet; remove the section; checkpoint.async writes in the background",
+    ]
 
 
 def test_old_names_work() -> None:

@@ -1,0 +1,102 @@
+"""One tensor as the bytes that `torch.load` reads: a zip archive of a small pickle and the values.
+
+Written here rather than by `torch.save` because that copies the values several times and cannot say where in the file
+they are; a reader that knows the place reads them straight into the memory that they are for. The zip's own CRC-32 of
+the values is the checksum that is verified when they are read.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+_FOLDER = "archive"
+_NO_HOOKS: OrderedDict[str, Any] = OrderedDict()
+_OLDEST_DATE = (1980, 1, 1, 0, 0, 0)  # the same state gives the same file
+
+
+class ByteSink(Protocol):
+    """What bytes are appended to; `nbytes` of them so far."""
+
+    @property
+    def nbytes(self) -> int: ...
+    def write(self, data: bytes | memoryview, /) -> int: ...
+    def flush(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an archive lies in a file, and in it the values; all in bytes from the file's beginning."""
+
+    offset: int
+    nbytes: int
+    values_offset: int
+    values_crc32: int
+
+
+def write_tensor(sink: ByteSink, values: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Place:
+    """Appends a contiguous tensor. values: its bytes."""
+    offset = sink.nbytes
+    with zipfile.ZipFile(_Appender(sink), "w") as archive:  # type: ignore[call-overload]
+        _write_entry(archive, "data.pkl", _pickled_tensor(dtype, shape))
+        _write_entry(archive, "byteorder", b"little")
+        _write_entry(archive, "version", b"3\n")
+        entry = _write_entry(archive, "data/0", values)
+    values_offset = offset + entry.header_offset + len(entry.FileHeader())
+    return Place(offset, sink.nbytes - offset, values_offset, entry.CRC)
+
+
+class _Appender:
+    """A file for `zipfile` that can only be appended to."""
+
+    def __init__(self, sink: ByteSink) -> None:
+        self._sink = sink
+
+    def write(self, data: bytes | memoryview) -> int:
+        return self._sink.write(data)
+
+    def flush(self) -> None:
+        self._sink.flush()
+
+
+def _write_entry(archive: zipfile.ZipFile, name: str, data: bytes | memoryview) -> zipfile.ZipInfo:
+    entry = zipfile.ZipInfo(f"{_FOLDER}/{name}", _OLDEST_DATE)
+    entry.file_size = len(data)
+    with archive.open(entry, "w") as file:
+        file.write(data)
+    return entry
+
+
+class _Storage:
+    """Stands for the values in the pickle, which refers to them by name."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.persistent_id = ("storage", torch.UntypedStorage, "0", "cpu", nbytes)
+
+
+class _TensorRecipe:
+    """Pickles as the call that rebuilds a contiguous tensor from its bytes."""
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        sample = torch.empty(shape, dtype=dtype, device="meta")
+        self._arguments = (_Storage(sample.nbytes), 0, tuple(shape), sample.stride(), False, _NO_HOOKS, dtype)
+
+    def __reduce__(self) -> Any:
+        return torch._utils._rebuild_tensor_v3, self._arguments
+
+
+class _TensorPickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        return value.persistent_id if isinstance(value, _Storage) else None
+
+
+def _pickled_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    buffer = io.BytesIO()
+    _TensorPickler(buffer, protocol=2).dump(_TensorRecipe(dtype, shape))
+    return buffer.getvalue()

@@ -1,0 +1,156 @@
+"""Reads ranges of tensors out of the files of a checkpoint, and verifies what it reads."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .errors import CheckpointError
+from .fragment import Fragment, TensorInfo
+from .index import Row, data_name
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A row with the rank in whose file it is, and its place in the flattened tensor."""
+
+    rank: int
+    row: Row
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.row.box.numel
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What of a stored box goes where."""
+
+    stored: _Stored
+    info: TensorInfo
+    fragment: Fragment
+
+
+class CheckpointReader:
+    """The tensors of a checkpoint by name, read box by box: see `fragment.TensorSource`.
+
+    Where a whole box is wanted as it is, its bytes go straight from the file into the fragment. Otherwise, at the edges
+    of a fragment or where the dtype changes, they go through a buffer of one box (4 MiB).
+    """
+
+    def __init__(
+        self, folder: Path, tensors: Mapping[str, TensorInfo], rows: Mapping[str, Sequence[tuple[int, Row]]]
+    ) -> None:
+        """rows: name -> (rank in whose file it is, row) of each box."""
+        self._folder = folder
+        self._tensors = dict(tensors)
+        self._rows = rows
+        self._bytes_read = 0
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._tensors
+
+    @property
+    def bytes_read(self) -> int:
+        return self._bytes_read
+
+    def read(self, fragments: Sequence[Fragment]) -> None:
+        """Fills the fragments. Raises CheckpointError for a file that is missing, too short or altered."""
+        reads = [read for fragment in fragments for read in self._reads_of(fragment)]
+        reads.sort(key=lambda read: (read.stored.rank, read.stored.row.place.values_offset))
+        descriptors: dict[int, int] = {}
+        try:
+            for read in reads:
+                rank = read.stored.rank
+                if rank not in descriptors:
+                    descriptors[rank] = self._open(rank)
+                self._read_one(descriptors[rank], read)
+        finally:
+            for descriptor in descriptors.values():
+                os.close(descriptor)
+
+    def verify(self) -> None:
+        """Reads and verifies every box. Raises CheckpointError for the first that is not as it was written."""
+        by_rank: dict[int, list[tuple[Row, int]]] = {}
+        for name, rows in self._rows.items():
+            for rank, row in rows:
+                info = self._tensors.get(name)
+                nbytes = row.place.nbytes if info is None else row.box.numel * info.dtype.itemsize
+                by_rank.setdefault(rank, []).append((row, nbytes))
+        for rank, members in sorted(by_rank.items()):
+            descriptor = self._open(rank)
+            try:
+                for row, nbytes in sorted(members, key=lambda member: member[0].place.values_offset):
+                    self._fill(descriptor, rank, row, self._scratch(nbytes))
+            finally:
+                os.close(descriptor)
+
+    # -- pieces of it ---------------------------------------------------------------------------------------------
+
+    def _reads_of(self, fragment: Fragment) -> list[_Read]:
+        info = self._tensors[fragment.name]
+        assert info.shape == fragment.shape, fragment.name
+        stored = [_Stored(rank, row, row.box.start_in(info.shape)) for rank, row in self._rows.get(fragment.name, ())]
+        wanted = [item for item in stored if item.start < fragment.end and fragment.start < item.end]
+        covered = sum(min(i.end, fragment.end) - max(i.start, fragment.start) for i in wanted)
+        if covered != fragment.values.numel():
+            raise CheckpointError(
+                f"{self._folder}: expected elements {fragment.start} to {fragment.end} of '{fragment.name}', found "
+                f"{covered} of these {fragment.values.numel()}; an index file does not fit the others"
+            )
+        return [_Read(item, info, fragment) for item in wanted]
+
+    def _open(self, rank: int) -> int:
+        path = self._folder / data_name(rank)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as error:
+            raise CheckpointError(f"{path}: expected a file of the checkpoint, found: {error.strerror}") from error
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        return descriptor
+
+    def _read_one(self, descriptor: int, read: _Read) -> None:
+        stored, fragment = read.stored, read.fragment
+        low, high = max(stored.start, fragment.start), min(stored.end, fragment.end)
+        target = fragment.values[low - fragment.start : high - fragment.start]
+        is_whole = high - low == stored.row.box.numel
+        if is_whole and target.dtype == read.info.dtype and target.device.type == "cpu":
+            self._fill(descriptor, stored.rank, stored.row, target.detach().view(torch.uint8))
+            return
+        values = self._scratch(stored.row.box.numel * read.info.dtype.itemsize)
+        self._fill(descriptor, stored.rank, stored.row, values)
+        target.copy_(values.view(read.info.dtype)[low - stored.start : high - stored.start])
+
+    def _scratch(self, nbytes: int) -> Tensor:
+        if self._buffer.numel() < nbytes:
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+        return self._buffer[:nbytes]
+
+    def _fill(self, descriptor: int, rank: int, row: Row, memory: Tensor) -> None:
+        """memory: (nbytes,) uint8, contiguous, on the CPU."""
+        place, view = row.place, memory.numpy().data
+        done = 0
+        while done < len(view):
+            count = os.preadv(descriptor, [view[done:]], place.values_offset + done)
+            if not count:
+                raise CheckpointError(
+                    f"{self._folder / data_name(rank)}: expected {len(view)} bytes of '{row.name}' at offset "
+                    f"{place.values_offset}, found the end of the file: it is truncated"
+                )
+            done += count
+        self._bytes_read += done
+        if zlib.crc32(view) != place.values_crc32:
+            raise CheckpointError(
+                f"{self._folder / data_name(rank)}: expected the values of '{row.name}' at offset "
+                f"{place.values_offset} as they were written, found others (the CRC-32 differs): the file is altered"
+            )

@@ -1,0 +1,107 @@
+"""Plain Python values as JSON and back: what a loader, a scheduler or a random generator says of itself.
+
+JSON has no tuples, bytes, tensors, or keys other than strings; those are written as an object with the single key
+"$type". Reading builds values of these types only: no file can make it run code.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MAX_TENSOR_BYTES = 64 << 20
+_TAG = "$type"
+
+
+def encode(value: Any, where: str) -> Any:
+    """The value as JSON has it.
+
+    None, bool, int, float, str, bytes, list, tuple, dict, set, NumPy arrays and scalars, tensors up to 64 MiB.
+    Raises ValueError, which names the place below `where`, for anything else.
+    """
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, where)
+    if type(value) is list:
+        return [encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {_TAG: "tuple", "items": [encode(item, f"{where}[{index}]") for index, item in enumerate(value)]}
+    if isinstance(value, (set, frozenset)):
+        return {_TAG: "set", "items": [encode(item, where) for item in sorted(value, key=repr)]}
+    if isinstance(value, (bytes, bytearray)):
+        return {_TAG: "bytes", "base64": base64.b64encode(value).decode()}
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        return _encode_array(value, where)
+    raise ValueError(
+        f"{where}: expected numbers, strings, bytes, None, lists, tuples, sets, dictionaries, arrays or tensors, "
+        f"found {type(value).__module__}.{type(value).__qualname__}; a checkpoint holds no pickles, so give it the "
+        "state that the object can be made from, or give the object a state_dict() and a load_state_dict()"
+    )
+
+
+def decode(value: Any) -> Any:
+    """What `encode` was given. Sub-classes come back as what they are made of: a named tuple as a tuple."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_TAG)
+    return {key: decode(item) for key, item in value.items()} if kind is None else _DECODERS[kind](value)
+
+
+def _encode_mapping(value: Mapping[Any, Any], where: str) -> Any:
+    if all(type(key) is str for key in value) and _TAG not in value:
+        return {key: encode(item, f"{where}.{key}") for key, item in value.items()}
+    pairs = [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
+    return {_TAG: "dict", "items": pairs}
+
+
+def _encode_array(value: Any, where: str) -> dict[str, Any]:
+    if isinstance(value, Tensor):
+        kind = {_TAG: "tensor", "dtype": str(value.dtype).removeprefix("torch.")}
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    else:
+        array = np.asarray(value)
+        if array.dtype.hasobject:
+            raise ValueError(f"{where}: expected an array of numbers, found one of Python objects ({array.dtype})")
+        kind = {_TAG: "array" if isinstance(value, np.ndarray) else "scalar", "dtype": array.dtype.str}
+        data = np.ascontiguousarray(array)
+    if data.nbytes > MAX_TENSOR_BYTES:
+        raise ValueError(
+            f"{where}: expected at most {MAX_TENSOR_BYTES >> 20} MiB of values, found {data.nbytes >> 20} MiB; this is "
+            "for counters and positions. Make a tensor of that size a buffer of the model"
+        )
+    return {**kind, "shape": list(value.shape), "base64": base64.b64encode(data.tobytes()).decode()}
+
+
+def _decode_tensor(value: dict[str, Any]) -> Tensor:
+    dtype = getattr(torch, value["dtype"])
+    data = bytearray(base64.b64decode(value["base64"]))
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.reshape(value["shape"])
+
+
+def _decode_array(value: dict[str, Any]) -> Any:
+    flat = np.frombuffer(bytearray(base64.b64decode(value["base64"])), dtype=np.dtype(value["dtype"]))
+    return flat.reshape(value["shape"])
+
+
+_DECODERS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
+    "float": lambda value: float(value["value"]),
+    "tuple": lambda value: tuple(decode(item) for item in value["items"]),
+    "set": lambda value: {decode(item) for item in value["items"]},
+    "dict": lambda value: {decode(key): decode(item) for key, item in value["items"]},
+    "bytes": lambda value: base64.b64decode(value["base64"]),
+    "tensor": _decode_tensor,
+    "array": _decode_array,
+    "scalar": lambda value: _decode_array(value)[()],
+}

@@ -1,0 +1,88 @@
+"""Writes what one rank holds: its boxes, and the index that says where they are."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..offload import SequentialFile, TransientBuffer
+from .archive import Place, write_tensor
+from .boxes import Box, boxes_of_range
+from .fragment import Fragment
+from .index import RankIndex, Row, data_name, index_name
+
+MAX_BOX_BYTES = 4 << 20
+"""A checksum covers a box, so a reader that wants a part of one reads it as a whole: boxes are kept small."""
+
+_ALIGNMENT_BYTES = 64
+
+
+class RankWriter:
+    """Writes the file of one rank straight from its fragments; beside them it takes three blocks of 4 MiB."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder = folder
+        self._rank = rank
+
+    def write(self, fragments: Sequence[Fragment], blobs: Sequence[tuple[str, bytes]], own_state: Any) -> None:
+        """blobs: (name, bytes) that readers of torch.distributed.checkpoint expect beside the tensors.
+
+        The index comes last: where there is one, the file is complete and on the disk. Raises OSError.
+        """
+        rows: list[Row] = []
+        with SequentialFile(self._folder / data_name(self._rank)) as file:
+            for fragment in fragments:
+                for box, values in _boxes_of(fragment):
+                    place = write_tensor(file, _bytes_of(values), values.dtype, box.sizes)
+                    rows.append(Row(fragment.name, box, place))
+            for name, blob in blobs:
+                rows.append(Row(name, Box((), ()), _write_blob(file, blob)))
+        index = RankIndex(file.nbytes, tuple(rows), own_state)
+        index.write(self._folder / index_name(self._rank))
+
+
+class Snapshot:
+    """A copy of fragments in host memory, so that training goes on while they are written.
+
+    One buffer for all of them, whose memory is given back to the system at the end.
+    """
+
+    def __init__(self, fragments: Sequence[Fragment]) -> None:
+        sizes = [-(-fragment.values.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for fragment in fragments]
+        self._buffer = TransientBuffer(sum(sizes), torch.uint8)
+        self.fragments: list[Fragment] = []
+        offset = 0
+        for fragment, size in zip(fragments, sizes, strict=True):
+            memory = self._buffer.tensor[offset : offset + fragment.values.nbytes].view(fragment.values.dtype)
+            memory.copy_(fragment.values)
+            self.fragments.append(Fragment(fragment.name, fragment.shape, fragment.start, memory))
+            offset += size
+
+    def drop(self) -> None:
+        """Gives the memory back."""
+        self.fragments.clear()
+        self._buffer.drop()
+
+
+def _boxes_of(fragment: Fragment) -> Iterator[tuple[Box, Tensor]]:
+    values = fragment.values
+    max_numel = MAX_BOX_BYTES // values.dtype.itemsize
+    offset = 0
+    for box in boxes_of_range(fragment.shape, fragment.start, fragment.end, max_numel):
+        yield box, values[offset : offset + box.numel]
+        offset += box.numel
+
+
+def _write_blob(file: SequentialFile, blob: bytes) -> Place:
+    offset = file.nbytes
+    file.write(blob)
+    return Place(offset, len(blob), offset, zlib.crc32(blob))
+
+
+def _bytes_of(values: Tensor) -> memoryview:
+    return values.detach().cpu().contiguous().view(torch.uint8).numpy().data

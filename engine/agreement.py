@@ -1,0 +1,46 @@
+"""Errors that all ranks hear of: what one rank cannot do, none goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..checkpoint.errors import CheckpointError
+from ..comm import World
+
+
+@contextmanager
+def all_or_none(world: World, what: str, hint: str = "") -> Iterator[None]:
+    """A block that every rank enters. Where it fails on any, every rank raises CheckpointError, with all causes.
+
+    Counted as failures: OSError, ValueError and CheckpointError.
+    """
+    found: Exception | None = None
+    try:
+        yield
+    except (OSError, ValueError, CheckpointError) as error:
+        found = error
+    raise_together(world, found, what, hint)
+
+
+def raise_together(world: World, error: BaseException | None, what: str, hint: str = "") -> None:
+    """Raises CheckpointError on every rank where any has an error. A collective."""
+    texts = world.gather_objects(None if error is None else _text(error))
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        if text is not None:
+            ranks.setdefault(text, []).append(rank)
+    if not ranks:
+        return
+    lines = "; ".join(f"{_ranks(members)}: {text}" for text, members in ranks.items())
+    raise CheckpointError(f"{what} failed on {lines}" + (f". {hint}" if hint else "")) from error
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return str(error)
+
+
+def _ranks(members: list[int]) -> str:
+    return f"rank {members[0]}" if len(members) == 1 else f"ranks {', '.join(map(str, members))}"

@@ -1,0 +1,318 @@
+"""Saves and restores everything that a training is, at any number of ranks and any ZeRO stage."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.checkpoint import MODEL, STATE, Checkpoint
+from ..checkpoint.dcp import PARAM_GROUPS, STEP, param_groups_blob
+from ..checkpoint.errors import CheckpointError, NoCheckpointError
+from ..checkpoint.folder import CheckpointFolder
+from ..checkpoint.fragment import Fragment, TensorInfo
+from ..checkpoint.index import Manifest
+from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.values import decode, encode
+from ..checkpoint.writer import RankWriter, Snapshot
+from ..comm import Mesh
+from ..zero.optimizer import ShardedOptimizer
+from .agreement import all_or_none, raise_together
+from .config import Config
+from .log import logger
+from .named_state import NamedState
+from .run_state import encode_client_state, random_state, set_random_state
+from .save_job import SaveJob
+
+_INTACT = "What was saved before is as it was, and training can go on."
+_WITHOUT_STEP = ("sgd", "lion")  # torch's own keep no step either
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint says beside tensors. training: as it was given to `save`."""
+
+    tag: str
+    training: Any
+    config: Mapping[str, Any]
+    client_state: dict[str, Any]
+
+
+class Checkpointer:
+    """Saves and loads. Every method is a collective: all ranks must call it alike.
+
+    Each rank writes its own part of each tensor (replicas divide theirs) straight from its shards, and reads only the
+    parts that it needs, whoever wrote them; nothing is gathered, see `checkpoint/`.
+    """
+
+    def __init__(
+        self, config: Config, mesh: Mesh, module: nn.Module, optimizer: ShardedOptimizer, named: NamedState
+    ) -> None:
+        self._config = config
+        self._mesh = mesh
+        self._world = mesh.world
+        self._module = module
+        self._optimizer = optimizer
+        self._named = named
+        self._job: SaveJob | None = None
+        self._job_folder: tuple[CheckpointFolder, str] | None = None
+
+    # -- saving ---------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        tag: str | None,
+        client_state: Mapping[str, Any],
+        step: int,
+        training: Mapping[str, Any],
+    ) -> str:
+        """Writes a checkpoint, in the background where the config says so; returns its tag.
+
+        Waits for an earlier one first. Raises CheckpointError on every rank where any fails; with `async` that is at a
+        later call of this or of `finish`.
+        """
+        self.finish()
+        target = CheckpointFolder(os.fspath(folder))
+        has_own_tag = tag is not None
+        tag = str(self._world.broadcast_object(tag if tag is not None else f"global_step{step}"))
+        what = f"saving checkpoint '{tag}' to {target.path}"
+        with all_or_none(self._world, what, _INTACT):
+            own_state = {
+                "random": random_state(),
+                "client_state": encode_client_state(client_state),
+                "scalars": encode(self._optimizer.scalar_states(), "optimizer state"),
+            }
+            manifest = self._manifest(tag, has_own_tag, step, encode(dict(training), "training"))
+        with all_or_none(self._world, what, _INTACT):
+            saving = target.begin(tag) if self._world.rank == 0 else target.saving_folder(tag)
+        with all_or_none(self._world, what, _INTACT):
+            if not saving.is_dir():
+                raise CheckpointError(
+                    f"{saving} is not there; all ranks must see one folder, for example a network disk"
+                )
+        fragments, blobs = self._fragments(), self._blobs() if self._world.rank == 0 else []
+        snapshot = Snapshot(fragments) if self._config.checkpoint.asynchronous else None
+
+        def write() -> None:
+            writer = RankWriter(saving, self._world.rank)
+            writer.write(fragments if snapshot is None else snapshot.fragments, blobs, own_state)
+            if snapshot is not None:
+                snapshot.drop()
+
+        def commit() -> None:
+            target.commit(manifest, self._stepped(), self._config.checkpoint.keep_last)
+            logger.info("checkpoint '%s' is complete in %s", tag, target.path)
+
+        self._job = SaveJob(saving, self._world.size, write, commit if self._world.rank == 0 else None)
+        self._job_folder = (target, tag)
+        if snapshot is None:
+            self.finish()
+        return tag
+
+    @property
+    def has_failed(self) -> bool:
+        """True where a save in the background has failed on this rank."""
+        return self._job is not None and self._job.has_failed
+
+    def finish(self) -> None:
+        """Waits until the save that is under way is complete. Raises CheckpointError on every rank if it failed."""
+        if self._job is None or self._job_folder is None:
+            return
+        job, (folder, tag) = self._job, self._job_folder
+        self._job, self._job_folder = None, None
+        what = f"saving checkpoint '{tag}' to {folder.path}"
+        job.wait_written()
+        try:
+            raise_together(self._world, job.write_error, what, _INTACT)
+        except CheckpointError:
+            job.cancel()
+            if self._world.rank == 0:
+                folder.discard(tag)
+            raise
+        job.wait_committed()
+        try:
+            raise_together(self._world, job.commit_error, what, _INTACT)
+        except CheckpointError:
+            if self._world.rank == 0:
+                folder.discard(tag)
+            raise
+
+    def abandon(self) -> None:
+        """Waits for the save that is under way, as far as this rank can without the others: after an error."""
+        if self._job is not None:
+            self._job.wait_written()
+
+    # -- loading --------------------------------------------------------------------------------------------------
+
+    def load(self, folder: str | os.PathLike[str], tag: str | None) -> Restored:
+        """Brings parameters, optimizer states and random states back, and returns the rest.
+
+        Raises NoCheckpointError where there is none, CheckpointError where one is damaged or of another model.
+        """
+        self.finish()
+        target = CheckpointFolder(os.fspath(folder))
+        tag = self._world.broadcast_object(tag if tag is not None else target.latest())
+        if tag is None:
+            known = ", ".join(self._world.broadcast_object(target.tags()))
+            raise NoCheckpointError(
+                f"{target.path}: expected a checkpoint, found "
+                + (f"no file `latest`, but the tags {known}: name one of them" if known else "none")
+            )
+        hint = self._hint(target, tag)
+        with all_or_none(self._world, f"loading checkpoint '{tag}' from {target.path}", hint + " Nothing was changed."):
+            checkpoint = target.open(tag)
+            weights, states = checkpoint.weights, checkpoint.states
+            own = checkpoint.own_state(self._rank_of_origin(checkpoint))
+            self._check_fits(checkpoint)
+        changed = " Parameters were read in part: load another checkpoint before you train on."
+        with all_or_none(self._world, f"loading checkpoint '{tag}' from {target.path}", hint + changed):
+            training = decode(checkpoint.manifest.training)
+            scalars = self._scalars_of(checkpoint)
+            self._optimizer.make_states(training["num_steps"], self._state_dtypes_of(checkpoint), scalars)
+            weights.read(self._named.weights())
+            self._read_buffers(weights)
+            states.read(self._named.states())
+        self._named.publish()
+        self._restore_random(checkpoint, own["random"])
+        logger.info("checkpoint '%s' (step %d) loaded from %s", tag, checkpoint.manifest.step, target.path)
+        return Restored(tag, training, checkpoint.manifest.config, decode(own["client_state"]))
+
+    # -- what is saved --------------------------------------------------------------------------------------------
+
+    def _fragments(self) -> list[Fragment]:
+        """This rank's part of everything, by full name."""
+        weights = self._named.divided(self._named.weights())
+        states = self._named.divided(self._named.states())
+        found = [_prefixed(MODEL, fragment) for fragment in weights] + [_prefixed(STATE, state) for state in states]
+        if self._world.rank == 0:
+            for name, buffer in self._named.buffers().items():
+                found.append(Fragment(MODEL + name, tuple(buffer.shape), 0, buffer.detach().reshape(-1)))
+            step = torch.tensor([float(self._optimizer.num_steps)])
+            found.append(Fragment(STEP, (), 0, step))
+        return found
+
+    def _blobs(self) -> list[tuple[str, bytes]]:
+        names = {id(param): name for name, param in self._named.trained.items()}
+        groups = [
+            {**group, "params": [names[id(param)] for param in group["params"]]}
+            for group in self._optimizer.param_groups
+        ]
+        return [(PARAM_GROUPS, param_groups_blob(groups))]
+
+    def _stepped(self) -> list[str]:
+        has_step = self._optimizer.state_dtypes() and self._optimizer.kind not in _WITHOUT_STEP
+        return list(self._named.trained) if has_step else []
+
+    def _manifest(self, tag: str, has_own_tag: bool, step: int, training: Any) -> Manifest:
+        parameters = self._named.parameters
+        tensors = {MODEL + name: info for name, info in parameters.items()}
+        for name, buffer in self._named.buffers().items():
+            tensors[MODEL + name] = TensorInfo(tuple(buffer.shape), buffer.dtype)
+        for name in self._named.trained:
+            for state, dtype in self._optimizer.state_dtypes().items():
+                tensors[f"{STATE}{name}.{state}"] = TensorInfo(parameters[name].shape, dtype)
+        tensors[STEP] = TensorInfo((), torch.float32)
+        return Manifest(
+            tag=tag,
+            step=step,
+            saved_at=0.0,
+            has_own_tag=has_own_tag,
+            versions={"lowtide": version("lowtide"), "torch": torch.__version__, "python": platform.python_version()},
+            topology={
+                "world_size": self._world.size,
+                "stage": self._config.zero_optimization.stage,
+                "shard_size": self._mesh.shard.size,
+                "replicas": self._mesh.replica.size,
+            },
+            tensors=tensors,
+            compute_dtypes=self._named.compute_dtypes,
+            aliases=self._named.aliases,
+            training=training,
+            config=self._config.as_dict(),
+            model_files=_model_files(self._module),
+        )
+
+    # -- what is loaded -------------------------------------------------------------------------------------------
+
+    def _check_fits(self, checkpoint: Checkpoint) -> None:
+        """Raises CheckpointError, with every difference, where the checkpoint is of another model or optimizer."""
+        found = checkpoint.weights.tensors
+        expected = {name: info.shape for name, info in self._named.parameters.items()}
+        expected.update({name: tuple(buffer.shape) for name, buffer in self._named.buffers().items()})
+        faults = [f"'{name}' is not in it" for name in expected if name not in found]
+        faults += [f"'{name}' is not in the model" for name in found if name not in expected]
+        faults += [
+            f"'{name}' has shape {found[name].shape} in it, {shape} in the model"
+            for name, shape in expected.items()
+            if name in found and found[name].shape != shape
+        ]
+        training = decode(checkpoint.manifest.training)
+        groups = len(self._optimizer.param_groups)
+        saved = len(training["learning_rates"]["options"])
+        if saved != groups:
+            faults.append(f"it has {saved} parameter groups, the optimizer {groups}")
+        states = set(self._state_dtypes_of(checkpoint))
+        if training["num_steps"] and not self._optimizer.can_take(training["optimizer"], states):
+            faults.append(
+                f"it has the states of optimizer {training['optimizer']} ({', '.join(sorted(states)) or 'none'}), this "
+                f"run has optimizer {self._optimizer.kind}; engine.load_weights(folder) takes the parameters alone"
+            )
+        if faults:
+            raise CheckpointError(f"{checkpoint.path} does not fit: " + "; ".join(faults))
+
+    def _state_dtypes_of(self, checkpoint: Checkpoint) -> dict[str, torch.dtype]:
+        return {name.rpartition(".")[2]: info.dtype for name, info in checkpoint.states.tensors.items()}
+
+    def _scalars_of(self, checkpoint: Checkpoint) -> dict[int, dict[str, Any]]:
+        """Of all ranks that wrote: one may have had no element of a parameter group."""
+        merged: dict[int, dict[str, Any]] = {}
+        for rank in range(checkpoint.manifest.num_files):
+            merged.update(decode(checkpoint.own_state(rank)["scalars"]))
+        return merged
+
+    def _read_buffers(self, source: CheckpointReader) -> None:
+        for name, buffer in self._named.buffers().items():
+            flat = buffer.detach().contiguous().view(-1)  # the buffer's own memory, unless it has strides
+            source.read([Fragment(name, tuple(buffer.shape), 0, flat)])
+            if flat.data_ptr() != buffer.data_ptr():
+                buffer.detach().copy_(flat.view(buffer.shape))
+
+    def _rank_of_origin(self, checkpoint: Checkpoint) -> int:
+        """The rank whose own state this one takes over."""
+        return self._world.rank if checkpoint.manifest.num_files == self._world.size else 0
+
+    def _restore_random(self, checkpoint: Checkpoint, encoded: Any) -> None:
+        if checkpoint.manifest.num_files == self._world.size:
+            set_random_state(encoded)
+        else:
+            logger.info(
+                "random generators go on as they are: the checkpoint has the states of %d ranks, there are %d",
+                checkpoint.manifest.num_files,
+                self._world.size,
+            )
+
+    def _hint(self, folder: CheckpointFolder, tag: str) -> str:
+        other = self._world.broadcast_object(folder.alternative_to(tag) if self._world.rank == 0 else None)
+        return f"The newest other checkpoint is '{other}': load_checkpoint(folder, tag=\"{other}\")." if other else ""
+
+
+def _prefixed(prefix: str, fragment: Fragment) -> Fragment:
+    return Fragment(prefix + fragment.name, fragment.shape, fragment.start, fragment.values)
+
+
+def _model_files(module: nn.Module) -> dict[str, Any]:
+    """What transformers wants to find beside the weights."""
+    files = {}
+    for attribute, name in (("config", "config.json"), ("generation_config", "generation_config.json")):
+        to_json: Callable[[], str] | None = getattr(getattr(module, attribute, None), "to_json_string", None)
+        if to_json is not None:
+            files[name] = json.loads(to_json())
+    return files

@@ -2,6 +2,7 @@
 
     python examples/train_gpt.py                                             # one process
     lowtide launch --nproc 2 examples/train_gpt.py --config zero3            # two processes, ZeRO stage 3
+    lowtide launch --nproc 2 examples/train_gpt.py --checkpoints runs/saved  # saves; run again, it goes on from there
 
 How the work and the memory are divided is said in the config file alone. This script is the same for all of them.
 """
@@ -41,6 +42,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sample-bytes", type=int, default=300, help="bytes to generate at the end (default: 300)")
     parser.add_argument("--print-every", type=positive, default=20, help="steps between two lines (default: 20)")
     parser.add_argument("--out", type=Path, default=Path("runs/gpt"), help="folder of the curve (default: runs/gpt)")
+    parser.add_argument("--checkpoints", type=Path, help="save here at the end and on SIGTERM; go on from the latest")
     parser.add_argument("--report", type=Path, help="a JSON file for the final numbers")
     arguments = parser.parse_args(argv)
     if importlib.util.find_spec("matplotlib") is None:
@@ -66,7 +68,10 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(f"train_gpt.py: {error}") from error
 
     with MemoryWatch() as memory, lowtide.initialize(lambda: GPT(shape), config) as engine:
+        resume(engine, arguments)
         losses, tokens_per_second = train(engine, text, arguments, memory)
+        if arguments.checkpoints:
+            engine.save_checkpoint(arguments.checkpoints)
         validation_loss = validate(engine, text, arguments)
         sample = generate(engine.module, PROMPT, arguments.sample_bytes, arguments.context, engine.device)
         states = engine.memory()
@@ -77,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     report = {
         "config": str(arguments.config),
         "processes": world_size,
-        "steps": len(losses),
+        "steps": engine.global_step,
         "first_loss": losses[0],
         "final_loss": sum(losses[-20:]) / len(losses[-20:]),
         "validation_loss": validation_loss,
@@ -122,8 +127,25 @@ def training_config(arguments: argparse.Namespace) -> dict[str, Any]:
         params = {"warmup_num_steps": warmup, "total_num_steps": arguments.steps + warmup, "min_ratio": 0.1}
         config["scheduler"] = {"type": "cosine", "params": params}
     config["seed"] = config["seed"] or 0
+    if arguments.checkpoints:
+        config["checkpoint"].update(folder=str(arguments.checkpoints), on_sigterm=True)
     config["steps_per_print"] = 0  # this script draws its own progress
     return config
+
+
+def resume(engine: lowtide.Engine, arguments: argparse.Namespace) -> None:
+    """Goes on from the latest checkpoint, where there is one."""
+    if arguments.checkpoints is None:
+        return
+    try:
+        engine.load_checkpoint(arguments.checkpoints)
+    except lowtide.NoCheckpointError:
+        return
+    if engine.global_step >= arguments.steps:
+        raise SystemExit(
+            f"train_gpt.py: {arguments.checkpoints} is at step {engine.global_step} already; "
+            f"expected --steps above that, found {arguments.steps}"
+        )
 
 
 def text_batches(engine: lowtide.Engine, text: Tensor, arguments: argparse.Namespace) -> Iterator[dict[str, Tensor]]:
@@ -153,9 +175,9 @@ def train(
         display.say(f"{size / 1e6:.1f}M parameters, {num_bytes / 1e6:.1f}M bytes of text, config {arguments.config}")
         display.say(f"{engine.world_size} processes, {tokens_per_step:,} tokens a step")
         engine.train()
-        for step, batch in enumerate(islice(text_batches(engine, text.train, arguments), arguments.steps), start=1):
+        for batch in islice(text_batches(engine, text.train, arguments), engine.global_step, arguments.steps):
             losses.append(engine.train_step(batch).loss.item())
-            display.update(step, losses[-1], memory.now_bytes)
+            display.update(engine.global_step, losses[-1], memory.now_bytes)
     return losses, display.tokens_per_second
 
 

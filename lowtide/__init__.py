@@ -7,13 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .checkpoint.errors import CheckpointError, NoCheckpointError
     from .engine.build import initialize
     from .engine.config import Config
     from .engine.engine import Engine, StepResult
 
-__all__ = ["Config", "Engine", "StepResult", "initialize"]
+__all__ = ["CheckpointError", "Config", "Engine", "NoCheckpointError", "StepResult", "initialize"]
 
 _HOME = {
+    "CheckpointError": ".checkpoint.errors",
+    "NoCheckpointError": ".checkpoint.errors",
     "Config": ".engine.config",
     "Engine": ".engine.engine",
     "StepResult": ".engine.engine",

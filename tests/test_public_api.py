@@ -18,13 +18,20 @@ def in_fresh_python(code: str) -> str:
 
 
 def test_the_public_names_are_these_and_exist() -> None:
-    assert lowtide.__all__ == ["Config", "Engine", "StepResult", "initialize"]
+    assert lowtide.__all__ == [
+        "CheckpointError",
+        "Config",
+        "Engine",
+        "NoCheckpointError",
+        "StepResult",
+        "initialize",
+    ]
     assert all(getattr(lowtide, name).__name__ == name for name in lowtide.__all__)
     assert set(lowtide.__all__) <= set(dir(lowtide))
 
 
 def test_an_unknown_name_lists_the_public_ones() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'initialise'; it has Config, Engine, StepResult"):
+    with pytest.raises(AttributeError, match="no attribute 'initialise'; it has CheckpointError, Config"):
         _ = lowtide.initialise
 
 

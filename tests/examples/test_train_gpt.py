@@ -49,6 +49,20 @@ def test_training_leaves_curve_report_and_text(
     assert "loss curve: " in printed
 
 
+def test_a_second_run_goes_on_where_the_first_has_saved(source: Path, tmp_path: Path) -> None:
+    report_file = tmp_path / "report.json"
+    files = ["--data", str(source), "--out", str(tmp_path / "out"), "--report", str(report_file)]
+    arguments = [*SIZE, *files, "--checkpoints", str(tmp_path / "saved"), "--sample-bytes", "0", "--steps"]
+    train_gpt.main([*arguments, "15"])
+    before = json.loads(report_file.read_text(encoding="utf-8"))
+    train_gpt.main([*arguments, "20"])
+    after = json.loads(report_file.read_text(encoding="utf-8"))
+    assert after["steps"] == 20
+    assert after["first_loss"] < before["first_loss"] - 0.1
+    with pytest.raises(SystemExit, match="saved is at step 20 already; expected --steps above that, found 20"):
+        train_gpt.main([*arguments, "20"])
+
+
 def test_the_config_of_a_run_keeps_the_preset_and_takes_the_flags() -> None:
     arguments = train_gpt.parse_arguments(["--config", "zero2", "--learning-rate", "0.5", "--steps", "100"])
     config = train_gpt.training_config(arguments)

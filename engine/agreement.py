@@ -11,14 +11,11 @@ from ..comm import World
 
 @contextmanager
 def all_or_none(world: World, what: str, hint: str = "") -> Iterator[None]:
-    """A block that every rank enters. Where it fails on any, every rank raises CheckpointError, with all causes.
-
-    Counted as failures: OSError, ValueError and CheckpointError.
-    """
+    """A block that every rank enters. Where it fails on any, every rank raises CheckpointError, with all causes."""
     found: Exception | None = None
     try:
         yield
-    except (OSError, ValueError, CheckpointError) as error:
+    except Exception as error:
         found = error
     raise_together(world, found, what, hint)
 
@@ -39,7 +36,8 @@ def raise_together(world: World, error: BaseException | None, what: str, hint: s
 def _text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return str(error)
+    is_clear = isinstance(error, (OSError, ValueError, CheckpointError))
+    return str(error) if is_clear else f"{type(error).__name__}: {error}"
 
 
 def _ranks(members: list[int]) -> str:

@@ -20,6 +20,7 @@ from ..zero.hooks import UnitHooks
 from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer, ShardState
 from ..zero.sequence import UnitSequence
+from . import weights
 from .batch import call, loss_of, microbatches, prepared
 from .checkpoint import Checkpointer
 from .config import Config
@@ -250,6 +251,29 @@ class Engine:
         All ranks must call it. Gathered and copied unit by unit.
         """
         return self._values.state_dict()
+
+    def export(
+        self,
+        folder: str | os.PathLike[str],
+        dtype: str | torch.dtype | None = None,
+        shard_bytes: int | str = 5_000_000_000,
+    ) -> None:
+        """Writes parameters and persistent buffers as safetensors in the model's own names; `from_pretrained` reads it.
+
+        dtype: "fp32", "bf16", "fp16", "fp64", a torch dtype, or None: as each parameter is computed. shard_bytes: of
+        one file, also "500MB". All ranks must call it; each writes its own shards, nothing is gathered. Raises
+        CheckpointError on every rank where one could not write; an earlier export is as it was then.
+        """
+        weights.export(self.module, self._named, self._mesh.world, folder, dtype, shard_bytes)
+
+    def load_weights(self, path: str | os.PathLike[str], strict: bool = True) -> None:
+        """Takes over the tensors of safetensors files, or of a checkpoint; each rank reads only what its shards hold.
+
+        All ranks must call it. Raises ValueError, with all that is missing, extra or misshaped, before anything is
+        changed; without `strict` missing and extra ones are logged. CheckpointError where a file cannot be read.
+        """
+        weights.load_weights(self._named, self._mesh.world, path, strict)
+        self._guard.remember()
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,323 @@
+"""Safetensors: where tensors lie in such files, and reading ranges of them.
+
+    8 bytes        header_nbytes                          all tensors, one behind the other
+    [header_nbytes][{"name": {"dtype", "shape", ...}, ...}][tensor|tensor|tensor...............]
+                                                            ^data_offsets count from here
+
+Source of the format: https://github.com/huggingface/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .fragment import Fragment, TensorInfo
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CHUNK_BYTES = 4 << 20  # of values that are converted at a time
+MAX_HEADER_BYTES = 100_000_000  # what the library accepts
+DTYPE_NAMES = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.bool: "BOOL",
+}
+_NUMBERED = re.compile(r"-\d{5}-of-\d{5}\.safetensors$")
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies."""
+
+    file: str
+    info: TensorInfo
+    offset: int  # bytes from the start of the file
+
+
+# -- writing: the layout --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """One file: its header, its size, and where its tensors lie."""
+
+    name: str
+    header: bytes
+    nbytes: int
+    places: Mapping[str, Place]
+
+    @classmethod
+    def of(cls, name: str, tensors: Mapping[str, TensorInfo]) -> FilePlan:
+        """Wide dtypes come first, so that every tensor is aligned to its own items, which readers rely on."""
+        order = sorted(tensors, key=lambda key: -tensors[key].dtype.itemsize)
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        ends, end = {}, 0
+        for key in order:
+            info = tensors[key]
+            start, end = end, end + info.nbytes
+            entries[key] = {
+                "dtype": DTYPE_NAMES[info.dtype],
+                "shape": list(info.shape),
+                "data_offsets": [start, end],
+            }
+            ends[key] = end
+        text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        header = struct.pack("<Q", len(text)) + text
+        places = {key: Place(name, tensors[key], len(header) + ends[key] - tensors[key].nbytes) for key in order}
+        return cls(name, header, len(header) + end, places)
+
+
+@dataclass(frozen=True)
+class WeightsPlan:
+    """The files of a whole model: one, or several with an index."""
+
+    files: tuple[FilePlan, ...]
+    index: Mapping[str, Any] | None  # the content of the index file
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, TensorInfo], shard_bytes: int) -> WeightsPlan:
+        """tensors: in the order of the model. shard_bytes: of tensors in one file; a larger tensor has its own file.
+
+        Raises ValueError for a dtype that safetensors does not have. The files are those that `save_pretrained` of
+        Hugging Face makes with max_shard_size=shard_bytes.
+        """
+        unknown = [f"{name} ({info.dtype})" for name, info in tensors.items() if info.dtype not in DTYPE_NAMES]
+        if unknown:
+            raise ValueError(f"safetensors has no such dtype: {', '.join(unknown)}; export with a dtype that it has")
+        parts = _parts(tensors, shard_bytes)
+        if len(parts) == 1:
+            return cls((FilePlan.of(SINGLE, parts[0]),), None)
+        names = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+        index = {
+            "metadata": {"total_size": sum(info.nbytes for info in tensors.values())},
+            "weight_map": {key: name for name, part in zip(names, parts, strict=True) for key in part},
+        }
+        return cls(tuple(map(FilePlan.of, names, parts)), index)
+
+    @property
+    def places(self) -> dict[str, Place]:
+        """Every tensor, file by file, as they lie in it."""
+        return {name: place for file in self.files for name, place in file.places.items()}
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(place.info.nbytes for place in self.places.values())
+
+
+def _parts(tensors: Mapping[str, TensorInfo], shard_bytes: int) -> list[dict[str, TensorInfo]]:
+    """The tensors of each file. Source of the rule: `split_state_dict_into_shards_factory` of huggingface_hub."""
+    parts: list[dict[str, TensorInfo]] = []
+    current: dict[str, TensorInfo] = {}
+    held = 0
+    for name, info in tensors.items():
+        if info.nbytes > shard_bytes:
+            parts.append({name: info})
+            continue
+        if held + info.nbytes > shard_bytes:
+            parts.append(current)
+            current, held = {}, 0
+        current[name] = info
+        held += info.nbytes
+    return [*parts, current] if current or not parts else parts
+
+
+# -- reading --------------------------------------------------------------------------------------------------------
+
+
+class SafetensorsSource:
+    """The tensors of a safetensors file, or of a folder of such files; a `TensorSource`.
+
+    Headers are read at once, values by `read`, and of them only the bytes of the ranges that are asked for.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """path: a file; or a folder with model.safetensors, with an index file, or with any .safetensors files.
+
+        Raises FileNotFoundError where there is nothing of the kind, ValueError where a file is damaged.
+        """
+        self._places = _find(Path(path))
+        self._bytes_read = 0
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        return {name: place.info for name, place in self._places.items()}
+
+    @property
+    def bytes_read(self) -> int:
+        return self._bytes_read
+
+    def read(self, fragments: Sequence[Fragment]) -> None:
+        """Fills the values of each fragment, cast to their dtype, in chunks. Raises OSError where a file ends early."""
+        by_file: dict[str, list[Fragment]] = {}
+        for fragment in fragments:
+            place = self._places[fragment.name]
+            assert fragment.shape == place.info.shape, fragment.name
+            by_file.setdefault(place.file, []).append(fragment)
+        staging = torch.empty(CHUNK_BYTES, dtype=torch.uint8)  # takes memory where it is written to
+        for file in sorted(by_file):
+            descriptor = os.open(file, os.O_RDONLY)
+            try:
+                for fragment in sorted(by_file[file], key=lambda f: (self._places[f.name].offset, f.start)):
+                    self._fill(descriptor, fragment, staging)
+            finally:
+                os.close(descriptor)
+
+    def _fill(self, descriptor: int, fragment: Fragment, staging: Tensor) -> None:
+        """staging: (CHUNK_BYTES,) uint8, for what cannot be read straight into the fragment."""
+        place = self._places[fragment.name]
+        dtype = place.info.dtype
+        values = fragment.values.detach()
+        is_direct = values.dtype == dtype and values.device.type == "cpu"
+        step = CHUNK_BYTES // dtype.itemsize
+        for low in range(0, values.numel(), step):
+            part = values[low : low + step]
+            target = part if is_direct else staging.view(dtype)[: part.numel()]
+            self._bytes_read += _read_into(descriptor, target, place, fragment.start + low)
+            if not is_direct:
+                part.copy_(target)
+
+
+def _read_into(descriptor: int, target: Tensor, place: Place, start: int) -> int:
+    """Fills `target`, of the file's dtype and on the CPU, with the elements from `start`; how many bytes that were."""
+    memory = target.view(torch.uint8).numpy().data
+    offset = place.offset + start * target.itemsize
+    done = 0
+    while done < len(memory):
+        count = os.preadv(descriptor, [memory[done:]], offset + done)
+        if not count:
+            raise OSError(f"'{place.file}' has become shorter: it ends at byte {offset + done}, inside a tensor")
+        done += count
+    return done
+
+
+def _find(path: Path) -> dict[str, Place]:
+    if path.is_dir():
+        return _find_in_folder(path)
+    if not path.exists():
+        raise FileNotFoundError(f"expected a safetensors file or a folder of such files, found nothing at '{path}'")
+    return read_header(path)
+
+
+def _find_in_folder(folder: Path) -> dict[str, Place]:
+    if (folder / SINGLE).exists():
+        return read_header(folder / SINGLE)
+    indices = [folder / INDEX] if (folder / INDEX).exists() else sorted(folder.glob("*.safetensors.index.json"))
+    if len(indices) == 1:
+        return _find_by_index(indices[0])
+    files = sorted(folder.glob("*.safetensors"))
+    if len(indices) > 1 or not files:
+        found = ", ".join(index.name for index in indices) or ", ".join(sorted(os.listdir(folder))[:10]) or "nothing"
+        raise FileNotFoundError(f"'{folder}': expected {SINGLE}, one index file or .safetensors files, found {found}")
+    numbered = [file.name for file in files if _NUMBERED.search(file.name)]
+    if numbered:
+        raise FileNotFoundError(
+            f"'{folder}': expected an index file beside {', '.join(numbered)}, found none: the files may be of two "
+            "models, where an export was interrupted; export again"
+        )
+    places: dict[str, Place] = {}
+    for file in files:
+        header = read_header(file)
+        twice = sorted(places.keys() & header.keys())
+        if twice:
+            others = sorted({Path(places[name].file).name for name in twice})
+            raise ValueError(
+                f"'{folder}': expected each tensor in one file, found {', '.join(twice)} in {file.name} and in "
+                f"{', '.join(others)}; name the file that is meant"
+            )
+        places.update(header)
+    return places
+
+
+def _find_by_index(index: Path) -> dict[str, Place]:
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+        files = dict.fromkeys(weight_map.values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"'{index}': expected JSON with a weight_map from tensors to files; {error!r}") from error
+    absent = [file for file in files if not (index.parent / file).is_file()]
+    if absent:
+        raise FileNotFoundError(f"'{index}' names files that are not there: {', '.join(absent)}")
+    headers = {file: read_header(index.parent / file) for file in files}
+    lost = [f"{name} ({file})" for name, file in weight_map.items() if name not in headers[file]]
+    if lost:
+        raise ValueError(f"'{index}' names tensors that are not in their files: {', '.join(lost)}")
+    return {name: headers[file][name] for name, file in weight_map.items()}
+
+
+def read_header(file: Path) -> dict[str, Place]:
+    """Where the tensors of one file lie. Raises ValueError, which names the file, where it is not sound."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        start = opened.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        if length > min(MAX_HEADER_BYTES, size - 8):
+            raise ValueError(
+                f"'{file}' ({size} bytes) is not a safetensors file, or was cut off: expected a header length of at "
+                f"most {max(size - 8, 0)} in its first 8 bytes, found {length if len(start) == 8 else start!r}"
+            )
+        text = opened.read(length)
+    try:
+        entries = json.loads(text)
+        entries.pop("__metadata__", None)
+        places = {name: _place(file, name, entry, 8 + length) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, _UnsoundError):
+            raise
+        raise ValueError(f"'{file}' is not a safetensors file: its header cannot be read; {error!r}") from error
+    _check_size(file, size, places.values(), 8 + length)
+    return places
+
+
+class _UnsoundError(ValueError):
+    """A header that says impossible things about a tensor."""
+
+
+def _place(file: Path, name: str, entry: Mapping[str, Any], data_start: int) -> Place:
+    shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
+    dtype = _DTYPES.get(entry["dtype"])
+    if dtype is None:
+        raise _UnsoundError(f"'{file}': tensor {name} has dtype {entry['dtype']}; expected one of {', '.join(_DTYPES)}")
+    if not all(isinstance(number, int) and number >= 0 for number in (*shape, start, end)):
+        raise _UnsoundError(
+            f"'{file}': tensor {name}: expected whole numbers of at least 0, found shape {list(shape)} and "
+            f"data_offsets {start} to {end} in the header"
+        )
+    info = TensorInfo(shape, dtype)
+    if end - start != info.nbytes:
+        raise _UnsoundError(
+            f"'{file}': tensor {name}: expected {math.prod(shape)} x {dtype.itemsize} = {info.nbytes} bytes, found "
+            f"data_offsets {start} to {end} in the header"
+        )
+    return Place(str(file), info, data_start + start)
+
+
+def _check_size(file: Path, size: int, places: Iterable[Place], data_start: int) -> None:
+    expected = max((place.offset + place.info.nbytes for place in places), default=data_start)
+    if size < expected:
+        raise ValueError(f"'{file}' was cut off: expected {expected} bytes by its header, found {size}")

@@ -1,0 +1,156 @@
+"""`lowtide export`: what engine.export would have written, from a checkpoint and without its ranks."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowtide
+from lowtide.bin.main import main
+from lowtide.checkpoint.index import RankIndex, data_name, index_name
+from tests.engine.plain_weights import differences, engine_of, export, load_weights, saved_once
+from tests.engine.test_hugging_face import MODELS, batch_of, config_of
+from tests.ranks import RankPool
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+transformers = pytest.importorskip("transformers")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+def save(folder: str, config: dict[str, Any]) -> dict[str, Tensor]:
+    """Two checkpoints, one, two, and exports of the second, own and fp32; the engine's state_dict at the first."""
+    engine = engine_of(3, config)
+    engine.save_checkpoint(folder, tag="one")
+    state: dict[str, Tensor] = engine.state_dict()
+    engine.train_step(batch_for(engine.rank))
+    engine.save_checkpoint(folder, tag="two")
+    export(engine, Path(folder) / "own", shard_bytes="20KB")
+    export(engine, Path(folder) / "fp32", dtype="fp32", shard_bytes="20KB")
+    engine.close()
+    return state
+
+
+def batch_for(rank: int) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(301, (2, 8), generator=torch.Generator().manual_seed(rank))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def loaded(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= safetensors_torch.load_file(file)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("config", [{}, BF16], ids=["fp32", "bf16"])
+def test_the_values_are_those_of_the_engine(
+    ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], world_size: int, config: dict[str, Any]
+) -> None:
+    ranks(world_size, save, str(tmp_path), config)
+    out = tmp_path / "out"
+    assert main(["export", str(tmp_path), str(out), "--shard-bytes", "20KB"]) == 0
+    assert differences(loaded(out), loaded(tmp_path / "own")) == []
+    number = len(list(out.glob("*.safetensors")))
+    size = "34.9 KB" if config else "69.8 KB"
+    last_line = capsys.readouterr().out.splitlines()[-1]
+    assert number > 1 and last_line == f"{out}: 35 tensors of checkpoint two, {size} in {number} files"
+    assert main(["export", str(tmp_path), str(out), "--dtype", "fp32"]) == 0
+    assert differences(loaded(out), loaded(tmp_path / "fp32")) == []
+    assert list(contents(out)) == ["model.safetensors"]
+    assert capsys.readouterr().out.endswith(", 69.8 KB in one file\n")
+
+
+def test_an_older_checkpoint_goes_by_its_tag_or_its_path(ranks: RankPool, tmp_path: Path) -> None:
+    state = ranks(2, save, str(tmp_path), {})[0]
+    assert main(["export", str(tmp_path), str(tmp_path / "a"), "--tag", "one"]) == 0
+    assert main(["export", str(tmp_path / "one"), str(tmp_path / "b")]) == 0
+    assert differences(loaded(tmp_path / "a"), saved_once(state)) == []
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def load(path: str) -> dict[str, Tensor]:
+    engine = engine_of(2, {}, seed=9)
+    load_weights(engine, path)
+    state: dict[str, Tensor] = engine.state_dict()
+    engine.close()
+    return state
+
+
+@pytest.mark.parametrize("name", ["one", "."])
+def test_load_weights_takes_a_checkpoint_too(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    first = ranks(2, save, str(tmp_path), {})[0]
+    expected = loaded(tmp_path / "own") if name == "." else saved_once(first)
+    assert differences(saved_once(ranks(3, load, str(tmp_path / name))[0]), expected) == []
+
+
+def save_hugging_face(name: str, folder: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    engine = lowtide.initialize(MODELS[name](), config_of(3, "auto") | BF16)
+    engine.train_step(batch_of(name, torch.Generator().manual_seed(engine.rank)))
+    engine.save_checkpoint(folder)
+    state = engine.state_dict()
+    engine.close()
+    return state
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", None])
+def test_from_pretrained_loads_it(ranks: RankPool, tmp_path: Path, name: str, dtype: str | None) -> None:
+    state = ranks(2, save_hugging_face, name, str(tmp_path))[0]
+    options = [] if dtype is None else ["--dtype", dtype]
+    assert main(["export", str(tmp_path), str(tmp_path / "out"), *options]) == 0
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert found.dtype == (torch.float16 if dtype == "fp16" else torch.bfloat16)
+    assert type(found) is type(MODELS[name]()) and found.generation_config is not None
+    if dtype != "fp16":
+        assert differences(dict(found.state_dict()), state) == []
+
+
+# -- errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_checkpoint_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(tmp_path / "absent"), str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err.startswith(f"lowtide export: {tmp_path}/absent: expected a file `latest`")
+
+
+def test_what_cannot_be_written_is_said(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks(1, save, str(tmp_path), {})
+    (tmp_path / "file").touch()
+    assert main(["export", str(tmp_path), str(tmp_path / "file/out")]) == 1
+    assert capsys.readouterr().err.startswith("lowtide export: [Errno 20] Not a directory: ")
+
+
+def test_a_damaged_checkpoint_leaves_the_earlier_export(
+    ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks(1, save, str(tmp_path), {})
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 0
+    before = contents(tmp_path / "out")
+    data = tmp_path / "two" / data_name(0)
+    damaged = bytearray(data.read_bytes())
+    damaged[RankIndex.parse((tmp_path / "two" / index_name(0)).read_bytes()).rows[0].place.values_offset] ^= 1
+    data.write_bytes(damaged)
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 1
+    assert "the file is altered" in capsys.readouterr().err
+    assert contents(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [(["--dtype", "int8"], 'dtype: expected one of "fp32"'), (["--shard-bytes", "many"], "expected a positive number")],
+)
+def test_options_that_are_none_are_refused(option: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["export", "in", "out", *option])
+    assert text in capsys.readouterr().err

@@ -1,0 +1,100 @@
+"""A model with everything that a file of weights must get right, and what tests of such files share."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import lowtide
+from lowtide.engine.named_state import NamedState
+from tests import models
+from tests.zero.training import Case, share_of
+
+
+class Adapted(nn.Linear):
+    """A frozen layer with a low-rank addition that is trained."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        self.weight.requires_grad_(False)
+        self.lora_A = nn.Parameter(torch.randn(3, inputs))
+        self.lora_B = nn.Parameter(torch.zeros(outputs, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + functional.linear(functional.linear(x, self.lora_A), self.lora_B)
+
+
+class Everything(models.TinyGPT):
+    """Tied, frozen, low-rank, 0-d and empty parameters; buffers of several dtypes, one of which is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__(width=22, layers=2, tied=True)
+        for block in self.blocks:
+            block.qkv = Adapted(22, 66)
+        self.temperature = nn.Parameter(torch.tensor(1.25))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.position.requires_grad_(False)
+        self.register_buffer("strided", torch.arange(12.0).view(3, 4).t())
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("hidden", torch.ones(2), persistent=False)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(ids, targets) * self.temperature + self.nothing.sum()
+
+
+class Large(nn.Module):
+    """Two layers of 32 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4096, 2048, bias=False) for _ in range(2))
+
+
+LARGE_CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "sgd", "params": {"lr": 1e-2}},
+    "communication": {"route": "sockets"},  # so that no memory is shared, and what is released is really gone
+    "zero_optimization": {"stage": 3},
+}
+
+
+def engine_of(stage: int, config: dict[str, Any], seed: int = 0, steps: int = 1) -> Any:
+    """An engine with Everything after some steps of training."""
+    torch.manual_seed(seed)
+    case = Case(Everything, models.token_batch, stage=stage, config=config)
+    engine = lowtide.initialize(Everything(), case.as_config())
+    for step in range(steps):
+        engine.train_step(share_of(case.global_batch(step, engine.world_size)))
+    return engine
+
+
+def named_state(engine: Any) -> NamedState:
+    parts = engine._parts
+    return NamedState(parts.module, parts.sequence.units, parts.optimizer, parts.mesh)
+
+
+def export(engine: Any, folder: Path | str, **options: Any) -> None:
+    engine.export(folder, **options)
+
+
+def load_weights(engine: Any, path: Path | str, **options: Any) -> None:
+    engine.load_weights(path, **options)
+
+
+def saved_once(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state_dict with each tied parameter under its first name alone."""
+    return {name: value for name, value in state.items() if name != "head.weight"}
+
+
+def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    """What is not the same to the last bit: names, dtypes, shapes and values."""
+    if found.keys() != expected.keys():
+        return sorted(found.keys() ^ expected.keys())
+    return [
+        name
+        for name, value in expected.items()
+        if found[name].dtype != value.dtype or found[name].shape != value.shape or not torch.equal(found[name], value)
+    ]

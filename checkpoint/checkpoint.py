@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -63,12 +64,15 @@ class Checkpoint:
         """What the rank said of itself alone, encoded by `values`."""
         return self._indexes[rank].own_state
 
-    def verify(self) -> None:
-        """Reads every value. Raises CheckpointError for the first that is not as it was written."""
+    def verify(self, advance: Callable[[int], None] = lambda nbytes: None) -> None:
+        """Reads every value. Raises CheckpointError for the first that is not as it was written.
+
+        advance: called with the number of bytes that were verified since the last call.
+        """
         for entry in self.manifest.files:
             if entry.crc32 is not None:
                 self._read_small(entry)
-        CheckpointReader(self.path, self.manifest.tensors, self._rows("")).verify()
+        CheckpointReader(self.path, self.manifest.tensors, self._rows("")).verify(advance)
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 

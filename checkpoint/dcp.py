@@ -4,16 +4,19 @@ With it FSDP2, `dcp_to_torch_save` and every other reader of that format load a 
 
     model.NAME                    a parameter or buffer, tied parameters under each of their names
     optim.state.NAME.STATE        an optimizer state; STATE may be "step", one number for all of them
-    optim.param_groups            the options, as torch.distributed.checkpoint.state_dict gives them
+    optim.param_groups.0.lr       an option of a parameter group; "params" are the names of its parameters
+    optim.param_groups.NAME.lr    the same for those who flatten the state dict of an optimizer
 
 The file is a pickle, which is their format; nothing here ever reads it.
 """
 
 from __future__ import annotations
 
+import inspect
 import io
 import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,25 +33,50 @@ from torch.distributed.checkpoint.metadata import (
 from .fragment import TensorInfo
 from .index import RankIndex, Row, data_name
 
-PARAM_GROUPS = "optim.param_groups"
+_PARAM_GROUPS = "optim.param_groups"
 _STATE = "optim.state."
 STEP = "optim.step"
 """The tensor to which all `optim.state.NAME.step` refer."""
 
+_TORCH_TWINS: Mapping[str, type[torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+}
 
-def param_groups_blob(groups: Sequence[Mapping[str, Any]]) -> bytes:
-    """groups: the options of each, with the names of its parameters as "params"."""
-    buffer = io.BytesIO()
-    torch.save([dict(group) for group in groups], buffer)
-    return buffer.getvalue()
+
+@dataclass(frozen=True)
+class OptimizerNames:
+    """The parameters by their names: those that have a step, and those of each parameter group."""
+
+    stepped: tuple[str, ...]
+    groups: tuple[tuple[str, ...], ...]
+
+
+def option_blobs(kind: str, groups: Sequence[Mapping[str, Any]], names: OptimizerNames) -> list[tuple[str, bytes]]:
+    """(name, bytes) of every option of each parameter group, as readers of this format expect them.
+
+    kind: "adamw", ..., or a class name. Options that torch's optimizer of that kind has beside ours get its defaults.
+    """
+    blobs = []
+    for index, (group, params) in enumerate(zip(groups, names.groups, strict=True)):
+        for key, value in {**_torch_options(kind), **group, "params": list(params)}.items():
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            blobs.append((f"{_PARAM_GROUPS}.{index}.{key}", buffer.getvalue()))
+    return blobs
 
 
 def metadata_bytes(
-    tensors: Mapping[str, TensorInfo], aliases: Mapping[str, str], stepped: Sequence[str], ranks: Sequence[RankIndex]
+    tensors: Mapping[str, TensorInfo],
+    aliases: Mapping[str, str],
+    optimizer: OptimizerNames,
+    ranks: Sequence[RankIndex],
 ) -> bytes:
     """The content of `.metadata`.
 
-    tensors: by full name, as above. aliases: further full name -> full name. stepped: the parameters that have a step.
+    tensors: by full name, as above. aliases: further full name -> full name.
     """
     rows: dict[str, list[tuple[int, Row]]] = {}
     for rank, index in enumerate(ranks):
@@ -60,9 +88,11 @@ def metadata_bytes(
             built.add_tensor(name, info, source=name)
     for alias, name in aliases.items():
         built.add_tensor(alias, tensors[name], source=name)
-    for name in stepped:
+    for name in optimizer.stepped:
         built.add_tensor(f"{_STATE}{name}.step", tensors[STEP], source=STEP)
-    built.add_bytes(PARAM_GROUPS)
+    for name in rows:
+        if name.startswith(_PARAM_GROUPS + "."):
+            built.add_option(name, optimizer)
     return pickle.dumps(Metadata(built.metadata, built.paths, built.storage))
 
 
@@ -72,7 +102,7 @@ class _Builder:
     def __init__(self, rows: Mapping[str, Sequence[tuple[int, Row]]]) -> None:
         self._rows = rows
         self.metadata: dict[str, Any] = {}
-        self.paths: dict[str, tuple[str, ...]] = {}
+        self.paths: dict[str, tuple[str | int, ...]] = {}
         self.storage: dict[MetadataIndex, _StorageInfo] = {}
 
     def add_tensor(self, name: str, info: TensorInfo, source: str) -> None:
@@ -83,11 +113,15 @@ class _Builder:
         self.metadata[name] = TensorStorageMetadata(TensorProperties(info.dtype), torch.Size(info.shape), chunks)
         self.paths[name] = _path_of(name)
 
-    def add_bytes(self, name: str) -> None:
-        for rank, row in self._rows.get(name, ()):
-            self.storage[MetadataIndex(name)] = _storage_of(rank, row)
-            self.metadata[name] = BytesStorageMetadata()
-            self.paths[name] = _path_of(name)
+    def add_option(self, name: str, optimizer: OptimizerNames) -> None:
+        """Under both of its names. Both have the same path, so that a reader of everything finds it once."""
+        number, option = name.removeprefix(_PARAM_GROUPS + ".").split(".", 1)
+        others = optimizer.groups[int(number)] if option != "params" else ()
+        for rank, row in self._rows[name]:
+            for key in (name, *(f"{_PARAM_GROUPS}.{param}.{option}" for param in others)):
+                self.storage[MetadataIndex(key)] = _storage_of(rank, row)
+                self.metadata[key] = BytesStorageMetadata()
+                self.paths[key] = ("optim", "param_groups", int(number), option)
 
 
 def _storage_of(rank: int, row: Row) -> _StorageInfo:
@@ -99,3 +133,13 @@ def _path_of(name: str) -> tuple[str, ...]:
     if name.startswith(_STATE):
         return ("optim", "state", *name.removeprefix(_STATE).rsplit(".", 1))
     return tuple(name.split(".", 1))
+
+
+def _torch_options(kind: str) -> dict[str, Any]:
+    """The defaults of torch's optimizer of that kind. Read off its signature: to make one imports torch's compiler."""
+    twin = _TORCH_TWINS.get(kind)
+    if twin is None:
+        return {}
+    parameters = list(inspect.signature(twin).parameters.values())[1:]
+    options = {parameter.name: parameter.default for parameter in parameters}
+    return {**options, "decoupled_weight_decay": True} if kind == "adamw" else options

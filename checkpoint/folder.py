@@ -19,14 +19,13 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
 from .checkpoint import Checkpoint
-from .dcp import metadata_bytes
+from .dcp import OptimizerNames, metadata_bytes
 from .errors import CheckpointError, NoCheckpointError
 from .index import DCP_METADATA, MANIFEST, FileEntry, Manifest, RankIndex, data_name, index_name, write_durably
 
@@ -47,13 +46,7 @@ class CheckpointFolder:
 
     def tags(self) -> list[str]:
         """The tags of the complete checkpoints, oldest first."""
-        found = []
-        for entry in self._entries():
-            if (entry / MANIFEST).is_file():
-                tag = entry.name.removeprefix(_REPLACED)
-                with contextlib.suppress(CheckpointError):
-                    found.append((Manifest.read(entry / MANIFEST).saved_at, tag))
-        return list(dict.fromkeys(tag for _, tag in sorted(found)))
+        return list(self._manifests())
 
     def unfinished(self) -> list[str]:
         """The tags whose saving has not ended, or never will: their jobs died."""
@@ -62,12 +55,17 @@ class CheckpointFolder:
     def latest(self) -> str | None:
         """The tag that `latest` names; None where there is no checkpoint yet."""
         try:
-            return (self.path / LATEST).read_text(encoding="utf-8").strip()
+            return (self.path / LATEST).read_text(encoding="utf-8").strip() or None
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def open(self, tag: str | None = None) -> Checkpoint:
         """The checkpoint of a tag, or the latest. Raises NoCheckpointError, or CheckpointError for a damaged one."""
+        chosen = self.find(tag)
+        return Checkpoint(next(path for path in self._paths_of(chosen) if path.is_dir()))
+
+    def find(self, tag: str | None = None) -> str:
+        """The tag, or that of the latest. Raises NoCheckpointError, which names the tags that there are."""
         chosen = tag if tag is not None else self.latest()
         if chosen is None:
             known = self.tags()
@@ -75,11 +73,10 @@ class CheckpointFolder:
                 f"{self.path}: expected a file `latest` that names a checkpoint, found none"
                 + (f"; there are {', '.join(known)}: name one of them as `tag`" if known else " and no checkpoint")
             )
-        for name in (chosen, _REPLACED + chosen):
-            if (self.path / name).is_dir():
-                return Checkpoint(self.path / name)
-        found = ", ".join(self.tags()) or "none"
-        raise NoCheckpointError(f"{self.path}: expected a checkpoint with the tag '{chosen}', found {found}")
+        if not any(path.is_dir() for path in self._paths_of(chosen)):
+            found = ", ".join(self.tags()) or "none"
+            raise NoCheckpointError(f"{self.path}: expected a checkpoint with the tag '{chosen}', found {found}")
+        return chosen
 
     def alternative_to(self, tag: str) -> str | None:
         """The newest complete checkpoint with another tag."""
@@ -93,9 +90,10 @@ class CheckpointFolder:
 
     def begin(self, tag: str) -> Path:
         """An empty folder that the checkpoint is written into. Clears what dead jobs have left. Raises OSError."""
-        if not tag or tag.startswith(".") or "/" in tag or "\\" in tag or tag == LATEST:
+        if not tag.isprintable() or tag.strip() != tag or tag[:1] in ("", ".") or {*"/\\"} & {*tag} or tag == LATEST:
             raise ValueError(
-                f"tag: expected a name for a folder, without slashes and with no dot in front, found {tag!r}"
+                "tag: expected a name for a folder, without slashes, with no dot in front and no space around, "
+                f"and not '{LATEST}'; found {tag!r}"
             )
         self.path.mkdir(parents=True, exist_ok=True)
         self._clear_remains()
@@ -105,10 +103,10 @@ class CheckpointFolder:
         (target / _OWNER).write_text(json.dumps(_this_process()))
         return target
 
-    def commit(self, manifest: Manifest, stepped: Sequence[str], keep_last: int | None) -> None:
+    def commit(self, manifest: Manifest, optimizer: OptimizerNames, keep_last: int | None) -> None:
         """Completes what every rank has written, gives it its name, and deletes what is above `keep_last`.
 
-        stepped: see `dcp.metadata_bytes`. Raises OSError and CheckpointError; nothing has changed then.
+        Raises OSError and CheckpointError; the checkpoints that there were are as they were then.
         """
         saving = self.saving_folder(manifest.tag)
         files = []
@@ -119,22 +117,26 @@ class CheckpointFolder:
             files.append(FileEntry(data_name(rank), ranks[-1].file_nbytes, None))
             files.append(FileEntry(index_name(rank), len(text), zlib.crc32(text)))
         prefixed = {f"model.{alias}": f"model.{name}" for alias, name in manifest.aliases.items()}
-        metadata = metadata_bytes(manifest.tensors, prefixed, stepped, ranks)
+        metadata = metadata_bytes(manifest.tensors, prefixed, optimizer, ranks)
         write_durably(saving / DCP_METADATA, metadata)
         files.append(FileEntry(DCP_METADATA, len(metadata), zlib.crc32(metadata)))
         replace(manifest, files=tuple(files), saved_at=time.time()).write(saving / MANIFEST)
-        (saving / _OWNER).unlink()
         _sync_folder(saving)
         self._take_name(saving, manifest.tag)
+        (self.path / manifest.tag / _OWNER).unlink(missing_ok=True)  # the last moment: without it nobody clears up
         self._write_latest(manifest.tag)
         if keep_last is not None:
-            self._keep_last(keep_last)
+            self._keep_last(keep_last, manifest.tag)
 
     def discard(self, tag: str) -> None:
         """Removes what was written of a checkpoint that could not be completed."""
         shutil.rmtree(self.saving_folder(tag), ignore_errors=True)
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
+
+    def _paths_of(self, tag: str) -> tuple[Path, Path]:
+        """Where it is, and where it is while another takes its place."""
+        return self.path / tag, self.path / (_REPLACED + tag)
 
     def _entries(self, prefix: str = "") -> list[Path]:
         try:
@@ -146,11 +148,16 @@ class CheckpointFolder:
         return [entry for entry in entries if not entry.name.startswith((_SAVING, _DELETED))]
 
     def _take_name(self, saving: Path, tag: str) -> None:
-        target, replaced = self.path / tag, self.path / (_REPLACED + tag)
+        target, replaced = self._paths_of(tag)
         if target.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
+            self._delete(replaced)
             os.rename(target, replaced)
-        os.rename(saving, target)
+        try:
+            os.rename(saving, target)
+        except OSError:
+            if replaced.exists():
+                os.rename(replaced, target)
+            raise
         _sync_folder(self.path)
         self._delete(replaced)
 
@@ -158,9 +165,21 @@ class CheckpointFolder:
         write_durably(self.path / LATEST, (tag + "\n").encode())
         _sync_folder(self.path)
 
-    def _keep_last(self, count: int) -> None:
-        own = [tag for tag in self.tags() if not Manifest.read(self.open(tag).path / MANIFEST).has_own_tag]
-        for tag in own[:-count]:
+    def _manifests(self) -> dict[str, Manifest]:
+        """What each complete checkpoint says of itself, by tag, oldest first."""
+        found: dict[str, Manifest] = {}
+        replaced_first = sorted(self._entries(), key=lambda entry: not entry.name.startswith(_REPLACED))
+        for entry in replaced_first:
+            if (entry / MANIFEST).is_file():
+                with contextlib.suppress(CheckpointError):
+                    found[entry.name.removeprefix(_REPLACED)] = Manifest.read(entry / MANIFEST)
+        return dict(sorted(found.items(), key=lambda item: item[1].saved_at))
+
+    def _keep_last(self, count: int, newest: str) -> None:
+        """newest: comes last whatever the clocks say; they may differ between this machine and an earlier one."""
+        automatic = [tag for tag, manifest in self._manifests().items() if not manifest.has_own_tag]
+        automatic.sort(key=lambda tag: tag == newest)
+        for tag in automatic[:-count]:
             self._delete(self.path / tag)
 
     def _delete(self, folder: Path) -> None:
@@ -176,6 +195,9 @@ class CheckpointFolder:
     def _clear_remains(self) -> None:
         for entry in self._entries(_DELETED):
             shutil.rmtree(entry, ignore_errors=True)
+        for entry in self._entries(_REPLACED):  # a job has died between two renames, or before it deleted this
+            target = self.path / entry.name.removeprefix(_REPLACED)
+            self._delete(entry) if target.exists() else os.rename(entry, target)
         for entry in self._entries(_SAVING):
             try:
                 owner = json.loads((entry / _OWNER).read_text())

@@ -10,10 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..offload import Memory
+
 
 @dataclass(frozen=True)
 class Fragment:
-    """A contiguous range of a named tensor, flattened: the elements [start, start + values.numel()).
+    """A contiguous range of a named tensor, flattened: the elements [start, start + numel).
 
     Written to a file it is a source, read from a file it is the memory that is filled.
     """
@@ -21,15 +23,41 @@ class Fragment:
     name: str
     shape: tuple[int, ...]  # of the whole tensor
     start: int
-    values: Tensor  # (n,) contiguous, any dtype, on any device
+    memory: Memory  # a tensor is (numel,) contiguous, any dtype, on any device
+
+    @property
+    def values(self) -> Tensor:
+        """(numel,); of a stored range until the values of another one are asked for."""
+        return self.memory if isinstance(self.memory, Tensor) else self.memory.open()
+
+    @property
+    def is_in_memory(self) -> bool:
+        return isinstance(self.memory, Tensor)
+
+    @property
+    def numel(self) -> int:
+        return self.memory.numel() if isinstance(self.memory, Tensor) else self.memory.numel
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.memory.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
     @property
     def end(self) -> int:
-        return self.start + self.values.numel()
+        return self.start + self.numel
 
     @property
     def is_whole(self) -> bool:
-        return self.values.numel() == math.prod(self.shape)
+        return self.numel == math.prod(self.shape)
+
+    def part(self, low: int, high: int) -> Fragment:
+        """Its elements [low, high), counted from its own start."""
+        memory = self.memory[low:high] if isinstance(self.memory, Tensor) else self.memory.part(low, high)
+        return Fragment(self.name, self.shape, self.start + low, memory)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,11 +65,13 @@ class CheckpointReader:
 
     def read(self, fragments: Sequence[Fragment]) -> None:
         """Fills the fragments. Raises CheckpointError for a file that is missing, too short or altered."""
-        reads = [read for fragment in fragments for read in self._reads_of(fragment)]
-        reads.sort(key=lambda read: (read.stored.rank, read.stored.row.place.values_offset))
+        in_memory = [read for fragment in fragments if fragment.is_in_memory for read in self._reads_of(fragment)]
+        in_memory.sort(key=lambda read: (read.stored.rank, read.stored.row.place.values_offset))
+        # Of stored ranges one is open at a time: they are filled in the order in which they rest.
+        elsewhere = [read for fragment in fragments if not fragment.is_in_memory for read in self._reads_of(fragment)]
         descriptors: dict[int, int] = {}
         try:
-            for read in reads:
+            for read in (*in_memory, *elsewhere):
                 rank = read.stored.rank
                 if rank not in descriptors:
                     descriptors[rank] = self._open(rank)
@@ -78,8 +80,11 @@ class CheckpointReader:
             for descriptor in descriptors.values():
                 os.close(descriptor)
 
-    def verify(self) -> None:
-        """Reads and verifies every box. Raises CheckpointError for the first that is not as it was written."""
+    def verify(self, advance: Callable[[int], None] = lambda nbytes: None) -> None:
+        """Reads and verifies every box. Raises CheckpointError for the first that is not as it was written.
+
+        advance: called with the bytes of each box when it is verified.
+        """
         by_rank: dict[int, list[tuple[Row, int]]] = {}
         for name, rows in self._rows.items():
             for rank, row in rows:
@@ -91,6 +96,7 @@ class CheckpointReader:
             try:
                 for row, nbytes in sorted(members, key=lambda member: member[0].place.values_offset):
                     self._fill(descriptor, rank, row, self._scratch(nbytes))
+                    advance(nbytes)
             finally:
                 os.close(descriptor)
 
@@ -102,10 +108,10 @@ class CheckpointReader:
         stored = [_Stored(rank, row, row.box.start_in(info.shape)) for rank, row in self._rows.get(fragment.name, ())]
         wanted = [item for item in stored if item.start < fragment.end and fragment.start < item.end]
         covered = sum(min(i.end, fragment.end) - max(i.start, fragment.start) for i in wanted)
-        if covered != fragment.values.numel():
+        if covered != fragment.numel:
             raise CheckpointError(
                 f"{self._folder}: expected elements {fragment.start} to {fragment.end} of '{fragment.name}', found "
-                f"{covered} of these {fragment.values.numel()}; an index file does not fit the others"
+                f"{covered} of these {fragment.numel}; an index file does not fit the others"
             )
         return [_Read(item, info, fragment) for item in wanted]
 

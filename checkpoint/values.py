@@ -36,7 +36,8 @@ def encode(value: Any, where: str) -> Any:
     if isinstance(value, tuple):
         return {_TAG: "tuple", "items": [encode(item, f"{where}[{index}]") for index, item in enumerate(value)]}
     if isinstance(value, (set, frozenset)):
-        return {_TAG: "set", "items": [encode(item, where) for item in sorted(value, key=repr)]}
+        kind = "set" if isinstance(value, set) else "frozenset"
+        return {_TAG: kind, "items": [encode(item, where) for item in sorted(value, key=repr)]}
     if isinstance(value, (bytes, bytearray)):
         return {_TAG: "bytes", "base64": base64.b64encode(value).decode()}
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
@@ -71,8 +72,8 @@ def _encode_array(value: Any, where: str) -> dict[str, Any]:
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     else:
         array = np.asarray(value)
-        if array.dtype.hasobject:
-            raise ValueError(f"{where}: expected an array of numbers, found one of Python objects ({array.dtype})")
+        if array.dtype.hasobject or array.dtype.fields:
+            raise ValueError(f"{where}: expected an array of numbers, found one of objects or records ({array.dtype})")
         kind = {_TAG: "array" if isinstance(value, np.ndarray) else "scalar", "dtype": array.dtype.str}
         data = np.ascontiguousarray(array)
     if data.nbytes > MAX_TENSOR_BYTES:
@@ -99,6 +100,7 @@ _DECODERS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "float": lambda value: float(value["value"]),
     "tuple": lambda value: tuple(decode(item) for item in value["items"]),
     "set": lambda value: {decode(item) for item in value["items"]},
+    "frozenset": lambda value: frozenset(decode(item) for item in value["items"]),
     "dict": lambda value: {decode(key): decode(item) for key, item in value["items"]},
     "bytes": lambda value: base64.b64decode(value["base64"]),
     "tensor": _decode_tensor,

@@ -53,12 +53,12 @@ class Snapshot:
     """
 
     def __init__(self, fragments: Sequence[Fragment]) -> None:
-        sizes = [-(-fragment.values.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for fragment in fragments]
+        sizes = [-(-fragment.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for fragment in fragments]
         self._buffer = TransientBuffer(sum(sizes), torch.uint8)
         self.fragments: list[Fragment] = []
         offset = 0
         for fragment, size in zip(fragments, sizes, strict=True):
-            memory = self._buffer.tensor[offset : offset + fragment.values.nbytes].view(fragment.values.dtype)
+            memory = self._buffer.tensor[offset : offset + fragment.nbytes].view(fragment.dtype)
             memory.copy_(fragment.values)
             self.fragments.append(Fragment(fragment.name, fragment.shape, fragment.start, memory))
             offset += size

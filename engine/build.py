@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..comm import Mesh, World
+from ..kernels.optimizer_step import UpdateRule
 from ..zero.build import Dtypes, ModelPlan, build_units
 from ..zero.hooks import UnitHooks
 from ..zero.loss_scale import LossScaler
-from ..zero.optimizer import ShardedOptimizer, check_elementwise, rule_like, rule_named
+from ..zero.optimizer import ShardedOptimizer
+from ..zero.optimizer_choice import check_elementwise, rule_like, rule_named
 from ..zero.policy import ZeroPolicy
 from ..zero.sequence import Unit, UnitSequence
 from ..zero.units import UnitPlan, plan_units
@@ -27,6 +29,7 @@ from .full_values import FullValues
 from .learning_rates import Schedule
 from .log import configure, logger
 from .lr_schedule import learning_rate_at
+from .offload import offloaded_states
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
@@ -73,7 +76,7 @@ def initialize(
     shared_bytes = plan.shared_bytes(dtypes, world.size)
     mesh = Mesh.create(world, shard_size, resolved.communication.route, shared_bytes)
     units = build_units(plan, mesh, policy, dtypes)
-    sharded_optimizer, schedule, scheduler = _make_optimizer(resolved, units, module, optimizer, lr_scheduler)
+    sharded_optimizer, schedule, scheduler = _make_optimizer(resolved, world, units, module, optimizer, lr_scheduler)
     _fill(module, units, sharded_optimizer, mesh, values)
     _checkpoint_activations(unit_plans, resolved.activation_checkpointing.every)
     sequence = UnitSequence(units, resolved.zero_optimization.stage3_prefetch_bucket_size)
@@ -206,7 +209,7 @@ def _checkpoint_activations(units: list[UnitPlan], every: int) -> None:
 
 
 def _make_optimizer(
-    config: Config, units: list[Unit], module: nn.Module, choice: OptimizerChoice, lr_scheduler: Any
+    config: Config, world: World, units: list[Unit], module: nn.Module, choice: OptimizerChoice, lr_scheduler: Any
 ) -> tuple[ShardedOptimizer, Schedule | None, Any]:
     if choice is not None and config.optimizer is not None:
         raise ValueError(
@@ -226,17 +229,19 @@ def _make_optimizer(
                 'optimizer: expected one in the config, for example {"type": "adamw", "params": {"lr": 1e-3}}, or one '
                 "passed to initialize(..., optimizer=...); found neither"
             )
-        options = config.optimizer.params.model_dump()
-        rule = rule_named(config.optimizer.type, options)
-        sharded = ShardedOptimizer(gradients, [{"params": trained, **options}], rule, None)
+        options = config.optimizer.params.model_dump(exclude={"state_dtype"})
+        groups: list[dict[str, Any]] = [{"params": trained, **options}]
+        rule: UpdateRule | None = rule_named(config.optimizer.type, options)
+        factory = None
     else:
         own = choice if isinstance(choice, torch.optim.Optimizer) else _call(choice, trained)
         _check_covers(own, trained)
-        twin = rule_like(own)
-        factory = partial(_another, own)
-        if twin is None:
+        groups, rule = own.param_groups, rule_like(own)
+        factory = None if rule is not None else partial(_another, own)
+        if factory is not None:
             check_elementwise(factory)
-        sharded = ShardedOptimizer(gradients, own.param_groups, twin, None if twin else factory)
+    offloaded = offloaded_states(config, world, has_rule=rule is not None)
+    sharded = ShardedOptimizer(gradients, groups, rule, factory, offloaded)
     schedule = None
     if config.scheduler is not None:
         schedule = partial(learning_rate_at, config.scheduler)

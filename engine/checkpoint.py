@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from ..checkpoint.checkpoint import MODEL, STATE, Checkpoint
-from ..checkpoint.dcp import PARAM_GROUPS, STEP, param_groups_blob
+from ..checkpoint.dcp import STEP, OptimizerNames, option_blobs
 from ..checkpoint.errors import CheckpointError, NoCheckpointError
 from ..checkpoint.folder import CheckpointFolder
 from ..checkpoint.fragment import Fragment, TensorInfo
@@ -23,7 +24,7 @@ from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.values import decode, encode
 from ..checkpoint.writer import RankWriter, Snapshot
 from ..comm import Mesh
-from ..zero.optimizer import ShardedOptimizer
+from ..zero.optimizer import ShardedOptimizer, StateKey
 from .agreement import all_or_none, raise_together
 from .config import Config
 from .log import logger
@@ -90,25 +91,35 @@ class Checkpointer:
                 "client_state": encode_client_state(client_state),
                 "scalars": encode(self._optimizer.scalar_states(), "optimizer state"),
             }
-            manifest = self._manifest(tag, has_own_tag, step, encode(dict(training), "training"))
+            encoded = encode(dict(training), "training")
+        states = self._state_dtypes()
+        names = self._optimizer_names(bool(states))
+        manifest = self._manifest(tag, has_own_tag, step, encoded, states)
         with all_or_none(self._world, what, _INTACT):
             saving = target.begin(tag) if self._world.rank == 0 else target.saving_folder(tag)
-        with all_or_none(self._world, what, _INTACT):
-            if not saving.is_dir():
-                raise CheckpointError(
-                    f"{saving} is not there; all ranks must see one folder, for example a network disk"
-                )
-        fragments, blobs = self._fragments(), self._blobs() if self._world.rank == 0 else []
+        try:
+            with all_or_none(self._world, what, _INTACT):
+                if not saving.is_dir():
+                    raise CheckpointError(
+                        f"{saving} is not there; all ranks must see one folder, for example a network disk"
+                    )
+        except CheckpointError:
+            self._discard(target, tag)
+            raise
+        fragments = self._fragments()
+        options = (
+            option_blobs(self._optimizer.kind, self._optimizer.param_groups, names) if self._world.rank == 0 else []
+        )
         snapshot = Snapshot(fragments) if self._config.checkpoint.asynchronous else None
 
         def write() -> None:
             writer = RankWriter(saving, self._world.rank)
-            writer.write(fragments if snapshot is None else snapshot.fragments, blobs, own_state)
+            writer.write(fragments if snapshot is None else snapshot.fragments, options, own_state)
             if snapshot is not None:
                 snapshot.drop()
 
         def commit() -> None:
-            target.commit(manifest, self._stepped(), self._config.checkpoint.keep_last)
+            target.commit(manifest, names, self._config.checkpoint.keep_last)
             logger.info("checkpoint '%s' is complete in %s", tag, target.path)
 
         self._job = SaveJob(saving, self._world.size, write, commit if self._world.rank == 0 else None)
@@ -134,16 +145,18 @@ class Checkpointer:
             raise_together(self._world, job.write_error, what, _INTACT)
         except CheckpointError:
             job.cancel()
-            if self._world.rank == 0:
-                folder.discard(tag)
+            self._discard(folder, tag)
             raise
         job.wait_committed()
         try:
             raise_together(self._world, job.commit_error, what, _INTACT)
         except CheckpointError:
-            if self._world.rank == 0:
-                folder.discard(tag)
+            self._discard(folder, tag)
             raise
+
+    def _discard(self, folder: CheckpointFolder, tag: str) -> None:
+        if self._world.rank == 0:
+            folder.discard(tag)
 
     def abandon(self) -> None:
         """Waits for the save that is under way, as far as this rank can without the others: after an error."""
@@ -159,27 +172,21 @@ class Checkpointer:
         """
         self.finish()
         target = CheckpointFolder(os.fspath(folder))
-        tag = self._world.broadcast_object(tag if tag is not None else target.latest())
-        if tag is None:
-            known = ", ".join(self._world.broadcast_object(target.tags()))
-            raise NoCheckpointError(
-                f"{target.path}: expected a checkpoint, found "
-                + (f"no file `latest`, but the tags {known}: name one of them" if known else "none")
-            )
-        hint = self._hint(target, tag)
-        with all_or_none(self._world, f"loading checkpoint '{tag}' from {target.path}", hint + " Nothing was changed."):
+        tag, other = self._find(target, tag)
+        hint = f"The newest other checkpoint is '{other}': load_checkpoint(folder, tag=\"{other}\"). " if other else ""
+        with all_or_none(self._world, f"loading checkpoint '{tag}' from {target.path}", hint + "Nothing was changed."):
             checkpoint = target.open(tag)
             weights, states = checkpoint.weights, checkpoint.states
             own = checkpoint.own_state(self._rank_of_origin(checkpoint))
             self._check_fits(checkpoint)
-        changed = " Parameters were read in part: load another checkpoint before you train on."
+        changed = "Parameters were read in part: load another checkpoint before you train on."
         with all_or_none(self._world, f"loading checkpoint '{tag}' from {target.path}", hint + changed):
             training = decode(checkpoint.manifest.training)
             scalars = self._scalars_of(checkpoint)
-            self._optimizer.make_states(training["num_steps"], self._state_dtypes_of(checkpoint), scalars)
-            weights.read(self._named.weights())
+            self._optimizer.make_states(training["num_steps"], _states_in(checkpoint), scalars)
+            weights.read(self._named.weights(changes=True))
             self._read_buffers(weights)
-            states.read(self._named.states())
+            states.read(self._named.states(changes=True))
         self._named.publish()
         self._restore_random(checkpoint, own["random"])
         logger.info("checkpoint '%s' (step %d) loaded from %s", tag, checkpoint.manifest.step, target.path)
@@ -199,25 +206,28 @@ class Checkpointer:
             found.append(Fragment(STEP, (), 0, step))
         return found
 
-    def _blobs(self) -> list[tuple[str, bytes]]:
+    def _optimizer_names(self, has_states: bool) -> OptimizerNames:
         names = {id(param): name for name, param in self._named.trained.items()}
-        groups = [
-            {**group, "params": [names[id(param)] for param in group["params"]]}
-            for group in self._optimizer.param_groups
-        ]
-        return [(PARAM_GROUPS, param_groups_blob(groups))]
+        groups = (tuple(names[id(param)] for param in group["params"]) for group in self._optimizer.param_groups)
+        has_step = has_states and self._optimizer.kind not in _WITHOUT_STEP
+        return OptimizerNames(tuple(names.values()) if has_step else (), tuple(groups))
 
-    def _stepped(self) -> list[str]:
-        has_step = self._optimizer.state_dtypes() and self._optimizer.kind not in _WITHOUT_STEP
-        return list(self._named.trained) if has_step else []
+    def _state_dtypes(self) -> dict[str, dict[str, torch.dtype]]:
+        """The states of each parameter that has any. A collective: a rank knows only those that it holds a part of."""
+        found: dict[StateKey, dict[str, torch.dtype]] = {}
+        for one in self._world.gather_objects(self._optimizer.state_dtypes()):
+            found.update(one)
+        return {name: found[key] for name, key in self._optimizer.state_keys.items() if key in found}
 
-    def _manifest(self, tag: str, has_own_tag: bool, step: int, training: Any) -> Manifest:
+    def _manifest(
+        self, tag: str, has_own_tag: bool, step: int, training: Any, states: Mapping[str, Mapping[str, torch.dtype]]
+    ) -> Manifest:
         parameters = self._named.parameters
         tensors = {MODEL + name: info for name, info in parameters.items()}
         for name, buffer in self._named.buffers().items():
             tensors[MODEL + name] = TensorInfo(tuple(buffer.shape), buffer.dtype)
-        for name in self._named.trained:
-            for state, dtype in self._optimizer.state_dtypes().items():
+        for name, dtypes in states.items():
+            for state, dtype in dtypes.items():
                 tensors[f"{STATE}{name}.{state}"] = TensorInfo(parameters[name].shape, dtype)
         tensors[STEP] = TensorInfo((), torch.float32)
         return Manifest(
@@ -242,6 +252,23 @@ class Checkpointer:
 
     # -- what is loaded -------------------------------------------------------------------------------------------
 
+    def _find(self, folder: CheckpointFolder, tag: str | None) -> tuple[str, str | None]:
+        """The tag to load and the newest other one, as rank 0 sees the folder."""
+        found: tuple[str, str | None] | None = None
+        absent = ""
+        with all_or_none(self._world, f"looking for a checkpoint in {folder.path}"):
+            if self._world.rank == 0:
+                try:
+                    chosen = folder.find(tag)
+                    found = (chosen, folder.alternative_to(chosen))
+                except NoCheckpointError as error:
+                    absent = str(error)
+        found, absent = self._world.broadcast_object((found, absent))
+        if found is None:
+            raise NoCheckpointError(absent)
+        chosen, other = found
+        return chosen, other
+
     def _check_fits(self, checkpoint: Checkpoint) -> None:
         """Raises CheckpointError, with every difference, where the checkpoint is of another model or optimizer."""
         found = checkpoint.weights.tensors
@@ -259,17 +286,29 @@ class Checkpointer:
         saved = len(training["learning_rates"]["options"])
         if saved != groups:
             faults.append(f"it has {saved} parameter groups, the optimizer {groups}")
-        states = set(self._state_dtypes_of(checkpoint))
+        by_name = _states_in(checkpoint)
+        states = {state for one in by_name.values() for state in one}
         if training["num_steps"] and not self._optimizer.can_take(training["optimizer"], states):
             faults.append(
                 f"it has the states of optimizer {training['optimizer']} ({', '.join(sorted(states)) or 'none'}), this "
                 f"run has optimizer {self._optimizer.kind}; engine.load_weights(folder) takes the parameters alone"
             )
+        elif training["num_steps"]:
+            faults += self._parameters_without_states(by_name)
         if faults:
             raise CheckpointError(f"{checkpoint.path} does not fit: " + "; ".join(faults))
 
-    def _state_dtypes_of(self, checkpoint: Checkpoint) -> dict[str, torch.dtype]:
-        return {name.rpartition(".")[2]: info.dtype for name, info in checkpoint.states.tensors.items()}
+    def _parameters_without_states(self, found: Mapping[str, Mapping[str, torch.dtype]]) -> list[str]:
+        """Those that others of the same parameter group have: they were frozen, or in another group."""
+        faults = []
+        for group in self._optimizer_names(False).groups:
+            expected = {state for name in group for state in found.get(name, {})}
+            faults += [
+                f"'{name}' has no optimizer state in it ({', '.join(sorted(missing))}): it was not trained then"
+                for name in group
+                if (missing := expected - set(found.get(name, {}))) and math.prod(self._named.parameters[name].shape)
+            ]
+        return faults
 
     def _scalars_of(self, checkpoint: Checkpoint) -> dict[int, dict[str, Any]]:
         """Of all ranks that wrote: one may have had no element of a parameter group."""
@@ -299,13 +338,18 @@ class Checkpointer:
                 self._world.size,
             )
 
-    def _hint(self, folder: CheckpointFolder, tag: str) -> str:
-        other = self._world.broadcast_object(folder.alternative_to(tag) if self._world.rank == 0 else None)
-        return f"The newest other checkpoint is '{other}': load_checkpoint(folder, tag=\"{other}\")." if other else ""
+
+def _states_in(checkpoint: Checkpoint) -> dict[str, dict[str, torch.dtype]]:
+    """Parameter -> the dtypes of its states."""
+    found: dict[str, dict[str, torch.dtype]] = {}
+    for full_name, info in checkpoint.states.tensors.items():
+        name, _, state = full_name.rpartition(".")
+        found.setdefault(name, {})[state] = info.dtype
+    return found
 
 
 def _prefixed(prefix: str, fragment: Fragment) -> Fragment:
-    return Fragment(prefix + fragment.name, fragment.shape, fragment.start, fragment.values)
+    return replace(fragment, name=prefix + fragment.name)
 
 
 def _model_files(module: nn.Module) -> dict[str, Any]:

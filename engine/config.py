@@ -13,6 +13,8 @@ from pydantic import Field, PrivateAttr, ValidationError
 
 from .config_batch import fill_batch, nearest_divisors
 from .config_errors import ConfigError, Fault, FaultKind, shown, unknown_key
+from .config_offload import ActivationOffloadConfig, AioConfig, OffloadOptimizerConfig, OffloadParamConfig
+from .config_offload_checks import offload_faults, offload_notes
 from .config_optimizer import OPTIMIZER_PARAMS, OptimizerConfig, SGDOptimizer
 from .config_read import join, read
 from .config_scheduler import SCHEDULER_PARAMS, SchedulerConfig
@@ -73,6 +75,7 @@ class Config(Section):
     scheduler: SchedulerConfig | None = Field(default=None, discriminator="type")
     """null: the learning rate is constant, or the scheduler is passed to initialize."""
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
+    aio: AioConfig = AioConfig()
     communication: CommunicationConfig = CommunicationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
@@ -216,6 +219,7 @@ def _fault(detail: dict[str, Any]) -> Fault:
         "greater_than": f"expected more than {context.get('gt', 0):g}",
         "less_than_equal": f"expected at most {context.get('le', 0):g}",
         "less_than": f"expected less than {context.get('lt', 0):g}",
+        "multiple_of": f"expected a multiple of {context.get('multiple_of', 0):g}",
         "too_long": f"expected at most {context.get('max_length')} values",
     }.get(name, detail["msg"])
     kind: FaultKind = "type" if name.endswith("_type") else "value"
@@ -228,9 +232,13 @@ def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:
         "": Config,
         "data_types": DataTypesConfig,
         "zero_optimization": ZeroConfig,
+        "zero_optimization.offload_optimizer": OffloadOptimizerConfig,
+        "zero_optimization.offload_param": OffloadParamConfig,
         "bf16": BF16Config,
         "fp16": FP16Config,
         "activation_checkpointing": ActivationCheckpointingConfig,
+        "activation_checkpointing.offload": ActivationOffloadConfig,
+        "aio": AioConfig,
         "communication": CommunicationConfig,
         "checkpoint": CheckpointConfig,
         "optimizer.params": OPTIMIZER_PARAMS.get(tag, Section),
@@ -253,6 +261,7 @@ def _conflicts(config: Config) -> list[Fault]:
             found = f"found momentum {params.momentum} and dampening {params.dampening}"
             message = f"needs momentum above 0 and dampening 0, {found}"
             faults.append(Fault("optimizer.params.nesterov", "conflict", message))
+    faults += offload_faults(config.zero_optimization, config.activation_checkpointing, config.optimizer)
     return faults + _checkpoint_faults(config.checkpoint) + _update_in_backward_faults(config)
 
 
@@ -268,6 +277,12 @@ def _checkpoint_faults(checkpoint: CheckpointConfig) -> list[Fault]:
     return [Fault("checkpoint.folder", "missing", message)]
 
 
+_OVERLAPS = {  # why it is not for update_in_backward
+    "speculative": "it updates in the backward too, and can redo what clipping or an overflow changes",
+    "delayed": "it updates during the next step",
+}
+
+
 def _update_in_backward_faults(config: Config) -> list[Fault]:
     """An update in the middle of a backward must be final: nothing may be known only at its end."""
     if not config.zero_optimization.update_in_backward:
@@ -280,6 +295,9 @@ def _update_in_backward_faults(config: Config) -> list[Fault]:
         reasons.append(f"gradient_accumulation_steps 1 (found {steps}: a gradient is whole after the last microbatch)")
     if config.fp16.enabled:
         reasons.append("fp16.enabled false (an overflow in a later unit skips the whole step; bf16 needs no scaling)")
+    offload = config.zero_optimization.offload_optimizer
+    if offload.is_used and offload.overlap != "none":
+        reasons.append(f'offload_optimizer.overlap "none" (found "{offload.overlap}": {_OVERLAPS[offload.overlap]})')
     return [Fault("zero_optimization.update_in_backward", "conflict", f"needs {reason}") for reason in reasons]
 
 
@@ -297,4 +315,4 @@ def _idle_settings(config: Config) -> list[str]:
         factor = config.gradient_predivide_factor
         reason = "prescale_gradients divides by the ranks before the sum"
         notes.append(f"gradient_predivide_factor: {factor} has no effect here: {reason}")
-    return notes
+    return notes + offload_notes(zero, config.activation_checkpointing, config.aio, config.optimizer)

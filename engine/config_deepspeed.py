@@ -9,7 +9,7 @@ Source of the keys: DeepSpeed 0.19 runtime/config.py, runtime/zero/config.py and
 from dataclasses import dataclass
 from typing import Literal
 
-from .config_errors import Fault, shown, unknown_key
+from .config_errors import Fault, shown
 
 Expected = Literal["true or false", "an integer", "a number", "a string", "an object", "any value"]
 
@@ -43,28 +43,30 @@ def _section(reason: str) -> Rule:
 
 _BUCKETS = "gradients and parameters travel unit by unit in flat buffers, there are no buckets to size"
 _COLLECTIVES = "the engine chooses the collective for each message (communication.route)"
+_BUFFERS = "host buffers have exactly the sizes that are needed"
 _FLAT = "every unit has flat buffers in any case"
 _OVERLAP = "whether communication overlaps with computation is the engine's choice"
 _PERSIST = "every parameter is sharded, small ones too, so nothing stays gathered"
-_LIVE = "a unit is released after each use; stage3_prefetch_bucket_size limits what is gathered ahead"
+_REUSE = "a unit is released after each use; stage3_prefetch_bucket_size limits what is gathered ahead"
 _SAVE = "engine.export() writes full weights and never gathers the model; engine.state_dict() always gives them"
-_OFFLOAD_ONLY = "it concerns offload, which is not in use"
 _MASTER_WEIGHTS = "the fp32 master weights are what is saved and loaded"
 _NO_MONITOR = "write metrics from the StepResult in your own loop and remove the section"
 _REMOVE = "remove the section"
+_ONE_PATH = "set nvme_path: every rank has files of its own in it"
 _NO_TIMER = "read times in your own loop or with torch.profiler"
 _ANY_TOPOLOGY = "every checkpoint loads at every number of ranks and every stage"
 _BACKGROUND = "remove the section; checkpoint.async writes in the background"
 _OWN_RANGES = "each rank reads only what it needs of a checkpoint"
 _PARALLEL_WRITE = "every rank writes its own part, all at the same time"
 _TRACE = "the order of the units is fixed when the engine is built, there is no trace to record"
+_WINDOW = "reading the next unit, updating this one and writing the last one always overlap"
 _TORCH_ARGUMENT = "the update is one fused pass over each flat shard"
 
 _QUANTIZED = "parameters and gradients are sent in their own types; remove the key"
 
 RULES: dict[str, Rule] = {
     "zero_allow_untested_optimizer": _no_effect("any elementwise optimizer works with every stage"),
-    "zero_force_ds_cpu_optimizer": _no_effect(_OFFLOAD_ONLY),
+    "zero_force_ds_cpu_optimizer": _no_effect("the update runs where its state is, by the engine's own kernels"),
     "wall_clock_breakdown": _no_effect(_NO_TIMER, "true or false", False),
     "memory_breakdown": _no_effect("read memory in your own loop", "true or false", False),
     "dump_state": _no_effect("run `lowtide config show` on the file", "true or false", False),
@@ -74,7 +76,10 @@ RULES: dict[str, Rule] = {
     "log_level": _no_effect("set the level of Python's logging in your script", "any value", None),
     "vocabulary_size": _no_effect("DeepSpeed only warns about its alignment", "any value", None),
     "timers": _no_effect(_NO_TIMER, "an object"),
-    "aio": _no_effect("it concerns NVMe offload, which is not in use", "an object"),
+    "aio.queue_depth": _no_effect("each thread has one request in flight; thread_count says how many", "an integer"),
+    "aio.single_submit": _no_effect("each thread has one request in flight"),
+    "aio.overlap_events": _no_effect("reads, writes and updates always overlap"),
+    "aio.use_gds": _only(False, "a drive is read and written through host memory; set false"),
     "seq_parallel_communication_data_type": _no_effect("sequence parallelism is not in use", "a string"),
     "managed_gradient_accumulation": _only(True, "the engine counts the microbatches; remove the key"),
     "gradient_allreduce_op": _only("mean", "gradients are averaged; scale the loss for a sum", "a string"),
@@ -119,7 +124,7 @@ RULES: dict[str, Rule] = {
     "bf16.immediate_grad_update": _no_effect("zero_optimization.update_in_backward is the key for that here"),
     "bf16.check_grad_overflow": _no_effect("a gradient that is not finite is an error here, it is never skipped"),
     "bf16.bf16_master_weights_and_grads": _only(False, "master parameters are fp32; remove the key"),
-    "bf16.bf16_optimizer_states": _only(False, "optimizer state is fp32; remove the key"),
+    "bf16.bf16_optimizer_states": _only(False, "set optimizer.params.state_dtype instead"),
     "fp16.fp16_master_weights_and_grads": _only(False, "master parameters are fp32; remove the key"),
     "zero_optimization.contiguous_gradients": _no_effect(_FLAT, "true or false", True),
     "zero_optimization.reduce_scatter": _no_effect(_COLLECTIVES),
@@ -131,15 +136,30 @@ RULES: dict[str, Rule] = {
     "zero_optimization.compute_grad_norm": _no_effect("the norm is part of the one pass over each shard"),
     "zero_optimization.load_from_fp32_weights": _no_effect(_MASTER_WEIGHTS, "true or false", True),
     "zero_optimization.elastic_checkpoint": _no_effect(_ANY_TOPOLOGY, "true or false", False),
-    "zero_optimization.zenflow": _section("there is no offload yet; remove the section"),
+    "zero_optimization.zenflow": _section("set offload_optimizer.overlap instead and remove the section"),
     "zero_optimization.sub_group_size": _no_effect("the optimizer updates unit by unit", "an integer"),
-    "zero_optimization.cpu_offload": _only(False, "there is no offload yet; set false"),
-    "zero_optimization.cpu_offload_param": _only(False, "there is no offload yet; set false"),
-    "zero_optimization.cpu_offload_params": _only(False, "there is no offload yet; set false"),
-    "zero_optimization.cpu_offload_use_pin_memory": _no_effect(_OFFLOAD_ONLY),
+    "zero_optimization.offload_optimizer.nvme_path_per_local_rank": _only(None, _ONE_PATH, "any value"),
+    "zero_optimization.offload_optimizer.buffer_count": _no_effect(_BUFFERS, "an integer"),
+    "zero_optimization.offload_optimizer.buffer_size": _no_effect(_BUFFERS, "an integer"),
+    "zero_optimization.offload_optimizer.fast_init": _no_effect("there is one way to start the state"),
+    "zero_optimization.offload_optimizer.pipeline": _no_effect(_WINDOW, "true or false", True),
+    "zero_optimization.offload_optimizer.pipeline_read": _no_effect(_WINDOW, "true or false", True),
+    "zero_optimization.offload_optimizer.pipeline_write": _no_effect(_WINDOW, "true or false", True),
+    "zero_optimization.offload_optimizer.super_offload": _no_effect(
+        '`overlap` "speculative" is the key for that here', "true or false", False
+    ),
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": _no_effect(
+        "the update uses torch's own threads (torch.set_num_threads)", "a number"
+    ),
+    "zero_optimization.offload_param.nvme_path_per_local_rank": _only(None, _ONE_PATH, "any value"),
+    "zero_optimization.offload_param.buffer_count": _no_effect(_BUFFERS, "an integer"),
+    "zero_optimization.offload_param.buffer_size": _no_effect(_BUFFERS, "an integer"),
+    "zero_optimization.offload_param.max_in_cpu": _no_effect(
+        "stage3_max_live_parameters limits how many parameters are held beside the files", "an integer"
+    ),
     "zero_optimization.ignore_unused_parameters": _only(True, "an unused parameter is never an error; set true"),
     "zero_optimization.legacy_stage1": _only(False, "there is one stage 1; remove the key"),
-    "zero_optimization.round_robin_gradients": _no_effect(_OFFLOAD_ONLY),
+    "zero_optimization.round_robin_gradients": _no_effect("every rank copies its own shard of each gradient"),
     "zero_optimization.parameter_alignment": _no_effect("the layout of the flat buffers is the engine's choice"),
     "zero_optimization.zero_hpz_partition_size": _only(1, "set zero_optimization.shard_size instead", "an integer"),
     "zero_optimization.zero_quantized_weights": _only(False, _QUANTIZED),
@@ -156,7 +176,6 @@ RULES: dict[str, Rule] = {
     "zero_optimization.save_muon_momentum_buffer_in_memory": _no_effect("there is no Muon optimizer here"),
     "zero_optimization.leaf_module": _no_effect("skipped modules need no list: the order is fixed", "an object"),
     "activation_checkpointing.partition_activations": _only(False, "set activation_checkpointing.every instead"),
-    "activation_checkpointing.cpu_checkpointing": _only(False, "there is no offload yet; set false"),
     "activation_checkpointing.contiguous_memory_optimization": _no_effect("it needs partition_activations"),
     "activation_checkpointing.number_checkpoints": _no_effect("`every` chooses", "any value", None),
     "activation_checkpointing.synchronize_checkpoint_boundary": _no_effect("no step waits for the device"),
@@ -167,7 +186,7 @@ RULES: dict[str, Rule] = {
     "optimizer.params.foreach": _no_effect(_TORCH_ARGUMENT, "any value"),
     "optimizer.params.capturable": _no_effect(_TORCH_ARGUMENT),
     "optimizer.params.set_grad_none": _no_effect("gradients are freed after the step in any case"),
-    "optimizer.params.fp32_optimizer_states": _only(True, "optimizer state is fp32; remove the key"),
+    "optimizer.params.fp32_optimizer_states": _only(True, "set state_dtype instead"),
     "optimizer.params.amsgrad": _only(False, "set false; or pass your own torch optimizer class to initialize"),
     "optimizer.params.bias_correction": _only(True, "set true; or pass your own torch optimizer class to initialize"),
     "optimizer.params.maximize": _only(False, "negate the loss instead"),
@@ -177,7 +196,6 @@ RULES: dict[str, Rule] = {
 for _name in (
     "param_persistence_threshold",
     "model_persistence_threshold",
-    "max_live_parameters",
     "max_reuse_distance",
     "module_granularity_threshold",
     "gather_16bit_weights_on_model_save",
@@ -186,18 +204,10 @@ for _name in (
     "allgather_sequential",
 ):
     _is_flag = _name.startswith(("gather", "use", "allgather"))
-    _why = _PERSIST if "persistence" in _name else _LIVE if _name.startswith("max") else _COLLECTIVES
+    _why = _PERSIST if "persistence" in _name else _REUSE if _name.startswith("max") else _COLLECTIVES
     _why = _SAVE if _name.startswith("gather") else _FLAT if "granularity" in _name else _why
     for _prefix in ("stage3_", ""):
         RULES[f"zero_optimization.{_prefix}{_name}"] = _no_effect(_why, "true or false" if _is_flag else "an integer")
-
-OFFLOAD_KEYS: dict[str, tuple[str, ...]] = {
-    "offload_param": ("device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory"),
-    "offload_optimizer": (
-        *("device", "nvme_path", "buffer_count", "pin_memory", "pipeline", "pipeline_read", "pipeline_write"),
-        *("fast_init", "ratio", "super_offload", "cpuadam_cores_perc"),
-    ),
-}
 
 
 def _has_type(value: object, expected: Expected) -> bool:
@@ -244,23 +254,3 @@ def judge(path: str, rule: Rule, value: object) -> str | Fault | None:
             return None
         return Fault(path, "unsupported", f"not supported yet; {rule.reason}")
     return Fault(path, "unsupported", f"{shown(value)} is not supported yet; {rule.reason}")
-
-
-def judge_offload(path: str, value: object) -> list[str | Fault]:
-    """What `offload_param` or `offload_optimizer` gives: device "none" is what happens; cpu and nvme are not done."""
-    if value is None:
-        return []
-    if not isinstance(value, dict):
-        return [Fault(path, "type", f"expected an object or null, found {shown(value)}")]
-    known = OFFLOAD_KEYS[path.rpartition(".")[2]]
-    answers: list[str | Fault] = [unknown_key(f"{path}.{key}", key, known) for key in value if key not in known]
-    device = value.get("device", "none")
-    if device in ("cpu", "nvme"):
-        message = f'{shown(device)} is not supported yet; set "none" (stage 3 and activation_checkpointing save memory)'
-        answers.append(Fault(f"{path}.device", "unsupported", message))
-    elif device not in ("none", None):
-        answers.append(Fault(f"{path}.device", "value", f'expected "none", found {shown(device)}'))
-    else:
-        rest = [key for key in value if key != "device" and key in known]
-        answers += [f"{path}.{key}: {shown(value[key])} has no effect here: {_OFFLOAD_ONLY}" for key in rest]
-    return answers

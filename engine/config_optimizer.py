@@ -8,6 +8,7 @@ from .config_errors import Fault, did_you_mean, shown
 from .config_types import Bool, Float, Section
 
 Beta = Annotated[Float, Field(ge=0, lt=1)]
+StateDtype = Literal["fp32", "bf16", "int8"]
 
 
 class AdamWParams(Section):
@@ -21,6 +22,8 @@ class AdamWParams(Section):
     """Added to the denominator."""
     weight_decay: Float = Field(default=1e-2, ge=0)
     """Decay of the parameters per step, times the learning rate."""
+    state_dtype: StateDtype = "fp32"
+    """The type in which both moments are kept."""
 
 
 class AdamParams(AdamWParams):
@@ -43,6 +46,8 @@ class SGDParams(Section):
     """L2 penalty, added to the gradient."""
     nesterov: Bool = False
     """Nesterov momentum. Needs momentum above 0 and dampening 0."""
+    state_dtype: StateDtype = "fp32"
+    """The type in which the momentum is kept."""
 
 
 class LionParams(Section):
@@ -54,6 +59,8 @@ class LionParams(Section):
     """Mixing factor of the update, and decay of the momentum."""
     weight_decay: Float = Field(default=0.0, ge=0)
     """Decay of the parameters per step, times the learning rate."""
+    state_dtype: StateDtype = "fp32"
+    """The type in which the momentum is kept."""
 
 
 class AdagradParams(Section):
@@ -69,6 +76,8 @@ class AdagradParams(Section):
     """Start value of the sum of squares."""
     eps: Float = Field(default=1e-10, ge=0)
     """Added to the denominator."""
+    state_dtype: StateDtype = "fp32"
+    """The type in which the sum of squares is kept."""
 
 
 class AdamWOptimizer(Section):

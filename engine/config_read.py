@@ -54,14 +54,15 @@ def read(source: str | os.PathLike[str] | Mapping[str, object]) -> tuple[dict[st
 
 
 def _find(source: str | os.PathLike[str]) -> Path:
-    """The file that is meant: a path that exists, or a preset's name."""
+    """The file that is meant: a path that exists, or a preset's name, with `-` or `_` between its words."""
     text = os.fspath(source)
     path = Path(text)
     if path.is_file():
         return path
     names = preset_names()
-    if isinstance(source, str) and text in names:
-        return PRESETS / f"{text}.json"
+    by_spelling = {name.replace("_", "-"): name for name in names}
+    if isinstance(source, str) and text.replace("_", "-") in by_spelling:
+        return PRESETS / f"{by_spelling[text.replace('_', '-')]}.json"
     what = "is a folder, not a file" if path.is_dir() else "no such file"
     beside = [str(other) for other in path.parent.glob("*.json")] if path.parent.is_dir() else []
     near = difflib.get_close_matches(text, beside, n=3) + difflib.get_close_matches(path.stem, names, n=3)

@@ -4,16 +4,20 @@ import json
 from typing import Any
 
 from .config import Config
-from .config_deepspeed import OFFLOAD_KEYS, RULES, Rule
+from .config_deepspeed import RULES, Rule
 from .config_optimizer import SPELLINGS
-from .config_translate import ALIASES, AUTO, BATCH_KEYS
+from .config_translate import ALIASES, AUTO, BATCH_KEYS, CPU_SWITCHES, NULL_IS_DEFAULT, PIN_SWITCH
 
 _HOMES = {  # section: the definitions that describe it
     "data_types": ["DataTypesConfig"],
     "zero_optimization": ["ZeroConfig"],
+    "zero_optimization.offload_optimizer": ["OffloadOptimizerConfig"],
+    "zero_optimization.offload_param": ["OffloadParamConfig"],
     "bf16": ["BF16Config"],
     "fp16": ["FP16Config"],
     "activation_checkpointing": ["ActivationCheckpointingConfig"],
+    "activation_checkpointing.offload": ["ActivationOffloadConfig"],
+    "aio": ["AioConfig"],
     "communication": ["CommunicationConfig"],
     "checkpoint": ["CheckpointConfig"],
 }
@@ -44,13 +48,14 @@ def json_schema() -> dict[str, Any]:
         _open_type_names(schema, key)
     for path, rule in RULES.items():
         _add(schema, path, _rule_schema(rule))
-    for key in OFFLOAD_KEYS:
-        names: dict[str, Any] = {name: {"description": "No effect here."} for name in OFFLOAD_KEYS[key]}
-        names["device"] = {"enum": ["none", None], "description": "cpu and nvme are not supported yet."}
-        offload = {"type": ["object", "null"], "properties": names, "additionalProperties": False}
-        _add(schema, f"zero_optimization.{key}", {**offload, "patternProperties": _COMMENTS})
+    for path, section in CPU_SWITCHES.items():
+        _add(schema, path, {"type": ["boolean", "null"], "description": f'true: {section} with device "cpu".'})
+    pinned = "pin_memory of what cpu_offload and cpu_offload_params offload."
+    _add(schema, PIN_SWITCH, {"type": ["boolean", "null"], "description": pinned})
+    for path in NULL_IS_DEFAULT:
+        _allow(schema, path, {"type": "null"})
     for path in [*AUTO, *BATCH_KEYS]:
-        _allow_auto(schema, path)
+        _allow(schema, path, {"const": "auto"})
     for alias, path in ALIASES.items():
         for home in _properties(schema, alias):
             home[alias.rpartition(".")[2]] = home[path.rpartition(".")[2]]
@@ -88,12 +93,13 @@ def _add(schema: dict[str, Any], path: str, value: dict[str, Any]) -> None:
         home[path.rpartition(".")[2]] = value
 
 
-def _allow_auto(schema: dict[str, Any], path: str) -> None:
+def _allow(schema: dict[str, Any], path: str, other: dict[str, Any]) -> None:
+    """The key at `path` takes what `other` describes as well."""
     key = path.rpartition(".")[2]
     for home in _properties(schema, path):
-        if key in home and not any(item == {"const": "auto"} for item in home[key].get("anyOf", [])):
+        if key in home and other not in home[key].get("anyOf", []):
             outside = {name: home[key].pop(name) for name in ("description", "title", "default") if name in home[key]}
-            home[key] = {"anyOf": [home[key], {"const": "auto"}], **outside}
+            home[key] = {"anyOf": [home[key], other], **outside}
 
 
 def _rule_schema(rule: Rule) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from .config_types import Bool, Dtype, Float, Int, Positive, Section
+from .config_offload import ActivationOffloadConfig, OffloadOptimizerConfig, OffloadParamConfig
+from .config_types import Bool, Dtype, Float, Folder, Int, Natural, Positive, Section
 
 STAGES = (
     "0 shards nothing (plain data parallelism), 1 shards the optimizer state, "
@@ -25,13 +26,6 @@ def _units(value: object) -> object:
     if isinstance(value, list | tuple) and value and all(isinstance(item, str) and item for item in value):
         return tuple(value)
     raise PydanticCustomError("value_error", 'expected "auto" or a list of patterns of module names')
-
-
-def _folder(value: object) -> object:
-    if value is not None and (not isinstance(value, str) or not value.strip() or value == "auto"):
-        kind = "value_error" if isinstance(value, str) else "string_type"
-        raise PydanticCustomError(kind, "expected the path of a folder or null")
-    return value
 
 
 class ZeroConfig(Section):
@@ -54,6 +48,13 @@ class ZeroConfig(Section):
     stage3_prefetch_bucket_size: Int = Field(default=50_000_000, ge=0)
     """Stage 3: the number of parameter elements that may be gathered ahead of their use. 0: no prefetch. The name
     without `stage3_` works too."""
+
+    stage3_max_live_parameters: Natural | None = None
+    """With offload_param: the number of gathered parameter elements that may be held beside the unit in use. null:
+    as many as stage3_prefetch_bucket_size lets gather ahead. The name without `stage3_` works too."""
+
+    offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
+    offload_param: OffloadParamConfig = OffloadParamConfig()
 
 
 class BF16Config(Section):
@@ -107,6 +108,8 @@ class ActivationCheckpointingConfig(Section):
     every: Int = Field(default=0, ge=0)
     """0: none. 1: every repeated block is recomputed. k: every k-th block."""
 
+    offload: ActivationOffloadConfig = ActivationOffloadConfig()
+
 
 class CommunicationConfig(Section):
     """How bytes go between the ranks."""
@@ -122,7 +125,7 @@ class CommunicationConfig(Section):
 class CheckpointConfig(Section):
     """When checkpoints are saved without a call, where they go, and how they are written."""
 
-    folder: Annotated[str | None, BeforeValidator(_folder)] = Field(default=None, json_schema_extra={"minLength": 1})
+    folder: Folder = None
     """Where the checkpoints of every_steps and on_sigterm go: each tag is a folder below it. Every rank must see it. A
     relative path starts at the working directory."""
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from .config_deepspeed import OFFLOAD_KEYS, RULES, judge, judge_offload
-from .config_errors import Fault
+from .config_deepspeed import RULES, judge
+from .config_errors import Fault, shown
 from .config_optimizer import canonical_optimizer
 from .config_read import join
 from .config_scheduler import canonical_scheduler
@@ -12,7 +12,19 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 ALIASES = {  # alias: field
     "bfloat16": "bf16",
     "zero_optimization.prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.max_live_parameters": "zero_optimization.stage3_max_live_parameters",
+    "aio.intra_op_parallelism": "aio.thread_count",
 }
+CPU_SWITCHES = {  # true is device "cpu" in this section
+    "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer",
+    "zero_optimization.cpu_offload_param": "zero_optimization.offload_param",
+    "zero_optimization.cpu_offload_params": "zero_optimization.offload_param",
+    "activation_checkpointing.cpu_checkpointing": "activation_checkpointing.offload",
+}
+_OLD_SWITCHES = tuple(path.rpartition(".")[2] for path in CPU_SWITCHES)
+PIN_SWITCH = "zero_optimization.cpu_offload_use_pin_memory"  # pin_memory of what the two before it offload
+_OFFLOAD = tuple(dict.fromkeys(CPU_SWITCHES.values()))
+NULL_IS_DEFAULT = ("aio", *_OFFLOAD, *(f"{section}.device" for section in _OFFLOAD))
 _DEFAULT = "the default"
 AUTO = {  # path: why "auto" has this value; the value is what the key has when it is left out
     "steps_per_print": _DEFAULT,
@@ -24,6 +36,13 @@ AUTO = {  # path: why "auto" has this value; the value is what the key has when 
     "fp16.loss_scale": "dynamic loss scaling",
     "fp16.initial_scale_power": _DEFAULT,
     "zero_optimization.stage3_prefetch_bucket_size": _DEFAULT,
+    "zero_optimization.stage3_max_live_parameters": _DEFAULT,
+    **{f"{section}.device": "nothing is offloaded unless a device is named" for section in _OFFLOAD},
+    **{f"{section}.nvme_path": "there is no folder unless one is given" for section in _OFFLOAD},
+    "zero_optimization.offload_optimizer.pin_memory": _DEFAULT,
+    "zero_optimization.offload_param.pin_memory": _DEFAULT,
+    "aio.block_size": _DEFAULT,
+    "aio.thread_count": _DEFAULT,
     "optimizer.params.lr": "the default of this optimizer",
     "optimizer.params.betas": "the default of this optimizer",
     "optimizer.params.eps": "the default of this optimizer",
@@ -58,7 +77,7 @@ class Translation:
 def known_rule_keys(section: str) -> list[str]:
     """The keys below a section ("" for the top level) that are DeepSpeed's and no fields of Config."""
     prefix = f"{section}." if section else ""
-    paths = [*RULES, *ALIASES, *(f"zero_optimization.{key}" for key in OFFLOAD_KEYS)]
+    paths = [*RULES, *ALIASES, *CPU_SWITCHES, PIN_SWITCH]
     names = {path.removeprefix(prefix).split(".")[0] for path in paths if path.startswith(prefix)}
     return sorted(name for name in names if f"{prefix}{name}" in paths)
 
@@ -102,9 +121,10 @@ def _walk(section: dict[str, object], path: str, out: Translation) -> dict[str, 
             key, here = name, ALIASES[here]
         if here in RULES:
             out.add(judge(here, RULES[here], value))
-        elif path == "zero_optimization" and key in OFFLOAD_KEYS:
-            for answer in judge_offload(here, value):
-                out.add(answer)
+        elif here in CPU_SWITCHES or here == PIN_SWITCH:
+            _switch(here, value, section, kept, out)
+        elif value is None and here in NULL_IS_DEFAULT:
+            continue
         elif value == "auto" and (here in AUTO or here in BATCH_KEYS):
             out.auto_paths.append(here)
         elif isinstance(value, dict):
@@ -112,6 +132,24 @@ def _walk(section: dict[str, object], path: str, out: Translation) -> dict[str, 
         else:
             kept[key] = value
     return kept
+
+
+def _switch(here: str, value: object, section: dict[str, object], kept: dict[str, object], out: Translation) -> None:
+    """DeepSpeed's old switches of offload: each true one is a section in `kept`."""
+    if value is not None and not isinstance(value, bool):
+        out.faults.append(Fault(here, "type", f"expected true or false, found {shown(value)}"))
+    elif here == PIN_SWITCH:
+        if value is not None and not any(section.get(key) is True for key in _OLD_SWITCHES):
+            reason = "it goes with cpu_offload and cpu_offload_params; the sections of today have pin_memory"
+            out.notes.append(f"{here}: {shown(value)} has no effect here: {reason}")
+    elif value:
+        name = CPU_SWITCHES[here].rpartition(".")[2]
+        if section.get(name) is not None:
+            message = f'means the same as "device": "cpu" in "{name}", which is given too; keep one of them'
+            out.faults.append(Fault(here, "conflict", message))
+            return
+        pinned = section.get(PIN_SWITCH.rpartition(".")[2])
+        kept[name] = {"device": "cpu"} | ({"pin_memory": pinned} if isinstance(pinned, bool) else {})
 
 
 def _auto_peak(scheduler: dict[str, object], auto_paths: list[str]) -> None:

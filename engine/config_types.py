@@ -38,9 +38,18 @@ def _number(value: object) -> object:
     return value
 
 
+def _folder(value: object) -> object:
+    """The value unchanged if it is null or a path that is not blank."""
+    if value is not None and (not isinstance(value, str) or not value.strip() or value == "auto"):
+        kind = "value_error" if isinstance(value, str) else "string_type"
+        raise PydanticCustomError(kind, "expected the path of a folder or null")
+    return value
+
+
 Bool = StrictBool
 Int = Annotated[int, BeforeValidator(_integer)]
 Float = Annotated[float, BeforeValidator(_number)]
 Natural = Annotated[Int, Field(ge=0)]
 Positive = Annotated[Int, Field(ge=1)]
 NonNegative = Annotated[Float, Field(ge=0)]
+Folder = Annotated[str | None, BeforeValidator(_folder), Field(json_schema_extra={"minLength": 1})]

@@ -18,8 +18,9 @@ from ..zero.exact_sum import from_limbs
 from ..zero.gradient import GroupGradient
 from ..zero.hooks import UnitHooks
 from ..zero.loss_scale import LossScaler
-from ..zero.optimizer import ShardedOptimizer, ShardState
+from ..zero.optimizer import ShardedOptimizer
 from ..zero.sequence import UnitSequence
+from ..zero.shard_state import ShardState
 from . import weights
 from .batch import call, loss_of, microbatches, prepared
 from .checkpoint import Checkpointer
@@ -332,6 +333,7 @@ class Engine:
         self._is_closed = True
         self._preemption.disarm()
         self._parts.hooks.remove()
+        self.optimizer.close()
         self._mesh.close()
 
     def __enter__(self) -> Self:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from ..comm import Mesh
 from ..zero.group import Residence, ShardedGroup
 from ..zero.layout import Piece
-from ..zero.optimizer import ShardedOptimizer, ShardState
+from ..zero.optimizer import ShardedOptimizer
 from ..zero.sequence import Unit
+from ..zero.shard_state import ShardState
 
 
 class FullValues:
@@ -27,10 +28,11 @@ class FullValues:
 
     def write(self, group: ShardedGroup, index: int, values: Tensor) -> None:
         """Puts a parameter's values, whole and of any float dtype, into this rank's shard and master weights."""
-        shard = self._shards.get(id(group))
-        for piece in _pieces_of(group, index):
+        for piece in _pieces_of(group.pieces, index):
             group.place(piece, values)
-            if shard is not None and shard.is_mixed:
+        shard = self._shards.get(id(group))
+        if shard is not None and shard.is_mixed:
+            for piece in _pieces_of(shard.pieces, index):
                 _place_in_master(shard, piece, values)
 
     def refresh(self) -> None:
@@ -104,10 +106,11 @@ class FullValues:
         self._mesh.fence("the end of a change of parameters")
 
 
-def _pieces_of(group: ShardedGroup, index: int) -> list[Piece]:
-    return [piece for piece in group.pieces if piece.index == index]
+def _pieces_of(pieces: Sequence[Piece], index: int) -> list[Piece]:
+    return [piece for piece in pieces if piece.index == index]
 
 
 def _place_in_master(shard: ShardState, piece: Piece, values: Tensor) -> None:
     part = values.reshape(-1)[piece.offset_in_param : piece.offset_in_param + piece.numel]
-    shard.master[piece.offset_in_shard : piece.offset_in_shard + piece.numel].copy_(part)
+    memory = shard.master_of(piece, changes=True)
+    (memory if isinstance(memory, Tensor) else memory.open()).copy_(part)

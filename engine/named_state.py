@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from ..checkpoint.fragment import Fragment, TensorInfo
 from ..comm import Mesh
+from ..offload import Memory
 from ..zero.group import ShardedGroup
+from ..zero.layout import Piece
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.sequence import Unit
 
@@ -32,10 +34,14 @@ class NamedState:
     def parameters(self) -> dict[str, TensorInfo]:
         """Every parameter once, in the order of the units: its shape, and the dtype of its most precise copy."""
         return {
-            slot.name: TensorInfo(slot.shape, self._weights_of(group).dtype)
+            slot.name: TensorInfo(slot.shape, self._dtype_of(group))
             for group in self._groups
             for slot in group.layout.slots
         }
+
+    def _dtype_of(self, group: ShardedGroup) -> torch.dtype:
+        shard = self._shards.get(id(group))
+        return group.dtype if shard is None else shard.master_dtype
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -71,26 +77,27 @@ class NamedState:
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
         }
 
-    def weights(self, rounded: bool = False) -> list[Fragment]:
-        """What this rank holds of the parameters; rounded: in the dtype in which they are computed."""
+    def weights(self, rounded: bool = False, changes: bool = False) -> list[Fragment]:
+        """What this rank holds of the parameters; rounded: in the dtype in which they are computed.
+
+        changes: they are for writing; what rests in a store is kept there then, changed.
+        """
         fragments = []
         for group in self._groups:
-            values = group.shard if rounded else self._weights_of(group)
-            for piece in group.pieces:
-                slot, place = group.layout.slots[piece.index], piece.offset_in_shard
-                fragments.append(
-                    Fragment(slot.name, slot.shape, piece.offset_in_param, values[place : place + piece.numel])
-                )
+            shard = None if rounded else self._shards.get(id(group))
+            for piece in group.pieces if shard is None else shard.pieces:
+                low = piece.offset_in_shard
+                memory = group.shard[low : low + piece.numel] if shard is None else shard.master_of(piece, changes)
+                fragments.append(_fragment(group, piece, "", memory))
         return fragments
 
-    def states(self) -> list[Fragment]:
+    def states(self, changes: bool = False) -> list[Fragment]:
         """What this rank holds of the optimizer's elementwise states, named `parameter.state`."""
         return [
-            Fragment(f"{slot.name}.{name}", slot.shape, piece.offset_in_param, values)
+            _fragment(shard.group, piece, f".{name}", memory)
             for shard in self._optimizer.shards
-            for piece in shard.group.pieces
-            for slot in (shard.group.layout.slots[piece.index],)
-            for name, values in self._optimizer.states_of(shard, piece).items()
+            for piece in shard.pieces
+            for name, memory in self._optimizer.states_of(shard, piece, changes).items()
         ]
 
     def divided(self, fragments: Sequence[Fragment]) -> list[Fragment]:
@@ -98,26 +105,25 @@ class NamedState:
         axis = self._mesh.replica
         parts = []
         for fragment in fragments:
-            numel = fragment.values.numel()
+            numel = fragment.numel
             low, high = (numel * place // axis.size for place in (axis.rank, axis.rank + 1))
             if low < high:
-                parts.append(Fragment(fragment.name, fragment.shape, fragment.start + low, fragment.values[low:high]))
+                parts.append(fragment.part(low, high))
         return parts
 
     def publish(self) -> None:
         """After weights have changed in place: the computed copies follow, on all ranks. A collective."""
-        for group in self._groups:
-            weights = self._weights_of(group)
-            if weights is not group.shard:
-                group.shard.copy_(weights)
+        for shard in self._optimizer.shards:
+            for piece in shard.pieces if shard.is_mixed else ():
+                low, master = piece.offset_in_shard, shard.master_of(piece)
+                values = master if isinstance(master, Tensor) else master.open()
+                shard.group.shard[low : low + piece.numel].copy_(values)
         pending = [group.refresh() for group in self._groups if not group.frees_memory]
         for one in pending:
             one.wait()
         self._mesh.fence("new parameters")
 
-    # -- pieces of it ---------------------------------------------------------------------------------------------
 
-    def _weights_of(self, group: ShardedGroup) -> Tensor:
-        """(shard_numel,): the master weights, or the shard where there are none."""
-        shard = self._shards.get(id(group))
-        return group.shard if shard is None else shard.master
+def _fragment(group: ShardedGroup, piece: Piece, suffix: str, memory: Memory) -> Fragment:
+    slot = group.layout.slots[piece.index]
+    return Fragment(slot.name + suffix, slot.shape, piece.offset_in_param, memory)

@@ -82,7 +82,7 @@ def load_weights(state: NamedState, world: World, path: str | os.PathLike[str], 
     with all_or_none(world, what, "The weights are in part those of before: load again."):
         named = {name: buffer for name, buffer in buffers.items() if name in match.sources}
         wholes = [_whole(name, buffer) for name, buffer in named.items()]
-        own = [fragment for fragment in state.weights() if fragment.name in match.sources]
+        own = [fragment for fragment in state.weights(changes=True) if fragment.name in match.sources]
         source.read([replace(fragment, name=match.sources[fragment.name]) for fragment in [*own, *wholes]])
         for buffer, whole in zip(named.values(), wholes, strict=True):
             if not buffer.is_contiguous():
@@ -198,7 +198,7 @@ def _write(
         fragments += [_whole(name, buffer) for name, buffer in state.buffers().items()]
     places = plan.places
     fragments.sort(key=lambda one: (places[one.name].file, places[one.name].offset, one.start))
-    own_bytes = sum(one.values.numel() * places[one.name].info.dtype.itemsize for one in fragments)
+    own_bytes = sum(one.numel * places[one.name].info.dtype.itemsize for one in fragments)
     with progress(own_bytes, is_first) as advance:
         target.write(fragments, advance)
 

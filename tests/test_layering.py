@@ -13,7 +13,7 @@ CHECKOUT = Path(__file__).parents[1]
 MAY_IMPORT: dict[str, set[str]] = {
     "lowtide": {"engine", "checkpoint"},
     "bin": {"engine", "launch", "configs", "checkpoint"},
-    "engine": {"zero", "comm", "kernels", "configs", "checkpoint"},
+    "engine": {"zero", "comm", "kernels", "configs", "checkpoint", "offload"},
     "checkpoint": {"offload"},
     "zero": {"comm", "kernels", "offload"},
     "comm": set(),

@@ -38,14 +38,15 @@ class LossScaler:
     def state_dict(self) -> dict[str, float]:
         """Where the scaling stands, for `load_state_dict`."""
         return {
+            "is_dynamic": self._dynamic,
             "scale": self.scale,
             "overflows_left": self._overflows_left,
             "steps_without_overflow": self._steps_without_overflow,
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Goes on where another scaler stood. A static scale stays what the config says."""
-        if not self._dynamic:
+        """Goes on where another dynamic scaler stood. A static scale stays what the config says."""
+        if not self._dynamic or not state["is_dynamic"]:
             return
         self.scale = state["scale"]
         self._overflows_left = int(state["overflows_left"])

@@ -2,54 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..kernels.optimizer_step import RULES, UpdateRule, update_shard
+from ..kernels.optimizer_step import UpdateRule, update_shard
+from ..offload import Memory
 from .gradient import GroupGradient
-from .layout import BLOCK_NUMEL, Piece
+from .layout import Piece
+from .offloaded_states import Chunk, OffloadedStates
+from .optimizer_choice import OptimizerFactory
+from .shard_state import ShardState, StatePart
 
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class Run:
-    """A stretch of a shard whose parameters have the same options."""
-
-    start: int
-    end: int
-    options_index: int  # in the optimizer's param_groups
-
-
-class ShardState:
-    """Master weights and optimizer states of one group's shard, (shard_numel,) each.
-
-    The master weights are the shard itself where parameters are float32 or wider.
-    """
-
-    def __init__(self, gradient: GroupGradient) -> None:
-        self.gradient = gradient
-        self.group = gradient.group
-        self.is_mixed = self.group.dtype in (torch.bfloat16, torch.float16)
-        shard = self.group.shard
-        self.master = torch.zeros_like(shard, dtype=torch.float32) if self.is_mixed else shard
-        self.states: dict[str, Tensor] = {}
-        self.runs: list[Run] = []
-
-    def set_runs(self, options_index_of: Mapping[int, int]) -> None:
-        """options_index_of: id of a parameter -> index in param_groups."""
-        starts: list[tuple[int, int]] = []
-        for piece in self.group.pieces:
-            index = options_index_of[id(self.group.params[piece.index])]
-            if not starts or starts[-1][1] != index:
-                starts.append((piece.offset_in_shard, index))
-        # A run reaches to the next one, padding included: whole vectors, so that no element is a rest of its own.
-        ends = [start for start, _ in starts[1:]] + [self.group.layout.shard_numel]
-        self.runs = [Run(start, end, index) for (start, index), end in zip(starts, ends, strict=False)]
+StateKey = tuple[int, torch.dtype]
+"""Index in param_groups, dtype of the master weights: parameters that agree in both have the same states."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -65,19 +33,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         param_groups: list[dict[str, Any]],
         rule: UpdateRule | None,
         factory: OptimizerFactory | None,
+        offloaded: OffloadedStates | None = None,
     ) -> None:
-        """param_groups: [{"params": [...], options...}]; exactly one of rule and factory."""
+        """param_groups: [{"params": [...], options...}]; exactly one of rule and factory.
+
+        offloaded: where states rest between steps, of a rule; None leaves them in memory. Raises OffloadError.
+        """
         # Optimizer.__init__ imports torch's compiler, 70 MiB a process; what unpickling sets is all that is needed. The
         # groups are the user's very dictionaries: a scheduler bound to them acts here too.
         self.__setstate__({"defaults": {}, "state": {}, "param_groups": param_groups})
-        self.shards = [ShardState(gradient) for gradient in gradients]
+        self.shards = [ShardState(gradient, offloaded, rule) for gradient in gradients]
         self.num_steps = 0
         self._rule = rule
         self._factory = factory
+        self._offloaded = offloaded
         self._inner: dict[int, torch.optim.Optimizer] = {}
         index_of = {id(p): index for index, group in enumerate(param_groups) for p in group["params"]}
         for shard in self.shards:
             shard.set_runs(index_of)
+        if offloaded is not None:
+            offloaded.reserve()
+            self._fill_chunks()
 
     @property
     def lr(self) -> float:
@@ -95,8 +71,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         on_updated: called after each shard, so that sending it overlaps with the update of the next.
         """
         self.begin_step()
-        for shard in self.shards:
-            self.update(shard, gradient_scale)
+        due = [shard for shard in self.shards if shard.gradient.shard is not None]
+        opened = self._opened(due)
+        for shard in due:
+            self._update(shard, gradient_scale, opened)
             if on_updated is not None:
                 on_updated(shard)
 
@@ -106,13 +84,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def update(self, shard: ShardState, gradient_scale: float) -> None:
         """Updates one shard; its gradient is used up."""
-        gradient = shard.gradient.shard
-        if gradient is None:
-            return
-        if self._rule is not None:
-            self._update_by_rule(self._rule, shard, gradient, gradient_scale)
-        else:
-            self._update_by_torch(shard, gradient, gradient_scale)
+        if shard.gradient.shard is not None:
+            self._update(shard, gradient_scale, self._opened([shard]))
 
     # -- states by parameter, for checkpoints ---------------------------------------------------------------------
 
@@ -128,26 +101,41 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """True where states of these names, made by an optimizer of that kind, are states of this one."""
         return set(states) == set(self._rule.states) if self._rule is not None else kind == self.kind
 
-    def states_of(self, shard: ShardState, piece: Piece) -> dict[str, Tensor]:
-        """Views, (piece.numel,) each, of the elementwise states of a piece; empty before the first step."""
-        states, start = shard.states, 0
-        inner = self._inner.get(id(shard))
-        if inner is not None:
-            run, param = next(
-                (run, options["params"][0])
-                for run, options in zip(shard.runs, inner.param_groups, strict=True)
-                if run.start <= piece.offset_in_shard < run.end
-            )
-            states, start = {n: v for n, v in inner.state[param].items() if _is_elementwise(v, param)}, run.start
-        low = piece.offset_in_shard - start
-        return {name: state[low : low + piece.numel] for name, state in states.items()}
+    @property
+    def state_keys(self) -> dict[str, StateKey]:
+        """The key under which each parameter's states are described, by the parameter's name, on all ranks alike."""
+        index_of = {id(p): index for index, group in enumerate(self.param_groups) for p in group["params"]}
+        return {
+            name: (index_of[id(param)], shard.master_dtype)
+            for shard in self.shards
+            for name, param in zip(shard.group.names, shard.group.params, strict=True)
+        }
 
-    def state_dtypes(self) -> dict[str, torch.dtype]:
-        """The elementwise states by name; empty before the first step, and where this rank has no element."""
-        for shard in self.shards:
-            for piece in shard.group.pieces:
-                return {name: values.dtype for name, values in self.states_of(shard, piece).items()}
-        return {}
+    def states_of(self, shard: ShardState, piece: Piece, changes: bool = False) -> dict[str, Memory]:
+        """The elementwise states of one of the shard's `pieces`, (piece.numel,) each; empty before the first step.
+
+        changes: what is changed in those that rest in a store is kept.
+        """
+        inner = self._inner.get(id(shard))
+        if inner is None:
+            return shard.states_of(piece, changes) if self.num_steps else {}
+        run, param = next(
+            (run, options["params"][0])
+            for run, options in zip(shard.runs, inner.param_groups, strict=True)
+            if run.start <= piece.offset_in_shard < run.end
+        )
+        low = piece.offset_in_shard - run.start
+        return {n: v[low : low + piece.numel] for n, v in inner.state[param].items() if _is_elementwise(v, param)}
+
+    def state_dtypes(self) -> dict[StateKey, dict[str, torch.dtype]]:
+        """The elementwise states by name, of what this rank holds; empty before the first step."""
+        keys = self.state_keys
+        return {
+            keys[shard.group.names[piece.index]]: {name: values.dtype for name, values in states.items()}
+            for shard in self.shards
+            for piece in shard.pieces
+            if (states := self.states_of(shard, piece))
+        }
 
     def scalar_states(self) -> dict[int, dict[str, Any]]:
         """Index in param_groups -> what a torch optimizer keeps there beside elementwise states: its step, mostly."""
@@ -161,33 +149,39 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return found
 
     def make_states(
-        self, num_steps: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[int, Mapping[str, Any]]
+        self,
+        num_steps: int,
+        dtypes: Mapping[str, Mapping[str, torch.dtype]],
+        scalars: Mapping[int, Mapping[str, Any]],
     ) -> None:
         """Takes memory for the states of a run that has made `num_steps`; `states_of` says where to fill them in.
 
-        dtypes: of the elementwise states by name; scalars: as `scalar_states` gives them.
+        dtypes: of the elementwise states by name, for each parameter by name; floating-point ones take the dtype of
+        the master weights, as in torch. scalars: as `scalar_states` gives them.
         """
         self.num_steps = num_steps
         self._inner.clear()
         for shard in self.shards:
             shard.states.clear()
+        self._fill_chunks()
         if not dtypes and not scalars:
             return
         for shard in self.shards:
             if self._rule is not None:
-                self._make_rule_states(self._rule, shard)
+                shard.make_states(self._rule, self._start_of_states)
                 continue
             inner = self._inner[id(shard)] = self._make_inner(shard)
             for run, options in zip(shard.runs, inner.param_groups, strict=True):
                 param = options["params"][0]
-                inner.state[param].update(
-                    {name: torch.zeros_like(param, dtype=dtype) for name, dtype in dtypes.items()}
-                )
+                piece = next(piece for piece in shard.group.pieces if piece.offset_in_shard >= run.start)
+                for name, dtype in dtypes.get(shard.group.names[piece.index], {}).items():
+                    own_dtype = param.dtype if dtype.is_floating_point else dtype
+                    inner.state[param][name] = torch.zeros_like(param, dtype=own_dtype)
                 for name, value in scalars.get(run.options_index, {}).items():
                     inner.state[param][name] = value.clone() if isinstance(value, Tensor) else value
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer states and separate master weights on this rank."""
+        """Bytes of optimizer states and separate master weights in this rank's memory."""
         total = 0
         for shard in self.shards:
             if shard.is_mixed:
@@ -198,27 +192,63 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 total += sum(v.nbytes for v in state.values() if isinstance(v, Tensor) and v.dim())
         return total
 
-    def _update_by_rule(self, rule: UpdateRule, shard: ShardState, gradient: Tensor, gradient_scale: float) -> None:
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of states and master weights in the store."""
+        return self._offloaded.nbytes if self._offloaded is not None else 0
+
+    def close(self) -> None:
+        """Gives back what is in a store."""
+        if self._offloaded is not None:
+            self._offloaded.close()
+
+    # -- pieces of it ---------------------------------------------------------------------------------------------
+
+    @property
+    def _start_of_states(self) -> float:
+        option = self._rule.start_option if self._rule is not None else None
+        return float(self.param_groups[0][option]) if option else 0.0
+
+    def _fill_chunks(self) -> None:
+        for shard in self.shards:
+            shard.fill_chunks(self._start_of_states)
+
+    def _opened(self, shards: Sequence[ShardState]) -> Iterator[tuple[Chunk, dict[str, Tensor]]]:
+        """The chunks of all these shards in one window: that of the next shard is read while this one is updated."""
+        chunks = [chunk for shard in shards for chunk in shard.chunks]
+        return self._offloaded.updating(chunks) if self._offloaded is not None else iter(())
+
+    def _update(
+        self, shard: ShardState, gradient_scale: float, opened: Iterator[tuple[Chunk, dict[str, Tensor]]]
+    ) -> None:
+        gradient = shard.gradient.shard
+        assert gradient is not None
+        if self._rule is None:
+            self._update_by_torch(shard, gradient, gradient_scale)
+            return
         if not shard.states:
-            self._make_rule_states(rule, shard)
-        states = list(shard.states.values())
+            shard.make_states(self._rule, self._start_of_states)
+        for part in shard.parts(opened):
+            self._update_part(self._rule, shard, part, gradient, gradient_scale)
+
+    def _update_part(
+        self, rule: UpdateRule, shard: ShardState, part: StatePart, gradient: Tensor, gradient_scale: float
+    ) -> None:
         for run in shard.runs:
-            part = slice(run.start, run.end)
+            low, high = max(run.start, part.start), min(run.end, part.end)
+            if low >= high:
+                continue
+            own = slice(low - part.start, high - part.start)
             update_shard(
                 rule,
-                shard.master[part],
-                gradient[part],
-                [state[part] for state in states],
+                part.master[own],
+                gradient[low:high],
+                [state[own] for state in part.states],
                 self.num_steps,
                 self.param_groups[run.options_index],
                 gradient_scale,
-                shard.group.shard[part] if shard.is_mixed else None,
+                shard.group.shard[low:high] if shard.is_mixed else None,
             )
-
-    def _make_rule_states(self, rule: UpdateRule, shard: ShardState) -> None:
-        for name in rule.states:
-            start = self.param_groups[0][rule.start_option] if rule.start_option else 0.0
-            shard.states[name] = torch.full_like(shard.master, start)
 
     def _update_by_torch(self, shard: ShardState, gradient: Tensor, gradient_scale: float) -> None:
         inner = self._inner.get(id(shard))
@@ -248,78 +278,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 def _is_elementwise(value: Any, param: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == param.shape and value.dim() == 1
-
-
-def rule_named(name: str, options: Mapping[str, Any]) -> UpdateRule:
-    """The fused rule of that name; SGD without momentum keeps no state."""
-    rule = RULES[name]
-    if name == "sgd" and not options["momentum"]:
-        return UpdateRule("sgd", (), rule.apply)
-    return rule
-
-
-_TORCH_TWINS = {
-    torch.optim.AdamW: "adamw",
-    torch.optim.Adam: "adam",
-    torch.optim.SGD: "sgd",
-    torch.optim.Adagrad: "adagrad",
-}
-
-
-def rule_like(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
-    """The fused rule that does what this torch optimizer does, where there is one for all its options."""
-    name = _TORCH_TWINS.get(type(optimizer))
-    if name is None:
-        return None
-    for options in optimizer.param_groups:
-        if (
-            options.get("amsgrad")
-            or options.get("maximize")
-            or options.get("capturable")
-            or options.get("differentiable")
-        ):
-            return None
-        if name == "adam" and options.get("decoupled_weight_decay"):
-            return None
-        if not all(isinstance(value, (int, float, bool, tuple, list, type(None))) for value in options.values()):
-            return None
-    momenta = {bool(options.get("momentum")) for options in optimizer.param_groups}
-    if len(momenta) > 1:
-        return None
-    return rule_named(name, optimizer.param_groups[0])
-
-
-def check_elementwise(factory: OptimizerFactory) -> None:
-    """Raises ValueError unless the optimizer treats every element by itself, so that it can run on shards.
-
-    Tried on a small matrix: three steps on the whole and on its flat halves must give the same values.
-    """
-    generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(8, BLOCK_NUMEL // 8, generator=generator)
-    gradients = [torch.randn(whole.shape, generator=generator) for _ in range(3)]
-    half = whole.numel() // 2
-    results = []
-    name = "the optimizer"
-    for parts in ([whole.shape], [(half,), (half,)]):
-        values = torch.split(whole.clone().reshape(-1), [torch.Size(shape).numel() for shape in parts])
-        params = [nn.Parameter(v.clone().view(shape)) for v, shape in zip(values, parts, strict=True)]
-        try:
-            optimizer = factory(params)
-            name = type(optimizer).__name__
-            for gradient in gradients:
-                pieces = torch.split(gradient.reshape(-1), [p.numel() for p in params])
-                for param, piece in zip(params, pieces, strict=True):
-                    param.grad = piece.clone().view(param.shape)
-                optimizer.step()
-        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-            raise ValueError(
-                f"optimizer: expected a torch optimizer that updates each element by itself, found {name}, "
-                f"which failed on a flat parameter: {error}"
-            ) from error
-        results.append(torch.cat([param.detach().reshape(-1) for param in params]))
-    if not torch.allclose(results[0], results[1], rtol=1e-6, atol=1e-9):
-        raise ValueError(
-            f"optimizer: expected a torch optimizer that updates each element by itself, found {name}, whose result "
-            "depends on the shape of the parameter; shards of a parameter cannot be updated one by one. Use an "
-            "elementwise one (AdamW, SGD, Lion, ...)."
-        )

@@ -1,7 +1,7 @@
 """Trainings that are saved and go on elsewhere; the functions run on ranks."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,56 +10,101 @@ from torch import Tensor
 
 import lowtide
 from lowtide.checkpoint.folder import CheckpointFolder
+from lowtide.checkpoint.fragment import Fragment
 from tests.zero.training import Case, share_of
 
 STEPS_BEFORE, STEPS_AFTER = 2, 3
-GLOBAL_ROWS = 8  # the same global batches at every number of ranks
+GLOBAL_ROWS = 8  # of a microbatch: the same global batches at every number of ranks
 
 
 @dataclass
 class Continuation:
-    """What went on from a checkpoint: its losses, and what was restored, on rank 0."""
+    """What went on from a checkpoint: a value for each step, and what was restored, on rank 0."""
 
-    losses: list[float]
-    restored: dict[str, Tensor]
+    losses: list[float] = field(default_factory=list)
+    lrs: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    restored: dict[str, Tensor] = field(default_factory=dict)
+
+    def differences(self, other: "Continuation") -> list[str]:
+        """What is not the same to the last bit; empty where all is."""
+        found = [name for name in ("losses", "lrs", "scales") if getattr(self, name) != getattr(other, name)]
+        return found + self.state_differences(other)
+
+    def state_differences(self, other: "Continuation") -> list[str]:
+        """The tensors that were not restored to the last bit."""
+        if list(self.restored) != list(other.restored):
+            return ["names"]
+        pairs = ((name, value, other.restored[name]) for name, value in self.restored.items())
+        return [name for name, ours, theirs in pairs if ours.dtype != theirs.dtype or not torch.equal(ours, theirs)]
+
+
+@dataclass(frozen=True)
+class Trip:
+    """A training that is saved as one case and goes on as another. options: of lowtide.initialize."""
+
+    saved: Case
+    loaded: Case
+    options: Mapping[str, Any] = field(default_factory=dict)
+    steps_before: int = STEPS_BEFORE
 
 
 def engine_for(case: Case, world_size: int, **options: Any) -> lowtide.Engine:
-    """An engine for the case with GLOBAL_ROWS rows in each global batch; the weights differ by rank count and stage."""
+    """An engine for the case with GLOBAL_ROWS rows in each global microbatch."""
     torch.manual_seed(0)
-    config = {**case.as_config(), "train_micro_batch_size_per_gpu": GLOBAL_ROWS // world_size // case.accumulation}
+    config = {**case.as_config(), "train_micro_batch_size_per_gpu": GLOBAL_ROWS // world_size}
     return lowtide.initialize(case.build(), config, **options)
+
+
+def run_steps(engine: lowtide.Engine, case: Case, first: int, count: int) -> Continuation:
+    """Takes steps number first, first + 1, ..."""
+    found = Continuation()
+    for step in range(first, first + count):
+        result = engine.train_step(share_of(case.batch(step, GLOBAL_ROWS * case.accumulation)))
+        found.losses.append(result.loss.item())
+        found.lrs.append(result.lr)
+        found.scales.append(result.loss_scale)
+    return found
 
 
 def train_steps(engine: lowtide.Engine, case: Case, first: int, count: int) -> list[float]:
     """The losses of steps number first, first + 1, ..."""
-    return [
-        engine.train_step(share_of(case.batch(step, GLOBAL_ROWS))).loss.item() for step in range(first, first + count)
-    ]
+    return run_steps(engine, case, first, count).losses
 
 
-def save_and_go_on(case: Case, folder: Path, world_size: int, tag: str | None = None, **options: Any) -> Continuation:
+def save_and_go_on(
+    case: Case, folder: Path, world_size: int, tag: str | None = None, steps: int = STEPS_BEFORE, **options: Any
+) -> Continuation:
     """Trains, saves, and trains on without a break."""
     engine = engine_for(case, world_size, **options)
-    train_steps(engine, case, 0, STEPS_BEFORE)
+    run_steps(engine, case, 0, steps)
     saved = engine.save_checkpoint(folder, tag)
-    losses = train_steps(engine, case, STEPS_BEFORE, STEPS_AFTER)
+    found = run_steps(engine, case, steps, STEPS_AFTER)
     engine.close()
-    return Continuation(losses, saved_tensors(folder, saved) if engine.rank == 0 else {})
+    found.restored = saved_tensors(folder, saved) if engine.rank == 0 else {}
+    return found
 
 
-def load_and_go_on(case: Case, folder: Path, world_size: int, tag: str | None = None, **options: Any) -> Continuation:
+def load_and_go_on(
+    case: Case, folder: Path, world_size: int, tag: str | None = None, steps: int = STEPS_BEFORE, **options: Any
+) -> Continuation:
     """Loads, saves at once what was restored, and trains on."""
     engine = engine_for(case, world_size, **options)
-    with torch.no_grad(), engine.gathered(modify=True):
-        for param in engine.module.parameters():
-            param.fill_(7.0)  # nothing is right before it is loaded
+    spoil(engine)
     engine.load_checkpoint(folder, tag)
-    assert engine.global_step == STEPS_BEFORE
+    assert engine.global_step == steps
     again = engine.save_checkpoint(folder / "again", f"{tag}-{engine.world_size}-{case.stage}")
-    losses = train_steps(engine, case, STEPS_BEFORE, STEPS_AFTER)
+    found = run_steps(engine, case, steps, STEPS_AFTER)
     engine.close()
-    return Continuation(losses, saved_tensors(folder / "again", again) if engine.rank == 0 else {})
+    found.restored = saved_tensors(folder / "again", again) if engine.rank == 0 else {}
+    return found
+
+
+def spoil(engine: lowtide.Engine) -> None:
+    """Nothing is right before it is loaded."""
+    with torch.no_grad(), engine.gathered(modify=True):
+        for value in (*engine.module.parameters(), *engine.module.buffers()):
+            value.fill_(7.0)
 
 
 def save_all(cases: Sequence[Case], folder: Path, world_size: int) -> list[Continuation]:
@@ -74,10 +119,23 @@ def load_all(
     return {tag: [load_and_go_on(case, folder, world_size, tag) for case in cases] for tag in tags}
 
 
+def save_trips(trips: Sequence[Trip], folder: Path, world_size: int) -> list[Continuation]:
+    """The tags are the numbers of the trips."""
+    return [
+        save_and_go_on(trip.saved, folder, world_size, f"trip{number}", trip.steps_before, **trip.options)
+        for number, trip in enumerate(trips)
+    ]
+
+
+def load_trips(trips: Sequence[Trip], folder: Path, world_size: int) -> list[Continuation]:
+    return [
+        load_and_go_on(trip.loaded, folder, world_size, f"trip{number}", trip.steps_before, **trip.options)
+        for number, trip in enumerate(trips)
+    ]
+
+
 def saved_tensors(folder: Path, tag: str) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, read as a whole."""
-    from lowtide.checkpoint.fragment import Fragment
-
     checkpoint = CheckpointFolder(folder).open(tag)
     found = {}
     for prefix, source in (("", checkpoint.weights), ("state.", checkpoint.states)):

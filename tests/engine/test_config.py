@@ -41,6 +41,7 @@ def test_an_empty_config_has_the_documented_defaults() -> None:
     assert config.communication.route == "auto" and config.communication.timeout_seconds == 300
     assert not config.bf16.enabled and not config.fp16.enabled and config.bf16.auto_cast
     assert config.activation_checkpointing.every == 0
+    assert config.zero_optimization.offload_optimizer.device == config.zero_optimization.offload_param.device == "none"
     assert config.notes == ()
 
 
@@ -110,15 +111,14 @@ def test_large_whole_floats_are_integers() -> None:
 def test_all_faults_are_reported_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
     path = write(
         tmp_path,
-        '{"sede": 1, "fp16": {"enabled": true}, "zero_optimization": {"stgae": 2, "offload_param": {"device": "cpu"}},'
+        '{"sede": 1, "fp16": {"enabled": true}, "zero_optimization": {"stgae": 2, "cpu_offload": 1},'
         ' "bf16": {"enabled": true}, "gradient_clipping": "1"}',
     )
     assert message_of(path).splitlines() == [
         f"5 faults in {path}:",
         '  sede: unknown key "sede"; did you mean "seed"?',
         '  zero_optimization.stgae: unknown key "stgae"; did you mean "stage"?',
-        '  zero_optimization.offload_param.device: "cpu" is not supported yet; set "none" '
-        "(stage 3 and activation_checkpointing save memory)",
+        "  zero_optimization.cpu_offload: expected true or false, found 1",
         "  bf16.enabled: bf16.enabled and fp16.enabled are both true; "
         "there is one compute type, set one of them to false",
         '  gradient_clipping: expected a number, found "1"',

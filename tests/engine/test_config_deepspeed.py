@@ -102,24 +102,6 @@ def test_a_section_asks_for_something_only_when_it_is_on(section: dict[str, obje
     assert is_on(section) is on
 
 
-@pytest.mark.parametrize("key", ["offload_param", "offload_optimizer"])
-def test_offload_to_nowhere_is_what_happens_and_offload_is_not_done(key: str) -> None:
-    path = f"zero_optimization.{key}"
-    assert Config.load(nested(path, None)).notes == Config.load(nested(path, {"device": "none"})).notes == ()
-    (note,) = Config.load(nested(path, {"device": "none", "pin_memory": True})).notes
-    assert note == f"{path}.pin_memory: true has no effect here: it concerns offload, which is not in use"
-    with pytest.raises(ConfigError) as caught:
-        Config.load(nested(path, {"device": "nvme", "pin_memroy": True}))
-    assert [str(fault) for fault in caught.value.faults] == [
-        f'{path}.device: "nvme" is not supported yet; set "none" (stage 3 and activation_checkpointing save memory)',
-        f'{path}.pin_memroy: unknown key "pin_memroy"; did you mean "pin_memory"?',
-    ]
-    with pytest.raises(ConfigError, match='expected "none", found "disk"'):
-        Config.load(nested(path, {"device": "disk"}))
-    with pytest.raises(ConfigError, match="expected an object or null, found true"):
-        Config.load(nested(path, True))
-
-
 CHECKPOINT_OUTCOMES: list[tuple[str, object, str]] = [
     ("checkpoint.tag_validation", "Fail", '"Fail" has no effect here: every rank uses the tag of rank 0'),
     (

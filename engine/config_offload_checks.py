@@ -1,0 +1,117 @@
+"""What the settings of offload need, which of them have no effect together, and which the engine does not do yet."""
+
+from collections.abc import Iterator
+
+from .config_errors import Fault, shown
+from .config_offload import ActivationOffloadConfig, AioConfig, OffloadOptimizerConfig, OffloadParamConfig
+from .config_optimizer import OptimizerConfig
+from .config_sections import ActivationCheckpointingConfig, ZeroConfig
+from .config_types import Section
+
+OPTIMIZER = "zero_optimization.offload_optimizer"
+PARAM = "zero_optimization.offload_param"
+ACTIVATIONS = "activation_checkpointing.offload"
+STATE_DTYPE = "optimizer.params.state_dtype"
+UNSUPPORTED = frozenset(
+    {
+        f"{OPTIMIZER}.overlap.speculative",
+        f"{OPTIMIZER}.overlap.delayed",
+        f"{PARAM}.device.cpu",
+        f"{PARAM}.device.nvme",
+        f"{ACTIVATIONS}.device.cpu",
+        f"{ACTIVATIONS}.device.nvme",
+        f"{STATE_DTYPE}.bf16",
+        f"{STATE_DTYPE}.int8",
+    }
+)
+"""The path of a setting, or a path and one of its values: asking for it is a fault."""
+
+
+def offload_faults(
+    zero: ZeroConfig, activations: ActivationCheckpointingConfig, optimizer: OptimizerConfig | None
+) -> list[Fault]:
+    """Offload that lacks what it needs, or contradicts the stage, or is in `UNSUPPORTED`."""
+    faults = []
+    for path, section in _places(zero, activations):
+        if section.device == "nvme" and section.nvme_path is None:
+            message = 'must be given with device "nvme": the folder on the drive in which the files are kept'
+            faults.append(Fault(f"{path}.nvme_path", "missing", message))
+    if zero.offload_param.device != "none" and zero.stage < 3:
+        why = "below stage 3 every rank holds all parameters at all times"
+        fix = 'set the stage to 3 or the device to "none"; offload_optimizer works at every stage'
+        message = f"needs zero_optimization.stage 3, found {zero.stage}: {why}; {fix}"
+        faults.append(Fault(f"{PARAM}.device", "conflict", message))
+    return faults + _not_yet(zero, activations, optimizer)
+
+
+def offload_notes(
+    zero: ZeroConfig, activations: ActivationCheckpointingConfig, aio: AioConfig, optimizer: OptimizerConfig | None
+) -> list[str]:
+    """One sentence for each setting of offload that is not the default and has no effect with the others."""
+    notes = []
+    for path, section in _places(zero, activations):
+        if section.device == "none":
+            notes += _idle(path, section, 'nothing is offloaded with device "none"')
+        elif isinstance(section, OffloadOptimizerConfig) and not section.is_used:
+            notes += _idle(path, section, "nothing is offloaded with ratio 0", but=("ratio",))
+        elif section.device == "cpu" and section.nvme_path is not None:
+            notes.append(_no_effect(f"{path}.nvme_path", section.nvme_path, 'the device is "cpu"'))
+    live = zero.stage3_max_live_parameters
+    if zero.offload_param.device == "none" and live is not None:
+        why = "it is for offload_param; without it a unit is released after each use"
+        notes.append(_no_effect("zero_optimization.stage3_max_live_parameters", live, why))
+    if aio != AioConfig() and all(section.device != "nvme" for _, section in _places(zero, activations)):
+        notes.append('aio: the section has no effect here: nothing is offloaded to "nvme"')
+    if optimizer is not None and optimizer.params.state_dtype != "fp32" and not _has_state(optimizer):
+        notes.append(_no_effect(STATE_DTYPE, optimizer.params.state_dtype, "SGD without momentum has no state"))
+    return notes
+
+
+def _places(
+    zero: ZeroConfig, activations: ActivationCheckpointingConfig
+) -> list[tuple[str, OffloadOptimizerConfig | OffloadParamConfig | ActivationOffloadConfig]]:
+    return [(OPTIMIZER, zero.offload_optimizer), (PARAM, zero.offload_param), (ACTIVATIONS, activations.offload)]
+
+
+def _idle(path: str, section: Section, reason: str, but: tuple[str, ...] = ()) -> list[str]:
+    return [
+        _no_effect(f"{path}.{key}", getattr(section, key), reason)
+        for key, field in type(section).model_fields.items()
+        if getattr(section, key) != field.default and key not in but
+    ]
+
+
+def _no_effect(path: str, value: object, reason: str) -> str:
+    return f"{path}: {shown(value)} has no effect here: {reason}"
+
+
+def _has_state(optimizer: OptimizerConfig) -> bool:
+    return optimizer.type != "sgd" or optimizer.params.momentum != 0
+
+
+def _not_yet(
+    zero: ZeroConfig, activations: ActivationCheckpointingConfig, optimizer: OptimizerConfig | None
+) -> list[Fault]:
+    """What is asked for and is in `UNSUPPORTED`."""
+    return [
+        Fault(path, "unsupported", f"{shown(value)} is not supported yet; set {shown(instead)}")
+        for path, value, instead in _asked(zero, activations, optimizer)
+        if not UNSUPPORTED.isdisjoint({path, f"{path}.{value}"})
+    ]
+
+
+def _asked(
+    zero: ZeroConfig, activations: ActivationCheckpointingConfig, optimizer: OptimizerConfig | None
+) -> Iterator[tuple[str, object, object]]:
+    """Path, value, and the value that asks for nothing, of each setting that is in effect."""
+    for path, section in _places(zero, activations):
+        if section.device != "none":
+            yield f"{path}.device", section.device, "none"
+    state = zero.offload_optimizer
+    if state.is_used:
+        if state.ratio < 1:
+            yield f"{OPTIMIZER}.ratio", state.ratio, 1.0
+        if state.overlap != "none":
+            yield f"{OPTIMIZER}.overlap", state.overlap, "none"
+    if optimizer is not None and optimizer.params.state_dtype != "fp32" and _has_state(optimizer):
+        yield STATE_DTYPE, optimizer.params.state_dtype, "fp32"

@@ -1,0 +1,42 @@
+"""From the config's offload sections to the stores: where state rests that is not in use."""
+
+from __future__ import annotations
+
+from ..comm import World
+from ..offload import AioOptions, FileStore, HostPool
+from ..zero.offloaded_states import OffloadedStates
+from .config import Config
+from .log import logger
+
+
+def offloaded_states(config: Config, world: World, has_rule: bool) -> OffloadedStates | None:
+    """Where the optimizer's states rest between steps; None: in memory.
+
+    has_rule: whether the optimizer is one of the engine's own. Raises ValueError where it is not and a file is asked
+    for, and OffloadError where the file cannot be made.
+    """
+    wanted = config.zero_optimization.offload_optimizer
+    if not wanted.is_used:
+        return None
+    if wanted.device == "cpu":
+        if world.device.type != "cpu":
+            raise ValueError(
+                f'offload_optimizer.device: "cpu" is not supported yet where the model is on {world.device.type}; '
+                'use "nvme", or "none"'
+            )
+        if world.rank == 0:
+            logger.info("offload_optimizer: the states are in host memory in any case, since the model is on the CPU")
+        return None
+    if not has_rule:
+        raise ValueError(
+            'offload_optimizer.device: "nvme" needs one of the optimizers of the config (adamw, adam, sgd, lion, '
+            'adagrad), whose states are known beforehand; found an optimizer of the caller\'s own. Use "cpu" or "none"'
+        )
+    assert wanted.nvme_path is not None
+    return OffloadedStates(file_store(config, world, wanted.nvme_path), HostPool(), wanted.ratio)
+
+
+def file_store(config: Config, world: World, folder: str) -> FileStore:
+    """A file of this rank below the folder. Raises OffloadError."""
+    aio = config.aio
+    return FileStore(folder, world.rank, AioOptions(aio.block_size, aio.thread_count, aio.verify))

@@ -1,0 +1,310 @@
+"""A store on a disk: one file of this process, written and read in blocks by a few threads.
+
+    key      "a" (20 MiB, saved)       "b" (5 MiB + 3 bytes)
+    file     [8 MiB][8 MiB][4 MiB]     [5 MiB + 4096]  free ...
+    threads     1      2      1            2
+
+The blocks of a request are spread over the threads, and requests follow each other without a gap. A buffer whose
+address is a multiple of 4096 goes to the device and comes from it as it is, all but the last bytes that fill no sector;
+any other is copied through a thread's own memory. Room of dropped keys is used again; the file keeps its highest size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from torch import Tensor
+
+from .block_file import ALIGNMENT_BYTES, BlockError, BlockFile
+from .checksum import Checksum
+from .errors import OffloadError
+from .io_threads import IoThreads, Scratch
+from .regions import Regions
+from .store import Transfer, check_bytes, check_size, closed_error, unknown_key_error
+
+_Verb = Literal["save", "load"]
+
+
+@dataclass(frozen=True)
+class AioOptions:
+    """How a FileStore moves its bytes. The defaults are where more brought nothing: see benchmarks/offload_io.py."""
+
+    block_size: int = 4 << 20  # bytes of one request to the system, a multiple of 4096
+    thread_count: int = 3  # requests at a time
+    verify: bool = True  # compares a checksum of each block on load; see `Checksum` for what it detects
+    direct: bool = True  # past the page cache, where the file system can
+
+    def __post_init__(self) -> None:
+        if self.block_size < ALIGNMENT_BYTES or self.block_size % ALIGNMENT_BYTES:
+            raise ValueError(
+                f"block_size: expected a multiple of {ALIGNMENT_BYTES} bytes, found {self.block_size}; "
+                f"the next is {max(-(-self.block_size // ALIGNMENT_BYTES), 1) * ALIGNMENT_BYTES}"
+            )
+        if self.thread_count < 1:
+            raise ValueError(f"thread_count: expected 1 or more threads, found {self.thread_count}")
+
+
+class FileStore:
+    """A Store in a new file of the folder, gone when the process ends; see [Note: a file without a name].
+
+    Takes host memory only. Raises OffloadError where the file cannot be made. Any thread may use it.
+    """
+
+    alignment_bytes = ALIGNMENT_BYTES
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],  # made where only it is missing
+        rank: int,  # for the file's name, and for what errors say
+        aio: AioOptions = AioOptions(),
+    ) -> None:
+        self.aio = aio
+        self._file = BlockFile(folder, rank, aio.direct)
+        self.path = self._file.path
+        self._checksum = Checksum(aio.block_size)
+        self._threads = IoThreads(aio.thread_count, aio.block_size)
+        self._regions = Regions(ALIGNMENT_BYTES)
+        self._entries: dict[str, _Entry] = {}
+        self._running: set[_FileTransfer] = set()
+        self._lock = threading.RLock()
+        self._is_closed = False
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the page cache is avoided."""
+        return self._file.is_direct
+
+    @property
+    def bytes_held(self) -> int:
+        with self._lock:
+            return sum(entry.nbytes for entry in self._entries.values())
+
+    @staticmethod
+    def bytes_needed(sizes: Iterable[int]) -> int:
+        """Of the file, for keys of these sizes: each begins at a multiple of 4096."""
+        return sum(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes)
+
+    def reserve(self, nbytes: int) -> None:
+        """Takes room on the disk for a file of nbytes (see `bytes_needed`), what it has already counted in.
+
+        Raises OffloadError with folder, rank, and the bytes needed and free, where there is not enough.
+        """
+        self._file.reserve(nbytes)
+
+    def save(self, key: str, values: Tensor) -> Transfer:
+        check_bytes("values", values)
+        _check_host("values", values)
+        with self._lock:
+            if self._is_closed:
+                raise closed_error(key)
+            entry = self._entries.get(key)
+            if entry is not None and entry.nbytes != values.numel():
+                self.drop(key)
+                entry = None
+            if entry is None:
+                offset = self._regions.take(values.numel())
+                entry = self._entries[key] = _Entry(key, offset, values.numel(), self.aio.block_size)
+            return self._begin(entry, values, "save")
+
+    def load(self, key: str, out: Tensor) -> Transfer:
+        check_bytes("out", out)
+        _check_host("out", out)
+        with self._lock:
+            entry = self._entry(key)
+            check_size(key, entry.nbytes, out)
+            return self._begin(entry, out, "load")
+
+    def drop(self, key: str) -> None:
+        with self._lock:
+            entry = self._entry(key)
+            del self._entries[key]
+            entry.last.then(partial(self._give_region, entry))
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            running = list(self._running)
+        for transfer in running:
+            transfer.join()
+        self._threads.close()
+        self._entries.clear()
+        self._file.close()
+
+    # -- pieces of it ---------------------------------------------------------------------------------------------
+
+    def _entry(self, key: str) -> _Entry:
+        if self._is_closed:
+            raise closed_error(key)
+        if key not in self._entries:
+            raise unknown_key_error(key)
+        return self._entries[key]
+
+    def _begin(self, entry: _Entry, values: Tensor, verb: _Verb) -> Transfer:
+        """Asks for every block of the key, after what was asked for before on this key."""
+        transfer = _FileTransfer(values, len(entry.checksums))
+        previous, entry.last = entry.last, transfer
+        self._running.add(transfer)
+        transfer.then(partial(self._forget, transfer))
+        previous.then(partial(self._submit, entry, transfer, verb))
+        return transfer
+
+    def _submit(self, entry: _Entry, transfer: _FileTransfer, verb: _Verb) -> None:
+        if verb == "save":
+            entry.failure = None
+        elif entry.failure is not None:
+            error = OffloadError(
+                f"{self._place()} has no '{entry.key}' to load, since saving it failed: {entry.failure}"
+            )
+            error.__cause__ = entry.failure
+            transfer.fail(error)
+        for index in range(len(entry.checksums)):
+            self._threads.submit(partial(self._do_block, entry, transfer, verb, index))
+
+    def _do_block(self, entry: _Entry, transfer: _FileTransfer, verb: _Verb, index: int, scratch: Scratch) -> None:
+        begin = index * self.aio.block_size
+        end = min(begin + self.aio.block_size, entry.nbytes)
+        move = self._save_block if verb == "save" else self._load_block
+        try:
+            if transfer.error is None:
+                move(entry, transfer.bytes_between(begin, end), index, scratch)
+        except BlockError as error:
+            failure = OffloadError(
+                f"{self._place()} could not {verb} '{entry.key}', bytes {begin:,} to {end:,} of {entry.nbytes:,}: "
+                f"{error}"
+            )
+            failure.__cause__ = error
+            transfer.fail(failure)
+        except Exception as error:
+            transfer.fail(error)
+        finally:
+            if transfer.error is not None and verb == "save":
+                entry.failure = transfer.error
+            transfer.end_block()
+
+    def _save_block(self, entry: _Entry, block: memoryview, index: int, scratch: Scratch) -> None:
+        if self.aio.verify:
+            entry.checksums[index] = self._checksum.of(block)
+        straight = _aligned_bytes(block)
+        rest = len(block) - straight
+        parts = [block[:straight]] if straight else []
+        if rest:
+            padded = scratch.view(self._regions.rounded(rest))
+            padded[:rest] = block[straight:]
+            parts.append(padded)
+        self._file.write(parts, entry.offset + index * self.aio.block_size)
+
+    def _load_block(self, entry: _Entry, block: memoryview, index: int, scratch: Scratch) -> None:
+        straight = _aligned_bytes(block)
+        rest = len(block) - straight
+        parts = [block[:straight]] if straight else []
+        padded = scratch.view(self._regions.rounded(rest)) if rest else memoryview(b"")
+        self._file.read([*parts, padded] if rest else parts, entry.offset + index * self.aio.block_size)
+        block[straight:] = padded[:rest]
+        if self.aio.verify and (found := self._checksum.of(block)) != entry.checksums[index]:
+            raise BlockError(
+                f"expected the checksum {entry.checksums[index]:016x} of what was saved, found {found:016x}: the disk "
+                "or the memory is faulty, or someone wrote to the file; check the machine, and go on from a checkpoint"
+            )
+
+    def _place(self) -> str:
+        return f"{self.path}: rank {self._file.rank}"
+
+    def _give_region(self, entry: _Entry) -> None:
+        with self._lock:
+            self._regions.give(entry.offset, entry.nbytes)
+
+    def _forget(self, transfer: _FileTransfer) -> None:
+        with self._lock:
+            self._running.discard(transfer)
+
+
+class _FileTransfer:
+    """Counts the blocks of a request that have not ended yet, and keeps the tensor until they have."""
+
+    def __init__(self, values: Tensor | None, num_blocks: int) -> None:
+        self._values = values
+        self._left = num_blocks
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._next: list[Callable[[], None]] = []
+        self.error: Exception | None = None
+        if not num_blocks:
+            self._done.set()
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        self.join()
+        if self.error is not None:
+            raise self.error
+
+    def join(self) -> None:
+        """Waits, and says nothing of errors."""
+        self._done.wait()
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Calls it when the last block has ended: now, or later in another thread."""
+        with self._lock:
+            if not self._done.is_set():
+                self._next.append(action)
+                return
+        action()
+
+    def bytes_between(self, begin: int, end: int) -> memoryview:
+        assert self._values is not None
+        return memoryview((ctypes.c_char * (end - begin)).from_address(self._values.data_ptr() + begin)).cast("B")
+
+    def fail(self, error: Exception) -> None:
+        """The first error is what `wait` raises; blocks that have not begun are left out."""
+        with self._lock:
+            self.error = self.error or error
+
+    def end_block(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+            self._values = None
+            self._done.set()
+            actions, self._next = self._next, []
+        for action in actions:
+            action()
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A key of the file."""
+
+    key: str
+    offset: int
+    nbytes: int
+    block_size: int
+    failure: Exception | None = None  # of the last save
+    checksums: list[int] = field(init=False)  # of the blocks
+    last: _FileTransfer = field(init=False)  # what was asked for last
+
+    def __post_init__(self) -> None:
+        self.checksums = [0] * -(-self.nbytes // self.block_size)
+        self.last = _FileTransfer(None, 0)
+
+
+def _aligned_bytes(block: memoryview) -> int:
+    """How many of its bytes, from the first on, can go to the device as they are."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(block))
+    return 0 if address % ALIGNMENT_BYTES else len(block) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+
+
+def _check_host(name: str, values: Tensor) -> None:
+    """Raises ValueError for a tensor that is not in host memory."""
+    if values.device.type != "cpu":
+        raise ValueError(
+            f"{name}: expected host memory, found {values.device}; copy it into a buffer of a HostPool first"
+        )

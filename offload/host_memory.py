@@ -1,0 +1,70 @@
+"""Host memory of exact size, straight from the system and straight back to it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import OffloadError
+
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+def host_is_pinned() -> bool:
+    """True where host memory has to be pinned for copies that run beside the work: with CUDA and ROCm devices."""
+    return torch.cuda.is_available()
+
+
+def allocate_host(nbytes: int, alignment: int, pinned: bool) -> Tensor:
+    """(nbytes,) uint8, zero; its address is a multiple of `alignment`. Goes back to the system with its last view.
+
+    Pinned memory is registered page by page, since torch's own pinned allocator rounds every size up to a power of two.
+    Raises OffloadError where the system has not enough.
+    """
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    spare = alignment if alignment > mmap.PAGESIZE else 0  # a mapping begins at a page, and a multiple lies within
+    try:
+        pages = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise OffloadError(
+            f"expected {nbytes:,} bytes of host memory, and the system refuses them: {error}; "
+            "lower the limit of the host buffers, or offload less"
+        ) from error
+    if nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        # A fork, of a loader of data for instance, shares pages until one side writes: before Linux 5.19 a read with
+        # O_DIRECT that ran meanwhile could end in the child's copy.
+        pages.madvise(mmap.MADV_DONTFORK)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    skip = -begin % alignment
+    # torch keeps the array for as long as a view of the storage exists, and the array keeps the pages.
+    array = (ctypes.c_char * nbytes).from_buffer(pages, skip)
+    if pinned:
+        _pin(begin + skip, nbytes)
+        # Before the pages go: the array's own finalizer comes first.
+        weakref.finalize(array, _unpin, begin + skip).atexit = False
+    return torch.frombuffer(array, dtype=torch.uint8)
+
+
+def _pin(address: int, nbytes: int) -> None:
+    code = _cudart().cudaHostRegister(address, nbytes, 0)
+    if int(code):
+        raise OffloadError(
+            f"expected to pin {nbytes:,} bytes of host memory, and the driver refuses (error {int(code)}); "
+            "lower the limit of the host buffers, or raise `ulimit -l`"
+        )
+
+
+def _unpin(address: int) -> None:
+    _cudart().cudaHostUnregister(address)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

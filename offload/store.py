@@ -1,0 +1,206 @@
+"""A place that keeps bytes under a key: the contract, and the two places that are memory.
+
+| store       | bytes are kept in             | tensors to save and load | a transfer runs                         |
+|-------------|-------------------------------|--------------------------|-----------------------------------------|
+| DeviceStore | the memory of a device        | on any device            | in the order of the current stream      |
+| HostStore   | host memory, pinned with CUDA | on any device            | CPU: at once; CUDA: on a stream beside  |
+| FileStore   | a file                        | in host memory           | in threads of its own                   |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .errors import OffloadError
+from .host_pool import HostPool
+
+
+class Transfer(Protocol):
+    """Bytes on their way into a store or out of it."""
+
+    def wait(self) -> None:
+        """Returns when the caller's bytes may be used: by the host, or for a CUDA tensor by the current stream.
+
+        Raises OffloadError for what went wrong, at every call.
+        """
+
+    @property
+    def is_done(self) -> bool:
+        """True when `wait` would not wait, whether it went well or not."""
+
+
+class Store(Protocol):
+    """Keeps bytes under keys. Transfers of one key happen in the order in which they were asked for."""
+
+    alignment_bytes: int
+    """Of the address of a buffer, for the fast way; any other address is right too."""
+
+    def save(self, key: str, values: Tensor) -> Transfer:
+        """Keeps the bytes under the key, in place of what was there. values: (n,) uint8 contiguous.
+
+        They must stay as they are until the transfer has been waited for. ValueError for any other kind of tensor.
+        """
+
+    def load(self, key: str, out: Tensor) -> Transfer:
+        """Brings the bytes back; they are kept. out: (n,) uint8 contiguous, n as it was saved.
+
+        ValueError for any other kind or size of tensor, OffloadError for a key that is not kept.
+        """
+
+    def drop(self, key: str) -> None:
+        """Keeps the bytes no longer, once the transfers that run have ended. OffloadError for a key not kept."""
+
+    def close(self) -> None:
+        """Ends the transfers that run, and gives everything back. May be called twice."""
+
+    @property
+    def bytes_held(self) -> int:
+        """The sum of the sizes that were saved and not dropped."""
+
+
+class Finished:
+    """A transfer that was done when it was asked for."""
+
+    is_done = True
+
+    def wait(self) -> None:
+        pass
+
+
+class _StreamTransfer:
+    """A copy on a stream. The tensors are kept until nobody asks any more, so that their memory is not used again."""
+
+    def __init__(self, caller: Tensor, event: torch.Event) -> None:
+        self._caller = caller
+        self._event = event
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        torch.accelerator.current_stream(self._caller.device).wait_event(self._event)
+
+    def wait_on_host(self) -> None:
+        self._event.synchronize()
+
+
+class _MemoryStore:
+    """Keys and what memory they have."""
+
+    alignment_bytes = 64  # a cache line
+
+    def __init__(self, take: Callable[[int], Tensor], give: Callable[[Tensor], None]) -> None:
+        self._take = take
+        self._give = give
+        self._kept: dict[str, Tensor] = {}
+        self._running: dict[str, _StreamTransfer] = {}
+        self._is_closed = False
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(kept.numel() for kept in self._kept.values())
+
+    def save(self, key: str, values: Tensor) -> Transfer:
+        check_bytes("values", values)
+        if self._is_closed:
+            raise closed_error(key)
+        kept = self._kept.get(key)
+        if kept is None or kept.numel() != values.numel():
+            taken = self._take(values.numel())
+            if kept is not None:
+                self.drop(key)
+            kept = self._kept[key] = taken
+        return self._copy(key, values, into=kept, caller=values)
+
+    def load(self, key: str, out: Tensor) -> Transfer:
+        check_bytes("out", out)
+        if key not in self._kept:
+            raise closed_error(key) if self._is_closed else unknown_key_error(key)
+        check_size(key, self._kept[key].numel(), out)
+        return self._copy(key, self._kept[key], into=out, caller=out)
+
+    def drop(self, key: str) -> None:
+        if key not in self._kept:
+            raise closed_error(key) if self._is_closed else unknown_key_error(key)
+        if running := self._running.pop(key, None):
+            running.wait_on_host()  # host memory is used again without regard to streams
+        self._give(self._kept.pop(key))
+
+    def close(self) -> None:
+        for key in list(self._kept):
+            self.drop(key)
+        self._is_closed = True
+
+    def _copy(self, key: str, values: Tensor, into: Tensor, caller: Tensor) -> Transfer:
+        into.copy_(values)
+        return Finished()
+
+
+class DeviceStore(_MemoryStore):
+    """Keeps copies in the memory of one device, made in the order of the current stream: nothing to wait for."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        super().__init__(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=self.device), lambda _: None)
+
+
+class HostStore(_MemoryStore):
+    """Keeps copies in host memory, pinned where there is a CUDA device; OffloadError above the pool's limit.
+
+    CUDA tensors are copied on a stream beside the work, after what the current stream has been given so far.
+    """
+
+    def __init__(self, pool: HostPool | None = None) -> None:
+        self.pool = pool if pool is not None else HostPool(alignment=self.alignment_bytes)
+        self._owns_pool = pool is None
+        self._streams: dict[torch.device, torch.Stream] = {}
+        super().__init__(self.pool.take, self.pool.give)
+
+    def close(self) -> None:
+        super().close()
+        if self._owns_pool:
+            self.pool.close()
+
+    def _copy(self, key: str, values: Tensor, into: Tensor, caller: Tensor) -> Transfer:
+        if caller.device.type == "cpu":
+            if running := self._running.pop(key, None):
+                running.wait_on_host()
+            return super()._copy(key, values, into, caller)
+        stream = self._streams.get(caller.device)
+        if stream is None:
+            stream = self._streams[caller.device] = torch.Stream(caller.device)
+        stream.wait_stream(torch.accelerator.current_stream(caller.device))
+        with stream:
+            into.copy_(values, non_blocking=True)
+            event = stream.record_event()
+        transfer = self._running[key] = _StreamTransfer(caller, event)
+        return transfer
+
+
+def check_bytes(name: str, values: Tensor) -> None:
+    """Raises ValueError unless it is (n,) uint8 and contiguous."""
+    if values.dtype != torch.uint8 or values.dim() != 1 or not values.is_contiguous():
+        layout = "contiguous" if values.is_contiguous() else "not contiguous"
+        raise ValueError(
+            f"{name}: expected a contiguous tensor of uint8 with one dim, found {values.dtype} of shape "
+            f"{tuple(values.shape)}, {layout}; view it as bytes with `tensor.view(-1).view(torch.uint8)`"
+        )
+
+
+def check_size(key: str, saved: int, out: Tensor) -> None:
+    """Raises ValueError unless the tensor has as many bytes as were saved."""
+    if out.numel() != saved:
+        raise ValueError(f"out: expected {saved:,} bytes, as many as were saved under '{key}', found {out.numel():,}")
+
+
+def unknown_key_error(key: str) -> OffloadError:
+    return OffloadError(f"expected a key that was saved, found '{key}', which never was or has been dropped")
+
+
+def closed_error(key: str) -> OffloadError:
+    return OffloadError(f"expected an open store for '{key}', found it closed")

@@ -1,0 +1,143 @@
+"""Master weights and optimizer states that rest in a store, chunk by chunk.
+
+shard    |  in memory  | chunk 0 | chunk 1 | chunk 2 |
+a chunk  [ master | exp_avg | exp_avg_sq ]                 one key of the store, one buffer while it is open
+
+step     load 1 | update 0 | save      all chunks of all shards in one window, see `offload.window`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..offload import FileStore, HostPool, Store, Window
+from .layout import BLOCK_NUMEL
+
+CHUNK_NUMEL = 4 << 20
+"""Elements of a chunk: large enough for the disk, small enough that three of them are little memory."""
+
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """Where the tensors of a chunk lie in its buffer."""
+
+    places: tuple[tuple[str, torch.dtype, int, int], ...]  # (name, dtype, offset in bytes, number of elements)
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> ChunkLayout:
+        """tensors: (n,) each, as they are to be kept; those of the meta device will do."""
+        places, offset = [], 0
+        for name, tensor in tensors.items():
+            places.append((name, tensor.dtype, offset, tensor.numel()))
+            offset += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return cls(tuple(places), offset)
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The tensors in a buffer, (nbytes,) uint8."""
+        return {
+            name: buffer[offset : offset + numel * dtype.itemsize].view(dtype)
+            for name, dtype, offset, numel in self.places
+        }
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements [start, end) of a shard, and under which key their tensors are kept."""
+
+    key: str
+    start: int
+    end: int
+    layout: ChunkLayout
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.start
+
+
+class OffloadedStates:
+    """Opens chunks: all of them one after the other for a step, or single ones for whoever reads and writes them."""
+
+    def __init__(self, store: Store, pool: HostPool, ratio: float = 1.0, chunk_numel: int = CHUNK_NUMEL) -> None:
+        """ratio: the share of each shard that is kept in the store; the first part of it stays in memory."""
+        assert chunk_numel % BLOCK_NUMEL == 0
+        self.store = store
+        self._ratio = ratio
+        self._chunk_numel = chunk_numel
+        self._sizes: dict[str, int] = {}
+        self._window = Window(store, pool, self._sizes)
+        self._open: tuple[Chunk, dict[str, Tensor], bool] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the store."""
+        return sum(self._sizes.values())
+
+    def resident_numel(self, shard_numel: int) -> int:
+        """How many elements at the beginning of a shard stay in memory; whole blocks."""
+        return round(shard_numel * (1 - self._ratio)) // BLOCK_NUMEL * BLOCK_NUMEL
+
+    def divide(
+        self, name: str, start: int, end: int, tensors_for: Callable[[int], Mapping[str, Tensor]]
+    ) -> list[Chunk]:
+        """The chunks of elements [start, end) of the shard called `name`.
+
+        tensors_for: the tensors of so many elements, on the meta device.
+        """
+        chunks = []
+        for low in range(start, end, self._chunk_numel):
+            high = min(low + self._chunk_numel, end)
+            chunks.append(Chunk(f"{name} [{low}, {high})", low, high, ChunkLayout.of(tensors_for(high - low))))
+            self._sizes[chunks[-1].key] = chunks[-1].layout.nbytes
+        return chunks
+
+    def reserve(self) -> None:
+        """Takes room for all chunks, where the store has a limit. Raises OffloadError, with the numbers."""
+        if isinstance(self.store, FileStore):
+            self.store.reserve(FileStore.bytes_needed(self._sizes.values()))
+
+    def fill(self, chunk: Chunk, write: Callable[[dict[str, Tensor]], None]) -> None:
+        """Keeps the first values of a chunk, which `write` puts into its tensors."""
+        self.settle()
+        buffer = self._window.create(chunk.key)
+        buffer.zero_()
+        write(chunk.layout.views(buffer))
+        self._window.release(chunk.key, True)
+
+    def updating(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, dict[str, Tensor]]]:
+        """Each chunk with its tensors, which are then changed; meanwhile the next is read and the last written."""
+        self.settle()
+        for index, chunk in enumerate(chunks):
+            buffer = self._window.acquire(chunk.key)
+            if index + 1 < len(chunks):
+                self._window.prefetch(chunks[index + 1].key)
+            try:
+                yield chunk, chunk.layout.views(buffer)
+            finally:
+                self._window.release(chunk.key, True)
+
+    def open(self, chunk: Chunk, changes: bool) -> dict[str, Tensor]:
+        """The tensors of a chunk, until another one is opened; kept again then, if anyone opened it for changes."""
+        if self._open is None or self._open[0] is not chunk:
+            self.settle()
+            self._open = (chunk, chunk.layout.views(self._window.acquire(chunk.key)), False)
+        if changes and not self._open[2]:
+            self._open = (*self._open[:2], True)
+        return self._open[1]
+
+    def settle(self) -> None:
+        """Puts the chunk that is open back."""
+        if self._open is not None:
+            (chunk, _, changed), self._open = self._open, None
+            self._window.release(chunk.key, changed)
+
+    def close(self) -> None:
+        """Gives buffers and room back."""
+        self._window.close()
+        self.store.close()

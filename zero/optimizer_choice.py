@@ -1,0 +1,89 @@
+"""Which rule updates: by name, or as a torch optimizer of the caller's does; and whether that can run on shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..kernels.optimizer_step import RULES, UpdateRule
+from .layout import BLOCK_NUMEL
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def rule_named(name: str, options: Mapping[str, Any]) -> UpdateRule:
+    """The fused rule of that name; SGD without momentum keeps no state."""
+    rule = RULES[name]
+    if name == "sgd" and not options["momentum"]:
+        return UpdateRule("sgd", (), rule.apply)
+    return rule
+
+
+_TORCH_TWINS = {
+    torch.optim.AdamW: "adamw",
+    torch.optim.Adam: "adam",
+    torch.optim.SGD: "sgd",
+    torch.optim.Adagrad: "adagrad",
+}
+
+
+def rule_like(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
+    """The fused rule that does what this torch optimizer does, where there is one for all its options."""
+    name = _TORCH_TWINS.get(type(optimizer))
+    if name is None:
+        return None
+    for options in optimizer.param_groups:
+        if (
+            options.get("amsgrad")
+            or options.get("maximize")
+            or options.get("capturable")
+            or options.get("differentiable")
+        ):
+            return None
+        if name == "adam" and options.get("decoupled_weight_decay"):
+            return None
+        if not all(isinstance(value, (int, float, bool, tuple, list, type(None))) for value in options.values()):
+            return None
+    momenta = {bool(options.get("momentum")) for options in optimizer.param_groups}
+    if len(momenta) > 1:
+        return None
+    return rule_named(name, optimizer.param_groups[0])
+
+
+def check_elementwise(factory: OptimizerFactory) -> None:
+    """Raises ValueError unless the optimizer treats every element by itself, so that it can run on shards.
+
+    Tried on a small matrix: three steps on the whole and on its flat halves must give the same values.
+    """
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(8, BLOCK_NUMEL // 8, generator=generator)
+    gradients = [torch.randn(whole.shape, generator=generator) for _ in range(3)]
+    half = whole.numel() // 2
+    results = []
+    name = "the optimizer"
+    for parts in ([whole.shape], [(half,), (half,)]):
+        values = torch.split(whole.clone().reshape(-1), [torch.Size(shape).numel() for shape in parts])
+        params = [nn.Parameter(v.clone().view(shape)) for v, shape in zip(values, parts, strict=True)]
+        try:
+            optimizer = factory(params)
+            name = type(optimizer).__name__
+            for gradient in gradients:
+                pieces = torch.split(gradient.reshape(-1), [p.numel() for p in params])
+                for param, piece in zip(params, pieces, strict=True):
+                    param.grad = piece.clone().view(param.shape)
+                optimizer.step()
+        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise ValueError(
+                f"optimizer: expected a torch optimizer that updates each element by itself, found {name}, "
+                f"which failed on a flat parameter: {error}"
+            ) from error
+        results.append(torch.cat([param.detach().reshape(-1) for param in params]))
+    if not torch.allclose(results[0], results[1], rtol=1e-6, atol=1e-9):
+        raise ValueError(
+            f"optimizer: expected a torch optimizer that updates each element by itself, found {name}, whose result "
+            "depends on the shape of the parameter; shards of a parameter cannot be updated one by one. Use an "
+            "elementwise one (AdamW, SGD, Lion, ...)."
+        )

@@ -21,6 +21,7 @@ from ..zero.optimizer import ShardedOptimizer
 from ..zero.optimizer_choice import check_elementwise, rule_like, rule_named
 from ..zero.policy import ZeroPolicy
 from ..zero.sequence import Unit, UnitSequence
+from ..zero.shard_rest import ShardRest
 from ..zero.units import UnitPlan, plan_units
 from .config import Config
 from .deferred import DeferredModel
@@ -29,7 +30,7 @@ from .full_values import FullValues
 from .learning_rates import Schedule
 from .log import configure, logger
 from .lr_schedule import learning_rate_at
-from .offload import offloaded_states
+from .offload import offloaded_states, shard_rest
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
@@ -74,12 +75,16 @@ def initialize(
     shard_size = policy.shard_size(world.size, resolved.zero_optimization.shard_size)
     plan = ModelPlan.of(unit_plans, dtypes, shard_size)
     shared_bytes = plan.shared_bytes(dtypes, world.size)
-    mesh = Mesh.create(world, shard_size, resolved.communication.route, shared_bytes)
-    units = build_units(plan, mesh, policy, dtypes)
-    sharded_optimizer, schedule, scheduler = _make_optimizer(resolved, world, units, module, optimizer, lr_scheduler)
+    rest = shard_rest(resolved, world)
+    route = resolved.communication.route if rest is None or world.size == 1 else "sockets"
+    mesh = Mesh.create(world, shard_size, route, shared_bytes)
+    units = build_units(plan, mesh, policy, dtypes, rest)
+    sharded_optimizer, schedule, scheduler = _make_optimizer(
+        resolved, world, units, module, optimizer, lr_scheduler, rest
+    )
     _fill(module, units, sharded_optimizer, mesh, values)
     _checkpoint_activations(unit_plans, resolved.activation_checkpointing.every)
-    sequence = UnitSequence(units, resolved.zero_optimization.stage3_prefetch_bucket_size)
+    sequence = UnitSequence(units, _prefetch_numel(resolved))
     given = (checked.train_batch_size, checked.train_micro_batch_size_per_gpu, checked.gradient_accumulation_steps)
     return Engine(
         Parts(
@@ -209,7 +214,13 @@ def _checkpoint_activations(units: list[UnitPlan], every: int) -> None:
 
 
 def _make_optimizer(
-    config: Config, world: World, units: list[Unit], module: nn.Module, choice: OptimizerChoice, lr_scheduler: Any
+    config: Config,
+    world: World,
+    units: list[Unit],
+    module: nn.Module,
+    choice: OptimizerChoice,
+    lr_scheduler: Any,
+    rest: ShardRest | None,
 ) -> tuple[ShardedOptimizer, Schedule | None, Any]:
     if choice is not None and config.optimizer is not None:
         raise ValueError(
@@ -241,7 +252,7 @@ def _make_optimizer(
         if factory is not None:
             check_elementwise(factory)
     offloaded = offloaded_states(config, world, has_rule=rule is not None)
-    sharded = ShardedOptimizer(gradients, groups, rule, factory, offloaded)
+    sharded = ShardedOptimizer(gradients, groups, rule, factory, offloaded, rest)
     schedule = None
     if config.scheduler is not None:
         schedule = partial(learning_rate_at, config.scheduler)
@@ -277,6 +288,14 @@ def _check_covers(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter])
 def _dtypes(config: Config) -> Dtypes:
     compute = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
     return Dtypes(compute, _DTYPES[config.communication_data_type], _DTYPES[config.data_types.grad_accum_dtype])
+
+
+def _prefetch_numel(config: Config) -> int:
+    """Elements that may be gathered ahead of their use; with offloaded parameters within the budget of live ones."""
+    zero = config.zero_optimization
+    if zero.offload_param.device == "none" or zero.stage3_max_live_parameters is None:
+        return zero.stage3_prefetch_bucket_size
+    return min(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters)
 
 
 def _loss_scaler(config: Config) -> LossScaler:

@@ -16,8 +16,6 @@ UNSUPPORTED = frozenset(
     {
         f"{OPTIMIZER}.overlap.speculative",
         f"{OPTIMIZER}.overlap.delayed",
-        f"{PARAM}.device.cpu",
-        f"{PARAM}.device.nvme",
         f"{ACTIVATIONS}.device.cpu",
         f"{ACTIVATIONS}.device.nvme",
         f"{STATE_DTYPE}.bf16",

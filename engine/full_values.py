@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Mesh
-from ..zero.group import Residence, ShardedGroup
+from ..zero.group import Residence, ShardedGroup, values_of
 from ..zero.layout import Piece
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.sequence import Unit
@@ -112,5 +112,4 @@ def _pieces_of(pieces: Sequence[Piece], index: int) -> list[Piece]:
 
 def _place_in_master(shard: ShardState, piece: Piece, values: Tensor) -> None:
     part = values.reshape(-1)[piece.offset_in_param : piece.offset_in_param + piece.numel]
-    memory = shard.master_of(piece, changes=True)
-    (memory if isinstance(memory, Tensor) else memory.open()).copy_(part)
+    values_of(shard.master_of(piece, changes=True)).copy_(part)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..checkpoint.fragment import Fragment, TensorInfo
 from ..comm import Mesh
 from ..offload import Memory
-from ..zero.group import ShardedGroup
+from ..zero.group import ShardedGroup, part_of, values_of
 from ..zero.layout import Piece
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.sequence import Unit
@@ -87,7 +87,10 @@ class NamedState:
             shard = None if rounded else self._shards.get(id(group))
             for piece in group.pieces if shard is None else shard.pieces:
                 low = piece.offset_in_shard
-                memory = group.shard[low : low + piece.numel] if shard is None else shard.master_of(piece, changes)
+                if shard is None:
+                    memory = part_of(group.own_values(changes), low, low + piece.numel)
+                else:
+                    memory = shard.master_of(piece, changes)
                 fragments.append(_fragment(group, piece, "", memory))
         return fragments
 
@@ -115,9 +118,9 @@ class NamedState:
         """After weights have changed in place: the computed copies follow, on all ranks. A collective."""
         for shard in self._optimizer.shards:
             for piece in shard.pieces if shard.is_mixed else ():
-                low, master = piece.offset_in_shard, shard.master_of(piece)
-                values = master if isinstance(master, Tensor) else master.open()
-                shard.group.shard[low : low + piece.numel].copy_(values)
+                low = piece.offset_in_shard
+                own = values_of(part_of(shard.group.own_values(changes=True), low, low + piece.numel))
+                own.copy_(values_of(shard.master_of(piece)))
         pending = [group.refresh() for group in self._groups if not group.frees_memory]
         for one in pending:
             one.wait()

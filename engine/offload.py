@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import platform
+
 from ..comm import World
-from ..offload import AioOptions, FileStore, HostPool
+from ..offload import AioOptions, FileStore, HostPool, PagePool
 from ..zero.offloaded_states import OffloadedStates
+from ..zero.shard_rest import ShardRest
 from .config import Config
 from .log import logger
 
@@ -34,6 +37,37 @@ def offloaded_states(config: Config, world: World, has_rule: bool) -> OffloadedS
         )
     assert wanted.nvme_path is not None
     return OffloadedStates(file_store(config, world, wanted.nvme_path), HostPool(), wanted.ratio)
+
+
+def shard_rest(config: Config, world: World) -> ShardRest | None:
+    """Where the shards of stage 3 rest while nobody needs them; None: in memory.
+
+    Raises ValueError where that is not possible here, and OffloadError where the file cannot be made.
+    """
+    wanted = config.zero_optimization.offload_param
+    if wanted.device == "none":
+        return None
+    if world.device.type != "cpu":
+        raise ValueError(
+            f'offload_param.device: "{wanted.device}" is not supported yet where the model is on {world.device.type}; '
+            'set "none"'
+        )
+    if wanted.device == "cpu":
+        if world.rank == 0:
+            logger.info("offload_param: the shards are in host memory in any case, since the model is on the CPU")
+        return None
+    if not PagePool.is_possible():
+        raise ValueError(
+            'offload_param.device: "nvme" moves pages between buffers, for which it expects Linux 5.7 or newer, found '
+            f'{platform.system()} {platform.release()}; set "none"'
+        )
+    if config.communication.route == "shared_memory":
+        raise ValueError(
+            'communication.route: expected "auto" or "sockets" beside offload_param.device "nvme", found '
+            '"shared_memory", with which the ranks of a host hold one copy of all parameters in memory'
+        )
+    assert wanted.nvme_path is not None
+    return ShardRest(file_store(config, world, wanted.nvme_path))
 
 
 def file_store(config: Config, world: World, folder: str) -> FileStore:

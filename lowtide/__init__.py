@@ -11,14 +11,16 @@ if TYPE_CHECKING:
     from .engine.build import initialize
     from .engine.config import Config
     from .engine.engine import Engine, StepResult
+    from .offload.errors import OffloadError
 
-__all__ = ["CheckpointError", "Config", "Engine", "NoCheckpointError", "StepResult", "initialize"]
+__all__ = ["CheckpointError", "Config", "Engine", "NoCheckpointError", "OffloadError", "StepResult", "initialize"]
 
 _HOME = {
     "CheckpointError": ".checkpoint.errors",
     "NoCheckpointError": ".checkpoint.errors",
     "Config": ".engine.config",
     "Engine": ".engine.engine",
+    "OffloadError": ".offload.errors",
     "StepResult": ".engine.engine",
     "initialize": ".engine.build",
 }

@@ -124,10 +124,23 @@ class PagePool:
 
     def take(self, address: int, nbytes: int) -> None:
         """Brings pages to [address, address + nbytes); what the pool does not have is faulted in on first use."""
-        for index, (start, length) in enumerate(self._vacated):
-            if start <= address and address + nbytes <= start + length:  # they have not left yet
-                self._vacated[index : index + 1] = _without(start, length, address, nbytes)
-                return
+        for gap_address, gap_bytes in self._gaps(address, nbytes):
+            self._fill(gap_address, gap_bytes)
+
+    def _gaps(self, address: int, nbytes: int) -> list[tuple[int, int]]:
+        """The parts of the range whose pages are not there. What was vacated and has not left yet is taken back."""
+        gaps, kept = [(address, nbytes)] if nbytes else [], []
+        for start, length in self._vacated:
+            low, high = max(start, address), min(start + length, address + nbytes)
+            if low >= high:
+                kept.append((start, length))
+                continue
+            kept += _parts_outside((start, length), low, high)
+            gaps = [part for gap in gaps for part in _parts_outside(gap, low, high)]
+        self._vacated = kept
+        return gaps
+
+    def _fill(self, address: int, nbytes: int) -> None:
         while nbytes and self._vacated:
             start, length = self._best(nbytes)
             moved = min(length, nbytes)
@@ -168,10 +181,11 @@ def _length(item: tuple[int, int]) -> int:
     return item[1]
 
 
-def _without(start: int, length: int, address: int, nbytes: int) -> Sequence[tuple[int, int]]:
-    """What is left of a range when a part of it is taken out."""
-    parts = ((start, address - start), (address + nbytes, start + length - address - nbytes))
-    return [part for part in parts if part[1]]
+def _parts_outside(item: tuple[int, int], low: int, high: int) -> Sequence[tuple[int, int]]:
+    """What of a range lies before `low` and from `high` on."""
+    start, end = item[0], item[0] + item[1]
+    parts = ((start, min(end, low) - start), (max(start, high), end - max(start, high)))
+    return [part for part in parts if part[1] > 0]
 
 
 def _libc() -> ctypes.CDLL:

@@ -23,6 +23,7 @@ def test_the_public_names_are_these_and_exist() -> None:
         "Config",
         "Engine",
         "NoCheckpointError",
+        "OffloadError",
         "StepResult",
         "initialize",
     ]

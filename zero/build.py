@@ -15,6 +15,7 @@ from .group import ShardedGroup
 from .layout import FlatLayout
 from .policy import ZeroPolicy
 from .sequence import Unit
+from .shard_rest import ShardRest
 from .units import UnitPlan
 
 
@@ -70,10 +71,15 @@ def slot_bytes(groups: Iterable[GroupPlan], dtypes: Dtypes) -> int:
     return max((_slot_bytes_of(group, dtypes) for group in groups if group.requires_grad), default=0)
 
 
-def build_units(plan: ModelPlan, mesh: Mesh, policy: ZeroPolicy, dtypes: Dtypes) -> list[Unit]:
-    """Takes the memory of every group. Parameters still are what they were; `fill` comes next."""
+def build_units(
+    plan: ModelPlan, mesh: Mesh, policy: ZeroPolicy, dtypes: Dtypes, rest: ShardRest | None = None
+) -> list[Unit]:
+    """Takes the memory of every group. Parameters still are what they were; `fill` comes next.
+
+    rest: where shards are while nobody needs them; None: in memory. Raises OffloadError where it has no room.
+    """
     plans = plan.groups
-    take_memory = _memory_for(plans, mesh, policy)
+    take_memory = _memory_for(plans, mesh, policy, rest)
     staged = slot_bytes(plans, dtypes)
     # One unit is staged while the one before it is summed; an all-reduce takes one more phase.
     for axis, nbytes, count in ((mesh.shard, staged, 2), (mesh.replica, staged // mesh.shard.size, 3)):
@@ -101,10 +107,18 @@ def build_units(plan: ModelPlan, mesh: Mesh, policy: ZeroPolicy, dtypes: Dtypes)
     return units
 
 
-def _memory_for(plans: Sequence[GroupPlan], mesh: Mesh, policy: ZeroPolicy) -> Callable[[ShardedGroup], None]:
+def _memory_for(
+    plans: Sequence[GroupPlan], mesh: Mesh, policy: ZeroPolicy, rest: ShardRest | None
+) -> Callable[[ShardedGroup], None]:
     """What gives each group, in order, the memory that its full buffer lives in."""
     route = mesh.shard.route
     specs = [(plan.layout.padded_numel, plan.dtype) for plan in plans]
+    if rest is not None:
+        pool = PagePool()
+        for plan in plans:
+            rest.announce(plan.name, plan.layout.shard_numel * plan.dtype.itemsize)
+        rest.reserve()
+        return lambda group: group.adopt_rest(PagedBuffer(pool, group.layout.padded_numel, group.dtype), rest)
     frees_memory = policy.frees_parameters and mesh.shard.size > 1 and not route.copies_are_shared
     if not frees_memory:
         buffers = iter(route.allocate(specs))

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Axis, Mesh, Pending
-from ..offload import PagedBuffer
+from ..offload import Memory, PagedBuffer, StoredRange
 from .layout import FlatLayout, Piece
 from .released import mark_present, mark_released
+from .shard_rest import ShardRest
 
 
 class Residence(Enum):
@@ -34,6 +35,7 @@ class ShardedGroup:
     | one copy per host         | a view of `full` | nothing moves        | only the names are taken    |
     | freed by pages (3, CPU)   | a view of `full` | from the other ranks | the others' parts' pages go |
     | freed as a whole (3)      | of its own       | from the other ranks | storage resized to 0        |
+    | offloaded (3, CPU)        | in a store       | load, then as above  | all pages go                |
     """
 
     def __init__(
@@ -59,6 +61,8 @@ class ShardedGroup:
         self.shard = torch.empty(0)
         self._pending: Pending | None = None
         self._pages: PagedBuffer | None = None
+        self._rest: ShardRest | None = None
+        self._has_changed = False  # the shard, while it was full; its store does not know yet
 
     @property
     def axis(self) -> Axis:
@@ -67,6 +71,8 @@ class ShardedGroup:
     @property
     def frees_memory(self) -> bool:
         """True where a release gives memory back, and a gather needs the other ranks."""
+        if self._rest is not None:
+            return True
         return self.frees_parameters and self.axis.size > 1 and not self.axis.route.copies_are_shared
 
     @property
@@ -75,6 +81,8 @@ class ShardedGroup:
         held = self.layout.padded_numel * self.dtype.itemsize
         if not self.frees_memory or self.residence is Residence.FULL or self._pending is not None:
             return held
+        if self._rest is not None:
+            return 0
         return self.layout.shard_numel * self.dtype.itemsize if self._pages is not None else 0
 
     @property
@@ -95,6 +103,15 @@ class ShardedGroup:
         self.shard = self.full[self._own]
         self.residence = Residence.SHARDED
 
+    def adopt_rest(self, pages: PagedBuffer, rest: ShardRest) -> None:
+        """Takes addresses for all parameters; the shard is in a store, all zero, whenever the group is not full."""
+        self._rest = rest
+        self.adopt_pages(pages)
+        self.take_own_memory()
+        self.shard.zero_()
+        rest.keep(self).wait()
+        self.give_own_memory()
+
     def adopt_resizable(self, full: Tensor) -> None:
         """Takes a buffer whose storage is resized; the shard gets memory of its own."""
         self.full = full
@@ -110,7 +127,31 @@ class ShardedGroup:
     def place(self, piece: Piece, values: Tensor) -> None:
         """Writes this rank's piece of one parameter. values: the whole parameter, any shape and dtype."""
         part = values.reshape(-1)[piece.offset_in_param : piece.offset_in_param + piece.numel]
-        self.shard[piece.offset_in_shard : piece.offset_in_shard + piece.numel].copy_(part)
+        own = self.own_values(changes=True)
+        values_of(own)[piece.offset_in_shard : piece.offset_in_shard + piece.numel].copy_(part)
+
+    def own_values(self, changes: bool = False) -> Memory:
+        """This rank's shard, wherever it is. changes: it is for writing."""
+        rest = self._rest
+        if rest is None:
+            return self.shard
+        return StoredRange(self.layout.shard_numel, self.dtype, lambda: self._open_own(rest, changes))
+
+    def take_own_memory(self) -> None:
+        """Memory for the shard of a group that is not full, content arbitrary."""
+        assert self._pages is not None
+        self._pages.populate(self._own.start, self._own.stop)
+
+    def give_own_memory(self) -> None:
+        """The end of `take_own_memory`."""
+        assert self._pages is not None
+        self._pages.vacate(self._own.start, self._own.stop)
+
+    def _open_own(self, rest: ShardRest, changes: bool) -> Tensor:
+        if self.residence is Residence.SHARDED:
+            return rest.open(self, changes)
+        self._has_changed = self._has_changed or changes
+        return self.shard
 
     def install(self) -> None:
         """Makes the parameters views of `full`, where that is kept; what they were before is given back."""
@@ -165,15 +206,35 @@ class ShardedGroup:
     def _gather_into_full(self) -> Pending:
         if not self.frees_memory:
             return Pending()
+        what = f"gather of {self.name}"
+        if self._rest is not None:
+            assert self._pages is not None
+            self._rest.settle()  # it may have this very shard open
+            self._pages.populate(0, self.layout.padded_numel)
+            transfer = self._rest.fetch(self)
+
+            def load_then_gather() -> None:
+                # The gather begins when it is waited for: units are waited for in the canonical order, used or not, so
+                # the ranks still issue the same collectives in the same order.
+                transfer.wait()
+                self.axis.route.gather(self.full, self.shard, what).wait()
+
+            return Pending(load_then_gather)
         if self._pages is not None:
             self._pages.populate(0, self._own.start)
             self._pages.populate(self._own.stop, self.layout.padded_numel)
         else:
             self.full.untyped_storage().resize_(self.layout.padded_numel * self.dtype.itemsize)
-        return self.axis.route.gather(self.full, self.shard, f"gather of {self.name}")
+        return self.axis.route.gather(self.full, self.shard, what)
 
     def _free_memory(self) -> None:
-        if self._pages is not None:
+        if self._rest is not None:
+            assert self._pages is not None
+            if self._has_changed:
+                self._rest.keep(self).wait()
+                self._has_changed = False
+            self._pages.vacate(0, self.layout.padded_numel)
+        elif self._pages is not None:
             self._pages.vacate(0, self._own.start)
             self._pages.vacate(self._own.stop, self.layout.padded_numel)
         else:
@@ -195,3 +256,13 @@ class ShardedGroup:
     def _point_params_at_full(self) -> None:
         for slot, param in zip(self.layout.slots, self.params, strict=True):
             param.data = self.full[slot.offset_in_flat : slot.end_in_flat].view(slot.shape)
+
+
+def values_of(memory: Memory) -> Tensor:
+    """The values, until those of another stored range are asked for."""
+    return memory if isinstance(memory, Tensor) else memory.open()
+
+
+def part_of(memory: Memory, low: int, high: int) -> Memory:
+    """The elements [low, high)."""
+    return memory[low:high] if isinstance(memory, Tensor) else memory.part(low, high)

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from ..kernels.optimizer_step import UpdateRule, update_shard
 from ..offload import Memory
 from .gradient import GroupGradient
+from .group import values_of
 from .layout import Piece
 from .offloaded_states import Chunk, OffloadedStates
 from .optimizer_choice import OptimizerFactory
+from .shard_rest import ShardRest
 from .shard_state import ShardState, StatePart
 
 StateKey = tuple[int, torch.dtype]
@@ -34,10 +36,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         rule: UpdateRule | None,
         factory: OptimizerFactory | None,
         offloaded: OffloadedStates | None = None,
+        rest: ShardRest | None = None,
     ) -> None:
         """param_groups: [{"params": [...], options...}]; exactly one of rule and factory.
 
-        offloaded: where states rest between steps, of a rule; None leaves them in memory. Raises OffloadError.
+        offloaded: where states rest between steps, of a rule; None leaves them in memory. rest: where the groups'
+        shards rest, if they do. Raises OffloadError.
         """
         # Optimizer.__init__ imports torch's compiler, 70 MiB a process; what unpickling sets is all that is needed. The
         # groups are the user's very dictionaries: a scheduler bound to them acts here too.
@@ -47,6 +51,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._rule = rule
         self._factory = factory
         self._offloaded = offloaded
+        self._rest = rest
         self._inner: dict[int, torch.optim.Optimizer] = {}
         index_of = {id(p): index for index, group in enumerate(param_groups) for p in group["params"]}
         for shard in self.shards:
@@ -72,11 +77,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self.begin_step()
         due = [shard for shard in self.shards if shard.gradient.shard is not None]
-        opened = self._opened(due)
+        opened, present = self._opened(due), self._present(due)
         for shard in due:
+            next(present)
             self._update(shard, gradient_scale, opened)
             if on_updated is not None:
                 on_updated(shard)
+        for _ in present:  # lets the last shard go
+            pass
 
     def begin_step(self) -> None:
         """Counts a step whose shards are then updated one by one."""
@@ -85,6 +93,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def update(self, shard: ShardState, gradient_scale: float) -> None:
         """Updates one shard; its gradient is used up."""
         if shard.gradient.shard is not None:
+            values_of(shard.group.own_values(changes=True))
             self._update(shard, gradient_scale, self._opened([shard]))
 
     # -- states by parameter, for checkpoints ---------------------------------------------------------------------
@@ -199,8 +208,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Gives back what is in a store."""
-        if self._offloaded is not None:
-            self._offloaded.close()
+        for place in (self._offloaded, self._rest):
+            if place is not None:
+                place.close()
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
@@ -217,6 +227,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The chunks of all these shards in one window: that of the next shard is read while this one is updated."""
         chunks = [chunk for shard in shards for chunk in shard.chunks]
         return self._offloaded.updating(chunks) if self._offloaded is not None else iter(())
+
+    def _present(self, shards: Sequence[ShardState]) -> Iterator[object]:
+        """Goes from shard to shard, each in memory meanwhile."""
+        groups = [shard.group for shard in shards]
+        return iter(groups) if self._rest is None else self._rest.updating(groups)
 
     def _update(
         self, shard: ShardState, gradient_scale: float, opened: Iterator[tuple[Chunk, dict[str, Tensor]]]

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..kernels.optimizer_step import UpdateRule
 from ..offload import Memory, StoredRange
 from .gradient import GroupGradient
+from .group import part_of
 from .layout import Piece
 from .offloaded_states import Chunk, OffloadedStates
 
@@ -50,8 +51,8 @@ class ShardState:
         numel = self.group.layout.shard_numel
         self._offloaded = offloaded
         self.resident_numel = numel if offloaded is None else offloaded.resident_numel(numel)
-        shard = self.group.shard
-        self.master = torch.zeros_like(shard[: self.resident_numel], dtype=torch.float32) if self.is_mixed else shard
+        like = self.group.shard[: self.resident_numel]
+        self._own_master = torch.zeros_like(like, dtype=torch.float32) if self.is_mixed else None
         self.states: dict[str, Tensor] = {}
         self.runs: list[Run] = []
         self.chunks: list[Chunk] = []
@@ -59,6 +60,11 @@ class ShardState:
             self.chunks = offloaded.divide(
                 self.group.name, self.resident_numel, numel, lambda n: self._stored_tensors(rule, n)
             )
+
+    @property
+    def master(self) -> Tensor:
+        """(n,): the master weights that are in memory; of a shard in a store, while that is open."""
+        return self.group.shard if self._own_master is None else self._own_master
 
     @property
     def pieces(self) -> list[Piece]:
@@ -80,7 +86,8 @@ class ShardState:
     def make_states(self, rule: UpdateRule, start: float) -> None:
         """Takes memory for the states of the part that is in memory, all values `start`."""
         for name in rule.states:
-            self.states[name] = torch.full_like(self.master[: self.resident_numel], start)
+            shape, device = (self.resident_numel,), self.group.shard.device
+            self.states[name] = torch.full(shape, start, dtype=self.master_dtype, device=device)
 
     def fill_chunks(self, start: float) -> None:
         """First values in the store: states `start`, master weights zero."""
@@ -102,9 +109,11 @@ class ShardState:
     def master_of(self, piece: Piece, changes: bool = False) -> Memory:
         """The master weights of one of `pieces`."""
         low, high = piece.offset_in_shard, piece.offset_in_shard + piece.numel
+        if self._own_master is None:
+            return part_of(self.group.own_values(changes), low, high)
         chunk = self._chunk_of(piece)
-        if chunk is None or not self.is_mixed:
-            return self.master[low:high]
+        if chunk is None:
+            return self._own_master[low:high]
         return self._stored(chunk, MASTER, self.master_dtype, low, high, changes)
 
     def states_of(self, piece: Piece, changes: bool = False) -> dict[str, Memory]:

@@ -35,6 +35,20 @@ def test_a_buffer_that_is_populated_again_first_keeps_its_content() -> None:
     assert pool.vacated_bytes == 0 and torch.equal(buffer.tensor, torch.full((NUMEL,), 3.0))
 
 
+def test_a_part_that_was_vacated_alone_stays_with_the_whole_that_is_populated() -> None:
+    pool = PagePool()
+    numel = 8 * PAGE_BYTES // 4
+    first, second = (PagedBuffer(pool, numel, torch.float32) for _ in range(2))
+    first.populate(numel // 4, numel // 2)
+    first.vacate(numel // 4, numel // 2)
+    first.populate(0, numel)  # takes back what has not left, and leaves nothing of it to others
+    first.tensor.fill_(5.0)
+    second.populate(0, numel)
+    second.tensor.fill_(6.0)
+    assert torch.equal(first.tensor, torch.full((numel,), 5.0))
+    assert pool.vacated_bytes == 0
+
+
 def test_a_dropped_buffer_reads_as_zero_and_can_be_written_again() -> None:
     buffer = TransientBuffer(4 * PAGE_BYTES, torch.uint8)
     buffer.tensor.fill_(7)

@@ -1,0 +1,110 @@
+"""Parameter shards that rest in a store while nobody needs them.
+
+forward     load | gather | use | release          the pages go to the next block, nothing is written
+step        load 1 | update 0 | save               each shard in memory only while it is updated
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..offload import FileStore, Store, Transfer
+
+if TYPE_CHECKING:
+    from .group import ShardedGroup
+
+
+class ShardRest:
+    """Brings shards into the memory that their groups have for them, and takes them back.
+
+    At most three are in memory outside of a unit's use: one that is worked on, one that comes and one that leaves.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._open: tuple[ShardedGroup, bool] | None = None
+        self._sizes: dict[str, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the store."""
+        return sum(self._sizes.values())
+
+    def announce(self, name: str, nbytes: int) -> None:
+        """Says how much room the shard of the group `name` takes."""
+        self._sizes[name] = nbytes
+
+    def reserve(self) -> None:
+        """Takes room for all shards that were announced. Raises OffloadError, with the numbers."""
+        if isinstance(self._store, FileStore):
+            self._store.reserve(FileStore.bytes_needed(self._sizes.values()))
+
+    def fetch(self, group: ShardedGroup) -> Transfer:
+        """Begins to bring the shard into `group.shard`, which has memory."""
+        return self._store.load(group.name, _bytes_of(group.shard))
+
+    def keep(self, group: ShardedGroup) -> Transfer:
+        """Begins to save `group.shard`."""
+        return self._store.save(group.name, _bytes_of(group.shard))
+
+    def open(self, group: ShardedGroup, changes: bool) -> Tensor:
+        """The values of a shard, until another one is opened; saved then, if anyone opened it for changes."""
+        if self._open is None or self._open[0] is not group:
+            self.settle()
+            group.take_own_memory()
+            self._store.load(group.name, _bytes_of(group.shard)).wait()
+            self._open = (group, False)
+        if changes:
+            self._open = (group, True)
+        return group.shard
+
+    def settle(self) -> None:
+        """Puts the shard that is open back."""
+        if self._open is None:
+            return
+        (group, changed), self._open = self._open, None
+        try:
+            if changed:
+                self.keep(group).wait()
+        finally:
+            group.give_own_memory()
+
+    def updating(self, groups: Sequence[ShardedGroup]) -> Iterator[ShardedGroup]:
+        """Each group with its shard in memory, which is then changed; the next is read and the last saved meanwhile."""
+        self.settle()
+        coming: dict[int, Transfer] = {}
+        leaving: list[tuple[ShardedGroup, Transfer]] = []
+        try:
+            for index, group in enumerate(groups):
+                for ahead in groups[index : index + 2]:
+                    if id(ahead) not in coming:
+                        ahead.take_own_memory()
+                        coming[id(ahead)] = self.fetch(ahead)
+                coming[id(group)].wait()
+                yield group
+                leaving.append((group, self.keep(group)))
+                del coming[id(group)]
+                if len(leaving) > 1:
+                    self._retire(leaving)
+        finally:
+            while leaving:
+                self._retire(leaving)
+
+    def close(self) -> None:
+        """Gives the room back."""
+        self._store.close()
+
+    def _retire(self, leaving: list[tuple[ShardedGroup, Transfer]]) -> None:
+        group, transfer = leaving.pop(0)
+        try:
+            transfer.wait()
+        finally:
+            group.give_own_memory()
+
+
+def _bytes_of(shard: Tensor) -> Tensor:
+    return shard.detach().view(torch.uint8)

@@ -14,6 +14,7 @@ class Contender:
     label: str
     kind: str  # "single", "ddp", "fsdp2", "deepspeed" or "lowtide"
     options: dict[str, Any]
+    only_when_named: bool = False
 
     def num_processes(self, ranks: int) -> int:
         """Gives how many processes train it: one for the reference, else all ranks."""
@@ -29,6 +30,16 @@ def _lowtide(stage: int, route: str, *, update_in_backward: bool = False) -> Con
     words = [f"lowtide stage {stage}"] + ["update in backward"] * update_in_backward + [route] * (route == "sockets")
     options = {"stage": stage, "route": route, "update_in_backward": update_in_backward}
     return Contender(f"lowtide-{stage}{suffix}", ", ".join(words), "lowtide", options)
+
+
+def _lowtide_offload(name: str, label: str, stage: int, **options: Any) -> Contender:
+    options = {"stage": stage, "route": "auto", "update_in_backward": False, **options}
+    return Contender(f"lowtide-{stage}-{name}", f"lowtide stage {stage}, {label}", "lowtide", options, True)
+
+
+def _deepspeed_offload(device: str) -> Contender:
+    options = {"stage": 3, "offload": device}
+    return Contender(f"deepspeed-3-{device}", f"DeepSpeed ZeRO-3, offload to {device}", "deepspeed", options, True)
 
 
 REFERENCE = "single"
@@ -50,6 +61,12 @@ CONTENDERS = {
         *(_lowtide(stage, "auto") for stage in (0, 1, 2, 3)),
         _lowtide(3, "auto", update_in_backward=True),
         *(_lowtide(stage, "sockets") for stage in (0, 1, 2, 3)),
+        _lowtide_offload("states-cpu", "states on the CPU", 3, states="cpu"),
+        _lowtide_offload("states-nvme", "states in a file", 3, states="nvme"),
+        _lowtide_offload("half-nvme", "half of the states in a file", 3, states="nvme", ratio=0.5),
+        _lowtide_offload("nvme", "states and parameters in files", 3, states="nvme", parameters="nvme"),
+        _deepspeed_offload("cpu"),
+        _deepspeed_offload("nvme"),
     ]
 }
 
@@ -61,7 +78,8 @@ def choose(names: list[str] | None, *, with_deepspeed: bool) -> list[Contender]:
     Raises ValueError for a name that fits none, and for DeepSpeed without an interpreter that has it.
     """
     if names is None:
-        return [c for c in CONTENDERS.values() if with_deepspeed or c.kind != "deepspeed"]
+        everyone = [c for c in CONTENDERS.values() if not c.only_when_named]
+        return [c for c in everyone if with_deepspeed or c.kind != "deepspeed"]
     chosen: dict[str, Contender] = {}
     for name in names:
         fits = [c for c in CONTENDERS.values() if c.name == name or (name[-1:] == "*" and c.name.startswith(name[:-1]))]

@@ -16,6 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+OFFLOAD_FOLDER = "LOWTIDE_OFFLOAD_FOLDER"
+"""The environment variable that says where files of offloaded state go."""
+
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -75,20 +78,29 @@ def build_fsdp2(model: nn.Module, *, reshard_after_forward: bool) -> Trainer:
     return _plain(model, AdamW(model.parameters(), fused=True, **ADAMW), _wait_for_all)
 
 
-def build_deepspeed(model: nn.Module, *, stage: int) -> Trainer:
-    """Gives DeepSpeed ZeRO on the CPU accelerator, with torch's AdamW as the client optimizer."""
+def build_deepspeed(model: nn.Module, *, stage: int, offload: str = "none") -> Trainer:
+    """Gives DeepSpeed ZeRO on the CPU accelerator, with torch's AdamW as the client optimizer.
+
+    offload: "cpu" or "nvme", for states and parameters; then with DeepSpeed's own CPU Adam, which it asks for.
+    """
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed  # type: ignore[import-not-found, unused-ignore]
 
     dist.init_process_group("gloo")
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    config = {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": stage},
         "steps_per_print": 10**9,
         "gradient_clipping": 0.0,  # nobody else clips; left out, it means 1.0
     }
-    optimizer = AdamW(model.parameters(), fused=True, **ADAMW)
+    optimizer = None
+    if offload == "none":
+        optimizer = AdamW(model.parameters(), fused=True, **ADAMW)
+    else:
+        place = {"device": offload, "nvme_path": os.environ[OFFLOAD_FOLDER]}
+        config["zero_optimization"] = {"stage": stage, "offload_optimizer": place, "offload_param": place}
+        config["optimizer"] = {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -100,13 +112,28 @@ def build_deepspeed(model: nn.Module, *, stage: int) -> Trainer:
     return Trainer(step, _wait_for_all)
 
 
-def build_lowtide(model: nn.Module, *, stage: int, route: str, update_in_backward: bool) -> Trainer:
-    """Gives lowtide as a user's script has it: the model and one config."""
+def build_lowtide(
+    model: nn.Module,
+    *,
+    stage: int,
+    route: str,
+    update_in_backward: bool,
+    states: str = "none",
+    parameters: str = "none",
+    ratio: float = 1.0,
+) -> Trainer:
+    """Gives lowtide as a user's script has it: the model and one config. states, parameters: the devices of offload."""
     import lowtide
 
+    zero: dict[str, Any] = {"stage": stage, "update_in_backward": update_in_backward}
+    folder = os.environ.get(OFFLOAD_FOLDER)
+    if states != "none":
+        zero["offload_optimizer"] = {"device": states, "nvme_path": folder, "ratio": ratio}
+    if parameters != "none":
+        zero["offload_param"] = {"device": parameters, "nvme_path": folder}
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": stage, "update_in_backward": update_in_backward},
+        "zero_optimization": zero,
         "optimizer": {"type": "adamw", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
         "communication": {"route": route},
     }

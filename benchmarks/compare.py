@@ -8,6 +8,7 @@ Example, the whole comparison and then a quick look:
 
     python benchmarks/compare.py --size 85M --json compare.json --png compare.png
     python benchmarks/compare.py --size 10M --contenders ddp fsdp2 lowtide-3 --rounds 1 --memory none
+    python benchmarks/compare.py --size 85M --contenders ddp lowtide-3 lowtide-3-states-nvme lowtide-3-nvme
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import platform
 import signal
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -51,6 +53,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--timeout", type=float, default=300.0, metavar="SECONDS", help="longest time of one job (default: 300)")
     add("--loss-tolerance", type=float, default=1e-4, help="relative difference of a loss that fails (default: 1e-4)")
     add("--deepspeed-python", type=Path, metavar="PATH", help="interpreter of an environment that has DeepSpeed")
+    add("--offload-folder", type=Path, metavar="FOLDER", help="where offload puts its files (default: a new one, here)")
     add("--json", type=Path, metavar="FILE", help="write every raw number")
     add("--png", type=Path, metavar="FILE", help="write a bar chart")
     options = parser.parse_args(arguments)
@@ -150,7 +153,9 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 140)
     started = time.monotonic()
     runner = Runner(options, console)
-    runner.run()
+    with tempfile.TemporaryDirectory(prefix="offload-", dir=options.offload_folder or Path.cwd()) as folder:
+        os.environ["LOWTIDE_OFFLOAD_FOLDER"] = folder
+        runner.run()
     timed = runner.timed_work()
     comparison = Comparison(runner.rows, _settings(options, timed), options.loss_tolerance)
     comparison.judge_losses()

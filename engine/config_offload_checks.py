@@ -14,7 +14,6 @@ ACTIVATIONS = "activation_checkpointing.offload"
 STATE_DTYPE = "optimizer.params.state_dtype"
 UNSUPPORTED = frozenset(
     {
-        f"{OPTIMIZER}.overlap.speculative",
         f"{OPTIMIZER}.overlap.delayed",
         f"{ACTIVATIONS}.device.cpu",
         f"{ACTIVATIONS}.device.nvme",

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -165,8 +166,8 @@ class Engine:
                 "was it computed under torch.no_grad(), or detached?"
             )
         boundary = self._num_microbatches % self._accumulation == self._accumulation - 1
-        if boundary and self._updates_in_backward:
-            self.optimizer.begin_step()
+        if boundary and (self._updates_in_backward or self._speculates):
+            self.optimizer.begin_step(self._reduction_order, self._speculates)
         self._sequence.begin_backward(boundary)
         try:
             (loss * (self._scaler.scale * self._predivide / self._accumulation)).backward()  # type: ignore[no-untyped-call]
@@ -188,14 +189,17 @@ class Engine:
         factor = 1.0 / (self.world_size * scale * self._predivide)
         grad_norm = math.sqrt(sums.square_norm) * factor if not sums.num_bad else math.nan
         skipped = bool(sums.num_bad)
+        clip = self.config.gradient_clipping
+        needs_clipping = bool(clip) and grad_norm > clip
+        if self._speculates and (skipped or needs_clipping):
+            self.optimizer.roll_back()
         if skipped and not self._is_fp16:
             try:
                 self._raise_non_finite()
             finally:
                 self._forget_gradients()
         if not skipped:
-            clip = self.config.gradient_clipping
-            if clip and grad_norm > clip:
+            if needs_clipping:
                 factor *= clip / (grad_norm + 1e-6)
             self._update(factor)
             self._learning_rates.advance()
@@ -371,22 +375,38 @@ class Engine:
         dtype = self._parts.compute_dtype if self._parts.casts_inputs else None
         return prepared(batch, self.device, dtype)
 
+    @property
+    def _speculates(self) -> bool:
+        offload = self.config.zero_optimization.offload_optimizer
+        return offload.is_used and offload.overlap == "speculative"
+
+    @property
+    def _reduction_order(self) -> list[ShardState]:
+        """The shards in the order in which their gradients become final."""
+        shards = {id(shard.gradient): shard for shard in self.optimizer.shards}
+        return [shards[id(gradient)] for unit in self._sequence.reduction_order for gradient in unit.gradients]
+
     def _prepare_update_in_backward(self) -> None:
-        if not self._updates_in_backward:
+        if not (self._updates_in_backward or self._speculates):
             return
-        factor = 1.0 / (self.world_size * self._predivide)
         for shard in self.optimizer.shards:
+            shard.gradient.on_final = partial(self._update_in_backward, shard)
 
-            def update(shard: Any = shard) -> None:
-                if shard.gradient.non_finite is None:
-                    self.optimizer.update(shard, factor)
-                shard.gradient.drop_shard()
-
-            shard.gradient.on_final = update
+    def _update_in_backward(self, shard: ShardState) -> None:
+        factor = 1.0 / (self.world_size * self._scaler.scale * self._predivide)
+        if shard.gradient.non_finite is None:
+            self.optimizer.update(shard, factor)
+        else:
+            self.optimizer.skip(shard)
+        if self._updates_in_backward:
+            shard.gradient.drop_shard()
 
     def _update(self, factor: float) -> None:
         pending: list[Pending] = []
-        if self._updates_in_backward:
+        if self._speculates and self.optimizer.speculation.is_open:
+            self.optimizer.accept()
+            pending.extend(self._send(shard) for shard in self.optimizer.shards)
+        elif self._updates_in_backward:
             pending.extend(self._send(shard) for shard in self.optimizer.shards)
         else:
             self.optimizer.step(gradient_scale=factor, on_updated=lambda shard: pending.append(self._send(shard)))
@@ -400,6 +420,7 @@ class Engine:
 
     def _forget_gradients(self) -> None:
         """The next microbatch is the first of its step."""
+        self.optimizer.roll_back()  # what an error has interrupted
         for unit in self._sequence.units:
             for gradient in unit.gradients:
                 gradient.reset()

@@ -36,7 +36,8 @@ def offloaded_states(config: Config, world: World, has_rule: bool) -> OffloadedS
             'adagrad), whose states are known beforehand; found an optimizer of the caller\'s own. Use "cpu" or "none"'
         )
     assert wanted.nvme_path is not None
-    return OffloadedStates(file_store(config, world, wanted.nvme_path), HostPool(), wanted.ratio)
+    keeps_old = wanted.overlap == "speculative"
+    return OffloadedStates(file_store(config, world, wanted.nvme_path), HostPool(), wanted.ratio, keeps_old)
 
 
 def shard_rest(config: Config, world: World) -> ShardRest | None:

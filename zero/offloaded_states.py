@@ -21,6 +21,7 @@ CHUNK_NUMEL = 4 << 20
 """Elements of a chunk: large enough for the disk, small enough that three of them are little memory."""
 
 _ALIGNMENT_BYTES = 64
+_OTHER = " (other)"
 
 
 @dataclass(frozen=True)
@@ -64,15 +65,28 @@ class Chunk:
 class OffloadedStates:
     """Opens chunks: all of them one after the other for a step, or single ones for whoever reads and writes them."""
 
-    def __init__(self, store: Store, pool: HostPool, ratio: float = 1.0, chunk_numel: int = CHUNK_NUMEL) -> None:
-        """ratio: the share of each shard that is kept in the store; the first part of it stays in memory."""
+    def __init__(
+        self,
+        store: Store,
+        pool: HostPool,
+        ratio: float = 1.0,
+        keeps_old: bool = False,
+        chunk_numel: int = CHUNK_NUMEL,
+    ) -> None:
+        """ratio: the share of each shard that is kept in the store; the first part of it stays in memory.
+
+        keeps_old: there is room for two of each chunk, so that an update can be taken back.
+        """
         assert chunk_numel % BLOCK_NUMEL == 0
         self.store = store
         self._ratio = ratio
+        self._keeps_old = keeps_old
         self._chunk_numel = chunk_numel
         self._sizes: dict[str, int] = {}
-        self._window = Window(store, pool, self._sizes)
+        self._window = Window(store, pool, self._sizes, depth=2)
         self._open: tuple[Chunk, dict[str, Tensor], bool] | None = None
+        self._has_moved: dict[str, bool] = {}  # chunks whose values are under the other one of their two keys
+        self._undecided: list[Chunk] = []
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +108,8 @@ class OffloadedStates:
         for low in range(start, end, self._chunk_numel):
             high = min(low + self._chunk_numel, end)
             chunks.append(Chunk(f"{name} [{low}, {high})", low, high, ChunkLayout.of(tensors_for(high - low))))
-            self._sizes[chunks[-1].key] = chunks[-1].layout.nbytes
+            for key in (chunks[-1].key, chunks[-1].key + _OTHER)[: 2 if self._keeps_old else 1]:
+                self._sizes[key] = chunks[-1].layout.nbytes
         return chunks
 
     def reserve(self) -> None:
@@ -105,28 +120,49 @@ class OffloadedStates:
     def fill(self, chunk: Chunk, write: Callable[[dict[str, Tensor]], None]) -> None:
         """Keeps the first values of a chunk, which `write` puts into its tensors."""
         self.settle()
-        buffer = self._window.create(chunk.key)
+        key = self._key_of(chunk)
+        buffer = self._window.create(key)
         buffer.zero_()
         write(chunk.layout.views(buffer))
-        self._window.release(chunk.key, True)
+        self._window.release(key, True)
 
-    def updating(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, dict[str, Tensor]]]:
-        """Each chunk with its tensors, which are then changed; meanwhile the next is read and the last written."""
+    def updating(self, chunks: Sequence[Chunk], keeps_old: bool = False) -> Iterator[tuple[Chunk, dict[str, Tensor]]]:
+        """Each chunk with its tensors, which are then changed; meanwhile the next is read and the last written.
+
+        keeps_old: the store keeps both, until `accept` or `roll_back`.
+        """
         self.settle()
         for index, chunk in enumerate(chunks):
-            buffer = self._window.acquire(chunk.key)
+            key = self._key_of(chunk)
+            buffer = self._window.acquire(key)
             if index + 1 < len(chunks):
-                self._window.prefetch(chunks[index + 1].key)
+                self._window.prefetch(self._key_of(chunks[index + 1]))
+            if keeps_old:
+                key, old_key, old = self._other_key_of(chunk), key, buffer
+                buffer = self._window.create(key)
+                buffer.copy_(old)
+                self._window.release(old_key, False)
+                self._undecided.append(chunk)
             try:
                 yield chunk, chunk.layout.views(buffer)
             finally:
-                self._window.release(chunk.key, True)
+                self._window.release(key, True)
+
+    def accept(self) -> None:
+        """What was updated beside the old values takes their place."""
+        for chunk in self._undecided:
+            self._has_moved[chunk.key] = not self._has_moved.get(chunk.key, False)
+        self._undecided.clear()
+
+    def roll_back(self) -> None:
+        """The old values stay."""
+        self._undecided.clear()
 
     def open(self, chunk: Chunk, changes: bool) -> dict[str, Tensor]:
         """The tensors of a chunk, until another one is opened; kept again then, if anyone opened it for changes."""
         if self._open is None or self._open[0] is not chunk:
             self.settle()
-            self._open = (chunk, chunk.layout.views(self._window.acquire(chunk.key)), False)
+            self._open = (chunk, chunk.layout.views(self._window.acquire(self._key_of(chunk))), False)
         if changes and not self._open[2]:
             self._open = (*self._open[:2], True)
         return self._open[1]
@@ -135,9 +171,15 @@ class OffloadedStates:
         """Puts the chunk that is open back."""
         if self._open is not None:
             (chunk, _, changed), self._open = self._open, None
-            self._window.release(chunk.key, changed)
+            self._window.release(self._key_of(chunk), changed)
 
     def close(self) -> None:
         """Gives buffers and room back."""
         self._window.close()
         self.store.close()
+
+    def _key_of(self, chunk: Chunk) -> str:
+        return chunk.key + _OTHER if self._has_moved.get(chunk.key) else chunk.key
+
+    def _other_key_of(self, chunk: Chunk) -> str:
+        return chunk.key if self._has_moved.get(chunk.key) else chunk.key + _OTHER

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from .offloaded_states import Chunk, OffloadedStates
 from .optimizer_choice import OptimizerFactory
 from .shard_rest import ShardRest
 from .shard_state import ShardState, StatePart
+from .speculation import Speculation
 
 StateKey = tuple[int, torch.dtype]
 """Index in param_groups, dtype of the master weights: parameters that agree in both have the same states."""
@@ -50,8 +51,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.num_steps = 0
         self._rule = rule
         self._factory = factory
+        self.speculation = Speculation()
         self._offloaded = offloaded
         self._rest = rest
+        self._coming: Generator[tuple[Chunk, dict[str, Tensor]], None, None] | None = None
         self._inner: dict[int, torch.optim.Optimizer] = {}
         index_of = {id(p): index for index, group in enumerate(param_groups) for p in group["params"]}
         for shard in self.shards:
@@ -86,15 +89,47 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for _ in present:  # lets the last shard go
             pass
 
-    def begin_step(self) -> None:
-        """Counts a step whose shards are then updated one by one."""
+    def begin_step(self, order: Sequence[ShardState] = (), speculates: bool = False) -> None:
+        """Counts a step whose shards are then updated one by one.
+
+        order: of the updates, where it is known: what rests in a store is read ahead then. speculates: the step may be
+        taken back, until `accept`.
+        """
         self.num_steps += 1
+        if speculates:
+            self.speculation.begin()
+        self._coming = self._opened(order, speculates) if order else None
 
     def update(self, shard: ShardState, gradient_scale: float) -> None:
         """Updates one shard; its gradient is used up."""
         if shard.gradient.shard is not None:
             values_of(shard.group.own_values(changes=True))
-            self._update(shard, gradient_scale, self._opened([shard]))
+            opened = self._coming if self._coming is not None else self._opened([shard])
+            self._update(shard, gradient_scale, opened)
+
+    def skip(self, shard: ShardState) -> None:
+        """Leaves a shard as it is, in its turn among those of `begin_step`."""
+        if self._coming is not None:
+            for _ in shard.chunks:
+                next(self._coming)
+
+    def accept(self) -> None:
+        """A step that speculated counts."""
+        self.speculation.forget()
+        if self._offloaded is not None:
+            self._offloaded.accept()
+
+    def roll_back(self) -> None:
+        """A step that speculated, whole or in part, has not been. Does nothing where there is none."""
+        if not self.speculation.is_open:
+            return
+        if self._coming is not None:
+            self._coming.close()
+            self._coming = None
+        self.num_steps -= 1
+        self.speculation.roll_back()
+        if self._offloaded is not None:
+            self._offloaded.roll_back()
 
     # -- states by parameter, for checkpoints ---------------------------------------------------------------------
 
@@ -191,7 +226,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_bytes(self) -> int:
         """Bytes of optimizer states and separate master weights in this rank's memory."""
-        total = 0
+        total = self.speculation.nbytes
         for shard in self.shards:
             if shard.is_mixed:
                 total += shard.master.nbytes
@@ -223,10 +258,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for shard in self.shards:
             shard.fill_chunks(self._start_of_states)
 
-    def _opened(self, shards: Sequence[ShardState]) -> Iterator[tuple[Chunk, dict[str, Tensor]]]:
+    def _opened(
+        self, shards: Sequence[ShardState], keeps_old: bool = False
+    ) -> Generator[tuple[Chunk, dict[str, Tensor]], None, None]:
         """The chunks of all these shards in one window: that of the next shard is read while this one is updated."""
-        chunks = [chunk for shard in shards for chunk in shard.chunks]
-        return self._offloaded.updating(chunks) if self._offloaded is not None else iter(())
+        if self._offloaded is not None:
+            yield from self._offloaded.updating([chunk for shard in shards for chunk in shard.chunks], keeps_old)
 
     def _present(self, shards: Sequence[ShardState]) -> Iterator[object]:
         """Goes from shard to shard, each in memory meanwhile."""
@@ -244,11 +281,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not shard.states:
             shard.make_states(self._rule, self._start_of_states)
         for part in shard.parts(opened):
+            if self.speculation.is_open:
+                self.speculation.remember(shard, part)
             self._update_part(self._rule, shard, part, gradient, gradient_scale)
 
     def _update_part(
         self, rule: UpdateRule, shard: ShardState, part: StatePart, gradient: Tensor, gradient_scale: float
     ) -> None:
+        is_needed_again = self.speculation.is_open and gradient_scale != 1.0  # scaling changes the gradient in place
         for run in shard.runs:
             low, high = max(run.start, part.start), min(run.end, part.end)
             if low >= high:
@@ -257,7 +297,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             update_shard(
                 rule,
                 part.master[own],
-                gradient[low:high],
+                gradient[low:high].clone() if is_needed_again else gradient[low:high],
                 [state[own] for state in part.states],
                 self.num_steps,
                 self.param_groups[run.options_index],

@@ -164,7 +164,7 @@ class UnitSequence:
         self._prefetch_numel = prefetch_numel
         self._forward_ring = GatherRing(units, prefetch_numel)
         self._backward_ring = GatherRing((), prefetch_numel)
-        self._reduction_order = [*reversed(self.blocks), self.rest]
+        self.reduction_order = [*reversed(self.blocks), self.rest]
         self._reduction_cursor = 0
         self._in_flight: deque[Iterator[None]] = deque()
         self._num_uses = 0
@@ -302,8 +302,8 @@ class UnitSequence:
 
     def _collect_ready(self) -> None:
         """Starts the reductions whose turn has come, and takes the earlier ones one step on."""
-        while self._reduction_cursor < len(self._reduction_order):
-            unit = self._reduction_order[self._reduction_cursor]
+        while self._reduction_cursor < len(self.reduction_order):
+            unit = self.reduction_order[self._reduction_cursor]
             if not unit.is_ready:
                 return
             self._reduction_cursor += 1

@@ -35,6 +35,7 @@ class StatePart:
     end: int
     master: Tensor
     states: Sequence[Tensor]
+    is_stored: bool  # the states, and master weights of their own, are a chunk's
 
 
 class ShardState:
@@ -99,12 +100,12 @@ class ShardState:
         """Every stretch of the shard, for an update. opened: gives this shard's chunks next."""
         if self.resident_numel:
             master = self.master[: self.resident_numel]
-            yield StatePart(0, self.resident_numel, master, list(self.states.values()))
+            yield StatePart(0, self.resident_numel, master, list(self.states.values()), False)
         for expected in self.chunks:
             chunk, tensors = next(opened)
             assert chunk is expected
             master = tensors.pop(MASTER) if self.is_mixed else self.master[chunk.start : chunk.end]
-            yield StatePart(chunk.start, chunk.end, master, list(tensors.values()))
+            yield StatePart(chunk.start, chunk.end, master, list(tensors.values()), True)
 
     def master_of(self, piece: Piece, changes: bool = False) -> Memory:
         """The master weights of one of `pieces`."""

@@ -1,0 +1,113 @@
+"""Updating each unit as its gradient comes, and taking it back where the norm asks, gives the plain step's numbers."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.engine.errors import NonFiniteGradientError
+from tests.engine.test_optimizer_offload import assert_pairs_agree
+from tests.models import FEATURES, mlp, tiny_gpt, token_batch, vector_batch
+from tests.ranks import RankPool
+from tests.zero.training import ADAMW, Case, Outcome, share_of, train_all
+
+PLACES = ("cpu", "nvme")
+
+
+def speculative(case: Case, place: str, folder: Path, **changes: Any) -> Case:
+    section = {"device": place, "overlap": "speculative", **({"nvme_path": str(folder)} if place == "nvme" else {})}
+    zero = {**case.config.get("zero_optimization", {}), "offload_optimizer": {**section, **changes}}
+    return case.at(case.stage, config={"zero_optimization": zero})
+
+
+def run_pairs(ranks: RankPool, case: Case, folder: Path, stages: tuple[int, ...], place: str) -> list[Outcome]:
+    cases = [one for stage in stages for one in (case.at(stage), speculative(case.at(stage), place, folder))]
+    outcomes: list[Outcome] = ranks(2, train_all, cases)[0]
+    for outcome in outcomes:  # NaN, the norm of a skipped step, is not equal to itself
+        outcome.norms = [-1.0 if math.isnan(norm) else norm for norm in outcome.norms]
+    assert_pairs_agree(outcomes, (stages, place))
+    return outcomes
+
+
+# The norm of tiny_gpt lies between 1 and 4 in these steps: never above 100, always above 0.1, and now and then above 2.
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("clip", [0.0, 100.0, 0.1, "between"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_it_is_bitwise_the_plain_step(
+    ranks: RankPool, tmp_path: Path, place: str, clip: float | str, precision: str
+) -> None:
+    case = Case(tiny_gpt, token_batch, accumulation=2, steps=4, config={"bf16": {"enabled": precision == "bf16"}})
+    if clip == "between":
+        norms = sorted(ranks(2, train_all, [case.at(1)])[0][0].norms)
+        clip = (norms[1] + norms[2]) / 2
+    case = case.at(case.stage, clip=clip)
+    outcomes = run_pairs(ranks, case, tmp_path, (0, 1, 3), place)
+    if isinstance(clip, float) and 0.1 < clip < 100:
+        assert 0 < sum(norm > clip for norm in outcomes[0].norms) < 4
+
+
+def test_parameters_may_rest_in_a_file_too(ranks: RankPool, tmp_path: Path) -> None:
+    place = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = {"zero_optimization": {"offload_param": place}, "communication": {"route": "auto"}}
+    case = Case(tiny_gpt, token_batch, stage=3, clip=0.1, steps=4)
+    plain = case.at(3, config={"communication": {"route": "sockets"}})
+    moved = speculative(case.at(3, config=config), "nvme", tmp_path)
+    assert_pairs_agree(ranks(2, train_all, [plain, moved])[0], "rest")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_float16_overflow_leaves_everything_as_it_was(ranks: RankPool, tmp_path: Path, place: str) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 22, "hysteresis": 1}
+    case = Case(mlp, vector_batch, steps=8, config={"fp16": fp16})
+    outcomes = run_pairs(ranks, case, tmp_path, (1, 3), place)
+    assert 0 < sum(outcomes[1].skipped) < 8
+
+
+class Explodes(nn.Module):
+    """Its gradient is not finite where the input is 7."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().sum() * torch.where((x.detach() * 0 + self.factor) > 1, torch.inf, 1.0).mean()
+
+    factor = 0.0
+
+
+def values_after_a_bad_step(place: dict[str, Any]) -> bool:
+    """Whether a step with a bad gradient has changed nothing, and the next one is that of an engine without it."""
+    states = []
+    for has_bad_step in (False, True):
+        torch.manual_seed(0)
+        model = Explodes()
+        config = {
+            "steps_per_print": 0,
+            "optimizer": ADAMW,
+            "zero_optimization": {"stage": 1, "offload_optimizer": place},
+        }
+        engine = lowtide.initialize(model, config)
+        x = share_of((torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(1)),))
+        engine.train_step(x)
+        if has_bad_step:
+            model.factor = 2.0
+            with pytest.raises(NonFiniteGradientError, match="No parameter was updated"):
+                engine.train_step(x)
+            model.factor = 0.0
+        engine.train_step(x)
+        states.append(engine.state_dict())
+        engine.close()
+    return all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_bad_gradient_leaves_everything_as_it_was(ranks: RankPool, tmp_path: Path, place: str) -> None:
+    section = {"device": place, "overlap": "speculative", **({"nvme_path": str(tmp_path)} if place == "nvme" else {})}
+    assert all(ranks(2, values_after_a_bad_step, section))

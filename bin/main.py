@@ -10,6 +10,7 @@ COMMANDS = {
     "config": "check a config file, and show what every key means",
     "plan": "say beforehand how much memory the model states take on each rank",
     "export": "write the weights of a checkpoint as safetensors, in the model's own names",
+    "checkpoint": "list checkpoints, show what is in one, verify that they are whole",
 }
 
 

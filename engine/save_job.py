@@ -10,7 +10,7 @@ from pathlib import Path
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.index import index_name
 
-_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.005
 _SECONDS_AFTER_EXIT = 60.0
 
 

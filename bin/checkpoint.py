@@ -1,0 +1,322 @@
+"""`lowtide checkpoint`: what checkpoints there are, what is in them, and whether they are whole."""
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+from ..checkpoint.checkpoint import MODEL, Checkpoint
+from ..checkpoint.errors import CheckpointError, NoCheckpointError
+from ..checkpoint.folder import CheckpointFolder
+from ..checkpoint.index import DCP_METADATA, MANIFEST, Manifest, data_name
+from ..checkpoint.values import decode
+from ..engine.config import Config
+
+HELP = "list checkpoints, show what is in one, verify that they are whole"
+EPILOG = """examples:
+  lowtide checkpoint show runs/gpt
+  lowtide checkpoint show runs/gpt --verify
+  lowtide checkpoint show runs/gpt --tag global_step100
+
+The exit status is 0 where all is well, 1 where a checkpoint is damaged or `latest` names one that is not there, and
+2 for a wrong command line. A checkpoint whose saving has not ended is no damage.
+"""
+_NUM_LARGEST = 8
+_STYLES = {"complete": "green", "verified": "bold green", "damaged": "bold red", "unfinished": "yellow"}
+
+Advance = Callable[[int], None]
+"""Called with the number of bytes that were verified since the last call."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One checkpoint as it was found. health: "complete", "verified", "damaged" or "unfinished"."""
+
+    tag: str
+    health: str
+    manifest: Manifest | None = None  # None where it cannot be read
+    path: Path | None = None
+    reason: str = ""  # which file is damaged, and why
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; see EPILOG for the status that it returns."""
+    parser, show = _parsers()
+    arguments = parser.parse_args(argv)
+    if arguments.action is None:
+        parser.print_help()
+        return 2
+    folder, tag = _place(Path(arguments.folder), arguments.tag)
+    if not folder.path.is_dir():
+        show.error(f"expected a folder of checkpoints, found no folder {folder.path}")
+    try:
+        entries = find_entries(folder, arguments.verify, tag)
+    except NoCheckpointError as error:
+        show.error(str(error))
+    if not entries:
+        show.error(f"{folder.path}: expected a folder of checkpoints, found no checkpoint in it")
+    latest = folder.latest()
+    is_missing = tag is None and latest is not None and latest not in [entry.tag for entry in entries if entry.path]
+    # A file or a pipe gets whole lines, however wide; a terminal its own width.
+    console = Console() if Console().is_terminal else Console(width=160)
+    if tag is None:
+        console.print(list_table(folder, entries, latest))
+    else:
+        print_details(console, entries[0], entries[0].tag == latest)
+    for entry in entries:
+        if entry.reason:
+            console.print(Text(f"{entry.tag} is damaged: {entry.reason}", _STYLES["damaged"]), soft_wrap=True)
+    if is_missing:
+        names = f"{folder.path}: `latest` names '{latest}', which is not there"
+        console.print(Text(f"{names}; name another as `tag` to load it", _STYLES["damaged"]), soft_wrap=True)
+    elif tag is None and latest is None:
+        console.print(Text(f"{folder.path}: there is no file `latest`; name a `tag` to load"), soft_wrap=True)
+    return 1 if is_missing or any(entry.health == "damaged" for entry in entries) else 0
+
+
+# -- what there is --------------------------------------------------------------------------------------------------
+
+
+def find_entries(folder: CheckpointFolder, verifies: bool, tag: str | None = None) -> list[Entry]:
+    """The checkpoints, oldest first, then those that cannot be dated, then those whose saving has not ended.
+
+    verifies: every byte of values is read, with a progress bar on a terminal. tag: that one alone; raises
+    NoCheckpointError where there is none.
+    """
+    if tag is not None:
+        tags, unfinished = [folder.find(tag)], []
+    else:
+        known = folder.tags()
+        tags, unfinished = known + _undated(folder, known), folder.unfinished()
+    entries = [_entry(folder, tag) for tag in tags]
+    if verifies:
+        with _progress(sum(entry.manifest.nbytes for entry in entries if entry.manifest)) as advance:
+            entries = [_verified(entry, advance) if entry.health == "complete" else entry for entry in entries]
+    return entries + [Entry(tag, "unfinished") for tag in unfinished]
+
+
+def _undated(folder: CheckpointFolder, known: Sequence[str]) -> list[str]:
+    """Folders that hold files of a checkpoint, but no description of it that can be read."""
+    files = (MANIFEST, DCP_METADATA, data_name(0))
+    return sorted(
+        path.name
+        for path in folder.path.iterdir()
+        if path.is_dir()
+        and not path.name.startswith(".")
+        and path.name not in known
+        and any((path / file).exists() for file in files)
+    )
+
+
+def _entry(folder: CheckpointFolder, tag: str) -> Entry:
+    try:
+        checkpoint = folder.open(tag)
+    except (CheckpointError, OSError) as error:
+        return _damaged(folder.path / tag, tag, error)
+    return Entry(tag, "complete", checkpoint.manifest, checkpoint.path)
+
+
+def _verified(entry: Entry, advance: Advance) -> Entry:
+    assert entry.path is not None
+    try:
+        Checkpoint(entry.path).verify(advance)
+    except (CheckpointError, OSError) as error:
+        return _damaged(entry.path, entry.tag, error)
+    return replace(entry, health="verified")
+
+
+def _damaged(path: Path, tag: str, error: Exception) -> Entry:
+    manifest = None
+    with contextlib.suppress(CheckpointError, OSError):
+        manifest = Manifest.read(path / MANIFEST)
+    return Entry(tag, "damaged", manifest, path, str(error))
+
+
+def _place(path: Path, tag: str | None) -> tuple[CheckpointFolder, str | None]:
+    """The folder of checkpoints, and the tag where one is meant: by name, or because the path is a checkpoint."""
+    if tag is None and (path / MANIFEST).is_file():
+        path = path.resolve()
+        return CheckpointFolder(path.parent), path.name
+    return CheckpointFolder(path), tag
+
+
+# -- how it is shown ------------------------------------------------------------------------------------------------
+
+
+def list_table(folder: CheckpointFolder, entries: Sequence[Entry], latest: str | None) -> Table:
+    """A row for each checkpoint."""
+    table = Table(title=Text(f"checkpoints in {folder.path}"))
+    table.add_column("tag")
+    table.add_column("step", justify="right")
+    table.add_column("saved")
+    table.add_column("ranks x stage")
+    table.add_column("parameters", justify="right")
+    table.add_column("size", justify="right")
+    table.add_column("health")
+    for entry in entries:
+        is_latest = entry.tag == latest and entry.path is not None
+        tag = Text(entry.tag + (" (latest)" if is_latest else ""), "bold" if is_latest else "")
+        health = Text(entry.health, _STYLES[entry.health])
+        table.add_row(tag, *(Text(cell) for cell in _cells(entry.manifest)), health)
+    return table
+
+
+def _cells(manifest: Manifest | None) -> tuple[str, str, str, str, str]:
+    if manifest is None:
+        return ("-",) * 5
+    return (
+        str(manifest.step),
+        _moment(manifest.saved_at),
+        _topology(manifest),
+        _count(_num_parameters(manifest)),
+        _size(manifest.nbytes),
+    )
+
+
+def print_details(console: Console, entry: Entry, is_latest: bool) -> None:
+    """What the checkpoint says of itself, its largest tensors, and its files."""
+    if entry.manifest is None:
+        return
+    manifest = entry.manifest
+    table = Table(title=Text(f"checkpoint {entry.tag}" + (" (latest)" if is_latest else "")), show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in _facts(manifest, entry.path).items():
+        table.add_row(name, Text(value))
+    table.add_row("health", Text(entry.health, _STYLES[entry.health]))
+    console.print(table)
+    console.print(_tensor_table(manifest))
+    console.print(_file_table(manifest))
+
+
+def _facts(manifest: Manifest, path: Path | None) -> dict[str, str]:
+    training = decode(manifest.training)
+    groups = training["learning_rates"]["options"]
+    buffers = sum(name.startswith(MODEL) for name in manifest.tensors) - len(manifest.compute_dtypes)
+    dtypes = sorted({str(dtype).removeprefix("torch.") for dtype in manifest.compute_dtypes.values()})
+    return {
+        "folder": str(path),
+        "step": f"{manifest.step} ({training['num_steps']} updates of the optimizer)",
+        "saved": _moment(manifest.saved_at),
+        "written by": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
+        "ranks x stage": _topology(manifest),
+        "parameters": f"{_num_parameters(manifest):,} in {len(manifest.compute_dtypes)} tensors, "
+        f"computed in {', '.join(dtypes)}; {buffers} buffers",
+        "optimizer": "\n".join([training["optimizer"], *map(_as_text, groups)]),
+        "config": "\n".join(_differences(manifest.config, Config.load({}).as_dict())) or "all defaults",
+        "size": _size(manifest.nbytes),
+    }
+
+
+def _differences(values: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """A line for every key whose value is not the default."""
+    lines = []
+    for key, value in values.items():
+        default = defaults.get(key)
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            lines += _differences(value, default, f"{prefix}{key}.")
+        elif value != default:
+            lines.append(f"{prefix}{key}: {json.dumps(value)}")
+    return lines
+
+
+def _tensor_table(manifest: Manifest) -> Table:
+    largest = sorted(manifest.tensors.items(), key=lambda item: -item[1].nbytes)[:_NUM_LARGEST]
+    table = Table(title=f"the largest of {len(manifest.tensors)} tensors")
+    table.add_column("tensor", overflow="fold")
+    table.add_column("shape")
+    table.add_column("dtype")
+    table.add_column("size", justify="right")
+    for name, info in largest:
+        shape = " x ".join(map(str, info.shape)) or "one number"
+        table.add_row(Text(name), shape, str(info.dtype).removeprefix("torch."), _size(info.nbytes))
+    return table
+
+
+def _file_table(manifest: Manifest) -> Table:
+    table = Table(title=f"{len(manifest.files)} files beside {MANIFEST}")
+    table.add_column("file")
+    table.add_column("size", justify="right")
+    for entry in manifest.files:
+        table.add_row(Text(entry.name), _size(entry.nbytes))
+    return table
+
+
+@contextlib.contextmanager
+def _progress(total_bytes: int) -> Iterator[Advance]:
+    """A bar on a terminal; elsewhere nothing."""
+    if not sys.stderr.isatty():
+        yield lambda nbytes: None
+        return
+    columns = (TextColumn("verifying"), BarColumn(bar_width=24), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("verifying", total=total_bytes)
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+def _topology(manifest: Manifest) -> str:
+    """ "4 x stage 3", and where ranks hold copies "4 x stage 3 (shard size 2, 2 replicas)"."""
+    world_size, stage, shard_size, replicas = (
+        manifest.topology[key] for key in ("world_size", "stage", "shard_size", "replicas")
+    )
+    copies = f" (shard size {shard_size}, {replicas} replicas)" if replicas > 1 else ""
+    return f"{world_size} x stage {stage}{copies}"
+
+
+def _num_parameters(manifest: Manifest) -> int:
+    return sum(math.prod(manifest.tensors[MODEL + name].shape) for name in manifest.compute_dtypes)
+
+
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _as_text(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in options.items())
+
+
+def _count(number: int) -> str:
+    """Three figures and a unit: 713, 85.5M, 7.5B."""
+    return _three_figures(number, ("", "K", "M", "B", "T"))
+
+
+def _size(nbytes: int) -> str:
+    """Three figures and a unit: 12 bytes, 69.8 KB, 1.03 GB."""
+    return _three_figures(nbytes, (" bytes", " KB", " MB", " GB", " TB"))
+
+
+def _three_figures(number: int, units: tuple[str, ...]) -> str:
+    power = max((power for power in range(len(units)) if number >= 1000**power), default=0)
+    return f"{number / 1000**power:.3g}{units[power]}"
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """The command line of `lowtide checkpoint`, and that of `show` in it."""
+    parser = argparse.ArgumentParser(
+        prog="lowtide checkpoint",
+        description=HELP[0].upper() + HELP[1:] + ".",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
+    show = actions.add_parser(
+        "show",
+        help="list the checkpoints of a folder, or show one in detail",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    show.add_argument("folder", metavar="FOLDER", help="a folder of checkpoints, or one checkpoint in it")
+    show.add_argument("--verify", action="store_true", help="read every value and compare its checksum")
+    show.add_argument("--tag", help="show this checkpoint alone, in detail")
+    return parser, show

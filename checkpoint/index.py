@@ -5,7 +5,7 @@
     __0_0.distcp ...    the boxes, in the format of torch.distributed.checkpoint
     .metadata           the same once more for the readers of torch.distributed.checkpoint, who know no JSON
 
-`lowtide.json` carries a CRC-32 of its own content, and those of the small files; a row carries that of its values.
+`lowtide.json` carries a CRC-32 of its own content, and those of the small files; a row has a checksum of its values.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Row:
             place.offset,
             place.nbytes,
             place.values_offset,
-            place.values_crc32,
+            place.values_checksum,
         ]
 
     @classmethod

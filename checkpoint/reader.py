@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .archive import checksum_of
 from .errors import CheckpointError
 from .fragment import Fragment, TensorInfo
 from .index import Row, data_name
@@ -155,8 +155,8 @@ class CheckpointReader:
                 )
             done += count
         self._bytes_read += done
-        if zlib.crc32(view) != place.values_crc32:
+        if checksum_of(view) != place.values_checksum:
             raise CheckpointError(
                 f"{self._folder / data_name(rank)}: expected the values of '{row.name}' at offset "
-                f"{place.values_offset} as they were written, found others (the CRC-32 differs): the file is altered"
+                f"{place.values_offset} as they were written, found others (the checksum differs): the file is altered"
             )

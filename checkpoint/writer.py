@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,10 @@ import torch
 from torch import Tensor
 
 from ..offload import SequentialFile, TransientBuffer
-from .archive import Place, write_tensor
+from .archive import MAX_VALUES_BYTES, Place, checksum_of, write_tensor
 from .boxes import Box, boxes_of_range
 from .fragment import Fragment
 from .index import RankIndex, Row, data_name, index_name
-
-MAX_BOX_BYTES = 4 << 20
-"""A checksum covers a box, so a reader that wants a part of one reads it as a whole: boxes are kept small."""
 
 _ALIGNMENT_BYTES = 64
 
@@ -71,7 +67,7 @@ class Snapshot:
 
 def _boxes_of(fragment: Fragment) -> Iterator[tuple[Box, Tensor]]:
     values = fragment.values
-    max_numel = MAX_BOX_BYTES // values.dtype.itemsize
+    max_numel = MAX_VALUES_BYTES // values.dtype.itemsize
     offset = 0
     for box in boxes_of_range(fragment.shape, fragment.start, fragment.end, max_numel):
         yield box, values[offset : offset + box.numel]
@@ -81,7 +77,7 @@ def _boxes_of(fragment: Fragment) -> Iterator[tuple[Box, Tensor]]:
 def _write_blob(file: SequentialFile, blob: bytes) -> Place:
     offset = file.nbytes
     file.write(blob)
-    return Place(offset, len(blob), offset, zlib.crc32(blob))
+    return Place(offset, len(blob), offset, checksum_of(memoryview(blob)))
 
 
 def _bytes_of(values: Tensor) -> memoryview:

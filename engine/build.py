@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..comm import Mesh, World
+from ..kernels.cpu_optimizer import cpu_kernel
 from ..kernels.optimizer_step import UpdateRule
 from ..zero.build import Dtypes, ModelPlan, build_units
+from ..zero.gradient import GroupGradient
 from ..zero.hooks import UnitHooks
 from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
@@ -32,6 +34,7 @@ from .log import configure, logger
 from .lr_schedule import learning_rate_at
 from .offload import offloaded_states, shard_rest
 
+_STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 OptimizerChoice = torch.optim.Optimizer | type[torch.optim.Optimizer] | Callable[[Any], torch.optim.Optimizer] | None
@@ -244,21 +247,36 @@ def _make_optimizer(
         groups: list[dict[str, Any]] = [{"params": trained, **options}]
         rule: UpdateRule | None = rule_named(config.optimizer.type, options)
         factory = None
+        state_dtype = _state_dtype(config, gradients)
     else:
         own = choice if isinstance(choice, torch.optim.Optimizer) else _call(choice, trained)
         _check_covers(own, trained)
-        groups, rule = own.param_groups, rule_like(own)
+        groups, rule, state_dtype = own.param_groups, rule_like(own), torch.float32
         factory = None if rule is not None else partial(_another, own)
         if factory is not None:
             check_elementwise(factory)
+    if rule is not None and world.device.type == "cpu":
+        cpu_kernel()  # built now rather than in the first step, which would seem to hang for a second
     offloaded = offloaded_states(config, world, has_rule=rule is not None)
-    sharded = ShardedOptimizer(gradients, groups, rule, factory, offloaded, rest)
+    sharded = ShardedOptimizer(gradients, groups, rule, factory, offloaded, rest, state_dtype)
     schedule = None
     if config.scheduler is not None:
         schedule = partial(learning_rate_at, config.scheduler)
     if lr_scheduler is not None and not hasattr(lr_scheduler, "step"):
         lr_scheduler = lr_scheduler(sharded)
     return sharded, schedule, lr_scheduler
+
+
+def _state_dtype(config: Config, gradients: Sequence[GroupGradient]) -> torch.dtype:
+    assert config.optimizer is not None
+    name = config.optimizer.params.state_dtype
+    wide = [gradient.group.name for gradient in gradients if gradient.group.dtype == torch.float64]
+    if name != "fp32" and wide:
+        raise ValueError(
+            f'optimizer.params.state_dtype: "{name}" needs parameters of at most float32, found float64 in {wide[0]}; '
+            'use "fp32", with which the states have the dtype of the parameters'
+        )
+    return _STATE_DTYPES[name]
 
 
 def _call(make: Callable[[Any], torch.optim.Optimizer], params: list[nn.Parameter]) -> torch.optim.Optimizer:

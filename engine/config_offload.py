@@ -74,7 +74,7 @@ class AioConfig(Section):
     block_size: Int = Field(default=8 << 20, ge=DRIVE_BLOCK_BYTES, multiple_of=DRIVE_BLOCK_BYTES)
     """Bytes per request, a multiple of 4096."""
 
-    thread_count: Positive = 2
+    thread_count: Positive = 4
     """Threads that read and write, each with one request in flight. `intra_op_parallelism` works too."""
 
     verify: Bool = True

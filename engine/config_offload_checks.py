@@ -17,8 +17,6 @@ UNSUPPORTED = frozenset(
         f"{OPTIMIZER}.overlap.delayed",
         f"{ACTIVATIONS}.device.cpu",
         f"{ACTIVATIONS}.device.nvme",
-        f"{STATE_DTYPE}.bf16",
-        f"{STATE_DTYPE}.int8",
     }
 )
 """The path of a setting, or a path and one of its values: asking for it is a fault."""

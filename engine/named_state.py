@@ -116,6 +116,7 @@ class NamedState:
 
     def publish(self) -> None:
         """After weights have changed in place: the computed copies follow, on all ranks. A collective."""
+        self._optimizer.settle()
         for shard in self._optimizer.shards:
             for piece in shard.pieces if shard.is_mixed else ():
                 low = piece.offset_in_shard

@@ -1,7 +1,10 @@
-"""One optimizer step on a flat shard: one pass over memory, chunk by chunk.
+"""One optimizer step on a flat shard: unscale, clip, update and cast in one pass over memory.
 
-Each chunk is small enough to stay in the cache between unscaling, update and cast. All functions here are elementwise:
-what they do to an element does not depend on where it lies, so a shard may be any piece of the model.
+Two tiers behind one function. On the CPU, a C++ kernel (`cpu_optimizer.py`) reads and writes each element once. Where
+there is no compiler, on other devices and for float64, torch's fused kernels run chunk by chunk: each chunk is small
+enough to stay in the cache between unscaling, update and cast. The second tier is also the specification of the first.
+Both are elementwise (8-bit states: blockwise): what they do to an element does not depend on where it lies, so a shard
+may be any piece of the model.
 """
 
 from __future__ import annotations
@@ -12,6 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from .cpu_optimizer import cpu_kernel
+from .optimizer_states import StoredState, new_state, other_noise, rounding_noise, stored_states
 
 CHUNK_NUMEL = 1 << 18  # 1 MiB of float32 a stream: weight, gradient and two moments fit into a second-level cache
 
@@ -29,6 +35,20 @@ class UpdateRule:
     apply: Callable[[Tensor, Tensor, Sequence[Tensor], Tensor, Mapping[str, Any]], None]
     start_option: str | None = None  # the option that gives the states' start value, else 0
 
+    def new_states(
+        self, master: Tensor, options: Mapping[str, Any], state_dtype: torch.dtype = torch.float32
+    ) -> dict[str, Tensor]:
+        """The states before the first step, by name, in the order that `update_runs` takes them.
+
+        master: (n,); state_dtype: float32 (states then have the dtype of master), bfloat16, or int8: each state is then
+        a payload of bytes, (n,), and "<name>.scale", (ceil(n / 256),) float32. Raises ValueError for other dtypes.
+        """
+        start = float(options[self.start_option]) if self.start_option else 0.0
+        states: dict[str, Tensor] = {}
+        for name in self.states:
+            states |= new_state(name, master, start, state_dtype)
+        return states
+
 
 def update_shard(
     rule: UpdateRule,
@@ -42,20 +62,77 @@ def update_shard(
 ) -> None:
     """master, states = rule(master, gradient_scale * gradient); out = master in the dtype of out.
 
-    master, states: (n,) float32 or wider; gradient: (n,) any float dtype, used up; out: (n,) or None where the
-    parameters are the master weights themselves.
+    master: (n,) float32 or wider; gradient: (n,) any float dtype, used up; states: as `UpdateRule.new_states` orders
+    them; out: (n,) or None where the parameters are the master weights themselves.
     """
+    update_runs(rule, master, gradient, states, step, [(master.numel(), options)], gradient_scale, out)
+
+
+def update_runs(
+    rule: UpdateRule,
+    master: Tensor,
+    gradient: Tensor,
+    states: Sequence[Tensor],
+    step: int,
+    runs: Sequence[tuple[int, Mapping[str, Any]]],
+    gradient_scale: float,
+    out: Tensor | None,
+) -> None:
+    """As `update_shard`, where stretches of the shard have options of their own.
+
+    runs: (end, options) of each stretch, ascending; the last ends at n. 8-bit states lie in blocks of 256 elements from
+    the start of the tensors, whatever stretches there are, so a shard with such states is updated as a whole, or cut
+    where a block begins.
+    """
+    if not master.numel():
+        return
+    stored = stored_states(states)
+    assert len(stored) == len(rule.states), (rule.name, len(stored))
+    assert runs[-1][0] == master.numel(), (runs[-1][0], master.numel())
+    kernel = cpu_kernel() if master.device.type == "cpu" else None
+    if kernel is not None and kernel.serves(rule.name, master, gradient, stored, out):
+        kernel.update(rule.name, master, gradient, stored, step, runs, gradient_scale, out)
+        return
     step_tensor = torch.tensor(float(step), device=master.device)
-    for start in range(0, master.numel(), CHUNK_NUMEL):
-        chunk = slice(start, start + CHUNK_NUMEL)
-        weight, grad = master[chunk], gradient[chunk]
-        if grad.dtype != weight.dtype:
-            grad = grad.to(weight.dtype)
-        if gradient_scale != 1.0:
-            grad.mul_(gradient_scale)
-        rule.apply(weight, grad, [state[chunk] for state in states], step_tensor, options)
+    starts = [0, *(end for end, _ in runs)]
+    for first in range(0, master.numel(), CHUNK_NUMEL):
+        last = min(first + CHUNK_NUMEL, master.numel())
+        inside = [
+            (max(start, first) - first, min(end, last) - first, options)
+            for start, (end, options) in zip(starts, runs, strict=False)
+            if start < last and end > first
+        ]
+        parts = [state.part(first, last) for state in stored]
+        _update_chunk(rule, master[first:last], gradient[first:last], parts, step_tensor, inside, gradient_scale)
         if out is not None:
-            out[chunk].copy_(weight)
+            out[first:last].copy_(master[first:last])
+
+
+def _update_chunk(
+    rule: UpdateRule,
+    weight: Tensor,
+    gradient: Tensor,
+    states: Sequence[StoredState],
+    step: Tensor,
+    runs: Sequence[tuple[int, int, Mapping[str, Any]]],
+    gradient_scale: float,
+) -> None:
+    """runs: (start, end, options) within the chunk."""
+    if gradient.dtype != weight.dtype:
+        gradient = gradient.to(weight.dtype)
+    if gradient_scale != 1.0:
+        gradient.mul_(gradient_scale)
+    is_narrow = any(state.is_narrow for state in states)
+    noise = rounding_noise(gradient, weight, int(step)) if is_narrow else None
+    wide = [state.widened() for state in states]
+    for start, end, options in runs:
+        part = slice(start, end)
+        rule.apply(weight[part], gradient[part], [state[part] for state in wide], step, options)
+    if noise is None:
+        return
+    for state, values in zip(states, wide, strict=True):
+        state.narrow(values, noise)
+        noise = other_noise(noise)
 
 
 def _adam(decoupled: bool) -> Callable[[Tensor, Tensor, Sequence[Tensor], Tensor, Mapping[str, Any]], None]:

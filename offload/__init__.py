@@ -1,5 +1,6 @@
 """Where bytes live: host memory with a limit, files, pages that move; and the loop that hides moving them."""
 
+from .checksum import Checksum
 from .errors import OffloadError
 from .file_store import AioOptions, FileStore
 from .host_pool import HostPool
@@ -12,6 +13,7 @@ from .window import Window, run_window
 
 __all__ = [
     "AioOptions",
+    "Checksum",
     "DeviceStore",
     "FileStore",
     "HostPool",

@@ -19,10 +19,10 @@ class Checksum:
     because torch would start its own threads beside each of ours.
     """
 
-    def __init__(self, largest_block_bytes: int) -> None:
-        generator = np.random.Generator(np.random.PCG64())
+    def __init__(self, largest_block_bytes: int, seed: int | None = None) -> None:
+        """seed: of the weights, for checksums that outlive the process; a stream of bits that NumPy keeps for good."""
         count = largest_block_bytes // SECTOR_BYTES + 2
-        self._weights = generator.integers(0, 2**64, count, dtype=np.uint64) | np.uint64(1)
+        self._weights = np.random.PCG64(seed).random_raw(count) | np.uint64(1)
 
     def of(self, block: memoryview) -> int:
         """The checksum of at most `largest_block_bytes` bytes at any address."""

@@ -35,8 +35,8 @@ _Verb = Literal["save", "load"]
 class AioOptions:
     """How a FileStore moves its bytes. The defaults are where more brought nothing: see benchmarks/offload_io.py."""
 
-    block_size: int = 4 << 20  # bytes of one request to the system, a multiple of 4096
-    thread_count: int = 3  # requests at a time
+    block_size: int = 8 << 20  # bytes of one request to the system, a multiple of 4096
+    thread_count: int = 4  # requests at a time
     verify: bool = True  # compares a checksum of each block on load; see `Checksum` for what it detects
     direct: bool = True  # past the page cache, where the file system can
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import queue
 import threading
 from types import TracebackType
 from typing import Self
+
+from .host_memory import allocate_host
 
 BLOCK_BYTES = 4 << 20
 _ALIGNMENT_BYTES = 4096
@@ -34,10 +35,10 @@ class SequentialFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._descriptor = _open_new(path)
         self.nbytes = 0
-        self._free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         for _ in range(_NUM_BLOCKS):
-            self._free.put(mmap.mmap(-1, BLOCK_BYTES))
-        self._full: queue.SimpleQueue[tuple[mmap.mmap, int, int] | None] = queue.SimpleQueue()
+            self._free.put(allocate_host(BLOCK_BYTES, BLOCK_BYTES, pinned=False).numpy().data)
+        self._full: queue.SimpleQueue[tuple[memoryview, int, int] | None] = queue.SimpleQueue()
         self._block = self._free.get()
         self._filled = 0  # bytes of the block
         self._offset = 0  # of the block in the file
@@ -115,7 +116,7 @@ class SequentialFile:
             block, offset, nbytes = item
             if self._error is None:
                 try:
-                    _write_all(self._descriptor, memoryview(block)[:nbytes], offset)
+                    _write_all(self._descriptor, block[:nbytes], offset)
                 except OSError as error:
                     self._error = error
             self._free.put(block)

@@ -42,11 +42,13 @@ class Store(Protocol):
     def save(self, key: str, values: Tensor) -> Transfer:
         """Keeps the bytes under the key, in place of what was there. values: (n,) uint8 contiguous.
 
-        They must stay as they are until the transfer has been waited for. ValueError for any other kind of tensor.
+        They must stay as they are, and in host memory be there for the host to see, until the transfer has been waited
+        for. ValueError for any other kind of tensor.
         """
 
     def load(self, key: str, out: Tensor) -> Transfer:
-        """Brings the bytes back; they are kept. out: (n,) uint8 contiguous, n as it was saved.
+        """Brings the bytes back, and keeps them. out: (n,) uint8 contiguous, n as it was saved; not to be touched until
+        the transfer has been waited for.
 
         ValueError for any other kind or size of tensor, OffloadError for a key that is not kept.
         """
@@ -72,21 +74,18 @@ class Finished:
 
 
 class _StreamTransfer:
-    """A copy on a stream. The tensors are kept until nobody asks any more, so that their memory is not used again."""
+    """A copy on a stream. Does not keep the caller's tensor: the store knows of it until the key is dropped."""
 
-    def __init__(self, caller: Tensor, event: torch.Event) -> None:
-        self._caller = caller
-        self._event = event
+    def __init__(self, device: torch.device, event: torch.Event) -> None:
+        self._device = device
+        self.event = event
 
     @property
     def is_done(self) -> bool:
-        return bool(self._event.query())
+        return bool(self.event.query())
 
     def wait(self) -> None:
-        torch.accelerator.current_stream(self._caller.device).wait_event(self._event)
-
-    def wait_on_host(self) -> None:
-        self._event.synchronize()
+        torch.accelerator.current_stream(self._device).wait_event(self.event)
 
 
 class _MemoryStore:
@@ -111,10 +110,9 @@ class _MemoryStore:
             raise closed_error(key)
         kept = self._kept.get(key)
         if kept is None or kept.numel() != values.numel():
-            taken = self._take(values.numel())
             if kept is not None:
                 self.drop(key)
-            kept = self._kept[key] = taken
+            kept = self._kept[key] = self._take(values.numel())
         return self._copy(key, values, into=kept, caller=values)
 
     def load(self, key: str, out: Tensor) -> Transfer:
@@ -128,7 +126,7 @@ class _MemoryStore:
         if key not in self._kept:
             raise closed_error(key) if self._is_closed else unknown_key_error(key)
         if running := self._running.pop(key, None):
-            running.wait_on_host()  # host memory is used again without regard to streams
+            running.event.synchronize()  # host memory is used again without regard to streams
         self._give(self._kept.pop(key))
 
     def close(self) -> None:
@@ -167,18 +165,21 @@ class HostStore(_MemoryStore):
             self.pool.close()
 
     def _copy(self, key: str, values: Tensor, into: Tensor, caller: Tensor) -> Transfer:
+        running = self._running.pop(key, None)
         if caller.device.type == "cpu":
-            if running := self._running.pop(key, None):
-                running.wait_on_host()
+            if running is not None:
+                running.event.synchronize()
             return super()._copy(key, values, into, caller)
         stream = self._streams.get(caller.device)
         if stream is None:
             stream = self._streams[caller.device] = torch.Stream(caller.device)
         stream.wait_stream(torch.accelerator.current_stream(caller.device))
+        if running is not None:  # it may be on the stream of another device
+            stream.wait_event(running.event)
         with stream:
             into.copy_(values, non_blocking=True)
             event = stream.record_event()
-        transfer = self._running[key] = _StreamTransfer(caller, event)
+        transfer = self._running[key] = _StreamTransfer(caller.device, event)
         return transfer
 
 

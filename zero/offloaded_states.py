@@ -40,6 +40,11 @@ class ChunkLayout:
             offset += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         return cls(tuple(places), offset)
 
+    @property
+    def meta_tensors(self) -> dict[str, Tensor]:
+        """Tensors of the same dtypes and sizes without memory."""
+        return {name: torch.empty(numel, dtype=dtype, device="meta") for name, dtype, _, numel in self.places}
+
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """The tensors in a buffer, (nbytes,) uint8."""
         return {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.optimizer_step import UpdateRule, update_shard
+from ..kernels.optimizer_step import UpdateRule, update_runs
 from ..offload import Memory
 from .gradient import GroupGradient
 from .group import values_of
@@ -18,6 +18,7 @@ from .optimizer_choice import OptimizerFactory
 from .shard_rest import ShardRest
 from .shard_state import ShardState, StatePart
 from .speculation import Speculation
+from .widened_states import WidenedStates
 
 StateKey = tuple[int, torch.dtype]
 """Index in param_groups, dtype of the master weights: parameters that agree in both have the same states."""
@@ -38,19 +39,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         factory: OptimizerFactory | None,
         offloaded: OffloadedStates | None = None,
         rest: ShardRest | None = None,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
         """param_groups: [{"params": [...], options...}]; exactly one of rule and factory.
 
         offloaded: where states rest between steps, of a rule; None leaves them in memory. rest: where the groups'
-        shards rest, if they do. Raises OffloadError.
+        shards rest, if they do. state_dtype: of a rule's states, see `UpdateRule.new_states`. Raises OffloadError.
         """
         # Optimizer.__init__ imports torch's compiler, 70 MiB a process; what unpickling sets is all that is needed. The
         # groups are the user's very dictionaries: a scheduler bound to them acts here too.
         self.__setstate__({"defaults": {}, "state": {}, "param_groups": param_groups})
-        self.shards = [ShardState(gradient, offloaded, rule) for gradient in gradients]
         self.num_steps = 0
         self._rule = rule
         self._factory = factory
+        self._state_dtype = state_dtype
+        self._widened = WidenedStates()
+        new_states = self._new_states if rule is not None else None
+        self.shards = [ShardState(gradient, offloaded, new_states, self._widened) for gradient in gradients]
         self.speculation = Speculation()
         self._offloaded = offloaded
         self._rest = rest
@@ -96,6 +101,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         taken back, until `accept`.
         """
         self.num_steps += 1
+        self.settle()
         if speculates:
             self.speculation.begin()
         self._coming = self._opened(order, speculates) if order else None
@@ -212,7 +218,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         for shard in self.shards:
             if self._rule is not None:
-                shard.make_states(self._rule, self._start_of_states)
+                shard.make_states(self._new_states)
                 continue
             inner = self._inner[id(shard)] = self._make_inner(shard)
             for run, options in zip(shard.runs, inner.param_groups, strict=True):
@@ -241,6 +247,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Bytes of states and master weights in the store."""
         return self._offloaded.nbytes if self._offloaded is not None else 0
 
+    def settle(self) -> None:
+        """What was changed through `states_of` is in the states."""
+        self._widened.settle()
+
     def close(self) -> None:
         """Gives back what is in a store."""
         for place in (self._offloaded, self._rest):
@@ -249,14 +259,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
-    @property
-    def _start_of_states(self) -> float:
-        option = self._rule.start_option if self._rule is not None else None
-        return float(self.param_groups[0][option]) if option else 0.0
+    def _new_states(self, master: Tensor) -> dict[str, Tensor]:
+        assert self._rule is not None
+        return self._rule.new_states(master, self.param_groups[0], self._state_dtype)
 
     def _fill_chunks(self) -> None:
         for shard in self.shards:
-            shard.fill_chunks(self._start_of_states)
+            shard.fill_chunks(self._new_states)
 
     def _opened(
         self, shards: Sequence[ShardState], keeps_old: bool = False
@@ -279,7 +288,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._update_by_torch(shard, gradient, gradient_scale)
             return
         if not shard.states:
-            shard.make_states(self._rule, self._start_of_states)
+            shard.make_states(self._new_states)
         for part in shard.parts(opened):
             if self.speculation.is_open:
                 self.speculation.remember(shard, part)
@@ -288,22 +297,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _update_part(
         self, rule: UpdateRule, shard: ShardState, part: StatePart, gradient: Tensor, gradient_scale: float
     ) -> None:
-        is_needed_again = self.speculation.is_open and gradient_scale != 1.0  # scaling changes the gradient in place
-        for run in shard.runs:
-            low, high = max(run.start, part.start), min(run.end, part.end)
-            if low >= high:
-                continue
-            own = slice(low - part.start, high - part.start)
-            update_shard(
-                rule,
-                part.master[own],
-                gradient[low:high].clone() if is_needed_again else gradient[low:high],
-                [state[own] for state in part.states],
-                self.num_steps,
-                self.param_groups[run.options_index],
-                gradient_scale,
-                shard.group.shard[low:high] if shard.is_mixed else None,
-            )
+        runs = [
+            (min(run.end, part.end) - part.start, self.param_groups[run.options_index])
+            for run in shard.runs
+            if run.start < part.end and run.end > part.start
+        ]
+        if not runs:  # no parameter reaches into this shard
+            return
+        own = gradient[part.start : part.end]
+        if self.speculation.is_open and gradient_scale != 1.0:
+            own = own.clone()  # scaling may change it in place, and it may be needed again
+        update_runs(
+            rule,
+            part.master,
+            own,
+            part.states,
+            self.num_steps,
+            runs,
+            gradient_scale,
+            shard.group.shard[part.start : part.end] if shard.is_mixed else None,
+        )
 
     def _update_by_torch(self, shard: ShardState, gradient: Tensor, gradient_scale: float) -> None:
         inner = self._inner.get(id(shard))

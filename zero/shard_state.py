@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..kernels.optimizer_step import UpdateRule
+from ..kernels.optimizer_states import SCALE_SUFFIX
 from ..offload import Memory, StoredRange
 from .gradient import GroupGradient
 from .group import part_of
 from .layout import Piece
 from .offloaded_states import Chunk, OffloadedStates
+from .widened_states import WidenedStates
 
 MASTER = "master"
+NewStates = Callable[[Tensor], dict[str, Tensor]]
+"""Master weights, (n,) -> the states before the first step, by name."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,14 @@ class ShardState:
     The master weights are the shard itself where parameters are float32 or wider; such shards are never in a store.
     """
 
-    def __init__(self, gradient: GroupGradient, offloaded: OffloadedStates | None, rule: UpdateRule | None) -> None:
+    def __init__(
+        self,
+        gradient: GroupGradient,
+        offloaded: OffloadedStates | None,
+        new_states: NewStates | None,
+        widened: WidenedStates,
+    ) -> None:
+        """new_states: for states that may rest in a store. widened: what opens 8-bit states, one for all shards."""
         self.gradient = gradient
         self.group = gradient.group
         self.is_mixed = self.group.dtype in (torch.bfloat16, torch.float16)
@@ -57,9 +68,10 @@ class ShardState:
         self.states: dict[str, Tensor] = {}
         self.runs: list[Run] = []
         self.chunks: list[Chunk] = []
-        if offloaded is not None and rule is not None:
+        self._widened = widened
+        if offloaded is not None and new_states is not None:
             self.chunks = offloaded.divide(
-                self.group.name, self.resident_numel, numel, lambda n: self._stored_tensors(rule, n)
+                self.group.name, self.resident_numel, numel, lambda n: self._stored_tensors(new_states, n, "meta")
             )
 
     @property
@@ -84,17 +96,17 @@ class ShardState:
         ends = [start for start, _ in starts[1:]] + [self.group.layout.shard_numel]
         self.runs = [Run(start, end, index) for (start, index), end in zip(starts, ends, strict=False)]
 
-    def make_states(self, rule: UpdateRule, start: float) -> None:
-        """Takes memory for the states of the part that is in memory, all values `start`."""
-        for name in rule.states:
-            shape, device = (self.resident_numel,), self.group.shard.device
-            self.states[name] = torch.full(shape, start, dtype=self.master_dtype, device=device)
+    def make_states(self, new_states: NewStates) -> None:
+        """Takes memory for the states of the part that is in memory, with their first values."""
+        like = torch.empty(self.resident_numel, dtype=self.master_dtype, device=self.group.shard.device)
+        self.states = new_states(like)
 
-    def fill_chunks(self, start: float) -> None:
-        """First values in the store: states `start`, master weights zero."""
+    def fill_chunks(self, new_states: NewStates) -> None:
+        """First values in the store; master weights are zero."""
         for chunk in self.chunks:
             assert self._offloaded is not None
-            self._offloaded.fill(chunk, lambda tensors: _fill_states(tensors, start))
+            first = self._stored_tensors(new_states, chunk.numel, "cpu")
+            self._offloaded.fill(chunk, partial(_copy_all, first))
 
     def parts(self, opened: Iterator[tuple[Chunk, dict[str, Tensor]]]) -> Iterator[StatePart]:
         """Every stretch of the shard, for an update. opened: gives this shard's chunks next."""
@@ -118,16 +130,16 @@ class ShardState:
         return self._stored(chunk, MASTER, self.master_dtype, low, high, changes)
 
     def states_of(self, piece: Piece, changes: bool = False) -> dict[str, Memory]:
-        """The states of one of `pieces`, by name; those in memory only once they are made."""
+        """The states of one of `pieces`, by name; those in memory only once they are made. 8-bit states as float32."""
         low, high = piece.offset_in_shard, piece.offset_in_shard + piece.numel
         chunk = self._chunk_of(piece)
+        kept = self.states if chunk is None else chunk.layout.meta_tensors
+        names = [name for name in kept if name != MASTER and not name.endswith(SCALE_SUFFIX)]
+        if any(name + SCALE_SUFFIX in kept for name in names):
+            return {name: self._widened_range(chunk, name, low, high, changes) for name in names}
         if chunk is None:
-            return {name: state[low:high] for name, state in self.states.items()}
-        return {
-            name: self._stored(chunk, name, dtype, low, high, changes)
-            for name, dtype, _, _ in chunk.layout.places
-            if name != MASTER
-        }
+            return {name: self.states[name][low:high] for name in names}
+        return {name: self._stored(chunk, name, kept[name].dtype, low, high, changes) for name in names}
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
@@ -141,14 +153,31 @@ class ShardState:
             high - low, dtype, lambda: offloaded.open(chunk, changes)[name][low - chunk.start : high - chunk.start]
         )
 
-    def _stored_tensors(self, rule: UpdateRule, numel: int) -> dict[str, Tensor]:
-        like = torch.empty(numel, dtype=self.master_dtype, device="meta")
-        return {**({MASTER: like} if self.is_mixed else {}), **dict.fromkeys(rule.states, like)}
+    def _widened_range(self, chunk: Chunk | None, name: str, low: int, high: int, changes: bool) -> StoredRange:
+        start = 0 if chunk is None else chunk.start
+
+        def stored(changes: bool) -> Mapping[str, Tensor]:
+            if chunk is None:
+                return self.states
+            assert self._offloaded is not None
+            opened = self._offloaded.open(chunk, changes)
+            return {key: tensor for key, tensor in opened.items() if key != MASTER}
+
+        part = self if chunk is None else chunk
+        return StoredRange(
+            high - low,
+            torch.float32,
+            lambda: self._widened.open(part, stored, changes)[name][low - start : high - start],
+        )
+
+    def _stored_tensors(self, new_states: NewStates, numel: int, device: str) -> dict[str, Tensor]:
+        like = torch.zeros(numel, dtype=self.master_dtype, device=device)
+        return {**({MASTER: like} if self.is_mixed else {}), **new_states(like)}
 
 
-def _fill_states(tensors: Mapping[str, Tensor], start: float) -> None:
-    for name, tensor in tensors.items():
-        tensor.fill_(0.0 if name == MASTER else start)
+def _copy_all(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+    for name, target in targets.items():
+        target.copy_(sources[name])
 
 
 def _cut(piece: Piece, edges: Sequence[int]) -> Iterator[Piece]:

@@ -202,7 +202,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str, bool]] = {
         "lowtide.json: expected a file as it was written, found it truncated or altered",
         False,
     ),
-    "value altered": (lambda at: _flip(at / "__0_0.distcp", 2000), "(the CRC-32 differs): the file is altered", True),
+    "value altered": (lambda at: _flip(at / "__0_0.distcp", 2000), "(the checksum differs): the file is altered", True),
     "index altered": (lambda at: _flip(at / "rank0.json", 50), "found it altered (the CRC-32 differs)", True),
     "metadata altered": (lambda at: _flip(at / ".metadata", 50), "found it altered (the CRC-32 differs)", True),
 }

@@ -57,7 +57,7 @@ def test_nothing_is_offloaded_unless_it_is_asked_for() -> None:
     assert config.zero_optimization.stage3_max_live_parameters is None
     assert config.activation_checkpointing.offload.min_bytes == 1024 * 1024
     assert config.activation_checkpointing.offload.budget_bytes is None
-    assert (aio.block_size, aio.thread_count, aio.verify) == (8388608, 2, True)
+    assert (aio.block_size, aio.thread_count, aio.verify) == (8388608, 4, True)
 
 
 FULL: dict[str, Any] = {

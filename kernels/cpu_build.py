@@ -1,0 +1,116 @@
+"""Shared libraries from C++ sources of this package, built on first use with the system's compiler and kept.
+
+    key = hash(source, compiler's version, flags, processor)   ->   <cache>/<source's name>-<key>.so
+
+The key names the processor, so machines of different kinds may share a cache folder. Ranks that start together may
+all build: each writes a file of its own and renames it, and the last one wins with the same content.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+COMPILERS = ("c++", "g++", "clang++")
+NATIVE = ("-march=native",)
+# Contracted multiply-adds would make the bits depend on the processor and on the compiler's mood.
+_FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno")
+_TIMEOUT_SECONDS = 120.0
+
+
+class BuildError(Exception):
+    """A library cannot be built or loaded here; the text says why."""
+
+
+def load_library(source: Path, flags: Sequence[str] = NATIVE) -> ctypes.CDLL:
+    """The library of a C++ source, from the cache or newly built. Raises BuildError.
+
+    flags: which instructions the compiler may use, beyond those of every build.
+    """
+    compiler = find_compiler()
+    command = [*compiler, *_FLAGS, *flags]
+    try:
+        name = f"{source.stem}-{_key(source, compiler, command)}.so"
+        try:
+            return _load_from(cache_folder(), name, source, command)
+        except OSError:  # not writable, full, or mounted so that nothing in it may be executed
+            with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:  # a loaded library needs its file no more
+                return _load_from(Path(folder), name, source, command)
+    except OSError as error:
+        raise BuildError(f"the library cannot be kept or loaded: {error}") from error
+
+
+def find_compiler() -> list[str]:
+    """The command of a C++ compiler: what CXX says, else the first of COMPILERS that is there. Raises BuildError."""
+    if wanted := shlex.split(os.environ.get("CXX", "")):
+        if shutil.which(wanted[0]) is None:
+            raise BuildError(f"CXX is {os.environ['CXX']!r}, and there is no such program")
+        return wanted
+    for name in COMPILERS:
+        if path := shutil.which(name):
+            return [path]
+    raise BuildError(f"there is no C++ compiler: looked for {', '.join(COMPILERS)}; install one, or name it in CXX")
+
+
+def cache_folder() -> Path:
+    """LOWTIDE_CACHE, else the user's cache folder; it need not exist."""
+    if named := os.environ.get("LOWTIDE_CACHE"):
+        return Path(named).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path("~/.cache").expanduser()) / "lowtide"
+
+
+@functools.cache
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    kinds = ("model name", "flags", "CPU part", "Features")  # of x86, then of ARM
+    return "\n".join(next((line for line in lines if line.startswith(kind)), "") for kind in kinds)
+
+
+def _key(source: Path, compiler: list[str], command: list[str]) -> str:
+    version = _run([*compiler, "--version"])
+    parts = [source.read_text(), version, *command, _processor()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
+def _load_from(folder: Path, name: str, source: Path, command: list[str]) -> ctypes.CDLL:
+    path = folder / name
+    if path.exists():
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:  # damaged; a new build replaces it
+            pass
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, own = tempfile.mkstemp(prefix=f"{name}.", dir=folder)
+    os.close(handle)
+    try:
+        _run([*command, "-o", own, str(source)])
+        os.replace(own, path)
+    finally:
+        Path(own).unlink(missing_ok=True)
+    return ctypes.CDLL(str(path))
+
+
+def _run(command: list[str]) -> str:
+    shown = shlex.join(command)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"`{shown}` took longer than {_TIMEOUT_SECONDS:g} s") from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        said = next((line for line in lines if "error" in line), lines[-1] if lines else "it said nothing")
+        raise BuildError(f"`{shown}` failed with exit code {done.returncode}: {said.strip()}")
+    return done.stdout

@@ -1,0 +1,203 @@
+"""The optimizer step of CPU shards as one C++ pass over memory; `cpu_optimizer.cpp` says how it computes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cpu_build import NATIVE, BuildError, load_library
+from .optimizer_states import StoredState, step_seed
+
+logger = logging.getLogger("lowtide")
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+ENVIRONMENT = "LOWTIDE_CPU_KERNEL"
+_MAX_COEFFICIENTS = 8
+_KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.int8: 4, torch.uint8: 4}
+
+Options = Mapping[str, Any]
+
+
+class _Job(ctypes.Structure):
+    """The struct of the same name in cpu_optimizer.cpp."""
+
+    _fields_ = (
+        ("master", ctypes.c_void_p),
+        ("gradient", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("states", ctypes.c_void_p * 2),
+        ("scales", ctypes.c_void_p * 2),
+        ("run_ends", ctypes.POINTER(ctypes.c_int64)),
+        ("coefficients", ctypes.POINTER(ctypes.c_float)),
+        ("n", ctypes.c_int64),
+        ("next_task", ctypes.c_int64),
+        ("rule", ctypes.c_int32),
+        ("gradient_kind", ctypes.c_int32),
+        ("out_kind", ctypes.c_int32),
+        ("state_kind", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("seed", ctypes.c_uint32),
+        ("gradient_scale", ctypes.c_float),
+    )
+
+
+class CpuKernel:
+    """The built library."""
+
+    def __init__(self, flags: Sequence[str] = NATIVE) -> None:
+        """flags: which instructions the compiler may use. Raises BuildError."""
+        library = load_library(SOURCE, flags)
+        self._step = library.lowtide_optimizer_step
+        self._step.argtypes = [ctypes.POINTER(_Job)]
+        self._step.restype = None
+
+    @staticmethod
+    def serves(
+        rule_name: str, master: Tensor, gradient: Tensor, states: Sequence[StoredState], out: Tensor | None
+    ) -> bool:
+        """Whether this kernel has the rule for such tensors: float32 master weights on the CPU, all contiguous."""
+        if (rule_name, len(states)) not in _RULES or master.dtype != torch.float32:
+            return False
+        tensors = [master, gradient, *(state.payload for state in states), *([] if out is None else [out])]
+        return (
+            all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
+            and gradient.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            and all(
+                state.payload.dtype in (torch.float32, torch.bfloat16) or state.scale is not None for state in states
+            )
+            and (out is None or out.dtype in (torch.bfloat16, torch.float16))
+        )
+
+    def update(
+        self,
+        rule_name: str,
+        master: Tensor,
+        gradient: Tensor,
+        states: Sequence[StoredState],
+        step: int,
+        runs: Sequence[tuple[int, Options]],
+        gradient_scale: float,
+        out: Tensor | None,
+    ) -> None:
+        """As `optimizer_step.update_runs`, for what it `serves`; the gradient is only read."""
+        number, coefficients = _RULES[rule_name, len(states)]
+        ends = (ctypes.c_int64 * len(runs))(*(end for end, _ in runs))
+        values = (ctypes.c_float * (_MAX_COEFFICIENTS * len(runs)))()
+        for index, (_, options) in enumerate(runs):
+            of_run = coefficients(options, step)
+            values[index * _MAX_COEFFICIENTS : index * _MAX_COEFFICIENTS + len(of_run)] = list(of_run)
+        job = _Job(
+            master=master.data_ptr(),
+            gradient=gradient.data_ptr(),
+            out=None if out is None else out.data_ptr(),
+            states=(ctypes.c_void_p * 2)(*(state.payload.data_ptr() for state in states)),
+            scales=(ctypes.c_void_p * 2)(*(None if s.scale is None else s.scale.data_ptr() for s in states)),
+            run_ends=ends,
+            coefficients=values,
+            n=master.numel(),
+            rule=number,
+            gradient_kind=_KINDS[gradient.dtype],
+            out_kind=0 if out is None else _KINDS[out.dtype],
+            state_kind=_KINDS[states[0].payload.dtype] if states else 0,
+            threads=torch.get_num_threads(),
+            seed=step_seed(step),
+            gradient_scale=gradient_scale,
+        )
+        self._step(ctypes.byref(job))
+        for tensor in (master, *([] if out is None else [out])):  # a graph that saved them must not use them now
+            torch.autograd.graph.increment_version(tensor)
+
+
+@functools.cache
+def cpu_kernel() -> CpuKernel | None:
+    """The kernel of this process, or None where torch's kernels do the work; the log says which, and why.
+
+    LOWTIDE_CPU_KERNEL: "native" (the default) uses what this processor can do, "portable" what all of its family can,
+    "torch" builds nothing. Raises ValueError for anything else.
+    """
+    wanted = os.environ.get(ENVIRONMENT, "native")
+    if wanted not in ("native", "portable", "torch"):
+        raise ValueError(f"{ENVIRONMENT}: expected native, portable or torch, found {wanted!r}")
+    if wanted == "torch":
+        logger.info("CPU optimizer: torch's kernels, chunk by chunk, because %s is torch", ENVIRONMENT)
+        return None
+    attempts: list[tuple[str, tuple[str, ...]]] = [("all instructions of this processor", NATIVE)]
+    attempts.append(("portable instructions", ()))
+    reason = ""
+    for what, flags in attempts if wanted == "native" else attempts[1:]:
+        try:
+            kernel = CpuKernel(flags)
+        except BuildError as error:
+            reason = reason or str(error)
+            continue
+        logger.info("CPU optimizer: one C++ pass a shard, with %s", what)
+        return kernel
+    logger.warning("CPU optimizer: torch's kernels, chunk by chunk, because %s", reason)
+    return None
+
+
+def _lerp_coefficients(weight: float) -> tuple[float, float]:
+    """What makes a + weight * (b - a), and whether b and not a is added to: as torch.lerp, from the nearer end."""
+    narrow = ctypes.c_float(weight).value
+    return (narrow, 0.0) if narrow < 0.5 else (narrow - 1, 1.0)
+
+
+def _adam_coefficients(options: Options, step: int, decay: float) -> tuple[float, ...]:
+    beta1, beta2 = options["betas"]
+    step_size = float(options["lr"]) / (1 - beta1**step)
+    correction = math.sqrt(1 - beta2**step)
+    return (decay, *_lerp_coefficients(1 - beta1), beta2, 1 - beta2, correction, options["eps"], -step_size)
+
+
+def _adamw(options: Options, step: int) -> tuple[float, ...]:
+    return _adam_coefficients(options, step, 1 - float(options["lr"]) * options["weight_decay"])
+
+
+def _adam(options: Options, step: int) -> tuple[float, ...]:
+    return _adam_coefficients(options, step, options["weight_decay"])
+
+
+def _lion(options: Options, step: int) -> tuple[float, ...]:
+    beta1, beta2 = options["betas"]
+    lr = float(options["lr"])
+    return (1 - lr * options["weight_decay"], *_lerp_coefficients(beta1), *_lerp_coefficients(1 - beta2), -lr)
+
+
+def _adagrad(options: Options, step: int) -> tuple[float, ...]:
+    step_size = float(options["lr"]) / (1 + (step - 1) * options["lr_decay"])
+    return (options["weight_decay"], step_size, options["eps"])
+
+
+def _sgd(options: Options, step: int) -> tuple[float, ...]:
+    return (options["weight_decay"], -float(options["lr"]))
+
+
+def _momentum(options: Options, step: int) -> tuple[float, ...]:
+    """As torch: the first gradient starts the buffer as it is."""
+    momentum = options["momentum"]
+    if not momentum:
+        of_buffer, shares = (0.0, 1.0), (1.0, 0.0)
+    else:
+        of_buffer = (0.0, 1.0) if step == 1 else (momentum, 1 - options["dampening"])
+        shares = (1.0, momentum) if options["nesterov"] else (0.0, 1.0)
+    return (*_sgd(options, step), *of_buffer, *shares)
+
+
+# (name, number of states) -> the number that cpu_optimizer.cpp knows the rule by, and its coefficients
+_RULES: Mapping[tuple[str, int], tuple[int, Callable[[Options, int], tuple[float, ...]]]] = {
+    ("adamw", 2): (0, _adamw),
+    ("adam", 2): (1, _adam),
+    ("lion", 1): (2, _lion),
+    ("adagrad", 1): (3, _adagrad),
+    ("sgd", 0): (4, _sgd),
+    ("sgd", 1): (5, _momentum),
+}

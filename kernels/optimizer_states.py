@@ -1,0 +1,178 @@
+"""Optimizer states in float32, bfloat16 or blocks of 8-bit floats: their tensors, and the torch form of the rounding.
+
+[Note: Narrow states]
+Both narrow kinds round up or down at random, with the probability that makes the mean exact. Rounding to nearest loses
+every change below half a step: with beta2 = 0.999 a second moment changes by 0.1 % a step, bfloat16 rounds to
+0.2-0.4 %, so it could never decay. The random bits are a hash of the element's gradient and weight and of the step, so
+they do not depend on where the element lies: however a model is sharded, its states have the same bits.
+Sources: arXiv 2010.06192 (stochastic rounding in bfloat16), 2110.02861 (8-bit states by blocks).
+
+[Note: 8-bit states]
+A block of 256 elements has a scale, a power of two; each element is a float of 8 bits times the scale:
+
+    int8   mean of gradients   sign, 4 bits of exponent, 3 of mantissa    down to 2^-17 of the scale, then 0
+    uint8  mean of squares           5 bits of exponent, 3 of mantissa    down to 2^-33 of the scale; only 0 becomes 0
+
+Steps between neighbours are 6-12 % of the value, large or small: what Adam divides by must be right in proportion, and
+an element with small gradients next to one with large ones keeps its moments. Scales that are powers of two store a
+value that did not change without error. A second moment that rounded to 0 beside a first moment that did not would
+make a huge update (arXiv 2309.01507, section 4.1), so it stops at the smallest code. A block with a value from
+2^126 on, or a NaN, has the scale NaN, and reads as NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+STATE_BLOCK_NUMEL = 256
+SCALE_SUFFIX = ".scale"
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+_MEANS_OF_SQUARES = ("exp_avg_sq", "sum")
+_MANTISSA_SHIFT = 20  # of 3 bits at the top of a float32's mantissa
+
+
+def new_state(name: str, master: Tensor, start: float, state_dtype: torch.dtype) -> dict[str, Tensor]:
+    """{name: (n,)}, and for 8-bit states {name: (n,) int8 or uint8, name.scale: (ceil(n / 256),) float32}.
+
+    master: (n,); float32 states have its dtype. Raises ValueError where there is no such state.
+    """
+    if state_dtype not in STATE_DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in STATE_DTYPES)
+        raise ValueError(f"state_dtype: expected one of {names}, found {state_dtype}")
+    if state_dtype == torch.float32:
+        return {name: torch.full_like(master, start)}
+    if master.dtype != torch.float32:
+        raise ValueError(
+            f"state_dtype: {state_dtype} states need float32 master weights, found {master.dtype}; use float32"
+        )
+    if state_dtype == torch.bfloat16:
+        return {name: torch.full_like(master, start, dtype=torch.bfloat16)}
+    payload_dtype = torch.uint8 if name in _MEANS_OF_SQUARES else torch.int8
+    payload = torch.zeros_like(master, dtype=payload_dtype)
+    scale = torch.ones(-(-master.numel() // STATE_BLOCK_NUMEL), dtype=torch.float32, device=master.device)
+    if start:
+        narrow_blocks(torch.full_like(master, start), None, payload, scale)
+    return {name: payload, name + SCALE_SUFFIX: scale}
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """One state of a shard as it is kept."""
+
+    payload: Tensor  # (n,) float32 or float64, bfloat16, int8 or uint8
+    scale: Tensor | None  # (ceil(n / 256),) float32, for int8 and uint8
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.payload.dtype in (torch.bfloat16, torch.int8, torch.uint8)
+
+    def part(self, start: int, end: int) -> StoredState:
+        """Elements start to end; start is a multiple of 256 for 8-bit states."""
+        if self.scale is None:
+            return StoredState(self.payload[start:end], None)
+        assert start % STATE_BLOCK_NUMEL == 0, start
+        blocks = slice(start // STATE_BLOCK_NUMEL, -(-end // STATE_BLOCK_NUMEL))
+        return StoredState(self.payload[start:end], self.scale[blocks])
+
+    def widened(self) -> Tensor:
+        """The values, (n,) float32; wide states are given themselves."""
+        if self.scale is not None:
+            return widened_blocks(self.payload, self.scale)
+        return self.payload.float() if self.is_narrow else self.payload
+
+    def narrow(self, values: Tensor, noise: Tensor | None = None) -> None:
+        """Stores values, (n,) float32. noise: (n,) int32 random bits; None rounds to nearest."""
+        if self.scale is not None:
+            narrow_blocks(values, noise, self.payload, self.scale)
+        elif noise is None:
+            self.payload.copy_(values)
+        else:
+            rounded = values.view(torch.int32) + (noise & 0xFFFF) & -0x10000
+            self.payload.copy_(torch.where(values.isnan(), torch.nan, rounded.view(torch.float32)))
+
+
+def stored_states(tensors: Sequence[Tensor]) -> list[StoredState]:
+    """States from the tensors of `new_state`, in their order: an 8-bit payload is followed by its scale."""
+    states, rest = [], iter(tensors)
+    for payload in rest:
+        is_8_bit = payload.dtype in (torch.int8, torch.uint8)
+        states.append(StoredState(payload, next(rest) if is_8_bit else None))
+    return states
+
+
+def widened_blocks(payload: Tensor, scale: Tensor) -> Tensor:
+    """The values of 8-bit states, (n,) float32. See [Note: 8-bit states]."""
+    code = payload.to(torch.int32)
+    magnitude = code & (0x7F if payload.dtype == torch.int8 else 0xFF)
+    top = _top_exponent(payload.dtype)
+    subnormal = magnitude.float() * 2.0 ** (-2 - top)
+    normal = ((magnitude + ((127 - top) << 3)) << _MANTISSA_SHIFT).view(torch.float32)
+    values = torch.where(magnitude < 8, subnormal, normal)
+    values *= scale.repeat_interleave(STATE_BLOCK_NUMEL)[: values.numel()]
+    return torch.where(code < 0, -values, values)
+
+
+def narrow_blocks(values: Tensor, noise: Tensor | None, payload: Tensor, scale: Tensor) -> None:
+    """payload, scale = values, (n,) float32. noise: (n,) int32 random bits, None rounds to nearest."""
+    numel, num_blocks, device = values.numel(), scale.numel(), values.device
+    blocks = torch.zeros(num_blocks * STATE_BLOCK_NUMEL, device=device)
+    blocks[:numel] = values
+    blocks = blocks.view(num_blocks, STATE_BLOCK_NUMEL)
+    bits = blocks.view(torch.int32)
+    exponent = (bits & 0x7FFFFFFF).amax(1, keepdim=True) >> 23
+    is_broken = exponent >= 253  # the inverse of the scale would be denormal
+    exponent.clamp_(max=252)
+    scale.copy_(((exponent + 1) << 23).view(torch.float32).masked_fill(is_broken, torch.nan).view(-1))
+    y = blocks.abs() * ((253 - exponent) << 23).view(torch.float32)
+    random = torch.full_like(bits, 1 << (_MANTISSA_SHIFT - 1))
+    if noise is not None:
+        random.view(-1)[:numel] = noise & ((1 << _MANTISSA_SHIFT) - 1)
+    top = _top_exponent(payload.dtype)
+    normal = ((y.view(torch.int32) + random) >> _MANTISSA_SHIFT) - ((127 - top) << 3)
+    subnormal = (y * 2.0 ** (2 + top) + random.float() * 2.0**-_MANTISSA_SHIFT).nan_to_num_(0, 0, 0).to(torch.int32)
+    code = torch.where(y < 2.0 ** (1 - top), subnormal, normal)
+    if payload.dtype == torch.int8:
+        code |= (bits >> 24) & -0x80
+    else:
+        code.masked_fill_((code == 0) & (y > 0), 1)
+    payload.copy_(code.masked_fill_(is_broken, 0).view(-1)[:numel])
+
+
+def _top_exponent(payload_dtype: torch.dtype) -> int:
+    """The largest exponent's code; it stands for the scale itself."""
+    return 15 if payload_dtype == torch.int8 else 31
+
+
+def step_seed(step: int) -> int:
+    """The part of the random bits that differs between steps, below 2^32."""
+    return step * 0x9E3779B1 & 0xFFFFFFFF
+
+
+def rounding_noise(gradient: Tensor, weight: Tensor, step: int) -> Tensor:
+    """Random bits of each element, (n,) int32: MurmurHash3's mixing of what is known of it before its update.
+
+    gradient, weight: (n,) float32, the gradient scaled. The C++ kernel has the same function.
+    """
+    x = gradient.view(torch.int32) * _signed(0x9E3779B1) ^ (weight.view(torch.int32) + _signed(step_seed(step)))
+    x = (x ^ _shifted(x, 16)) * _signed(0x85EBCA6B)
+    x = (x ^ _shifted(x, 13)) * _signed(0xC2B2AE35)
+    return x ^ _shifted(x, 16)
+
+
+def other_noise(noise: Tensor) -> Tensor:
+    """Random bits for an element's second state, (n,) int32."""
+    x = noise * _signed(0x9E3779B1)
+    return x ^ _shifted(x, 15)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+def _shifted(x: Tensor, count: int) -> Tensor:
+    """x >> count with zeros from the left."""
+    return (x >> count) & ((1 << (32 - count)) - 1)

@@ -1,0 +1,120 @@
+"""Jobs of two ranks that save in a loop and are killed: `python -m tests.checkpoint.crashing FOLDER KILLS SEED`.
+
+One process imports torch; each job is two forks of it, so that fifty of them take seconds. Prints JSON: a `Death` each.
+"""
+
+import ctypes
+import json
+import os
+import random
+import select
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed
+
+import lowtide
+from lowtide.checkpoint.folder import CheckpointFolder
+from tests.engine.saving import engine_for, run_steps
+from tests.models import mlp, vector_batch
+from tests.ranks import environment, free_port
+from tests.zero.training import Case
+
+WORLD_SIZE = 2
+KEPT = 2
+LONGEST_SECONDS = 0.08  # a save takes 10 to 30 ms
+
+
+@dataclass
+class Death:
+    """What a job had done when it was killed, and what was found afterwards."""
+
+    promised_step: int  # of the newest checkpoint whose save had returned
+    found_step: int  # of what `latest` names
+    was_saving: bool  # something unfinished was left
+    num_automatic: int
+    num_saves: int
+
+
+def main(folder: Path, kills: int, seed: int) -> None:
+    draw = random.Random(seed)
+    deaths = []
+    promised = 0
+    for number in range(kills):
+        is_async = number % 3 == 2
+        reader, writer = os.pipe()
+        port = free_port()
+        ranks = [fork_rank(rank, port, folder, number, is_async, reader, writer) for rank in range(WORLD_SIZE)]
+        os.close(writer)
+        steps = read_steps(reader, 1, 30.0)  # both ranks have loaded, and saved once
+        time.sleep(draw.uniform(0, LONGEST_SECONDS))
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL)
+        for pid in ranks:
+            os.waitpid(pid, 0)
+        steps += read_steps(reader, 1 << 30, 5.0)
+        os.close(reader)
+        returned = steps[:-1] if is_async else steps  # a save in the background has ended when the next begins
+        promised = max([promised, *returned])
+        deaths.append(look(folder, promised, len(steps)))
+    print(json.dumps([asdict(death) for death in deaths]))
+
+
+def fork_rank(rank: int, port: int, folder: Path, number: int, is_async: bool, reader: int, writer: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        os.close(reader)
+        os.environ.update(environment(rank, WORLD_SIZE, port))
+        save_in_a_loop(folder, number, is_async, writer)
+    finally:
+        os._exit(1)
+
+
+def save_in_a_loop(folder: Path, number: int, is_async: bool, writer: int) -> None:
+    """Goes on where the last job was killed. Every third save replaces the one named `best`."""
+    config = {"checkpoint": {"keep_last": KEPT, "async": is_async}, "communication": {"timeout_seconds": 20}}
+    case = Case(mlp, vector_batch, (0, 3, 1)[number % 3], config=config)
+    engine: lowtide.Engine = engine_for(case, WORLD_SIZE)
+    if CheckpointFolder(folder).latest() is not None:
+        engine.load_checkpoint(folder)
+    while True:
+        run_steps(engine, case, engine.global_step, 1)
+        engine.save_checkpoint(folder, None if engine.global_step % 3 else "best")
+        if engine.rank == 0:
+            os.write(writer, f"{engine.global_step}\n".encode())
+
+
+def read_steps(reader: int, count: int, seconds: float) -> list[int]:
+    """The steps that rank 0 reports, until there are `count` or it is gone."""
+    text = b""
+    deadline = time.monotonic() + seconds
+    while text.count(b"\n") < count:
+        ready, _, _ = select.select([reader], [], [], max(0.0, deadline - time.monotonic()))
+        data = os.read(reader, 4096) if ready else b""
+        if not data:
+            break
+        text += data
+    return [int(line) for line in text.splitlines()]
+
+
+def look(folder: Path, promised: int, num_saves: int) -> Death:
+    """Reads every value of what `latest` names. Raises CheckpointError where that cannot be done."""
+    target = CheckpointFolder(folder)
+    if promised == 0 and target.latest() is None:
+        return Death(0, 0, bool(target.unfinished()), 0, num_saves)
+    checkpoint = target.open()
+    checkpoint.verify()
+    automatic = [tag for tag in target.tags() if tag != "best"]
+    return Death(promised, checkpoint.manifest.step, bool(target.unfinished()), len(automatic), num_saves)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

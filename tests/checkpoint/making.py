@@ -1,0 +1,79 @@
+"""Checkpoints written by hand, without an engine and without ranks."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.checkpoint.dcp import STEP, OptimizerNames
+from lowtide.checkpoint.folder import CheckpointFolder
+from lowtide.checkpoint.fragment import Fragment, TensorInfo
+from lowtide.checkpoint.index import Manifest
+from lowtide.checkpoint.writer import RankWriter
+
+NO_OPTIMIZER = OptimizerNames((), ())
+Pieces = Sequence[Mapping[str, tuple[int, int]]]
+"""For each rank: name -> the range of the flattened tensor that it writes."""
+
+
+def manifest_of(tensors: Mapping[str, Tensor], tag: str, world_size: int, **changes: Any) -> Manifest:
+    infos = {f"model.{name}": TensorInfo(tuple(value.shape), value.dtype) for name, value in tensors.items()}
+    values: dict[str, Any] = {
+        "tag": tag,
+        "step": 1,
+        "saved_at": 0.0,
+        "has_own_tag": False,
+        "versions": {},
+        "topology": {"world_size": world_size},
+        "tensors": {**infos, STEP: TensorInfo((), torch.float32)},
+        "compute_dtypes": {},
+        "aliases": {},
+        "training": None,
+        "config": {},
+    }
+    return Manifest(**{**values, **changes})
+
+
+def halves(tensors: Mapping[str, Tensor], world_size: int) -> Pieces:
+    """Even ranges of every tensor."""
+    return [
+        {
+            name: (value.numel() * rank // world_size, value.numel() * (rank + 1) // world_size)
+            for name, value in tensors.items()
+        }
+        for rank in range(world_size)
+    ]
+
+
+def write(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    tag: str = "a",
+    pieces: Pieces | None = None,
+    keep_last: int | None = None,
+    **changes: Any,
+) -> CheckpointFolder:
+    """A complete checkpoint of the tensors; `latest` names it."""
+    target = CheckpointFolder(folder)
+    pieces = pieces or halves(tensors, 2)
+    saving = target.begin(tag)
+    for rank, ranges in enumerate(pieces):
+        fragments = [
+            Fragment(f"model.{name}", tuple(tensors[name].shape), start, tensors[name].reshape(-1)[start:end])
+            for name, (start, end) in ranges.items()
+        ]
+        if rank == 0:
+            fragments.append(Fragment(STEP, (), 0, torch.ones(1)))
+        RankWriter(saving, rank).write(fragments, [], {"rank": rank})
+    target.commit(manifest_of(tensors, tag, len(pieces), **changes), NO_OPTIMIZER, keep_last)
+    return target
+
+
+def read_whole(target: CheckpointFolder, name: str, tag: str | None = None) -> Tensor:
+    source = target.open(tag).weights
+    info = source.tensors[name]
+    values = torch.empty(info.nbytes // info.dtype.itemsize, dtype=info.dtype)
+    source.read([Fragment(name, info.shape, 0, values)])
+    return values.view(info.shape)

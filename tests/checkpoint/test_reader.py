@@ -1,0 +1,237 @@
+"""Ranges of tensors out of files that others have cut elsewhere; what is damaged is found and named."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowtide.checkpoint import writer
+from lowtide.checkpoint.checkpoint import Checkpoint
+from lowtide.checkpoint.errors import CheckpointError
+from lowtide.checkpoint.fragment import Fragment
+from tests.checkpoint.making import read_whole, write
+
+BIG = 3 << 20  # elements of float32: several boxes
+
+
+def tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "cube": torch.randn(5, 7, 3, generator=generator),
+        "flat": torch.arange(1000, dtype=torch.int64),
+        "half": torch.randn(33, 3, generator=generator).bfloat16(),
+        "flags": torch.arange(9) % 2 == 0,
+        "one": torch.tensor(2.5, dtype=torch.float64),
+        "empty": torch.zeros(4, 0),
+    }
+
+
+def random_pieces(values: dict[str, Tensor], world_size: int, seed: int) -> list[dict[str, tuple[int, int]]]:
+    """Uneven parts; some ranks have none of a tensor."""
+    draw = random.Random(seed)
+    pieces: list[dict[str, tuple[int, int]]] = [{} for _ in range(world_size)]
+    for name, value in values.items():
+        cuts = sorted(draw.randint(0, value.numel()) for _ in range(world_size - 1))
+        for rank, (low, high) in enumerate(zip([0, *cuts], [*cuts, value.numel()], strict=True)):
+            if low < high:
+                pieces[rank][name] = (low, high)
+    return pieces
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_any_range_comes_back_whoever_wrote_its_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    monkeypatch.setattr(writer, "MAX_BOX_BYTES", 64)  # many boxes in small tensors
+    draw = random.Random(world_size)
+    for seed in range(5):
+        values = tensors()
+        target = write(tmp_path, values, f"{seed}", random_pieces(values, world_size, seed))
+        source = target.open().weights
+        assert {name: (info.shape, info.dtype) for name, info in source.tensors.items()} == {
+            name: (tuple(value.shape), value.dtype) for name, value in values.items()
+        }
+        for name, value in values.items():
+            assert torch.equal(read_whole(target, name), value)
+            flat = value.reshape(-1)
+            fragments = []
+            for _ in range(10):
+                low, high = sorted(draw.randint(0, value.numel()) for _ in range(2))
+                memory = torch.empty(high - low, dtype=value.dtype)
+                fragments.append(Fragment(name, tuple(value.shape), low, memory))
+            source.read(fragments)
+            for fragment in fragments:
+                assert torch.equal(fragment.values, flat[fragment.start : fragment.end])
+
+
+def test_values_are_cast_to_what_they_are_for(tmp_path: Path) -> None:
+    value = torch.randn(10, 10)
+    source = write(tmp_path, {"w": value}).open().weights
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        memory = torch.empty(60, dtype=dtype)
+        source.read([Fragment("w", (10, 10), 25, memory)])
+        assert torch.equal(memory, value.reshape(-1)[25:85].to(dtype))
+
+
+def test_only_the_boxes_of_a_range_are_read(tmp_path: Path) -> None:
+    value = torch.randn(BIG)
+    source = write(tmp_path, {"w": value}).open().weights
+    memory = torch.empty(100)
+    source.read([Fragment("w", (BIG,), BIG // 2 + 5, memory)])
+    assert torch.equal(memory, value[BIG // 2 + 5 : BIG // 2 + 105])
+    assert source.bytes_read == writer.MAX_BOX_BYTES < value.nbytes
+
+
+def test_the_state_of_each_rank_comes_back(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, tensors()).open()
+    assert [checkpoint.own_state(rank) for rank in range(2)] == [{"rank": 0}, {"rank": 1}]
+
+
+def test_a_whole_checkpoint_is_verified(tmp_path: Path) -> None:
+    write(tmp_path, tensors()).open().verify()
+
+
+# -- damage ----------------------------------------------------------------------------------------------------------
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def append(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def flip_middle(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+FILES = ["__0_0.distcp", "__1_0.distcp", "rank0.json", "rank1.json", "lowtide.json", ".metadata"]
+DAMAGES = [truncate, empty, append, flip_middle, remove]
+
+
+def all_of(path: Path) -> None:
+    """Opens a checkpoint, and reads all that it has."""
+    checkpoint = Checkpoint(path)
+    checkpoint.verify()
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "name", ["__0_0.distcp", "__1_0.distcp", "rank0.json", "rank1.json", "lowtide.json", ".metadata"]
+)
+def test_every_damage_to_every_file_is_found_and_the_file_is_named(
+    tmp_path: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    folder = write(tmp_path, {"w": torch.randn(3000)}).path / "a"
+    damage(folder / name)
+    with pytest.raises(CheckpointError) as caught:
+        all_of(folder)
+    assert str(caught.value).startswith(f"{folder / name}: expected ")
+
+
+def test_every_single_byte_of_the_description_counts(tmp_path: Path) -> None:
+    """Flipped, it is found, or it changes nothing of what is read."""
+    folder = write(tmp_path, {"w": torch.randn(3)}).path / "a"
+    intact = (folder / "lowtide.json").read_bytes()
+    expected = Checkpoint(folder).manifest
+    found = 0
+    for place in range(len(intact)):
+        for bit in (1, 32):
+            content = bytearray(intact)
+            content[place] ^= bit
+            (folder / "lowtide.json").write_bytes(content)
+            try:
+                assert Checkpoint(folder).manifest == expected
+            except CheckpointError:
+                found += 1
+    assert found > 1.9 * len(intact)
+
+
+def test_every_byte_of_a_tensors_values_counts(tmp_path: Path) -> None:
+    values = torch.randn(8)
+    target = write(tmp_path, {"w": values})
+    checkpoint = target.open()
+    for rank in range(2):
+        path = target.path / "a" / f"__{rank}_0.distcp"
+        intact = path.read_bytes()
+        (row,) = [row for row in checkpoint._indexes[rank].rows if row.name == "model.w"]
+        assert row.box.numel == 4
+        for place in range(row.place.values_offset, row.place.values_offset + 16):
+            content = bytearray(intact)
+            content[place] ^= 1 << (place % 8)
+            path.write_bytes(content)
+            with pytest.raises(CheckpointError) as caught:
+                read_whole(target, "w")
+            assert str(caught.value) == (
+                f"{path}: expected the values of 'model.w' at offset {row.place.values_offset} as they were written, "
+                "found others (the checksum differs): the file is altered"
+            )
+        path.write_bytes(intact)
+    assert torch.equal(read_whole(target, "w"), values)
+
+
+def test_the_texts_say_what_is_wrong_with_a_file(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"w": torch.randn(3000)}).path / "a"
+    data, nbytes = folder / "__1_0.distcp", (folder / "__1_0.distcp").stat().st_size
+    data.write_bytes(data.read_bytes()[:-1])
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(folder)
+    assert str(caught.value) == f"{data}: expected {nbytes} bytes, found {nbytes - 1}: the file is truncated"
+    data.write_bytes(bytes(nbytes + 1))
+    with pytest.raises(CheckpointError, match=f"expected {nbytes} bytes, found {nbytes + 1}: the file is altered"):
+        Checkpoint(folder)
+    data.unlink()
+    with pytest.raises(CheckpointError, match=f"expected a file of {nbytes} bytes, found: No such file or directory"):
+        Checkpoint(folder)
+    (folder / "lowtide.json").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"lowtide.json: expected the description of a checkpoint, found no such file"
+    ):
+        Checkpoint(folder)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_found(tmp_path: Path) -> None:
+    target = write(tmp_path, {"w": torch.randn(3000)})
+    source = target.open().weights
+    path = target.path / "a" / "__1_0.distcp"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="found the end of the file: it is truncated"):
+        source.read([Fragment("w", (3000,), 0, torch.empty(3000))])
+    path.unlink()
+    with pytest.raises(
+        CheckpointError, match="_0.distcp: expected a file of the checkpoint, found: No such file".replace(".", "[.]")
+    ):
+        source.read([Fragment("w", (3000,), 0, torch.empty(3000))])
+
+
+def test_a_gap_in_what_the_ranks_wrote_is_found(tmp_path: Path) -> None:
+    pieces = [{"w": (0, 40)}, {"w": (50, 100)}]
+    source = write(tmp_path, {"w": torch.randn(10, 10)}, pieces=pieces).open().weights
+    source.read([Fragment("w", (10, 10), 50, torch.empty(50))])
+    with pytest.raises(CheckpointError) as caught:
+        source.read([Fragment("w", (10, 10), 30, torch.empty(30))])
+    assert str(caught.value) == (
+        f"{tmp_path}/a: expected elements 30 to 60 of 'w', found 20 of these 30; an index file does not fit the others"
+    )
+
+
+def test_a_later_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.checkpoint.index.FORMAT", 99)
+    folder = write(tmp_path, {"w": torch.randn(3)}).path / "a"
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="written by a later version of lowtide; found a format above 1"):
+        Checkpoint(folder)

@@ -1,0 +1,223 @@
+"""Saving in the background: the moment of the save is saved, only the next save waits, and nothing is lost."""
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowtide
+from lowtide.checkpoint.errors import CheckpointError
+from lowtide.checkpoint.folder import CheckpointFolder
+from lowtide.offload import SequentialFile
+from tests.engine.saving import engine_for, run_steps, saved_tensors
+from tests.launch.jobs import Job
+from tests.models import mlp, tiny_gpt, token_batch, vector_batch
+from tests.ranks import RankPool
+from tests.zero.training import Case
+
+ASYNC = {"checkpoint": {"async": True}}
+GPT = Case(tiny_gpt, token_batch, 3, config=ASYNC)
+SLOW_SECONDS = 1.0
+
+
+class SlowDisk:
+    """The first write of each file waits until it is let go."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.started = threading.Event()
+        self._real = SequentialFile.write
+
+    def __enter__(self) -> "SlowDisk":
+        def write(file: SequentialFile, data: bytes | memoryview) -> int:
+            self.started.set()
+            assert self.go_on.wait(30)
+            return self._real(file, data)
+
+        SequentialFile.write = write  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.go_on.set()
+        SequentialFile.write = self._real  # type: ignore[method-assign]
+
+
+def train_while_written(folder: Path, stage: int) -> bool:
+    """Saves one step twice, at once and in the background, and trains three steps before the disk does anything."""
+    plain = engine_for(GPT.at(stage, config={"checkpoint": {}}), 2)
+    run_steps(plain, GPT, 0, 2)
+    plain.save_checkpoint(folder, "expected")
+    losses = run_steps(plain, GPT, 2, 3).losses
+    plain.close()
+    engine = engine_for(GPT.at(stage), 2)
+    run_steps(engine, GPT, 0, 2)
+    with SlowDisk() as disk:
+        engine.save_checkpoint(folder, "a")
+        assert disk.started.wait(30)
+        assert run_steps(engine, GPT, 2, 3).losses == losses
+        is_early = not (folder / "a").exists() and CheckpointFolder(folder).latest() == "expected"
+        disk.go_on.set()
+        engine.close()
+    assert CheckpointFolder(folder).latest() == "a"  # close has waited
+    return is_early
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_steps_go_on_while_the_moment_of_the_save_is_written(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    assert ranks(2, train_while_written, tmp_path, stage) == [True, True]
+    found, expected = saved_tensors(tmp_path, "a"), saved_tensors(tmp_path, "expected")
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
+    case = Case(mlp, vector_batch, config=ASYNC)
+    engine = engine_for(case, 1)
+    with SlowDisk() as disk:
+        engine.save_checkpoint(tmp_path, "a")
+        timer = threading.Timer(SLOW_SECONDS, disk.go_on.set)
+        start = time.monotonic()
+        timer.start()
+        engine.save_checkpoint(tmp_path, "b")
+        assert time.monotonic() - start > 0.9 * SLOW_SECONDS
+        assert CheckpointFolder(tmp_path).latest() == "a"
+        engine.close()
+    assert CheckpointFolder(tmp_path).tags() == ["a", "b"]
+
+
+def test_loading_waits_for_what_is_being_saved(tmp_path: Path) -> None:
+    case = Case(mlp, vector_batch, config=ASYNC)
+    engine = engine_for(case, 1)
+    run_steps(engine, case, 0, 2)
+    with SlowDisk() as disk:
+        engine.save_checkpoint(tmp_path, "a")
+        expected = run_steps(engine, case, 2, 2).losses
+        threading.Timer(0.2, disk.go_on.set).start()
+        engine.load_checkpoint(tmp_path)
+    assert run_steps(engine, case, 2, 2).losses == expected
+    engine.close()
+
+
+def test_a_save_before_the_first_step_has_no_states_though_training_goes_on(tmp_path: Path) -> None:
+    case = Case(mlp, vector_batch, config=ASYNC)
+    engine = engine_for(case, 1)
+    with SlowDisk() as disk:
+        engine.save_checkpoint(tmp_path, "a")
+        expected = run_steps(engine, case, 0, 2).losses
+        disk.go_on.set()
+        engine.close()
+    assert not [name for name in saved_tensors(tmp_path, "a") if name.startswith("state.")]
+    assert b"optim.state." not in (tmp_path / "a" / ".metadata").read_bytes()
+    engine = engine_for(case, 1)
+    engine.load_checkpoint(tmp_path)
+    assert run_steps(engine, case, 0, 2).losses == expected
+    engine.close()
+
+
+def fail_in_background(folder: Path, where: str) -> str:
+    """Rank 1 has no room; the error comes on both ranks at the next step, save, load or close."""
+    engine = engine_for(GPT, 2)
+    run_steps(engine, GPT, 0, 1)
+    engine.save_checkpoint(folder, "good")
+    engine.load_checkpoint(folder, "good")  # waits for it
+    real = os.pwrite
+
+    def failing(*args: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if engine.rank == 1:
+        os.pwrite = failing  # type: ignore[assignment]
+    try:
+        engine.save_checkpoint(folder, "bad")
+        if engine.rank == 1:
+            deadline = time.monotonic() + 30
+            while not engine._checkpointer.has_failed and time.monotonic() < deadline:
+                time.sleep(0.01)
+    finally:
+        os.pwrite = real
+    with pytest.raises(CheckpointError) as caught:
+        if where == "step":
+            run_steps(engine, GPT, 1, 1)
+        elif where == "save":
+            engine.save_checkpoint(folder, "next")
+        elif where == "load":
+            engine.load_checkpoint(folder)
+        else:
+            engine.close()
+    if where != "close":
+        assert engine.global_step == (2 if where == "step" else 1)
+        run_steps(engine, GPT, 2, 1)
+        engine.save_checkpoint(folder, "after")
+        engine.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["step", "save", "load", "close"])
+def test_a_failure_in_the_background_is_raised_on_every_rank(ranks: RankPool, tmp_path: Path, where: str) -> None:
+    for text in ranks(2, fail_in_background, tmp_path, where):
+        assert text == (
+            f"saving checkpoint 'bad' to {tmp_path} failed on rank 1: No space left on device. "
+            "What was saved before is as it was, and training can go on."
+        )
+    tags = ["good"] if where == "close" else ["good", "after"]
+    assert CheckpointFolder(tmp_path).tags() == tags and CheckpointFolder(tmp_path).unfinished() == []
+
+
+SCRIPT = """
+import sys, time, torch, lowtide
+from lowtide.offload import SequentialFile
+from tests.models import mlp, vector_batch
+
+real = SequentialFile.write
+def slow(file, data):
+    if not slow.done:
+        slow.done = True
+        time.sleep(0.5)
+    return real(file, data)
+slow.done = False
+SequentialFile.write = slow
+torch.manual_seed(0)
+config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "adamw"}, "checkpoint": {"async": True}}
+engine = lowtide.initialize(mlp(), config)
+engine.train_step(vector_batch(0, 4))
+engine.save_checkpoint("checkpoints")
+ENDING
+"""
+ENDINGS = {"falls off its end": "", "exits": "sys.exit(0)"}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_script_that_ends_right_after_a_save_completes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    source = SCRIPT.replace("ENDING", ENDINGS[ending])
+    status, out, err = Job(tmp_path, source, "--nproc", "2").finish(60)
+    assert status == 0, out + err
+    target = CheckpointFolder(tmp_path / "checkpoints")
+    assert target.latest() == "global_step1" and target.unfinished() == []
+    target.open().verify()
+
+
+def test_an_error_in_the_with_block_waits_for_the_part_of_this_rank(tmp_path: Path) -> None:
+    case = Case(mlp, vector_batch, config=ASYNC)
+    with SlowDisk() as disk, pytest.raises(KeyError, match="mine"), engine_for(case, 1) as engine:
+        engine.save_checkpoint(tmp_path, "a")
+        threading.Timer(0.2, disk.go_on.set).start()
+        raise KeyError("mine")
+    deadline = time.monotonic() + 10
+    while CheckpointFolder(tmp_path).latest() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    CheckpointFolder(tmp_path).open().verify()
+
+
+def test_a_save_that_is_not_in_the_background_is_complete_when_it_returns(tmp_path: Path) -> None:
+    engine: lowtide.Engine = engine_for(Case(mlp, vector_batch), 1)
+    engine.save_checkpoint(tmp_path)
+    CheckpointFolder(tmp_path).open("global_step0").verify()
+    engine.close()

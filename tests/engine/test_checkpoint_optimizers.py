@@ -1,0 +1,150 @@
+"""Every optimizer goes on where it was saved, at other stages and numbers of ranks: fused rules and torch's own."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lowtide.checkpoint.errors import CheckpointError
+from tests.engine.saving import Continuation, Trip, engine_for, load_trips, save_and_go_on, save_trips
+from tests.models import mlp, tiny_gpt, token_batch, vector_batch
+from tests.ranks import RankPool
+from tests.zero.training import Case
+
+RULES: list[dict[str, Any]] = [
+    {"type": "adam", "params": {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False}},
+    {"type": "sgd", "params": {"lr": 1e-1}},
+    {"type": "sgd", "params": {"lr": 1e-1, "momentum": 0.9, "nesterov": True}},
+    {"type": "lion", "params": {"lr": 1e-3, "weight_decay": 0.1}},
+    {"type": "adagrad", "params": {"lr": 1e-2, "initial_accumulator_value": 0.1}},
+]
+
+
+def two_groups(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Its fused twin takes it."""
+    weights = [param for param in params if param.dim() > 1]
+    others = [param for param in params if param.dim() < 2]
+    return torch.optim.AdamW([{"params": weights, "lr": 2e-2, "weight_decay": 0.2}, {"params": others}], lr=1e-2)
+
+
+def groups_with_other_states(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Only the weights have a momentum; only the rest, which begins somewhere in a shard, is centered."""
+    weights = [param for param in params if param.dim() > 1]
+    others = [param for param in params if param.dim() < 2]
+    groups = [{"params": weights, "lr": 2e-3, "momentum": 0.5}, {"params": others, "centered": True}]
+    return torch.optim.RMSprop(groups, lr=1e-3)
+
+
+CHOICES: list[Any] = [
+    torch.optim.RMSprop,
+    torch.optim.Adamax,
+    partial(torch.optim.NAdam, lr=1e-2),
+    partial(torch.optim.ASGD, lr=1e-1),
+    partial(torch.optim.Rprop, lr=1e-3),
+    partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
+    partial(torch.optim.SGD, lr=1e-2, maximize=True),
+    partial(torch.optim.SGD, lr=1e-2, momentum=0.8, maximize=True),
+    partial(torch.optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1, maximize=True),
+    two_groups,
+    groups_with_other_states,
+]
+
+GPT = Case(tiny_gpt, token_batch, 3, clip=0.5)
+TRIPS = [
+    Trip(case, case.at(stage))
+    for stage, case in zip((0, 1, 2, 3, 0), [GPT.at(3, config={"optimizer": rule}) for rule in RULES], strict=True)
+] + [
+    Trip(GPT.at(3, config={"optimizer": None}), GPT.at(stage, config={"optimizer": None}), {"optimizer": choice})
+    for stage, choice in zip((0, 1, 2, 3) * 4, CHOICES, strict=False)
+]
+NAMES = [rule["type"] for rule in RULES] + [str(choice) for choice in CHOICES]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def before(ranks: RankPool, folder: Path) -> list[Continuation]:
+    """What went on without a break on two ranks."""
+    return ranks(2, save_trips, TRIPS, folder, 2)[0]
+
+
+def test_every_optimizer_goes_on_to_the_same_bits_at_another_stage(
+    ranks: RankPool, folder: Path, before: list[Continuation]
+) -> None:
+    after = ranks(2, load_trips, TRIPS, folder, 2)[0]
+    for name, one, other in zip(NAMES, before, after, strict=True):
+        assert other.differences(one) == [], name
+    state_names = {
+        name: {key.rpartition(".")[2] for key in one.restored if key.startswith("state.head.weight.")}
+        for name, one in zip(NAMES[3:6], before[3:6], strict=True)
+    }
+    assert list(state_names.values()) == [{"exp_avg"}, {"sum"}, {"square_avg"}]
+
+
+def test_every_optimizer_goes_on_alone_what_two_ranks_have_saved(
+    ranks: RankPool, folder: Path, before: list[Continuation]
+) -> None:
+    after = ranks(1, load_trips, TRIPS, folder, 1)[0]
+    for name, one, other in zip(NAMES, before, after, strict=True):
+        assert other.state_differences(one) == [], name
+        assert other.losses == pytest.approx(one.losses, rel=2e-3 if "Rprop" in name or name == "lion" else 1e-4), name
+
+
+def test_groups_keep_the_states_that_each_of_them_has(before: list[Continuation]) -> None:
+    names = before[-1].restored
+    of_weight = {name.rpartition(".")[2] for name in names if name.startswith("state.blocks.1.qkv.weight")}
+    of_bias = {name.rpartition(".")[2] for name in names if name.startswith("state.blocks.1.up.bias")}
+    assert of_weight == {"square_avg", "momentum_buffer"} and of_bias == {"square_avg", "grad_avg"}
+
+
+def test_an_optimizer_of_torch_and_its_fused_twin_continue_each_other(tmp_path: Path) -> None:
+    own = Case(mlp, vector_batch, config={"optimizer": None})
+    adamw = partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
+    before = save_trips([Trip(own, own, {"optimizer": adamw})], tmp_path, 1)
+    ours = Case(mlp, vector_batch)
+    assert load_trips([Trip(ours, ours)], tmp_path, 1)[0].differences(before[0]) == []
+
+
+@pytest.mark.parametrize(
+    ("saved", "config", "words"),
+    [
+        (RULES[0], RULES[3], "the states of optimizer adam (exp_avg, exp_avg_sq), this run has optimizer lion"),
+        (RULES[1], RULES[2], "the states of optimizer sgd (none), this run has optimizer sgd"),
+        (RULES[3], RULES[1], "the states of optimizer lion (exp_avg), this run has optimizer sgd"),
+    ],
+)
+def test_the_states_of_another_optimizer_are_refused(
+    tmp_path: Path, saved: dict[str, Any], config: dict[str, Any], words: str
+) -> None:
+    case = Case(mlp, vector_batch, config={"optimizer": saved})
+    save_and_go_on(case, tmp_path, 1, "a")
+    with engine_for(case.at(0, config={"optimizer": config}), 1) as engine:
+        with pytest.raises(CheckpointError) as caught:
+            engine.load_checkpoint(tmp_path)
+        assert f"/a does not fit: it has {words}; engine.load_weights(folder) takes the parameters alone." in str(
+            caught.value
+        )
+
+
+def test_another_number_of_groups_is_refused(tmp_path: Path) -> None:
+    case = Case(mlp, vector_batch, config={"optimizer": None})
+    save_and_go_on(case, tmp_path, 1, "a", optimizer=two_groups)
+    text = "does not fit: it has 2 parameter groups, the optimizer 1"
+    engine = engine_for(case, 1, optimizer=partial(torch.optim.AdamW, lr=1e-2))
+    with engine, pytest.raises(CheckpointError, match=text):
+        engine.load_checkpoint(tmp_path)
+
+
+def test_an_optimizer_that_has_not_stepped_yet_takes_any(tmp_path: Path) -> None:
+    """Before the first step there are no states that could be of another optimizer."""
+    first = Case(mlp, vector_batch, config={"optimizer": RULES[0]})
+    save_and_go_on(first, tmp_path, 1, "a", steps=0)
+    with engine_for(first.at(0, config={"optimizer": RULES[3]}), 1) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert engine.global_step == 0

@@ -1,0 +1,327 @@
+"""What a checkpoint has beside tensors: schedulers, options, random states, the place in the data, config, versions."""
+
+import json
+import platform
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.optim import lr_scheduler as schedulers
+
+import lowtide
+from lowtide.checkpoint.errors import CheckpointError
+from lowtide.engine.config import Config
+from tests.engine.saving import (
+    Trip,
+    engine_for,
+    load_trips,
+    run_steps,
+    save_and_go_on,
+    save_trips,
+)
+from tests.models import Mlp, mlp, vector_batch
+from tests.ranks import RankPool
+from tests.zero.training import ADAMW, Case, rank_and_world, share_of
+
+CASE = Case(mlp, vector_batch)
+WARMUP = {"type": "linear", "params": {"warmup_num_steps": 3, "total_num_steps": 8}}
+
+
+def halve(step: int) -> float:
+    return 0.5**step
+
+
+def one_cycle_with_warmup(optimizer: Any) -> Any:
+    first = schedulers.LinearLR(optimizer, 0.1, total_iters=3)
+    return schedulers.SequentialLR(optimizer, [first, schedulers.CosineAnnealingLR(optimizer, 5)], [3])
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "lambda": lambda optimizer: schedulers.LambdaLR(optimizer, halve),
+    "step": lambda optimizer: schedulers.StepLR(optimizer, 2, 0.1),
+    "sequential": one_cycle_with_warmup,
+    "cosine restarts": lambda optimizer: schedulers.CosineAnnealingWarmRestarts(optimizer, 2),
+    "one cycle": lambda optimizer: schedulers.OneCycleLR(optimizer, 0.1, total_steps=9, cycle_momentum=False),
+    "cyclic": lambda optimizer: schedulers.CyclicLR(optimizer, 1e-3, 1e-1, 2, cycle_momentum=False),
+    "multiplicative": lambda optimizer: schedulers.MultiplicativeLR(optimizer, lambda step: 0.9),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_the_callers_scheduler_goes_on(tmp_path: Path, name: str) -> None:
+    trip = Trip(CASE, CASE.at(3), {"lr_scheduler": SCHEDULERS[name]}, steps_before=3)
+    before, after = save_trips([trip], tmp_path, 1)[0], load_trips([trip], tmp_path, 1)[0]
+    assert after.differences(before) == []
+    assert len(set(before.lrs)) > 1
+
+
+def bound_to_the_models_own(case: Case) -> tuple[lowtide.Engine, Any]:
+    """An optimizer and a scheduler that torch made."""
+    torch.manual_seed(0)
+    model = case.build()
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-2, momentum=0.5)
+    scheduler = schedulers.StepLR(optimizer, 2, 0.1)
+    config = {**case.as_config(), "train_micro_batch_size_per_gpu": 8}
+    return lowtide.initialize(model, config, optimizer=optimizer, lr_scheduler=scheduler), scheduler
+
+
+def test_a_scheduler_bound_to_the_callers_optimizer_goes_on(tmp_path: Path) -> None:
+    case = CASE.at(3, config={"optimizer": None})
+    engine, scheduler = bound_to_the_models_own(case)
+    run_steps(engine, case, 0, 3)
+    engine.save_checkpoint(tmp_path)
+    expected = run_steps(engine, case, 3, 3)
+    engine.close()
+    engine, scheduler = bound_to_the_models_own(case)
+    engine.load_checkpoint(tmp_path)
+    assert scheduler.last_epoch == 3 and engine.lr == pytest.approx(1e-3)
+    found = run_steps(engine, case, 3, 3)
+    assert found.differences(expected) == [] and scheduler.last_epoch == 6
+    engine.close()
+
+
+def test_the_schedule_of_the_config_goes_on(tmp_path: Path) -> None:
+    case = CASE.at(1, config={"scheduler": WARMUP})
+    trip = Trip(case, case)
+    before, after = save_trips([trip], tmp_path, 1)[0], load_trips([trip], tmp_path, 1)[0]
+    assert after.differences(before) == [] and len(set(before.lrs)) == 3
+
+
+def test_options_that_were_changed_by_hand_come_back(tmp_path: Path) -> None:
+    engine = engine_for(CASE, 1)
+    engine.optimizer.param_groups[0].update(lr=3e-3, betas=(0.5, 0.6), weight_decay=0.7)
+    run_steps(engine, CASE, 0, 1)
+    engine.save_checkpoint(tmp_path)
+    expected = run_steps(engine, CASE, 1, 2)
+    engine.close()
+    engine = engine_for(CASE, 1)
+    engine.load_checkpoint(tmp_path)
+    group = engine.optimizer.param_groups[0]
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (3e-3, (0.5, 0.6), 0.7)
+    assert run_steps(engine, CASE, 1, 2).differences(expected) == []
+    engine.close()
+
+
+def with_params(case: Case, **params: Any) -> Case:
+    return case.at(case.stage, config={"optimizer": {**ADAMW, "params": {**ADAMW["params"], **params}}})
+
+
+def test_an_option_that_the_config_now_says_otherwise_is_the_configs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_and_go_on(CASE, tmp_path, 1, "a")
+    engine = engine_for(with_params(CASE, lr=5e-4, betas=[0.8, 0.95]), 1)
+    caplog.set_level("INFO", "lowtide")
+    engine.load_checkpoint(tmp_path)
+    group = engine.optimizer.param_groups[0]
+    assert group["lr"] == 5e-4 and tuple(group["betas"]) == (0.8, 0.95) and group["weight_decay"] == 0.1
+    assert run_steps(engine, CASE, 2, 2).lrs == [5e-4, 5e-4]
+    said = [record.getMessage() for record in caplog.records if "optimizer.params" in record.getMessage()]
+    assert said == [
+        "optimizer.params.betas: [0.8, 0.95] as the config says now, not [0.9, 0.95] as saved",
+        "optimizer.params.lr: 0.0005 as the config says now, not 0.01 as saved",
+    ]
+    engine.close()
+
+
+def test_nothing_is_said_of_options_where_the_config_is_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_and_go_on(CASE, tmp_path, 1, "a")
+    engine = engine_for(CASE, 1)
+    caplog.set_level("INFO", "lowtide")
+    engine.load_checkpoint(tmp_path)
+    assert not [record for record in caplog.records if "optimizer.params" in record.getMessage()]
+    engine.close()
+
+
+def test_a_new_learning_rate_is_the_peak_of_the_configs_schedule(tmp_path: Path) -> None:
+    scheduled = CASE.at(0, config={"scheduler": WARMUP})
+    before = save_and_go_on(scheduled, tmp_path, 1, "a")
+    engine = engine_for(with_params(scheduled, lr=2e-2), 1)
+    engine.load_checkpoint(tmp_path)
+    assert run_steps(engine, scheduled, 2, 3).lrs == pytest.approx([2 * lr for lr in before.lrs])
+    engine.close()
+
+
+class Noisy(Mlp):
+    """Draws from every random generator of the process."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        factor = 1 + 0.1 * random.random() + 0.1 * float(np.random.rand())
+        return super().forward(functional.dropout(x, 0.3) * factor, y)
+
+
+def noisy_case(stage: int) -> Case:
+    return Case(Noisy, vector_batch, stage)
+
+
+def go_on_noisily(stage: int, folder: Path, loads: bool) -> list[float]:
+    """Every rank has another seed."""
+    case = noisy_case(stage)
+    rank, world_size = rank_and_world()
+    engine = engine_for(case, world_size)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(rank + 10 * loads)
+    if loads:
+        engine.load_checkpoint(folder)
+    else:
+        run_steps(engine, case, 0, 2)
+        engine.save_checkpoint(folder)
+    losses = run_steps(engine, case, 2, 3).losses
+    engine.close()
+    return losses
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_random_generators_of_each_rank_go_on(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    expected = ranks(world_size, go_on_noisily, 3, tmp_path, False)
+    assert ranks(world_size, go_on_noisily, 0, tmp_path, True) == expected
+
+
+def test_with_another_number_of_ranks_the_generators_are_left_alone(
+    ranks: RankPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks(2, go_on_noisily, 1, tmp_path, False)
+    engine = engine_for(noisy_case(0), 1)
+    before = torch.get_rng_state(), random.getstate()
+    caplog.set_level("INFO", "lowtide")
+    engine.load_checkpoint(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    text = "random generators go on as they are: the checkpoint has the states of 2 ranks, there are 1"
+    assert text in caplog.messages
+    engine.close()
+
+
+class Loader:
+    """Shuffles, and knows its place."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed, self.place = seed, 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        while True:
+            self.place += 1
+            yield vector_batch(self.seed + self.place, 8)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": self.seed, "place": self.place, "history": (1, torch.arange(3))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seed, self.place = state["seed"], state["place"]
+        assert isinstance(state["history"], tuple)
+
+
+def train_with_loader(folder: Path, loads: bool) -> tuple[list[float], dict[str, Any], int]:
+    rank, world_size = rank_and_world()
+    engine = engine_for(CASE.at(3), world_size)
+    loader = Loader(0 if loads else 100 * rank)
+    engine.client_state["loader"] = loader
+    engine.client_state["epoch"] = 0 if loads else 7 + rank
+    returned: dict[str, Any] = {}
+    batches = iter(loader)
+    if loads:
+        returned = engine.load_checkpoint(folder)
+    else:
+        for _ in range(3):
+            engine.train_step(share_of(next(batches)))
+        engine.save_checkpoint(folder, client_state={"note": b"mine", "epoch": 9})
+    losses = [engine.train_step(share_of(next(batches))).loss.item() for _ in range(3)]
+    epoch = engine.client_state["epoch"]
+    assert engine.client_state.keys() == {"loader", "epoch"} and engine.client_state["loader"] is loader
+    engine.close()
+    return losses, returned, epoch
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_each_ranks_loader_goes_on(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    before = ranks(world_size, train_with_loader, tmp_path, False)
+    after = ranks(world_size, train_with_loader, tmp_path, True)
+    for rank, ((expected, _, _), (found, returned, epoch)) in enumerate(zip(before, after, strict=True)):
+        assert found == expected
+        assert returned["loader"]["seed"] == 100 * rank and returned["loader"]["place"] == 3
+        assert returned["note"] == b"mine" and set(returned) == {"loader", "epoch", "note"}
+        assert returned["epoch"] == epoch == 9  # what is given to save_checkpoint counts before what was registered
+
+
+def test_with_another_number_of_ranks_the_client_state_is_that_of_rank_0(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, train_with_loader, tmp_path, False)
+    for _, returned, _ in ranks(4, train_with_loader, tmp_path, True):
+        assert returned["loader"]["seed"] == 0
+
+
+def test_client_state_that_is_not_registered_is_returned_alone(tmp_path: Path) -> None:
+    with engine_for(CASE, 1) as engine:
+        engine.save_checkpoint(tmp_path, client_state={"a": (1, float("nan"), np.float32(2)), 3: {"x": {1, 2}}})
+    with engine_for(CASE, 1) as engine:
+        found = engine.load_checkpoint(tmp_path)
+        assert engine.client_state == {}
+    assert found["a"][0] == 1 and found["a"][1] != found["a"][1] and type(found["a"][2]) is np.float32
+    assert found[3] == {"x": {1, 2}}
+
+
+class Unknown:
+    pass
+
+
+def test_client_state_with_an_unknown_object_names_its_place(tmp_path: Path) -> None:
+    with engine_for(CASE, 1) as engine:
+        with pytest.raises(CheckpointError) as caught:
+            engine.save_checkpoint(tmp_path, "a", client_state={"sampler": {"parts": [1, Unknown()]}})
+        assert str(caught.value).startswith(f"saving checkpoint 'a' to {tmp_path} failed on rank 0: ")
+        assert "client_state.sampler.parts[1]: expected numbers, strings" in str(caught.value)
+        assert f"found {__name__}.Unknown; a checkpoint holds no pickles" in str(caught.value)
+        assert str(caught.value).endswith("What was saved before is as it was, and training can go on.")
+        assert list(tmp_path.iterdir()) == []
+        run_steps(engine, CASE, 0, 1)
+
+
+def test_the_file_says_what_was_saved(ranks: RankPool, tmp_path: Path) -> None:
+    case = CASE.at(3, config={"zero_optimization": {"shard_size": 1}})
+    ranks(2, save_and_go_on, case, tmp_path, 2, "mine")
+    content = json.loads((tmp_path / "mine" / "lowtide.json").read_text())["content"]
+    assert content["tag"] == "mine" and content["step"] == 2 and content["has_own_tag"] is True
+    assert content["versions"]["torch"] == torch.__version__
+    assert content["versions"]["python"] == platform.python_version()
+    assert content["versions"]["lowtide"] == lowtide.__version__ if hasattr(lowtide, "__version__") else True
+    assert content["topology"] == {"world_size": 2, "stage": 3, "shard_size": 1, "replicas": 2}
+    assert Config.load(content["config"]).optimizer == Config.load(case.as_config()).optimizer
+    assert content["tensors"]["model.first.weight"] == ["float32", [7, 5]]
+    assert content["tensors"]["optim.state.first.weight.exp_avg"] == ["float32", [7, 5]]
+    names = {entry["name"] for entry in content["files"]}
+    assert names == {"__0_0.distcp", "__1_0.distcp", "rank0.json", "rank1.json", ".metadata"}
+    assert {path.name for path in (tmp_path / "mine").iterdir()} == names | {"lowtide.json"}
+    assert sum(entry["nbytes"] for entry in content["files"]) == sum(
+        (tmp_path / "mine" / name).stat().st_size for name in names
+    )
+
+
+class WithConfiguration(Mlp):
+    class Configuration:
+        def to_json_string(self) -> str:
+            return '{"model_type": "mlp"}'
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = self.Configuration()
+
+
+def test_the_models_own_configuration_is_kept(tmp_path: Path) -> None:
+    save_and_go_on(Case(WithConfiguration, vector_batch), tmp_path, 1, "a")
+    content = json.loads((tmp_path / "a" / "lowtide.json").read_text())["content"]
+    assert content["model_files"] == {"config.json": {"model_type": "mlp"}}
+
+
+def test_the_counters_go_on(tmp_path: Path) -> None:
+    save_and_go_on(CASE, tmp_path, 1, "a")
+    with engine_for(CASE, 1) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert engine.global_step == 2 and engine.optimizer.num_steps == 2
+        run_steps(engine, CASE, 2, 1)
+        assert engine.global_step == 3 and engine.save_checkpoint(tmp_path) == "global_step3"

@@ -1,0 +1,158 @@
+"""SIGTERM with `checkpoint.on_sigterm`: the step is finished, saved, and the job leaves with status 0."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lowtide.checkpoint.folder import CheckpointFolder
+from lowtide.engine.preemption import Preemption
+from tests.engine.saving import engine_for, load_and_go_on, run_steps
+from tests.launch.jobs import Job
+from tests.models import mlp, vector_batch
+from tests.zero.training import Case
+
+CASE = Case(mlp, vector_batch)
+
+SCRIPT = """
+import os, pathlib, time
+from tests.engine.saving import engine_for, run_steps
+from tests.models import mlp, vector_batch
+from tests.zero.training import Case
+
+checkpoint = {"folder": "run", "on_sigterm": True, "async": ASYNC}
+case = Case(mlp, vector_batch, 3, config={"checkpoint": checkpoint})
+engine = engine_for(case, 2)
+for step in range(2000):
+    run_steps(engine, case, step, 1)
+    if step == 2:
+        pathlib.Path("pid" + os.environ["RANK"]).write_text(str(os.getpid()))
+    time.sleep(0.01)
+"""
+
+
+def job_in(folder: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool = False) -> Job:
+    """Two ranks that have taken three steps; there are enough for a minute."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    job = Job(folder, SCRIPT.replace("ASYNC", str(asynchronous)), "--nproc", "2")
+    job.wait_for_files("pid0", "pid1")
+    return job
+
+
+def assert_goes_on(folder: Path) -> None:
+    """The checkpoint has all of the steps that were taken: what follows is what would have followed."""
+    target = CheckpointFolder(folder)
+    target.open().verify()
+    step = target.open().manifest.step
+    assert 3 <= step < 2000 and target.tags() == [f"global_step{step}"] and target.unfinished() == []
+    whole = engine_for(CASE, 1)
+    expected = run_steps(whole, CASE, 0, step + 3).losses
+    whole.close()
+    assert load_and_go_on(CASE, folder, 1, f"global_step{step}", step).losses == pytest.approx(
+        expected[step:], rel=1e-3
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    job = job_in(tmp_path, monkeypatch)
+    os.kill(int((tmp_path / f"pid{rank}").read_text()), signal.SIGTERM)
+    status, out, err = job.finish(60)
+    assert status == 0, out + err
+    assert "SIGTERM: step" in out + err and "is saved in run, leaving" in out + err
+    assert_goes_on(tmp_path / "run")
+
+
+def test_a_signal_to_the_launcher_ends_the_job_with_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved in the background: it is waited for."""
+    job = job_in(tmp_path, monkeypatch, asynchronous=True)
+    job.process.send_signal(signal.SIGTERM)
+    status, out, err = job.finish(60)
+    assert status == 0, out + err
+    assert_goes_on(tmp_path / "run")
+
+
+def preempted_case(folder: Path) -> Case:
+    return CASE.at(0, config={"checkpoint": {"folder": str(folder), "on_sigterm": True, "every_steps": 3}})
+
+
+@pytest.fixture
+def handler() -> Iterator[list[int]]:
+    """The signals that reach the handler which was there before the engine."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    yield seen
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_the_step_is_finished_saved_once_and_the_engine_closed(tmp_path: Path, handler: list[int]) -> None:
+    case = preempted_case(tmp_path)
+    engine = engine_for(case, 1)
+    run_steps(engine, case, 0, 2)
+    signal.raise_signal(signal.SIGTERM)
+    assert CheckpointFolder(tmp_path).latest() is None  # nothing happens within a step
+    with pytest.raises(SystemExit) as caught:
+        run_steps(engine, case, 2, 5)
+    assert caught.value.code == 0 and engine.global_step == 3
+    assert CheckpointFolder(tmp_path).tags() == ["global_step3"]
+    assert handler == []
+    signal.raise_signal(signal.SIGTERM)
+    assert handler == [signal.SIGTERM]  # whoever had the signal before has it again
+
+
+def test_a_second_signal_goes_to_whoever_had_it_before(tmp_path: Path, handler: list[int]) -> None:
+    engine = engine_for(preempted_case(tmp_path), 1)
+    signal.raise_signal(signal.SIGTERM)
+    assert handler == []
+    signal.raise_signal(signal.SIGTERM)
+    assert handler == [signal.SIGTERM]
+    engine.close()
+
+
+def test_the_signal_is_given_back_when_the_engine_is_closed(tmp_path: Path, handler: list[int]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    engine = engine_for(preempted_case(tmp_path), 1)
+    assert signal.getsignal(signal.SIGTERM) is not before
+    engine.close()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_without_the_setting_the_signal_is_left_alone(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with engine_for(CASE, 1):
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_another_thread_cannot_receive_signals() -> None:
+    texts: list[str] = []
+
+    def arm() -> None:
+        with pytest.raises(ValueError) as caught:
+            Preemption().arm()
+        texts.append(str(caught.value))
+
+    thread = threading.Thread(target=arm, name="trainer")
+    thread.start()
+    thread.join()
+    assert texts == [
+        "checkpoint.on_sigterm: expected lowtide.initialize in the main thread, found 'trainer'; only there a signal "
+        "can be received"
+    ]
+
+
+def test_a_process_without_other_handlers_is_ended_by_the_second_signal() -> None:
+    code = (
+        "import signal, sys\nfrom lowtide.engine.preemption import Preemption\nPreemption().arm()\n"
+        "signal.raise_signal(15)\nprint('one', flush=True)\nsignal.raise_signal(15)\nprint('two')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "one\n" and done.returncode == -signal.SIGTERM

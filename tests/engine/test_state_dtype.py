@@ -1,0 +1,104 @@
+"""Narrow optimizer states: every stage agrees, they take the bytes that they should, and checkpoints keep them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from tests.engine.saving import load_and_go_on, save_and_go_on
+from tests.engine.test_optimizer_offload import Wide, offloaded
+from tests.models import mlp, tiny_gpt, token_batch, vector_batch
+from tests.ranks import RankPool
+from tests.zero.training import ADAMW, Case, share_of, train_all
+
+RULES: dict[str, dict[str, Any]] = {
+    "adamw": ADAMW["params"],
+    "adagrad": {"lr": 1e-2, "initial_accumulator_value": 0.5},
+    "lion": {"lr": 1e-3},
+    "sgd": {"lr": 1e-2, "momentum": 0.9},
+}
+
+
+def case_of(state_dtype: str, rule: str = "adamw", **config: Any) -> Case:
+    optimizer = {"type": rule, "params": {**RULES[rule], "state_dtype": state_dtype}}
+    return Case(tiny_gpt, token_batch, clip=0.5, config={"optimizer": optimizer, **config})
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+@pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
+def test_stages_and_placements_agree_to_the_last_bit(
+    ranks: RankPool, tmp_path: Path, rule: str, state_dtype: str
+) -> None:
+    case = case_of(state_dtype, rule, bf16={"enabled": True})
+    stages = [case.at(stage) for stage in (0, 1, 3)]
+    first, *others = ranks(2, train_all, [*stages, offloaded(case.at(2), tmp_path), offloaded(case.at(3), tmp_path)])[0]
+    for other in others:
+        assert other.differences(first) == []
+
+
+def test_they_are_narrow_and_not_float32(ranks: RankPool) -> None:
+    outcomes = ranks(2, train_all, [case_of(name).at(2) for name in ("fp32", "bf16", "int8")])[0]
+    losses = [outcome.losses for outcome in outcomes]
+    assert losses[0] != losses[1] != losses[2] != losses[0]
+    for narrow in losses[1:]:
+        torch.testing.assert_close(narrow, losses[0], rtol=2e-2, atol=0.0)
+
+
+def state_bytes(state_dtype: str) -> int:
+    config = {
+        "steps_per_print": 0,
+        "optimizer": {"type": "adamw", "params": {"state_dtype": state_dtype}},
+        "zero_optimization": {"stage": 1},
+    }
+    engine = lowtide.initialize(Wide(64), config)
+    engine.train_step(share_of(vector_batch(0, 2 * engine.world_size)))
+    found = engine.memory().optimizer_bytes
+    engine.close()
+    return found
+
+
+def test_bytes_of_two_moments(ranks: RankPool) -> None:
+    # Two units of 64 x 64 + 64 = 4160 elements, 3 blocks of 1024 on each of 2 ranks, and a rest of 579, one block.
+    numel = (3 + 3 + 1) * 1024
+    expected = {"fp32": 8 * numel, "bf16": 4 * numel, "int8": 2 * (numel + numel // 256 * 4)}
+    for state_dtype, nbytes in expected.items():
+        assert ranks(2, state_bytes, state_dtype) == [nbytes, nbytes], state_dtype
+
+
+@pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("place", ["memory", "file"])
+def test_a_checkpoint_goes_on(ranks: RankPool, tmp_path: Path, state_dtype: str, place: str) -> None:
+    case = case_of(state_dtype, bf16={"enabled": True}).at(1)
+    saved = ranks(2, save_and_go_on, case, tmp_path / "saved", 2)[0]
+    target = case.at(3) if place == "memory" else offloaded(case.at(3), tmp_path)
+    loaded = ranks(2, load_and_go_on, target, tmp_path / "saved", 2)[0]
+    for name, value in saved.restored.items():
+        if state_dtype == "bf16":
+            assert torch.equal(loaded.restored[name], value), name
+        else:  # a block whose largest value was rounded up to its scale gets the next scale: its smallest lose a bit
+            torch.testing.assert_close(loaded.restored[name], value, rtol=0, atol=float(value.abs().max()) * 2.0**-13)
+    if state_dtype == "bf16":
+        assert loaded.losses == saved.losses
+    else:
+        torch.testing.assert_close(loaded.losses, saved.losses, rtol=1e-3, atol=0.0)
+
+
+def test_narrow_checkpoints_load_into_wide_states_and_back(ranks: RankPool, tmp_path: Path) -> None:
+    for written, read in (("int8", "fp32"), ("fp32", "int8"), ("bf16", "int8")):
+        folder = tmp_path / written
+        saved = ranks(2, save_and_go_on, case_of(written).at(1), folder, 2)[0]
+        loaded = ranks(2, load_and_go_on, case_of(read).at(2), folder, 2, f"global_step{2}")[0]
+        torch.testing.assert_close(loaded.losses, saved.losses, rtol=2e-2, atol=0.0)
+
+
+def double() -> nn.Module:
+    return mlp().double()
+
+
+def test_float64_parameters_have_wide_states() -> None:
+    config = {"optimizer": {"type": "adamw", "params": {"state_dtype": "int8"}}}
+    with pytest.raises(ValueError, match=r'state_dtype: "int8" needs parameters of at most float32, found float64 in'):
+        lowtide.initialize(double(), config)

@@ -1,0 +1,191 @@
+"""The C++ kernel is built once and kept; where that fails, torch's kernels do the work and the log says why."""
+
+import logging
+import os
+import re
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowtide.kernels import cpu_build
+from lowtide.kernels.cpu_build import BuildError, cache_folder, find_compiler, load_library
+from lowtide.kernels.cpu_optimizer import cpu_kernel
+from lowtide.kernels.optimizer_step import RULES, update_shard
+from tests.kernels.cpu_kernel import ADAM, needs_compiler
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache folder of this test's own, and no kernel loaded yet."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("LOWTIDE_CACHE", str(folder))
+    monkeypatch.delenv("LOWTIDE_CPU_KERNEL", raising=False)
+    cpu_kernel.cache_clear()
+    yield folder
+    cpu_kernel.cache_clear()
+
+
+def program(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def step() -> torch.Tensor:
+    weight = torch.ones(2000)
+    states = list(RULES["adamw"].new_states(weight, ADAM).values())
+    update_shard(RULES["adamw"], weight, torch.ones(2000), states, 1, ADAM, 1.0, None)
+    return weight
+
+
+def assert_torch_works_because(caplog: pytest.LogCaptureFixture, pattern: str) -> None:
+    """One line of warning; and the step is right all the same."""
+    caplog.clear()
+    caplog.set_level(logging.INFO, "lowtide")
+    found = step()
+    step()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert re.fullmatch(f"CPU optimizer: torch's kernels, chunk by chunk, because {pattern}", record.getMessage())
+    torch.testing.assert_close(found, torch.full((2000,), 1 - 1e-2 * 0.1 - 1e-2), rtol=1e-6, atol=1e-6)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A small library, quick to build."""
+    path = tmp_path / "answer.cpp"
+    path.write_text('extern "C" int answer() { return 42; }\n')
+    return path
+
+
+@needs_compiler
+def test_a_kept_library_is_not_built_again(
+    cache: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = find_compiler()[0]
+    calls = tmp_path / "calls"
+    monkeypatch.setenv("CXX", str(program(tmp_path / "compiler", f'echo "$@" >> {calls}\nexec {real} "$@"')))
+    assert [load_library(source).answer(), load_library(source).answer()] == [42, 42]
+    assert len(list(cache.iterdir())) == 1
+    assert [line.split()[0] for line in calls.read_text().splitlines()] == ["--version", "-O2", "--version"]
+
+
+@needs_compiler
+def test_source_compiler_flags_and_processor_have_libraries_of_their_own(
+    cache: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_library(source)
+    load_library(source, ())
+    assert len(list(cache.iterdir())) == 2
+    source.write_text(source.read_text().replace("42", "43"))
+    assert load_library(source, ()).answer() == 43
+    assert len(list(cache.iterdir())) == 3
+    monkeypatch.setattr(cpu_build, "_processor", lambda: "another processor")
+    load_library(source, ())
+    assert len(list(cache.iterdir())) == 4
+    compiler = program(tmp_path / "compiler", f'[ "$1" = --version ] && echo 99 || exec {find_compiler()[0]} "$@"')
+    monkeypatch.setenv("CXX", str(compiler))
+    load_library(source, ())
+    assert len(list(cache.iterdir())) == 5
+
+
+def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOWTIDE_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert cache_folder() == Path("/home/someone/.cache/lowtide")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert cache_folder() == Path("/caches/lowtide")
+    monkeypatch.setenv("LOWTIDE_CACHE", "~/kernels")
+    assert cache_folder() == Path("/home/someone/kernels")
+
+
+@needs_compiler
+def test_processes_that_build_at_the_same_time(cache: Path) -> None:
+    script = "from lowtide.kernels.cpu_optimizer import cpu_kernel; assert cpu_kernel() is not None"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    builders = [subprocess.Popen([sys.executable, "-c", script], env=environment) for _ in range(3)]
+    assert [builder.wait(timeout=120) for builder in builders] == [0] * 3
+    assert len(list(cache.iterdir())) == 1  # and no temporary file
+
+
+@needs_compiler
+def test_a_damaged_library_is_built_again(cache: Path, source: Path, tmp_path: Path) -> None:
+    load_library(source)
+    (kept,) = cache.iterdir()
+    other = cache.with_name("other cache")  # a file that is loaded may not change under its process
+    other.mkdir()
+    (other / kept.name).write_bytes(b"\x7fELF half a library")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOWTIDE_CACHE", str(other))
+        assert load_library(source).answer() == 42
+    assert (other / kept.name).read_bytes() == kept.read_bytes()
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_does_not_matter(cache: Path) -> None:
+    cache.write_text("a file where the folder should be")  # as unwritable, for root too
+    assert cpu_kernel() is not None
+    assert cache.is_file()
+
+
+def test_no_compiler(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert_torch_works_because(
+        caplog, r"there is no C\+\+ compiler: looked for c\+\+, g\+\+, clang\+\+; install one, or name it in CXX"
+    )
+
+
+def test_a_compiler_that_is_not_there(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler -O3")
+    assert_torch_works_because(caplog, "CXX is 'no-such-compiler -O3', and there is no such program")
+
+
+def test_a_compiler_that_fails(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = '[ "$1" = --version ] && exit 0\necho "In file a.h" >&2\necho "a.h:1: error: too old" >&2\nexit 3'
+    compiler = program(tmp_path / "compiler", text)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert_torch_works_because(caplog, f"`{compiler} -O2 .*` failed with exit code 3: a.h:1: error: too old")
+    assert list(cache.iterdir()) == []
+
+
+def test_a_compiler_that_writes_no_library(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", str(program(tmp_path / "compiler", "exit 0")))
+    assert_torch_works_because(caplog, "the library cannot be kept or loaded: .*")
+
+
+def test_a_compiler_that_does_not_end(
+    cache: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_build, "_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setenv("CXX", str(program(tmp_path / "compiler", "exec sleep 60")))
+    with pytest.raises(BuildError, match=r"`.*compiler --version` took longer than 0.2 s"):
+        load_library(source)
+
+
+@needs_compiler
+def test_a_compiler_that_does_not_know_the_processor(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "lowtide")
+    text = (
+        f'case "$*" in *native*) echo "error: unknown value native" >&2; exit 1;; esac\nexec {find_compiler()[0]} "$@"'
+    )
+    monkeypatch.setenv("CXX", str(program(tmp_path / "compiler", text)))
+    step()
+    (record,) = caplog.records
+    assert record.getMessage() == "CPU optimizer: one C++ pass a shard, with portable instructions"

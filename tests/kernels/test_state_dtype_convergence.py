@@ -1,0 +1,51 @@
+"""Training with bf16 and 8-bit optimizer states reaches the loss that float32 states reach."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.kernels.optimizer_step import RULES, update_shard
+from tests.models import TinyGPT, token_batch
+
+STEPS, BATCHES, ROWS = 400, 16, 16
+OPTIONS: dict[str, dict[str, Any]] = {
+    "adamw": {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
+    "lion": {"lr": 3e-4, "betas": (0.9, 0.99), "weight_decay": 0.1},
+    "adagrad": {"lr": 3e-2, "lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-10, "initial_accumulator_value": 0.0},
+    "sgd": {"lr": 0.03, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+}
+
+
+@functools.cache
+def losses(rule_name: str, state_dtype: torch.dtype) -> list[float]:
+    """The loss of every step of a language model that learns its few batches by heart."""
+    torch.manual_seed(0)
+    model = TinyGPT()
+    params = list(model.parameters())
+    flat = torch.cat([param.detach().reshape(-1) for param in params])
+    for param, piece in zip(params, flat.split([param.numel() for param in params]), strict=True):
+        param.data = piece.view_as(param)
+    rule, options = RULES[rule_name], OPTIONS[rule_name]
+    states = list(rule.new_states(flat, options, state_dtype).values())
+    found = []
+    for step in range(1, STEPS + 1):
+        loss = model(*token_batch(step % BATCHES, ROWS))
+        gradients = torch.autograd.grad(loss, params)
+        gradient = torch.cat([g.reshape(-1) for g in gradients])
+        update_shard(rule, flat, gradient, states, step, options, 1.0, None)
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("rule_name", OPTIONS)
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.int8])
+def test_the_last_loss_is_that_of_float32_states(rule_name: str, state_dtype: torch.dtype) -> None:
+    """Within 2 % of what training gained, either way: another seed moves it by up to 4 %. (8-bit states rounded to the
+    nearest code leave it by 5-9 % with AdamW and Adagrad: sums of squares that stop growing make larger steps.)"""
+    wide, narrow = losses(rule_name, torch.float32), losses(rule_name, state_dtype)
+    last_wide, last_narrow = (sum(found[-BATCHES:]) / BATCHES for found in (wide, narrow))
+    gained = wide[0] - last_wide
+    assert gained > 1.0  # else nothing was learnt
+    assert abs(last_narrow - last_wide) < 0.02 * gained, (last_wide, last_narrow)

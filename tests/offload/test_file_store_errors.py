@@ -1,0 +1,343 @@
+"""What can go wrong with a file: each is an error that names file, rank, key and cause; none passes in silence."""
+
+import errno
+import logging
+import os
+import re
+import resource
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowtide.offload import AioOptions, FileStore, OffloadError, SequentialFile
+
+BLOCK = 8192
+MIB = 1 << 20
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[FileStore]:
+    store = FileStore(tmp_path, 3, AioOptions(block_size=BLOCK, thread_count=2))
+    yield store
+    store.close()
+
+
+def some_bytes(nbytes: int) -> Tensor:
+    return torch.arange(nbytes).remainder(251).to(torch.uint8)
+
+
+def empty(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def behind_its_back(store: FileStore) -> int:
+    """Another descriptor of the store's file, which has no name."""
+    for number in os.listdir("/proc/self/fd"):
+        link = Path("/proc/self/fd", number)
+        if os.path.islink(link) and os.readlink(link).startswith(str(store.path)):
+            return os.open(link, os.O_RDWR)
+    raise AssertionError(f"nobody has {store.path} open")
+
+
+# -- bytes that are not what they were ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index", [0, 5000, BLOCK, 3 * BLOCK - 1, 3 * BLOCK + 99])
+def test_a_corrupted_byte_is_found(store: FileStore, index: int) -> None:
+    store.save("before", some_bytes(100)).wait()
+    store.save("weights.exp_avg", some_bytes(3 * BLOCK + 100)).wait()
+    descriptor = behind_its_back(store)
+    os.pwrite(descriptor, bytes([255]), 4096 + index)
+    os.close(descriptor)
+    begin = index // BLOCK * BLOCK
+    end = min(begin + BLOCK, 3 * BLOCK + 100)
+    message = (
+        rf"^{re.escape(str(store.path))}: rank 3 could not load 'weights.exp_avg', bytes {begin:,} to {end:,} of "
+        r"24,676: expected the checksum [0-9a-f]{16} of what was saved, found [0-9a-f]{16}: the disk or the memory is "
+        r"faulty, or someone wrote to the file; check the machine, and go on from a checkpoint$"
+    )
+    transfer = store.load("weights.exp_avg", empty(3 * BLOCK + 100))
+    for _ in range(2):
+        with pytest.raises(OffloadError, match=message):
+            transfer.wait()
+    out = empty(100)
+    store.load("before", out).wait()  # others are as they were
+    assert torch.equal(out, some_bytes(100))
+
+
+def test_verification_can_be_turned_off(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, 0, AioOptions(verify=False))
+    store.save("key", some_bytes(5000)).wait()
+    descriptor = behind_its_back(store)
+    os.pwrite(descriptor, bytes([255]), 7)
+    os.close(descriptor)
+    out = empty(5000)
+    store.load("key", out).wait()
+    assert out[7] == 255
+    store.close()
+
+
+@pytest.mark.parametrize("size", [0, 4096, 2 * BLOCK, 2 * BLOCK + 5])
+def test_a_file_that_was_cut_is_a_short_read(store: FileStore, size: int) -> None:
+    store.save("key", some_bytes(3 * BLOCK)).wait()
+    descriptor = behind_its_back(store)
+    os.ftruncate(descriptor, size)
+    os.close(descriptor)
+    message = (
+        r"could not load 'key', bytes [0-9,]+ to [0-9,]+ of 24,576: expected [0-9,]+ bytes at offset [0-9,]+, "
+        rf"found \d+, and a file of {size:,}: someone cut the file; what it kept is lost, go on from a checkpoint"
+    )
+    with pytest.raises(OffloadError, match=message):
+        store.load("key", empty(3 * BLOCK)).wait()
+
+
+# -- no room --------------------------------------------------------------------------------------------------------
+
+
+def fail_writes(monkeypatch: pytest.MonkeyPatch, number: int, after: int = 0) -> None:
+    """Lets `after` writes pass, then none."""
+    real, calls = os.pwritev, []
+
+    def pwritev(*arguments: Any) -> int:
+        calls.append(arguments)
+        if len(calls) > after:
+            raise OSError(number, os.strerror(number))
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+
+
+@pytest.mark.parametrize(
+    ("number", "cause"),
+    [
+        (
+            errno.ENOSPC,
+            "No space left on device: the disk, or a quota on it, is full: free some of it, or name another",
+        ),
+        (errno.EDQUOT, "Disk quota exceeded: the disk, or a quota on it, is full: free some of it, or name another"),
+        (errno.EIO, "Input/output error: the device or its connection is at fault; see the system's log"),
+    ],
+)
+def test_a_write_that_fails_names_key_and_cause(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, number: int, cause: str
+) -> None:
+    store.save("key", some_bytes(3 * BLOCK)).wait()
+    fail_writes(monkeypatch, number, after=1)
+    prefix = rf"^{re.escape(str(store.path))}: rank 3 could not save 'key', bytes [0-9,]+ to [0-9,]+ of 24,576: "
+    with pytest.raises(OffloadError, match=prefix + re.escape(cause)):
+        store.save("key", some_bytes(3 * BLOCK)).wait()
+
+
+def test_what_could_not_be_saved_cannot_be_loaded(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Part of the key is new by then, part of it old: neither may be given out."""
+    store.save("key", some_bytes(3 * BLOCK)).wait()
+    with monkeypatch.context() as patch:
+        fail_writes(patch, errno.ENOSPC, after=1)
+        save = store.save("key", some_bytes(3 * BLOCK))
+        load = store.load("key", empty(3 * BLOCK))
+        for transfer in (load, store.load("key", empty(3 * BLOCK))):
+            with pytest.raises(OffloadError, match=r"rank 3 has no 'key' to load, since saving it failed: .* is full"):
+                transfer.wait()
+        assert save.is_done
+    store.save("key", some_bytes(3 * BLOCK)).wait()  # once there is room again
+    out = empty(3 * BLOCK)
+    store.load("key", out).wait()
+    assert torch.equal(out, some_bytes(3 * BLOCK))
+
+
+@pytest.fixture
+def small_files() -> Iterator[int]:
+    """No file of this process can grow beyond 4 MiB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * MIB, hard))
+    yield 4 * MIB
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_file_that_may_not_grow_is_an_error(tmp_path: Path, small_files: int, direct: bool) -> None:
+    store = FileStore(tmp_path, 0, AioOptions(block_size=MIB, direct=direct))
+    store.save("fits", some_bytes(small_files - 4096)).wait()
+    message = r"rank 0 could not save 'more', bytes .*: File too large: a file may not be that large: raise `ulimit -f`"
+    with pytest.raises(OffloadError, match=message):
+        store.save("more", some_bytes(2 * MIB + 5)).wait()
+    with pytest.raises(
+        OffloadError, match=r"rank 0 needs 8,388,608 bytes for .*, and cannot take them, with .*ulimit -f"
+    ):
+        store.reserve(8 * MIB)
+    store.drop("more")
+    out = empty(small_files - 4096)
+    store.load("fits", out).wait()
+    assert torch.equal(out, some_bytes(small_files - 4096))
+    store.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "lowtide-test", str(tmp_path)]
+    try:
+        mounted = subprocess.run(command, capture_output=True).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("this user cannot mount a small file system")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_full_disk_is_an_error(small_disk: Path, direct: bool) -> None:
+    store = FileStore(small_disk, 1, AioOptions(block_size=MIB, direct=direct))
+    store.save("fits", some_bytes(3 * MIB)).wait()
+    with pytest.raises(
+        OffloadError, match=r"rank 1 could not save 'more', .*No space left on device: the disk, or a quot"
+    ):
+        store.save("more", some_bytes(2 * MIB)).wait()
+    store.drop("more")
+    for values in (some_bytes(3 * MIB), some_bytes(3 * MIB) + 1):  # what has room can still be read and written anew
+        out = empty(3 * MIB)
+        store.load("fits", out).wait()
+        assert torch.equal(out, values)
+        store.save("fits", some_bytes(3 * MIB) + 1).wait()
+    store.close()
+
+
+def test_room_is_checked_and_taken_beforehand(small_disk: Path) -> None:
+    store = FileStore(small_disk, 1)
+    message = (
+        rf"^{small_disk}: rank 1 needs 6,291,456 bytes for {store.path.name}: 0 taken already \+ 4,194,304 free = "
+        r"4,194,304 < 6,291,456; free 2,097,152 bytes, name another folder, or offload less$"
+    )
+    with pytest.raises(OffloadError, match=message):
+        store.reserve(6 * MIB)
+    store.reserve(3 * MIB)
+    store.reserve(3 * MIB)  # what it has counts
+    other = FileStore(small_disk, 2)
+    with pytest.raises(OffloadError, match=r"rank 2 needs 2,097,152 bytes .* 0 taken already \+ 1,048,576 free ="):
+        other.reserve(2 * MIB)
+    store.reserve(0)
+    store.save("key", some_bytes(3 * MIB)).wait()
+    for one in (store, other):
+        one.close()
+
+
+def test_more_than_the_disk_has_is_refused_with_the_numbers(store: FileStore) -> None:
+    message = (
+        r"rank 3 needs 1,152,921,504,606,846,976 bytes for lowtide-.*: 0 taken already \+ [0-9,]+ free = [0-9,]+ < 1,"
+    )
+    with pytest.raises(OffloadError, match=message):
+        store.reserve(1 << 60)
+
+
+def test_room_is_only_checked_where_it_cannot_be_taken(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def posix_fallocate(*arguments: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", posix_fallocate)
+    store.reserve(MIB)
+    store.save("key", some_bytes(MIB)).wait()
+
+
+# -- no file --------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_cannot_be_made_or_used_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    cases = {
+        tmp_path / "missing" / "below": "No such file or directory: name a folder that exists, or whose parent does",
+        tmp_path / "file": "File exists: name a folder that exists",
+        tmp_path / "file" / "below": "Not a directory: name a folder that exists",
+        Path("/proc/self"): "(No such file or directory|Operation not permitted|Permission denied): name a folder that",
+    }
+    for folder, cause in cases.items():
+        message = f"^{folder}: rank 7 expected a folder to write to, and cannot make a file there: {cause}"
+        with pytest.raises(OffloadError, match=message):
+            FileStore(folder, 7)
+
+
+def test_only_the_last_folder_is_made(tmp_path: Path) -> None:
+    FileStore(tmp_path / "new", 0).close()
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+# -- a file system that refuses O_DIRECT ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refused_at", ["open", "write"])
+def test_where_o_direct_is_refused_the_page_cache_is_used_and_the_log_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refused_at: str
+) -> None:
+    real_open, real_write = os.open, os.pwritev
+    direct: set[int] = set()
+
+    def open_file(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & os.O_DIRECT and refused_at == "open":
+            os.close(real_open(path, flags & ~os.O_DIRECT, *rest, **named))  # Linux makes the file all the same
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        descriptor = real_open(path, flags, *rest, **named)
+        (direct.add if flags & os.O_DIRECT else direct.discard)(descriptor)
+        return descriptor
+
+    def write(descriptor: int, *rest: Any) -> int:
+        if descriptor in direct:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real_write(descriptor, *rest)
+
+    monkeypatch.setattr(os, "open", open_file)
+    monkeypatch.setattr(os, "pwritev", write)
+    with caplog.at_level(logging.INFO, logger="lowtide"):
+        store = FileStore(tmp_path, 5, AioOptions(block_size=BLOCK))
+        for nbytes in (1, BLOCK, 3 * BLOCK + 77):
+            store.save("key", some_bytes(nbytes)).wait()
+            out = empty(nbytes)
+            store.load("key", out).wait()
+            assert torch.equal(out, some_bytes(nbytes))
+        store.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}: rank 5: the file system refuses O_DIRECT; offload goes through the page cache, which is slower "
+        "and takes memory; name a folder on a local disk"
+    ]
+    assert not store.is_direct and list(tmp_path.iterdir()) == []
+
+
+def test_o_direct_is_used_where_the_file_system_has_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with SequentialFile(tmp_path / "probe") as probe:
+        probe.write(b"x")
+    try:
+        os.close(os.open(tmp_path / "probe", os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        pytest.skip("the file system of the tests refuses O_DIRECT")
+    for direct in (True, False):
+        store = FileStore(tmp_path, 0, AioOptions(direct=direct))
+        assert store.is_direct == direct
+        store.close()
+    assert caplog.records == []
+
+
+# -- settings -------------------------------------------------------------------------------------------------------
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="block_size: expected a multiple of 4096 bytes, found 5000; the next is 8192"):
+        AioOptions(block_size=5000)
+    with pytest.raises(ValueError, match="block_size: expected a multiple of 4096 bytes, found 0; the next is 4096"):
+        AioOptions(block_size=0)
+    with pytest.raises(ValueError, match="thread_count: expected 1 or more threads, found 0"):
+        AioOptions(thread_count=0)
+
+
+def test_tensors_that_are_not_in_host_memory_are_refused(store: FileStore) -> None:
+    values = torch.empty(4096, dtype=torch.uint8, device="meta")
+    with pytest.raises(
+        ValueError, match="values: expected host memory, found meta; copy it into a buffer of a HostPool"
+    ):
+        store.save("key", values)
+    store.save("key", some_bytes(4096)).wait()
+    with pytest.raises(ValueError, match="out: expected host memory, found meta; copy it into a buffer of a HostPool"):
+        store.load("key", values)

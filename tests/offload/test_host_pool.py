@@ -1,0 +1,203 @@
+"""The pool of host buffers: exact sizes, used again, never above the limit or the highest use."""
+
+import gc
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowtide.offload import HostPool, HostStore, OffloadError, host_memory
+
+MIB = 1 << 20
+
+
+def resident_bytes() -> int:
+    """Private memory of this process."""
+    fields = Path("/proc/self/status").read_text().split("\n")
+    return next(int(line.split()[1]) * 1024 for line in fields if line.startswith("RssAnon"))
+
+
+@pytest.mark.parametrize("alignment", [1, 64, 4096, 1 << 16])
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 3 * MIB + 5])
+def test_buffers_have_their_exact_size_at_aligned_addresses(alignment: int, nbytes: int) -> None:
+    pool = HostPool(None, alignment)
+    buffers = [pool.take(nbytes) for _ in range(3)]
+    for number, buffer in enumerate(buffers):
+        assert buffer.shape == (nbytes,) and buffer.dtype == torch.uint8 and buffer.is_contiguous()
+        assert buffer.data_ptr() % alignment == 0
+        buffer.fill_(number)
+    assert all((buffer == number).all() for number, buffer in enumerate(buffers))
+    assert pool.bytes_in_use == 3 * -(-nbytes // alignment) * alignment
+    for buffer in buffers:
+        pool.give(buffer)
+    assert pool.bytes_in_use == 0
+
+
+def test_sizes_are_not_rounded_to_powers_of_two() -> None:
+    pool = HostPool(None, 4096)
+    pool.take((64 << 20) + 1)
+    assert pool.bytes_held == (64 << 20) + 4096
+
+
+def test_a_buffer_is_used_again_for_the_same_size() -> None:
+    pool = HostPool(None, 4096)
+    first = pool.take(10_000)
+    address = first.data_ptr()
+    pool.give(first)
+    assert pool.take(12_000).data_ptr() == address  # both take 12,288 bytes
+    assert pool.take(12_000).data_ptr() != address
+
+
+def test_the_pool_never_holds_more_than_its_highest_use() -> None:
+    pool = HostPool(None, 4096)
+    sizes = torch.randint(1, 30, (200,), generator=torch.Generator().manual_seed(0)).mul(4096).tolist()
+    in_use: list[torch.Tensor] = []
+    highest = 0
+    for size in sizes:
+        in_use.append(pool.take(size))
+        highest = max(highest, sum(map(len, in_use)))
+        if len(in_use) > 4:
+            pool.give(in_use.pop(0))
+        assert pool.bytes_in_use == sum(map(len, in_use))
+        assert pool.bytes_held <= pool.peak_bytes == highest
+
+
+def test_the_limit_is_kept_also_when_other_sizes_are_kept_for_later() -> None:
+    pool = HostPool(10 * MIB, 4096)
+    pool.give(pool.take(10 * MIB))
+    buffer = pool.take(6 * MIB)
+    assert pool.bytes_held == 6 * MIB
+    assert pool.has_room(4 * MIB) and not pool.has_room(4 * MIB + 1)
+    pool.give(buffer)
+
+
+def test_more_than_the_limit_is_an_error_with_the_arithmetic() -> None:
+    pool = HostPool(10_000, 4096)
+    pool.take(4096)
+    message = r"4,096 bytes in use \+ 8,192 wanted = 12,288 > limit 10,000; raise the limit, or use fewer or smaller"
+    with pytest.raises(OffloadError, match=message):
+        pool.take(4097)
+    pool.take(4000)  # the refused one counts for nothing
+
+
+def test_close_gives_the_memory_back_to_the_system() -> None:
+    pool = HostPool(None, 4096)
+    buffer = pool.take(64 * MIB)
+    before = resident_bytes()
+    buffer.fill_(1)
+    assert resident_bytes() - before > 60 * MIB
+    pool.give(buffer)
+    del buffer
+    assert resident_bytes() - before > 60 * MIB
+    pool.close()
+    gc.collect()
+    assert resident_bytes() - before < 4 * MIB
+    assert pool.bytes_held == 0 and pool.peak_bytes == 64 * MIB
+
+
+def test_a_buffer_outlives_the_pool_as_long_as_it_is_used() -> None:
+    pool = HostPool(None, 4096)
+    buffer = pool.take(5000).fill_(3)
+    pool.close()
+    del pool
+    gc.collect()
+    assert (buffer == 3).all()
+
+
+def test_what_is_not_the_pools_is_not_taken_back() -> None:
+    pool = HostPool(None, 4096)
+    buffer = pool.take(4096)
+    pool.give(buffer)
+    message = "expected a buffer that was taken from this pool and not given back yet, found 4,096 bytes at 0x"
+    for other in (buffer, HostPool(None, 4096).take(4096)):
+        with pytest.raises(ValueError, match=message):
+            pool.give(other)
+
+
+def test_threads_may_share_a_pool() -> None:
+    pool = HostPool(64 * MIB, 4096)
+    faults: list[int] = []
+
+    def work(number: int) -> None:
+        for turn in range(300):
+            buffer = pool.take(4096 * (1 + (turn + number) % 5)).fill_(number)
+            if not bool((buffer == number).all()):
+                faults.append(number)
+            pool.give(buffer)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert faults == [] and pool.bytes_in_use == 0
+
+
+def test_a_store_in_host_memory_keeps_to_the_limit_of_its_pool() -> None:
+    store = HostStore(HostPool(10_000, 64))
+    store.save("a", torch.ones(6000, dtype=torch.uint8)).wait()
+    store.save("a", torch.ones(9000, dtype=torch.uint8)).wait()  # in place of the first, not beside it
+    message = r"host buffers: 9,024 bytes in use \+ 1,024 wanted = 10,048 > limit 10,000"
+    with pytest.raises(OffloadError, match=message):
+        store.save("b", torch.ones(1000, dtype=torch.uint8))
+    store.drop("a")
+    store.save("b", torch.ones(1000, dtype=torch.uint8)).wait()
+    assert store.bytes_held == 1000 and store.pool.peak_bytes == 9024
+    store.close()
+    assert store.pool.bytes_in_use == 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "alignment", "message"),
+    [
+        (None, 48, "alignment: expected a power of two, found 48"),
+        (None, 0, "alignment: expected a power of two, found 0"),
+        (-1, 64, "limit_bytes: expected a number of bytes or None, found -1"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(limit: int | None, alignment: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HostPool(limit, alignment)
+
+
+def test_memory_that_the_system_refuses_is_an_error() -> None:
+    with pytest.raises(
+        OffloadError, match=r"expected 1,1\d\d,\d\d\d,\d\d\d,\d\d\d,\d\d\d bytes of host memory, and the"
+    ):
+        HostPool(None, 4096).take(1 << 50)
+
+
+class FakeDriver:
+    """Registers host memory as CUDA's runtime does."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.registered[address] = nbytes
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> None:
+        del self.registered[address]
+
+
+def test_pinned_memory_is_registered_at_its_exact_size_and_unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(host_memory, "_cudart", lambda: driver)
+    pool = HostPool(None, 4096, pinned=True)
+    buffer = pool.take(5000)
+    assert driver.registered == {buffer.data_ptr(): 8192}
+    pool.give(buffer)
+    pool.close()
+    del buffer
+    gc.collect()
+    assert driver.registered == {}
+
+
+def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_cudart", lambda: FakeDriver(code=2))
+    message = r"expected to pin 8,192 bytes of host memory, and the driver refuses \(error 2\); .* raise `ulimit -l`"
+    with pytest.raises(OffloadError, match=message):
+        HostPool(None, 4096, pinned=True).take(5000)

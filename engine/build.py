@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ..comm import Mesh, World
 from ..kernels.cpu_optimizer import cpu_kernel
 from ..kernels.optimizer_step import UpdateRule
+from ..offload import ActivationOffload, in_storages_of
 from ..zero.build import Dtypes, ModelPlan, build_units
 from ..zero.gradient import GroupGradient
 from ..zero.hooks import UnitHooks
@@ -32,7 +33,7 @@ from .full_values import FullValues
 from .learning_rates import Schedule
 from .log import configure, logger
 from .lr_schedule import learning_rate_at
-from .offload import offloaded_states, shard_rest
+from .offload import activation_store, offloaded_states, shard_rest
 
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
@@ -88,6 +89,7 @@ def initialize(
     _fill(module, units, sharded_optimizer, mesh, values)
     _checkpoint_activations(unit_plans, resolved.activation_checkpointing.every)
     sequence = UnitSequence(units, _prefetch_numel(resolved))
+    activation_offload, close_last = _offload_activations(resolved, world, module, units)
     given = (checked.train_batch_size, checked.train_micro_batch_size_per_gpu, checked.gradient_accumulation_steps)
     return Engine(
         Parts(
@@ -95,7 +97,9 @@ def initialize(
             mesh=mesh,
             module=module,
             sequence=sequence,
-            hooks=UnitHooks(sequence, policy.frees_parameters),
+            hooks=UnitHooks(
+                sequence, policy.frees_parameters, activation_offload.begin_block if activation_offload else None
+            ),
             optimizer=sharded_optimizer,
             loss_scaler=_loss_scaler(resolved),
             compute_dtype=dtypes.compute,
@@ -104,6 +108,8 @@ def initialize(
             schedule=schedule,
             lr_scheduler=scheduler,
             rows_per_microbatch=resolved.train_micro_batch_size_per_gpu if any(given[:2]) else None,
+            activation_offload=activation_offload,
+            close_last=close_last,
         )
     )
 
@@ -211,6 +217,19 @@ def _checkpoint_activations(units: list[UnitPlan], every: int) -> None:
         return
     for unit in [unit for unit in units if not unit.is_rest][::every]:
         unit.module.forward = partial(checkpoint, unit.module.forward, use_reentrant=False)
+
+
+def _offload_activations(
+    config: Config, world: World, module: nn.Module, units: Sequence[Unit]
+) -> tuple[ActivationOffload | None, Sequence[Callable[[], None]]]:
+    """What moves activations, and what is to be closed at the end."""
+    store = activation_store(config, world)
+    if store is None:
+        return None, ()
+    wanted = config.activation_checkpointing.offload
+    kept = [*(group.full for unit in units for group in unit.groups), *module.buffers()]
+    offload = ActivationOffload(store, wanted.min_bytes, wanted.budget_bytes, in_storages_of(kept))
+    return offload, (offload.close, store.close)
 
 
 # -- optimizer, schedule, numbers -----------------------------------------------------------------------------------

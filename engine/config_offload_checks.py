@@ -15,8 +15,6 @@ STATE_DTYPE = "optimizer.params.state_dtype"
 UNSUPPORTED = frozenset(
     {
         f"{OPTIMIZER}.overlap.delayed",
-        f"{ACTIVATIONS}.device.cpu",
-        f"{ACTIVATIONS}.device.nvme",
     }
 )
 """The path of a setting, or a path and one of its values: asking for it is a fault."""

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from ..comm import Mesh, Pending
+from ..checkpoint.errors import CheckpointError
+from ..comm import Mesh
+from ..offload import ActivationOffload
 from ..zero.exact_sum import from_limbs
 from ..zero.gradient import GroupGradient
 from ..zero.hooks import UnitHooks
 from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.sequence import UnitSequence
-from ..zero.shard_state import ShardState
 from . import weights
 from .batch import call, loss_of, microbatches, prepared
 from .checkpoint import Checkpointer
@@ -35,6 +35,7 @@ from .named_state import NamedState
 from .preemption import Preemption
 from .run_state import restore_client_state
 from .step_sums import limbs_of, non_finite_error, sum_step
+from .step_update import StepUpdate, Timing
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class Parts:
     schedule: Schedule | None
     lr_scheduler: Any
     rows_per_microbatch: int | None
+    activation_offload: ActivationOffload | None
+    close_last: Sequence[Callable[[], None]]
 
 
 class Engine:
@@ -99,12 +102,13 @@ class Engine:
         self._values = FullValues(parts.module, parts.sequence.units, parts.optimizer, parts.mesh)
         self._log = StepLog(parts.config.steps_per_print if self.rank == 0 else 0)
         self._last = StepResult(torch.zeros(()), torch.zeros(()), self.lr, self._scaler.scale, False)
+        self._saving: AbstractContextManager[object] = parts.activation_offload or nullcontext()
         self._named = NamedState(parts.module, parts.sequence.units, parts.optimizer, parts.mesh)
         self._checkpointer = Checkpointer(parts.config, parts.mesh, parts.module, parts.optimizer, self._named)
         self._preemption = Preemption()
         if parts.config.checkpoint.on_sigterm:
             self._preemption.arm()
-        self._prepare_update_in_backward()
+        self._update = StepUpdate(parts.optimizer, parts.sequence, parts.mesh, self._timing, self._unclipped_factor)
 
     # -- who and where --------------------------------------------------------------------------------------------
 
@@ -146,8 +150,9 @@ class Engine:
             for microbatch in microbatches(batch, self._accumulation, self._parts.rows_per_microbatch):
                 ready = self._prepare(microbatch)
                 self._guard.check()
-                output = call(self.module, ready)
-                self.backward(loss_of(output, ready, self._parts.loss_fn))
+                with self._saving:
+                    loss = loss_of(call(self.module, ready), ready, self._parts.loss_fn)
+                self.backward(loss)
         except BaseException:
             self._forget_gradients()
             raise
@@ -156,7 +161,8 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, with inputs on the device and in the compute dtype."""
         self._guard.check()
-        return self.module(*self._prepare(args), **self._prepare(kwargs))
+        with self._saving:
+            return self.module(*self._prepare(args), **self._prepare(kwargs))
 
     def backward(self, loss: Tensor) -> None:
         """Computes gradients of loss / gradient_accumulation_steps and reduces them as the ZeRO stage says."""
@@ -166,8 +172,8 @@ class Engine:
                 "was it computed under torch.no_grad(), or detached?"
             )
         boundary = self._num_microbatches % self._accumulation == self._accumulation - 1
-        if boundary and (self._updates_in_backward or self._speculates):
-            self.optimizer.begin_step(self._reduction_order, self._speculates)
+        if boundary:
+            self._update.begin_backward()
         self._sequence.begin_backward(boundary)
         try:
             (loss * (self._scaler.scale * self._predivide / self._accumulation)).backward()  # type: ignore[no-untyped-call]
@@ -185,14 +191,13 @@ class Engine:
             return self._last
         events = (self._checkpointer.has_failed, self._preemption.is_requested)
         sums = sum_step(self._mesh, self._gradients, self._losses, events, f"the norm of step {self.global_step}")
-        scale, lr = self._scaler.scale, self.lr
-        factor = 1.0 / (self.world_size * scale * self._predivide)
+        scale, lr, factor = self._scaler.scale, self.lr, self._unclipped_factor()
         grad_norm = math.sqrt(sums.square_norm) * factor if not sums.num_bad else math.nan
         skipped = bool(sums.num_bad)
         clip = self.config.gradient_clipping
         needs_clipping = bool(clip) and grad_norm > clip
-        if self._speculates and (skipped or needs_clipping):
-            self.optimizer.roll_back()
+        if skipped or needs_clipping:
+            self._update.take_back()
         if skipped and not self._is_fp16:
             try:
                 self._raise_non_finite()
@@ -201,7 +206,7 @@ class Engine:
         if not skipped:
             if needs_clipping:
                 factor *= clip / (grad_norm + 1e-6)
-            self._update(factor)
+            self._update.finish(factor, f"the update of step {self.global_step}")
             self._learning_rates.advance()
         self._forget_gradients()
         self._scaler.update(skipped)
@@ -338,6 +343,8 @@ class Engine:
         self._preemption.disarm()
         self._parts.hooks.remove()
         self.optimizer.close()
+        for close in self._parts.close_last:
+            close()
         self._mesh.close()
 
     def __enter__(self) -> Self:
@@ -359,10 +366,6 @@ class Engine:
         return self.config.fp16.enabled
 
     @property
-    def _updates_in_backward(self) -> bool:
-        return self.config.zero_optimization.update_in_backward
-
-    @property
     def _predivide(self) -> float:
         """The factor by which gradients are made smaller before they are summed over ranks."""
         factor = self.config.gradient_predivide_factor
@@ -376,51 +379,19 @@ class Engine:
         return prepared(batch, self.device, dtype)
 
     @property
-    def _speculates(self) -> bool:
-        offload = self.config.zero_optimization.offload_optimizer
-        return offload.is_used and offload.overlap == "speculative"
+    def _timing(self) -> Timing:
+        zero = self.config.zero_optimization
+        if zero.update_in_backward:
+            return Timing.IN_BACKWARD
+        speculates = zero.offload_optimizer.is_used and zero.offload_optimizer.overlap == "speculative"
+        return Timing.SPECULATIVE if speculates else Timing.AFTER_NORM
 
-    @property
-    def _reduction_order(self) -> list[ShardState]:
-        """The shards in the order in which their gradients become final."""
-        shards = {id(shard.gradient): shard for shard in self.optimizer.shards}
-        return [shards[id(gradient)] for unit in self._sequence.reduction_order for gradient in unit.gradients]
-
-    def _prepare_update_in_backward(self) -> None:
-        if not (self._updates_in_backward or self._speculates):
-            return
-        for shard in self.optimizer.shards:
-            shard.gradient.on_final = partial(self._update_in_backward, shard)
-
-    def _update_in_backward(self, shard: ShardState) -> None:
-        factor = 1.0 / (self.world_size * self._scaler.scale * self._predivide)
-        if shard.gradient.non_finite is None:
-            self.optimizer.update(shard, factor)
-        else:
-            self.optimizer.skip(shard)
-        if self._updates_in_backward:
-            shard.gradient.drop_shard()
-
-    def _update(self, factor: float) -> None:
-        pending: list[Pending] = []
-        if self._speculates and self.optimizer.speculation.is_open:
-            self.optimizer.accept()
-            pending.extend(self._send(shard) for shard in self.optimizer.shards)
-        elif self._updates_in_backward:
-            pending.extend(self._send(shard) for shard in self.optimizer.shards)
-        else:
-            self.optimizer.step(gradient_scale=factor, on_updated=lambda shard: pending.append(self._send(shard)))
-        for one in pending:
-            one.wait()
-        self._mesh.fence(f"the update of step {self.global_step}")
-
-    def _send(self, shard: ShardState) -> Pending:
-        """Starts to bring an updated shard into the full parameters of all ranks, where those are kept."""
-        return Pending() if shard.group.frees_memory else shard.group.refresh()
+    def _unclipped_factor(self) -> float:
+        return 1.0 / (self.world_size * self._scaler.scale * self._predivide)
 
     def _forget_gradients(self) -> None:
         """The next microbatch is the first of its step."""
-        self.optimizer.roll_back()  # what an error has interrupted
+        self._update.take_back()  # what an error has interrupted
         for unit in self._sequence.units:
             for gradient in unit.gradients:
                 gradient.reset()
@@ -436,7 +407,7 @@ class Engine:
     def _raise_non_finite(self) -> None:
         outcome = (
             "The parameters whose gradients are finite were updated already (update_in_backward)."
-            if self._updates_in_backward
+            if self._update.timing is Timing.IN_BACKWARD
             else "No parameter was updated."
         )
         raise non_finite_error(self._mesh, self._gradients, self.global_step, outcome)
@@ -445,7 +416,12 @@ class Engine:
         """What the `checkpoint` section asks for at the end of a step; all ranks come to the same answer."""
         wanted = self.config.checkpoint
         if save_failed:
-            self._checkpointer.finish()  # raises what went wrong in the background
+            try:
+                self._checkpointer.finish()  # raises what went wrong in the background
+            except CheckpointError as error:
+                if not is_preempted:
+                    raise
+                logger.error("%s", error)  # the last save is still to be tried
         is_due = wanted.every_steps and self.global_step % wanted.every_steps == 0
         if wanted.folder is not None and (is_due or is_preempted):
             self.save_checkpoint(wanted.folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,4 +60,12 @@ class LearningRates:
             self.scheduler.load_state_dict(saved["scheduler"])
         if "lr" not in restore_options(self._optimizer.param_groups, saved["options"], then, now):
             self._base = list(saved["base"])
+        elif hasattr(self.scheduler, "base_lrs"):
+            self._scale_scheduler(saved["options"], now["lr"] / then["lr"])
         self.apply()
+
+    def _scale_scheduler(self, saved: Sequence[Mapping[str, Any]], ratio: float) -> None:
+        """The caller's schedule goes on from where it stood, with all of its learning rates `ratio` times as high."""
+        self.scheduler.base_lrs = [base * ratio for base in self.scheduler.base_lrs]
+        for group, options in zip(self._optimizer.param_groups, saved, strict=True):
+            group.update({key: options[key] * ratio for key in ("lr", "initial_lr") if key in options})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 
 from ..comm import World
-from ..offload import AioOptions, FileStore, HostPool, PagePool
+from ..offload import AioOptions, FileStore, HostPool, HostStore, PagePool, StagedStore, Store
 from ..zero.offloaded_states import OffloadedStates
 from ..zero.shard_rest import ShardRest
 from .config import Config
@@ -69,6 +69,18 @@ def shard_rest(config: Config, world: World) -> ShardRest | None:
         )
     assert wanted.nvme_path is not None
     return ShardRest(file_store(config, world, wanted.nvme_path))
+
+
+def activation_store(config: Config, world: World) -> Store | None:
+    """Where activations are between forward and backward; None: where they were made. Raises OffloadError."""
+    wanted = config.activation_checkpointing.offload
+    if wanted.device == "none":
+        return None
+    if wanted.device == "cpu":
+        return HostStore()
+    assert wanted.nvme_path is not None
+    store = file_store(config, world, wanted.nvme_path)
+    return store if world.device.type == "cpu" else StagedStore(store, HostPool())
 
 
 def file_store(config: Config, world: World, folder: str) -> FileStore:

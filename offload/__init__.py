@@ -1,17 +1,20 @@
 """Where bytes live: host memory with a limit, files, pages that move; and the loop that hides moving them."""
 
+from .activations import ActivationOffload, in_storages_of
 from .checksum import Checksum
 from .errors import OffloadError
 from .file_store import AioOptions, FileStore
 from .host_pool import HostPool
-from .pages import PagedBuffer, PagePool, TransientBuffer
+from .pages import PagedBuffer, PagePool, TransientBuffer, huge_zeros
 from .placement import Placement
 from .sequential_file import SequentialFile
+from .staged_store import StagedStore
 from .store import DeviceStore, HostStore, Store, Transfer
 from .stored_range import Memory, StoredRange
 from .window import Window, run_window
 
 __all__ = [
+    "ActivationOffload",
     "AioOptions",
     "Checksum",
     "DeviceStore",
@@ -24,10 +27,13 @@ __all__ = [
     "PagedBuffer",
     "Placement",
     "SequentialFile",
+    "StagedStore",
     "Store",
     "StoredRange",
     "Transfer",
     "TransientBuffer",
     "Window",
+    "huge_zeros",
+    "in_storages_of",
     "run_window",
 ]

@@ -86,6 +86,18 @@ class TransientBuffer:
         self._pool.trim()
 
 
+def huge_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(numel,) zeros; on the CPU in huge pages where the system grants them.
+
+    What is written and read as a whole in each step needs 512 times fewer page faults and entries of the processor's
+    address cache then.
+    """
+    is_large = numel * dtype.itemsize >= _ALIGNMENT_BYTES
+    if device.type != "cpu" or not is_large or not PagePool.is_possible():
+        return torch.zeros(numel, dtype=dtype, device=device)
+    return TransientBuffer(numel, dtype).tensor
+
+
 class PagePool:
     """The pages that buffers have vacated, by the addresses at which they still are."""
 

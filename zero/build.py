@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Mesh
-from ..offload import PagedBuffer, PagePool
+from ..offload import PagedBuffer, PagePool, huge_zeros
 from .gradient import GroupGradient
 from .group import ShardedGroup
 from .layout import FlatLayout
@@ -120,6 +120,9 @@ def _memory_for(
         rest.reserve()
         return lambda group: group.adopt_rest(PagedBuffer(pool, group.layout.padded_numel, group.dtype), rest)
     frees_memory = policy.frees_parameters and mesh.shard.size > 1 and not route.copies_are_shared
+    device = mesh.world.device
+    if not frees_memory and device.type == "cpu" and not route.copies_are_shared:
+        return lambda group: group.adopt(huge_zeros(group.layout.padded_numel, group.dtype, device))
     if not frees_memory:
         buffers = iter(route.allocate(specs))
         return lambda group: group.adopt(next(buffers))

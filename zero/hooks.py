@@ -20,8 +20,12 @@ class UnitHooks:
     parameter                                                          .grad set:  gradient_arrived
     """
 
-    def __init__(self, sequence: UnitSequence, frees_parameters: bool) -> None:
+    def __init__(
+        self, sequence: UnitSequence, frees_parameters: bool, on_block: Callable[[], None] | None = None
+    ) -> None:
+        """on_block: called when the forward of a block begins, recomputed ones included."""
         self._sequence = sequence
+        self._on_block = on_block
         self._handles: list[RemovableHandle] = []
         root = sequence.rest.module
         self._add(root.register_forward_pre_hook(lambda module, args: sequence.begin_forward(), prepend=True))
@@ -48,6 +52,8 @@ class UnitHooks:
 
         def before(module: nn.Module, args: Any) -> None:
             uses.append(sequence.enter(unit))
+            if self._on_block is not None:
+                self._on_block()
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             use = uses.pop()

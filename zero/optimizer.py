@@ -211,10 +211,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self.num_steps = num_steps
         self._inner.clear()
-        for shard in self.shards:
-            shard.states.clear()
-        self._fill_chunks()
         if not dtypes and not scalars:
+            for shard in self.shards:
+                shard.states.clear()
+            self._fill_chunks()
             return
         for shard in self.shards:
             if self._rule is not None:

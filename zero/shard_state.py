@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..kernels.optimizer_states import SCALE_SUFFIX
-from ..offload import Memory, StoredRange
+from ..kernels.optimizer_states import SCALE_SUFFIX, STATE_BLOCK_NUMEL
+from ..offload import Memory, StoredRange, huge_zeros
 from .gradient import GroupGradient
 from .group import part_of
 from .layout import Piece
@@ -63,8 +63,8 @@ class ShardState:
         numel = self.group.layout.shard_numel
         self._offloaded = offloaded
         self.resident_numel = numel if offloaded is None else offloaded.resident_numel(numel)
-        like = self.group.shard[: self.resident_numel]
-        self._own_master = torch.zeros_like(like, dtype=torch.float32) if self.is_mixed else None
+        device = self.group.shard.device
+        self._own_master = huge_zeros(self.resident_numel, torch.float32, device) if self.is_mixed else None
         self.states: dict[str, Tensor] = {}
         self.runs: list[Run] = []
         self.chunks: list[Chunk] = []
@@ -97,9 +97,15 @@ class ShardState:
         self.runs = [Run(start, end, index) for (start, index), end in zip(starts, ends, strict=False)]
 
     def make_states(self, new_states: NewStates) -> None:
-        """Takes memory for the states of the part that is in memory, with their first values."""
-        like = torch.empty(self.resident_numel, dtype=self.master_dtype, device=self.group.shard.device)
-        self.states = new_states(like)
+        """Takes memory for the states of the part that is in memory, with their first values; leaves those it has."""
+        device = self.group.shard.device
+        values = new_states(torch.zeros(STATE_BLOCK_NUMEL, dtype=self.master_dtype, device=device))
+        like = torch.empty(self.resident_numel, dtype=self.master_dtype, device="meta")
+        for name, state in new_states(like).items():
+            if name not in self.states:
+                self.states[name] = huge_zeros(state.numel(), state.dtype, device)
+                if values[name].any():
+                    self.states[name].fill_(values[name][0])  # every element begins alike
 
     def fill_chunks(self, new_states: NewStates) -> None:
         """First values in the store; master weights are zero."""

@@ -1,0 +1,283 @@
+"""Activations live in a store between forward and backward."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from .errors import OffloadError
+from .heap import return_large_blocks
+from .residency import Residency
+from .saved_memory import SavedMemory
+from .saved_tensor import KeptTensor, OffloadedTensor
+from .store import HostStore, Store
+
+_LOGGER = logging.getLogger("lowtide")
+_PART_OF_STORAGE = 8  # a view of less than 1/8 of its storage is saved by itself: a few rows of a data set, say
+_BLOCKS_IN_MEMORY = 3  # without a budget: one that is computed, one that is kept for backward, one on its way
+_MIN_RETURNED_BYTES = 128 << 10  # smaller blocks of host memory stay with the C library when they are freed
+_ALIGNMENT_BYTES = 64  # of what is saved: the last bit of a result may depend on where a tensor lies in a cache line
+
+
+class ActivationOffload:
+    """Keeps what autograd saves during the model's forward in a store, and brings it back in time for backward.
+
+        with offload:
+            loss = model(batch)
+        loss.backward()
+
+    | saved tensor                                                  | where it is until backward                   |
+    |---------------------------------------------------------------|----------------------------------------------|
+    | a view of a parameter; less than `min_bytes`; not strided     | where it was                                 |
+    | any other: activations, masks, inputs of recomputed blocks    | memory as long as the limit allows, then the |
+    |                                                               | store; see [Note: which activations stay]    |
+
+    What is moved is the storage under the saved tensors, once, however many views of it are saved. With a budget
+    `resident_bytes` never passes it, unless what a single operation saved is larger; without one the limit is three
+    blocks (`begin_block`). A graph that is freed, used or not, takes with it what the store has; what a transfer held
+    then is given back at the next use of this object. One forward at a time; backward in any thread.
+
+    Raises OffloadError from the forward or backward that needed a transfer that failed, and RuntimeError from the
+    backward through a saved tensor that was changed in place, as torch does.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        min_bytes: int,
+        budget_bytes: int | None,
+        is_parameter_storage: Callable[[Tensor], bool],  # True for views of memory that outlives the graph anyway
+    ) -> None:
+        for name, value in (("min_bytes", min_bytes), ("budget_bytes", budget_bytes)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected a number of bytes above 0, found {value}")
+        self._moves_from_host = not isinstance(store, HostStore)
+        self._min_bytes = min_bytes
+        self._budget_bytes = budget_bytes
+        self._is_parameter_storage = is_parameter_storage
+        self._residency = Residency(store)
+        self._of_storage: dict[int, list[SavedMemory]] = {}  # by identity of the storage
+        self._positions = itertools.count()
+        self._lock = threading.Lock()
+        self._freed: deque[SavedMemory] = deque()  # of saved tensors that died, until the lock is free
+        self._entered: list[saved_tensors_hooks | None] = []
+        self._num_passes = 0
+        self._block_bytes: int | None = None  # saved since the last begin_block of this forward
+        self._largest_block_bytes = 0
+        self._has_blocks = False
+        self._told: set[str] = set()
+        self._is_closed = False
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of offloadable activations that are held in memory now, transfers that run included."""
+        return self._residency.resident_bytes
+
+    @property
+    def peak_resident_bytes(self) -> int:
+        """The most that `resident_bytes` has been."""
+        return self._residency.peak_resident_bytes
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that were given to the store since the beginning."""
+        return self._residency.offloaded_bytes
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        if self._is_closed:
+            raise OffloadError("activation offload: expected it open for another forward, found it closed")
+        if not self._entered:
+            self._num_passes += 1
+            with self._locked():
+                pass  # what the last pass left to transfers that have ended since is given back
+        hooks = None
+        if self._others_decide():
+            self._tell("saved-tensor hooks are active around the model: they decide, and nothing is offloaded there")
+        else:
+            hooks = saved_tensors_hooks(self._pack, self._unpack)
+            hooks.__enter__()
+        self._entered.append(hooks)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        hooks = self._entered.pop()
+        if hooks is not None:
+            hooks.__exit__()
+        if not self._entered:
+            self._largest_block_bytes = self._largest_block_bytes or self._block_bytes or 0
+            self._block_bytes = None
+
+    def begin_block(self) -> None:
+        """A block's forward begins. Only matters without a budget, and inside the `with`."""
+        if not self._entered:
+            return
+        if not self._has_blocks:  # until now each saved tensor was taken for one
+            self._has_blocks, self._largest_block_bytes = True, 0
+        self._largest_block_bytes = max(self._largest_block_bytes, self._block_bytes or 0)
+        self._block_bytes = 0
+
+    def close(self) -> None:
+        """Waits for what runs and gives everything back; a graph that is still there cannot run backward any more."""
+        with self._locked():
+            self._is_closed = True
+            for memory in itertools.chain(*self._of_storage.values()):
+                self._residency.forget(memory)
+            self._of_storage.clear()
+            self._residency.drain()
+
+    def _others_decide(self) -> bool:
+        """True inside hooks of the user's own, or of a checkpoint around the model, which torch would leave out."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return top is not None and top[0] != self._pack
+
+    def _pack(self, tensor: Tensor) -> KeptTensor | OffloadedTensor:
+        part = self._part_to_move(tensor)
+        if part is None:
+            return KeptTensor(tensor)
+        with self._locked():
+            memory = self._find(tensor, *part) or self._add(tensor, *part)
+            memory.num_tensors += 1
+            return OffloadedTensor(tensor, memory, self._on_freed)
+
+    def _part_to_move(self, tensor: Tensor) -> tuple[int, int] | None:
+        """[start, end) in bytes of the storage of a saved tensor; None where nothing of it is moved."""
+        if not _is_ordinary(tensor) or not tensor.numel():
+            return None
+        itemsize = tensor.element_size()
+        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if span * itemsize < self._min_bytes or self._is_parameter_storage(tensor):
+            return None
+        if tensor.device.type == "cpu" and not self._moves_from_host:
+            self._tell("activations on the CPU are in host memory already, so they stay there; a file would take them")
+            return None
+        if tensor.device.type == "cpu":
+            return_large_blocks(max(self._min_bytes, _MIN_RETURNED_BYTES))
+        start = int(tensor.storage_offset()) * itemsize
+        end = start + span * itemsize
+        nbytes = tensor.untyped_storage().nbytes()
+        if (end - start) * _PART_OF_STORAGE < nbytes:
+            return start // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES, end
+        return 0, nbytes
+
+    def _find(self, tensor: Tensor, start: int, end: int) -> SavedMemory | None:
+        for memory in self._of_storage.get(tensor.untyped_storage()._cdata, ()):
+            if memory.has(tensor, start, end):
+                self._residency.move_to_end(memory, next(self._positions), self._num_passes)
+                return memory
+        return None
+
+    def _add(self, tensor: Tensor, start: int, end: int) -> SavedMemory:
+        self._note_size(end - start)
+        self._residency.prepare_for(end - start, self._limit)
+        position = next(self._positions)
+        memory = SavedMemory(f"activation-{id(self):x}-{position}", tensor, start, end)
+        memory.position, memory.pass_number = position, self._num_passes
+        self._of_storage.setdefault(memory.origin.cdata, []).append(memory)
+        self._residency.add(memory)
+        return memory
+
+    @property
+    def _limit(self) -> int:
+        """The most bytes to hold. Without a budget: three blocks as large as the largest so far.
+
+        A block is what is saved from one `begin_block` to the next (after the last one of a forward comes the head,
+        which may be much larger, and counts only while it runs); without such calls, one saved tensor.
+        """
+        return self._budget_bytes or _BLOCKS_IN_MEMORY * max(self._largest_block_bytes, self._block_bytes or 0)
+
+    def _note_size(self, nbytes: int) -> None:
+        if self._budget_bytes is not None and nbytes > self._budget_bytes:
+            self._tell(
+                f"budget_bytes is {self._budget_bytes:,}, but a single saved tensor has {nbytes:,}: "
+                "it stays in memory until the next one is saved"
+            )
+        if self._block_bytes is not None:
+            self._block_bytes += nbytes
+        elif not self._has_blocks:
+            self._largest_block_bytes = max(self._largest_block_bytes, nbytes)
+
+    # -- backward -------------------------------------------------------------------------------------------------
+
+    def _unpack(self, saved: KeptTensor | OffloadedTensor) -> Tensor:
+        if isinstance(saved, KeptTensor):
+            saved.check_version()
+            return saved.tensor
+        with self._locked():
+            saved.check_version()
+            if self._is_closed:
+                raise OffloadError(
+                    "activation offload: expected backward before it is closed, found it closed; the activations of "
+                    "this graph are gone"
+                )
+            return saved.view_of(self._residency.use(saved.memory, self._limit))
+
+    # -- the end of a graph -----------------------------------------------------------------------------------------
+
+    def _on_freed(self, memory: SavedMemory) -> None:
+        """May be called at any time, also by the garbage collector while this thread has the lock."""
+        self._freed.append(memory)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        while self._freed and self._lock.acquire(blocking=False):  # else whoever has the lock sweeps after it
+            try:
+                while self._freed:
+                    self._forget_one(self._freed.popleft())
+            finally:
+                self._lock.release()
+
+    def _forget_one(self, memory: SavedMemory) -> None:
+        """One saved tensor fewer needs it."""
+        memory.num_tensors -= 1
+        if memory.num_tensors or self._is_closed:
+            return
+        siblings = self._of_storage[memory.origin.cdata]
+        siblings.remove(memory)
+        if not siblings:
+            del self._of_storage[memory.origin.cdata]
+        self._residency.forget(memory)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                self._residency.reap()
+                yield
+        finally:
+            self._sweep()
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            _LOGGER.info("activation offload: %s", text)
+
+
+def in_storages_of(tensors: Iterable[Tensor]) -> Callable[[Tensor], bool]:
+    """Whether a tensor is a view of the memory of one of `tensors`. Holds for storages that are resized too."""
+    storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    # The function holds the storages, so that none of the identities passes to another one.
+    return lambda tensor: tensor.untyped_storage()._cdata in storages
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    """True where a tensor is its storage, offset, shape and strides, and nothing else."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and tensor.device.type != "meta"
+        and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+    )

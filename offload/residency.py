@@ -1,0 +1,226 @@
+r"""Which activations are in memory, and which in the store alone.
+
+[Note: which activations stay]
+What forward saves first, backward needs last. So memory holds the newest, up to a limit, and the store the oldest:
+
+    forward    saved  0 1 2 3 | 4 5 | 6 7
+                      evicted   sent  as they are    (sends begin at half the limit, so that room is there in time)
+
+    backward          0 1 2 3 | 4 5   7              (a use loads what comes before it, as far as the limit allows)
+                            <--     <- used
+
+What was sent stays in memory as well until its room is wanted. So nothing is sent where all fits into half the limit,
+and nothing has to be loaded where all fits into the limit.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Iterator
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .errors import OffloadError
+from .saved_memory import SavedMemory
+from .store import Store
+
+
+class Residency:
+    """Moves `SavedMemory` between memory and a store; see [Note: which activations stay]. For one thread at a time.
+
+    `limit`: bytes that may be in memory. A single memory that is larger is held all the same.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.resident_bytes = 0
+        self.peak_resident_bytes = 0
+        self.offloaded_bytes = 0
+        self._here = ByPosition()
+        self._away = ByPosition()
+        self._used: dict[SavedMemory, None] = {}  # those here that backward has asked for, in that order
+        self._unsent: dict[SavedMemory, None] = {}  # those here that no save was started for, oldest first
+        self._unsent_bytes = 0
+        self._draining: deque[SavedMemory] = deque()  # forgotten while a transfer ran
+        self._lingering: list[tuple[StorageWeakRef, int]] = []  # evicted after use, but its user has not ended yet
+
+    def prepare_for(self, nbytes: int, limit: int) -> None:
+        """Makes room for nbytes more. Waits for saves where it must, and raises OffloadError where they fail."""
+        while self._unsent and self._unsent_bytes + nbytes > limit // 2:
+            self._start_save(next(iter(self._unsent)))
+        self._make_room(nbytes, limit)
+
+    def add(self, memory: SavedMemory) -> None:
+        """Takes one that is in memory, the newest."""
+        self._unsent[memory] = None
+        self._unsent_bytes += memory.nbytes
+        self._arrive(memory)
+
+    def move_to_end(self, memory: SavedMemory, position: int, pass_number: int) -> None:
+        """It was saved again: backward will need it earlier than was thought."""
+        place = self._away if memory.content is None else self._here
+        place.remove(memory)
+        memory.position, memory.pass_number = position, pass_number
+        place.add(memory)
+
+    def use(self, memory: SavedMemory, limit: int) -> Tensor:
+        """The bytes, (nbytes,) uint8, for backward. Starts to load what backward needs next. Raises OffloadError."""
+        if memory.content is None:
+            self._make_room(memory.nbytes, limit)
+            self._start_load(memory)
+        self._used[memory] = self._used.pop(memory, None)
+        self._prefetch(memory, limit)
+        self._finish_load(memory)
+        assert memory.content is not None
+        return memory.content
+
+    def forget(self, memory: SavedMemory) -> None:
+        """Nobody needs it any more: all of it is given back as soon as no transfer runs."""
+        self._away.remove(memory)
+        self._here.remove(memory)
+        self._used.pop(memory, None)
+        if memory in self._unsent:
+            del self._unsent[memory]
+            self._unsent_bytes -= memory.nbytes
+        if memory.transfer is not None:
+            self._draining.append(memory)
+        else:
+            self._finish(memory)
+
+    def reap(self) -> None:
+        """Gives back what is held for transfers and users that have ended meanwhile."""
+        while self._draining and (transfer := self._draining[0].transfer) is not None and transfer.is_done:
+            self._finish(self._draining.popleft())
+        for item in [item for item in self._lingering if item[0].expired()]:  # type: ignore[no-untyped-call]
+            self._lingering.remove(item)
+            self.resident_bytes -= item[1]
+
+    def drain(self) -> None:
+        """Waits for the transfers of what was forgotten."""
+        while self._draining:
+            self._finish(self._draining.popleft())
+
+    # -- room -----------------------------------------------------------------------------------------------------
+
+    def _make_room(self, nbytes: int, limit: int) -> None:
+        """Evicts until nbytes more are within the limit, or nothing is left: first what was used, then the oldest."""
+        while self.resident_bytes + nbytes > limit:
+            if self._draining:
+                self._finish(self._draining.popleft())
+                continue
+            used = (memory for memory in self._used if memory.is_stored)
+            victim = next(itertools.chain(used, self._here), None)
+            if victim is None:
+                return
+            self._evict(victim)
+
+    def _evict(self, memory: SavedMemory) -> None:
+        with contextlib.suppress(OffloadError):  # what could not be loaded is not needed yet
+            self._finish_load(memory)
+        if memory.content is None:
+            return
+        if memory in self._unsent:
+            self._start_save(memory)
+        self._finish_save(memory)
+        was_used = memory in self._used
+        reference = StorageWeakRef(memory.content.untyped_storage())  # type: ignore[no-untyped-call]
+        self._leave(memory)
+        memory.evict()
+        self._away.add(memory)
+        if was_used and not reference.expired():  # type: ignore[no-untyped-call]
+            self._lingering.append((reference, memory.nbytes))
+            self.resident_bytes += memory.nbytes
+
+    def _prefetch(self, memory: SavedMemory, limit: int) -> None:
+        """Loads what backward needs after `memory`, as far as there is room."""
+        while (following := self._away.last_before(memory.position)) is not None:
+            if following.pass_number != memory.pass_number or self.resident_bytes + following.nbytes > limit:
+                return
+            try:
+                self._start_load(following)
+            except OffloadError:
+                return  # whoever needs it will say so
+
+    def _arrive(self, memory: SavedMemory) -> None:
+        self._here.add(memory)
+        self.resident_bytes += memory.nbytes
+        self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
+
+    def _leave(self, memory: SavedMemory) -> None:
+        self._here.remove(memory)
+        self._used.pop(memory, None)
+        self.resident_bytes -= memory.nbytes
+
+    # -- transfers ------------------------------------------------------------------------------------------------
+
+    def _start_save(self, memory: SavedMemory) -> None:
+        memory.start_save(self._store)
+        del self._unsent[memory]
+        self._unsent_bytes -= memory.nbytes
+        self.offloaded_bytes += memory.nbytes
+
+    def _finish_save(self, memory: SavedMemory) -> None:
+        try:
+            memory.finish_save()
+        except OffloadError:
+            self._unsent[memory] = None
+            self._unsent_bytes += memory.nbytes
+            raise
+
+    def _start_load(self, memory: SavedMemory) -> None:
+        memory.start_load(self._store)
+        self._away.remove(memory)
+        self._arrive(memory)
+
+    def _finish_load(self, memory: SavedMemory) -> None:
+        try:
+            memory.finish_load()
+        except OffloadError:
+            self._leave(memory)
+            self._away.add(memory)
+            raise
+
+    def _finish(self, memory: SavedMemory) -> None:
+        """The last of a memory that was forgotten; what goes wrong here is nobody's loss."""
+        is_counted, is_known = memory.content is not None, memory.was_sent
+        for finish in (memory.finish_load, memory.finish_save):
+            with contextlib.suppress(OffloadError):
+                finish()
+        memory.content = None
+        if is_counted:
+            self.resident_bytes -= memory.nbytes
+        if is_known:
+            with contextlib.suppress(OffloadError):
+                self._store.drop(memory.key)
+
+
+class ByPosition:
+    """Memory in the order of forward."""
+
+    def __init__(self) -> None:
+        self._sorted: list[SavedMemory] = []
+
+    def __iter__(self) -> Iterator[SavedMemory]:
+        return iter(self._sorted)
+
+    def add(self, memory: SavedMemory) -> None:
+        bisect.insort(self._sorted, memory, key=_position)
+
+    def remove(self, memory: SavedMemory) -> None:
+        """Takes it out, if it is here."""
+        index = bisect.bisect_left(self._sorted, memory.position, key=_position)
+        if index < len(self._sorted) and self._sorted[index] is memory:
+            del self._sorted[index]
+
+    def last_before(self, position: int) -> SavedMemory | None:
+        """What backward needs next after the one at `position`."""
+        index = bisect.bisect_left(self._sorted, position, key=_position)
+        return self._sorted[index - 1] if index else None
+
+
+def _position(memory: SavedMemory) -> int:
+    return memory.position

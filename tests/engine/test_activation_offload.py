@@ -1,0 +1,63 @@
+"""activation_checkpointing.offload gives the numbers of the run without it, and keeps to its budget."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowtide
+from tests.models import TinyGPT, tiny_gpt, token_batch
+from tests.ranks import RankPool
+from tests.zero.training import ADAMW, Case, share_of, train_all
+
+
+def offloaded(case: Case, folder: Path, every: int, **section: Any) -> Case:
+    offload = {"device": "nvme", "nvme_path": str(folder), "min_bytes": 1024, **section}
+    return case.at(case.stage, config={"activation_checkpointing": {"every": every, "offload": offload}})
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("every", [0, 1])
+def test_it_is_bitwise_the_run_without(ranks: RankPool, tmp_path: Path, world_size: int, every: int) -> None:
+    config = {"activation_checkpointing": {"every": every}}
+    plain = Case(tiny_gpt, token_batch, accumulation=2, clip=0.5, config=config)
+    cases = [one for stage in (0, 3) for one in (plain.at(stage), offloaded(plain.at(stage), tmp_path, every))]
+    cases.append(offloaded(plain.at(3), tmp_path, every, budget_bytes=4096))
+    outcomes = ranks(world_size, train_all, cases)[0]
+    for outcome in outcomes[1:]:
+        assert outcome.differences(outcomes[0]) == []
+
+
+def peak_of_saved(config: dict[str, Any]) -> tuple[int, int]:
+    """(highest bytes of saved activations in memory, bytes that were moved) of three steps."""
+    torch.manual_seed(0)
+    engine = lowtide.initialize(TinyGPT(width=64, layers=8), config)
+    for step in range(3):
+        engine.train_step(share_of(token_batch(step, 8 * engine.world_size)))
+    offload = engine._parts.activation_offload
+    assert offload is not None
+    found = offload.peak_resident_bytes, offload.offloaded_bytes
+    engine.close()
+    return found
+
+
+def test_the_peak_stays_under_the_budget(ranks: RankPool, tmp_path: Path) -> None:
+    budget = 256 << 10
+    config = {
+        "steps_per_print": 0,
+        "optimizer": ADAMW,
+        "zero_optimization": {"stage": 3},
+        "activation_checkpointing": {
+            "offload": {"device": "nvme", "nvme_path": str(tmp_path), "min_bytes": 1024, "budget_bytes": budget}
+        },
+    }
+    for peak, moved in ranks(2, peak_of_saved, config):
+        assert 0 < peak <= budget
+        assert moved > 4 * budget
+
+
+def test_the_cpu_as_a_place_says_that_nothing_moves(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    case = Case(tiny_gpt, token_batch, config={"activation_checkpointing": {"offload": {"device": "cpu"}}})
+    plain, moved = train_all([case.at(0, config={"activation_checkpointing": {}}), case])
+    assert moved.differences(plain) == []

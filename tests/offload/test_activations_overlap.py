@@ -1,0 +1,92 @@
+"""Transfers run beside the computation, in forward and in backward."""
+
+import time
+
+import torch
+from torch import Tensor, nn
+
+from tests.offload.activation_stores import MemoryStore, offload_for
+
+BLOCKS = 12
+SECONDS = 0.03  # of a block's computation, and of a transfer
+SHAPE = (64, 64)
+BYTES = 64 * 64 * 4
+
+
+class Slow(torch.autograd.Function):
+    """Takes time in forward and backward, and saves what it is given."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)  # type: ignore[attr-defined]
+        time.sleep(SECONDS)
+        return x + 1
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        time.sleep(SECONDS)
+        return gradient * x
+
+
+def test_transfers_run_beside_the_work() -> None:
+    store = MemoryStore(SECONDS)
+    offload = offload_for(nn.Module(), store, 6 * BYTES)
+    x = torch.ones(SHAPE, requires_grad=True)
+    started = time.perf_counter()
+    with offload:
+        y = x
+        for _ in range(BLOCKS):
+            y = Slow.apply(y)
+    forward = time.perf_counter() - started
+    started = time.perf_counter()
+    y.sum().backward()
+    backward = time.perf_counter() - started
+    assert store.num_saves >= BLOCKS - 6 and store.num_loads >= BLOCKS - 6
+    # One after the other it would be (BLOCKS + the number of transfers) x SECONDS.
+    hidden_in_forward = (BLOCKS + store.num_saves) * SECONDS - forward
+    hidden_in_backward = (BLOCKS + store.num_loads) * SECONDS - backward
+    assert hidden_in_forward > 0.5 * store.num_saves * SECONDS
+    assert hidden_in_backward > 0.5 * store.num_loads * SECONDS
+
+
+def test_a_save_runs_while_the_forward_goes_on() -> None:
+    """Room is made before it is needed: at half the budget."""
+    store = MemoryStore()
+    offload = offload_for(nn.Module(), store, 8 * BYTES)
+    x = torch.ones(SHAPE, requires_grad=True)
+    with offload:
+        y = x
+        sent = []
+        for _ in range(8):
+            y = y.sin()
+            sent.append(store.num_saves)
+    assert sent == [0, 0, 0, 0, 1, 2, 3, 4]
+    assert offload.resident_bytes == 8 * BYTES
+
+
+def test_loads_are_started_before_they_are_asked_for() -> None:
+    store = MemoryStore()
+    offload = offload_for(nn.Module(), store, 4 * BYTES)
+    x = torch.ones(SHAPE, requires_grad=True)
+    loads: list[int] = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: object, gradient: Tensor) -> Tensor:
+            loads.append(store.num_loads)
+            return gradient
+
+    with offload:
+        y = x
+        for _ in range(12):
+            y = torch.sin(Look.apply(y))
+    y.sum().backward()
+    # The four newest are here; when the fifth is asked for, the next ones are on their way too.
+    assert loads[-1] == 8
+    assert all(count >= min(index - 1, 8) for index, count in enumerate(loads))
+    assert loads[4] > 1

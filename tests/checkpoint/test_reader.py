@@ -45,7 +45,7 @@ def random_pieces(values: dict[str, Tensor], world_size: int, seed: int) -> list
 def test_any_range_comes_back_whoever_wrote_its_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
-    monkeypatch.setattr(writer, "MAX_BOX_BYTES", 64)  # many boxes in small tensors
+    monkeypatch.setattr(writer, "MAX_VALUES_BYTES", 64)  # many boxes in small tensors
     draw = random.Random(world_size)
     for seed in range(5):
         values = tensors()
@@ -82,7 +82,7 @@ def test_only_the_boxes_of_a_range_are_read(tmp_path: Path) -> None:
     memory = torch.empty(100)
     source.read([Fragment("w", (BIG,), BIG // 2 + 5, memory)])
     assert torch.equal(memory, value[BIG // 2 + 5 : BIG // 2 + 105])
-    assert source.bytes_read == writer.MAX_BOX_BYTES < value.nbytes
+    assert source.bytes_read == writer.MAX_VALUES_BYTES < value.nbytes
 
 
 def test_the_state_of_each_rank_comes_back(tmp_path: Path) -> None:

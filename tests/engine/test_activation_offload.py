@@ -22,11 +22,13 @@ def offloaded(case: Case, folder: Path, every: int, **section: Any) -> Case:
 def test_it_is_bitwise_the_run_without(ranks: RankPool, tmp_path: Path, world_size: int, every: int) -> None:
     config = {"activation_checkpointing": {"every": every}}
     plain = Case(tiny_gpt, token_batch, accumulation=2, clip=0.5, config=config)
-    cases = [one for stage in (0, 3) for one in (plain.at(stage), offloaded(plain.at(stage), tmp_path, every))]
-    cases.append(offloaded(plain.at(3), tmp_path, every, budget_bytes=4096))
-    outcomes = ranks(world_size, train_all, cases)[0]
-    for outcome in outcomes[1:]:
-        assert outcome.differences(outcomes[0]) == []
+    for stage in (0, 3):
+        case = plain.at(stage)
+        budgets = ({}, {"budget_bytes": 4096})
+        cases = [case, *(offloaded(case, tmp_path, every, **budget) for budget in budgets)]
+        expected, *outcomes = ranks(world_size, train_all, cases)[0]
+        for outcome in outcomes:
+            assert outcome.differences(expected) == []
 
 
 def peak_of_saved(config: dict[str, Any]) -> tuple[int, int]:

@@ -18,7 +18,7 @@ SCRIPT = """
 
     import lowtide
 
-    WIDTH, NUM_BLOCKS, ROUNDS = 1024, 100, 3
+    WIDTH, NUM_BLOCKS, ROUNDS = 1024, 100, 10
 
 
     class Block(nn.Module):

@@ -65,6 +65,9 @@ CONTENDERS = {
         _lowtide_offload("states-nvme", "states in a file", 3, states="nvme"),
         _lowtide_offload("half-nvme", "half of the states in a file", 3, states="nvme", ratio=0.5),
         _lowtide_offload("nvme", "states and parameters in files", 3, states="nvme", parameters="nvme"),
+        _lowtide_offload(
+            "nvme-overlap", "both in files, speculative", 3, states="nvme", parameters="nvme", overlap=True
+        ),
         _deepspeed_offload("cpu"),
         _deepspeed_offload("nvme"),
     ]

@@ -121,6 +121,7 @@ def build_lowtide(
     states: str = "none",
     parameters: str = "none",
     ratio: float = 1.0,
+    overlap: bool = False,
 ) -> Trainer:
     """Gives lowtide as a user's script has it: the model and one config. states, parameters: the devices of offload."""
     import lowtide
@@ -129,6 +130,7 @@ def build_lowtide(
     folder = os.environ.get(OFFLOAD_FOLDER)
     if states != "none":
         zero["offload_optimizer"] = {"device": states, "nvme_path": folder, "ratio": ratio}
+        zero["offload_optimizer"]["overlap"] = "speculative" if overlap else "none"
     if parameters != "none":
         zero["offload_param"] = {"device": parameters, "nvme_path": folder}
     config = {

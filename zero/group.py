@@ -147,6 +147,11 @@ class ShardedGroup:
         assert self._pages is not None
         self._pages.vacate(self._own.start, self._own.stop)
 
+    def give_all_memory(self) -> None:
+        """No part of the parameters is in memory any more."""
+        assert self._pages is not None
+        self._pages.vacate(0, self.layout.padded_numel)
+
     def _open_own(self, rest: ShardRest, changes: bool) -> Tensor:
         if self.residence is Residence.SHARDED:
             return rest.open(self, changes)
@@ -209,7 +214,7 @@ class ShardedGroup:
         what = f"gather of {self.name}"
         if self._rest is not None:
             assert self._pages is not None
-            self._rest.settle()  # it may have this very shard open
+            self._rest.make_way(self)
             self._pages.populate(0, self.layout.padded_numel)
             transfer = self._rest.fetch(self)
 
@@ -229,11 +234,11 @@ class ShardedGroup:
 
     def _free_memory(self) -> None:
         if self._rest is not None:
-            assert self._pages is not None
             if self._has_changed:
-                self._rest.keep(self).wait()
                 self._has_changed = False
-            self._pages.vacate(0, self.layout.padded_numel)
+                self._rest.leave(self)
+            else:
+                self.give_all_memory()
         elif self._pages is not None:
             self._pages.vacate(0, self._own.start)
             self._pages.vacate(self._own.stop, self.layout.padded_numel)

@@ -27,6 +27,7 @@ class ShardRest:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._open: tuple[ShardedGroup, bool] | None = None
+        self._leaving: list[tuple[ShardedGroup, Transfer]] = []  # changed while they were full
         self._sizes: dict[str, int] = {}
 
     @property
@@ -62,8 +63,23 @@ class ShardRest:
             self._open = (group, True)
         return group.shard
 
+    def leave(self, group: ShardedGroup) -> None:
+        """Saves the shard of a group that was full, whose memory goes as soon as that is done."""
+        self._leaving.append((group, self.keep(group)))
+        while len(self._leaving) > 1:
+            self._let_go()
+
+    def make_way(self, group: ShardedGroup) -> None:
+        """Ends what is under way with the group, which is about to be loaded."""
+        if self._open is not None and self._open[0] is group:
+            self.settle()
+        while any(other is group for other, _ in self._leaving):
+            self._let_go()
+
     def settle(self) -> None:
-        """Puts the shard that is open back."""
+        """Puts the shard that is open back, and lets those go that are being saved."""
+        while self._leaving:
+            self._let_go()
         if self._open is None:
             return
         (group, changed), self._open = self._open, None
@@ -96,7 +112,15 @@ class ShardRest:
 
     def close(self) -> None:
         """Gives the room back."""
+        self._leaving.clear()
         self._store.close()
+
+    def _let_go(self) -> None:
+        group, transfer = self._leaving.pop(0)
+        try:
+            transfer.wait()
+        finally:
+            group.give_all_memory()
 
     def _retire(self, leaving: list[tuple[ShardedGroup, Transfer]]) -> None:
         group, transfer = leaving.pop(0)

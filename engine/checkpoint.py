@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
@@ -31,6 +30,7 @@ from .log import logger
 from .named_state import NamedState
 from .run_state import encode_client_state, random_state, set_random_state
 from .save_job import SaveJob
+from .weights import model_files
 
 _INTACT = "What was saved before is as it was, and training can go on."
 _WITHOUT_STEP = ("sgd", "lion")  # torch's own keep no step either
@@ -97,35 +97,40 @@ class Checkpointer:
         manifest = self._manifest(tag, has_own_tag, step, encoded, states)
         with all_or_none(self._world, what, _INTACT):
             saving = target.begin(tag) if self._world.rank == 0 else target.saving_folder(tag)
+
+        def commit() -> None:
+            target.commit(manifest, names, self._config.checkpoint.keep_last)
+            logger.info("checkpoint '%s' is complete in %s", tag, target.path)
+
+        is_first = self._world.rank == 0
         try:
             with all_or_none(self._world, what, _INTACT):
                 if not saving.is_dir():
                     raise CheckpointError(
                         f"{saving} is not there; all ranks must see one folder, for example a network disk"
                     )
+                writer = RankWriter(saving, self._world.rank)
+                groups = self._optimizer.param_groups
+                options = option_blobs(self._optimizer.kind, groups, names) if is_first else []
+                fragments = self._fragments()
+                snapshot = Snapshot(fragments) if self._config.checkpoint.asynchronous else None
+            if snapshot is None:
+                with all_or_none(self._world, what, _INTACT):
+                    writer.write(fragments, options, own_state)
+                with all_or_none(self._world, what, _INTACT):
+                    if is_first:
+                        commit()
         except CheckpointError:
             self._discard(target, tag)
             raise
-        fragments = self._fragments()
-        options = (
-            option_blobs(self._optimizer.kind, self._optimizer.param_groups, names) if self._world.rank == 0 else []
-        )
-        snapshot = Snapshot(fragments) if self._config.checkpoint.asynchronous else None
+        if snapshot is not None:
 
-        def write() -> None:
-            writer = RankWriter(saving, self._world.rank)
-            writer.write(fragments if snapshot is None else snapshot.fragments, options, own_state)
-            if snapshot is not None:
+            def write() -> None:
+                writer.write(snapshot.fragments, options, own_state)
                 snapshot.drop()
 
-        def commit() -> None:
-            target.commit(manifest, names, self._config.checkpoint.keep_last)
-            logger.info("checkpoint '%s' is complete in %s", tag, target.path)
-
-        self._job = SaveJob(saving, self._world.size, write, commit if self._world.rank == 0 else None)
-        self._job_folder = (target, tag)
-        if snapshot is None:
-            self.finish()
+            self._job = SaveJob(saving, self._world.size, write, commit if is_first else None)
+            self._job_folder = (target, tag)
         return tag
 
     @property
@@ -138,21 +143,18 @@ class Checkpointer:
         if self._job is None or self._job_folder is None:
             return
         job, (folder, tag) = self._job, self._job_folder
-        self._job, self._job_folder = None, None
         what = f"saving checkpoint '{tag}' to {folder.path}"
         job.wait_written()
         try:
             raise_together(self._world, job.write_error, what, _INTACT)
+            job.wait_committed()
+            raise_together(self._world, job.commit_error, what, _INTACT)
         except CheckpointError:
             job.cancel()
             self._discard(folder, tag)
+            self._job, self._job_folder = None, None
             raise
-        job.wait_committed()
-        try:
-            raise_together(self._world, job.commit_error, what, _INTACT)
-        except CheckpointError:
-            self._discard(folder, tag)
-            raise
+        self._job, self._job_folder = None, None
 
     def _discard(self, folder: CheckpointFolder, tag: str) -> None:
         if self._world.rank == 0:
@@ -247,7 +249,7 @@ class Checkpointer:
             aliases=self._named.aliases,
             training=training,
             config=self._config.as_dict(),
-            model_files=_model_files(self._module),
+            model_files=model_files(self._module, _first_dtype(self._named)),
         )
 
     # -- what is loaded -------------------------------------------------------------------------------------------
@@ -352,11 +354,6 @@ def _prefixed(prefix: str, fragment: Fragment) -> Fragment:
     return replace(fragment, name=prefix + fragment.name)
 
 
-def _model_files(module: nn.Module) -> dict[str, Any]:
-    """What transformers wants to find beside the weights."""
-    files = {}
-    for attribute, name in (("config", "config.json"), ("generation_config", "generation_config.json")):
-        to_json: Callable[[], str] | None = getattr(getattr(module, attribute, None), "to_json_string", None)
-        if to_json is not None:
-            files[name] = json.loads(to_json())
-    return files
+def _first_dtype(named: NamedState) -> torch.dtype | None:
+    """The dtype in which the first floating-point parameter is computed; configurations of Hugging Face name it."""
+    return next((dtype for dtype in named.compute_dtypes.values() if dtype.is_floating_point), None)

@@ -180,6 +180,7 @@ class Engine:
             self._sequence.end_backward()
         except BaseException as error:
             self._sequence.abort(error)
+            self._update.take_back()
             raise
         self._losses.append(loss.detach().double())
         self._result_dtype = torch.promote_types(loss.dtype, torch.float32)
@@ -198,6 +199,7 @@ class Engine:
         needs_clipping = bool(clip) and grad_norm > clip
         if skipped or needs_clipping:
             self._update.take_back()
+            self._mesh.fence(f"the end of what was tried in step {self.global_step}")
         if skipped and not self._is_fp16:
             try:
                 self._raise_non_finite()
@@ -251,6 +253,7 @@ class Engine:
 
         modify: they may also be changed, on every rank alike; the changes reach shards and master weights at the end.
         """
+        self._update.take_back()  # what is not a step yet
         with self._values.gathered(params, modify):
             yield
         self._guard.remember()
@@ -260,6 +263,7 @@ class Engine:
 
         All ranks must call it. Gathered and copied unit by unit.
         """
+        self._update.take_back()  # what is not a step yet
         return self._values.state_dict()
 
     def export(
@@ -274,6 +278,7 @@ class Engine:
         one file, also "500MB". All ranks must call it; each writes its own shards, nothing is gathered. Raises
         CheckpointError on every rank where one could not write; an earlier export is as it was then.
         """
+        self._update.take_back()  # what is not a step yet
         weights.export(self.module, self._named, self._mesh.world, folder, dtype, shard_bytes)
 
     def load_weights(self, path: str | os.PathLike[str], strict: bool = True) -> None:
@@ -282,6 +287,7 @@ class Engine:
         All ranks must call it. Raises ValueError, with all that is missing, extra or misshaped, before anything is
         changed; without `strict` missing and extra ones are logged. CheckpointError where a file cannot be read.
         """
+        self._forget_gradients()
         weights.load_weights(self._named, self._mesh.world, path, strict)
         self._guard.remember()
 
@@ -302,9 +308,9 @@ class Engine:
         Raises CheckpointError on every rank if any fails (what was saved before is intact), and ValueError between the
         microbatches of a step.
         """
-        if self._num_microbatches % self._accumulation:
+        if self._num_microbatches:
             raise ValueError(
-                f"save_checkpoint: expected a whole step, found {self._num_microbatches % self._accumulation} of "
+                f"save_checkpoint: expected a whole step, found {self._num_microbatches} of "
                 f"{self._accumulation} microbatches done (gradient_accumulation_steps); gradients are not saved, "
                 "so call it after engine.step() has acted"
             )
@@ -321,6 +327,7 @@ class Engine:
         Raises NoCheckpointError where there is none; CheckpointError where a file is missing, truncated or altered, or
         the checkpoint is of another model.
         """
+        self._forget_gradients()
         restored = self._checkpointer.load(folder, tag)
         self._restore_training_state(restored.training, restored.config)
         restore_client_state(self.client_state, restored.client_state)

@@ -122,6 +122,9 @@ class NamedState:
                 low = piece.offset_in_shard
                 own = values_of(part_of(shard.group.own_values(changes=True), low, low + piece.numel))
                 own.copy_(values_of(shard.master_of(piece)))
+        for group in self._groups:
+            if group.frees_memory:  # full ones have the other ranks' old values
+                group.release()
         pending = [group.refresh() for group in self._groups if not group.frees_memory]
         for one in pending:
             one.wait()

@@ -21,6 +21,11 @@ def offloaded_states(config: Config, world: World, has_rule: bool) -> OffloadedS
     wanted = config.zero_optimization.offload_optimizer
     if not wanted.is_used:
         return None
+    if wanted.overlap == "speculative" and not has_rule:
+        raise ValueError(
+            'offload_optimizer.overlap: "speculative" needs one of the optimizers of the config, whose updates it can '
+            'take back; found an optimizer of the caller\'s own. Use "none"'
+        )
     if wanted.device == "cpu":
         if world.device.type != "cpu":
             raise ValueError(

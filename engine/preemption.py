@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType
@@ -26,11 +27,18 @@ class Preemption:
         self._is_armed = True
 
     def disarm(self) -> None:
-        """Gives the signal back to whoever had it."""
+        """Gives the signal back to whoever had it, unless somebody has taken it since."""
         if self._is_armed:
             self._is_armed = False
-            signal.signal(signal.SIGTERM, self._before)
+            if signal.getsignal(signal.SIGTERM) == self._note:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.is_requested = True
-        self.disarm()
+        if self._is_armed:
+            self.is_requested = True
+            self.disarm()
+        elif callable(self._before):  # given back to us by one who took it from us
+            self._before(number, frame)
+        elif self._before != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

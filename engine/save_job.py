@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.index import index_name
+from .log import logger
 
 _POLL_SECONDS = 0.005
 _SECONDS_AFTER_EXIT = 60.0
@@ -68,6 +69,8 @@ class SaveJob:
             self._commit()
         except BaseException as error:
             self.commit_error = error
+        if self.commit_error is not None and not threading.main_thread().is_alive():
+            logger.error("%s could not be completed: %s", self._folder, self.commit_error)  # nobody else will say so
 
     def _wait_for_others(self) -> bool:
         deadline: float | None = None

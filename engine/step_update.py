@@ -53,6 +53,9 @@ class StepUpdate:
 
     def finish(self, factor: float, what: str) -> None:
         """The step counts: updates what has not been updated yet, and brings all to the other ranks. A collective."""
+        for shard in self._optimizer.shards:
+            if shard.group.frees_memory:  # a forward since the backward has left some full, of values that now change
+                shard.group.release()
         pending: list[Pending] = []
         if self.timing is Timing.IN_BACKWARD or self._optimizer.speculation.is_open:
             self._optimizer.accept()

@@ -104,6 +104,7 @@ class PagePool:
     def __init__(self) -> None:
         self._libc = _libc()
         self._vacated: list[tuple[int, int]] = []  # (address, bytes)
+        self._mappings: dict[int, tuple[int, int]] = {}  # address of a buffer -> all that was mapped for it
 
     @staticmethod
     @functools.cache
@@ -126,13 +127,14 @@ class PagePool:
         address = self._libc.mmap(None, length, _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS_NORESERVE, -1, 0)
         if address in (None, _FAILED):
             raise MemoryError(f"no address space for a buffer of {nbytes} bytes: {_last_error()}; raise `ulimit -v`")
-        aligned = -(-address // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        return int(aligned)
+        aligned = -(-int(address) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._mappings[aligned] = (int(address), length)
+        return aligned
 
     def unmap(self, address: int, nbytes: int) -> None:
         """Gives addresses back, with any pages there."""
         self._vacated = [(a, n) for a, n in self._vacated if not address <= a < address + nbytes]
-        self._libc.munmap(address, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
+        self._libc.munmap(*self._mappings.pop(address))
 
     def take(self, address: int, nbytes: int) -> None:
         """Brings pages to [address, address + nbytes); what the pool does not have is faulted in on first use."""
@@ -157,6 +159,7 @@ class PagePool:
             start, length = self._best(nbytes)
             moved = min(length, nbytes)
             if not self._move(start, address, moved):
+                self._vacated.append((start, length))
                 return
             address, nbytes = address + moved, nbytes - moved
             if length > moved:

@@ -32,18 +32,17 @@ class ChunkLayout:
     nbytes: int
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> ChunkLayout:
-        """tensors: (n,) each, as they are to be kept; those of the meta device will do."""
+    def of(cls, kinds: Mapping[str, tuple[torch.dtype, int]]) -> ChunkLayout:
+        """kinds: dtype and number of elements of each tensor, in order."""
         places, offset = [], 0
-        for name, tensor in tensors.items():
-            places.append((name, tensor.dtype, offset, tensor.numel()))
-            offset += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        for name, (dtype, numel) in kinds.items():
+            places.append((name, dtype, offset, numel))
+            offset += -(-numel * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         return cls(tuple(places), offset)
 
     @property
-    def meta_tensors(self) -> dict[str, Tensor]:
-        """Tensors of the same dtypes and sizes without memory."""
-        return {name: torch.empty(numel, dtype=dtype, device="meta") for name, dtype, _, numel in self.places}
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {name: dtype for name, dtype, _, _ in self.places}
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """The tensors in a buffer, (nbytes,) uint8."""
@@ -103,16 +102,16 @@ class OffloadedStates:
         return round(shard_numel * (1 - self._ratio)) // BLOCK_NUMEL * BLOCK_NUMEL
 
     def divide(
-        self, name: str, start: int, end: int, tensors_for: Callable[[int], Mapping[str, Tensor]]
+        self, name: str, start: int, end: int, kinds_for: Callable[[int], Mapping[str, tuple[torch.dtype, int]]]
     ) -> list[Chunk]:
         """The chunks of elements [start, end) of the shard called `name`.
 
-        tensors_for: the tensors of so many elements, on the meta device.
+        kinds_for: dtype and number of elements of the tensors that so many elements of a shard have.
         """
         chunks = []
         for low in range(start, end, self._chunk_numel):
             high = min(low + self._chunk_numel, end)
-            chunks.append(Chunk(f"{name} [{low}, {high})", low, high, ChunkLayout.of(tensors_for(high - low))))
+            chunks.append(Chunk(f"{name} [{low}, {high})", low, high, ChunkLayout.of(kinds_for(high - low))))
             for key in (chunks[-1].key, chunks[-1].key + _OTHER)[: 2 if self._keeps_old else 1]:
                 self._sizes[key] = chunks[-1].layout.nbytes
         return chunks

@@ -100,6 +100,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         order: of the updates, where it is known: what rests in a store is read ahead then. speculates: the step may be
         taken back, until `accept`.
         """
+        self._end_coming()
         self.num_steps += 1
         self.settle()
         if speculates:
@@ -120,7 +121,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 next(self._coming)
 
     def accept(self) -> None:
-        """A step that speculated counts."""
+        """A step whose shards were updated one by one is whole, and counts."""
+        self._end_coming()
         self.speculation.forget()
         if self._offloaded is not None:
             self._offloaded.accept()
@@ -129,9 +131,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """A step that speculated, whole or in part, has not been. Does nothing where there is none."""
         if not self.speculation.is_open:
             return
-        if self._coming is not None:
-            self._coming.close()
-            self._coming = None
+        self._end_coming()
         self.num_steps -= 1
         self.speculation.roll_back()
         if self._offloaded is not None:
@@ -253,6 +253,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Gives back what is in a store."""
+        self._end_coming()
         for place in (self._offloaded, self._rest):
             if place is not None:
                 place.close()
@@ -262,6 +263,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _new_states(self, master: Tensor) -> dict[str, Tensor]:
         assert self._rule is not None
         return self._rule.new_states(master, self.param_groups[0], self._state_dtype)
+
+    def _end_coming(self) -> None:
+        """Lets the last chunk go that was opened for `update`."""
+        if self._coming is not None:
+            self._coming.close()
+            self._coming = None
 
     def _fill_chunks(self) -> None:
         for shard in self.shards:

@@ -71,7 +71,7 @@ class ShardState:
         self._widened = widened
         if offloaded is not None and new_states is not None:
             self.chunks = offloaded.divide(
-                self.group.name, self.resident_numel, numel, lambda n: self._stored_tensors(new_states, n, "meta")
+                self.group.name, self.resident_numel, numel, lambda n: self._kinds(new_states, n)
             )
 
     @property
@@ -99,19 +99,20 @@ class ShardState:
     def make_states(self, new_states: NewStates) -> None:
         """Takes memory for the states of the part that is in memory, with their first values; leaves those it has."""
         device = self.group.shard.device
-        values = new_states(torch.zeros(STATE_BLOCK_NUMEL, dtype=self.master_dtype, device=device))
-        like = torch.empty(self.resident_numel, dtype=self.master_dtype, device="meta")
-        for name, state in new_states(like).items():
+        first = new_states(torch.zeros(STATE_BLOCK_NUMEL, dtype=self.master_dtype, device=device))
+        for name, block in first.items():
             if name not in self.states:
-                self.states[name] = huge_zeros(state.numel(), state.dtype, device)
-                if values[name].any():
-                    self.states[name].fill_(values[name][0])  # every element begins alike
+                numel = _scaled(block.numel(), self.resident_numel)
+                self.states[name] = huge_zeros(numel, block.dtype, device)
+                if block.any():
+                    self.states[name].fill_(block[0])  # every element begins alike
 
     def fill_chunks(self, new_states: NewStates) -> None:
         """First values in the store; master weights are zero."""
         for chunk in self.chunks:
             assert self._offloaded is not None
-            first = self._stored_tensors(new_states, chunk.numel, "cpu")
+            like = torch.zeros(chunk.numel, dtype=self.master_dtype)
+            first = {**({MASTER: like} if self.is_mixed else {}), **new_states(like)}
             self._offloaded.fill(chunk, partial(_copy_all, first))
 
     def parts(self, opened: Iterator[tuple[Chunk, dict[str, Tensor]]]) -> Iterator[StatePart]:
@@ -139,13 +140,13 @@ class ShardState:
         """The states of one of `pieces`, by name; those in memory only once they are made. 8-bit states as float32."""
         low, high = piece.offset_in_shard, piece.offset_in_shard + piece.numel
         chunk = self._chunk_of(piece)
-        kept = self.states if chunk is None else chunk.layout.meta_tensors
+        kept = {n: state.dtype for n, state in self.states.items()} if chunk is None else chunk.layout.dtypes
         names = [name for name in kept if name != MASTER and not name.endswith(SCALE_SUFFIX)]
         if any(name + SCALE_SUFFIX in kept for name in names):
             return {name: self._widened_range(chunk, name, low, high, changes) for name in names}
         if chunk is None:
             return {name: self.states[name][low:high] for name in names}
-        return {name: self._stored(chunk, name, kept[name].dtype, low, high, changes) for name in names}
+        return {name: self._stored(chunk, name, kept[name], low, high, changes) for name in names}
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
@@ -176,9 +177,19 @@ class ShardState:
             lambda: self._widened.open(part, stored, changes)[name][low - start : high - start],
         )
 
-    def _stored_tensors(self, new_states: NewStates, numel: int, device: str) -> dict[str, Tensor]:
-        like = torch.zeros(numel, dtype=self.master_dtype, device=device)
-        return {**({MASTER: like} if self.is_mixed else {}), **new_states(like)}
+    def _kinds(self, new_states: NewStates, numel: int) -> dict[str, tuple[torch.dtype, int]]:
+        """dtype and size of what is kept of so many elements.
+
+        Seen on a block: an operation on a tensor of the meta device would import 33 MiB of modules.
+        """
+        block = torch.zeros(STATE_BLOCK_NUMEL, dtype=self.master_dtype)
+        tensors = {**({MASTER: block} if self.is_mixed else {}), **new_states(block)}
+        return {name: (tensor.dtype, _scaled(tensor.numel(), numel)) for name, tensor in tensors.items()}
+
+
+def _scaled(numel_of_block: int, numel: int) -> int:
+    """How many elements a tensor has of which a block of 256 has numel_of_block: 256, or 1 for scales."""
+    return -(-numel * numel_of_block // STATE_BLOCK_NUMEL)
 
 
 def _copy_all(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:

@@ -17,7 +17,7 @@ class _Old:
 
     shard: ShardState
     part: StatePart
-    master: Tensor
+    master: Tensor  # of mixed precision with stored states: what is computed with, in its place
     states: Sequence[Tensor]
 
 
@@ -44,8 +44,10 @@ class Speculation:
         self.is_open = True
 
     def remember(self, shard: ShardState, part: StatePart) -> None:
-        """Copies what an update of the part will change in memory. Its master weights may be there though it is not."""
-        master = part.master.clone() if not (part.is_stored and shard.is_mixed) else part.master[:0]
+        """Copies what an update of the part will change in memory: parameters, and states that are not stored."""
+        is_elsewhere = part.is_stored and shard.is_mixed
+        own = values_of(shard.group.own_values())[part.start : part.end]
+        master = (own if is_elsewhere else part.master).clone()
         states = [] if part.is_stored else [state.clone() for state in part.states]
         self._old.append(_Old(shard, part, master, states))
 
@@ -54,11 +56,9 @@ class Speculation:
         for old in self._old:
             shard, start, end = old.shard, old.part.start, old.part.end
             own = values_of(shard.group.own_values(changes=True))
-            if not shard.is_mixed:
-                own[start:end].copy_(old.master)
-            elif not old.part.is_stored:
+            own[start:end].copy_(old.master)
+            if shard.is_mixed and not old.part.is_stored:
                 old.part.master.copy_(old.master)
-                own[start:end].copy_(old.master)
             for state, value in zip(old.part.states, old.states, strict=False):
                 state.copy_(value)
         self.forget()

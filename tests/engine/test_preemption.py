@@ -156,3 +156,23 @@ def test_a_process_without_other_handlers_is_ended_by_the_second_signal() -> Non
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "one\n" and done.returncode == -signal.SIGTERM
+
+
+def test_two_that_are_armed_give_the_signal_back_in_any_order() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    received: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    ours = signal.getsignal(signal.SIGTERM)
+    try:
+        for first_leaves_first in (True, False):
+            first, second = Preemption(), Preemption()
+            first.arm()
+            second.arm()
+            for one in (first, second) if first_leaves_first else (second, first):
+                one.disarm()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not first.is_requested and not second.is_requested
+            signal.signal(signal.SIGTERM, ours)
+        assert received == [signal.SIGTERM, signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)

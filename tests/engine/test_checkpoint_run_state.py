@@ -304,8 +304,13 @@ def test_the_file_says_what_was_saved(ranks: RankPool, tmp_path: Path) -> None:
 
 class WithConfiguration(Mlp):
     class Configuration:
-        def to_json_string(self) -> str:
-            return '{"model_type": "mlp"}'
+        dtype = None
+
+        def save_pretrained(self, folder: str) -> None:
+            values = {"model_type": "mlp", "dtype": str(self.dtype), "architectures": self.architectures}
+            (Path(folder) / "config.json").write_text(json.dumps(values))
+
+        architectures = ()
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,7 +320,8 @@ class WithConfiguration(Mlp):
 def test_the_models_own_configuration_is_kept(tmp_path: Path) -> None:
     save_and_go_on(Case(WithConfiguration, vector_batch), tmp_path, 1, "a")
     content = json.loads((tmp_path / "a" / "lowtide.json").read_text())["content"]
-    assert content["model_files"] == {"config.json": {"model_type": "mlp"}}
+    expected = {"model_type": "mlp", "dtype": "torch.float32", "architectures": ["WithConfiguration"]}
+    assert content["model_files"] == {"config.json": expected}
 
 
 def test_the_counters_go_on(tmp_path: Path) -> None:

@@ -28,21 +28,22 @@ class TrainingDisplay:
             disable=not (visible and self.console.is_terminal),
         )
         self.task = self.progress.add_task("training", total=num_steps, numbers="")
+        self.first_step: int | None = None  # of this run; one that goes on from a checkpoint begins later
         self.first_step_ended = 0.0
         self.tokens_per_second = 0.0
 
     def update(self, step: int, loss: float, memory_bytes: int) -> None:
-        """step: 1 for the first. The first step warms up and is left out of the speed."""
+        """step: counted from 1. The first step of the run warms up and is left out of the speed."""
         now = time.perf_counter()
-        if step == 1:
-            self.first_step_ended = now
+        if self.first_step is None:
+            self.first_step, self.first_step_ended = step, now
         else:
-            self.tokens_per_second = (step - 1) * self.tokens_per_step / (now - self.first_step_ended)
+            self.tokens_per_second = (step - self.first_step) * self.tokens_per_step / (now - self.first_step_ended)
         numbers = (
             f"loss {loss:.3f}  {self.tokens_per_second:,.0f} tokens/s  {memory_bytes / MEBIBYTE:,.0f} MiB per process"
         )
         self.progress.update(self.task, completed=step, numbers=numbers)
-        due = step == 1 or step % self.print_every == 0 or step == self.num_steps
+        due = step == self.first_step or step % self.print_every == 0 or step == self.num_steps
         if due and self.progress.disable:
             self.say(f"step {step:>5}/{self.num_steps}  {numbers}")
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from tests.launch.jobs import LAUNCH, Job
 
 SAYS = """
-import os, sys
+import os
 rank = os.environ["RANK"]
-print("out", rank)
-print("err", rank, file=sys.stderr)
+os.write(1, f"out {rank}\\n".encode())
+os.write(2, f"err {rank}\\n".encode())
 """
 
 BAR = """

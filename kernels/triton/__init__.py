@@ -1,0 +1,1 @@
+"""Triton sources: the only folder that imports triton. Each is imported when its kernel is first used on a GPU."""

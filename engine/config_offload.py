@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from .config_types import Bool, Float, Folder, Int, Positive, Section
+from .config_types import Bool, Float, Folder, Int, Natural, Positive, Section
 
 Device = Literal["none", "cpu", "nvme"]
 
@@ -32,10 +32,19 @@ class OffloadOptimizerConfig(Section):
     the norm asks for it: the same numbers. "delayed": during the next step, which computes with parameters that are
     one update old (arXiv 2101.06840)."""
 
+    delay_after_steps: Natural = 40
+    """With overlap "delayed": the number of updates, from the first of the training on, that are waited for. The
+    parameters change fast then, and a stale gradient hurts."""
+
     @property
     def is_used(self) -> bool:
         """Whether any of the state is offloaded."""
         return self.device != "none" and self.ratio > 0
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether updates are made while the next step computes."""
+        return self.is_used and self.overlap == "delayed"
 
 
 class OffloadParamConfig(Section):

@@ -12,11 +12,7 @@ OPTIMIZER = "zero_optimization.offload_optimizer"
 PARAM = "zero_optimization.offload_param"
 ACTIVATIONS = "activation_checkpointing.offload"
 STATE_DTYPE = "optimizer.params.state_dtype"
-UNSUPPORTED = frozenset(
-    {
-        f"{OPTIMIZER}.overlap.delayed",
-    }
-)
+UNSUPPORTED: frozenset[str] = frozenset()
 """The path of a setting, or a path and one of its values: asking for it is a fault."""
 
 
@@ -34,6 +30,11 @@ def offload_faults(
         fix = 'set the stage to 3 or the device to "none"; offload_optimizer works at every stage'
         message = f"needs zero_optimization.stage 3, found {zero.stage}: {why}; {fix}"
         faults.append(Fault(f"{PARAM}.device", "conflict", message))
+    if zero.offload_optimizer.is_delayed and zero.offload_param.device == "nvme":
+        why = "what the parameters become waits in memory during the whole of the next step"
+        fix = 'set overlap to "speculative" or "none"'
+        message = f'"delayed" needs {PARAM}.device "none" or "cpu", found "nvme": {why}; {fix}'
+        faults.append(Fault(f"{OPTIMIZER}.overlap", "conflict", message))
     return faults + _not_yet(zero, activations, optimizer)
 
 
@@ -49,6 +50,10 @@ def offload_notes(
             notes += _idle(path, section, "nothing is offloaded with ratio 0", but=("ratio",))
         elif section.device == "cpu" and section.nvme_path is not None:
             notes.append(_no_effect(f"{path}.nvme_path", section.nvme_path, 'the device is "cpu"'))
+    state = zero.offload_optimizer
+    if state.is_used and not state.is_delayed and state.delay_after_steps != type(state)().delay_after_steps:
+        why = f'it is for overlap "delayed", found {shown(state.overlap)}'
+        notes.append(_no_effect(f"{OPTIMIZER}.delay_after_steps", state.delay_after_steps, why))
     live = zero.stage3_max_live_parameters
     if zero.offload_param.device == "none" and live is not None:
         why = "it is for offload_param; without it a unit is released after each use"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.errors import CheckpointError
 from ..comm import Mesh
-from ..offload import ActivationOffload
+from ..offload import ActivationOffload, OffloadError
 from ..zero.exact_sum import from_limbs
 from ..zero.gradient import GroupGradient
 from ..zero.hooks import UnitHooks
@@ -108,7 +108,10 @@ class Engine:
         self._preemption = Preemption()
         if parts.config.checkpoint.on_sigterm:
             self._preemption.arm()
-        self._update = StepUpdate(parts.optimizer, parts.sequence, parts.mesh, self._timing, self._unclipped_factor)
+        delay_after_steps = parts.config.zero_optimization.offload_optimizer.delay_after_steps
+        self._update = StepUpdate(
+            parts.optimizer, parts.sequence, parts.mesh, self._timing, self._unclipped_factor, delay_after_steps
+        )
 
     # -- who and where --------------------------------------------------------------------------------------------
 
@@ -172,8 +175,7 @@ class Engine:
                 "was it computed under torch.no_grad(), or detached?"
             )
         boundary = self._num_microbatches % self._accumulation == self._accumulation - 1
-        if boundary:
-            self._update.begin_backward()
+        self._update.begin_backward(boundary)
         self._sequence.begin_backward(boundary)
         try:
             (loss * (self._scaler.scale * self._predivide / self._accumulation)).backward()  # type: ignore[no-untyped-call]
@@ -190,8 +192,12 @@ class Engine:
         """Updates the parameters at the accumulation boundary; before it, only returns the last result."""
         if self._num_microbatches % self._accumulation or not self._losses:
             return self._last
-        events = (self._checkpointer.has_failed, self._preemption.is_requested)
+        events = (self._checkpointer.has_failed, self._preemption.is_requested, self._update.has_failed())
         sums = sum_step(self._mesh, self._gradients, self._losses, events, f"the norm of step {self.global_step}")
+        save_failed, is_preempted, update_failed = sums.events
+        if update_failed:
+            self._forget_gradients()
+            self._update.raise_failure()
         scale, lr, factor = self._scaler.scale, self.lr, self._unclipped_factor()
         grad_norm = math.sqrt(sums.square_norm) * factor if not sums.num_bad else math.nan
         skipped = bool(sums.num_bad)
@@ -210,6 +216,8 @@ class Engine:
                 factor *= clip / (grad_norm + 1e-6)
             self._update.finish(factor, f"the update of step {self.global_step}")
             self._learning_rates.advance()
+        else:
+            self._update.settle()
         self._forget_gradients()
         self._scaler.update(skipped)
         self.global_step += 1
@@ -221,7 +229,6 @@ class Engine:
             skipped,
         )
         self._log.after_step(self.global_step, self._last, self.config.train_batch_size or 0)
-        save_failed, is_preempted = sums.events
         self._save_if_due(bool(save_failed), bool(is_preempted))
         return self._last
 
@@ -253,6 +260,8 @@ class Engine:
 
         modify: they may also be changed, on every rank alike; the changes reach shards and master weights at the end.
         """
+        if modify:
+            self._update.settle()
         self._update.take_back()  # what is not a step yet
         with self._values.gathered(params, modify):
             yield
@@ -263,7 +272,7 @@ class Engine:
 
         All ranks must call it. Gathered and copied unit by unit.
         """
-        self._update.take_back()  # what is not a step yet
+        self._update.settle()
         return self._values.state_dict()
 
     def export(
@@ -278,7 +287,7 @@ class Engine:
         one file, also "500MB". All ranks must call it; each writes its own shards, nothing is gathered. Raises
         CheckpointError on every rank where one could not write; an earlier export is as it was then.
         """
-        self._update.take_back()  # what is not a step yet
+        self._update.settle()
         weights.export(self.module, self._named, self._mesh.world, folder, dtype, shard_bytes)
 
     def load_weights(self, path: str | os.PathLike[str], strict: bool = True) -> None:
@@ -288,6 +297,7 @@ class Engine:
         changed; without `strict` missing and extra ones are logged. CheckpointError where a file cannot be read.
         """
         self._forget_gradients()
+        self._update.settle()
         weights.load_weights(self._named, self._mesh.world, path, strict)
         self._guard.remember()
 
@@ -314,6 +324,7 @@ class Engine:
                 f"{self._accumulation} microbatches done (gradient_accumulation_steps); gradients are not saved, "
                 "so call it after engine.step() has acted"
             )
+        self._update.settle()
         state = {**self.client_state, **(client_state or {})}
         return self._checkpointer.save(folder, tag, state, self.global_step, self._training_state())
 
@@ -328,7 +339,10 @@ class Engine:
         the checkpoint is of another model.
         """
         self._forget_gradients()
+        with suppress(OffloadError):  # what an update that failed has left is overwritten
+            self._update.settle()
         restored = self._checkpointer.load(folder, tag)
+        self._update.forget_failure()
         self._restore_training_state(restored.training, restored.config)
         restore_client_state(self.client_state, restored.client_state)
         return restored.client_state
@@ -340,10 +354,10 @@ class Engine:
         """
         if self._is_closed:
             return
-        try:
-            self._checkpointer.finish()
-        finally:
-            self._leave()
+        with ExitStack() as ending:
+            ending.callback(self._leave)
+            ending.callback(self._checkpointer.finish)
+            self._update.settle()
 
     def _leave(self) -> None:
         self._is_closed = True
@@ -390,8 +404,8 @@ class Engine:
         zero = self.config.zero_optimization
         if zero.update_in_backward:
             return Timing.IN_BACKWARD
-        speculates = zero.offload_optimizer.is_used and zero.offload_optimizer.overlap == "speculative"
-        return Timing.SPECULATIVE if speculates else Timing.AFTER_NORM
+        overlap = zero.offload_optimizer.overlap if zero.offload_optimizer.is_used else "none"
+        return {"none": Timing.AFTER_NORM, "speculative": Timing.SPECULATIVE, "delayed": Timing.DELAYED}[overlap]
 
     def _unclipped_factor(self) -> float:
         return 1.0 / (self.world_size * self._scaler.scale * self._predivide)

@@ -26,6 +26,11 @@ def offloaded_states(config: Config, world: World, has_rule: bool) -> OffloadedS
             'offload_optimizer.overlap: "speculative" needs one of the optimizers of the config, whose updates it can '
             'take back; found an optimizer of the caller\'s own. Use "none"'
         )
+    if wanted.is_delayed and world.device.type != "cpu":
+        raise ValueError(
+            'offload_optimizer.overlap: "delayed" is not supported yet where the model is on '
+            f'{world.device.type}; use "none"'
+        )
     if wanted.device == "cpu":
         if world.device.type != "cpu":
             raise ValueError(

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from enum import Enum
 from functools import partial
 
+import torch
+
 from ..comm import Mesh, Pending
+from ..offload import OffloadError
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.sequence import UnitSequence
 from ..zero.shard_state import ShardState
@@ -18,10 +21,15 @@ class Timing(Enum):
     AFTER_NORM = "after norm"  # all gradients; the norm is known, so the update can be clipped or left out
     IN_BACKWARD = "in backward"  # those of a unit, final; nothing can be clipped
     SPECULATIVE = "speculative"  # all gradients, and old values; taken back where the norm asks for it
+    DELAYED = "delayed"  # those of two steps; as AFTER_NORM, but made and taken over while the next step computes
 
 
 class StepUpdate:
-    """Updates the shards of each step at the time that the config says, and sends them to the other ranks."""
+    """Updates the shards of each step at the time that the config says, and sends them to the other ranks.
+
+    DELAYED is AFTER_NORM for the first updates. After those, each step ends with the values that the update before its
+    own has made in the background, and starts its own.
+    """
 
     def __init__(
         self,
@@ -30,22 +38,33 @@ class StepUpdate:
         mesh: Mesh,
         timing: Timing,
         unclipped_factor: Callable[[], float],
+        delay_after_steps: int,
     ) -> None:
-        """unclipped_factor: by which reduced gradients are multiplied when nothing is clipped."""
+        """unclipped_factor: by which reduced gradients are multiplied when nothing is clipped.
+
+        delay_after_steps: of DELAYED, the number of updates that are waited for before one is not.
+        """
         self._optimizer = optimizer
         self._mesh = mesh
         self._unclipped_factor = unclipped_factor
+        self._delay_after_steps = delay_after_steps
+        self._failure = ""  # of an update in the background, on any rank: states are in part those after it
         self.timing = timing
         shards = {id(shard.gradient): shard for shard in optimizer.shards}
         self._order = [shards[id(gradient)] for unit in sequence.reduction_order for gradient in unit.gradients]
-        if timing is not Timing.AFTER_NORM:
+        self._updates_in_backward = timing in (Timing.IN_BACKWARD, Timing.SPECULATIVE)
+        if self._updates_in_backward:
             for shard in optimizer.shards:
                 shard.gradient.on_final = partial(self._update_one, shard)
 
-    def begin_backward(self) -> None:
-        """The backward begins that makes the gradients of the step final."""
-        if self.timing is not Timing.AFTER_NORM:
+    def begin_backward(self, boundary: bool) -> None:
+        """boundary: the backward that begins makes the gradients of the step final."""
+        if boundary and self._updates_in_backward:
             self._optimizer.begin_step(self._order, speculates=self.timing is Timing.SPECULATIVE)
+        if self.timing is Timing.DELAYED:
+            for shard in self._optimizer.shards:
+                if boundary or shard.gradient.reduces_every_backward:
+                    shard.lend_gradient_memory()
 
     def take_back(self) -> None:
         """What was updated in this step has not been. Does nothing but where updates are speculative."""
@@ -53,11 +72,12 @@ class StepUpdate:
 
     def finish(self, factor: float, what: str) -> None:
         """The step counts: updates what has not been updated yet, and brings all to the other ranks. A collective."""
-        for shard in self._optimizer.shards:
-            if shard.group.frees_memory:  # a forward since the backward has left some full, of values that now change
-                shard.group.release()
+        self._release_what_changes()
         pending: list[Pending] = []
-        if self.timing is Timing.IN_BACKWARD or self._optimizer.speculation.is_open:
+        if self.timing is Timing.DELAYED and self._optimizer.num_steps >= self._delay_after_steps:
+            pending.extend(self._take_over())
+            self._optimizer.start_delayed(factor)
+        elif self.timing is Timing.IN_BACKWARD or self._optimizer.speculation.is_open:
             self._optimizer.accept()
             pending.extend(_send(shard) for shard in self._optimizer.shards)
         else:
@@ -65,6 +85,65 @@ class StepUpdate:
         for one in pending:
             one.wait()
         self._mesh.fence(what)
+
+    # -- updates in the background --------------------------------------------------------------------------------
+
+    def has_failed(self) -> bool:
+        """Waits for an update in the background, on this rank alone. True where it could not be made."""
+        return bool(self._failure) or self._optimizer.delayed.wait() is not None
+
+    def settle(self) -> None:
+        """What the steps so far have updated is in the parameters of all ranks, and what is not a step yet is not.
+
+        A collective where an update was in the background. Raises OffloadError on every rank where any has failed.
+        """
+        self.take_back()
+        if self._failure:
+            self.raise_failure()
+        if not self._optimizer.delayed.is_pending:
+            return
+        what = f"the end of update {self._optimizer.num_steps}"
+        if self._mesh.sum_small(torch.tensor([int(self.has_failed())], device=self._mesh.world.device), what).item():
+            self.raise_failure()
+        self._release_what_changes()
+        for one in self._take_over():
+            one.wait()
+        self._mesh.fence(what)
+
+    def raise_failure(self) -> None:
+        """Raises OffloadError, with what has failed in the background on which rank. A collective."""
+        error = self._optimizer.delayed.wait()
+        if not self._failure:
+            texts = self._mesh.world.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+            causes = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
+            self._failure = (
+                f'offload_optimizer.overlap "delayed": update {self._optimizer.num_steps} could not be made on '
+                f"{causes}. Master weights and states are in part those after it: training can go on only from a "
+                "checkpoint (engine.load_checkpoint)"
+            )
+            self._optimizer.delayed.end()
+        raise OffloadError(self._failure) from error
+
+    def forget_failure(self) -> None:
+        """All that an update writes was loaded anew."""
+        self._failure = ""
+
+    def _take_over(self) -> list[Pending]:
+        """Brings what the last update in the background has made, if any, into the parameters."""
+        if not self._optimizer.delayed.is_pending:
+            return []
+        self._optimizer.delayed.end()
+        pending = []
+        for shard in self._optimizer.shards:
+            shard.take_over()
+            pending.append(_send(shard))
+        return pending
+
+    def _release_what_changes(self) -> None:
+        """A forward since the backward has left some full parameters, of values that now change."""
+        for shard in self._optimizer.shards:
+            if shard.group.frees_memory:
+                shard.group.release()
 
     def _update_one(self, shard: ShardState) -> None:
         if shard.gradient.non_finite is None:

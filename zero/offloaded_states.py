@@ -177,6 +177,10 @@ class OffloadedStates:
             (chunk, _, changed), self._open = self._open, None
             self._window.release(self._key_of(chunk), changed)
 
+    def wait(self) -> None:
+        """Returns when all that was changed is in the store. Raises OffloadError where it cannot be kept."""
+        self._window.wait()
+
     def close(self) -> None:
         """Gives buffers and room back."""
         self._window.close()

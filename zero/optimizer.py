@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +13,7 @@ from torch import Tensor, nn
 
 from ..kernels.optimizer_step import UpdateRule, update_runs
 from ..offload import Memory
+from .delayed_update import DelayedUpdate
 from .gradient import GroupGradient
 from .group import values_of
 from .layout import Piece
@@ -22,6 +26,16 @@ from .widened_states import WidenedStates
 
 StateKey = tuple[int, torch.dtype]
 """Index in param_groups, dtype of the master weights: parameters that agree in both have the same states."""
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """What the updates of all shards in a step have in common."""
+
+    step: int  # from 1
+    options: Sequence[Mapping[str, Any]]  # of each parameter group
+    gradient_scale: float
+    is_delayed: bool = False  # parameters stay as they are, until they are taken over
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -57,6 +71,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         new_states = self._new_states if rule is not None else None
         self.shards = [ShardState(gradient, offloaded, new_states, self._widened) for gradient in gradients]
         self.speculation = Speculation()
+        self.delayed = DelayedUpdate()
         self._offloaded = offloaded
         self._rest = rest
         self._coming: Generator[tuple[Chunk, dict[str, Tensor]], None, None] | None = None
@@ -86,13 +101,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.begin_step()
         due = [shard for shard in self.shards if shard.gradient.shard is not None]
         opened, present = self._opened(due), self._present(due)
+        terms = self._terms(gradient_scale)
         for shard in due:
             next(present)
-            self._update(shard, gradient_scale, opened)
+            self._update(shard, shard.gradient.shard, terms, opened)
             if on_updated is not None:
                 on_updated(shard)
         for _ in present:  # lets the last shard go
             pass
+
+    def start_delayed(self, gradient_scale: float) -> None:
+        """As `step`, in the background, with options as they are now; the next gradients may come meanwhile.
+
+        Parameters stay as they are, until `delayed.wait` has found no error and every shard was told to `take_over`.
+        """
+        assert self._rest is None, "a shard that is not in memory cannot be computed with while it is updated"
+        self.begin_step()
+        due = deque((shard, gradient) for shard in self.shards if (gradient := shard.take_gradient()) is not None)
+        for shard, _ in due:
+            shard.begin_delay()
+        options = [dict(group) for group in self.param_groups]
+        self.delayed.start(partial(self._update_delayed, due, _Terms(self.num_steps, options, gradient_scale, True)))
 
     def begin_step(self, order: Sequence[ShardState] = (), speculates: bool = False) -> None:
         """Counts a step whose shards are then updated one by one.
@@ -112,7 +141,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if shard.gradient.shard is not None:
             values_of(shard.group.own_values(changes=True))
             opened = self._coming if self._coming is not None else self._opened([shard])
-            self._update(shard, gradient_scale, opened)
+            self._update(shard, shard.gradient.shard, self._terms(gradient_scale), opened)
 
     def skip(self, shard: ShardState) -> None:
         """Leaves a shard as it is, in its turn among those of `begin_step`."""
@@ -231,9 +260,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     inner.state[param][name] = value.clone() if isinstance(value, Tensor) else value
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer states and separate master weights in this rank's memory."""
+        """Bytes of optimizer states, separate master weights, and what updates keep beside them, in this rank's memory.
+
+        Waits for an update in the background, whose gradients are given back then.
+        """
+        self.delayed.wait()
         total = self.speculation.nbytes
         for shard in self.shards:
+            total += shard.delay_bytes
             if shard.is_mixed:
                 total += shard.master.nbytes
             total += sum(state.nbytes for state in shard.states.values())
@@ -252,7 +286,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._widened.settle()
 
     def close(self) -> None:
-        """Gives back what is in a store."""
+        """Gives back what is in a store, when nothing is updated any more."""
+        self.delayed.close()
         self._end_coming()
         for place in (self._offloaded, self._rest):
             if place is not None:
@@ -286,59 +321,69 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = [shard.group for shard in shards]
         return iter(groups) if self._rest is None else self._rest.updating(groups)
 
+    def _terms(self, gradient_scale: float) -> _Terms:
+        return _Terms(self.num_steps, self.param_groups, gradient_scale)
+
+    def _update_delayed(self, due: deque[tuple[ShardState, Tensor]], terms: _Terms) -> None:
+        """The whole of an update in the background; each gradient's memory is given back on the way."""
+        opened = self._opened([shard for shard, _ in due])
+        try:
+            while due:
+                self._update(*due.popleft(), terms, opened)
+        finally:
+            opened.close()
+        if self._offloaded is not None:
+            self._offloaded.wait()  # an error of the drive is one of this step
+
     def _update(
-        self, shard: ShardState, gradient_scale: float, opened: Iterator[tuple[Chunk, dict[str, Tensor]]]
+        self,
+        shard: ShardState,
+        gradient: Tensor | None,
+        terms: _Terms,
+        opened: Iterator[tuple[Chunk, dict[str, Tensor]]],
     ) -> None:
-        gradient = shard.gradient.shard
         assert gradient is not None
         if self._rule is None:
-            self._update_by_torch(shard, gradient, gradient_scale)
+            self._update_by_torch(shard, gradient, terms)
             return
         if not shard.states:
             shard.make_states(self._new_states)
-        for part in shard.parts(opened):
+        for part in shard.parts(opened, terms.is_delayed):
             if self.speculation.is_open:
                 self.speculation.remember(shard, part)
-            self._update_part(self._rule, shard, part, gradient, gradient_scale)
+            self._update_part(self._rule, shard, part, gradient, terms)
 
     def _update_part(
-        self, rule: UpdateRule, shard: ShardState, part: StatePart, gradient: Tensor, gradient_scale: float
+        self, rule: UpdateRule, shard: ShardState, part: StatePart, gradient: Tensor, terms: _Terms
     ) -> None:
         runs = [
-            (min(run.end, part.end) - part.start, self.param_groups[run.options_index])
+            (min(run.end, part.end) - part.start, terms.options[run.options_index])
             for run in shard.runs
             if run.start < part.end and run.end > part.start
         ]
         if not runs:  # no parameter reaches into this shard
             return
-        own = gradient[part.start : part.end]
-        if self.speculation.is_open and gradient_scale != 1.0:
+        own, scale = gradient[part.start : part.end], terms.gradient_scale
+        if self.speculation.is_open and scale != 1.0:
             own = own.clone()  # scaling may change it in place, and it may be needed again
-        update_runs(
-            rule,
-            part.master,
-            own,
-            part.states,
-            self.num_steps,
-            runs,
-            gradient_scale,
-            shard.group.shard[part.start : part.end] if shard.is_mixed else None,
-        )
+        update_runs(rule, part.master, own, part.states, terms.step, runs, scale, part.rounded)
 
-    def _update_by_torch(self, shard: ShardState, gradient: Tensor, gradient_scale: float) -> None:
+    def _update_by_torch(self, shard: ShardState, gradient: Tensor, terms: _Terms) -> None:
         inner = self._inner.get(id(shard))
         if inner is None:
             inner = self._inner[id(shard)] = self._make_inner(shard)
+        (whole,) = shard.parts(iter(()), terms.is_delayed)
         for run, options in zip(shard.runs, inner.param_groups, strict=True):
-            outer = self.param_groups[run.options_index]
+            outer = terms.options[run.options_index]
             options.update({key: value for key, value in outer.items() if key in options and key != "params"})
-            part = gradient[run.start : run.end]
-            options["params"][0].grad = (part.to(shard.master.dtype)).mul_(gradient_scale)
+            (param,) = options["params"]
+            param.data = whole.master[run.start : run.end]
+            param.grad = (gradient[run.start : run.end].to(whole.master.dtype)).mul_(terms.gradient_scale)
         inner.step()
         for options in inner.param_groups:
             options["params"][0].grad = None
-        if shard.is_mixed:
-            shard.group.shard.copy_(shard.master)
+        if whole.rounded is not None:
+            whole.rounded.copy_(whole.master)
 
     def _make_inner(self, shard: ShardState) -> torch.optim.Optimizer:
         assert self._factory is not None

@@ -40,12 +40,20 @@ class StatePart:
     master: Tensor
     states: Sequence[Tensor]
     is_stored: bool  # the states, and master weights of their own, are a chunk's
+    rounded: Tensor | None  # where the new master weights go in the dtype of the parameters, if that is another one
 
 
 class ShardState:
     """Elements [0, resident_numel) of the states are in memory, the rest is in the chunks of a store.
 
     The master weights are the shard itself where parameters are float32 or wider; such shards are never in a store.
+
+    A delayed update must not write parameters that are computed with. What they become waits beside them: in the master
+    weights where those are in memory and not the parameters themselves, else in `_coming`:
+
+                   |  in memory  |   in a store
+    float32, wider |  _coming    |  _coming           copied from the shard, updated there
+    half precision |  master     |  _coming           the rounded copy
     """
 
     def __init__(
@@ -65,6 +73,7 @@ class ShardState:
         self.resident_numel = numel if offloaded is None else offloaded.resident_numel(numel)
         device = self.group.shard.device
         self._own_master = huge_zeros(self.resident_numel, torch.float32, device) if self.is_mixed else None
+        self._coming: Tensor | None = None
         self.states: dict[str, Tensor] = {}
         self.runs: list[Run] = []
         self.chunks: list[Chunk] = []
@@ -115,16 +124,60 @@ class ShardState:
             first = {**({MASTER: like} if self.is_mixed else {}), **new_states(like)}
             self._offloaded.fill(chunk, partial(_copy_all, first))
 
-    def parts(self, opened: Iterator[tuple[Chunk, dict[str, Tensor]]]) -> Iterator[StatePart]:
-        """Every stretch of the shard, for an update. opened: gives this shard's chunks next."""
-        if self.resident_numel:
-            master = self.master[: self.resident_numel]
-            yield StatePart(0, self.resident_numel, master, list(self.states.values()), False)
+    def parts(
+        self, opened: Iterator[tuple[Chunk, dict[str, Tensor]]], is_delayed: bool = False
+    ) -> Iterator[StatePart]:
+        """Every stretch of the shard, for an update. opened: gives this shard's chunks next.
+
+        is_delayed: the parameters stay as they are, until `take_over`; needs `begin_delay`.
+        """
+        if self.resident_numel or not self.chunks:
+            yield self._part(0, self.resident_numel, self._own_master, self.states, False, is_delayed)
         for expected in self.chunks:
             chunk, tensors = next(opened)
             assert chunk is expected
-            master = tensors.pop(MASTER) if self.is_mixed else self.master[chunk.start : chunk.end]
-            yield StatePart(chunk.start, chunk.end, master, list(tensors.values()), True)
+            own_master = tensors.pop(MASTER) if self.is_mixed else None
+            yield self._part(chunk.start, chunk.end, own_master, tensors, True, is_delayed)
+
+    # -- a delayed update -----------------------------------------------------------------------------------------
+
+    def lend_gradient_memory(self) -> None:
+        """Memory of its own for the gradient that comes, which `take_gradient` can take away."""
+        gradient = self.gradient
+        if gradient.shard is None:
+            device = self.group.shard.device
+            gradient.shard = huge_zeros(self.group.layout.shard_numel, gradient.accumulation_dtype, device)
+
+    def take_gradient(self) -> Tensor | None:
+        """The final gradient, (shard_numel,), in memory that the next one is not written to."""
+        taken, self.gradient.shard = self.gradient.shard, None
+        return taken
+
+    def begin_delay(self) -> None:
+        """Memory for what the parameters become; takes none where there is some from the last time."""
+        numel = self.group.layout.shard_numel - self._num_waiting_in_master
+        if self._coming is None:
+            self._coming = huge_zeros(numel, self.group.dtype, self.group.shard.device)
+
+    def take_over(self) -> None:
+        """The parameters become what a delayed update has made of them."""
+        assert self._coming is not None
+        shard, low = self.group.shard, self._num_waiting_in_master
+        if self._own_master is not None:
+            shard[:low].copy_(self._own_master)
+        shard[low:].copy_(self._coming)
+
+    @property
+    def delay_bytes(self) -> int:
+        """Bytes that are held for what the parameters become."""
+        return 0 if self._coming is None else self._coming.nbytes
+
+    @property
+    def _num_waiting_in_master(self) -> int:
+        """How many elements, from the first on, have master weights of their own in memory."""
+        return self.resident_numel if self.is_mixed else 0
+
+    # -- by piece of a parameter ----------------------------------------------------------------------------------
 
     def master_of(self, piece: Piece, changes: bool = False) -> Memory:
         """The master weights of one of `pieces`."""
@@ -149,6 +202,27 @@ class ShardState:
         return {name: self._stored(chunk, name, kept[name], low, high, changes) for name in names}
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
+
+    def _part(
+        self,
+        start: int,
+        end: int,
+        own_master: Tensor | None,
+        states: Mapping[str, Tensor],
+        is_stored: bool,
+        is_delayed: bool,
+    ) -> StatePart:
+        rounded: Tensor | None = self.group.shard[start:end]
+        if is_delayed:
+            assert self._coming is not None
+            low = self._num_waiting_in_master
+            rounded = self._coming[start - low : end - low] if start >= low else None
+        if own_master is None:
+            assert rounded is not None
+            if is_delayed:
+                rounded.copy_(self.group.shard[start:end])
+            own_master, rounded = rounded, None
+        return StatePart(start, end, own_master, list(states.values()), is_stored, rounded)
 
     def _chunk_of(self, piece: Piece) -> Chunk | None:
         return next((chunk for chunk in self.chunks if chunk.start <= piece.offset_in_shard < chunk.end), None)

@@ -1,11 +1,35 @@
-"""Fixtures of the kernels' tests."""
+"""Fixtures of the kernels' tests. Triton's kernels are interpreted in them, on the CPU."""
+
+import os
+from collections.abc import Iterator
 
 import pytest
+import torch
 
 from lowtide.kernels.cpu_optimizer import CpuKernel
+
+# Read where a kernel is defined, so before any module of lowtide.kernels.triton is imported.
+os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")
 def kernel() -> CpuKernel:
     """The C++ optimizer step with all instructions of this processor."""
     return CpuKernel()
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """Random numbers drawn afresh in every run; the seed is printed, so that a failure can be repeated."""
+    seed = int.from_bytes(os.urandom(4), "little")
+    print(f"seed {seed}")
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Memory that torch.empty gives is full of NaN: what a kernel forgets to write shows."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,163 @@
+"""Every schedule by its name, and what it asks for. The only place that knows schedules by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .dualpipe_v import dualpipe_v
+from .errors import ScheduleError
+from .gpipe import gpipe
+from .one_f_one_b import interleaved, one_f_one_b
+from .schedule import Schedule
+from .simulator import simulate
+from .zero_bubble import zb_h1, zb_v
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """A row of the table of schedules."""
+
+    name: str
+    summary: str
+    build: Callable[[int, int, int], Schedule]  # (ranks, microbatches, chunks)
+    min_chunks: int  # stages per rank, the number it has where none is asked for
+    max_chunks: int | None  # None: any number
+    microbatches_per_rank: int = 0  # it needs at least so many for each rank; 0: any number will do
+    splits_backward: bool = False  # it uses I and W
+    is_v: bool = False  # two stages a rank, the first and the last stage on rank 0
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        ScheduleKind(
+            "gpipe",
+            "all forwards, then all backwards",
+            lambda ranks, microbatches, _: gpipe(ranks, microbatches),
+            min_chunks=1,
+            max_chunks=1,
+        ),
+        ScheduleKind(
+            "1f1b",
+            "one forward, one backward: GPipe's bubble, at most p microbatches in flight",
+            lambda ranks, microbatches, _: one_f_one_b(ranks, microbatches),
+            min_chunks=1,
+            max_chunks=1,
+        ),
+        ScheduleKind(
+            "interleaved",
+            "1F1B with several stages a rank: a smaller bubble, more messages and activations",
+            interleaved,
+            min_chunks=2,
+            max_chunks=None,
+        ),
+        ScheduleKind(
+            "zb-h1",
+            "1F1B with split backwards: a third of its bubble, its memory",
+            zb_h1,
+            min_chunks=1,
+            max_chunks=None,
+            splits_backward=True,
+        ),
+        ScheduleKind(
+            "zb-v",
+            "two stages a rank as a V, split backwards: almost no bubble, 1F1B's memory",
+            lambda ranks, microbatches, _: zb_v(ranks, microbatches),
+            min_chunks=2,
+            max_chunks=2,
+            splits_backward=True,
+            is_v=True,
+        ),
+        ScheduleKind(
+            "dualpipe-v",
+            "two stages a rank as a V, forwards and backwards in pairs that hide each other's messages",
+            lambda ranks, microbatches, _: dualpipe_v(ranks, microbatches),
+            min_chunks=2,
+            max_chunks=2,
+            microbatches_per_rank=2,
+            splits_backward=True,
+            is_v=True,
+        ),
+    )
+}
+
+
+def make_schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int | None = None) -> Schedule:
+    """The schedule of that name, or from the text file at that path; F, B, I and W alone unless the file has more.
+
+    `chunks` is the number of stages on each rank; None takes what the schedule has at least. Raises ScheduleError for an
+    unknown name, for counts that the schedule cannot take, and for a file whose schedule is of other counts or cannot run.
+    """
+    for what, count in (("ranks", num_ranks), ("microbatches", num_microbatches)):
+        if count < 1:
+            raise ScheduleError(f"schedule {name}: expected at least 1 of {what}, found {count}")
+    if is_path(name):
+        return _from_file(Path(name), num_ranks, num_microbatches, chunks)
+    kind = find_kind(name)
+    chunks = kind.min_chunks if chunks is None else chunks
+    if chunks < kind.min_chunks or (kind.max_chunks is not None and chunks > kind.max_chunks):
+        raise ScheduleError(_chunks_text(kind, chunks))
+    least = kind.microbatches_per_rank * num_ranks
+    if num_microbatches < least:
+        raise ScheduleError(
+            f"schedule {name} needs {kind.microbatches_per_rank} microbatches for each rank, at least {least} on {num_ranks} "
+            f"ranks, found {num_microbatches}; set pipeline.microbatches to {least} or more, or take a schedule for any "
+            f"number: {', '.join(other.name for other in KINDS.values() if not other.microbatches_per_rank)}"
+        )
+    return kind.build(num_ranks, num_microbatches, chunks)
+
+
+def find_kind(name: str) -> ScheduleKind:
+    """The row of that name. Raises ScheduleError with the name that may be meant."""
+    if name not in KINDS:
+        close = difflib.get_close_matches(name.lower().replace("_", "-"), KINDS, n=1)
+        hint = f'did you mean "{close[0]}"?' if close else f"the schedules are {', '.join(KINDS)}, or a path to a text file"
+        raise ScheduleError(f'unknown schedule "{name}"; {hint}')
+    return KINDS[name]
+
+
+def is_path(name: str) -> bool:
+    """Whether a schedule's name is taken for the path of a text file: it ends in `.txt` or has a separator."""
+    return name.endswith(".txt") or "/" in name or "\\" in name
+
+
+def read_schedule(path: Path) -> Schedule:
+    """The schedule in the text file at `path`. Raises ScheduleError if it cannot be read or cannot run."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"schedule file {path} cannot be read: {error}") from error
+    try:
+        schedule = Schedule.from_text(text)
+        simulate(schedule)
+    except ScheduleError as error:
+        raise ScheduleError(f"schedule file {path}: {error}") from error
+    if schedule.is_forward_only:
+        raise ScheduleError(f"schedule file {path}: nothing goes backward; a training step needs B, or I and W")
+    return schedule
+
+
+def _from_file(path: Path, num_ranks: int, num_microbatches: int, chunks: int | None) -> Schedule:
+    schedule = read_schedule(path)
+    expected = {"ranks": num_ranks, "microbatches": num_microbatches}
+    found = {"ranks": schedule.num_ranks, "microbatches": schedule.num_microbatches}
+    if chunks is not None:
+        expected["stages"], found["stages"] = chunks * num_ranks, schedule.num_stages
+    for what, count in expected.items():
+        if found[what] != count:
+            raise ScheduleError(
+                f"schedule file {path}: it is for {found[what]} {what}, the config asks for {count}; change one of them"
+            )
+    return schedule
+
+
+def _chunks_text(kind: ScheduleKind, chunks: int) -> str:
+    least, most = kind.min_chunks, kind.max_chunks
+    wanted = f"{least} or more" if most is None else str(least)
+    text = f"schedule {kind.name} has {wanted} chunk{'s' if wanted != '1' else ''} (stages on each rank), found {chunks}"
+    fitting = [other.name for other in KINDS.values() if other.min_chunks <= chunks <= (other.max_chunks or chunks)]
+    others = f", or take a schedule for {chunks}: {', '.join(fitting)}" if fitting else ""
+    return f"{text}; set pipeline.chunks to {least}{others}"

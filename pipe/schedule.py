@@ -1,0 +1,178 @@
+"""A pipeline schedule: what each rank does, in which order, as data that goes to a text file and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from .action import BACKWARD_OPS, RECV_OPS, SEND_OPS, Action, Op
+from .errors import ScheduleError
+
+_KEYS = ("name", "ranks", "stages", "microbatches", "rank of stage")
+_RANK_KEY = re.compile(r"rank\s+(\d+)")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One list of actions per rank, each done in its order, every rank at its own pace.
+
+    Stage 0 takes the batch and the last stage gives the loss; stage s sends to stage s + 1. A rank can hold several
+    stages. Two ways to place them are usual:
+
+        looped, 2 chunks, 4 ranks         V, 2 chunks, 4 ranks
+        rank   0  1  2  3                 rank   0  1  2  3
+        stage  0  1  2  3                 stage  0  1  2  3
+               4  5  6  7                        7  6  5  4
+
+    As the functions of `registry` give it, a schedule holds only F, B, I and W; `passes` adds the rest.
+    """
+
+    name: str
+    num_ranks: int
+    num_stages: int
+    num_microbatches: int
+    rank_of_stage: tuple[int, ...]  # (num_stages,)
+    actions: tuple[tuple[Action, ...], ...]  # (num_ranks, as many as the rank has to do)
+
+    def stages_of_rank(self, rank: int) -> tuple[int, ...]:
+        """The stages that live on `rank`, ascending."""
+        return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
+
+    def crosses(self, stage: int) -> bool:
+        """Whether what `stage` sends to the next stage goes to another rank; False for the last stage."""
+        return stage + 1 < self.num_stages and self.rank_of_stage[stage] != self.rank_of_stage[stage + 1]
+
+    def peer_rank(self, action: Action) -> int:
+        """The rank at the other end of a send or receive."""
+        return self.rank_of_stage[action.peer_stage]
+
+    def has_any(self, *ops: Op) -> bool:
+        """Whether any rank does one of `ops`."""
+        return any(action.op in ops for actions in self.actions for action in actions)
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether sends and receives are in the lists; without them they are understood."""
+        return self.has_any(*SEND_OPS, *RECV_OPS)
+
+    @property
+    def is_forward_only(self) -> bool:
+        """Whether nothing goes backward, so that activations need not be kept: for evaluation."""
+        return not self.has_any(*BACKWARD_OPS)
+
+    def replace_actions(self, actions: Iterable[Iterable[Action]]) -> Schedule:
+        """This schedule with other lists, one per rank."""
+        return dataclasses.replace(self, actions=tuple(map(tuple, actions)))
+
+    def to_text(self) -> str:
+        """All of it as text: five lines of header, then a line for each rank. `Schedule.from_text` reads it."""
+        lines = [
+            f"name: {self.name}",
+            f"ranks: {self.num_ranks}",
+            f"stages: {self.num_stages}",
+            f"microbatches: {self.num_microbatches}",
+            f"rank of stage: {' '.join(map(str, self.rank_of_stage))}",
+        ]
+        lines += [f"rank {rank}: {' '.join(map(str, actions))}" for rank, actions in enumerate(self.actions)]
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def from_text(cls, text: str) -> Schedule:
+        """The schedule that `text` holds.
+
+        The five header lines come first, in any order. A rank's actions can go over several lines that all begin with
+        its `rank N:`; what follows a `#` is a comment. Raises ScheduleError with line and column. That the lists can
+        run is for `simulate` to say.
+        """
+        return _Reader(text).read()
+
+
+class _Reader:
+    """Reads one text, line by line."""
+
+    def __init__(self, text: str) -> None:
+        self._header: dict[str, tuple[str, int, int]] = {}  # key: value, line, column
+        self._rows: list[tuple[int, str, int, int]] = []  # rank, actions, line, column
+        for line, content in enumerate(text.splitlines(), start=1):
+            self._sort_in(content.partition("#")[0], line)
+
+    def _sort_in(self, content: str, line: int) -> None:
+        if not content.strip():
+            return
+        key, colon, value = content.partition(":")
+        column = len(key) + 2
+        key = " ".join(key.split())
+        if not colon:
+            raise ScheduleError(f'line {line}: expected "key: value", found "{content.strip()}"')
+        if match := _RANK_KEY.fullmatch(key):
+            self._rows.append((int(match[1]), value, line, column))
+        elif key not in _KEYS:
+            close = difflib.get_close_matches(key, _KEYS, n=1)
+            hint = f'did you mean "{close[0]}"?' if close else f"the keys are {', '.join(_KEYS)} and rank N"
+            raise ScheduleError(f'line {line}: unknown key "{key}"; {hint}')
+        elif key in self._header:
+            raise ScheduleError(f'line {line}: "{key}" stands on line {self._header[key][1]} already')
+        else:
+            self._header[key] = (value, line, column)
+
+    def read(self) -> Schedule:
+        missing = [key for key in _KEYS if key not in self._header]
+        if missing:
+            raise ScheduleError(f'line 1: expected a line "{missing[0]}: ..." at the top of the schedule, found none')
+        num_ranks, num_stages, num_microbatches = (self._count(key) for key in ("ranks", "stages", "microbatches"))
+        rank_of_stage = self._rank_of_stage(num_ranks, num_stages)
+        actions: list[list[Action]] = [[] for _ in range(num_ranks)]
+        for rank, row, line, column in self._rows:
+            if rank >= num_ranks:
+                raise ScheduleError(f"line {line}: expected a rank below {num_ranks} (ranks: {num_ranks}), found {rank}")
+            for word, word_column in _words(row, column):
+                action = Action.parse(word, line, word_column)
+                _check_range(action, num_stages, num_microbatches, f'line {line}, column {word_column}: "{word}"')
+                actions[rank].append(action)
+        return Schedule(
+            name=self._header["name"][0].strip(),
+            num_ranks=num_ranks,
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            rank_of_stage=rank_of_stage,
+            actions=tuple(map(tuple, actions)),
+        )
+
+    def _count(self, key: str) -> int:
+        value, line, _ = self._header[key]
+        value = value.strip()
+        if not value.isdecimal() or int(value) < 1:
+            raise ScheduleError(f'line {line}: expected a whole number of {key}, at least 1, found "{value}"')
+        return int(value)
+
+    def _rank_of_stage(self, num_ranks: int, num_stages: int) -> tuple[int, ...]:
+        value, line, column = self._header["rank of stage"]
+        ranks = []
+        for word, word_column in _words(value, column):
+            if not word.isdecimal() or int(word) >= num_ranks:
+                raise ScheduleError(
+                    f'line {line}, column {word_column}: expected a rank below {num_ranks} (ranks: {num_ranks}), '
+                    f'found "{word}"'
+                )
+            ranks.append(int(word))
+        if len(ranks) != num_stages:
+            raise ScheduleError(
+                f"line {line}: expected the rank of each of {num_stages} stages (stages: {num_stages}), "
+                f"found {len(ranks)} ranks"
+            )
+        return tuple(ranks)
+
+
+def _words(text: str, column: int) -> Iterator[tuple[str, int]]:
+    """Each word of `text` with the column where it begins; `text` begins at `column`."""
+    return ((match[0], column + match.start()) for match in re.finditer(r"\S+", text))
+
+
+def _check_range(action: Action, num_stages: int, num_microbatches: int, where: str) -> None:
+    if action.stage >= num_stages:
+        raise ScheduleError(f"{where} names stage {action.stage}, expected one below {num_stages}")
+    if action.microbatch is not None and action.microbatch >= num_microbatches:
+        raise ScheduleError(f"{where} names microbatch {action.microbatch}, expected one below {num_microbatches}")

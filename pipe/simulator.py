@@ -1,0 +1,232 @@
+"""Judges a schedule without running it: whether it can run, how long it takes, what memory it needs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
+from .costs import Costs
+from .errors import ScheduleError
+from .excerpt import excerpt
+from .peaks import Peaks, peaks_of_rank
+from .rules import check_rules
+from .schedule import Schedule
+
+# What an action waits for: an op that ends at (stage, microbatch). "forward" is F, "backward" is B or I.
+_Event = tuple[str, int, int]
+
+
+class Slot(NamedTuple):
+    """One action in time."""
+
+    action: Action
+    start: float
+    end: float
+    order: int  # position in one order of all ranks' actions in which each comes after what it waits for
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a schedule costs. Times and bytes in the units of its `Costs`; tuples are by rank.
+
+    Two measures of the same idle time are usual in papers: of the total, and of the time without any.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    timeline: tuple[tuple[Slot, ...], ...]  # in the order of the rank's list
+    peaks: tuple[Peaks, ...]
+
+    @property
+    def makespan(self) -> float:
+        """Time from the start of the first action to the end of the last one, of all ranks."""
+        return max(slot.end for slots in self.timeline for slot in slots)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Time that each rank computes."""
+        return tuple(sum(slot.end - slot.start for slot in slots) for slots in self.timeline)
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of all ranks' time, 0 to 1: (p - 1) / (m + p - 1) for 1F1B."""
+        total = self.makespan * len(self.timeline)
+        return 1 - sum(self.busy) / total if total else 0.0
+
+    @property
+    def overhead(self) -> float:
+        """Time on top of the busiest rank's work, as a share of that work: (p - 1) / m for 1F1B."""
+        work = max(self.busy)
+        return self.makespan / work - 1 if work else 0.0
+
+    @property
+    def waits(self) -> tuple[float, ...]:
+        """Idle time of each rank between its first and its last compute action.
+
+        It is what would remain of the bubble if ranks did not wait for each other between steps.
+        """
+        waits = []
+        for slots, busy in zip(self.timeline, self.busy, strict=True):
+            compute = [slot for slot in slots if slot.action.op in COMPUTE_OPS]
+            waits.append(compute[-1].end - compute[0].start - busy)
+        return tuple(waits)
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None, *, blocking: bool = False) -> Simulation:
+    """Runs `schedule` on paper: every rank goes through its list and starts each action as soon as it can.
+
+    `costs` default to one unit of time for each of F, I and W (B: two) and of memory for each activation. Without sends and
+    receives in the lists, what a stage makes is on the next rank `costs.send` later. With them it is under way when both
+    SEND and RECV are reached, and neither keeps its rank busy; if `blocking`, both ranks wait in them until it is there,
+    as the worst of networks would have it. Links are never full.
+
+    Raises ScheduleError if a rule is broken (`check_rules`) or if ranks wait for each other for ever.
+    """
+    if costs is None:
+        costs = Costs.uniform(schedule.num_stages)
+    if costs.num_stages != schedule.num_stages:
+        raise ValueError(f"costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}")
+    check_rules(schedule)
+    run = _Run(schedule, costs, blocking)
+    run.to_the_end()
+    return Simulation(
+        schedule=schedule,
+        costs=costs,
+        timeline=tuple(map(tuple, run.timeline)),
+        peaks=tuple(peaks_of_rank(schedule, costs, rank) for rank in range(schedule.num_ranks)),
+    )
+
+
+class _Run:
+    """Each rank goes on until it waits for an event; an event wakes the ranks that wait for it."""
+
+    def __init__(self, schedule: Schedule, costs: Costs, blocking: bool) -> None:
+        self._schedule = schedule
+        self._costs = costs
+        self._has_messages = schedule.has_messages
+        self._blocking = blocking
+        self._happened: dict[_Event, float] = {}  # when
+        self._waiting: dict[_Event, list[int]] = defaultdict(list)  # ranks
+        self._awaited: dict[int, _Event] = {}  # by rank
+        self._clock = [0.0] * schedule.num_ranks
+        self._order = 0
+        self.timeline: list[list[Slot]] = [[] for _ in range(schedule.num_ranks)]
+
+    def to_the_end(self) -> None:
+        ready = list(reversed(range(self._schedule.num_ranks)))
+        while ready:
+            self._advance(ready.pop(), ready)
+        if self._awaited:
+            self._refuse_deadlock()
+
+    def _advance(self, rank: int, ready: list[int]) -> None:
+        """Does as much of the rank's list as can be done now."""
+        actions, slots = self._schedule.actions[rank], self.timeline[rank]
+        self._awaited.pop(rank, None)
+        for action in actions[len(slots) :]:
+            if self._blocking:
+                self._reach(action, self._clock[rank], ready)
+            event = self._needed(action)
+            if event is not None and event not in self._happened:
+                self._waiting[event].append(rank)
+                self._awaited[rank] = event
+                return
+            start = self._clock[rank]
+            if event is not None:
+                start = max(start, self._happened[event])
+            end = start + self._costs.time(action)
+            self._clock[rank] = end
+            slots.append(Slot(action, start, end, self._order))
+            self._order += 1
+            self._finish(action, end, ready)
+
+    def _needed(self, action: Action) -> _Event | None:
+        """The event that `action` cannot come before; what must stand before it in the same list is there."""
+        op, stage, microbatch = action.op, action.stage, action.microbatch
+        if microbatch is None or op is Op.W:
+            return None
+        if op is Op.F:
+            return self._from(stage - 1, "forward", stage, microbatch) if stage > 0 else None
+        if op in (Op.B, Op.I):
+            last = self._schedule.num_stages - 1
+            return self._from(stage + 1, "backward", stage, microbatch) if stage < last else None
+        if self._blocking:
+            return ("arrival of " + _direction(op), _target(action), microbatch)
+        return None
+
+    def _from(self, source: int, direction: str, stage: int, microbatch: int) -> _Event:
+        """Where another rank has `source`: its message, or its arrival."""
+        if self._schedule.rank_of_stage[source] == self._schedule.rank_of_stage[stage]:
+            return (direction, source, microbatch)
+        return ("arrival of " + direction, stage, microbatch)
+
+    def _finish(self, action: Action, end: float, ready: list[int]) -> None:
+        """Makes the events that the end of `action` brings."""
+        op, stage, microbatch = action.op, action.stage, action.microbatch
+        if microbatch is None or op is Op.W:
+            return
+        if op is Op.F:
+            self._happen(("forward", stage, microbatch), end, ready)
+            self._deliver(stage, stage + 1, "forward", microbatch, end, ready)
+        elif op in (Op.B, Op.I):
+            self._happen(("backward", stage, microbatch), end, ready)
+            self._deliver(stage, stage - 1, "backward", microbatch, end, ready)
+        elif not self._blocking:
+            self._reach(action, end, ready)
+
+    def _deliver(
+        self, stage: int, target: int, direction: str, microbatch: int, end: float, ready: list[int]
+    ) -> None:
+        """Without messages in the lists, what was made arrives by itself."""
+        if self._has_messages or not 0 <= target < self._schedule.num_stages:
+            return
+        if self._schedule.rank_of_stage[stage] != self._schedule.rank_of_stage[target]:
+            self._happen(("arrival of " + direction, target, microbatch), end + self._costs.send, ready)
+
+    def _reach(self, action: Action, time: float, ready: list[int]) -> None:
+        """A rank comes to a send or receive at `time`; when both have, it arrives."""
+        if action.microbatch is None or action.op in COMPUTE_OPS:
+            return
+        side, other = ("send", "receive") if action.op in SEND_OPS else ("receive", "send")
+        direction, target = _direction(action.op), _target(action)
+        here = (f"{side} of {direction}", target, action.microbatch)
+        if here in self._happened:
+            return
+        self._happened[here] = time
+        there = self._happened.get((f"{other} of {direction}", target, action.microbatch))
+        if there is not None:
+            event = ("arrival of " + direction, target, action.microbatch)
+            self._happen(event, max(time, there) + self._costs.send, ready)
+
+    def _happen(self, event: _Event, time: float, ready: list[int]) -> None:
+        self._happened[event] = time
+        ready += self._waiting.pop(event, [])
+
+    def _refuse_deadlock(self) -> None:
+        """Raises the error that shows where every rank waits."""
+        cells = {rank: len(self.timeline[rank]) for rank in sorted(self._awaited)}
+        lines = []
+        for rank, index in cells.items():
+            direction, stage, microbatch = self._awaited[rank]
+            source = stage - 1 if direction.endswith("forward") else stage + 1
+            if not direction.startswith("arrival"):
+                source = stage
+            op = "F" if direction.endswith("forward") else "B"
+            owner = self._schedule.rank_of_stage[source]
+            lines.append(f"  rank {rank} waits in {self._schedule.actions[rank][index]} for {source}{op}{microbatch} of rank {owner}")
+        raise ScheduleError(
+            f"schedule {self._schedule.name}: deadlock, {len(cells)} of {self._schedule.num_ranks} ranks wait for ever\n"
+            + "\n".join(lines)
+            + f"\n{excerpt(self._schedule, cells)}"
+        )
+
+
+def _direction(op: Op) -> str:
+    return "forward" if op in (Op.SEND_F, Op.RECV_F) else "backward"
+
+
+def _target(action: Action) -> int:
+    """The stage that a message goes to."""
+    return action.stage if action.op in RECV_OPS else action.peer_stage

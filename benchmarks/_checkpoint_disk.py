@@ -59,6 +59,11 @@ def drop_from_cache(paths: Iterable[Path]) -> None:
             os.close(descriptor)
 
 
+def bring_to_cache(paths: Iterable[Path]) -> None:
+    """Reads files, so that the page cache has them, as far as it has room."""
+    _read(paths)
+
+
 def measure(folder: Path, nbytes: int, files: list[Path], repeats: int) -> DiskSpeed:
     """Writes `nbytes` into a file of its own in the folder, both ways, and reads the given files, cold and warm.
 
@@ -100,7 +105,7 @@ def _write(path: Path, nbytes: int, flags: int) -> float:
     return time.perf_counter() - started
 
 
-def _read(files: list[Path]) -> float:
+def _read(files: Iterable[Path]) -> float:
     block = bytearray(BLOCK_BYTES)
     started = time.perf_counter()
     for path in files:

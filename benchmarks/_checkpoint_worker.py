@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from _checkpoint_contenders import BUILDERS, Saver, all_equal, barrier
-from _checkpoint_disk import bytes_below, drop_from_cache, files_below, sync_files
+from _checkpoint_disk import bring_to_cache, bytes_below, drop_from_cache, files_below, sync_files
 from _memory import PeakSampler, rank_bytes
 from _model import build_batches, build_model
 
@@ -75,6 +75,8 @@ def run(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
         if rank == 0:
             drop_from_cache(files_below(folder))
         watch.run("load cold", lambda: saver.load(folder))
+        if rank == 0:
+            bring_to_cache(files_below(folder))  # a cold load may have read past it
         watch.run("load warm", lambda: saver.load(folder))
     found = [float(saver.step(*batch)) for batch in batches[1:]]
     exported = _export(saver, watch, Path(job["folder"]), job["repeats"], rank)

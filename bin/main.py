@@ -9,6 +9,7 @@ COMMANDS = {
     "launch": "run a script on several ranks of this machine",
     "config": "check a config file, and show what every key means",
     "plan": "say beforehand how much memory the model states take on each rank",
+    "schedule": "draw a pipeline schedule, or rank all of them for given costs and memory",
     "export": "write the weights of a checkpoint as safetensors, in the model's own names",
     "checkpoint": "list checkpoints, show what is in one, verify that they are whole",
 }

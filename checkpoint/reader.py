@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .archive import checksum_of
+from .archive import MAX_VALUES_BYTES, checksum_of
+from .data_file import Blocks, DataFile, EndOfFileError, Part
 from .errors import CheckpointError
 from .fragment import Fragment, TensorInfo
 from .index import Row, data_name
 
 _NUM_THREADS = 3
+_NUM_THREADS_PAST_CACHE = 6  # nobody reads ahead there: requests must wait at the disk while others are copied from
+_BATCH_BYTES = MAX_VALUES_BYTES  # of boxes that are read at once: one of full size, or as many small ones
+_GAP_BYTES = 64 << 10  # between boxes: what costs less to read than to leave out
+_ALIGNMENT_BYTES = 16  # of values in a buffer: no element is larger
 
 
 @dataclass(frozen=True)
@@ -42,13 +46,44 @@ class _Read:
     info: TensorInfo
     fragment: Fragment
 
+    @property
+    def row(self) -> Row:
+        return self.stored.row
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole box: its checksum covers also what is not wanted of it."""
+        return self.row.box.numel * self.info.dtype.itemsize
+
+    @property
+    def offset(self) -> int:
+        return self.row.place.values_offset
+
+    @property
+    def low(self) -> int:
+        """In the flattened tensor, as `high`: the elements that are wanted."""
+        return max(self.stored.start, self.fragment.start)
+
+    @property
+    def high(self) -> int:
+        return min(self.stored.end, self.fragment.end)
+
+    def target(self) -> Tensor:
+        """(high - low,) of the fragment's dtype, on its device."""
+        return self.fragment.values[self.low - self.fragment.start : self.high - self.fragment.start]
+
+    def fits(self, target: Tensor) -> bool:
+        """True where the box's bytes may go straight into the target."""
+        is_whole = self.high - self.low == self.row.box.numel
+        return is_whole and target.dtype == self.info.dtype and target.device.type == "cpu"
+
 
 class CheckpointReader:
     """The tensors of a checkpoint by name, read box by box: see `fragment.TensorSource`.
 
-    Where a whole box is wanted as it is, its bytes go straight from the file into the fragment. Otherwise, at the edges
-    of a fragment or where the dtype changes, they go through a buffer of one box (4 MiB). A few threads read, so that
-    the disk has the next requests while values are verified.
+    Where a whole box is wanted as it is, its bytes go straight into the fragment. Otherwise, at the edges of a fragment
+    or where the dtype changes, they go through a buffer (4 MiB a thread). A few threads read, so that the disk has the
+    next requests while values are verified.
     """
 
     def __init__(
@@ -59,7 +94,7 @@ class CheckpointReader:
         self._tensors = dict(tensors)
         self._rows = rows
         self._bytes_read = 0
-        self._own = threading.local()  # a buffer of one box for each thread that needs one
+        self._own = threading.local()  # a buffer for each thread that needs one
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -69,23 +104,28 @@ class CheckpointReader:
     def bytes_read(self) -> int:
         return self._bytes_read
 
-    def read(self, fragments: Sequence[Fragment]) -> None:
-        """Fills the fragments. Raises CheckpointError for a file that is missing, too short or altered."""
+    def read(self, fragments: Sequence[Fragment], shared: bool = True) -> None:
+        """Fills the fragments. Raises CheckpointError for a file that is missing, too short or altered.
+
+        shared: other processes of this host read the same values, which are left in the page cache for them. Otherwise
+        what is not there yet is read past it, see [Note: past the page cache]; not so for fragments in a store.
+        """
         in_memory = [read for fragment in fragments if fragment.is_in_memory for read in self._reads_of(fragment)]
-        in_memory.sort(key=lambda read: (read.stored.rank, read.stored.row.place.values_offset))
+        in_memory.sort(key=lambda read: (read.stored.rank, read.offset))
         # Of stored ranges one is open at a time: they are filled in the order in which they rest.
         elsewhere = [read for fragment in fragments if not fragment.is_in_memory for read in self._reads_of(fragment)]
-        with ExitStack() as stack:
-            descriptors: dict[int, int] = {}
-            for rank in dict.fromkeys(read.stored.rank for read in (*in_memory, *elsewhere)):
-                descriptors[rank] = self._open(rank)
-                stack.callback(os.close, descriptors[rank])
-            threads = stack.enter_context(ThreadPoolExecutor(_NUM_THREADS, "lowtide checkpoint reader"))
-            stack.callback(threads.shutdown, cancel_futures=True)  # after an error the rest is not worth its time
-            for done in threads.map(lambda read: self._read_one(descriptors[read.stored.rank], read), in_memory):
-                self._bytes_read += done
+        if in_memory:
+            count = _NUM_THREADS if shared else _NUM_THREADS_PAST_CACHE
+            blocks = None if shared else Blocks(count)
+            with ExitStack() as stack:
+                files = stack.enter_context(self._open((read.stored.rank for read in in_memory), blocks))
+                threads = stack.enter_context(ThreadPoolExecutor(count, "lowtide checkpoint reader"))
+                stack.callback(threads.shutdown, cancel_futures=True)  # after an error the rest is not worth its time
+                for done in threads.map(lambda batch: self._read_batch(files, batch), _batches_of(in_memory)):
+                    self._bytes_read += done
+        with self._open(read.stored.rank for read in elsewhere) as files:
             for read in elsewhere:
-                self._bytes_read += self._read_one(descriptors[read.stored.rank], read)
+                self._bytes_read += self._read_batch(files, [read])
 
     def verify(self, advance: Callable[[int], None] = lambda nbytes: None) -> None:
         """Reads and verifies every box. Raises CheckpointError for the first that is not as it was written.
@@ -99,12 +139,10 @@ class CheckpointReader:
                 nbytes = row.place.nbytes if info is None else row.box.numel * info.dtype.itemsize
                 by_rank.setdefault(rank, []).append((row, nbytes))
         for rank, members in sorted(by_rank.items()):
-            descriptor = self._open(rank)
-            try:
+            with self._open([rank]) as files:
                 for row, nbytes in sorted(members, key=lambda member: member[0].place.values_offset):
-                    advance(self._fill(descriptor, rank, row, self._scratch(nbytes)))
-            finally:
-                os.close(descriptor)
+                    self._fill(files[rank], rank, [(row, self._buffer(nbytes).numpy().data)])
+                    advance(nbytes)
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
@@ -121,50 +159,83 @@ class CheckpointReader:
             )
         return [_Read(item, info, fragment) for item in wanted]
 
-    def _open(self, rank: int) -> int:
-        path = self._folder / data_name(rank)
-        try:
-            descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except OSError as error:
-            raise CheckpointError(f"{path}: expected a file of the checkpoint, found: {error.strerror}") from error
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        return descriptor
+    @contextmanager
+    def _open(self, ranks: Iterable[int], blocks: Blocks | None = None) -> Iterator[dict[int, DataFile]]:
+        """The files of the ranks, by rank; closed at the end."""
+        files: dict[int, DataFile] = {}
+        with ExitStack() as stack:
+            for rank in dict.fromkeys(ranks):
+                path = self._folder / data_name(rank)
+                try:
+                    files[rank] = DataFile(path, blocks)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"{path}: expected a file of the checkpoint, found: {error.strerror}"
+                    ) from error
+                stack.callback(files[rank].close)
+            yield files
 
-    def _read_one(self, descriptor: int, read: _Read) -> int:
-        """Returns the bytes that were read."""
-        stored, fragment = read.stored, read.fragment
-        low, high = max(stored.start, fragment.start), min(stored.end, fragment.end)
-        target = fragment.values[low - fragment.start : high - fragment.start]
-        is_whole = high - low == stored.row.box.numel
-        if is_whole and target.dtype == read.info.dtype and target.device.type == "cpu":
-            return self._fill(descriptor, stored.rank, stored.row, target.detach().view(torch.uint8))
-        values = self._scratch(stored.row.box.numel * read.info.dtype.itemsize)
-        done = self._fill(descriptor, stored.rank, stored.row, values)
-        target.copy_(values.view(read.info.dtype)[low - stored.start : high - stored.start])
-        return done
+    def _read_batch(self, files: Mapping[int, DataFile], batch: Sequence[_Read]) -> int:
+        """Fills the targets of reads that are neighbours in one file; returns the bytes that were read."""
+        rank = batch[0].stored.rank
+        targets = [read.target() for read in batch]
+        fits = [read.fits(target) for read, target in zip(batch, targets, strict=True)]
+        sizes = [0 if fit else _rounded(read.nbytes) for read, fit in zip(batch, fits, strict=True)]
+        pieces = torch.split(self._buffer(sum(sizes)), sizes)
+        memories = [
+            target.detach().view(torch.uint8) if fit else piece[: read.nbytes]
+            for read, target, fit, piece in zip(batch, targets, fits, pieces, strict=True)
+        ]
+        rows = [(read.row, memory.numpy().data) for read, memory in zip(batch, memories, strict=True)]
+        self._fill(files[rank], rank, rows)
+        for read, target, fit, memory in zip(batch, targets, fits, memories, strict=True):
+            if not fit:
+                values = memory.view(read.info.dtype)
+                target.copy_(values[read.low - read.stored.start : read.high - read.stored.start])
+        return sum(read.nbytes for read in batch)
 
-    def _scratch(self, nbytes: int) -> Tensor:
+    def _buffer(self, nbytes: int) -> Tensor:
+        """(nbytes,) uint8, the same ones at every call of a thread."""
         buffer: Tensor | None = getattr(self._own, "buffer", None)
         if buffer is None or buffer.numel() < nbytes:
             buffer = self._own.buffer = torch.empty(nbytes, dtype=torch.uint8)
         return buffer[:nbytes]
 
-    def _fill(self, descriptor: int, rank: int, row: Row, memory: Tensor) -> int:
-        """memory: (nbytes,) uint8, contiguous, on the CPU. Returns nbytes."""
-        place, view = row.place, memory.numpy().data
-        done = 0
-        while done < len(view):
-            count = os.preadv(descriptor, [view[done:]], place.values_offset + done)
-            if not count:
-                raise CheckpointError(
-                    f"{self._folder / data_name(rank)}: expected {len(view)} bytes of '{row.name}' at offset "
-                    f"{place.values_offset}, found the end of the file: it is truncated"
-                )
-            done += count
-        if checksum_of(view) != place.values_checksum:
+    def _fill(self, file: DataFile, rank: int, rows: Sequence[tuple[Row, memoryview]]) -> None:
+        """Reads the boxes, near each other and by rising offset, into their memory, and verifies them."""
+        path = self._folder / data_name(rank)
+        try:
+            file.read([Part(row.place.values_offset, memory) for row, memory in rows])
+        except EndOfFileError as error:
+            row, memory = next(one for one in rows if one[0].place.values_offset + len(one[1]) > error.file_nbytes)
             raise CheckpointError(
-                f"{self._folder / data_name(rank)}: expected the values of '{row.name}' at offset "
-                f"{place.values_offset} as they were written, found others (the checksum differs): the file is altered"
-            )
-        return done
+                f"{path}: expected {len(memory)} bytes of '{row.name}' at offset {row.place.values_offset}, found the "
+                "end of the file: it is truncated"
+            ) from None
+        for row, memory in rows:
+            if checksum_of(memory) != row.place.values_checksum:
+                raise CheckpointError(
+                    f"{path}: expected the values of '{row.name}' at offset {row.place.values_offset} as they were "
+                    "written, found others (the checksum differs): the file is altered"
+                )
+
+
+def _batches_of(reads: Sequence[_Read]) -> Iterator[list[_Read]]:
+    """Cuts reads, sorted by their place, into neighbours of at most _BATCH_BYTES, or of one box."""
+    batch: list[_Read] = []
+    nbytes = 0
+    for read in reads:
+        if batch:
+            last = batch[-1]
+            is_near = read.stored.rank == last.stored.rank and read.offset - last.offset - last.nbytes <= _GAP_BYTES
+            if not is_near or nbytes + _rounded(read.nbytes) > _BATCH_BYTES:
+                yield batch
+                batch, nbytes = [], 0
+        batch.append(read)
+        nbytes += _rounded(read.nbytes)
+    if batch:
+        yield batch
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -16,7 +16,8 @@ Every route but the native one sums in rank order, so that the result does not d
 from .axis import Axis
 from .errors import CollectiveError
 from .mesh import Mesh
+from .peers import Peers
 from .pending import Inspect, Pending, Reduction, regions_of
 from .world import World
 
-__all__ = ["Axis", "CollectiveError", "Inspect", "Mesh", "Pending", "Reduction", "World", "regions_of"]
+__all__ = ["Axis", "CollectiveError", "Inspect", "Mesh", "Peers", "Pending", "Reduction", "World", "regions_of"]

@@ -1,4 +1,4 @@
-"""The arrangement of ranks: data-parallel ranks as (replica, shard)."""
+"""The arrangement of ranks: pipeline stages, and in each the data-parallel ranks as (replica, shard)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from .axis import Axis, Route
 from .native import NativeRoute
+from .peers import Peers
 from .shared_memory import SharedMemoryRoute, free_shared_bytes
 from .sockets import SocketRoute
 from .solo import SoloRoute
@@ -18,51 +19,79 @@ from .trail import Trail
 from .world import World
 
 _TAGS_PER_AXIS = 1 << 21
+_TAG_RANGES_PER_ENGINE = 4  # three axes, and the messages between pipeline stages
 
 
 @dataclass(frozen=True)
 class Mesh:
     """The axes of a job, outermost first. Ranks that are next to each other are on the same shard axis.
 
-    world of 4, shard 2:      shard ->
-                      replica  0 1
-                         |     2 3
+    world of 8, pipe 2, shard 2:        pipe 0    pipe 1
+                              shard ->
+                      replica  0 1       4 5
+                         |     2 3       6 7
+
+    Ranks of one pipe place are data-parallel to each other: they have the same parameters and other data. Ranks that
+    differ in the pipe place alone have the same data and other parameters; `peers` carries what they send each other.
     """
 
     world: World
+    pipe: Axis
     replica: Axis
     shard: Axis
+    peers: Peers
 
     @classmethod
-    def create(cls, world: World, shard_size: int, route: str, shared_bytes: int) -> Mesh:
-        """Arranges the world's ranks with `shard_size` of them on each shard axis.
+    def create(cls, world: World, shard_size: int, route: str, shared_bytes: int, pipe_size: int = 1) -> Mesh:
+        """Arranges the world's ranks with `pipe_size` places on the pipe axis and `shard_size` on each shard axis.
 
         route: auto, shared_memory, sockets or native. shared_bytes: what one engine takes of a host's shared memory;
         `auto` does without the shared-memory route where the host has less. Raises ValueError where the sizes do not
         divide, or the route is not possible here.
         """
-        if world.size % shard_size:
-            raise ValueError(f"replica(?) x shard({shard_size}) != world size ({world.size}): it does not divide")
-        num_replicas = world.size // shard_size
+        if world.size % (pipe_size * shard_size):
+            pipe = f"pipe({pipe_size}) x " if pipe_size > 1 else ""
+            raise ValueError(f"{pipe}replica(?) x shard({shard_size}) != world size ({world.size}): it does not divide")
+        num_replicas = world.size // (pipe_size * shard_size)
         route = _choose_route(world, route, shared_bytes)
         engine_number = _count_engines(world)
-        groups = _make_groups(world, num_replicas, shard_size)
-        replica_rank, shard_rank = divmod(world.rank, shard_size)
+        groups = _make_groups(world, pipe_size, num_replicas, shard_size)
+        data_size = num_replicas * shard_size
+        pipe_rank, data_rank = divmod(world.rank, data_size)
+        replica_rank, shard_rank = divmod(data_rank, shard_size)
+        first = pipe_rank * data_size
         places = {
-            "replica": (replica_rank, tuple(shard_rank + shard_size * r for r in range(num_replicas))),
-            "shard": (shard_rank, tuple(replica_rank * shard_size + s for s in range(shard_size))),
+            "pipe": (pipe_rank, tuple(data_rank + data_size * p for p in range(pipe_size))),
+            "replica": (replica_rank, tuple(first + shard_rank + shard_size * r for r in range(num_replicas))),
+            "shard": (shard_rank, tuple(first + replica_rank * shard_size + s for s in range(shard_size))),
         }
         trail = Trail(world, engine_number)
+        first_tags = [
+            (_TAG_RANGES_PER_ENGINE * engine_number + index) % 512 * _TAGS_PER_AXIS
+            for index in range(_TAG_RANGES_PER_ENGINE)
+        ]
         axes = {}
-        for index, (name, (rank, ranks)) in enumerate(places.items()):
-            first_tag = (2 * engine_number + index) % 512 * _TAGS_PER_AXIS
+        for (name, (rank, ranks)), first_tag in zip(places.items(), first_tags, strict=False):
             route_of_axis = _make_route(world, route, rank, ranks, groups.get(name), first_tag, trail)
             axes[name] = Axis(name, rank, ranks, route_of_axis)
-        return cls(world, axes["replica"], axes["shard"])
+        peers = Peers(places["pipe"][1], groups.get("pipe"), first_tags[-1], world, trail)
+        return cls(world, axes["pipe"], axes["replica"], axes["shard"], peers)
+
+    @property
+    def data_size(self) -> int:
+        """How many data-parallel ranks there are: a global batch has as many shares."""
+        return self.replica.size * self.shard.size
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them this rank is."""
+        return self.replica.rank * self.shard.size + self.shard.rank
 
     def sum_small(self, values: Any, what: str) -> Any:
         """The exact sum over all ranks of a small int64 vector; also a barrier."""
-        return self.replica.route.sum_small(self.shard.route.sum_small(values, what), what)
+        for axis in (self.shard, self.replica, self.pipe):
+            values = axis.route.sum_small(values, what)
+        return values
 
     def fence(self, what: str) -> None:
         """Returns when every rank has come here, where ranks share memory; elsewhere at once."""
@@ -71,8 +100,9 @@ class Mesh:
 
     def close(self) -> None:
         """Lets go of the process groups, and leaves the world: no collective is possible afterwards."""
-        self.shard.route.close()
-        self.replica.route.close()
+        for axis in (self.shard, self.replica, self.pipe):
+            axis.route.close()
+        self.peers.close()
         self.world.leave()
 
 
@@ -108,9 +138,9 @@ def _count_engines(world: World) -> int:
     return int(world.broadcast_object(number))
 
 
-def _make_groups(world: World, num_replicas: int, shard_size: int) -> dict[str, dist.ProcessGroup]:
+def _make_groups(world: World, pipe_size: int, num_replicas: int, shard_size: int) -> dict[str, dist.ProcessGroup]:
     """The process group of each axis with more than one rank: an axis over the whole world uses the default group."""
-    sizes = {"replica": num_replicas, "shard": shard_size}
+    sizes = {"pipe": pipe_size, "replica": num_replicas, "shard": shard_size}
     names = [name for name, size in sizes.items() if size > 1]
     if not names:
         return {}

@@ -10,10 +10,17 @@ from torch import Tensor
 class Pending:
     """A started collective. `wait` returns when its result may be used; waiting twice is harmless."""
 
-    __slots__ = ("_finish",)
+    __slots__ = ("_finish", "_poll")
 
-    def __init__(self, finish: Callable[[], None] | None = None) -> None:
+    def __init__(self, finish: Callable[[], None] | None = None, poll: Callable[[], bool] | None = None) -> None:
+        """poll: says whether `finish` would return at once; None: that is not known before it has."""
         self._finish = finish
+        self._poll = poll
+
+    @property
+    def is_done(self) -> bool:
+        """True where it is known that `wait` would not wait."""
+        return self._finish is None or (self._poll is not None and self._poll())
 
     def wait(self) -> None:
         finish, self._finish = self._finish, None

@@ -23,6 +23,7 @@ from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.optimizer_choice import check_elementwise, rule_like, rule_named
 from ..zero.policy import ZeroPolicy
+from ..zero.scheduled_units import ScheduledUnits
 from ..zero.sequence import Unit, UnitSequence
 from ..zero.shard_rest import ShardRest
 from ..zero.units import UnitPlan, plan_units
@@ -34,6 +35,7 @@ from .learning_rates import Schedule
 from .log import configure, logger
 from .lr_schedule import learning_rate_at
 from .offload import activation_store, offloaded_states, shard_rest
+from .pipeline import Pipeline, PipelinePlan
 
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
@@ -49,6 +51,7 @@ def initialize(
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     optimizer: OptimizerChoice = None,
     lr_scheduler: Any = None,
+    sample_batch: Any = None,
 ) -> Engine:
     """An engine that trains `model` as the config says.
 
@@ -59,6 +62,8 @@ def initialize(
     callable from parameters to an optimizer; it must treat every element by itself.
     lr_scheduler: in place of the config's: a callable from the optimizer to a scheduler, or a scheduler of the given
     optimizer.
+    sample_batch: a batch, small or not, with which a pipeline sees how the model runs: needed for pipeline.balance
+    "time" alone.
 
     Raises ConfigError (config), ValueError (model, optimizer) and RuntimeError (ranks that do not fit together).
     """
@@ -76,20 +81,33 @@ def initialize(
     dtypes = _dtypes(resolved)
     patterns = resolved.zero_optimization.units
     unit_plans = plan_units(module, None if patterns == "auto" else patterns)
-    shard_size = policy.shard_size(world.size, resolved.zero_optimization.shard_size)
-    plan = ModelPlan.of(unit_plans, dtypes, shard_size)
+    pipe_size = resolved.parallel.pipeline
+    pipeline_plan = PipelinePlan.of(resolved, world, module, sample_batch, loss_fn) if pipe_size > 1 else None
+    own_plans = unit_plans if pipeline_plan is None else pipeline_plan.own_units(unit_plans)
+    shard_size = policy.shard_size(world.size // pipe_size, resolved.zero_optimization.shard_size)
+    plan = ModelPlan.of(own_plans, dtypes, shard_size)
     shared_bytes = plan.shared_bytes(dtypes, world.size)
+    if pipe_size > 1:
+        shared_bytes = sum(world.gather_objects(shared_bytes)) // (world.size // pipe_size)
     rest = shard_rest(resolved, world)
     route = resolved.communication.route if rest is None or world.size == 1 else "sockets"
-    mesh = Mesh.create(world, shard_size, route, shared_bytes)
+    mesh = Mesh.create(world, shard_size, route, shared_bytes, pipe_size)
     units = build_units(plan, mesh, policy, dtypes, rest)
     sharded_optimizer, schedule, scheduler = _make_optimizer(
         resolved, world, units, module, optimizer, lr_scheduler, rest
     )
     _fill(module, units, sharded_optimizer, mesh, values)
     _checkpoint_activations(unit_plans, resolved.activation_checkpointing.every)
-    sequence = UnitSequence(units, _prefetch_numel(resolved))
     activation_offload, close_last = _offload_activations(resolved, world, module, units)
+    if pipeline_plan is not None:
+        pipeline = Pipeline(pipeline_plan, resolved, mesh, module, units, policy.frees_parameters, loss_fn)
+        sequence: UnitSequence | ScheduledUnits = pipeline.units
+        hooks: UnitHooks | Pipeline = pipeline
+    else:
+        pipeline = None
+        sequence = UnitSequence(units, _prefetch_numel(resolved))
+        on_block = activation_offload.begin_block if activation_offload else None
+        hooks = UnitHooks(sequence, policy.frees_parameters, on_block)
     given = (checked.train_batch_size, checked.train_micro_batch_size_per_gpu, checked.gradient_accumulation_steps)
     return Engine(
         Parts(
@@ -97,9 +115,8 @@ def initialize(
             mesh=mesh,
             module=module,
             sequence=sequence,
-            hooks=UnitHooks(
-                sequence, policy.frees_parameters, activation_offload.begin_block if activation_offload else None
-            ),
+            hooks=hooks,
+            pipeline=pipeline,
             optimizer=sharded_optimizer,
             loss_scaler=_loss_scaler(resolved),
             compute_dtype=dtypes.compute,
@@ -187,8 +204,9 @@ def _fill(module: nn.Module, units: list[Unit], optimizer: ShardedOptimizer, mes
     place = {id(p): (group, i) for unit in units for group in unit.groups for i, p in enumerate(group.params)}
     with torch.no_grad():
         for param, value in values:
-            group, index = place[id(param)]
-            writer.write(group, index, value)
+            if id(param) in place:  # else it is of another stage of the pipeline
+                group, index = place[id(param)]
+                writer.write(group, index, value)
             param.data = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
         _prepare_buffers(module, units, mesh)
         writer.refresh()

@@ -198,12 +198,13 @@ class Checkpointer:
 
     def _fragments(self) -> list[Fragment]:
         """This rank's part of everything, by full name."""
-        weights = self._named.divided(self._named.weights())
-        states = self._named.divided(self._named.states())
+        weights = self._named.divided(self._named.weights(saves=True))
+        states = self._named.divided(self._named.states(saves=True))
         found = [_prefixed(MODEL, fragment) for fragment in weights] + [_prefixed(STATE, state) for state in states]
-        if self._world.rank == 0:
+        if self._named.holds_buffers:
             for name, buffer in self._named.buffers().items():
                 found.append(Fragment(MODEL + name, tuple(buffer.shape), 0, buffer.detach().reshape(-1)))
+        if self._world.rank == 0:
             step = torch.tensor([float(self._optimizer.num_steps)])
             found.append(Fragment(STEP, (), 0, step))
         return found
@@ -219,18 +220,16 @@ class Checkpointer:
         found: dict[StateKey, dict[str, torch.dtype]] = {}
         for one in self._world.gather_objects(self._optimizer.state_dtypes()):
             found.update(one)
-        return {name: found[key] for name, key in self._optimizer.state_keys.items() if key in found}
+        return {name: found[key] for name, key in self._named.catalog.state_keys.items() if key in found}
 
     def _manifest(
         self, tag: str, has_own_tag: bool, step: int, training: Any, states: Mapping[str, Mapping[str, torch.dtype]]
     ) -> Manifest:
-        parameters = self._named.parameters
-        tensors = {MODEL + name: info for name, info in parameters.items()}
-        for name, buffer in self._named.buffers().items():
-            tensors[MODEL + name] = TensorInfo(tuple(buffer.shape), buffer.dtype)
+        catalog = self._named.catalog
+        tensors = {MODEL + name: info for name, info in (*catalog.parameters.items(), *catalog.buffers.items())}
         for name, dtypes in states.items():
             for state, dtype in dtypes.items():
-                tensors[f"{STATE}{name}.{state}"] = TensorInfo(parameters[name].shape, dtype)
+                tensors[f"{STATE}{name}.{state}"] = TensorInfo(catalog.parameters[name].shape, dtype)
         tensors[STEP] = TensorInfo((), torch.float32)
         return Manifest(
             tag=tag,
@@ -243,10 +242,11 @@ class Checkpointer:
                 "stage": self._config.zero_optimization.stage,
                 "shard_size": self._mesh.shard.size,
                 "replicas": self._mesh.replica.size,
+                "pipeline": self._mesh.pipe.size,
             },
             tensors=tensors,
-            compute_dtypes=self._named.compute_dtypes,
-            aliases=self._named.aliases,
+            compute_dtypes=catalog.compute_dtypes,
+            aliases=catalog.aliases,
             training=training,
             config=self._config.as_dict(),
             model_files=model_files(self._module, _first_dtype(self._named)),
@@ -274,8 +274,8 @@ class Checkpointer:
     def _check_fits(self, checkpoint: Checkpoint) -> None:
         """Raises CheckpointError, with every difference, where the checkpoint is of another model or optimizer."""
         found = checkpoint.weights.tensors
-        expected = {name: info.shape for name, info in self._named.parameters.items()}
-        expected.update({name: tuple(buffer.shape) for name, buffer in self._named.buffers().items()})
+        catalog = self._named.catalog
+        expected = {name: info.shape for name, info in (*catalog.parameters.items(), *catalog.buffers.items())}
         faults = [f"'{name}' is not in it" for name in expected if name not in found]
         faults += [f"'{name}' is not in the model" for name in found if name not in expected]
         faults += [
@@ -308,7 +308,8 @@ class Checkpointer:
             faults += [
                 f"'{name}' has no optimizer state in it ({', '.join(sorted(missing))}): it was not trained then"
                 for name in group
-                if (missing := expected - set(found.get(name, {}))) and math.prod(self._named.parameters[name].shape)
+                if (missing := expected - set(found.get(name, {})))
+                and math.prod(self._named.catalog.parameters[name].shape)
             ]
         return faults
 
@@ -356,4 +357,4 @@ def _prefixed(prefix: str, fragment: Fragment) -> Fragment:
 
 def _first_dtype(named: NamedState) -> torch.dtype | None:
     """The dtype in which the first floating-point parameter is computed; configurations of Hugging Face name it."""
-    return next((dtype for dtype in named.compute_dtypes.values() if dtype.is_floating_point), None)
+    return next((dtype for dtype in named.catalog.compute_dtypes.values() if dtype.is_floating_point), None)

@@ -16,6 +16,15 @@ from .config_errors import ConfigError, Fault, FaultKind, shown, unknown_key
 from .config_offload import ActivationOffloadConfig, AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from .config_offload_checks import offload_faults, offload_notes
 from .config_optimizer import OPTIMIZER_PARAMS, OptimizerConfig, SGDOptimizer
+from .config_parallel import (
+    ParallelConfig,
+    PipelineConfig,
+    accumulation_faults,
+    idle_settings,
+    pipeline_faults,
+    schedule_faults,
+    world_faults,
+)
 from .config_read import join, read
 from .config_scheduler import SCHEDULER_PARAMS, SchedulerConfig
 from .config_sections import (
@@ -67,6 +76,8 @@ class Config(Section):
     """The type in which gradients are reduced between ranks. null: fp32."""
 
     data_types: DataTypesConfig = DataTypesConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     zero_optimization: ZeroConfig = ZeroConfig()
     bf16: BF16Config = BF16Config()
     fp16: FP16Config = FP16Config()
@@ -113,20 +124,26 @@ class Config(Section):
         return self._notes
 
     def resolve(self, world_size: int) -> "Config":
-        """A copy for so many data-parallel ranks, with the batch triple filled and every "auto" of it explained.
+        """A copy for so many ranks, with the batch triple filled and every "auto" of it explained.
 
-        Raises ConfigError, with the equation, if the triple or the shard size does not fit the world size.
+        Raises ConfigError, with the equation, if an axis, the triple or the shard size does not fit the world size, or
+        the schedule of a pipeline does not fit the number of microbatches.
         """
         if world_size < 1:
             raise ValueError(f"world_size is at least 1, found {world_size}")
-        faults: list[Fault] = []
+        faults = world_faults(self.parallel, world_size)
+        if faults:
+            raise ConfigError(faults, self._source)
+        world_size //= self.parallel.pipeline  # from here on: of data-parallel ranks
         micro, accumulation = self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
+        accumulation = accumulation if accumulation is not None else self.pipeline.microbatches
         batch = fill_batch(self.train_batch_size, micro, accumulation, world_size)
         update: dict[str, object] = {}
         if isinstance(batch, Fault):
             faults.append(batch)
         else:
             update = dict(zip(BATCH_KEYS, (batch.train, batch.micro, batch.accumulation), strict=True))
+            faults += schedule_faults(self.parallel, self.pipeline, batch.accumulation)
         shard_size = self.zero_optimization.shard_size
         if shard_size is not None and world_size % shard_size != 0:
             equation = f"shard_size({shard_size}) x replicas(?) = data-parallel ranks({world_size}) does not hold"
@@ -231,6 +248,8 @@ def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:
     sections: dict[str, type[Section]] = {
         "": Config,
         "data_types": DataTypesConfig,
+        "parallel": ParallelConfig,
+        "pipeline": PipelineConfig,
         "zero_optimization": ZeroConfig,
         "zero_optimization.offload_optimizer": OffloadOptimizerConfig,
         "zero_optimization.offload_param": OffloadParamConfig,
@@ -262,6 +281,8 @@ def _conflicts(config: Config) -> list[Fault]:
             message = f"needs momentum above 0 and dampening 0, {found}"
             faults.append(Fault("optimizer.params.nesterov", "conflict", message))
     faults += offload_faults(config.zero_optimization, config.activation_checkpointing, config.optimizer)
+    faults += accumulation_faults(config.pipeline, config.gradient_accumulation_steps)
+    faults += pipeline_faults(config.parallel, config.zero_optimization, config.activation_checkpointing.offload)
     return faults + _checkpoint_faults(config.checkpoint) + _update_in_backward_faults(config)
 
 
@@ -315,4 +336,5 @@ def _idle_settings(config: Config) -> list[str]:
         factor = config.gradient_predivide_factor
         reason = "prescale_gradients divides by the ranks before the sum"
         notes.append(f"gradient_predivide_factor: {factor} has no effect here: {reason}")
+    notes += idle_settings(config.parallel, config.pipeline)
     return notes + offload_notes(zero, config.activation_checkpointing, config.aio, config.optimizer)

@@ -51,7 +51,7 @@ def offload_notes(
         elif section.device == "cpu" and section.nvme_path is not None:
             notes.append(_no_effect(f"{path}.nvme_path", section.nvme_path, 'the device is "cpu"'))
     state = zero.offload_optimizer
-    if state.is_used and not state.is_delayed and state.delay_after_steps != type(state)().delay_after_steps:
+    if state.is_used and not state.is_delayed and state.delay_after_steps != OffloadOptimizerConfig().delay_after_steps:
         why = f'it is for overlap "delayed", found {shown(state.overlap)}'
         notes.append(_no_effect(f"{OPTIMIZER}.delay_after_steps", state.delay_after_steps, why))
     live = zero.stage3_max_live_parameters

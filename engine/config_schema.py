@@ -10,6 +10,8 @@ from .config_translate import ALIASES, AUTO, BATCH_KEYS, CPU_SWITCHES, NULL_IS_D
 
 _HOMES = {  # section: the definitions that describe it
     "data_types": ["DataTypesConfig"],
+    "parallel": ["ParallelConfig"],
+    "pipeline": ["PipelineConfig"],
     "zero_optimization": ["ZeroConfig"],
     "zero_optimization.offload_optimizer": ["OffloadOptimizerConfig"],
     "zero_optimization.offload_param": ["OffloadParamConfig"],

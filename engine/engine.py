@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from ..checkpoint.errors import CheckpointError
 from ..comm import Mesh
 from ..offload import ActivationOffload, OffloadError
-from ..zero.exact_sum import from_limbs
 from ..zero.gradient import GroupGradient
 from ..zero.hooks import UnitHooks
 from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
+from ..zero.scheduled_units import ScheduledUnits
 from ..zero.sequence import UnitSequence
 from . import weights
 from .batch import call, loss_of, microbatches, prepared
@@ -32,9 +32,10 @@ from .learning_rates import LearningRates, Schedule
 from .log import StepLog, logger
 from .memory import ModelStateBytes, measure
 from .named_state import NamedState
+from .pipeline import Pipeline
 from .preemption import Preemption
 from .run_state import restore_client_state
-from .step_sums import limbs_of, non_finite_error, sum_step
+from .step_sums import non_finite_error, sum_step
 from .step_update import StepUpdate, Timing
 
 
@@ -56,8 +57,9 @@ class Parts:
     config: Config
     mesh: Mesh
     module: nn.Module
-    sequence: UnitSequence
-    hooks: UnitHooks
+    sequence: UnitSequence | ScheduledUnits
+    hooks: UnitHooks | Pipeline
+    pipeline: Pipeline | None
     optimizer: ShardedOptimizer
     loss_scaler: LossScaler
     compute_dtype: torch.dtype | None
@@ -97,13 +99,21 @@ class Engine:
         self._accumulation = parts.config.gradient_accumulation_steps or 1
         self._num_microbatches = 0
         self._losses: list[Tensor] = []
-        self._result_dtype = torch.float32
         self._guard = ModelGuard(parts.module, parts.sequence.units, parts.mesh.shard.route.copies_are_shared)
-        self._values = FullValues(parts.module, parts.sequence.units, parts.optimizer, parts.mesh)
+        self._pipeline = parts.pipeline
+        whole = parts.pipeline.plan.state_names if parts.pipeline else None
+        self._values = FullValues(parts.module, parts.sequence.units, parts.optimizer, parts.mesh, whole)
         self._log = StepLog(parts.config.steps_per_print if self.rank == 0 else 0)
         self._last = StepResult(torch.zeros(()), torch.zeros(()), self.lr, self._scaler.scale, False)
         self._saving: AbstractContextManager[object] = parts.activation_offload or nullcontext()
-        self._named = NamedState(parts.module, parts.sequence.units, parts.optimizer, parts.mesh)
+        self._named = NamedState(
+            parts.module,
+            parts.sequence.units,
+            parts.optimizer,
+            parts.mesh,
+            parts.pipeline.plan.trained if parts.pipeline else None,
+            parts.pipeline.saved_elsewhere if parts.pipeline else (),
+        )
         self._checkpointer = Checkpointer(parts.config, parts.mesh, parts.module, parts.optimizer, self._named)
         self._preemption = Preemption()
         if parts.config.checkpoint.on_sigterm:
@@ -122,6 +132,16 @@ class Engine:
     @property
     def world_size(self) -> int:
         return self._mesh.world.size
+
+    @property
+    def data_size(self) -> int:
+        """The number of data-parallel ranks: by which data are divided. Without a pipeline, that is the world size."""
+        return self._mesh.data_size
+
+    @property
+    def data_rank(self) -> int:
+        """Whose share of the data this rank takes; ranks of one pipeline take the same."""
+        return self._mesh.data_rank
 
     @property
     def device(self) -> torch.device:
@@ -150,7 +170,11 @@ class Engine:
         error of all ranks alike the next call is a step of its own: no gradient of the failed one is left.
         """
         try:
-            for microbatch in microbatches(batch, self._accumulation, self._parts.rows_per_microbatch):
+            parts = microbatches(batch, self._accumulation, self._parts.rows_per_microbatch)
+            if self._pipeline is not None:
+                self._run_pipeline(self._pipeline, list(parts))
+                return self.step()
+            for microbatch in parts:
                 ready = self._prepare(microbatch)
                 self._guard.check()
                 with self._saving:
@@ -163,12 +187,14 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, with inputs on the device and in the compute dtype."""
+        self._check_has_whole("engine(batch)", "engine.eval_step(batch)")
         self._guard.check()
         with self._saving:
             return self.module(*self._prepare(args), **self._prepare(kwargs))
 
     def backward(self, loss: Tensor) -> None:
         """Computes gradients of loss / gradient_accumulation_steps and reduces them as the ZeRO stage says."""
+        self._check_has_whole("engine.backward(loss)", "engine.train_step(batch)")
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise ValueError(
                 f"backward: expected a loss with one element that requires a gradient, found {_describe(loss)}; "
@@ -176,6 +202,7 @@ class Engine:
             )
         boundary = self._num_microbatches % self._accumulation == self._accumulation - 1
         self._update.begin_backward(boundary)
+        assert isinstance(self._sequence, UnitSequence)
         self._sequence.begin_backward(boundary)
         try:
             (loss * (self._scaler.scale * self._predivide / self._accumulation)).backward()  # type: ignore[no-untyped-call]
@@ -184,13 +211,12 @@ class Engine:
             self._sequence.abort(error)
             self._update.take_back()
             raise
-        self._losses.append(loss.detach().double())
-        self._result_dtype = torch.promote_types(loss.dtype, torch.float32)
+        self._losses.append(loss.detach())
         self._num_microbatches += 1
 
     def step(self) -> StepResult:
         """Updates the parameters at the accumulation boundary; before it, only returns the last result."""
-        if self._num_microbatches % self._accumulation or not self._losses:
+        if self._num_microbatches % self._accumulation or not self._num_microbatches:
             return self._last
         events = (self._checkpointer.has_failed, self._preemption.is_requested, self._update.has_failed())
         sums = sum_step(self._mesh, self._gradients, self._losses, events, f"the norm of step {self.global_step}")
@@ -222,8 +248,8 @@ class Engine:
         self._scaler.update(skipped)
         self.global_step += 1
         self._last = StepResult(
-            torch.tensor(sums.loss, dtype=self._result_dtype),
-            torch.tensor(grad_norm, dtype=self._result_dtype),
+            torch.tensor(sums.loss, dtype=sums.loss_dtype),
+            torch.tensor(grad_norm, dtype=sums.loss_dtype),
             lr,
             scale,
             skipped,
@@ -239,11 +265,14 @@ class Engine:
         self.module.eval()
         try:
             ready = self._prepare(batch)
-            loss = loss_of(call(self.module, ready), ready, self._parts.loss_fn)
+            if self._pipeline is not None:
+                losses = self._pipeline.evaluate(batch, ready)
+            else:
+                losses = [loss_of(call(self.module, ready), ready, self._parts.loss_fn)]
         finally:
             self.module.train(was_training)
-        total = self._mesh.sum_small(limbs_of(loss.double()), "the mean of the loss")
-        return torch.tensor(from_limbs(total) / self.world_size, dtype=torch.promote_types(loss.dtype, torch.float32))
+        sums = sum_step(self._mesh, (), losses, (), "the mean of the loss")
+        return torch.tensor(sums.loss, dtype=sums.loss_dtype)
 
     def train(self, mode: bool = True) -> Self:
         self.module.train(mode)
@@ -262,7 +291,8 @@ class Engine:
         """
         if modify:
             self._update.settle()
-        self._update.take_back()  # what is not a step yet
+        else:
+            self._update.take_back()  # what is not a step yet
         with self._values.gathered(params, modify):
             yield
         self._guard.remember()
@@ -339,8 +369,10 @@ class Engine:
         the checkpoint is of another model.
         """
         self._forget_gradients()
-        with suppress(OffloadError):  # what an update that failed has left is overwritten
+        try:
             self._update.settle()
+        except OffloadError as error:  # what it has left is overwritten
+            logger.warning("%s", error)
         restored = self._checkpointer.load(folder, tag)
         self._update.forget_failure()
         self._restore_training_state(restored.training, restored.config)
@@ -357,7 +389,7 @@ class Engine:
         with ExitStack() as ending:
             ending.callback(self._leave)
             ending.callback(self._checkpointer.finish)
-            self._update.settle()
+            self._update.close()
 
     def _leave(self) -> None:
         self._is_closed = True
@@ -392,8 +424,24 @@ class Engine:
         factor = self.config.gradient_predivide_factor
         if self.config.prescale_gradients or (not self._is_fp16 and factor == 1.0):
             # The mean over ranks costs no pass of its own then. Float16 keeps the digits that the loss scale gave it.
-            return 1.0 / self.world_size
+            return 1.0 / self.data_size
         return 1.0 / factor
+
+    def _run_pipeline(self, pipeline: Pipeline, given: Sequence[Any]) -> None:
+        """All microbatches of a step forward and backward."""
+        ready = [self._prepare(microbatch) for microbatch in given]
+        self._guard.check()
+        self._update.begin_backward(boundary=True)
+        scale = self._scaler.scale * self._predivide / self._accumulation
+        self._losses = pipeline.train(given, ready, scale)
+        self._num_microbatches = len(given)
+
+    def _check_has_whole(self, what: str, instead: str) -> None:
+        if self._pipeline is not None:
+            raise ValueError(
+                f"{what}: expected a rank with the whole model, found stages {list(self._pipeline.plan.stages)} of "
+                f"{self._pipeline.plan.split.num_stages} (parallel.pipeline); use {instead}, which works at every split"
+            )
 
     def _prepare(self, batch: Any) -> Any:
         dtype = self._parts.compute_dtype if self._parts.casts_inputs else None
@@ -408,7 +456,7 @@ class Engine:
         return {"none": Timing.AFTER_NORM, "speculative": Timing.SPECULATIVE, "delayed": Timing.DELAYED}[overlap]
 
     def _unclipped_factor(self) -> float:
-        return 1.0 / (self.world_size * self._scaler.scale * self._predivide)
+        return 1.0 / (self.data_size * self._scaler.scale * self._predivide)
 
     def _forget_gradients(self) -> None:
         """The next microbatch is the first of its step."""

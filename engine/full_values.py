@@ -19,8 +19,17 @@ from ..zero.shard_state import ShardState
 class FullValues:
     """Reads and writes full parameters. Every method is a collective: all ranks must call it alike."""
 
-    def __init__(self, module: nn.Module, units: Sequence[Unit], optimizer: ShardedOptimizer, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        optimizer: ShardedOptimizer,
+        mesh: Mesh,
+        whole_names: Sequence[str] | None = None,
+    ) -> None:
+        """whole_names: of the whole model's state_dict, where `module` has a part of it; None: it is the whole."""
         self._module = module
+        self._whole_names = whole_names
         self._groups = [group for unit in units for group in unit.groups]
         self._shards = {id(shard.group): shard for shard in optimizer.shards}
         self._mesh = mesh
@@ -46,7 +55,7 @@ class FullValues:
     def gathered(self, params: Sequence[nn.Parameter], modify: bool) -> Iterator[None]:
         wanted = {id(param) for param in params}
         known = {id(param) for group in self._groups for param in group.params}
-        if wanted - known:
+        if wanted - known and self._whole_names is None:
             raise ValueError(
                 f"gathered: expected parameters of the engine's module, found {len(wanted - known)} that are not; "
                 "pass the parameters themselves, for example engine.module.head.weight"
@@ -66,7 +75,7 @@ class FullValues:
                 group.release()
 
     def state_dict(self) -> dict[str, Tensor]:
-        is_writer = self._mesh.world.rank == 0
+        is_writer = self._mesh.data_rank == 0
         values: dict[int, Tensor] = {}
         for group in self._groups:
             was_sharded = group.residence is Residence.SHARDED
@@ -77,12 +86,28 @@ class FullValues:
                 group.release()
         if not is_writer:
             return {}
-        state = self._module.state_dict(keep_vars=True)
-        return {
+        found = {
             name: values[id(value)] if id(value) in values else value.detach().cpu().clone()
-            for name, value in state.items()
+            for name, value in self._module.state_dict(keep_vars=True).items()
             if isinstance(value, Tensor)
         }
+        return found if self._whole_names is None else self._collected(found, self._whole_names)
+
+    def _collected(self, own: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+        """On the first rank of a pipeline, what all its ranks have, in the model's order."""
+        pipe, peers, device = self._mesh.pipe, self._mesh.peers, self._mesh.world.device
+        if pipe.rank:
+            infos = [(name, tuple(value.shape), value.dtype) for name, value in own.items()]
+            peers.send_object(infos, 0, 0, "the names for state_dict").wait()
+            for name, value in own.items():
+                peers.send(value.to(device).contiguous(), 0, 0, f"'{name}' for state_dict").wait()
+            return {}
+        for place in range(1, pipe.size):
+            for name, shape, dtype in peers.receive_object(place, 0, "the names for state_dict"):
+                value = torch.empty(shape, dtype=dtype, device=device)
+                peers.receive(value, place, 0, f"'{name}' for state_dict").wait()
+                own[name] = value.cpu()
+        return {name: own[name] for name in names if name in own}
 
     @contextmanager
     def _private_copies(self, groups: Sequence[ShardedGroup], wanted: set[int]) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from ..zero.group import ShardedGroup, part_of, values_of
 from ..zero.layout import Piece
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.sequence import Unit
+from .catalog import Catalog
 
 
 class NamedState:
@@ -23,43 +24,58 @@ class NamedState:
     is computed in half precision is its float32 master weight here, of which the half is the rounded copy.
     """
 
-    def __init__(self, module: nn.Module, units: Sequence[Unit], optimizer: ShardedOptimizer, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        optimizer: ShardedOptimizer,
+        mesh: Mesh,
+        trained: Mapping[str, nn.Parameter] | None = None,
+        saved_elsewhere: Sequence[Unit] = (),
+    ) -> None:
+        """A collective. units: of this rank. trained: parameters that are trained anywhere; None: those of the units.
+
+        saved_elsewhere: units of which another rank of the pipe axis saves an equal copy.
+        """
         self._module = module
         self._groups = [group for unit in units for group in unit.groups]
+        self._elsewhere = {id(group) for unit in saved_elsewhere for group in unit.groups}
         self._shards = {id(shard.group): shard for shard in optimizer.shards}
         self._optimizer = optimizer
         self._mesh = mesh
+        self._trained = trained
+        self.catalog = self._own_catalog()
+        if mesh.pipe.size > 1:
+            own = self.catalog if mesh.data_rank == 0 else None
+            parts = [part for part in mesh.world.gather_objects(own) if part is not None]
+            self.catalog = Catalog.merged(parts)
 
-    @property
-    def parameters(self) -> dict[str, TensorInfo]:
-        """Every parameter once, in the order of the units: its shape, and the dtype of its most precise copy."""
-        return {
-            slot.name: TensorInfo(slot.shape, self._dtype_of(group))
-            for group in self._groups
-            for slot in group.layout.slots
-        }
+    def _own_catalog(self) -> Catalog:
+        slots = [(slot, group) for group in self._groups for slot in group.layout.slots]
+        return Catalog(
+            {slot.name: TensorInfo(slot.shape, self._dtype_of(group)) for slot, group in slots},
+            {slot.name: group.dtype for slot, group in slots},
+            {name: TensorInfo(tuple(buffer.shape), buffer.dtype) for name, buffer in self.buffers().items()},
+            self._aliases(),
+            self._optimizer.state_keys,
+        )
 
     def _dtype_of(self, group: ShardedGroup) -> torch.dtype:
         shard = self._shards.get(id(group))
         return group.dtype if shard is None else shard.master_dtype
 
     @property
-    def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that the optimizer updates, by name."""
+    def trained(self) -> Mapping[str, nn.Parameter]:
+        """The parameters that the optimizer updates, on any rank, by name."""
+        if self._trained is not None:
+            return self._trained
         return {
             name: param
             for shard in self._optimizer.shards
             for name, param in zip(shard.group.names, shard.group.params, strict=True)
         }
 
-    @property
-    def compute_dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype in which each parameter is computed."""
-        return {slot.name: group.dtype for group in self._groups for slot in group.layout.slots}
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        """Further names of tied parameters -> the first name."""
+    def _aliases(self) -> dict[str, str]:
         first = {
             id(param): name for group in self._groups for name, param in zip(group.names, group.params, strict=True)
         }
@@ -69,7 +85,7 @@ class NamedState:
         }
 
     def buffers(self) -> dict[str, Tensor]:
-        """The persistent buffers, the very tensors."""
+        """The persistent buffers of this rank's stages, the very tensors."""
         state = self._module.state_dict(keep_vars=True)
         return {
             name: value
@@ -77,13 +93,21 @@ class NamedState:
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
         }
 
-    def weights(self, rounded: bool = False, changes: bool = False) -> list[Fragment]:
+    @property
+    def holds_buffers(self) -> bool:
+        """True on the rank that saves the buffers of its stages."""
+        return self._mesh.data_rank == 0
+
+    def weights(self, rounded: bool = False, changes: bool = False, saves: bool = False) -> list[Fragment]:
         """What this rank holds of the parameters; rounded: in the dtype in which they are computed.
 
-        changes: they are for writing; what rests in a store is kept there then, changed.
+        changes: they are for writing; what rests in a store is kept there then, changed. saves: without those of which
+        another rank of the pipe axis saves an equal copy.
         """
         fragments = []
         for group in self._groups:
+            if saves and id(group) in self._elsewhere:
+                continue
             shard = None if rounded else self._shards.get(id(group))
             for piece in group.pieces if shard is None else shard.pieces:
                 low = piece.offset_in_shard
@@ -94,11 +118,12 @@ class NamedState:
                 fragments.append(_fragment(group, piece, "", memory))
         return fragments
 
-    def states(self, changes: bool = False) -> list[Fragment]:
-        """What this rank holds of the optimizer's elementwise states, named `parameter.state`."""
+    def states(self, changes: bool = False, saves: bool = False) -> list[Fragment]:
+        """What this rank holds of the optimizer's elementwise states, named `parameter.state`; saves: as of weights."""
         return [
             _fragment(shard.group, piece, f".{name}", memory)
             for shard in self._optimizer.shards
+            if not (saves and id(shard.group) in self._elsewhere)
             for piece in shard.pieces
             for name, memory in self._optimizer.states_of(shard, piece, changes).items()
         ]

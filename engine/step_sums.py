@@ -19,7 +19,8 @@ from .errors import NonFiniteGradientError
 class StepSums:
     """The same on every rank."""
 
-    loss: float  # mean over microbatches and ranks; NaN where any rank's is not finite
+    loss: float  # mean over microbatches and data-parallel ranks; NaN where any rank's is not finite
+    loss_dtype: torch.dtype  # float64 where the model's is, else float32
     square_norm: float  # sum of squared gradients as they were reduced
     num_bad: int  # groups with a non-finite gradient
     events: tuple[int, ...]  # on how many ranks each of the events has happened
@@ -28,21 +29,23 @@ class StepSums:
 def sum_step(
     mesh: Mesh, gradients: Sequence[GroupGradient], losses: Sequence[Tensor], events: Sequence[bool], what: str
 ) -> StepSums:
-    """losses: () float64 of each microbatch. A collective, and a barrier."""
+    """losses: () of each microbatch; none where a rank lacks a pipeline's last stage. A collective, and a barrier."""
     squares = torch.zeros(NUM_LIMBS, dtype=torch.int64)
     num_bad = 0
     for gradient in gradients:
         squares += gradient.square_limbs
         num_bad += gradient.non_finite is not None
-    mean = torch.stack(list(losses)).mean()
+    mean = torch.stack([loss.double() for loss in losses]).mean() if losses else torch.zeros((), dtype=torch.float64)
+    is_wide = any(loss.dtype == torch.float64 for loss in losses)
     is_finite = bool(torch.isfinite(mean))
     loss = limbs_of(mean if is_finite else torch.zeros_like(mean))
-    counts = torch.tensor([num_bad, not is_finite, *events], dtype=torch.int64)
+    counts = torch.tensor([num_bad, not is_finite, is_wide, *events], dtype=torch.int64)
     packed = torch.cat([squares, loss.cpu(), counts]).to(mesh.world.device)
     total = mesh.sum_small(packed, what).cpu()
-    num_bad, num_infinite, *counted = (int(count) for count in total[2 * NUM_LIMBS :])
-    mean_loss = from_limbs(total[NUM_LIMBS : 2 * NUM_LIMBS]) / mesh.world.size if not num_infinite else math.nan
-    return StepSums(mean_loss, from_limbs(total[:NUM_LIMBS]), num_bad, tuple(counted))
+    num_bad, num_infinite, num_wide, *counted = (int(count) for count in total[2 * NUM_LIMBS :])
+    mean_loss = from_limbs(total[NUM_LIMBS : 2 * NUM_LIMBS]) / mesh.data_size if not num_infinite else math.nan
+    dtype = torch.float64 if num_wide else torch.float32
+    return StepSums(mean_loss, dtype, from_limbs(total[:NUM_LIMBS]), num_bad, tuple(counted))
 
 
 def limbs_of(value: Tensor) -> Tensor:

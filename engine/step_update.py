@@ -128,6 +128,11 @@ class StepUpdate:
         """All that an update writes was loaded anew."""
         self._failure = ""
 
+    def close(self) -> None:
+        """As `settle`, but says nothing of a failure that was told before."""
+        if not self._failure:
+            self.settle()
+
     def _take_over(self) -> list[Pending]:
         """Brings what the last update in the background has made, if any, into the parameters."""
         if not self._optimizer.delayed.is_pending:

@@ -39,7 +39,7 @@ def export(
     Every rank writes what it holds into files that all of them see. A collective; an error on one rank is raised on
     all, and leaves an earlier export in the folder as it was. See `Engine.export`.
     """
-    infos = exported_infos(_tensors_of(module, state), parse_dtype(dtype), state.compute_dtypes)
+    infos = exported_infos(_tensors_of(module, state), parse_dtype(dtype), state.catalog.compute_dtypes)
     plan = WeightsPlan.of(infos, parse_bytes(shard_bytes))
     target = ExportFolder(folder, plan)
     what = f"export to {target.folder}"
@@ -69,8 +69,8 @@ def load_weights(state: NamedState, world: World, path: str | os.PathLike[str], 
     with all_or_none(world, what, "Nothing was loaded."):
         source = open_source(path)
         buffers = state.buffers()
-        expected = {**state.parameters, **{name: _info(buffer) for name, buffer in buffers.items()}}
-        match = Match.of(expected, state.aliases, source.tensors)
+        expected = {**state.catalog.parameters, **state.catalog.buffers}
+        match = Match.of(expected, state.catalog.aliases, source.tensors)
     fits = not match.misshaped and (match.is_complete or not strict)
     faults = [text for text in world.gather_objects(None if fits else match.describe()) if text is not None]
     if faults:
@@ -192,9 +192,9 @@ def _kind(dtype: torch.dtype) -> str:
 def _write(
     target: ExportFolder, plan: WeightsPlan, state: NamedState, dtype: torch.dtype | None, is_first: bool
 ) -> None:
-    """This rank's part of all files, in the order in which they lie there; the first rank's has the buffers."""
-    fragments = state.divided(state.weights(rounded=dtype is None))
-    if is_first:
+    """This rank's part of all files, in the order in which they lie there; one rank of each stage has the buffers."""
+    fragments = state.divided(state.weights(rounded=dtype is None, saves=True))
+    if state.holds_buffers:
         fragments += [_whole(name, buffer) for name, buffer in state.buffers().items()]
     places = plan.places
     fragments.sort(key=lambda one: (places[one.name].file, places[one.name].offset, one.start))
@@ -205,20 +205,16 @@ def _write(
 
 def _dtype_of_weights(infos: Mapping[str, TensorInfo], state: NamedState) -> torch.dtype | None:
     """The dtype of the first floating-point parameter."""
-    parameters = state.parameters
+    parameters = state.catalog.parameters
     dtypes = [info.dtype for name, info in infos.items() if name in parameters]
     return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
 
 
 def _tensors_of(module: nn.Module, state: NamedState) -> dict[str, TensorInfo]:
     """Parameters, tied ones once, and persistent buffers, in the order of the module's own state_dict."""
-    infos = {**state.parameters, **{name: _info(buffer) for name, buffer in state.buffers().items()}}
+    infos = {**state.catalog.parameters, **state.catalog.buffers}
     order = [name for name in module.state_dict(keep_vars=True) if name in infos]
     return {name: infos[name] for name in dict.fromkeys([*order, *infos])}
-
-
-def _info(tensor: Tensor) -> TensorInfo:
-    return TensorInfo(tuple(tensor.shape), tensor.dtype)
 
 
 def _whole(name: str, tensor: Tensor) -> Fragment:

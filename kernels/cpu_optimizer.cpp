@@ -131,7 +131,7 @@ INLINE vf multiply_add(vf a, vf b, vf c) {
 }
 INLINE vf multiply_add(vf a, float b, vf c) { return multiply_add(a, vf{} + b, c); }
 
-// c: from lerp_coefficients in cpu_optimizer.py.
+// c: from _lerp_coefficients in optimizer_coefficients.py.
 INLINE vf lerp(vf a, vf b, const float *c) { return multiply_add(b - a, c[0], c[1] != 0 ? b : a); }
 
 INLINE vf widened_bfloat16(vu x) { return (vf)(x << 16); }
@@ -193,7 +193,7 @@ INLINE vu other_noise(vu x) {
     return x ^ (x >> 15);
 }
 
-// ---- Rules: the coefficients c are those that cpu_optimizer.py computes in float64 under the same names. ----
+// ---- Rules: the coefficients c are those of optimizer_coefficients.py, under the same names. ----
 
 // c: decay, lerp of m (2), beta2, 1 - beta2, sqrt(correction2), eps, -step size
 template <bool DECOUPLED> struct Adam {

@@ -5,26 +5,31 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .cpu_build import NATIVE, BuildError, load_library
+from .optimizer_coefficients import COEFFICIENTS, MAX_COEFFICIENTS, Options
 from .optimizer_states import StoredState, step_seed
 
 logger = logging.getLogger("lowtide")
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 ENVIRONMENT = "LOWTIDE_CPU_KERNEL"
-_MAX_COEFFICIENTS = 8
 _KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.int8: 4, torch.uint8: 4}
-
-Options = Mapping[str, Any]
+# (name, number of states) of a rule -> the number that cpu_optimizer.cpp knows it by
+_RULES: Mapping[tuple[str, int], int] = {
+    ("adamw", 2): 0,
+    ("adam", 2): 1,
+    ("lion", 1): 2,
+    ("adagrad", 1): 3,
+    ("sgd", 0): 4,
+    ("sgd", 1): 5,
+}
 
 
 class _Job(ctypes.Structure):
@@ -89,12 +94,12 @@ class CpuKernel:
         out: Tensor | None,
     ) -> None:
         """As `optimizer_step.update_runs`, for what it `serves`; the gradient is only read."""
-        number, coefficients = _RULES[rule_name, len(states)]
+        coefficients = COEFFICIENTS[rule_name, len(states)]
         ends = (ctypes.c_int64 * len(runs))(*(end for end, _ in runs))
-        values = (ctypes.c_float * (_MAX_COEFFICIENTS * len(runs)))()
+        values = (ctypes.c_float * (MAX_COEFFICIENTS * len(runs)))()
         for index, (_, options) in enumerate(runs):
             of_run = coefficients(options, step)
-            values[index * _MAX_COEFFICIENTS : index * _MAX_COEFFICIENTS + len(of_run)] = list(of_run)
+            values[index * MAX_COEFFICIENTS : index * MAX_COEFFICIENTS + len(of_run)] = list(of_run)
         job = _Job(
             master=master.data_ptr(),
             gradient=gradient.data_ptr(),
@@ -104,7 +109,7 @@ class CpuKernel:
             run_ends=ends,
             coefficients=values,
             n=master.numel(),
-            rule=number,
+            rule=_RULES[rule_name, len(states)],
             gradient_kind=_KINDS[gradient.dtype],
             out_kind=0 if out is None else _KINDS[out.dtype],
             state_kind=_KINDS[states[0].payload.dtype] if states else 0,
@@ -143,61 +148,3 @@ def cpu_kernel() -> CpuKernel | None:
         return kernel
     logger.warning("CPU optimizer: torch's kernels, chunk by chunk, because %s", reason)
     return None
-
-
-def _lerp_coefficients(weight: float) -> tuple[float, float]:
-    """What makes a + weight * (b - a), and whether b and not a is added to: as torch.lerp, from the nearer end."""
-    narrow = ctypes.c_float(weight).value
-    return (narrow, 0.0) if narrow < 0.5 else (narrow - 1, 1.0)
-
-
-def _adam_coefficients(options: Options, step: int, decay: float) -> tuple[float, ...]:
-    beta1, beta2 = options["betas"]
-    step_size = float(options["lr"]) / (1 - beta1**step)
-    correction = math.sqrt(1 - beta2**step)
-    return (decay, *_lerp_coefficients(1 - beta1), beta2, 1 - beta2, correction, options["eps"], -step_size)
-
-
-def _adamw(options: Options, step: int) -> tuple[float, ...]:
-    return _adam_coefficients(options, step, 1 - float(options["lr"]) * options["weight_decay"])
-
-
-def _adam(options: Options, step: int) -> tuple[float, ...]:
-    return _adam_coefficients(options, step, options["weight_decay"])
-
-
-def _lion(options: Options, step: int) -> tuple[float, ...]:
-    beta1, beta2 = options["betas"]
-    lr = float(options["lr"])
-    return (1 - lr * options["weight_decay"], *_lerp_coefficients(beta1), *_lerp_coefficients(1 - beta2), -lr)
-
-
-def _adagrad(options: Options, step: int) -> tuple[float, ...]:
-    step_size = float(options["lr"]) / (1 + (step - 1) * options["lr_decay"])
-    return (options["weight_decay"], step_size, options["eps"])
-
-
-def _sgd(options: Options, step: int) -> tuple[float, ...]:
-    return (options["weight_decay"], -float(options["lr"]))
-
-
-def _momentum(options: Options, step: int) -> tuple[float, ...]:
-    """As torch: the first gradient starts the buffer as it is."""
-    momentum = options["momentum"]
-    if not momentum:
-        of_buffer, shares = (0.0, 1.0), (1.0, 0.0)
-    else:
-        of_buffer = (0.0, 1.0) if step == 1 else (momentum, 1 - options["dampening"])
-        shares = (1.0, momentum) if options["nesterov"] else (0.0, 1.0)
-    return (*_sgd(options, step), *of_buffer, *shares)
-
-
-# (name, number of states) -> the number that cpu_optimizer.cpp knows the rule by, and its coefficients
-_RULES: Mapping[tuple[str, int], tuple[int, Callable[[Options, int], tuple[float, ...]]]] = {
-    ("adamw", 2): (0, _adamw),
-    ("adam", 2): (1, _adam),
-    ("lion", 1): (2, _lion),
-    ("adagrad", 1): (3, _adagrad),
-    ("sgd", 0): (4, _sgd),
-    ("sgd", 1): (5, _momentum),
-}

@@ -1,5 +1,7 @@
 """Optimizer states in float32, bfloat16 or blocks of 8-bit floats: their tensors, and the torch form of the rounding.
 
+The rounding of weights at random is here too: it has the same random bits.
+
 [Note: Narrow states]
 Both narrow kinds round up or down at random, with the probability that makes the mean exact. Rounding to nearest loses
 every change below half a step: with beta2 = 0.999 a second moment changes by 0.1 % a step, bfloat16 rounds to
@@ -38,14 +40,14 @@ _MANTISSA_SHIFT = 20  # of 3 bits at the top of a float32's mantissa
 def new_state(name: str, master: Tensor, start: float, state_dtype: torch.dtype) -> dict[str, Tensor]:
     """{name: (n,)}, and for 8-bit states {name: (n,) int8 or uint8, name.scale: (ceil(n / 256),) float32}.
 
-    master: (n,); float32 states have its dtype. Raises ValueError where there is no such state.
+    master: (n,); float32 states of float64 weights are float64. Raises ValueError where there is no such state.
     """
     if state_dtype not in STATE_DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in STATE_DTYPES)
         raise ValueError(f"state_dtype: expected one of {names}, found {state_dtype}")
     if state_dtype == torch.float32:
-        return {name: torch.full_like(master, start)}
-    if master.dtype != torch.float32:
+        return {name: torch.full_like(master, start, dtype=torch.promote_types(master.dtype, torch.float32))}
+    if master.dtype == torch.float64:
         raise ValueError(
             f"state_dtype: {state_dtype} states need float32 master weights, found {master.dtype}; use float32"
         )
@@ -55,7 +57,7 @@ def new_state(name: str, master: Tensor, start: float, state_dtype: torch.dtype)
     payload = torch.zeros_like(master, dtype=payload_dtype)
     scale = torch.ones(-(-master.numel() // STATE_BLOCK_NUMEL), dtype=torch.float32, device=master.device)
     if start:
-        narrow_blocks(torch.full_like(master, start), None, payload, scale)
+        narrow_blocks(torch.full_like(master, start, dtype=torch.float32), None, payload, scale)
     return {name: payload, name + SCALE_SUFFIX: scale}
 
 
@@ -91,8 +93,24 @@ class StoredState:
         elif noise is None:
             self.payload.copy_(values)
         else:
-            rounded = values.view(torch.int32) + (noise & 0xFFFF) & -0x10000
-            self.payload.copy_(torch.where(values.isnan(), torch.nan, rounded.view(torch.float32)))
+            self.payload.copy_(rounded_at_random(values, noise, self.payload.dtype))
+
+
+def rounded_at_random(values: Tensor, noise: Tensor, dtype: torch.dtype) -> Tensor:
+    """values, (n,) float32, as values of bfloat16 or float16, (n,) float32: up or down, so that the mean is exact.
+
+    noise: (n,) int32 random bits. A value that the dtype has stays as it is. Wider dtypes: values themselves.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return values
+    bits = values.view(torch.int32)
+    dropped = (1 << (16 if dtype == torch.bfloat16 else 13)) - 1
+    rounded = (bits + (noise & dropped) & ~dropped).view(torch.float32)
+    if dtype == torch.float16:  # below its normal numbers the steps are even, 2^-24 each
+        is_small = values.abs() < 2.0**-14
+        steps = values.abs().where(is_small, 0.0) * 2.0**24 + (noise & dropped).float() * 2.0**-13
+        rounded = torch.where(is_small, (steps.to(torch.int32).float() * 2.0**-24).copysign(values), rounded)
+    return torch.where(values.isnan(), torch.nan, rounded)
 
 
 def stored_states(tensors: Sequence[Tensor]) -> list[StoredState]:
@@ -157,19 +175,20 @@ def rounding_noise(gradient: Tensor, weight: Tensor, step: int) -> Tensor:
 
     gradient, weight: (n,) float32, the gradient scaled. The C++ kernel has the same function.
     """
-    x = gradient.view(torch.int32) * _signed(0x9E3779B1) ^ (weight.view(torch.int32) + _signed(step_seed(step)))
-    x = (x ^ _shifted(x, 16)) * _signed(0x85EBCA6B)
-    x = (x ^ _shifted(x, 13)) * _signed(0xC2B2AE35)
+    x = gradient.view(torch.int32) * signed_word(0x9E3779B1) ^ (weight.view(torch.int32) + signed_word(step_seed(step)))
+    x = (x ^ _shifted(x, 16)) * signed_word(0x85EBCA6B)
+    x = (x ^ _shifted(x, 13)) * signed_word(0xC2B2AE35)
     return x ^ _shifted(x, 16)
 
 
 def other_noise(noise: Tensor) -> Tensor:
     """Random bits for an element's second state, (n,) int32."""
-    x = noise * _signed(0x9E3779B1)
+    x = noise * signed_word(0x9E3779B1)
     return x ^ _shifted(x, 15)
 
 
-def _signed(word: int) -> int:
+def signed_word(word: int) -> int:
+    """The int32 with the bits of a word below 2^32."""
     return word - (1 << 32) if word >= 1 << 31 else word
 
 

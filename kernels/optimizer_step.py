@@ -1,10 +1,16 @@
 """One optimizer step on a flat shard: unscale, clip, update and cast in one pass over memory.
 
-Two tiers behind one function. On the CPU, a C++ kernel (`cpu_optimizer.py`) reads and writes each element once. Where
-there is no compiler, on other devices and for float64, torch's fused kernels run chunk by chunk: each chunk is small
-enough to stay in the cache between unscaling, update and cast. The second tier is also the specification of the first.
-Both are elementwise (8-bit states: blockwise): what they do to an element does not depend on where it lies, so a shard
-may be any piece of the model.
+Three tiers behind one function. On a GPU, a Triton kernel (`triton/optimizer_step.py`), and on the CPU, a C++ kernel
+(`cpu_optimizer.py`), read and write each element once. Where there is neither, and for float64, torch's fused kernels
+run chunk by chunk: each chunk is small enough to stay in the cache between unscaling, update and cast. That tier is the
+specification of the others. All are elementwise (8-bit states: blockwise): what they do to an element does not depend
+on where it lies, so a shard may be any piece of the model.
+
+[Note: Weights without a wide copy]
+Master weights may be bfloat16 or float16: they are then the parameters, and the update is computed in float32. An
+update is often far below half a step of such a weight (2^-9 of it in bfloat16): rounded to nearest it is lost each
+time, rounded at random it is kept in the mean. Source: arXiv 2010.06192. The random bits are those of the states, see
+[Note: Narrow states] in `optimizer_states.py`, mixed once more for each state.
 """
 
 from __future__ import annotations
@@ -17,8 +23,19 @@ import torch
 from torch import Tensor
 
 from .cpu_optimizer import cpu_kernel
-from .optimizer_states import StoredState, new_state, other_noise, rounding_noise, stored_states
+from .dispatch import Backend, uses_triton
+from .optimizer_coefficients import COEFFICIENTS
+from .optimizer_states import (
+    STATE_BLOCK_NUMEL,
+    StoredState,
+    new_state,
+    other_noise,
+    rounded_at_random,
+    rounding_noise,
+    stored_states,
+)
 
+KERNEL = "optimizer_step"
 CHUNK_NUMEL = 1 << 18  # 1 MiB of float32 a stream: weight, gradient and two moments fit into a second-level cache
 
 
@@ -40,8 +57,8 @@ class UpdateRule:
     ) -> dict[str, Tensor]:
         """The states before the first step, by name, in the order that `update_runs` takes them.
 
-        master: (n,); state_dtype: float32 (states then have the dtype of master), bfloat16, or int8: each state is then
-        a payload of bytes, (n,), and "<name>.scale", (ceil(n / 256),) float32. Raises ValueError for other dtypes.
+        master: (n,); state_dtype: float32 (float64 where master is), bfloat16, or int8: each state is then a payload of
+        bytes, (n,), and "<name>.scale", (ceil(n / 256),) float32. Raises ValueError for other dtypes.
         """
         start = float(options[self.start_option]) if self.start_option else 0.0
         states: dict[str, Tensor] = {}
@@ -57,15 +74,27 @@ def update_shard(
     states: Sequence[Tensor],
     step: int,
     options: Mapping[str, Any],
-    gradient_scale: float,
+    gradient_scale: float | Tensor,
     out: Tensor | None,
+    *,
+    skip: Tensor | None = None,
+    stochastic_rounding: bool = False,
+    backend: Backend = "auto",
 ) -> None:
     """master, states = rule(master, gradient_scale * gradient); out = master in the dtype of out.
 
-    master: (n,) float32 or wider; gradient: (n,) any float dtype, used up; states: as `UpdateRule.new_states` orders
+    master: (n,) any float dtype; gradient: (n,) any float dtype, used up; states: as `UpdateRule.new_states` orders
     them; out: (n,) or None where the parameters are the master weights themselves.
+    gradient_scale, skip: tensors of one element, on the device of master, that a kernel on a GPU reads there, so that
+    the host need not wait; where skip is not 0, nothing changes. stochastic_rounding: of master where it is bfloat16 or
+    float16, else of out where it is; on the CPU by torch's kernels. See [Note: Weights without a wide copy].
+    Raises ValueError where tensors do not fit together, or the backend is not possible.
     """
-    update_runs(rule, master, gradient, states, step, [(master.numel(), options)], gradient_scale, out)
+    runs = [(master.numel(), options)]
+    update_runs(
+        rule, master, gradient, states, step, runs, gradient_scale, out,
+        skip=skip, stochastic_rounding=stochastic_rounding, backend=backend,
+    )  # fmt: skip
 
 
 def update_runs(
@@ -75,24 +104,115 @@ def update_runs(
     states: Sequence[Tensor],
     step: int,
     runs: Sequence[tuple[int, Mapping[str, Any]]],
-    gradient_scale: float,
+    gradient_scale: float | Tensor,
     out: Tensor | None,
+    *,
+    skip: Tensor | None = None,
+    stochastic_rounding: bool = False,
+    backend: Backend = "auto",
 ) -> None:
     """As `update_shard`, where stretches of the shard have options of their own.
 
     runs: (end, options) of each stretch, ascending; the last ends at n. 8-bit states lie in blocks of 256 elements from
     the start of the tensors, whatever stretches there are, so a shard with such states is updated as a whole, or cut
-    where a block begins.
+    where a block begins. A GPU's kernel gets what step and options come to as numbers: captured into a CUDA graph, it
+    would repeat this step.
     """
-    if not master.numel():
-        return
     stored = stored_states(states)
     assert len(stored) == len(rule.states), (rule.name, len(stored))
-    assert runs[-1][0] == master.numel(), (runs[-1][0], master.numel())
-    kernel = cpu_kernel() if master.device.type == "cpu" else None
-    if kernel is not None and kernel.serves(rule.name, master, gradient, stored, out):
-        kernel.update(rule.name, master, gradient, stored, step, runs, gradient_scale, out)
+    _check_tensors(master, gradient, stored, out)
+    _check_scalar("gradient_scale", gradient_scale, master)
+    _check_scalar("skip", skip, master)
+    ends = [0, *(end for end, _ in runs)]
+    if ends[-1] != master.numel() or ends != sorted(ends):
+        raise ValueError(f"{KERNEL}: expected ends of runs that ascend to {master.numel()}, found {ends[1:]}")
+    if stochastic_rounding and master.dtype == torch.float64:
+        raise ValueError(f"{KERNEL}: stochastic_rounding needs master weights of at most 32 bits, found torch.float64")
+    if not master.numel():
         return
+    if _triton_serves(backend, rule, master, gradient, stored, out):
+        from .triton import optimizer_step as triton_form
+
+        triton_form.update(
+            rule.name, master, gradient, stored, step, runs, gradient_scale, out, skip, stochastic_rounding
+        )
+        return
+    if skip is not None and bool(skip):
+        return
+    kernel = cpu_kernel() if master.device.type == "cpu" and backend != "reference" else None
+    rounds_out = stochastic_rounding and out is not None
+    if kernel is not None and not rounds_out and kernel.serves(rule.name, master, gradient, stored, out):
+        kernel.update(rule.name, master, gradient, stored, step, runs, float(gradient_scale), out)
+        return
+    _update_by_torch(rule, master, gradient, stored, step, runs, gradient_scale, out, stochastic_rounding)
+
+
+def _triton_serves(
+    backend: Backend,
+    rule: UpdateRule,
+    master: Tensor,
+    gradient: Tensor,
+    states: Sequence[StoredState],
+    out: Tensor | None,
+) -> bool:
+    """Raises ValueError where the backend must be Triton's and cannot."""
+    payloads = [state.payload for state in states]
+    scales = [state.scale for state in states]
+    tensors = [tensor for tensor in (master, gradient, out, *payloads, *scales) if tensor is not None]
+    if not uses_triton(backend, KERNEL, *tensors):
+        return False
+    if (rule.name, len(states)) not in COEFFICIENTS:
+        problem = f'the rule "{rule.name}" with {len(states)} states'
+    elif not all(tensor.is_contiguous() for tensor in tensors):
+        problem = "tensors with gaps between their elements"
+    elif any(payload.dtype == torch.float16 for payload in payloads):
+        problem = "states of torch.float16"
+    else:
+        return True
+    if backend == "triton":
+        raise ValueError(f'{KERNEL}: backend "triton" does not take {problem}; use "auto"')
+    return False
+
+
+def _check_tensors(master: Tensor, gradient: Tensor, states: Sequence[StoredState], out: Tensor | None) -> None:
+    numel = master.numel()
+    if master.dim() != 1 or not master.is_floating_point():
+        raise ValueError(f"{KERNEL}: expected floating-point master (n,), found {tuple(master.shape)} {master.dtype}")
+    for name, tensor in (("gradient", gradient), ("out", out)):
+        if tensor is not None and (tensor.shape != master.shape or not tensor.is_floating_point()):
+            raise ValueError(
+                f"{KERNEL}: expected floating-point {name} ({numel},) like master, found {tuple(tensor.shape)} "
+                f"{tensor.dtype}"
+            )
+    for index, state in enumerate(states):
+        num_blocks = -(-numel // STATE_BLOCK_NUMEL)
+        if state.payload.shape != master.shape or (state.scale is not None and state.scale.shape != (num_blocks,)):
+            scale = None if state.scale is None else tuple(state.scale.shape)
+            raise ValueError(
+                f"{KERNEL}: expected state {index} ({numel},) like master, and the scale of an 8-bit state "
+                f"({num_blocks},); found {tuple(state.payload.shape)}, scale {scale}"
+            )
+
+
+def _check_scalar(name: str, value: float | Tensor | None, master: Tensor) -> None:
+    if isinstance(value, Tensor) and (value.numel() != 1 or value.device != master.device):
+        raise ValueError(
+            f"{KERNEL}: expected {name} of one element on {master.device}, where master is, found "
+            f"{tuple(value.shape)} on {value.device}"
+        )
+
+
+def _update_by_torch(
+    rule: UpdateRule,
+    master: Tensor,
+    gradient: Tensor,
+    states: Sequence[StoredState],
+    step: int,
+    runs: Sequence[tuple[int, Mapping[str, Any]]],
+    gradient_scale: float | Tensor,
+    out: Tensor | None,
+    stochastic_rounding: bool,
+) -> None:
     step_tensor = torch.tensor(float(step), device=master.device)
     starts = [0, *(end for end, _ in runs)]
     for first in range(0, master.numel(), CHUNK_NUMEL):
@@ -102,10 +222,14 @@ def update_runs(
             for start, (end, options) in zip(starts, runs, strict=False)
             if start < last and end > first
         ]
-        parts = [state.part(first, last) for state in stored]
-        _update_chunk(rule, master[first:last], gradient[first:last], parts, step_tensor, inside, gradient_scale)
-        if out is not None:
-            out[first:last].copy_(master[first:last])
+        parts = [state.part(first, last) for state in states]
+        weight, part_of_out = master[first:last], None if out is None else out[first:last]
+        noise = _update_chunk(
+            rule, weight, gradient[first:last], parts, step_tensor, inside, gradient_scale, stochastic_rounding
+        )
+        if part_of_out is not None:
+            is_random = noise is not None and stochastic_rounding and weight.dtype == torch.float32
+            part_of_out.copy_(rounded_at_random(weight, noise, out.dtype) if is_random else weight)
 
 
 def _update_chunk(
@@ -115,24 +239,31 @@ def _update_chunk(
     states: Sequence[StoredState],
     step: Tensor,
     runs: Sequence[tuple[int, int, Mapping[str, Any]]],
-    gradient_scale: float,
-) -> None:
-    """runs: (start, end, options) within the chunk."""
-    if gradient.dtype != weight.dtype:
-        gradient = gradient.to(weight.dtype)
-    if gradient_scale != 1.0:
+    gradient_scale: float | Tensor,
+    stochastic_rounding: bool,
+) -> Tensor | None:
+    """runs: (start, end, options) within the chunk. Returns random bits for rounding the weights, if there are any."""
+    wide_weight = weight.to(torch.promote_types(weight.dtype, torch.float32))  # itself, where it is wide
+    gradient = gradient.to(wide_weight.dtype)
+    if isinstance(gradient_scale, Tensor):
+        gradient.mul_(gradient_scale.reshape(()).to(gradient.dtype))
+    elif gradient_scale != 1.0:
         gradient.mul_(gradient_scale)
-    is_narrow = any(state.is_narrow for state in states)
-    noise = rounding_noise(gradient, weight, int(step)) if is_narrow else None
+    is_random = stochastic_rounding or any(state.is_narrow for state in states)
+    noise = rounding_noise(gradient, wide_weight, int(step)) if is_random else None
     wide = [state.widened() for state in states]
     for start, end, options in runs:
         part = slice(start, end)
-        rule.apply(weight[part], gradient[part], [state[part] for state in wide], step, options)
-    if noise is None:
-        return
-    for state, values in zip(states, wide, strict=True):
-        state.narrow(values, noise)
-        noise = other_noise(noise)
+        rule.apply(wide_weight[part], gradient[part], [state[part] for state in wide], step, options)
+    if noise is not None:
+        for state, values in zip(states, wide, strict=True):
+            if state.is_narrow:
+                state.narrow(values, noise)
+            noise = other_noise(noise)
+    if wide_weight is not weight:
+        is_random = noise is not None and stochastic_rounding
+        weight.copy_(rounded_at_random(wide_weight, noise, weight.dtype) if is_random else wide_weight)
+    return noise
 
 
 def _adam(decoupled: bool) -> Callable[[Tensor, Tensor, Sequence[Tensor], Tensor, Mapping[str, Any]], None]:

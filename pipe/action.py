@@ -77,24 +77,20 @@ class Action:
     @classmethod
     def parse(cls, text: str, line: int = 1, column: int = 1) -> Action:
         """The action that `text` names, as `str` writes it; `line` and `column` (from 1) are for the error alone."""
+        where = f"line {line}, column {column}"
         match = _TEXT.fullmatch(text)
         if match is None:
-            raise ScheduleError(
-                f'line {line}, column {column}: expected an action such as "2F0" (stage, op, microbatch), found "{text}"'
-            )
+            raise ScheduleError(f'{where}: expected an action such as "2F0" (stage, op, microbatch), found "{text}"')
         stage, name, microbatch = match.groups()
         op = Op.__members__.get(name)
         if op is None:
             close = difflib.get_close_matches(name.upper(), Op.__members__, n=1)
             hint = f'did you mean "{close[0]}"?' if close else f"the ops are {', '.join(Op.__members__)}"
-            raise ScheduleError(f'line {line}, column {column}: unknown op "{name}" in "{text}"; {hint}')
+            raise ScheduleError(f'{where}: unknown op "{name}" in "{text}"; {hint}')
         if op in STAGE_OPS and microbatch:
             raise ScheduleError(
-                f"line {line}, column {column}: {name} is of a whole stage and takes no microbatch, "
-                f'expected "{stage}{name}", found "{text}"'
+                f'{where}: {name} is of a whole stage and takes no microbatch, expected "{stage}{name}", found "{text}"'
             )
         if op not in STAGE_OPS and not microbatch:
-            raise ScheduleError(
-                f'line {line}, column {column}: {name} needs a microbatch, expected "{text}0" or the like, found "{text}"'
-            )
+            raise ScheduleError(f'{where}: {name} needs a microbatch, expected "{text}0" or the like, found "{text}"')
         return cls(op, int(stage), int(microbatch) if microbatch else None)

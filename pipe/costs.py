@@ -80,4 +80,3 @@ class Costs:
         if action.op is Op.W:
             return self.weight_backward[action.stage]
         return 0.0
-

@@ -1,6 +1,7 @@
 """DualPipe-V: DualPipe cut in half, so that one copy of the parameters is enough.
 
-Source: DeepSeek-V3, arXiv 2412.19437, section 3.2.1, and the V form published with its code, github.com/deepseek-ai/DualPipe.
+Source: DeepSeek-V3, arXiv 2412.19437, section 3.2.1, and the V form published with its code,
+github.com/deepseek-ai/DualPipe.
 """
 
 from .schedule import Schedule
@@ -10,8 +11,9 @@ from .v_phases import VPhases, v_placement
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """Two stages a rank, placed as a V; needs m >= 2p.
 
-    Forwards and whole backwards of the two chunks come in pairs, so that one's messages go while the other computes; halves
-    of the backward are used only where a rank would wait. Activations: 2p + 1 of half-size stages on every rank.
+    Forwards and whole backwards of the two chunks come in pairs, so that one's messages go while the other
+    computes; halves of the backward are used only where a rank would wait. Activations: 2p + 1 of half-size stages
+    on every rank.
     """
     actions = []
     for rank in range(num_ranks):

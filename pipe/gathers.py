@@ -10,11 +10,12 @@ from .schedule import Schedule
 def add_gathers(schedule: Schedule, budget: float | None = None, sizes: Sequence[float] | None = None) -> Schedule:
     """GATHER before a stage computes, RELEASE after; at most `budget` gathered at a time on each rank.
 
-    `sizes`: (num_stages,) bytes of each stage's full parameters, with `budget` in bytes; without them each stage counts 1,
-    so that `budget=1` gathers once for each run of uses. None gathers each stage once: before its first use, until its last.
-    When room is needed, the stage goes that is used again last, which needs the fewest gathers there can be where stages
-    are of one size (Belady 1966), and it goes right after the use that it had. A stage is gathered one action ahead, so that
-    its gather runs beside that action, if this throws out no stage which else could stay.
+    `sizes`: (num_stages,) bytes of each stage's full parameters, with `budget` in bytes; without them each stage
+    counts 1, so that `budget=1` gathers once for each run of uses. None gathers each stage once: before its first
+    use, until its last. When room is needed, the stage goes that is used again last, which needs the fewest gathers
+    there can be where stages are of one size (Belady 1966), and it goes right after the use that it had. A stage is
+    gathered one action ahead, so that its gather runs beside that action, if this throws out no stage which else
+    could stay.
     """
     if schedule.has_any(Op.GATHER, Op.RELEASE):
         raise ScheduleError(f"schedule {schedule.name} has gathers and releases already")
@@ -23,8 +24,8 @@ def add_gathers(schedule: Schedule, budget: float | None = None, sizes: Sequence
     for stage, weight in enumerate(weights):
         if weight > limit:
             raise ScheduleError(
-                f"schedule {schedule.name}: stage {stage} has {weight:g} of parameters, more than the budget for gathered "
-                f"parameters ({limit:g}); raise the budget or split the model over more stages"
+                f"schedule {schedule.name}: stage {stage} has {weight:g} of parameters, more than the budget for "
+                f"gathered parameters ({limit:g}); raise the budget or split the model over more stages"
             )
     return schedule.replace_actions(_Cache(actions, weights, limit).actions() for actions in schedule.actions)
 

@@ -1,4 +1,4 @@
-"""Schedule in, schedule out: whole backwards, messages, reduces and steps, and the forward alone. See also `gathers`."""
+"""Schedule in, schedule out: whole backwards, messages, reduces, steps, the forward alone; and see `gathers`."""
 
 from collections import Counter
 
@@ -43,16 +43,14 @@ def forward_only(schedule: Schedule) -> Schedule:
     if schedule.has_any(Op.GATHER):
         raise ScheduleError(f"schedule {schedule.name}: take forward_only of a schedule before add_gathers, not after")
     ops = (Op.F, Op.SEND_F, Op.RECV_F)
-    return schedule.replace_actions(
-        [action for action in actions if action.op in ops] for actions in schedule.actions
-    )
+    return schedule.replace_actions([action for action in actions if action.op in ops] for actions in schedule.actions)
 
 
 def merge_backward(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     """One B in place of each I that its own W follows at once: one walk through the graph in place of two.
 
-    The stage before then gets its gradient later, after W. With `costs` only those are merged where this does not delay it,
-    because in `simulate`'s timeline it starts later anyway: the makespan stays what it was.
+    The stage before then gets its gradient later, after W. With `costs` only those are merged where this does not
+    delay it, because in `simulate`'s timeline it starts later anyway: the makespan stays what it was.
     """
     may_merge = None if costs is None else _free_merges(schedule, costs)
     lists = []
@@ -89,12 +87,12 @@ def _free_merges(schedule: Schedule, costs: Costs) -> set[Action]:
 def add_messages(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     """SEND right after what makes it, RECV on the rank that uses it; nothing between stages of one rank.
 
-    [Note: an order that cannot deadlock] The actions of all ranks are put in one order: by the time at which they end in
-    `simulate`'s timeline under `costs`. A message has its place right after the action that made it, and so has its RECV, in
-    the list of the other rank: before all that ends later there. Each rank's list is a part of this one order, and what an
-    action waits for stands before it in the order. So the first action that is not yet done can always be done, even if
-    SEND and RECV block until the other side has come; two ranks send and receive in the same order; and a receive is
-    posted no later than before the action that runs while its message is made.
+    [Note: an order that cannot deadlock] The actions of all ranks are put in one order: by the time at which they
+    end in `simulate`'s timeline under `costs`. A message has its place right after the action that made it, and so
+    has its RECV, in the list of the other rank: before all that ends later there. Each rank's list is a part of
+    this one order, and what an action waits for stands before it in the order. So the first action that is not yet
+    done can always be done, even if SEND and RECV block until the other side has come; two ranks send and receive
+    in the same order; and a receive is posted no later than before the action that runs while its message is made.
     """
     if schedule.has_messages:
         raise ScheduleError(f"schedule {schedule.name} has sends and receives already")

@@ -20,8 +20,8 @@ class Peaks:
 def peaks_of_rank(schedule: Schedule, costs: Costs, rank: int) -> Peaks:
     """Walks through the rank's list. An action's own memory counts while it runs.
 
-    F adds the activations of its stage; B frees them; I frees them but for what W needs; W frees that. In a schedule that
-    only goes forward, F frees its activations when it ends. Buffers of messages are not counted.
+    F adds the activations of its stage; B frees them; I frees them but for what W needs; W frees that. In a
+    schedule that only goes forward, F frees its activations when it ends. Buffers of messages are not counted.
     """
     forward_only = schedule.is_forward_only
     gathers = schedule.has_any(Op.GATHER)

@@ -88,8 +88,9 @@ KINDS = {
 def make_schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int | None = None) -> Schedule:
     """The schedule of that name, or from the text file at that path; F, B, I and W alone unless the file has more.
 
-    `chunks` is the number of stages on each rank; None takes what the schedule has at least. Raises ScheduleError for an
-    unknown name, for counts that the schedule cannot take, and for a file whose schedule is of other counts or cannot run.
+    `chunks` is the number of stages on each rank; None takes what the schedule has at least. Raises ScheduleError
+    for an unknown name, for counts that the schedule cannot take, and for a file whose schedule is of other counts
+    or cannot run.
     """
     for what, count in (("ranks", num_ranks), ("microbatches", num_microbatches)):
         if count < 1:
@@ -103,9 +104,9 @@ def make_schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int 
     least = kind.microbatches_per_rank * num_ranks
     if num_microbatches < least:
         raise ScheduleError(
-            f"schedule {name} needs {kind.microbatches_per_rank} microbatches for each rank, at least {least} on {num_ranks} "
-            f"ranks, found {num_microbatches}; set pipeline.microbatches to {least} or more, or take a schedule for any "
-            f"number: {', '.join(other.name for other in KINDS.values() if not other.microbatches_per_rank)}"
+            f"schedule {name} needs {kind.microbatches_per_rank} microbatches for each rank, at least {least} on "
+            f"{num_ranks} ranks, found {num_microbatches}; set pipeline.microbatches to {least} or more, or take a "
+            f"schedule for any number: {', '.join(_names(lambda other: not other.microbatches_per_rank))}"
         )
     return kind.build(num_ranks, num_microbatches, chunks)
 
@@ -114,7 +115,11 @@ def find_kind(name: str) -> ScheduleKind:
     """The row of that name. Raises ScheduleError with the name that may be meant."""
     if name not in KINDS:
         close = difflib.get_close_matches(name.lower().replace("_", "-"), KINDS, n=1)
-        hint = f'did you mean "{close[0]}"?' if close else f"the schedules are {', '.join(KINDS)}, or a path to a text file"
+        hint = (
+            f'did you mean "{close[0]}"?'
+            if close
+            else f"the schedules are {', '.join(KINDS)}, or a path to a text file"
+        )
         raise ScheduleError(f'unknown schedule "{name}"; {hint}')
     return KINDS[name]
 
@@ -157,7 +162,13 @@ def _from_file(path: Path, num_ranks: int, num_microbatches: int, chunks: int | 
 def _chunks_text(kind: ScheduleKind, chunks: int) -> str:
     least, most = kind.min_chunks, kind.max_chunks
     wanted = f"{least} or more" if most is None else str(least)
-    text = f"schedule {kind.name} has {wanted} chunk{'s' if wanted != '1' else ''} (stages on each rank), found {chunks}"
-    fitting = [other.name for other in KINDS.values() if other.min_chunks <= chunks <= (other.max_chunks or chunks)]
+    text = (
+        f"schedule {kind.name} has {wanted} chunk{'s' if wanted != '1' else ''} (stages on each rank), found {chunks}"
+    )
+    fitting = _names(lambda other: other.min_chunks <= chunks <= (other.max_chunks or chunks))
     others = f", or take a schedule for {chunks}: {', '.join(fitting)}" if fitting else ""
     return f"{text}; set pipeline.chunks to {least}{others}"
+
+
+def _names(fits: Callable[[ScheduleKind], bool]) -> list[str]:
+    return [kind.name for kind in KINDS.values() if fits(kind)]

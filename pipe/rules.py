@@ -5,7 +5,7 @@ That no rank waits for ever is not seen in one list: `simulator` finds it.
 
 from collections import defaultdict
 
-from .action import BACKWARD_OPS, COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
+from .action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
 from .errors import ScheduleError
 from .excerpt import excerpt
 from .schedule import Schedule
@@ -14,10 +14,11 @@ from .schedule import Schedule
 def check_rules(schedule: Schedule) -> None:
     """Raises ScheduleError, the failing cell marked, unless all of this holds.
 
-    Every action is of a stage that its rank has and of a microbatch that there is. Each stage does each microbatch once: F, then B
-    or I and W; or F alone, everywhere. If there are messages, each that is needed is there once, sent after it is made and
-    received before it is used, and two ranks send and receive in the same order. If there are gathers, a stage computes only
-    while it is gathered, and is released at the end. REDUCE and STEP come once and after the stage's last backward.
+    Every action is of a stage that its rank has and of a microbatch that there is. Each stage does each microbatch
+    once: F, then B or I and W; or F alone, everywhere. If there are messages, each that is needed is there once,
+    sent after it is made and received before it is used, and two ranks send and receive in the same order. If there
+    are gathers, a stage computes only while it is gathered, and is released at the end. REDUCE and STEP come once
+    and after the stage's last backward.
     """
     _check_shape(schedule)
     rules = _Rules(schedule)
@@ -46,7 +47,8 @@ def _check_shape(schedule: Schedule) -> None:
     for stage, rank in enumerate(schedule.rank_of_stage):
         if not 0 <= rank < schedule.num_ranks:
             raise ScheduleError(
-                f"schedule {schedule.name}: stage {stage} is placed on rank {rank}, expected one below {schedule.num_ranks}"
+                f"schedule {schedule.name}: stage {stage} is placed on rank {rank}, "
+                f"expected one below {schedule.num_ranks}"
             )
     idle = set(range(schedule.num_ranks)) - set(schedule.rank_of_stage)
     if idle:
@@ -58,11 +60,10 @@ class _Rules:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        used = {action.op for actions in schedule.actions for action in actions}
-        self.has_messages = not used.isdisjoint((*SEND_OPS, *RECV_OPS))
-        self.has_gathers = not used.isdisjoint((Op.GATHER, Op.RELEASE))
-        self.once = [op for op in (Op.REDUCE, Op.STEP) if op in used]
-        self.is_forward_only = used.isdisjoint(BACKWARD_OPS)
+        self.has_messages = schedule.has_messages
+        self.has_gathers = schedule.has_any(Op.GATHER, Op.RELEASE)
+        self.once = [op for op in (Op.REDUCE, Op.STEP) if schedule.has_any(op)]
+        self.is_forward_only = schedule.is_forward_only
 
 
 class _RankCheck:
@@ -208,5 +209,5 @@ def _check_order_of_messages(schedule: Schedule) -> None:
         for send, index in zip(sends, received[sender, receiver], strict=True):
             wanted = Action(Op.RECV_F if send.op is Op.SEND_F else Op.RECV_B, send.peer_stage, send.microbatch)
             if schedule.actions[receiver][index] != wanted:
-                text = f"rank {sender} sends {send} at this place, expected {wanted}; ranks must send and receive in one order"
+                text = f"rank {sender} sends {send} here, expected {wanted}; both must have one order"
                 fail(schedule, receiver, index, text)

@@ -7,6 +7,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from .action import BACKWARD_OPS, RECV_OPS, SEND_OPS, Action, Op
 from .errors import ScheduleError
@@ -51,7 +52,11 @@ class Schedule:
 
     def has_any(self, *ops: Op) -> bool:
         """Whether any rank does one of `ops`."""
-        return any(action.op in ops for actions in self.actions for action in actions)
+        return not self._ops.isdisjoint(ops)
+
+    @cached_property
+    def _ops(self) -> frozenset[Op]:
+        return frozenset(action.op for actions in self.actions for action in actions)
 
     @property
     def has_messages(self) -> bool:
@@ -127,7 +132,9 @@ class _Reader:
         actions: list[list[Action]] = [[] for _ in range(num_ranks)]
         for rank, row, line, column in self._rows:
             if rank >= num_ranks:
-                raise ScheduleError(f"line {line}: expected a rank below {num_ranks} (ranks: {num_ranks}), found {rank}")
+                raise ScheduleError(
+                    f"line {line}: expected a rank below {num_ranks} (ranks: {num_ranks}), found {rank}"
+                )
             for word, word_column in _words(row, column):
                 action = Action.parse(word, line, word_column)
                 _check_range(action, num_stages, num_microbatches, f'line {line}, column {word_column}: "{word}"')
@@ -154,7 +161,7 @@ class _Reader:
         for word, word_column in _words(value, column):
             if not word.isdecimal() or int(word) >= num_ranks:
                 raise ScheduleError(
-                    f'line {line}, column {word_column}: expected a rank below {num_ranks} (ranks: {num_ranks}), '
+                    f"line {line}, column {word_column}: expected a rank below {num_ranks} (ranks: {num_ranks}), "
                     f'found "{word}"'
                 )
             ranks.append(int(word))

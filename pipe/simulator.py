@@ -14,8 +14,12 @@ from .peaks import Peaks, peaks_of_rank
 from .rules import check_rules
 from .schedule import Schedule
 
-# What an action waits for: an op that ends at (stage, microbatch). "forward" is F, "backward" is B or I.
+# What an action waits for, at (stage, microbatch). "forward": F has ended; "backward": B or I has; "arrival of forward"
+# and "arrival of backward": what the stage before or after made is on this stage's rank; "send of forward" and the
+# like: that end of the message is reached.
 _Event = tuple[str, int, int]
+
+_OTHER_ENDS = {Op.SEND_F: Op.RECV_F, Op.RECV_F: Op.SEND_F, Op.SEND_B: Op.RECV_B, Op.RECV_B: Op.SEND_B}
 
 
 class Slot(NamedTuple):
@@ -77,10 +81,10 @@ class Simulation:
 def simulate(schedule: Schedule, costs: Costs | None = None, *, blocking: bool = False) -> Simulation:
     """Runs `schedule` on paper: every rank goes through its list and starts each action as soon as it can.
 
-    `costs` default to one unit of time for each of F, I and W (B: two) and of memory for each activation. Without sends and
-    receives in the lists, what a stage makes is on the next rank `costs.send` later. With them it is under way when both
-    SEND and RECV are reached, and neither keeps its rank busy; if `blocking`, both ranks wait in them until it is there,
-    as the worst of networks would have it. Links are never full.
+    `costs` default to one unit of time for each of F, I and W (B: two) and of memory for each activation. Without
+    sends and receives in the lists, what a stage makes is on the next rank `costs.send` later. With them it is
+    under way when both SEND and RECV are reached, and neither keeps its rank busy; if `blocking`, both ranks wait
+    in them until it is there, as the worst of networks would have it. Links are never full.
 
     Raises ScheduleError if a rule is broken (`check_rules`) or if ranks wait for each other for ever.
     """
@@ -109,7 +113,7 @@ class _Run:
         self._blocking = blocking
         self._happened: dict[_Event, float] = {}  # when
         self._waiting: dict[_Event, list[int]] = defaultdict(list)  # ranks
-        self._awaited: dict[int, _Event] = {}  # by rank
+        self._stuck: set[int] = set()  # ranks that wait
         self._clock = [0.0] * schedule.num_ranks
         self._order = 0
         self.timeline: list[list[Slot]] = [[] for _ in range(schedule.num_ranks)]
@@ -118,20 +122,21 @@ class _Run:
         ready = list(reversed(range(self._schedule.num_ranks)))
         while ready:
             self._advance(ready.pop(), ready)
-        if self._awaited:
+        if self._stuck:
             self._refuse_deadlock()
 
     def _advance(self, rank: int, ready: list[int]) -> None:
         """Does as much of the rank's list as can be done now."""
         actions, slots = self._schedule.actions[rank], self.timeline[rank]
-        self._awaited.pop(rank, None)
-        for action in actions[len(slots) :]:
+        self._stuck.discard(rank)
+        while len(slots) < len(actions):
+            action = actions[len(slots)]
             if self._blocking:
                 self._reach(action, self._clock[rank], ready)
             event = self._needed(action)
             if event is not None and event not in self._happened:
                 self._waiting[event].append(rank)
-                self._awaited[rank] = event
+                self._stuck.add(rank)
                 return
             start = self._clock[rank]
             if event is not None:
@@ -176,9 +181,7 @@ class _Run:
         elif not self._blocking:
             self._reach(action, end, ready)
 
-    def _deliver(
-        self, stage: int, target: int, direction: str, microbatch: int, end: float, ready: list[int]
-    ) -> None:
+    def _deliver(self, stage: int, target: int, direction: str, microbatch: int, end: float, ready: list[int]) -> None:
         """Without messages in the lists, what was made arrives by itself."""
         if self._has_messages or not 0 <= target < self._schedule.num_stages:
             return
@@ -206,21 +209,18 @@ class _Run:
 
     def _refuse_deadlock(self) -> None:
         """Raises the error that shows where every rank waits."""
-        cells = {rank: len(self.timeline[rank]) for rank in sorted(self._awaited)}
+        cells = {rank: len(self.timeline[rank]) for rank in sorted(self._stuck)}
         lines = []
         for rank, index in cells.items():
-            direction, stage, microbatch = self._awaited[rank]
-            source = stage - 1 if direction.endswith("forward") else stage + 1
-            if not direction.startswith("arrival"):
-                source = stage
-            op = "F" if direction.endswith("forward") else "B"
-            owner = self._schedule.rank_of_stage[source]
-            lines.append(f"  rank {rank} waits in {self._schedule.actions[rank][index]} for {source}{op}{microbatch} of rank {owner}")
-        raise ScheduleError(
-            f"schedule {self._schedule.name}: deadlock, {len(cells)} of {self._schedule.num_ranks} ranks wait for ever\n"
-            + "\n".join(lines)
-            + f"\n{excerpt(self._schedule, cells)}"
-        )
+            action = self._schedule.actions[rank][index]
+            cause = _counterpart(action)
+            owner = self._schedule.rank_of_stage[cause.stage]
+            if cause.op is Op.B and cause not in self._schedule.actions[owner]:
+                cause = Action(Op.I, cause.stage, cause.microbatch)
+            lines.append(f"  rank {rank} waits in {action} for {cause} of rank {owner}")
+        count = f"{len(cells)} of {self._schedule.num_ranks} ranks wait for ever"
+        picture = excerpt(self._schedule, cells)
+        raise ScheduleError("\n".join((f"schedule {self._schedule.name}: deadlock, {count}", *lines, picture)))
 
 
 def _direction(op: Op) -> str:
@@ -230,3 +230,12 @@ def _direction(op: Op) -> str:
 def _target(action: Action) -> int:
     """The stage that a message goes to."""
     return action.stage if action.op in RECV_OPS else action.peer_stage
+
+
+def _counterpart(action: Action) -> Action:
+    """What `action` waits for: the same op on the stage before or after, or the other end of a message."""
+    if action.op in _OTHER_ENDS:
+        return Action(_OTHER_ENDS[action.op], action.peer_stage, action.microbatch)
+    if action.op is Op.F:
+        return Action(Op.F, action.stage - 1, action.microbatch)
+    return Action(Op.B, action.stage + 1, action.microbatch)

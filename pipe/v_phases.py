@@ -10,8 +10,8 @@ from .schedule import Schedule
 class VPhases:
     """One rank's list, built phase by phase from words such as `F0` and `I1`: op and chunk.
 
-    Chunk 0 is the stage on the way down the V (stage r), chunk 1 that on the way up (stage 2p - 1 - r). Each word takes the
-    next microbatch of its op on that chunk. The word `W` takes the oldest I whose weights are not done.
+    Chunk 0 is the stage on the way down the V (stage r), chunk 1 that on the way up (stage 2p - 1 - r). Each word
+    takes the next microbatch of its op on that chunk. The word `W` takes the oldest I whose weights are not done.
     """
 
     def __init__(self, rank: int, num_ranks: int) -> None:

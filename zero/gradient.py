@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Axis, Reduction, regions_of
+from ..kernels.sum_of_squares import squares_by_block
 from ..offload import PagePool, TransientBuffer
 from .exact_sum import NUM_LIMBS, to_limbs
 from .group import ShardedGroup
@@ -50,6 +51,7 @@ class GroupGradient:
         self.accumulation_dtype = accumulation_dtype
         self.reduces_every_backward = reduces_every_backward
         self.on_final = on_final
+        self.counts_at_once = True  # in the norm; else `count` does that
         self.local: Tensor | None = None
         self.shard: Tensor | None = None
         self.square_limbs = torch.zeros(NUM_LIMBS, dtype=torch.int64)
@@ -123,6 +125,17 @@ class GroupGradient:
         if boundary and self.on_final is not None:
             self.on_final()
 
+    def count(self) -> None:
+        """Adds the shard to the norm, where it has changed since it was reduced: each element on one replica."""
+        axis, shard = self.group.mesh.replica, self.shard
+        assert shard is not None
+        region = regions_of(shard.numel(), axis.size)[axis.rank]
+        squares = squares_by_block(shard[region], BLOCK_NUMEL)
+        if bool(torch.isfinite(squares).all()):
+            self.square_limbs += to_limbs(squares).to(self.square_limbs.device)
+        else:
+            self._trace(axis, region.start, shard[region], ())
+
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
     def _open_shard(self) -> Tensor:
@@ -185,11 +198,11 @@ class GroupGradient:
 
     def _inspect(self, axis: Axis, counts: bool, offset: int, total: Tensor, contributions: Sequence[Tensor]) -> None:
         """Adds the squares of what was summed here to the norm, and traces a non-finite value to its rank."""
-        squares = _squares_by_block(total)
+        squares = squares_by_block(total, BLOCK_NUMEL)
         if not bool(torch.isfinite(squares).all()):
             self._trace(axis, offset, total, contributions)
             return
-        if counts:
+        if counts and self.counts_at_once:
             self.square_limbs += to_limbs(squares).to(self.square_limbs.device)
 
     def _trace(self, axis: Axis, offset: int, total: Tensor, contributions: Sequence[Tensor]) -> None:
@@ -228,17 +241,6 @@ def _zero(regions: Sequence[Region], low: int, high: int) -> None:
     for start, end, memory in regions:
         if max(start, low) < min(end, high):
             memory[max(start, low) - start : min(end, high) - start].zero_()
-
-
-def _squares_by_block(values: Tensor) -> Tensor:
-    """The sum of squares of each block of values, (n,) -> (n / BLOCK_NUMEL,) float64; inf or nan where a value is."""
-    blocks = values.view(-1, BLOCK_NUMEL)
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    squares: Tensor = torch.linalg.vector_norm(blocks, dim=1, dtype=dtype).double().square()
-    if bool(torch.isfinite(squares).all()):
-        return squares
-    wide: Tensor = torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float64)  # float32 overflows above 1e19
-    return wide.square()
 
 
 def _steps(reduction: Reduction) -> Iterator[None]:

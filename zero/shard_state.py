@@ -124,9 +124,7 @@ class ShardState:
             first = {**({MASTER: like} if self.is_mixed else {}), **new_states(like)}
             self._offloaded.fill(chunk, partial(_copy_all, first))
 
-    def parts(
-        self, opened: Iterator[tuple[Chunk, dict[str, Tensor]]], is_delayed: bool = False
-    ) -> Iterator[StatePart]:
+    def parts(self, opened: Iterator[tuple[Chunk, dict[str, Tensor]]], is_delayed: bool = False) -> Iterator[StatePart]:
         """Every stretch of the shard, for an update. opened: gives this shard's chunks next.
 
         is_delayed: the parameters stay as they are, until `take_over`; needs `begin_delay`.
@@ -212,17 +210,18 @@ class ShardState:
         is_stored: bool,
         is_delayed: bool,
     ) -> StatePart:
-        rounded: Tensor | None = self.group.shard[start:end]
+        parameters = self.group.shard[start:end]
+        target: Tensor | None = parameters
         if is_delayed:
             assert self._coming is not None
             low = self._num_waiting_in_master
-            rounded = self._coming[start - low : end - low] if start >= low else None
-        if own_master is None:
-            assert rounded is not None
-            if is_delayed:
-                rounded.copy_(self.group.shard[start:end])
-            own_master, rounded = rounded, None
-        return StatePart(start, end, own_master, list(states.values()), is_stored, rounded)
+            target = self._coming[start - low : end - low] if start >= low else None
+        if own_master is not None:
+            return StatePart(start, end, own_master, list(states.values()), is_stored, target)
+        assert target is not None
+        if is_delayed:
+            target.copy_(parameters)
+        return StatePart(start, end, target, list(states.values()), is_stored, None)
 
     def _chunk_of(self, piece: Piece) -> Chunk | None:
         return next((chunk for chunk in self.chunks if chunk.start <= piece.offset_in_shard < chunk.end), None)

@@ -21,16 +21,27 @@ class Launch:
     args: Mapping[str, Any]  # every parameter of the kernel by name: tensors, numbers, constants
     num_warps: int
     num_stages: int
+    enable_fp_fusion: bool = True
 
 
 _RECORDED: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], num_warps: int = 4, num_stages: int = 2, **args: Any) -> None:
-    """Runs `kernel` on `grid` programs; does nothing where the grid is empty. args: the kernel's parameters by name."""
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    num_warps: int = 4,
+    num_stages: int = 2,
+    enable_fp_fusion: bool = True,
+    **args: Any,
+) -> None:
+    """Runs `kernel` on `grid` programs; does nothing where the grid is empty. args: the kernel's parameters by name.
+
+    enable_fp_fusion: whether the compiler may make one fused multiply-add of a product and a sum.
+    """
     recorded = _RECORDED.get()
     if recorded is not None:
-        recorded.append(Launch(kernel, grid, args, num_warps, num_stages))
+        recorded.append(Launch(kernel, grid, args, num_warps, num_stages, enable_fp_fusion))
         return
     if not all(grid):
         return
@@ -38,7 +49,7 @@ def launch(kernel: Any, grid: tuple[int, ...], num_warps: int = 4, num_stages: i
     # Triton starts kernels on the current device, which need not be that of the tensors.
     on_device = torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext()
     with on_device:
-        kernel[grid](**args, num_warps=num_warps, num_stages=num_stages)
+        kernel[grid](**args, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=enable_fp_fusion)
 
 
 @contextmanager

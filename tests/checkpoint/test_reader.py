@@ -1,7 +1,8 @@
 """Ranges of tensors out of files that others have cut elsewhere; what is damaged is found and named."""
 
+import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,15 @@ import torch
 from torch import Tensor
 
 from lowtide.checkpoint import writer
+from lowtide.checkpoint.archive import Place
+from lowtide.checkpoint.boxes import Box
 from lowtide.checkpoint.checkpoint import Checkpoint
+from lowtide.checkpoint.data_file import Blocks, DataFile, _Residency
 from lowtide.checkpoint.errors import CheckpointError
-from lowtide.checkpoint.fragment import Fragment
+from lowtide.checkpoint.fragment import Fragment, TensorInfo
+from lowtide.checkpoint.index import Row
+from lowtide.checkpoint.reader import _batches_of, _Read, _Stored
+from lowtide.offload import StoredRange
 from tests.checkpoint.making import read_whole, write
 
 BIG = 3 << 20  # elements of float32: several boxes
@@ -41,9 +48,17 @@ def random_pieces(values: dict[str, Tensor], world_size: int, seed: int) -> list
     return pieces
 
 
+@pytest.fixture
+def cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is in the page cache, as far as a reader sees."""
+    monkeypatch.setattr(_Residency, "has", lambda self, low, high: False)
+
+
+@pytest.mark.usefixtures("cold")
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_any_range_comes_back_whoever_wrote_its_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, shared: bool
 ) -> None:
     monkeypatch.setattr(writer, "MAX_VALUES_BYTES", 64)  # many boxes in small tensors
     draw = random.Random(world_size)
@@ -62,7 +77,7 @@ def test_any_range_comes_back_whoever_wrote_its_parts(
                 low, high = sorted(draw.randint(0, value.numel()) for _ in range(2))
                 memory = torch.empty(high - low, dtype=value.dtype)
                 fragments.append(Fragment(name, tuple(value.shape), low, memory))
-            source.read(fragments)
+            source.read(fragments, shared)
             for fragment in fragments:
                 assert torch.equal(fragment.values, flat[fragment.start : fragment.end])
 
@@ -83,6 +98,81 @@ def test_only_the_boxes_of_a_range_are_read(tmp_path: Path) -> None:
     source.read([Fragment("w", (BIG,), BIG // 2 + 5, memory)])
     assert torch.equal(memory, value[BIG // 2 + 5 : BIG // 2 + 105])
     assert source.bytes_read == writer.MAX_VALUES_BYTES < value.nbytes
+
+
+@pytest.mark.usefixtures("cold")
+@pytest.mark.parametrize("shared", [True, False])
+def test_values_in_a_store_are_filled_in_the_order_in_which_they_are_asked_for(tmp_path: Path, shared: bool) -> None:
+    values = {"a": torch.randn(40), "b": torch.randn(40), "c": torch.randn(40)}
+    stored = {name: torch.zeros(40) for name in "ac"}
+    opened: list[str] = []
+
+    def opener(name: str) -> Callable[[], Tensor]:
+        def open_values() -> Tensor:
+            opened.append(name)
+            return stored[name]
+
+        return open_values
+
+    fragments = [Fragment(name, (40,), 0, StoredRange(40, torch.float32, opener(name))) for name in "ca"]
+    memory = torch.zeros(40)
+    source = write(tmp_path, values, pieces=[dict.fromkeys(values, (0, 40))]).open().weights
+    source.read([fragments[0], Fragment("b", (40,), 0, memory), fragments[1]], shared)
+    assert torch.equal(memory, values["b"]) and all(torch.equal(stored[name], values[name]) for name in "ac")
+    assert opened == ["c", "a"]
+    assert source.bytes_read == 3 * 40 * 4
+
+
+@pytest.mark.usefixtures("cold")
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_box_may_be_for_several_fragments_of_several_dtypes(tmp_path: Path, shared: bool) -> None:
+    value = torch.randn(BIG)
+    source = write(tmp_path, {"w": value}).open().weights
+    memories = [torch.empty(BIG, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
+    source.read([Fragment("w", (BIG,), 0, memory) for memory in memories], shared)
+    assert all(torch.equal(memory, value.to(memory.dtype)) for memory in memories)
+
+
+@pytest.mark.usefixtures("cold")
+def test_small_boxes_are_read_together_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {f"w{index}": torch.randn(100 + index) for index in range(300)}
+    source = write(tmp_path, values, pieces=[{name: (0, len(value)) for name, value in values.items()}]).open().weights
+    memories = {name: torch.empty(len(value)) for name, value in values.items()}
+    reads: list[int] = []
+    preadv = os.preadv
+
+    def counting(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        reads.append(offset)
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counting)
+    refused = DataFile(tmp_path / "a" / "__0_0.distcp", Blocks(1))._direct < 0
+    source.read([Fragment(name, (len(memory),), 0, memory) for name, memory in memories.items()], shared=False)
+    assert all(torch.equal(memories[name], value) for name, value in values.items())
+    if refused:
+        pytest.skip("the file system refuses O_DIRECT")
+    assert len(reads) == 1, "300 archives of about 1.5 KB are less than a block"
+
+
+def test_reads_are_cut_where_they_are_far_from_each_other_or_many() -> None:
+    def reads(*places: tuple[int, int, int]) -> list[_Read]:
+        """places: rank, offset, numel."""
+        found = []
+        for rank, offset, numel in places:
+            row = Row("w", Box((0,), (numel,)), Place(offset, numel * 4, offset, 0))
+            info = TensorInfo((numel,), torch.float32)
+            found.append(_Read(_Stored(rank, row, 0), info, Fragment("w", (numel,), 0, torch.empty(0))))
+        return found
+
+    def cut(*places: tuple[int, int, int]) -> list[list[int]]:
+        return [[read.offset for read in batch] for batch in _batches_of(reads(*places))]
+
+    million = 1 << 20
+    assert cut() == []
+    assert cut((0, 100, 10), (0, 150, 10), (1, 100, 10)) == [[100, 150], [100]]
+    assert cut((0, 0, 100), (0, 400 + 65536, 1), (0, 405 + 2 * 65536, 1)) == [[0, 65936], [131477]]
+    assert cut((0, 0, million), (0, 4 * million, 1), (0, 5 * million, million)) == [[0], [4194304], [5242880]]
+    assert cut((0, 0, million // 2), (0, 2 * million, million // 2), (0, 4 * million, 1)) == [[0, 2097152], [4194304]]
 
 
 def test_the_state_of_each_rank_comes_back(tmp_path: Path) -> None:
@@ -161,10 +251,13 @@ def test_every_single_byte_of_the_description_counts(tmp_path: Path) -> None:
     assert found > 1.9 * len(intact)
 
 
-def test_every_byte_of_a_tensors_values_counts(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("cold")
+@pytest.mark.parametrize("shared", [True, False])
+def test_every_byte_of_a_tensors_values_counts(tmp_path: Path, shared: bool) -> None:
     values = torch.randn(8)
     target = write(tmp_path, {"w": values})
     checkpoint = target.open()
+    source = checkpoint.weights
     for rank in range(2):
         path = target.path / "a" / f"__{rank}_0.distcp"
         intact = path.read_bytes()
@@ -175,7 +268,7 @@ def test_every_byte_of_a_tensors_values_counts(tmp_path: Path) -> None:
             content[place] ^= 1 << (place % 8)
             path.write_bytes(content)
             with pytest.raises(CheckpointError) as caught:
-                read_whole(target, "w")
+                source.read([Fragment("w", (8,), 0, torch.empty(8))], shared)
             assert str(caught.value) == (
                 f"{path}: expected the values of 'model.w' at offset {row.place.values_offset} as they were written, "
                 "found others (the checksum differs): the file is altered"
@@ -204,18 +297,24 @@ def test_the_texts_say_what_is_wrong_with_a_file(tmp_path: Path) -> None:
         Checkpoint(folder)
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_found(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("cold")
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_file_that_shrinks_while_it_is_read_is_found(tmp_path: Path, shared: bool) -> None:
     target = write(tmp_path, {"w": torch.randn(3000)})
     source = target.open().weights
     path = target.path / "a" / "__1_0.distcp"
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match="found the end of the file: it is truncated"):
-        source.read([Fragment("w", (3000,), 0, torch.empty(3000))])
+    with pytest.raises(CheckpointError) as caught:
+        source.read([Fragment("w", (3000,), 0, torch.empty(3000))], shared)
+    (offset,) = [row.place.values_offset for rank, row in source._rows["w"] if rank == 1]
+    assert str(caught.value) == (
+        f"{path}: expected 6000 bytes of 'model.w' at offset {offset}, found the end of the file: it is truncated"
+    )
     path.unlink()
     with pytest.raises(
         CheckpointError, match="_0.distcp: expected a file of the checkpoint, found: No such file".replace(".", "[.]")
     ):
-        source.read([Fragment("w", (3000,), 0, torch.empty(3000))])
+        source.read([Fragment("w", (3000,), 0, torch.empty(3000))], shared)
 
 
 def test_a_gap_in_what_the_ranks_wrote_is_found(tmp_path: Path) -> None:

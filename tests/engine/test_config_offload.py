@@ -53,6 +53,7 @@ def test_nothing_is_offloaded_unless_it_is_asked_for() -> None:
         section_of(config, path).device == "none" and section_of(config, path).nvme_path is None for path in SECTIONS
     )
     assert optimizer.ratio == 1.0 and optimizer.pin_memory and optimizer.overlap == "none" and not optimizer.is_used
+    assert optimizer.delay_after_steps == 40
     assert config.zero_optimization.offload_param.pin_memory
     assert config.zero_optimization.stage3_max_live_parameters is None
     assert config.activation_checkpointing.offload.min_bytes == 1024 * 1024
@@ -70,6 +71,7 @@ FULL: dict[str, Any] = {
             "ratio": 0.25,
             "pin_memory": False,
             "overlap": "delayed",
+            "delay_after_steps": 7,
         },
         "offload_param": {"device": "cpu", "pin_memory": False},
     },
@@ -243,6 +245,7 @@ def test_each_section_is_closed_and_says_what_it_expects(path: str) -> None:
         (f"{OPTIMIZER}.ratio", -0.5, "value: {}: expected at least 0, found -0.5"),
         (f"{OPTIMIZER}.pin_memory", 1, "type: {}: expected true or false, found 1"),
         (f"{OPTIMIZER}.overlap", "yes", 'value: {}: expected "none", "speculative" or "delayed", found "yes"'),
+        (f"{OPTIMIZER}.delay_after_steps", -1, "value: {}: expected at least 0, found -1"),
         (f"{OPTIMIZER}.ratio", "auto", 'missing: {}: "auto" has no meaning for this key here; write the value'),
         (f"{ACTIVATIONS}.min_bytes", 0, "value: {}: expected at least 1, found 0"),
         (f"{ACTIVATIONS}.budget_bytes", 0, "value: {}: expected at least 1, found 0"),
@@ -284,6 +287,21 @@ def test_parameters_are_offloaded_at_stage_3_alone(stage: int) -> None:
     assert Config.load(at(PARAM, {"device": "none"}, stage)).notes == ()
 
 
+def test_a_delayed_update_and_parameters_on_a_drive_exclude_each_other() -> None:
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "overlap": "delayed"},
+        "offload_param": {"device": "nvme", "nvme_path": "d"},
+    }
+    assert faults_of({"zero_optimization": zero}) == [
+        f'conflict: {OPTIMIZER}.overlap: "delayed" needs {PARAM}.device "none" or "cpu", found "nvme": what the '
+        "parameters become waits in memory during the whole of the next step; "
+        'set overlap to "speculative" or "none"'
+    ]
+    for section, other in (("offload_param", {"device": "cpu"}), ("offload_optimizer", {"overlap": "delayed"})):
+        Config.load({"zero_optimization": {**zero, section: other}})
+
+
 @pytest.mark.parametrize(
     ("overlap", "why"),
     [
@@ -311,6 +329,7 @@ def test_update_in_backward_is_an_overlap_of_its_own(overlap: str, why: str) -> 
         (f"{OPTIMIZER}.ratio", 0.5, "0.5"),
         (f"{OPTIMIZER}.pin_memory", False, "false"),
         (f"{OPTIMIZER}.overlap", "delayed", '"delayed"'),
+        (f"{OPTIMIZER}.delay_after_steps", 3, "3"),
         (f"{PARAM}.nvme_path", "/drive", '"/drive"'),
         (f"{PARAM}.pin_memory", False, "false"),
         (f"{ACTIVATIONS}.nvme_path", "/drive", '"/drive"'),
@@ -336,6 +355,14 @@ def test_a_ratio_of_0_offloads_nothing() -> None:
         f'{OPTIMIZER}.device: "cpu" has no effect here: nothing is offloaded with ratio 0',
         f'{OPTIMIZER}.overlap: "speculative" has no effect here: nothing is offloaded with ratio 0',
     )
+
+
+@pytest.mark.parametrize("overlap", ["none", "speculative"])
+def test_steps_before_a_delay_without_a_delay_give_a_note(overlap: str) -> None:
+    section = {"device": "cpu", "overlap": overlap, "delay_after_steps": 3}
+    path = f"{OPTIMIZER}.delay_after_steps"
+    why = f'it is for overlap "delayed", found "{overlap}"'
+    assert Config.load(at(OPTIMIZER, section)).notes == (f"{path}: 3 has no effect here: {why}",)
 
 
 def test_a_limit_of_live_parameters_without_offload_gives_a_note() -> None:

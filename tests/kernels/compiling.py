@@ -89,7 +89,11 @@ def compile_launch(launch: Any, target: str) -> Code:
         if isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    options = {
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+        "enable_fp_fusion": launch.enable_fp_fusion,
+    }
     compiled = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
     return code_of_cuda(compiled.asm) if target.startswith("sm_") else code_of_amd(compiled.asm["amdgcn"])
 
@@ -109,6 +113,8 @@ def code_of_cuda(asm: Any) -> Code:
         int(count or 1) * int(bits) // 8
         for count, bits in re.findall(r"ld\.global[\w:.]*?(?:\.v(\d))?\.[bfus](\d+)", asm["ptx"])
     ]
+    # Loads that a pipelined loop starts early go to shared memory; their last operands are the bytes copied and read.
+    widths += [int(number, 0) for number in re.findall(r"cp\.async\.c[ag][\w.:]* [^;]*?\], (\w+)", asm["ptx"])]
     return Code(registers, stack + local, max(widths, default=0))
 
 

@@ -84,7 +84,8 @@ def train(case: Case, **initialize_options: Any) -> Outcome:
     engine = lowtide.initialize(case.build(), case.as_config(), **initialize_options)
     outcome = Outcome()
     for step in range(case.steps):
-        result = engine.train_step(share_of(case.global_batch(step, engine.world_size)))
+        batch = case.global_batch(step, engine.data_size)
+        result = engine.train_step(tuple(tensor.chunk(engine.data_size)[engine.data_rank] for tensor in batch))
         outcome.losses.append(result.loss.item())
         outcome.norms.append(result.grad_norm.item())
         outcome.lrs.append(result.lr)

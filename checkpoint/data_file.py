@@ -1,0 +1,199 @@
+"""A file of a checkpoint, of which ranges are read: out of the page cache, or past it.
+
+[Note: past the page cache]
+Through the page cache, what is not in it costs new pages, a copy out of them, and the work of giving other pages up for
+them; where ranks are as many as cores, they wait for each other over that. With O_DIRECT the disk fills the same few
+huge pages again and again, which stay in the processor's cache until they have been copied to where they belong:
+
+    file     [ box ][ box ][ box ] --disk--> [block]  --copy--> fragment --verify
+                                             [block]            (a block a thread, 1 MiB each)
+
+Besides, nothing is left in the page cache, which counts as memory of the job in a container. What is there already is
+read there, which is faster still.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import mmap
+import os
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..offload import HostPool
+
+_ALIGNMENT_BYTES = 4096  # of memory, offsets and lengths: no device wants more for O_DIRECT
+_BLOCK_BYTES = (1 << 20) + 2 * _ALIGNMENT_BYTES  # four hold a box of 4 MiB wherever it begins
+_HUGE_PAGE_BYTES = 2 << 20
+_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux and FreeBSD
+_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
+_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+class EndOfFileError(Exception):
+    """A file ended before what was wanted of it."""
+
+    def __init__(self, file_nbytes: int) -> None:
+        super().__init__(file_nbytes)
+        self.file_nbytes = file_nbytes
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes of a file, and the memory that they are for."""
+
+    offset: int
+    memory: memoryview  # (nbytes,) of bytes, writable
+
+    @property
+    def end(self) -> int:
+        return self.offset + len(self.memory)
+
+
+class Blocks:
+    """Huge pages for so many reads past the page cache at once, 1 MiB each. Any thread may use it."""
+
+    def __init__(self, count: int) -> None:
+        pool = HostPool(alignment=_HUGE_PAGE_BYTES, pinned=False)
+        memory = pool.take(count * _BLOCK_BYTES).numpy().data
+        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        for begin in range(0, len(memory), _BLOCK_BYTES):
+            self._free.put(memory[begin : begin + _BLOCK_BYTES])
+
+    @contextmanager
+    def lend(self) -> Iterator[memoryview]:
+        """One of them, at the beginning of a page; waits until there is one."""
+        block = self._free.get()
+        try:
+            yield block
+        finally:
+            self._free.put(block)
+
+
+class DataFile:
+    """A file that several threads read. Raises OSError where it cannot be opened.
+
+    blocks: with them, what is not in the page cache is read past it, see [Note: past the page cache]. Without effect
+    where the file system refuses O_DIRECT (tmpfs before Linux 6.6, some network file systems).
+    """
+
+    def __init__(self, path: Path, blocks: Blocks | None = None) -> None:
+        self._blocks = blocks
+        self._descriptor = os.open(path, os.O_RDONLY | _CLOEXEC)
+        self._direct = -1
+        self._residency: _Residency | None = None
+        try:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            if blocks is not None and _DIRECT:
+                self._direct = _open_direct(path)
+                self._residency = _Residency(self._descriptor)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._residency = None
+        for descriptor in (self._descriptor, self._direct):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._descriptor = self._direct = -1
+
+    def read(self, parts: Sequence[Part]) -> None:
+        """Fills the parts, which lie near each other in the file, by rising offset. Raises OSError, EndOfFileError."""
+        if not self._read_past_cache(parts):
+            for part in parts:
+                self._read_through_cache(part)
+
+    # -- pieces of it ---------------------------------------------------------------------------------------------
+
+    def _read_through_cache(self, part: Part) -> None:
+        done = 0
+        while done < len(part.memory):
+            count = os.preadv(self._descriptor, [part.memory[done:]], part.offset + done)
+            if not count:
+                raise EndOfFileError(part.offset + done)
+            done += count
+
+    def _read_past_cache(self, parts: Sequence[Part]) -> bool:
+        """False where it must not be, or cannot be."""
+        if self._blocks is None or self._residency is None or self._direct < 0:
+            return False
+        low, high = parts[0].offset, max(part.end for part in parts)
+        if self._residency.has(low, high):
+            return False
+        try:
+            with self._blocks.lend() as block:
+                self._read_blocks(parts, low, high, block)
+        except OSError as error:
+            if error.errno not in _REFUSALS:  # some file systems refuse O_DIRECT only when it is used
+                raise
+            return False
+        return True
+
+    def _read_blocks(self, parts: Sequence[Part], low: int, high: int, block: memoryview) -> None:
+        source = np.frombuffer(block, np.uint8)
+        targets = [np.frombuffer(part.memory, np.uint8) for part in parts]
+        offset = low // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+        while offset < high:
+            wanted = min(-(-(high - offset) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, len(block))
+            count = os.preadv(self._direct, [block[:wanted]], offset)
+            end = offset + count
+            for part, target in zip(parts, targets, strict=True):
+                first, last = max(part.offset, offset), min(part.end, end)
+                if first < last:  # by NumPy, whose copies let other threads run
+                    np.copyto(target[first - part.offset : last - part.offset], source[first - offset : last - offset])
+            if end < high and (not count or count % _ALIGNMENT_BYTES):
+                raise EndOfFileError(end)
+            offset = end
+
+
+class _Residency:
+    """Which pages of a file are in the page cache. To ask brings none there, unlike a read with RWF_NOWAIT.
+
+    Of a file that the user neither owns nor may write to, the system says that all of them are.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._nbytes = os.fstat(descriptor).st_size
+        self._address = 0
+        if self._nbytes:  # an empty file cannot be mapped
+            self._pages = np.frombuffer(mmap.mmap(descriptor, self._nbytes, access=mmap.ACCESS_READ), np.uint8)
+            self._address = self._pages.ctypes.data
+
+    def has(self, low: int, high: int) -> bool:
+        """True where the first, the middle and the last page of the bytes [low, high) are there, and at the file's end.
+
+        Three of a thousand pages: to ask for each one would take a tenth of the time of a read from the cache.
+        """
+        is_there = ctypes.c_ubyte(1)  # stays where the system does not say
+        for offset in (low, (low + high) // 2, high - 1):
+            if offset < self._nbytes:
+                _mincore()(self._address + offset // mmap.PAGESIZE * mmap.PAGESIZE, 1, ctypes.byref(is_there))
+            if not is_there.value & 1:
+                return False
+        return True
+
+
+@functools.cache
+def _mincore() -> Callable[[int, int, object], int]:
+    call = ctypes.PyDLL(None).mincore  # which keeps the interpreter's lock: to get it back would take longer
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    return call
+
+
+def _open_direct(path: Path) -> int:
+    """-1 where the file system refuses it."""
+    try:
+        return os.open(path, os.O_RDONLY | _CLOEXEC | _DIRECT)
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            raise
+        return -1

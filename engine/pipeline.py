@@ -1,0 +1,224 @@
+"""The pipeline of an engine: from the config's words to stages, a schedule, and the executor that runs it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Mesh, World
+from ..pipe.action import Action, Op
+from ..pipe.costs import Costs
+from ..pipe.executor import Executor, shapes_in
+from ..pipe.passes import complete
+from ..pipe.schedule import Schedule
+from ..pipe.split import SplitPlan, plan_split
+from ..pipe.stage import make_stages
+from ..pipe.trees import leaves
+from ..zero.scheduled_units import ScheduledUnits, TiedUnit
+from ..zero.sequence import Unit
+from ..zero.units import UnitPlan
+from .batch import call, loss_of
+from .config import Config
+from .config_parallel import schedule_of
+
+LossFn = Callable[[Any, Any], Tensor] | None
+_TIED = "(tied {})"
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """Which rank has which stages, and which of the model's units: before memory is taken, and before it is split."""
+
+    schedule: Schedule  # F, B, I and W
+    split: SplitPlan
+    place: int  # of this rank on the pipe axis
+    numel: tuple[int, ...]  # parameter elements of each stage
+    trained: Mapping[str, nn.Parameter]  # of the whole model, by first name
+    state_names: tuple[str, ...]  # of the whole model's state_dict
+
+    @classmethod
+    def of(cls, config: Config, world: World, module: nn.Module, sample_batch: Any, loss_fn: LossFn) -> PipelinePlan:
+        """Rank 0's plan, on every rank. Raises ValueError for a model that cannot be split so."""
+        assert config.gradient_accumulation_steps is not None
+        schedule = schedule_of(config.parallel, config.pipeline, config.gradient_accumulation_steps)
+        split = None
+        if world.rank == 0 or config.pipeline.balance != "time":  # two measurements would not be the same
+            split = _split(config, module, schedule.num_stages, sample_batch, loss_fn)
+        split = world.broadcast_object(split)
+        params = dict(module.named_parameters())
+        return cls(
+            schedule=schedule,
+            split=split,
+            place=world.rank // (world.size // schedule.num_ranks),
+            numel=tuple(sum(params[name].numel() for name in names) for names in split.parameters),
+            trained={name: param for name, param in params.items() if param.requires_grad},
+            state_names=tuple(module.state_dict(keep_vars=True)),
+        )
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of this rank."""
+        return self.schedule.stages_of_rank(self.place)
+
+    @property
+    def places_of_tied(self) -> dict[str, tuple[int, ...]]:
+        """Parameters that stages of several places use -> these places."""
+        places = {
+            name: tuple(sorted({self.schedule.rank_of_stage[stage] for stage in stages}))
+            for name, stages in self.split.tied.items()
+        }
+        return {name: found for name, found in places.items() if len(found) > 1}
+
+    def own_units(self, units: Sequence[UnitPlan]) -> list[UnitPlan]:
+        """The units of the whole model as far as this rank has them; each parameter of several places alone in one."""
+        tied = self.places_of_tied
+        own = {name for stage in self.stages for name in self.split.parameters[stage]}
+        found = [
+            replace(unit, params=tuple((name, p) for name, p in unit.params if name in own and name not in tied))
+            for unit in units
+        ]
+        root = units[0].module
+        params = {name: param for unit in units for name, param in unit.params}
+        shared = [UnitPlan(_TIED.format(name), root, ((name, params[name]),)) for name in tied if name in own]
+        return [found[0], *shared, *(unit for unit in found[1:] if unit.params)]
+
+
+class Pipeline:
+    """Trains and evaluates on this rank's stages; all ranks of the pipe axis call the same methods together."""
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        config: Config,
+        mesh: Mesh,
+        module: nn.Module,
+        units: Sequence[Unit],
+        frees_parameters: bool,
+        loss_fn: LossFn,
+    ) -> None:
+        """module: the whole model; what other ranks have is taken out of it."""
+        self.plan = plan
+        self._mesh = mesh
+        stages = dict(zip(plan.stages, make_stages(module, plan.split, plan.stages), strict=True))
+        tied_names = plan.places_of_tied
+        by_name = {unit.name: unit for unit in units}
+        self.tied = [
+            TiedUnit(by_name[_TIED.format(name)], places)
+            for name, places in tied_names.items()
+            if _TIED.format(name) in by_name
+        ]
+        names = {stage: set(plan.split.parameters[stage]) for stage in plan.stages}
+        members = {
+            stage: [unit for unit in units if any(names[stage] & {*group.names} for group in unit.groups)]
+            for stage in plan.stages
+        }
+        self.units = ScheduledUnits(units, members, self.tied, mesh)
+        costs = replace(Costs.uniform(plan.schedule.num_stages), parameter_bytes=tuple(map(float, plan.numel)))
+        budget = config.zero_optimization.stage3_max_live_parameters
+        self._training, self._evaluation = (
+            Executor(
+                complete(schedule, costs, gathers=frees_parameters, budget=budget),
+                plan.place,
+                stages,
+                self.units,
+                mesh.peers,
+                mesh.world.device,
+                call,
+                lambda output, batch: loss_of(output, batch, loss_fn),
+            )
+            for schedule in (plan.schedule, _evaluation(plan.schedule))
+        )
+
+    @property
+    def schedule(self) -> Schedule:
+        """All that every rank does in a training step."""
+        return self._training.schedule
+
+    @property
+    def executor(self) -> Executor:
+        """What runs training steps; its `on_action` can be set to time them."""
+        return self._training
+
+    @property
+    def saved_elsewhere(self) -> list[Unit]:
+        """Units of which another place has an equal copy, which is the one that counts."""
+        return [one.unit for one in self.tied if not one.is_first(self.plan.place)]
+
+    def train(self, given: Sequence[Any], ready: Sequence[Any], scale: float) -> list[Tensor]:
+        """Gradients of the step's microbatches, reduced; their losses, () each, on the ranks that have the last stage.
+
+        given: as they came from the caller; ready: on the device, in the compute dtype. scale: on the losses.
+        Raises ValueError where ranks of the pipe axis were given other batches.
+        """
+        self._check_same(given)
+        self.units.begin_step()
+        try:
+            losses = self._training.run(ready, scale)
+            self.units.finish()
+        except BaseException:
+            self.units.abort()
+            raise
+        return losses
+
+    def evaluate(self, given: Any, ready: Any) -> list[Tensor]:
+        """The loss of a batch, on the ranks that have the last stage."""
+        self._check_same([given])
+        try:
+            return self._evaluation.run([ready])
+        finally:
+            self.units.release_all()
+
+    def remove(self) -> None:
+        """Takes off what was put on the modules."""
+        self._training.remove()
+
+    def _check_same(self, batches: Sequence[Any]) -> None:
+        """A loader that divides its data by rank and world_size gives each stage another part: wrong, and not seen."""
+        digest = _digest_of(batches)
+        total = self._mesh.pipe.route.sum_small(
+            torch.tensor([digest], dtype=torch.int64, device=self._mesh.world.device), "the check of the batch"
+        )
+        if int(total) != digest * self._mesh.pipe.size:
+            raise ValueError(
+                f"batch: expected the same one on the {self._mesh.pipe.size} ranks of a pipeline (ranks "
+                f"{', '.join(map(str, self._mesh.pipe.ranks))}), found different ones; divide the data by "
+                "engine.data_rank and engine.data_size, not by engine.rank and engine.world_size"
+            )
+
+
+def _split(config: Config, module: nn.Module, num_stages: int, sample_batch: Any, loss_fn: LossFn) -> SplitPlan:
+    sample = None
+    if sample_batch is not None:
+
+        def sample(model: nn.Module) -> Any:
+            return loss_of(call(model, sample_batch), sample_batch, loss_fn)
+
+    return plan_split(module, num_stages, config.pipeline.balance, sample)
+
+
+def _evaluation(schedule: Schedule) -> Schedule:
+    """One microbatch forward through all stages."""
+    return replace(
+        schedule,
+        name=f"{schedule.name}, evaluation",
+        num_microbatches=1,
+        actions=tuple(
+            tuple(Action(Op.F, stage, 0) for stage in schedule.stages_of_rank(rank))
+            for rank in range(schedule.num_ranks)
+        ),
+    )
+
+
+def _digest_of(batches: Sequence[Any]) -> int:
+    """A number that differs where batches do: of shapes, and of the values that are on the CPU."""
+    digest = zlib.crc32(repr(shapes_in(batches)).encode())
+    for leaf in leaves(batches):
+        if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.numel():
+            values = leaf.detach().contiguous().reshape(-1).view(torch.uint8)
+            digest = zlib.crc32(values.numpy().data, digest)
+    return digest

@@ -1,0 +1,109 @@
+"""Rotary position embedding of queries and keys: pairs of a head's elements are rotated by the angle of their position.
+
+    y = x * cos + rotate(x) * sin           on the first rotary_dim elements; the rest of a head passes through
+
+    by halves:       rotate(x) = [-x_2, x_1]                        of the halves x_1, x_2
+    interleaved:     rotate(x) = [-x_1, x_0, -x_3, x_2, ...]        neighbours are pairs
+
+Halves are Hugging Face's `rotate_half` (Llama and most others), neighbours are GPT-J's. In both, column j of cos and sin
+belongs to element j of a head. Computed in float32 and rounded once. Backward is the rotation with the other sign:
+
+    dx = dy * cos - rotate(dy * sin)
+
+which for tables that are equal within a pair is the same kernel with -sin. Saved for backward: cos and sin alone.
+Source: arXiv 2104.09864, section 3.4. Under torch.autocast the dtype of q and k is kept; eager torch returns float32
+where cos is float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .dispatch import Backend, uses_triton
+
+
+def rotary_embedding(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, backend: Backend = "auto"
+) -> tuple[Tensor, Tensor]:
+    """q and k rotated, new tensors of their shapes, dtype and order in memory.
+
+    q: (batch, heads, seq, head_dim), in any order in memory; k: like q, of any number of heads; cos, sin: (batch or 1,
+    seq, rotary_dim), rotary_dim even and at most head_dim, float32 or the dtype of q; they are constants.
+    Raises ValueError where shapes and dtypes do not fit together, cos or sin requires a gradient, or the backend is not
+    possible.
+    """
+    _check(q, k, cos, sin)
+    if not uses_triton(backend, "rotary_embedding", q, k, cos, sin) or not (q.numel() and k.numel() and cos.numel()):
+        return tuple(rotary_reference(x, cos, sin, interleaved=interleaved) for x in (q, k))  # type: ignore[return-value]
+    return _Rotary.apply(q, k, cos, sin, interleaved)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """The formula in eager torch on one tensor, (batch, heads, seq, head_dim); float64 stays float64."""
+    wide_dtype = torch.promote_types(x.dtype, torch.float32)
+    rotary_dim = cos.shape[-1]
+    wide, rest = x[..., :rotary_dim].to(wide_dtype), x[..., rotary_dim:]
+    if interleaved:
+        rotated = torch.stack((-wide[..., 1::2], wide[..., ::2]), dim=-1).flatten(-2)
+    else:
+        rotated = torch.cat((-wide[..., rotary_dim // 2 :], wide[..., : rotary_dim // 2]), dim=-1)
+    y = wide * cos.unsqueeze(1).to(wide_dtype) + rotated * sin.unsqueeze(1).to(wide_dtype)
+    return torch.cat((y.to(x.dtype), rest), dim=-1)
+
+
+def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    if q.dim() != 4 or not q.is_floating_point():
+        raise ValueError(
+            f"rotary_embedding: expected a floating-point q, (batch, heads, seq, head_dim), found {tuple(q.shape)} "
+            f"{q.dtype}"
+        )
+    batch, _, seq, head_dim = q.shape
+    if k.dim() != 4 or (k.shape[0], *k.shape[2:]) != (batch, seq, head_dim) or k.dtype != q.dtype:
+        raise ValueError(
+            f"rotary_embedding: expected k of shape ({batch}, heads, {seq}, {head_dim}) and {q.dtype}, as q is; found "
+            f"{tuple(k.shape)} {k.dtype}"
+        )
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.dim() != 3 or table.shape[0] not in (1, batch) or table.shape[1] != seq or table.shape != cos.shape:
+            raise ValueError(
+                f"rotary_embedding: expected cos and sin of one shape, ({batch} or 1, {seq}, rotary_dim), found "
+                f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+            )
+        if table.shape[-1] % 2 or table.shape[-1] > head_dim:
+            raise ValueError(
+                f"rotary_embedding: expected rotary_dim, the last dimension of {name}, to be even and at most "
+                f"head_dim ({head_dim}), found {table.shape[-1]}"
+            )
+        if table.dtype not in (torch.float32, q.dtype):
+            raise ValueError(
+                f"rotary_embedding: expected {name} in torch.float32 or {q.dtype}, the dtype of q, found {table.dtype}"
+            )
+        if table.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"rotary_embedding: gives {name} no gradient, but it requires one; pass {name}.detach(), or compute "
+                "angles that are learned in plain torch"
+            )
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+    ) -> tuple[Tensor, Tensor]:
+        from .triton import rotary as triton_form
+
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return triton_form.rotate(q, k, cos, sin, interleaved=interleaved, transposed=False)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+        from .triton import rotary as triton_form
+
+        cos, sin = ctx.saved_tensors
+        dq, dk = triton_form.rotate(dq, dk, cos, sin, interleaved=ctx.interleaved, transposed=True)
+        return dq, dk, None, None, None

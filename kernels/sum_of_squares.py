@@ -1,0 +1,85 @@
+"""Sums of squares by block, which also tell whether a value is not finite: one pass over flat buffers.
+
+    s_b = sum of x_i^2 over block b, in float64;  inf or nan exactly where block b holds an inf or a nan
+
+[Note: Block sums]
+A block is summed in float32, in an order that depends on nothing but its length, and its sum is widened to float64.
+So a block has the same sum wherever it lies and however a buffer is cut into shards of whole blocks; sums over blocks
+can then be added exactly. The Triton form divides a block by the power of two of its largest value first: squares of
+float32 overflow above 1e19 and vanish below 1e-23. It rounds otherwise than the reference, by a few units of float32.
+Results stay on the device: nothing here waits for it, except the reference for tensors that float32 cannot sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .dispatch import Backend, uses_triton
+
+MAX_BLOCK_NUMEL = 4096
+
+
+def squares_by_block(
+    values: Tensor, block_numel: int, *, non_finite: Tensor | None = None, backend: Backend = "auto"
+) -> Tensor:
+    """The sum of squares of each block of values, (...) -> (ceil(n / block_numel),) float64.
+
+    block_numel: a power of 2, 16 to 4096; the last block may be shorter. non_finite: (1,) int32 on the device of
+    values, set to 1 where one of them is inf or nan, else left as it is. Raises ValueError for other arguments.
+    """
+    return squares_of_each([values], block_numel, non_finite=non_finite, backend=backend)[0]
+
+
+def squares_of_each(
+    tensors: Sequence[Tensor], block_numel: int, *, non_finite: Tensor | None = None, backend: Backend = "auto"
+) -> list[Tensor]:
+    """`squares_by_block` of each tensor, in one launch a dtype. The results of one dtype are parts of one tensor."""
+    check_blocks("squares_by_block", tensors, block_numel)
+    if non_finite is not None and (tuple(non_finite.shape) != (1,) or non_finite.dtype != torch.int32):
+        raise ValueError(
+            f"squares_by_block: expected non_finite of shape (1,) and int32, found {tuple(non_finite.shape)} "
+            f"{non_finite.dtype}"
+        )
+    with torch.no_grad():
+        if uses_triton(backend, "squares_by_block", *tensors, non_finite):
+            from .triton import sum_of_squares as triton_form
+
+            return triton_form.squares_of_each(tensors, block_numel, non_finite)
+        squares = [squares_by_block_reference(tensor, block_numel) for tensor in tensors]
+        if non_finite is not None:
+            for one in squares:
+                non_finite.masked_fill_(~one.isfinite().all(), 1)
+        return squares
+
+
+def squares_by_block_reference(values: Tensor, block_numel: int) -> Tensor:
+    """The formula in eager torch; sums in float32, or float64 where values are."""
+    flat = values.reshape(-1)
+    whole = flat.numel() // block_numel * block_numel
+    squares = _squares_of_rows(flat[:whole].view(-1, block_numel))
+    if whole == flat.numel():
+        return squares
+    return torch.cat([squares, _squares_of_rows(flat[whole:].view(1, -1))])
+
+
+def _squares_of_rows(blocks: Tensor) -> Tensor:
+    dtype = torch.promote_types(blocks.dtype, torch.float32)
+    squares: Tensor = torch.linalg.vector_norm(blocks, dim=1, dtype=dtype).double().square()
+    if bool(torch.isfinite(squares).all()):
+        return squares
+    wide: Tensor = torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float64)  # float32 overflows above 1e19
+    return wide.square()
+
+
+def check_blocks(kernel: str, tensors: Sequence[Tensor], block_numel: int) -> None:
+    """Raises ValueError unless tensors are floating-point and block_numel a power of 2, 16 to 4096."""
+    if not 16 <= block_numel <= MAX_BLOCK_NUMEL or block_numel & (block_numel - 1):
+        raise ValueError(
+            f"{kernel}: expected block_numel to be a power of 2 from 16 to {MAX_BLOCK_NUMEL}, found {block_numel}"
+        )
+    for index, tensor in enumerate(tensors):
+        if not tensor.is_floating_point():
+            raise ValueError(f"{kernel}: expected floating-point values, found {tensor.dtype} at index {index}")

@@ -1,0 +1,184 @@
+"""Triton form of `kernels/cross_entropy.py`: a program a row forward, a program a block of a row backward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import launch, next_power_of_2
+
+if TYPE_CHECKING:
+    from ..loss_terms import LossTerms
+
+MAX_FORWARD_BLOCK_SIZE = 4096  # columns that a program reads at once; wider rows take turns
+MAX_BACKWARD_BLOCK_SIZE = 4096  # and here more programs
+SCALE_BLOCK_SIZE = 4096
+
+
+@triton.jit
+def _capped(x, at, n_cols, soft_cap, HAS_CAP: tl.constexpr, HAS_PADDING: tl.constexpr):
+    """u and u / soft_cap of a block of a row as it was loaded; u is -inf past the row's end."""
+    u = x.to(tl.float32)
+    share = u
+    if HAS_CAP:
+        share = 2.0 * tl.sigmoid(2.0 / soft_cap * u) - 1.0  # tanh
+        u = soft_cap * share
+    if HAS_CAP or HAS_PADDING:
+        u = tl.where(at < n_cols, u, float("-inf"))
+    return u, share
+
+
+@triton.jit
+def _scaled_gradient(u, share, at, y, lse, scale, n_cols, label_smoothing, z_loss, HAS_CAP: tl.constexpr):
+    """scale * dx = scale (exp(u - lse) (1 + 2 z lse) - s / n - (1 - s) [i = y]) (1 - share^2)."""
+    dx = tl.exp(u - lse) * (1.0 + 2.0 * z_loss * lse) - label_smoothing / n_cols
+    dx -= tl.where(at == y, 1.0 - label_smoothing, 0.0)
+    if HAS_CAP:
+        dx *= 1.0 - share * share
+    return dx * scale
+
+
+@triton.jit
+def _losses_kernel(
+    X_ptr, Y_ptr, LOSS_ptr, LSE_ptr, SCALE_ptr,
+    X_row_stride, n_cols, n_stored, ignore_index, label_smoothing, z_loss, soft_cap,
+    HAS_GRADIENT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_CAP: tl.constexpr, HAS_PADDING: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """One row: lse = max + log(sum(exp(u - max)));  loss = (1-s) (lse - u_y) + s (lse - mean(u)) + z lse^2;  x = dx."""
+    row = tl.program_id(0).to(tl.int64)
+    X_row_ptr = X_ptr + row * X_row_stride
+    cols = tl.arange(0, BLOCK_SIZE)
+    y = tl.load(Y_ptr + row)
+    if y == ignore_index:
+        tl.store(LOSS_ptr + row, 0.0)
+        tl.store(LSE_ptr + row, 0.0)
+        if HAS_GRADIENT:
+            for block in range(tl.cdiv(n_stored, BLOCK_SIZE)):
+                at = block * BLOCK_SIZE + cols
+                zeros = tl.zeros((BLOCK_SIZE,), X_ptr.dtype.element_ty)
+                tl.store(X_row_ptr + at, zeros, mask=at < n_stored)
+    else:
+        is_known = (y >= 0) & (y < n_cols)
+        # Read before the barrier that the maximum needs, and the gradient is written after it.
+        u_y = tl.load(X_row_ptr + y, mask=is_known, other=float("nan")).to(tl.float32)
+        if HAS_CAP:
+            u_y = soft_cap * (2.0 * tl.sigmoid(2.0 / soft_cap * u_y) - 1.0)
+        largest = tl.full((), float("-inf"), tl.float32)
+        base = tl.full((), 0.0, tl.float32)
+        sums = tl.zeros((BLOCK_SIZE,), tl.float32)  # a column's share: added up across threads once, at the end
+        totals = tl.zeros((BLOCK_SIZE,), tl.float32)
+        x = tl.load(X_row_ptr + cols, mask=cols < n_stored, other=float("-inf"))
+        for block in range(tl.cdiv(n_stored, BLOCK_SIZE)):
+            at = block * BLOCK_SIZE + cols
+            u, _ = _capped(x, at, n_cols, soft_cap, HAS_CAP, HAS_PADDING)
+            if NUM_BLOCKS > 1:  # on its way while this block is worked on
+                x = tl.load(X_row_ptr + at + BLOCK_SIZE, mask=at + BLOCK_SIZE < n_stored, other=float("-inf"))
+            previous = largest
+            largest = tl.maximum(largest, tl.max(u, axis=0))
+            base = tl.where(largest == float("-inf"), 0.0, largest)  # all of -inf so far: -inf - -inf is NaN
+            sums = sums * tl.exp(previous - base) + tl.exp(u - base)
+            if HAS_SMOOTHING:
+                totals += tl.where(at < n_cols, u, 0.0)
+        lse = base + tl.log(tl.sum(sums, axis=0))
+        lse = tl.where(is_known, lse, float("nan"))
+        loss = lse - u_y
+        if HAS_SMOOTHING:
+            loss = (1.0 - label_smoothing) * loss + label_smoothing * (lse - tl.sum(totals, axis=0) / n_cols)
+        tl.store(LOSS_ptr + row, loss + z_loss * lse * lse)
+        tl.store(LSE_ptr + row, lse)
+        if HAS_GRADIENT:
+            scale = tl.load(SCALE_ptr)
+            for block in range(tl.cdiv(n_stored, BLOCK_SIZE)):
+                at = block * BLOCK_SIZE + cols
+                if NUM_BLOCKS > 1:
+                    x = tl.load(X_row_ptr + at, mask=at < n_stored, other=float("-inf"))
+                u, share = _capped(x, at, n_cols, soft_cap, HAS_CAP, HAS_PADDING)
+                dx = _scaled_gradient(u, share, at, y.to(tl.int32), lse, scale, n_cols, label_smoothing, z_loss, HAS_CAP)
+                tl.store(X_row_ptr + at, dx.to(X_ptr.dtype.element_ty), mask=at < n_stored)
+
+
+@triton.jit
+def _gradient_kernel(
+    X_ptr, Y_ptr, LSE_ptr, SCALE_ptr, DX_ptr,
+    X_row_stride, DX_row_stride, SCALE_stride, n_cols, n_stored, ignore_index, label_smoothing, z_loss, soft_cap,
+    HAS_CAP: tl.constexpr, HAS_PADDING: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """A block of one row: dx from x and lse; zeros where the label is ignored."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    DX_row_ptr = DX_ptr + row * DX_row_stride
+    y = tl.load(Y_ptr + row)
+    if y == ignore_index:
+        tl.store(DX_row_ptr + at, tl.zeros((BLOCK_SIZE,), DX_ptr.dtype.element_ty), mask=at < n_stored)
+    else:
+        lse = tl.load(LSE_ptr + row)
+        scale = tl.load(SCALE_ptr + row * SCALE_stride)
+        # Padding is loaded too: with a mask of n_cols, a number that does not divide, loads would be narrow.
+        x = tl.load(X_ptr + row * X_row_stride + at, mask=at < n_stored, other=float("-inf"))
+        u, share = _capped(x, at, n_cols, soft_cap, HAS_CAP, HAS_PADDING)
+        dx = _scaled_gradient(u, share, at, y.to(tl.int32), lse, scale, n_cols, label_smoothing, z_loss, HAS_CAP)
+        tl.store(DX_row_ptr + at, dx.to(DX_ptr.dtype.element_ty), mask=at < n_stored)
+
+
+@triton.jit
+def _scale_kernel(X_ptr, SCALE_ptr, numel, BLOCK_SIZE: tl.constexpr):
+    """x *= scale; x is not touched where scale is 1."""
+    scale = tl.load(SCALE_ptr)
+    if scale != 1.0:
+        at = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+        ok = at < numel
+        x = tl.load(X_ptr + at, mask=ok, other=0.0).to(tl.float32) * scale
+        tl.store(X_ptr + at, x.to(X_ptr.dtype.element_ty), mask=ok)
+
+
+def losses(
+    logits: Tensor, n_cols: int, labels: Tensor, terms: LossTerms, scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`losses_of_rows`. logits: (n_rows, n_cols or more) with adjacent columns; labels: (n_rows,), contiguous."""
+    n_rows, n_stored = logits.shape
+    loss, lse = (torch.empty(n_rows, dtype=torch.float32, device=logits.device) for _ in range(2))
+    block_size = min(next_power_of_2(n_stored), MAX_FORWARD_BLOCK_SIZE)
+    launch(
+        _losses_kernel, (n_rows,), num_warps=_num_warps(block_size),
+        X_ptr=logits, Y_ptr=labels, LOSS_ptr=loss, LSE_ptr=lse, SCALE_ptr=scale,
+        X_row_stride=logits.stride(0), n_cols=n_cols, n_stored=n_stored, ignore_index=terms.ignore_index,
+        label_smoothing=terms.label_smoothing, z_loss=terms.z_loss, soft_cap=terms.soft_cap,
+        HAS_GRADIENT=scale is not None, HAS_SMOOTHING=terms.label_smoothing != 0.0,
+        HAS_CAP=terms.soft_cap is not None, HAS_PADDING=n_stored != n_cols,
+        BLOCK_SIZE=block_size, NUM_BLOCKS=-(-n_stored // block_size),
+    )  # fmt: skip
+    return loss, lse
+
+
+def gradient(
+    logits: Tensor, n_cols: int, labels: Tensor, lse: Tensor, scale: Tensor, terms: LossTerms, out: Tensor
+) -> None:
+    """`gradient_of_rows`. out: of the shape of logits, with adjacent columns; scale: () or (n_rows,)."""
+    n_rows, n_stored = logits.shape
+    block_size = min(next_power_of_2(n_stored), MAX_BACKWARD_BLOCK_SIZE)
+    launch(
+        _gradient_kernel, (n_rows, -(-n_stored // block_size)), num_warps=_num_warps(block_size),
+        X_ptr=logits, Y_ptr=labels, LSE_ptr=lse, SCALE_ptr=scale, DX_ptr=out,
+        X_row_stride=logits.stride(0), DX_row_stride=out.stride(0), SCALE_stride=scale.stride(0) if scale.dim() else 0,
+        n_cols=n_cols, n_stored=n_stored, ignore_index=terms.ignore_index,
+        label_smoothing=terms.label_smoothing, z_loss=terms.z_loss, soft_cap=terms.soft_cap,
+        HAS_CAP=terms.soft_cap is not None, HAS_PADDING=n_stored != n_cols, BLOCK_SIZE=block_size,
+    )  # fmt: skip
+
+
+def scale_(x: Tensor, scale: Tensor) -> None:
+    """x *= scale, (), in place and without a wait; a launch, but no pass over x, where scale is 1. x: contiguous."""
+    launch(
+        _scale_kernel, (-(-x.numel() // SCALE_BLOCK_SIZE),), num_warps=8,
+        X_ptr=x, SCALE_ptr=scale, numel=x.numel(), BLOCK_SIZE=SCALE_BLOCK_SIZE,
+    )  # fmt: skip
+
+
+def _num_warps(block_size: int) -> int:
+    """8 elements a thread and load; at most 512 threads: with more, there are too few registers each."""
+    return min(max(block_size // 256, 4), 16)

@@ -1,0 +1,240 @@
+"""Triton form of `kernels/layer_norm.py`: tiles of whole rows forward, strips of rows backward.
+
+[Note: tiles of rows] Narrow rows (the norms of single heads) share a program, so that each of its threads has enough
+to load. Rows of more than MAX_BLOCK_SIZE columns are cut into blocks: forward reads them twice, and backward begins
+with a kernel of its own for the two means over each row.
+
+[Note: one wave] The programs of backward are as many as run at the same time, each with one strip of rows: at 128
+registers a thread a GPU's processor holds 16 warps. That few programs hide the time of their loads by starting those
+of the next rows early; where the shared memory of small GPUs would not hold them, they do without.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import launch, next_power_of_2, num_processors
+
+MAX_BLOCK_SIZE = 8192  # columns that a program holds in registers at once
+FORWARD_THREAD_NUMEL = 8  # elements
+BACKWARD_THREAD_NUMEL = 16
+RESIDENT_WARPS = 16
+EARLY_LOAD_BYTES = 48 * 1024
+
+
+@triton.jit
+def _forward_kernel(
+    X_ptr, R_ptr, W_ptr, B_ptr, Y_ptr, H_ptr, MEAN_ptr, RSTD_ptr,
+    X_row_stride, R_row_stride, n_rows, n_cols, eps,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows: h = x + r;  rstd = 1 / sqrt(mean((h - mean)^2) + eps);  y = (h - mean) * rstd * w + b."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_SIZE)
+    total = tl.zeros((ROWS,), tl.float32)
+    squares = total  # of the distances from the mean
+    h = tl.zeros((ROWS, BLOCK_SIZE), tl.float32)
+    for block in range(NUM_BLOCKS):
+        at = block * BLOCK_SIZE + cols
+        ok = (rows < n_rows)[:, None] & (at < n_cols)[None, :]
+        h = tl.load(X_ptr + (rows * X_row_stride)[:, None] + at[None, :], mask=ok, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            h += tl.load(R_ptr + (rows * R_row_stride)[:, None] + at[None, :], mask=ok, other=0.0).to(tl.float32)
+            rounded = h.to(H_ptr.dtype.element_ty)
+            tl.store(H_ptr + (rows * n_cols)[:, None] + at[None, :], rounded, mask=ok)
+            h = rounded.to(tl.float32)  # what backward will read
+        seen = block * BLOCK_SIZE
+        count = tl.minimum(n_cols - seen, BLOCK_SIZE)
+        block_total = tl.sum(h, axis=1)
+        block_mean = block_total / count
+        centered = tl.where(ok, h - block_mean[:, None], 0.0)
+        squares += tl.sum(centered * centered, axis=1)
+        if NUM_BLOCKS > 1:  # blocks about means of their own are joined: Chan, Golub, LeVeque 1983, equation 1.5
+            distance = block_mean - total / tl.maximum(seen, 1)
+            squares += distance * distance * (seen * (count / (seen + count)))
+        total += block_total
+    mean = total / n_cols
+    rstd = tl.rsqrt(squares / n_cols + eps)
+    tl.store(MEAN_ptr + rows, mean, mask=rows < n_rows)
+    tl.store(RSTD_ptr + rows, rstd, mask=rows < n_rows)
+    for block in range(NUM_BLOCKS):
+        at = block * BLOCK_SIZE + cols
+        ok = (rows < n_rows)[:, None] & (at < n_cols)[None, :]
+        if NUM_BLOCKS > 1:
+            if HAS_RESIDUAL:
+                h = tl.load(H_ptr + (rows * n_cols)[:, None] + at[None, :], mask=ok, other=0.0).to(tl.float32)
+            else:
+                h = tl.load(X_ptr + (rows * X_row_stride)[:, None] + at[None, :], mask=ok, other=0.0).to(tl.float32)
+        y = (h - mean[:, None]) * rstd[:, None]
+        if HAS_WEIGHT:
+            y *= tl.load(W_ptr + at, mask=at < n_cols, other=0.0).to(tl.float32)[None, :]
+        if HAS_BIAS:
+            y += tl.load(B_ptr + at, mask=at < n_cols, other=0.0).to(tl.float32)[None, :]
+        tl.store(Y_ptr + (rows * n_cols)[:, None] + at[None, :], y.to(Y_ptr.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _row_means_kernel(
+    DY_ptr, H_ptr, W_ptr, MEAN_ptr, RSTD_ptr, MEAN_G_ptr, MEAN_GH_ptr,
+    DY_row_stride, H_row_stride, n_cols,
+    HAS_WEIGHT: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """One wide row: with g = w dy and h^ = (h - mean) rstd, mean(g) and mean(g h^)."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_SIZE)
+    mean = tl.load(MEAN_ptr + row)
+    g_total = tl.zeros((BLOCK_SIZE,), tl.float32)
+    gh_total = g_total
+    for block in range(NUM_BLOCKS):
+        at = block * BLOCK_SIZE + cols
+        ok = at < n_cols
+        g = tl.load(DY_ptr + row * DY_row_stride + at, mask=ok, other=0.0).to(tl.float32)
+        h = tl.load(H_ptr + row * H_row_stride + at, mask=ok, other=0.0).to(tl.float32)
+        if HAS_WEIGHT:
+            g *= tl.load(W_ptr + at, mask=ok, other=0.0).to(tl.float32)
+        g_total += g
+        gh_total += g * (h - mean)
+    tl.store(MEAN_G_ptr + row, tl.sum(g_total, axis=0) / n_cols)
+    tl.store(MEAN_GH_ptr + row, tl.sum(gh_total, axis=0) * tl.load(RSTD_ptr + row) / n_cols)
+
+
+@triton.jit
+def _backward_kernel(
+    DY_ptr, DH_ptr, H_ptr, W_ptr, MEAN_ptr, RSTD_ptr, MEAN_G_ptr, MEAN_GH_ptr, DX_ptr, DW_ptr, DB_ptr,
+    DY_row_stride, DH_row_stride, H_row_stride, n_rows, n_cols, rows_per_strip,
+    HAS_DH: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """One block of columns of the rows of one strip: dx, and the strip's dw = sum(dy h^) and db = sum(dy).
+
+    g = w dy;  h^ = (h - mean) rstd;  dx = rstd (g - mean(g) - h^ mean(g h^)) + dh. The two means come from
+    `_row_means_kernel` where a row has several blocks.
+    """
+    strip = (tl.program_id(0) // NUM_BLOCKS).to(tl.int64)
+    at = tl.program_id(0) % NUM_BLOCKS * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    first = strip * rows_per_strip
+    last = tl.minimum(first + rows_per_strip, n_rows)
+    w = tl.zeros((1, BLOCK_SIZE), tl.float32)
+    if HAS_WEIGHT:
+        w = tl.load(W_ptr + at, mask=at < n_cols, other=0.0).to(tl.float32)[None, :]
+    dw = tl.zeros((ROWS, BLOCK_SIZE), tl.float32)
+    db = dw
+    for row in tl.range(first, last, ROWS, num_stages=NUM_STAGES):  # 2: loads are one turn early
+        rows = row + tl.arange(0, ROWS)
+        there = rows < last
+        ok = there[:, None] & (at < n_cols)[None, :]
+        dy = tl.load(DY_ptr + (rows * DY_row_stride)[:, None] + at[None, :], mask=ok, other=0.0).to(tl.float32)
+        h = tl.load(H_ptr + (rows * H_row_stride)[:, None] + at[None, :], mask=ok, other=0.0).to(tl.float32)
+        mean = tl.load(MEAN_ptr + rows, mask=there, other=0.0)
+        rstd = tl.load(RSTD_ptr + rows, mask=there, other=0.0)
+        normed = (h - mean[:, None]) * rstd[:, None]
+        g = dy
+        if HAS_WEIGHT:
+            g = dy * w
+        if NUM_BLOCKS > 1:
+            mean_g = tl.load(MEAN_G_ptr + rows, mask=there, other=0.0)
+            mean_gh = tl.load(MEAN_GH_ptr + rows, mask=there, other=0.0)
+        else:
+            mean_g = tl.sum(g, axis=1) / n_cols
+            mean_gh = tl.sum(g * normed, axis=1) / n_cols
+        dx = rstd[:, None] * (g - mean_g[:, None] - normed * mean_gh[:, None])
+        if HAS_DH:
+            dx += tl.load(DH_ptr + (rows * DH_row_stride)[:, None] + at[None, :], mask=ok, other=0.0).to(tl.float32)
+        tl.store(DX_ptr + (rows * n_cols)[:, None] + at[None, :], dx.to(DX_ptr.dtype.element_ty), mask=ok)
+        dw += dy * normed
+        db += dy
+    if HAS_WEIGHT:
+        tl.store(DW_ptr + strip * n_cols + at, tl.sum(dw, axis=0), mask=at < n_cols)
+    if HAS_BIAS:
+        tl.store(DB_ptr + strip * n_cols + at, tl.sum(db, axis=0), mask=at < n_cols)
+
+
+def forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, residual: (n_rows, n_cols) with adjacent columns. Returns y, h = x + residual (without: x), mean and rstd."""
+    n_rows, n_cols = x.shape
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    h = torch.empty_like(y) if residual is not None else x
+    mean, rstd = (torch.empty(n_rows, dtype=torch.float32, device=x.device) for _ in range(2))
+    block_size = min(next_power_of_2(n_cols), MAX_BLOCK_SIZE)
+    rows, num_warps = _tile(block_size, FORWARD_THREAD_NUMEL)
+    launch(
+        _forward_kernel, (-(-n_rows // rows),), num_warps=num_warps,
+        X_ptr=x, R_ptr=residual, W_ptr=_adjacent(weight), B_ptr=_adjacent(bias),
+        Y_ptr=y, H_ptr=h, MEAN_ptr=mean, RSTD_ptr=rstd,
+        X_row_stride=x.stride(0), R_row_stride=residual.stride(0) if residual is not None else 0,
+        n_rows=n_rows, n_cols=n_cols, eps=eps,
+        HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+        ROWS=rows, BLOCK_SIZE=block_size, NUM_BLOCKS=-(-n_cols // block_size),
+    )  # fmt: skip
+    return y, h, mean, rstd
+
+
+def backward(
+    dy: Tensor,
+    dh: Tensor | None,
+    h: Tensor,
+    weight: Tensor | None,
+    bias_dtype: torch.dtype | None,
+    mean: Tensor,
+    rstd: Tensor,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dy, dh, h: (n_rows, n_cols) with adjacent columns; bias_dtype: None for no bias; mean, rstd: (n_rows,) float32.
+
+    Returns dx, contiguous and in the dtype of h; dweight and dbias in theirs.
+    """
+    n_rows, n_cols = h.shape
+    weight = _adjacent(weight)
+    dx = torch.empty((n_rows, n_cols), dtype=h.dtype, device=h.device)
+    block_size = min(next_power_of_2(n_cols), MAX_BLOCK_SIZE)
+    num_blocks = -(-n_cols // block_size)
+    rows, num_warps = _tile(block_size, BACKWARD_THREAD_NUMEL)
+    mean_g, mean_gh = _row_means(dy, h, weight, mean, rstd, block_size) if num_blocks > 1 else (None, None)
+    num_programs = RESIDENT_WARPS // num_warps * num_processors(h.device)
+    rows_per_strip = -(-n_rows * num_blocks // (rows * num_programs)) * rows
+    num_strips = -(-n_rows // rows_per_strip)
+    loaded_bytes = rows * block_size * h.element_size() * (3 if dh is not None else 2)
+    dtypes = [dtype for dtype in (weight.dtype if weight is not None else None, bias_dtype) if dtype is not None]
+    strips = torch.empty((len(dtypes), num_strips, n_cols), dtype=torch.float32, device=h.device)
+    launch(
+        _backward_kernel, (num_strips * num_blocks,), num_warps=num_warps,
+        DY_ptr=dy, DH_ptr=dh, H_ptr=h, W_ptr=weight, MEAN_ptr=mean, RSTD_ptr=rstd,
+        MEAN_G_ptr=mean_g, MEAN_GH_ptr=mean_gh, DX_ptr=dx,
+        DW_ptr=strips[0] if weight is not None else None, DB_ptr=strips[-1] if bias_dtype is not None else None,
+        DY_row_stride=dy.stride(0), DH_row_stride=dh.stride(0) if dh is not None else 0, H_row_stride=h.stride(0),
+        n_rows=n_rows, n_cols=n_cols, rows_per_strip=rows_per_strip,
+        HAS_DH=dh is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias_dtype is not None,
+        ROWS=rows, BLOCK_SIZE=block_size, NUM_BLOCKS=num_blocks,
+        NUM_STAGES=2 if loaded_bytes <= EARLY_LOAD_BYTES else 1,
+    )  # fmt: skip
+    sums = [total.to(dtype) for total, dtype in zip(strips.sum(1), dtypes, strict=True)] if dtypes else []
+    return dx, sums[0] if weight is not None else None, sums[-1] if bias_dtype is not None else None
+
+
+def _row_means(
+    dy: Tensor, h: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """mean(g) and mean(g h^) of every row, each (n_rows,) float32."""
+    n_rows, n_cols = h.shape
+    mean_g, mean_gh = torch.empty_like(mean), torch.empty_like(mean)
+    launch(
+        _row_means_kernel, (n_rows,), num_warps=_tile(block_size, FORWARD_THREAD_NUMEL)[1],
+        DY_ptr=dy, H_ptr=h, W_ptr=weight, MEAN_ptr=mean, RSTD_ptr=rstd, MEAN_G_ptr=mean_g, MEAN_GH_ptr=mean_gh,
+        DY_row_stride=dy.stride(0), H_row_stride=h.stride(0), n_cols=n_cols,
+        HAS_WEIGHT=weight is not None, BLOCK_SIZE=block_size, NUM_BLOCKS=-(-n_cols // block_size),
+    )  # fmt: skip
+    return mean_g, mean_gh
+
+
+def _adjacent(vector: Tensor | None) -> Tensor | None:
+    return vector.contiguous() if vector is not None else None
+
+
+def _tile(block_size: int, thread_numel: int) -> tuple[int, int]:
+    """The rows of a tile of that many columns, and its warps: 4 to 16; with more, there are too few registers each."""
+    return max(1, 4 * 32 * thread_numel // block_size), min(max(block_size // (32 * thread_numel), 4), 16)

@@ -1,0 +1,92 @@
+"""Triton form of `kernels/optimizer_states.py`: random bits, and values to and from what is stored, bit for bit."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rounding_noise(g, w, seed):
+    """uint32 random bits of each element. g, w: float32, the scaled gradient and the weight before its update."""
+    x = (g.to(tl.uint32, bitcast=True) * 0x9E3779B1) ^ (w.to(tl.uint32, bitcast=True) + seed.to(tl.uint32))
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def other_noise(noise):
+    """uint32 random bits for what an element stores next."""
+    x = noise * 0x9E3779B1
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def rounded_at_random(x, noise, DTYPE: tl.constexpr):
+    """x, float32, in DTYPE: up or down for bfloat16 and float16, so that the mean is exact."""
+    y = x
+    bits = x.to(tl.uint32, bitcast=True)
+    if DTYPE == tl.bfloat16:
+        y = ((bits + (noise & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    elif DTYPE == tl.float16:
+        y = ((bits + (noise & 0x1FFF)) & 0xFFFFE000).to(tl.float32, bitcast=True)
+        # Below float16's normal numbers the steps are even, 2^-24 each.
+        is_small = tl.abs(x) < 2.0**-14
+        steps = tl.where(is_small, tl.abs(x), 0.0) * 2.0**24 + (noise & 0x1FFF).to(tl.float32) * 2.0**-13
+        small = steps.to(tl.int32).to(tl.float32) * 2.0**-24
+        signed = small.to(tl.uint32, bitcast=True) | (bits & 0x80000000)
+        y = tl.where(is_small, signed.to(tl.float32, bitcast=True), y)
+    return tl.where(x == x, y, float("nan")).to(DTYPE)
+
+
+@triton.jit
+def load_state(S_ptr, SCALE_ptr, at, ok, block, block_ok):
+    """Values, float32, of elements at, (NUM_BLOCKS, 256), where ok. block: the number of each block; SCALE_ptr or None.
+
+    See [Note: 8-bit states] in `kernels/optimizer_states.py`.
+    """
+    stored = tl.load(S_ptr + at, mask=ok, other=0)
+    if SCALE_ptr is not None:
+        IS_SIGNED: tl.constexpr = S_ptr.dtype.element_ty == tl.int8
+        TOP: tl.constexpr = 15 if IS_SIGNED else 31
+        scale = tl.load(SCALE_ptr + block, mask=block_ok, other=1.0)
+        code = stored.to(tl.int32)
+        magnitude = code & 0x7F if IS_SIGNED else code
+        subnormal = magnitude.to(tl.float32) * 2.0 ** (-2 - TOP)
+        normal = ((magnitude + ((127 - TOP) << 3)) << 20).to(tl.float32, bitcast=True)
+        values = tl.where(magnitude < 8, subnormal, normal) * scale[:, None]
+        values = tl.where(code < 0, -values, values)
+    else:
+        values = stored.to(tl.float32)
+    return values
+
+
+@triton.jit
+def store_state(S_ptr, SCALE_ptr, at, ok, block, block_ok, x, noise):
+    """What `load_state` reads: x, float32, rounded at random where it is stored in fewer bits."""
+    if SCALE_ptr is not None:
+        IS_SIGNED: tl.constexpr = S_ptr.dtype.element_ty == tl.int8
+        TOP: tl.constexpr = 15 if IS_SIGNED else 31
+        bits = x.to(tl.int32, bitcast=True)
+        magnitude = tl.where(ok, bits & 0x7FFFFFFF, 0)
+        exponent = tl.max(magnitude, axis=1) >> 23
+        is_broken = exponent >= 253  # the inverse of the scale would be denormal
+        exponent = tl.minimum(exponent, 252)
+        scale = tl.where(is_broken, 0x7FC00000, (exponent + 1) << 23).to(tl.float32, bitcast=True)
+        tl.store(SCALE_ptr + block, scale, mask=block_ok)
+        inverse = ((253 - exponent) << 23).to(tl.float32, bitcast=True)
+        y = magnitude.to(tl.float32, bitcast=True) * inverse[:, None]
+        random = (noise & 0xFFFFF).to(tl.int32)
+        is_small = y < 2.0 ** (1 - TOP)
+        steps = tl.where(is_small, y, 0.0) * 2.0 ** (2 + TOP) + random.to(tl.float32) * 2.0**-20
+        normal = ((y.to(tl.int32, bitcast=True) + random) >> 20) - ((127 - TOP) << 3)
+        code = tl.where(is_small, steps.to(tl.int32), normal)
+        if IS_SIGNED:
+            code |= (bits >> 24) & -0x80
+        else:
+            code = tl.where((code == 0) & (y > 0.0), 1, code)
+        code = tl.where(is_broken[:, None], 0, code)
+        tl.store(S_ptr + at, code.to(S_ptr.dtype.element_ty), mask=ok)
+    else:
+        tl.store(S_ptr + at, rounded_at_random(x, noise, S_ptr.dtype.element_ty), mask=ok)

@@ -1,0 +1,66 @@
+"""How long a model's forward takes, block by block."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .blocks import Block
+
+_ROUNDS = 5
+
+
+def seconds_of_blocks(model: nn.Module, blocks: Sequence[Block], call: Callable[[nn.Module], Any]) -> list[float]:
+    """Seconds before the first block, then from the entry of each block to that of the next, or to the end.
+
+    The median of several forwards without gradients, after one that warms up; random state is as it was before.
+    Raises ValueError for a model on the meta device, and where a forward does not call every block once, in order.
+    """
+    if any(param.is_meta for param in model.parameters()):
+        raise ValueError(
+            'pipeline: balance "time" needs a model with memory to measure on, found parameters on the meta device; '
+            'use balance "parameters"'
+        )
+    device = next(model.parameters()).device
+    entries: list[tuple[int, float]] = []
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    def entry_of(number: int) -> Callable[[nn.Module, Any], None]:
+        return lambda module, args: entries.append((number, now()))
+
+    handles = [
+        block.module.register_forward_pre_hook(entry_of(number), prepend=True) for number, block in enumerate(blocks)
+    ]
+    rounds = []
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+            for _ in range(1 + _ROUNDS):
+                entries.clear()
+                begin = now()
+                call(model)
+                _check_order(blocks, [number for number, _ in entries])
+                moments = [begin, *(moment for _, moment in entries), now()]
+                rounds.append([after - before for before, after in itertools.pairwise(moments)])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [statistics.median(seconds) for seconds in zip(*rounds[1:], strict=True)]
+
+
+def _check_order(blocks: Sequence[Block], called: list[int]) -> None:
+    if called != list(range(len(blocks))):
+        shown = ", ".join(blocks[number].name for number in called)
+        raise ValueError(
+            f"pipeline: expected a forward that calls each of {len(blocks)} blocks once, in the order of registration, "
+            f"found the calls: {shown or 'none'}"
+        )

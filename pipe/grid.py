@@ -1,0 +1,165 @@
+"""A schedule as a picture, rank by time: in text, in a terminal's colours, or as a PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from .action import COMPUTE_OPS, Action, Op
+from .schedule import Schedule
+from .simulator import Simulation, Slot
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from rich.text import Text
+
+_MOST_PANELS = 12  # a longer grid is drawn to a smaller scale, labels cut
+_TERMINAL = {  # background by op, for even and for odd chunks
+    Op.F: ("blue", "cyan"),
+    Op.B: ("green", "bright_green"),
+    Op.I: ("magenta", "bright_magenta"),
+    Op.W: ("yellow", "bright_yellow"),
+}
+_PAPER = {
+    Op.F: ("#4292c6", "#9ecae1"),
+    Op.B: ("#41ab5d", "#a1d99b"),
+    Op.I: ("#1d91a3", "#8fd1cf"),
+    Op.W: ("#fd8d3c", "#fdd0a2"),
+}
+_MEANINGS = {Op.F: "forward", Op.B: "backward", Op.I: "input half", Op.W: "weight half"}
+
+
+class _Cell(NamedTuple):
+    text: str
+    action: Action | None  # None: idle, or the rank's name
+
+
+def text_grid(simulation: Simulation, width: int = 120) -> str:
+    """One line per rank, time from left to right; what is wider than `width` goes on in further panels.
+
+    A cell begins with its action and is as long as it takes: `0F0` of stage 0, or `F0` where each rank has one stage.
+    Dots are idle time.
+    """
+    panels = [["".join(cell.text for cell in row).rstrip() for row in panel] for panel in _panels(simulation, width)]
+    return "\n\n".join("\n".join(panel) for panel in panels) + "\n"
+
+
+def colour_grid(simulation: Simulation, width: int = 120) -> Text:
+    """`text_grid` for rich's console: forwards blue, backwards green, their halves magenta and yellow.
+
+    A rank's second stage, its fourth and so on are brighter.
+    """
+    from rich.text import Text
+
+    text = Text(no_wrap=True)
+    for number, panel in enumerate(_panels(simulation, width)):
+        text.append("\n" if number else "")
+        for row in panel:
+            for cell in row:
+                text.append(cell.text.rstrip(" "), _style(simulation.schedule, cell.action))
+                text.append(cell.text[len(cell.text.rstrip(" ")) :])
+            text.append("\n")
+    return text
+
+
+def write_png(simulation: Simulation, path: Path) -> None:
+    """Draws the timeline to `path`. Needs matplotlib, an optional dependency; raises ModuleNotFoundError without it."""
+    from matplotlib.figure import Figure
+
+    schedule = simulation.schedule
+    figure = Figure(figsize=(12, 1.5 + 0.38 * schedule.num_ranks), layout="constrained")
+    axes = figure.add_subplot()
+    for rank, slots in enumerate(simulation.timeline):
+        for slot in slots:
+            if slot.end > slot.start:
+                _draw(axes, schedule, rank, slot, simulation.makespan)
+    axes.set_yticks(range(schedule.num_ranks), [f"rank {rank}" for rank in range(schedule.num_ranks)])
+    axes.set_ylim(schedule.num_ranks - 0.5, -0.5)
+    axes.set_xlim(0, simulation.makespan)
+    chunks = "" if schedule.num_stages == schedule.num_ranks else "; light: a rank's second stage, its fourth, ..."
+    axes.set_title(
+        f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
+        f"{schedule.num_microbatches} microbatches, bubble {simulation.bubble:.1%}{chunks}",
+        loc="left",
+    )
+    ops = [op for op in COMPUTE_OPS if schedule.has_any(op)]
+    handles = [axes.barh(0, 0, color=_PAPER[op][0], label=f"{op.value}: {_MEANINGS[op]}") for op in ops]
+    figure.legend(handles=handles, ncols=len(ops), loc="outside lower left", frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
+def _draw(axes: Axes, schedule: Schedule, rank: int, slot: Slot, makespan: float) -> None:
+    """One bar, with its microbatch in it where there is room."""
+    width = slot.end - slot.start
+    color = _PAPER[slot.action.op][_chunk(schedule, slot.action) % 2]
+    axes.barh(rank, width, left=slot.start, height=0.86, color=color, edgecolor="white", linewidth=0.6)
+    if width > makespan / 120:
+        axes.text((slot.start + slot.end) / 2, rank, str(slot.action.microbatch), ha="center", va="center", fontsize=7)
+
+
+def _chunk(schedule: Schedule, action: Action) -> int:
+    """The how-manieth stage of its rank the action is of."""
+    return schedule.stages_of_rank(schedule.rank_of_stage[action.stage]).index(action.stage)
+
+
+def _style(schedule: Schedule, action: Action | None) -> str:
+    if action is None:
+        return ""
+    return f"black on {_TERMINAL[action.op][_chunk(schedule, action) % 2]}"
+
+
+def _panels(simulation: Simulation, width: int) -> Iterator[list[list[_Cell]]]:
+    """The grid, cut where a line is full: panels of rows of cells; a cell that is cut goes on in the next panel."""
+    num_ranks = simulation.schedule.num_ranks
+    names = [f"rank {rank:<{len(str(num_ranks - 1))}}  " for rank in range(num_ranks)]
+    room = max(width - len(names[0]), 20)
+    scale = _columns_per_time(simulation, room)
+    total = max(round(simulation.makespan * scale), 1)
+    rows = [_cells(simulation, rank, scale, total) for rank in range(num_ranks)]
+    size = -(-total // -(-total // room))  # panels of one size, none with a few columns that are left
+    for begin in range(0, total, size):
+        yield [[_Cell(name, None), *_cut(row, begin, begin + size)] for name, row in zip(names, rows, strict=True)]
+
+
+def _columns_per_time(simulation: Simulation, room: int) -> float:
+    """So many that the shortest action has room for its label, unless the grid would become too long."""
+    slots = [slot for row in simulation.timeline for slot in row if slot.end > slot.start]
+    if not slots:
+        return 1.0
+    shortest = min(slot.end - slot.start for slot in slots)
+    longest_label = max(len(_label(simulation.schedule, slot.action)) for slot in slots)
+    return min((longest_label + 1) / shortest, _MOST_PANELS * room / simulation.makespan)
+
+
+def _label(schedule: Schedule, action: Action) -> str:
+    return str(action) if schedule.num_stages > schedule.num_ranks else f"{action.op.value}{action.microbatch}"
+
+
+def _cells(simulation: Simulation, rank: int, scale: float, total: int) -> list[_Cell]:
+    """One rank's line: actions as `F0--- `, idle time as dots."""
+    cells = []
+    column = 0
+    for slot in simulation.timeline[rank]:
+        if slot.end == slot.start:
+            continue
+        begin, end = round(slot.start * scale), round(slot.end * scale)
+        if begin > column:
+            cells.append(_Cell("." * (begin - column - 1) + " ", None))
+        size = max(end - begin - 1, 0)
+        cells.append(_Cell(f"{_label(simulation.schedule, slot.action):-<{size}}"[:size] + " ", slot.action))
+        column = end
+    if total > column:
+        cells.append(_Cell("." * (total - column - 1) + " ", None))
+    return cells
+
+
+def _cut(cells: list[_Cell], begin: int, end: int) -> Iterator[_Cell]:
+    """The part of a line between two columns."""
+    column = 0
+    for cell in cells:
+        text = cell.text[max(begin - column, 0) : max(end - column, 0)]
+        if text:
+            yield _Cell(text, cell.action)
+        column += len(cell.text)

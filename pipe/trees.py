@@ -1,0 +1,68 @@
+"""Values nested in tuples, lists, dictionaries and dataclasses, as modules take and return them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """Shape and dtype of a tensor, which stands in its place in a description."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: Tensor) -> TensorShape:
+        return TensorShape(tuple(tensor.shape), tensor.dtype)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """What is not a container, in order."""
+    parts = _parts(value)
+    if parts is None:
+        yield value
+    else:
+        for part in parts.values():
+            yield from leaves(part)
+
+
+def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
+    """The same structure of `change(leaf)`; a container in which nothing changes is the same object as before."""
+    parts = _parts(value)
+    if parts is None:
+        return change(value)
+    changed = {key: map_leaves(change, part) for key, part in parts.items()}
+    if all(changed[key] is parts[key] for key in parts):
+        return value
+    return _rebuilt(value, changed)
+
+
+def _parts(value: Any) -> Mapping[Any, Any] | None:
+    if isinstance(value, (tuple, list)):
+        return dict(enumerate(value))
+    if isinstance(value, dict):
+        return value
+    if _is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+    return None
+
+
+def _rebuilt(value: Any, parts: Mapping[Any, Any]) -> Any:
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*parts.values())
+    if isinstance(value, (tuple, list)):
+        return type(value)(parts.values())
+    if _is_dataclass(value):
+        return type(value)(**parts) if isinstance(value, dict) else dataclasses.replace(value, **parts)
+    return type(value)(parts)
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, (type, TensorShape))

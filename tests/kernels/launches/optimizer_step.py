@@ -1,0 +1,58 @@
+"""Launches of the optimizer step; dtype is that of the gradient."""
+
+from typing import Any
+
+import torch
+
+from lowtide.kernels.optimizer_states import stored_states
+from lowtide.kernels.optimizer_step import RULES
+from lowtide.kernels.triton import optimizer_step
+
+OPTIONS: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "momentum": 0.9,
+    "dampening": 0.0,
+    "nesterov": False,
+    "lr_decay": 0.0,
+    "initial_accumulator_value": 0.0,
+}
+NUMEL = 5001  # whole tiles, and a rest
+
+
+def update(
+    dtype: torch.dtype,
+    rule_name: str,
+    state_dtype: torch.dtype = torch.float32,
+    master_dtype: torch.dtype = torch.float32,
+    out_dtype: torch.dtype | None = torch.bfloat16,
+    num_runs: int = 1,
+    stochastic_rounding: bool = False,
+) -> None:
+    def meta(dtype: torch.dtype, numel: int = NUMEL) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device="meta")
+
+    master = meta(master_dtype)
+    states = stored_states(list(RULES[rule_name].new_states(master, OPTIONS, state_dtype).values()))
+    runs = [(NUMEL * (i + 1) // num_runs, OPTIONS | {"weight_decay": 0.1 * i}) for i in range(num_runs)]
+    out = meta(out_dtype) if out_dtype is not None else None
+    optimizer_step.update(
+        rule_name, master, meta(dtype), states, 3, runs, meta(torch.float32, 1), out, meta(torch.bool, 1),
+        stochastic_rounding,
+    )  # fmt: skip
+
+
+BFLOAT16, INT8 = torch.bfloat16, torch.int8
+CASES = {
+    "adamw": lambda dtype: update(dtype, "adamw"),
+    "adamw with runs": lambda dtype: update(dtype, "adamw", num_runs=3),
+    "adamw, states of 16 bits": lambda dtype: update(dtype, "adamw", BFLOAT16),
+    "adamw, states of 8 bits, runs": lambda dtype: update(dtype, "adamw", INT8, num_runs=3),
+    "adamw, all in 16 bits": lambda dtype: update(dtype, "adamw", BFLOAT16, BFLOAT16, None, 1, True),
+    "adam, float16 at random": lambda dtype: update(dtype, "adam", INT8, out_dtype=torch.float16, stochastic_rounding=True),
+    "lion": lambda dtype: update(dtype, "lion", INT8),
+    "adagrad": lambda dtype: update(dtype, "adagrad", INT8, num_runs=3),
+    "sgd with momentum": lambda dtype: update(dtype, "sgd", out_dtype=None),
+}

@@ -1,0 +1,21 @@
+"""Launches of the sums of squares by block."""
+
+import torch
+
+from lowtide.kernels.triton import sum_of_squares
+
+
+def launch(dtype: torch.dtype, sizes: tuple[int, ...], has_flag: bool = False, block_numel: int = 1024) -> None:
+    tensors = [torch.empty(size, dtype=dtype, device="meta") for size in sizes]
+    flag = torch.empty(1, dtype=torch.int32, device="meta") if has_flag else None
+    sum_of_squares.squares_of_each(tensors, block_numel, flag)
+
+
+CASES = {
+    "flat": lambda dtype: launch(dtype, (1 << 20,)),
+    "flat with a flag": lambda dtype: launch(dtype, (1 << 20,), True),
+    "short blocks": lambda dtype: launch(dtype, (1 << 20,), True, 16),
+    "long blocks": lambda dtype: launch(dtype, (1 << 20,), True, 4096),
+    "list": lambda dtype: launch(dtype, (1 << 20, 1 << 12)),
+    "long list with a flag": lambda dtype: launch(dtype, (1 << 20,) * 300, True),
+}

@@ -1,0 +1,85 @@
+"""A pipeline trains to the numbers of one process: every schedule, ZeRO stage, precision, with and without tied weights."""
+
+import pytest
+
+from tests import models
+from tests.pipe.pipelines import MICROBATCHES, SCHEDULES, deep_gpt, deep_tied_gpt, pipelined
+from tests.ranks import RankPool
+from tests.zero.training import Case, assert_close, train_all, train_plainly
+
+PLAIN = Case(deep_gpt, models.token_batch, clip=0.3, accumulation=MICROBATCHES)
+TIED = Case(deep_tied_gpt, models.token_batch, clip=0.3, accumulation=MICROBATCHES)
+
+
+@pytest.mark.parametrize("case", [PLAIN, TIED], ids=["untied", "tied"])
+def test_every_schedule_trains_like_one_process(ranks: RankPool, case: Case) -> None:
+    expected = train_plainly(case, 1, num_parts=MICROBATCHES)
+    cases = [pipelined(case, 2, schedule) for schedule in SCHEDULES]
+    for schedule, by_rank in zip(SCHEDULES, zip(*ranks(2, train_all, cases), strict=True), strict=True):
+        assert_close(by_rank[0], expected, 2e-5, 1e-6, schedule)
+        for other in by_rank[1:]:
+            assert (other.losses, other.norms, other.skipped) == (by_rank[0].losses, by_rank[0].norms, by_rank[0].skipped)
+
+
+STAGES_BESIDE_PIPELINES = [
+    (schedule, stage, shard_size) for schedule in ("1f1b", "zb-v") for stage in (0, 1, 2, 3) for shard_size in (None, 1)
+]
+
+
+def test_every_zero_stage_trains_like_one_process(ranks: RankPool) -> None:
+    expected = train_plainly(TIED, 2, num_parts=MICROBATCHES)
+    cases = [
+        pipelined(TIED.at(stage), 2, schedule, zero_optimization={"shard_size": shard_size})
+        for schedule, stage, shard_size in STAGES_BESIDE_PIPELINES
+    ]
+    for what, outcome in zip(STAGES_BESIDE_PIPELINES, ranks(4, train_all, cases)[0], strict=True):
+        assert_close(outcome, expected, 2e-5, 1e-6, str(what))
+
+
+@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
+def test_zero_stages_agree_bitwise_at_one_microbatch(ranks: RankPool, route: str) -> None:
+    case = TIED.at(0, accumulation=1, config={"communication": {"route": route}})
+    first, *others = ranks(4, train_all, [pipelined(case.at(stage), 2, "1f1b") for stage in (0, 1, 2, 3)])[0]
+    for stage, other in enumerate(others, 1):
+        assert not first.differences(other), stage
+
+
+def test_one_microbatch_gives_the_bits_of_one_process(ranks: RankPool) -> None:
+    case = PLAIN.at(0, accumulation=1)
+    (alone,) = ranks(1, train_all, [case])[0]
+    for outcome in ranks(2, train_all, [pipelined(case, 2, schedule) for schedule in ("gpipe", "1f1b")])[0]:
+        assert not alone.differences(outcome)
+
+
+def test_stages_are_gathered_for_each_use_within_a_budget(ranks: RankPool) -> None:
+    case = PLAIN.at(3, config={"communication": {"route": "sockets"}})
+    once, budgeted = ranks(
+        4,
+        train_all,
+        [
+            pipelined(case, 2, "interleaved"),
+            pipelined(case, 2, "interleaved", zero_optimization={"stage3_max_live_parameters": 12_000}),
+        ],
+    )[0]
+    assert not once.differences(budgeted)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_agrees_with_one_rank(ranks: RankPool, precision: str) -> None:
+    scaling = {"initial_scale_power": 8} if precision == "fp16" else {}
+    case = PLAIN.at(2, config={precision: {"enabled": True, **scaling}})
+    (alone,) = ranks(1, train_all, [case])[0]
+    for schedule, outcome in zip(SCHEDULES, ranks(2, train_all, [pipelined(case, 2, s) for s in SCHEDULES])[0], strict=True):
+        assert_close(outcome, alone, 2e-2, 2e-2, schedule)
+        assert outcome.scales == alone.scales
+
+
+def test_recomputed_blocks_give_the_same_bits(ranks: RankPool) -> None:
+    cases = [
+        pipelined(TIED, 2, schedule, activation_checkpointing={"every": every})
+        for schedule in ("1f1b", "zb-h1", "zb-v")
+        for every in (0, 1)
+    ]
+    outcomes = ranks(2, train_all, cases)[0]
+    for kept, recomputed in zip(outcomes[::2], outcomes[1::2], strict=True):
+        assert not kept.differences(recomputed)

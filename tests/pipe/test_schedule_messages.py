@@ -1,0 +1,118 @@
+"""Sends and receives are put where they can never deadlock and never make a step longer."""
+
+import random
+
+import pytest
+
+from lowtide.pipe.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
+from lowtide.pipe.costs import Costs
+from lowtide.pipe.errors import ScheduleError
+from lowtide.pipe.passes import add_messages, forward_only, merge_backward
+from lowtide.pipe.registry import KINDS, make_schedule
+from lowtide.pipe.schedule import Schedule
+from lowtide.pipe.simulator import simulate
+
+GRID = [(1, 2), (2, 4), (3, 7), (4, 8), (5, 10)]
+
+
+def random_costs(num_stages: int, seed: int) -> Costs:
+    source = random.Random(seed)
+
+    def times() -> tuple[float, ...]:
+        return tuple(source.choice([0.0, 0.3, 1.0, 5.0]) for _ in range(num_stages))
+
+    ones = (1.0,) * num_stages
+    return Costs(times(), times(), times(), times(), ones, ones, ones, send=source.choice([0.0, 0.2, 2.0]))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_order_deadlocks_even_if_every_send_and_receive_blocks(name: str) -> None:
+    for p, m in GRID:
+        for schedule in (make_schedule(name, p, m), forward_only(make_schedule(name, p, m))):
+            simulate(add_messages(schedule), blocking=True)
+            simulate(add_messages(merge_backward(schedule)), blocking=True)
+            for seed in range(4):
+                costs = random_costs(schedule.num_stages, seed)
+                # In an order made for one machine, run on another.
+                simulate(add_messages(schedule, costs), random_costs(schedule.num_stages, seed + 1), blocking=True)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_messages_do_not_make_a_step_longer(name: str) -> None:
+    for p, m in GRID:
+        schedule = make_schedule(name, p, m)
+        for seed in range(4):
+            costs = random_costs(schedule.num_stages, seed)
+            with_messages = simulate(add_messages(schedule, costs), costs)
+            assert with_messages.makespan == simulate(schedule, costs).makespan
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_message_has_two_ends_and_stages_of_one_rank_need_none(name: str) -> None:
+    schedule = make_schedule(name, 4, 8)
+    lists = add_messages(schedule).actions
+    crossings = sum(schedule.crosses(stage) for stage in range(schedule.num_stages))
+    assert crossings == (6 if KINDS[name].is_v else schedule.num_stages - 1)
+    for op in (*SEND_OPS, *RECV_OPS):
+        assert sum(action.op is op for actions in lists for action in actions) == 8 * crossings
+    if KINDS[name].is_v:  # stages 3 and 4 are both on rank 3
+        assert Action(Op.SEND_F, 3, 0) not in lists[3] and Action(Op.RECV_B, 3, 0) not in lists[3]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_order_of_what_is_computed_stays(name: str) -> None:
+    schedule = make_schedule(name, 4, 8)
+    lists = add_messages(schedule).actions
+    assert tuple(tuple(action for action in row if action.op in COMPUTE_OPS) for row in lists) == schedule.actions
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_made_is_sent_at_once(name: str) -> None:
+    makers = {Op.SEND_F: (Op.F,), Op.SEND_B: (Op.B, Op.I)}
+    for row in add_messages(make_schedule(name, 4, 8)).actions:
+        for index, action in enumerate(row):
+            if action.op in SEND_OPS:
+                before = [other for other in row[:index] if other.op in COMPUTE_OPS][-1]
+                assert before.op in makers[action.op]
+                assert (before.stage, before.microbatch) == (action.stage, action.microbatch)
+
+
+def test_the_messages_of_1f1b_on_two_ranks() -> None:
+    lists = [" ".join(map(str, row)) for row in add_messages(make_schedule("1f1b", 2, 3)).actions]
+    assert lists == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0F2 0SEND_F2 0B1 0RECV_B2 0B2",
+        "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1RECV_F2 1F2 1B2 1SEND_B2",
+    ]
+
+
+def test_the_peer_of_a_message_is_the_other_stage_and_its_rank() -> None:
+    schedule = make_schedule("zb-v", 4, 8)
+    peers = {"2SEND_F0": 3, "3RECV_F0": 2, "5SEND_B0": 4, "4RECV_B0": 5, "0SEND_F1": 1, "7RECV_F0": 6}
+    for text, stage in peers.items():
+        assert Action.parse(text).peer_stage == stage
+        assert schedule.peer_rank(Action.parse(text)) == schedule.rank_of_stage[stage]
+
+
+def test_messages_are_not_added_twice() -> None:
+    schedule = add_messages(make_schedule("1f1b", 2, 2))
+    with pytest.raises(ScheduleError, match="schedule 1f1b has sends and receives already"):
+        add_messages(schedule)
+
+
+def test_one_stage_needs_no_messages() -> None:
+    schedule: Schedule = make_schedule("1f1b", 1, 3)
+    assert add_messages(schedule) == schedule
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_rank_has_at_most_four_messages_that_it_has_not_used(name: str) -> None:
+    users = {Op.F: Op.RECV_F, Op.B: Op.RECV_B, Op.I: Op.RECV_B}
+    for p, m in ((2, 8), (4, 16), (8, 24)):
+        for row in add_messages(make_schedule(name, p, m)).actions:
+            unused: set[Action] = set()
+            for action in row:
+                if action.op in RECV_OPS:
+                    unused.add(action)
+                elif action.op in users:
+                    unused.discard(Action(users[action.op], action.stage, action.microbatch))
+                assert len(unused) <= 4

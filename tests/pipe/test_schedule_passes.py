@@ -1,0 +1,97 @@
+"""Passes add what they say and leave the rest: whole backwards, reduces, steps, and the forward alone."""
+
+import pytest
+
+from lowtide.pipe.action import BACKWARD_OPS, Action, Op
+from lowtide.pipe.costs import Costs
+from lowtide.pipe.errors import ScheduleError
+from lowtide.pipe.passes import add_gathers, add_reduces, add_steps, complete, forward_only, merge_backward
+from lowtide.pipe.registry import KINDS, make_schedule
+from lowtide.pipe.schedule import Schedule
+from lowtide.pipe.simulator import simulate
+
+SPLIT = [name for name, kind in KINDS.items() if kind.splits_backward]
+
+
+def count(schedule: Schedule, op: Op) -> int:
+    return sum(action.op is op for actions in schedule.actions for action in actions)
+
+
+def test_halves_that_follow_each_other_become_a_whole_backward() -> None:
+    row = "0F0 0F1 0F2 0I0 0W0 0I1 0I2 0W1 0W2"
+    schedule = Schedule("own", 1, 1, 3, (0,), (tuple(map(Action.parse, row.split())),))
+    assert " ".join(map(str, merge_backward(schedule).actions[0])) == "0F0 0F1 0F2 0B0 0I1 0I2 0W1 0W2"
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_halves_are_merged_where_it_delays_nobody(name: str) -> None:
+    for p, m in ((1, 2), (2, 4), (4, 8), (4, 16), (8, 16)):
+        schedule = make_schedule(name, p, m)
+        for costs in (
+            Costs.uniform(schedule.num_stages),
+            Costs.uniform(schedule.num_stages, send=0.3),
+            Costs.uniform(schedule.num_stages, forward=2.0, input_backward=3.0, weight_backward=1.0),
+        ):
+            merged = merge_backward(schedule, costs)
+            assert count(merged, Op.B) > count(schedule, Op.B)
+            assert simulate(merged, costs).makespan == pytest.approx(simulate(schedule, costs).makespan)
+
+
+def test_merging_every_pair_can_delay_the_ranks_before() -> None:
+    schedule = make_schedule("zb-v", 4, 8)
+    assert count(merge_backward(schedule), Op.B) > count(merge_backward(schedule, Costs.uniform(8)), Op.B)
+    assert simulate(merge_backward(schedule)).makespan > simulate(schedule).makespan
+
+
+def test_nothing_is_merged_where_the_whole_takes_longer_than_its_halves() -> None:
+    costs = Costs.uniform(4, backward=3.0)
+    assert merge_backward(make_schedule("zb-h1", 4, 8), costs) == make_schedule("zb-h1", 4, 8)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_gradients_are_reduced_right_after_the_last_backward_of_their_stage(name: str) -> None:
+    schedule = add_reduces(make_schedule(name, 3, 6))
+    assert count(schedule, Op.REDUCE) == schedule.num_stages
+    for row in schedule.actions:
+        for index, action in enumerate(row):
+            if action.op is Op.REDUCE:
+                assert row[index - 1].op in (Op.B, Op.W) and row[index - 1].stage == action.stage
+                assert all(later.stage != action.stage for later in row[index + 1 :])
+
+
+def test_steps_come_at_the_end_of_every_rank() -> None:
+    schedule = add_steps(add_reduces(make_schedule("zb-v", 2, 4)))
+    assert [list(map(str, row[-2:])) for row in schedule.actions] == [["0STEP", "3STEP"], ["1STEP", "2STEP"]]
+    assert add_steps(schedule) == schedule and add_reduces(schedule) == schedule
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_forward_alone_can_run_with_and_without_messages(name: str) -> None:
+    for p, m in ((1, 2), (3, 7), (4, 8)):
+        schedule = make_schedule(name, p, m)
+        for alone in (forward_only(schedule), forward_only(complete(schedule)), complete(forward_only(schedule))):
+            assert alone.is_forward_only and not alone.has_any(*BACKWARD_OPS, Op.SEND_B, Op.REDUCE, Op.STEP)
+            assert count(alone, Op.F) == m * schedule.num_stages
+            simulate(alone, blocking=True)
+
+
+def test_the_forward_is_not_taken_from_between_gathers() -> None:
+    with pytest.raises(
+        ScheduleError, match="schedule 1f1b: take forward_only of a schedule before add_gathers, not after"
+    ):
+        forward_only(add_gathers(make_schedule("1f1b", 2, 2)))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_complete_schedule_has_all_that_a_rank_does_and_takes_no_longer(name: str) -> None:
+    schedule = make_schedule(name, 4, 8)
+    whole = complete(schedule, gathers=True, step=True)
+    assert all(whole.has_any(op) for op in (Op.SEND_F, Op.RECV_B, Op.GATHER, Op.RELEASE, Op.REDUCE, Op.STEP))
+    assert simulate(whole).makespan == simulate(schedule).makespan
+    plain = complete(schedule)
+    assert not plain.has_any(Op.GATHER, Op.STEP) and plain.has_any(Op.REDUCE)
+
+
+def test_messages_of_a_users_own_schedule_stay_where_they_are() -> None:
+    own = complete(make_schedule("zb-v", 2, 4))
+    assert complete(own) == own

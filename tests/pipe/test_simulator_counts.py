@@ -1,0 +1,135 @@
+"""The simulator's times and bytes are those that one works out by hand."""
+
+import pytest
+
+from lowtide.pipe.action import Action
+from lowtide.pipe.costs import Costs
+from lowtide.pipe.passes import add_gathers, complete, forward_only
+from lowtide.pipe.registry import make_schedule
+from lowtide.pipe.schedule import Schedule
+from lowtide.pipe.simulator import simulate
+
+
+def two_ranks(costs: Costs) -> list[list[tuple[str, float, float]]]:
+    """When each action of two ranks' 1F1B with two microbatches begins and ends."""
+    simulation = simulate(make_schedule("1f1b", 2, 2), costs)
+    return [[(str(slot.action), slot.start, slot.end) for slot in slots] for slots in simulation.timeline]
+
+
+def test_each_stage_has_its_own_times() -> None:
+    costs = Costs(
+        forward=(1.0, 4.0),
+        backward=(2.0, 10.0),
+        input_backward=(1.0, 5.0),
+        weight_backward=(1.0, 5.0),
+        activation_bytes=(7.0, 3.0),
+        kept_bytes=(7.0, 3.0),
+        parameter_bytes=(100.0, 50.0),
+    )
+    assert two_ranks(costs) == [
+        [("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 15, 17), ("0B1", 29, 31)],
+        [("1F0", 1, 5), ("1B0", 5, 15), ("1F1", 15, 19), ("1B1", 19, 29)],
+    ]
+    simulation = simulate(make_schedule("1f1b", 2, 2), costs)
+    assert simulation.makespan == 31
+    assert simulation.busy == (6, 28)
+    assert simulation.waits == (25, 0)
+    assert simulation.bubble == pytest.approx(1 - 34 / 62)
+    assert simulation.overhead == pytest.approx(31 / 28 - 1)
+    assert [peaks.activation_bytes for peaks in simulation.peaks] == [14, 3]
+    assert [peaks.parameter_bytes for peaks in simulation.peaks] == [100, 50]
+    assert [peaks.total_bytes for peaks in simulation.peaks] == [114, 53]
+
+
+def test_a_message_takes_its_time_only_between_ranks() -> None:
+    assert two_ranks(Costs.uniform(2, send=0.5)) == [
+        [("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 5, 7), ("0B1", 8, 10)],
+        [("1F0", 1.5, 2.5), ("1B0", 2.5, 4.5), ("1F1", 4.5, 5.5), ("1B1", 5.5, 7.5)],
+    ]
+    one_rank = make_schedule("zb-v", 1, 4)
+    assert simulate(one_rank, Costs.uniform(2, send=100.0)).makespan == 2 * 4 * 3
+
+
+def test_messages_in_the_lists_are_under_way_while_ranks_compute_unless_they_block() -> None:
+    costs = Costs.uniform(2, send=0.5)
+    schedule = complete(make_schedule("1f1b", 2, 2), costs)
+    assert simulate(schedule, costs).makespan == 10
+    # Each of the four messages holds up both ranks; only the first rank's second forward runs beside another action.
+    assert simulate(schedule, costs, blocking=True).makespan > 10
+
+
+def test_a_message_is_under_way_when_both_ends_are_reached() -> None:
+    late_receive = Schedule(
+        "own",
+        2,
+        2,
+        2,
+        (0, 1),
+        tuple(
+            tuple(map(Action.parse, row.split()))
+            for row in (
+                "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+                "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
+            )
+        ),
+    )
+    slots = {
+        str(slot.action): slot for row in simulate(late_receive, Costs.uniform(2, send=3.0)).timeline for slot in row
+    }
+    assert slots["1F0"].start == 1 + 3  # sent at 1
+    assert slots["1RECV_F1"].start == 7  # 0SEND_F1 is reached at 2
+    assert slots["1F1"].start == 7 + 3
+
+
+def test_the_order_of_slots_puts_each_action_after_what_it_waits_for() -> None:
+    for name in ("1f1b", "zb-v"):
+        slots = {slot.action: slot for row in simulate(make_schedule(name, 3, 6)).timeline for slot in row}
+        assert sorted(slot.order for slot in slots.values()) == list(range(len(slots)))
+        for action, slot in slots.items():
+            for step in (-1, 1):
+                before = slots.get(Action(action.op, action.stage + step, action.microbatch))
+                is_input = step == (-1 if action.op.value == "F" else 1) and action.op.value != "W"
+                if before is not None and is_input:
+                    assert before.order < slot.order and before.end <= slot.start
+
+
+def test_a_forward_only_schedule_keeps_no_activations() -> None:
+    simulation = simulate(forward_only(make_schedule("1f1b", 4, 8)))
+    assert simulation.makespan == 8 + 3
+    assert [peaks.activation_bytes for peaks in simulation.peaks] == [1] * 4
+    assert [peaks.in_flight for peaks in simulation.peaks] == [1] * 4
+
+
+def test_parameters_count_while_they_are_gathered() -> None:
+    schedule = make_schedule("interleaved", 2, 4, 2)
+    costs = Costs.uniform(4, activation_bytes=1.0, parameter_bytes=10.0)
+    held = [peaks.parameter_bytes for peaks in simulate(schedule, costs).peaks]
+    at_a_time = [peaks.parameter_bytes for peaks in simulate(add_gathers(schedule, budget=1), costs).peaks]
+    assert (held, at_a_time) == ([20, 20], [10, 10])
+
+
+def test_the_peak_of_the_sum_is_at_most_the_sum_of_the_peaks() -> None:
+    # 2F0 runs with three activations and stage 2 alone gathered; stages 0 and 1 are gathered before.
+    row = "0GATHER 1GATHER 0F0 1F0 0RELEASE 1RELEASE 2GATHER 2F0 2B0 2RELEASE 1GATHER 1B0 1RELEASE 0GATHER 0B0 0RELEASE"
+    schedule = Schedule("own", 1, 3, 1, (0, 0, 0), (tuple(map(Action.parse, row.split())),))
+    peaks = simulate(schedule, Costs.uniform(3, parameter_bytes=10.0)).peaks[0]
+    assert (peaks.activation_bytes, peaks.parameter_bytes, peaks.total_bytes) == (3, 20, 22)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"forward": -1.0}, "forward of stage 0 is -1, expected 0 or more"),
+        ({"kept_bytes": 2.0}, "kept_bytes of stage 0 is 2, more than its activation_bytes (1)"),
+        ({"send": -0.5}, "send is -0.5, expected 0 or more"),
+    ],
+)
+def test_costs_that_cannot_be_are_refused(change: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        Costs.uniform(2, **change)
+    assert str(error.value) == message
+
+
+def test_costs_of_unequal_length_are_refused() -> None:
+    with pytest.raises(ValueError, match="backward has 1 values, expected one for each of 2 stages"):
+        Costs((1.0, 1.0), (2.0,), (1.0, 1.0), (1.0, 1.0), (1.0, 1.0), (1.0, 1.0), (0.0, 0.0))

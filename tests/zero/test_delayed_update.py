@@ -1,0 +1,228 @@
+"""A delayed update is, to the last bit, that of plain torch with parameters one update behind the master weights."""
+
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+import lowtide
+from lowtide.kernels.optimizer_step import update_runs
+from tests.engine.test_optimizer_offload import wide_384
+from tests.models import mlp, tiny_gpt, token_batch, vector_batch
+from tests.ranks import RankPool
+from tests.zero.delayed_update import train_delayed
+from tests.zero.test_float16 import overflowing_batch
+from tests.zero.training import Case, Outcome, share_of, train, train_all
+
+STAGES = (0, 1, 2, 3)
+PLACES = ("cpu", "nvme")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+GPT = Case(tiny_gpt, token_batch, steps=5)
+MLP = Case(mlp, vector_batch, steps=5)
+
+
+def delayed(case: Case, stage: int, folder: Path, place: str = "cpu", after: int = 0, **changes: Any) -> Case:
+    """The case with its updates delayed. changes: of the offload section."""
+    section = {"device": place, "overlap": "delayed", "delay_after_steps": after, **changes}
+    if place == "nvme":
+        section["nvme_path"] = str(folder)
+    return case.at(stage, config={"zero_optimization": {"offload_optimizer": section}})
+
+
+def in_precision(case: Case, precision: str) -> Case:
+    return case.at(case.stage, config={"bf16": {"enabled": precision == "bf16"}})
+
+
+def differences(found: Outcome, expected: Outcome) -> list[str]:
+    """What differs in a bit; the norm, whose sum has another order, in a millionth."""
+    torch.testing.assert_close(found.norms, expected.norms, rtol=1e-6, atol=0, equal_nan=True)
+    names = [name for name, value in expected.state.items() if not torch.equal(found.state[name], value)]
+    return (["losses"] if found.losses != expected.losses else []) + names
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("precision", list(DTYPES))
+def test_every_stage_and_place_is_bitwise_plain_torch(
+    ranks: RankPool, tmp_path: Path, world_size: int, precision: str
+) -> None:
+    case = in_precision(GPT, precision)
+    grid = [(stage, place) for stage in STAGES for place in PLACES]
+    found = ranks(world_size, train_all, [delayed(case, stage, tmp_path, place) for stage, place in grid])[0]
+    expected = train_delayed(case, world_size, DTYPES[precision])
+    for where, outcome in zip(grid, found, strict=True):
+        assert differences(outcome, expected) == [], where
+
+
+class LateUpdates:
+    """Updates end only after the backward of the next step has."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_backwards = 0
+        self.num_waits = 0
+
+    def update_runs(self, rule: Any, master: Tensor, gradient: Tensor, states: Any, step: int, *rest: Any) -> None:
+        with self._changed:
+            self.num_waits += 1
+            assert self._changed.wait_for(lambda: self._num_backwards > step, 30)
+        update_runs(rule, master, gradient, states, step, *rest)
+
+    def count_backward(self, number: int = 1) -> None:
+        with self._changed:
+            self._num_backwards += number
+            self._changed.notify_all()
+
+
+def train_with_late_updates(case: Case) -> Outcome:
+    torch.manual_seed(0)
+    late, outcome = LateUpdates(), Outcome()
+    engine = lowtide.initialize(case.build(), case.as_config())
+    with mock.patch("lowtide.zero.optimizer.update_runs", late.update_runs):
+        for step in range(case.steps):
+            for part in zip(
+                *(tensor.chunk(case.accumulation) for tensor in share_of(case.global_batch(step, engine.world_size))),
+                strict=True,
+            ):
+                engine.backward(engine(*part))
+            late.count_backward()
+            result = engine.step()
+            outcome.losses.append(result.loss.item())
+            outcome.norms.append(result.grad_norm.item())
+        late.count_backward(2)
+        outcome.state = engine.state_dict()
+    engine.close()
+    assert late.num_waits >= case.steps
+    return outcome
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
+def test_an_update_reads_and_writes_nothing_that_the_next_step_does(
+    ranks: RankPool, tmp_path: Path, stage: int, place: str, route: str
+) -> None:
+    for precision, dtype in DTYPES.items():
+        case = in_precision(GPT, precision).at(0, config={"communication": {"route": route}})
+        found = ranks(2, train_with_late_updates, delayed(case, stage, tmp_path, place))[0]
+        assert differences(found, train_delayed(case, 2, dtype)) == [], precision
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_late_update_does_not_touch_gradients_that_accumulate(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    case = GPT.at(0, accumulation=3)
+    for world_size in (1, 2) if stage >= 2 else (1,):  # below, each rank adds its own microbatches first
+        found = ranks(world_size, train_with_late_updates, delayed(case, stage, tmp_path))[0]
+        assert differences(found, train_delayed(case, world_size)) == [], world_size
+
+
+def test_it_begins_after_the_updates_that_are_waited_for(ranks: RankPool, tmp_path: Path) -> None:
+    cases = [delayed(GPT, 3, tmp_path, after=after) for after in (1, 3, 5)]
+    for after, outcome in zip((1, 3, 5), ranks(2, train_all, cases)[0], strict=True):
+        expected = train_delayed(GPT, 2, delay_after=after)
+        assert differences(outcome, expected) == [], after
+    assert expected.losses != train_delayed(GPT, 2).losses, "a delay must show"
+
+
+def loud_batch(step: int, rows: int) -> tuple[Tensor, Tensor]:
+    """In one step the targets are far away."""
+    x, y = vector_batch(step, rows)
+    return x, y * (50.0 if step == 2 else 1.0)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_norm_of_its_own_step_clips_it(ranks: RankPool, tmp_path: Path, place: str) -> None:
+    case = Case(mlp, loud_batch, clip=20.0, steps=5)
+    expected = train_delayed(case, 2)
+    assert [norm > case.clip for norm in expected.norms] == [False, False, True, False, False]
+    for outcome in ranks(2, train_all, [delayed(case, stage, tmp_path, place) for stage in STAGES])[0]:
+        for name in ("losses", "norms", "state"):  # the norm's sum has another order
+            torch.testing.assert_close(getattr(outcome, name), getattr(expected, name), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("world_size", "stages"), [(1, STAGES), (2, (2, 3))])
+@pytest.mark.parametrize("route", ["auto", "sockets"])
+def test_all_microbatches_of_a_step_compute_with_the_same_parameters(
+    ranks: RankPool, tmp_path: Path, world_size: int, stages: tuple[int, ...], route: str
+) -> None:
+    case = GPT.at(0, accumulation=3, config={"communication": {"route": route}})
+    expected = train_delayed(case, world_size)
+    for outcome in ranks(world_size, train_all, [delayed(case, stage, tmp_path) for stage in stages])[0]:
+        assert differences(outcome, expected) == []
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.75])
+@pytest.mark.parametrize("precision", list(DTYPES))
+def test_a_part_may_stay_in_memory(ranks: RankPool, tmp_path: Path, ratio: float, precision: str) -> None:
+    case = in_precision(Case(wide_384, vector_batch, steps=4), precision)
+    expected = train_delayed(case, 2, DTYPES[precision])
+    for outcome in ranks(2, train_all, [delayed(case, stage, tmp_path, "nvme", ratio=ratio) for stage in (1, 3)])[0]:
+        assert differences(outcome, expected) == []
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_step_that_overflows_takes_over_and_starts_nothing(ranks: RankPool, tmp_path: Path, place: str) -> None:
+    case = Case(mlp, overflowing_batch, steps=5, config={"fp16": {"enabled": True, "loss_scale": 8}})
+    expected = train_delayed(case, 2, torch.float16, loss_scale=8)
+    assert expected.skipped == [False, True, False, False, False]
+    for outcome in ranks(2, train_all, [delayed(case, stage, tmp_path, place) for stage in STAGES])[0]:
+        assert outcome.skipped == expected.skipped
+        assert [name for name, value in expected.state.items() if not torch.equal(outcome.state[name], value)] == []
+        assert outcome.losses[2:] == expected.losses[2:]
+
+
+def halved_each_step(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def train_with_halved_rates(cases: list[Case]) -> list[Outcome]:
+    return [train(case, lr_scheduler=halved_each_step) for case in cases]
+
+
+def test_the_learning_rate_is_that_of_the_gradient(ranks: RankPool, tmp_path: Path) -> None:
+    lrs = [1e-2 * 0.5**step for step in range(GPT.steps)]
+    expected = train_delayed(GPT, 2, lrs=lrs)
+    for outcome in ranks(2, train_with_halved_rates, [delayed(GPT, stage, tmp_path) for stage in STAGES])[0]:
+        assert outcome.lrs == lrs and differences(outcome, expected) == []
+
+
+def rmsprop(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(params, lr=1e-3, momentum=0.5)
+
+
+def train_with_rmsprop(cases: list[Case]) -> list[Outcome]:
+    return [train(case, optimizer=rmsprop) for case in cases]
+
+
+@pytest.mark.parametrize("precision", list(DTYPES))
+def test_an_optimizer_of_the_caller_s_own_may_be_delayed(ranks: RankPool, tmp_path: Path, precision: str) -> None:
+    case = in_precision(MLP.at(0, config={"optimizer": None}), precision)
+    expected = train_delayed(case, 2, DTYPES[precision], 2, make_optimizer=rmsprop)
+    for outcome in ranks(2, train_with_rmsprop, [delayed(case, stage, tmp_path, after=2) for stage in STAGES])[0]:
+        assert differences(outcome, expected) == []
+
+
+@pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
+def test_narrow_states_agree_at_every_stage_and_place(ranks: RankPool, tmp_path: Path, state_dtype: str) -> None:
+    for kind in ("adamw", "lion", "adagrad"):
+        case = GPT.at(0, config={"optimizer": {"type": kind, "params": {"lr": 1e-3, "state_dtype": state_dtype}}})
+        grid = [delayed(case, stage, tmp_path, place) for stage in STAGES for place in PLACES]
+        waited, first, *others = ranks(2, train_all, [case, *grid])[0]
+        assert waited.losses[0] == first.losses[0] and waited.losses[1:] != first.losses[1:]
+        for outcome in others:
+            assert outcome.differences(first) == [], kind
+
+
+def test_shards_may_have_replicas(ranks: RankPool, tmp_path: Path) -> None:
+    expected = train_delayed(GPT, 4)
+    cases = [delayed(GPT, stage, tmp_path) for stage in (1, 3)]
+    hybrid = [
+        case.at(case.stage, config={"zero_optimization": {**case.config["zero_optimization"], "shard_size": 2}})
+        for case in cases
+    ]
+    for outcome in ranks(4, train_all, hybrid)[0]:
+        torch.testing.assert_close(outcome.losses, expected.losses, rtol=1e-5, atol=0)

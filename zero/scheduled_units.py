@@ -1,0 +1,162 @@
+"""The units of a rank in a pipeline: gathered, released and reduced when the schedule says so.
+
+All data-parallel ranks of a pipeline place run the same list of actions, so their collectives come in the same order
+without a canonical one; `sequence.py` is for ranks that go through a whole model on their own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from ..comm import Mesh, Pending
+from .gradient import GroupGradient
+from .sequence import Unit
+
+_FIRST_TAG = 1 << 19  # below are those of the schedule's messages
+
+
+@dataclass(frozen=True)
+class TiedUnit:
+    """A parameter that stages on several places of the pipe axis use: a unit of its own on each, of one layout.
+
+    Each place reduces the gradients of its own uses; what `sum_tied` adds up is the same on all of them, so the copies
+    stay equal. The first place counts it in the norm, and saves it.
+    """
+
+    unit: Unit
+    places: tuple[int, ...]
+
+    def is_first(self, place: int) -> bool:
+        return self.places[0] == place
+
+
+class ScheduledUnits:
+    """What a pipeline's executor does to parameters and gradients, stage by stage; see `executor.StageMemory`.
+
+    stage ----gather----> full ...F, B, I, W... ----release---->
+                                      |                    after each microbatch but the last: collect
+                                      +--- param.grad ---> after the last: reduce
+
+    A unit that several stages of the rank use is there as long as one of them needs it, and reduced with the last.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], stages: Mapping[int, Sequence[Unit]], tied: Sequence[TiedUnit], mesh: Mesh
+    ) -> None:
+        """units: all of this rank, the rest first; stages: those of each stage that lives here."""
+        self.units = units
+        self.rest, self.blocks = units[0], list(units[1:])
+        self.reduction_order = [*reversed(self.blocks), self.rest]
+        self._stages = stages
+        self._tied = tied
+        self._mesh = mesh
+        self._users: dict[int, set[int]] = {id(unit): set() for unit in units}  # stages for which it is full
+        self._unreduced: dict[int, set[int]] = {}
+        self._in_flight: deque[Iterator[None]] = deque()
+        for one in tied:
+            for gradient in one.unit.gradients:
+                gradient.counts_at_once = False
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """No gradient of the step was made yet."""
+        self._in_flight.clear()
+        self._unreduced = {
+            id(unit): {stage for stage, members in self._stages.items() if unit in members} for unit in self.units
+        }
+
+    # -- what the executor calls ----------------------------------------------------------------------------------
+
+    def gather(self, stage: int) -> None:
+        """Makes the stage's parameters full."""
+        for unit in self._stages[stage]:
+            self._users[id(unit)].add(stage)
+            unit.start_gather()
+        for unit in self._stages[stage]:
+            unit.gather()
+
+    def release(self, stage: int) -> None:
+        """Frees those that no other stage here needs."""
+        for unit in self._stages[stage]:
+            self._users[id(unit)].discard(stage)
+            if not self._users[id(unit)]:
+                unit.release()
+
+    def forward(self, stage: int) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def backward(self, stage: int) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def collect(self, stage: int) -> None:
+        """Takes a microbatch's gradients from `param.grad`: more will come."""
+        for unit in reversed(self._stages[stage]):
+            self._start(unit, boundary=False)
+
+    def reduce(self, stage: int) -> None:
+        """The stage has its last gradients: reduces the units that no other stage here still adds to."""
+        for unit in reversed(self._stages[stage]):
+            left = self._unreduced[id(unit)]
+            left.discard(stage)
+            self._start(unit, boundary=not left)
+
+    def _start(self, unit: Unit, boundary: bool) -> None:
+        for gradient in unit.gradients:
+            self._advance()
+            steps = gradient.collect(boundary)
+            if next(steps, _DONE) is not _DONE:
+                self._in_flight.append(steps)
+
+    def _advance(self) -> None:
+        for steps in list(self._in_flight):
+            if next(steps, _DONE) is _DONE:
+                self._in_flight.remove(steps)
+
+    # -- the ends of a step ---------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Completes all reductions, and sums what is tied. A collective over pipe and data-parallel ranks."""
+        while self._in_flight:
+            self._advance()
+        for index, one in enumerate(self._tied):
+            for gradient in one.unit.gradients:
+                self._sum_tied(one, gradient, _FIRST_TAG + index)
+
+    def abort(self) -> None:
+        """Ends a step that an error has ended."""
+        self._in_flight.clear()
+        self.release_all()
+
+    def release_all(self) -> None:
+        for unit in self.units:
+            self._users[id(unit)].clear()
+            unit.release()
+
+    def _sum_tied(self, tied: TiedUnit, gradient: GroupGradient, tag: int) -> None:
+        """shard = sum over the places, in their order: the same bits on each."""
+        assert gradient.shard is not None
+        what = f"the gradient of tied {gradient.group.name}"
+        own = self._mesh.pipe.rank
+        parts = {place: torch.empty_like(gradient.shard) for place in tied.places if place != own}
+        pending: list[Pending] = []
+        for place, part in parts.items():
+            pending.append(self._mesh.peers.receive(part, place, tag, what))
+            pending.append(self._mesh.peers.send(gradient.shard, place, tag, what))
+        for one in pending:
+            one.wait()
+        total = None
+        for place in tied.places:
+            part = gradient.shard if place == own else parts[place]
+            total = part.clone() if total is None else total.add_(part)
+        assert total is not None
+        gradient.shard.copy_(total)
+        if tied.is_first(own):
+            gradient.count()
+
+
+_DONE = object()

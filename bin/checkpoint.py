@@ -271,7 +271,9 @@ def _topology(manifest: Manifest) -> str:
         manifest.topology[key] for key in ("world_size", "stage", "shard_size", "replicas")
     )
     copies = f" (shard size {shard_size}, {replicas} replicas)" if replicas > 1 else ""
-    return f"{world_size} x stage {stage}{copies}"
+    pipeline = manifest.topology.get("pipeline", 1)  # older checkpoints do not say
+    stages = f", pipeline {pipeline}" if pipeline > 1 else ""
+    return f"{world_size} x stage {stage}{copies}{stages}"
 
 
 def _num_parameters(manifest: Manifest) -> int:

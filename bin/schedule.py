@@ -170,19 +170,18 @@ def _variants(chunk_counts: Sequence[int]) -> Iterator[tuple[str, int]]:
 
 
 def _comparison(fitting: Sequence[_Candidate], others: Sequence[_Candidate], arguments: argparse.Namespace) -> Table:
-    limit = arguments.memory_limit
-    table = Table(
-        title=f"{arguments.ranks} ranks, {arguments.microbatches} microbatches, "
-        f"F,I,W = {','.join(f'{cost:g}' for cost in arguments.costs)}"
-        + (f", memory limit {_size(limit)}" if limit is not None else ""),
-        caption="the fastest first; bytes are those of the rank that needs the most",
-    )
-    for name in ("", "schedule", "chunks", "step", "bubble", "in flight", "activations", "with parameters", "fits"):
+    limit, has_parameters = arguments.memory_limit, arguments.parameter_bytes > 0
+    title = f"{arguments.ranks} ranks, {arguments.microbatches} microbatches, F,I,W = "
+    title += ",".join(f"{cost:g}" for cost in arguments.costs)
+    title += "" if limit is None else f", memory limit {_size(limit)}"
+    table = Table(title=title, caption="the fastest first; memory is that of the rank that needs the most")
+    columns = ["", "schedule", "chunks", "step", "bubble", "in flight", "activations"]
+    for name in (*columns, *["with parameters"] * has_parameters, *["fits"] * (limit is not None)):
         table.add_column(name, justify="left" if name == "schedule" else "right")
     for place, candidate in enumerate((*fitting, *others), start=1):
         simulation = candidate.simulation
         fits = place <= len(fitting)
-        table.add_row(
+        cells = [
             str(place) if fits else "",
             simulation.schedule.name,
             str(candidate.chunks),
@@ -190,10 +189,9 @@ def _comparison(fitting: Sequence[_Candidate], others: Sequence[_Candidate], arg
             f"{simulation.bubble:.1%}",
             str(max(peaks.in_flight for peaks in simulation.peaks)),
             _size(max(peaks.activation_bytes for peaks in simulation.peaks)),
-            _size(candidate.total_bytes),
-            "yes" if fits else "no",
-            style="" if fits else "dim",
-        )
+        ]
+        cells += [_size(candidate.total_bytes)] * has_parameters + ["yes" if fits else "no"] * (limit is not None)
+        table.add_row(*cells, style="" if fits else "dim")
     return table
 
 

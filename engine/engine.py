@@ -113,6 +113,7 @@ class Engine:
             parts.mesh,
             parts.pipeline.plan.trained if parts.pipeline else None,
             parts.pipeline.saved_elsewhere if parts.pipeline else (),
+            whole,
         )
         self._checkpointer = Checkpointer(parts.config, parts.mesh, parts.module, parts.optimizer, self._named)
         self._preemption = Preemption()
@@ -382,7 +383,8 @@ class Engine:
     def close(self) -> None:
         """Takes the hooks off and leaves the process group, where an engine made it. The engine is of no use then.
 
-        A checkpoint that is being written is waited for; raises CheckpointError if it failed.
+        A checkpoint that is being written is waited for, and an update that is made in the background; raises
+        CheckpointError or OffloadError if it failed.
         """
         if self._is_closed:
             return

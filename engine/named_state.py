@@ -32,10 +32,12 @@ class NamedState:
         mesh: Mesh,
         trained: Mapping[str, nn.Parameter] | None = None,
         saved_elsewhere: Sequence[Unit] = (),
+        whole_names: Sequence[str] | None = None,
     ) -> None:
         """A collective. units: of this rank. trained: parameters that are trained anywhere; None: those of the units.
 
-        saved_elsewhere: units of which another rank of the pipe axis saves an equal copy.
+        saved_elsewhere: units of which another rank of the pipe axis saves an equal copy. whole_names: of the whole
+        model's state_dict, where `module` has a part of it; None: it is the whole.
         """
         self._module = module
         self._groups = [group for unit in units for group in unit.groups]
@@ -44,6 +46,7 @@ class NamedState:
         self._optimizer = optimizer
         self._mesh = mesh
         self._trained = trained
+        self._whole_names = whole_names
         self.catalog = self._own_catalog()
         if mesh.pipe.size > 1:
             own = self.catalog if mesh.data_rank == 0 else None
@@ -92,6 +95,11 @@ class NamedState:
             for name, value in state.items()
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
         }
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of the whole model's state_dict, in its order: aliases too."""
+        return self._whole_names if self._whole_names is not None else tuple(self._module.state_dict(keep_vars=True))
 
     @property
     def holds_buffers(self) -> bool:

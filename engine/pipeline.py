@@ -46,10 +46,17 @@ class PipelinePlan:
         """Rank 0's plan, on every rank. Raises ValueError for a model that cannot be split so."""
         assert config.gradient_accumulation_steps is not None
         schedule = schedule_of(config.parallel, config.pipeline, config.gradient_accumulation_steps)
-        split = None
-        if world.rank == 0 or config.pipeline.balance != "time":  # two measurements would not be the same
-            split = _split(config, module, schedule.num_stages, sample_batch, loss_fn)
-        split = world.broadcast_object(split)
+        split, failure = None, None
+        if world.rank == 0:  # it alone: two measurements would not be the same
+            try:
+                split = _split(config, module, schedule.num_stages, sample_batch, loss_fn)
+            except Exception as error:  # of the model's forward too
+                failure = error
+        split, text = world.broadcast_object((split, None if failure is None else str(failure)))
+        if failure is not None:
+            raise failure
+        if text is not None:
+            raise ValueError(text)
         params = dict(module.named_parameters())
         return cls(
             schedule=schedule,

@@ -39,7 +39,7 @@ def export(
     Every rank writes what it holds into files that all of them see. A collective; an error on one rank is raised on
     all, and leaves an earlier export in the folder as it was. See `Engine.export`.
     """
-    infos = exported_infos(_tensors_of(module, state), parse_dtype(dtype), state.catalog.compute_dtypes)
+    infos = exported_infos(_tensors_of(state), parse_dtype(dtype), state.catalog.compute_dtypes)
     plan = WeightsPlan.of(infos, parse_bytes(shard_bytes))
     target = ExportFolder(folder, plan)
     what = f"export to {target.folder}"
@@ -210,10 +210,10 @@ def _dtype_of_weights(infos: Mapping[str, TensorInfo], state: NamedState) -> tor
     return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
 
 
-def _tensors_of(module: nn.Module, state: NamedState) -> dict[str, TensorInfo]:
+def _tensors_of(state: NamedState) -> dict[str, TensorInfo]:
     """Parameters, tied ones once, and persistent buffers, in the order of the module's own state_dict."""
     infos = {**state.catalog.parameters, **state.catalog.buffers}
-    order = [name for name in module.state_dict(keep_vars=True) if name in infos]
+    order = [name for name in state.names if name in infos]
     return {name: infos[name] for name in dict.fromkeys([*order, *infos])}
 
 

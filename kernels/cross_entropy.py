@@ -104,8 +104,8 @@ def losses_of_rows(
 ) -> tuple[Tensor, Tensor]:
     """Each row's loss and lse, (n_rows,) in float32 or float64; both 0 where the label is ignored.
 
-    logits: (n_rows, n_cols or more) with adjacent columns, of which those past n_cols are padding; labels: (n_rows,).
-    Where scale is given, a scalar, scale * the gradient is written over the logits.
+    logits: (n_rows, n_cols or more) with adjacent columns, -inf in those past n_cols; labels: (n_rows,), contiguous.
+    Where scale is given, a scalar, scale * the gradient is written over the logits, and anything past n_cols.
     """
     if on_triton:
         from .triton import cross_entropy as triton_form

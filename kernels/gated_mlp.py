@@ -85,7 +85,8 @@ def _gated_packed(kernel: str, x: Tensor, activation: Activation, backend: Backe
             f"{kernel}: expected an even last dimension of x, gate and up side by side; found {tuple(x.shape)}"
         )
     if not uses_triton(backend, kernel, x) or not x.numel():
-        return gated_reference(*x.chunk(2, dim=-1), activation)
+        gate, up = x.chunk(2, dim=-1)
+        return gated_reference(gate, up, activation)
     return _GatedMlp.apply(x, None, activation)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -122,7 +123,7 @@ class _GatedMlp(torch.autograd.Function):
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         from .triton import gated_mlp as triton_form
 

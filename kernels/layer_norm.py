@@ -92,7 +92,7 @@ class _LayerNorm(torch.autograd.Function):
         return y.view(x.shape), h.view(x.shape) if residual is not None else None
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
         from .triton import layer_norm as triton_form
 

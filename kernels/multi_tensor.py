@@ -80,9 +80,7 @@ def copy_from_flat(
     backend: Backend = "auto",
 ) -> None:
     """`copy_scaled` of flat[offsets[i] : offsets[i] + numel of destinations[i]] to destinations[i], as above."""
-    copy_scaled(
-        destinations, _places(flat, offsets, destinations), scale, accumulate=accumulate, backend=backend
-    )  # fmt: skip
+    copy_scaled(destinations, _places(flat, offsets, destinations), scale, accumulate=accumulate, backend=backend)
 
 
 def copy_scaled_reference(

@@ -5,8 +5,8 @@
     by halves:       rotate(x) = [-x_2, x_1]                        of the halves x_1, x_2
     interleaved:     rotate(x) = [-x_1, x_0, -x_3, x_2, ...]        neighbours are pairs
 
-Halves are Hugging Face's `rotate_half` (Llama and most others), neighbours are GPT-J's. In both, column j of cos and sin
-belongs to element j of a head. Computed in float32 and rounded once. Backward is the rotation with the other sign:
+Halves are Hugging Face's `rotate_half` (Llama and most others), neighbours are GPT-J's. In both, column j of cos and
+sin belongs to element j of a head. Computed in float32 and rounded once. Backward is the rotation with the other sign:
 
     dx = dy * cos - rotate(dy * sin)
 
@@ -90,9 +90,7 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
         from .triton import rotary as triton_form
 
         ctx.save_for_backward(cos, sin)
@@ -100,7 +98,7 @@ class _Rotary(torch.autograd.Function):
         return triton_form.rotate(q, k, cos, sin, interleaved=interleaved, transposed=False)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         from .triton import rotary as triton_form
 

@@ -43,7 +43,7 @@ def segment_squares(
             from .triton import segment_norms as triton_form
 
             return triton_form.sums_of_pieces(squares, counts)
-        return torch.stack([part.sum() for part in squares.split(counts)]) if counts else squares
+        return torch.stack([part.sum() for part in torch.split(squares, counts)]) if counts else squares
 
 
 def squares_by_piece(

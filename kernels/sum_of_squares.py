@@ -5,7 +5,8 @@
 [Note: Block sums]
 A block is summed in float32, in an order that depends on nothing but its length, and its sum is widened to float64.
 So a block has the same sum wherever it lies and however a buffer is cut into shards of whole blocks; sums over blocks
-can then be added exactly. The Triton form divides a block by the power of two of its largest value first: squares of
+can then be added exactly. (Another device, a list of tensors, or a buffer that ends within a block may have another
+order.) The Triton form divides a block by the power of two of its largest value first: squares of
 float32 overflow above 1e19 and vanish below 1e-23. It rounds otherwise than the reference, by a few units of float32.
 Results stay on the device: nothing here waits for it, except the reference for tensors that float32 cannot sum.
 """

@@ -46,9 +46,7 @@ class Absent(Tensor):
     def __new__(
         cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, origin: str, run: Any = None
     ) -> Absent:
-        made: Absent = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, torch.Size(shape), dtype=dtype, device=device
-        )
+        made: Absent = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
         made.origin, made.run, made._value = origin, run, None
         return made
 
@@ -61,7 +59,7 @@ class Absent(Tensor):
         """What was bound, or None."""
         return self._value
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Absent({tuple(self.shape)}, {self.dtype}, from {self.origin!r})"
 
     @classmethod
@@ -76,6 +74,8 @@ class Absent(Tensor):
             return func(*args, **kwargs)
         if name == "__repr__":
             return repr(absents[0])
+        if name in ("cpu", "cuda"):
+            return absents[0]
         if (name in _NEW or name in _LIKE) and args and isinstance(args[0], Absent):
             return func(_stand_in(args[0]), *args[1:], **kwargs)
         if name in _SHAPED_AS and not isinstance(args[0], Absent):
@@ -93,7 +93,7 @@ class Absent(Tensor):
         return result
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         leaves = tree_leaves((args, kwargs or {}))
         absent = next(leaf for leaf in leaves if isinstance(leaf, Absent))
         raise ValueError(f"{func} needs values, {_not_here(absent)}")
@@ -150,7 +150,8 @@ def _on_meta(func: Any, name: str, args: Any, kwargs: Any, absents: list[Absent]
             return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
         if isinstance(leaf, Tensor):
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-        return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+        is_device = isinstance(leaf, torch.device) or (name == "to" and isinstance(leaf, str))
+        return torch.device("meta") if is_device else leaf
 
     def from_meta(leaf: Any) -> Any:
         return Absent(leaf.shape, leaf.dtype, device, origin, run) if isinstance(leaf, Tensor) else leaf

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .blocks import Block
+from .blocks import Block, check_order
 
 _ROUNDS = 5
 
@@ -48,19 +48,10 @@ def seconds_of_blocks(model: nn.Module, blocks: Sequence[Block], call: Callable[
                 entries.clear()
                 begin = now()
                 call(model)
-                _check_order(blocks, [number for number, _ in entries])
+                check_order(blocks, [number for number, _ in entries])
                 moments = [begin, *(moment for _, moment in entries), now()]
                 rounds.append([after - before for before, after in itertools.pairwise(moments)])
     finally:
         for handle in handles:
             handle.remove()
     return [statistics.median(seconds) for seconds in zip(*rounds[1:], strict=True)]
-
-
-def _check_order(blocks: Sequence[Block], called: list[int]) -> None:
-    if called != list(range(len(blocks))):
-        shown = ", ".join(blocks[number].name for number in called)
-        raise ValueError(
-            f"pipeline: expected a forward that calls each of {len(blocks)} blocks once, in the order of registration, "
-            f"found the calls: {shown or 'none'}"
-        )

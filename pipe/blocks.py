@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -49,6 +50,16 @@ def find_blocks(model: nn.Module) -> tuple[Block, ...]:
             "in one nn.ModuleList or nn.Sequential"
         )
     return tuple(blocks.values())
+
+
+def check_order(blocks: Sequence[Block], called: Sequence[int]) -> None:
+    """Raises ValueError unless a forward called every block once, in order."""
+    if called != list(range(len(blocks))):
+        shown = ", ".join(blocks[number].name for number in called)
+        raise ValueError(
+            f"pipeline: expected a forward that calls each of {len(blocks)} blocks once, in the order of registration, "
+            f"found the calls: {shown or 'none'}"
+        )
 
 
 def _numel(module: nn.Module) -> int:

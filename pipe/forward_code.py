@@ -116,9 +116,7 @@ class _Reader:
         for iterated in [*generators, *([node.iter] if isinstance(node, ast.For) else [])]:
             begin = len(self.found)
             self._visit(iterated, me)
-            self.found[begin:] = [
-                Mention(found.name, True, found.loops | {id(node)}) for found in self.found[begin:]
-            ]
+            self.found[begin:] = [Mention(found.name, True, found.loops | {id(node)}) for found in self.found[begin:]]
         self._loops.append(id(node))
         skipped = {id(part) for part in (*generators, getattr(node, "iter", None))}
         parts = [part for part in ast.iter_child_nodes(node) if id(part) not in skipped]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from .action import COMPUTE_OPS, Action, Op
+from .action import COMPUTE_OPS, SEND_OPS, Action, Op
 from .errors import ScheduleError
 from .schedule import Schedule
 
@@ -93,4 +93,8 @@ class _Cache:
         return self._next_use[self._last_use[stage]]
 
     def _release(self, stage: int) -> None:
-        self._releases.setdefault(self._last_use.pop(stage), []).append(stage)
+        """Frees `stage` after its last use, and after the send of what that made, for which another rank waits."""
+        index = self._last_use.pop(stage)
+        while index + 1 < len(self._actions) and self._actions[index + 1].op in SEND_OPS:
+            index += 1
+        self._releases.setdefault(index, []).append(stage)

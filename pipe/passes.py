@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from .action import Action, Op
+from .action import SEND_OPS, Action, Op
 from .costs import Costs
 from .errors import ScheduleError
 from .gathers import add_gathers
@@ -120,20 +120,24 @@ def _messages_of(schedule: Schedule, rank: int, slot: Slot) -> list[tuple[int, A
 
 
 def add_reduces(schedule: Schedule) -> Schedule:
-    """REDUCE of each stage as soon as the weight gradients of its last microbatch are there."""
+    """REDUCE of each stage when the weight gradients of its last microbatch are there, after its send and release."""
     if schedule.has_any(Op.REDUCE):
         return schedule
     lists = []
     for actions in schedule.actions:
         left = Counter(action.stage for action in actions if action.op in _WHOLE)
         row: list[Action] = []
+        complete_stages: list[int] = []
         for action in actions:
+            if action.op not in (*SEND_OPS, Op.RELEASE):
+                row += [Action(Op.REDUCE, stage) for stage in complete_stages]
+                complete_stages = []
             row.append(action)
             if action.op in _WHOLE:
                 left[action.stage] -= 1
                 if not left[action.stage]:
-                    row.append(Action(Op.REDUCE, action.stage))
-        lists.append(row)
+                    complete_stages.append(action.stage)
+        lists.append(row + [Action(Op.REDUCE, stage) for stage in complete_stages])
     return schedule.replace_actions(lists)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -80,20 +80,22 @@ def plan_split(
     places = places_by_code(model, blocks)
     if sample is not None:
         places |= places_by_run(model, blocks, sample)
-    if balance == "time":
-        if sample is None:
-            raise ValueError('pipeline: balance "time" needs a sample batch to measure with; found none')
+    if balance == "time" and sample is None:
+        raise ValueError('pipeline: balance "time" needs a sample batch to measure with; found none')
+    if balance == "time" and sample is not None:
         first, *costs = seconds_of_blocks(model, blocks, sample)
-        counts = partition(costs, num_stages, first)
     else:
         first, *costs = _numel_at_places(model, blocks, places)
-        if isinstance(balance, str):
-            counts = partition(costs, num_stages, first)
-        else:
-            counts = given_counts(balance, len(blocks), num_stages)
-    stage_costs = [sum(costs[end - count : end]) for count, end in zip(counts, accumulate(counts), strict=True)]
-    stage_costs[0] += first
-    return _assigned(model, blocks, counts, places, tuple(stage_costs))
+    if isinstance(balance, str):
+        counts = partition(costs, num_stages, first)
+    else:
+        counts = given_counts(balance, len(blocks), num_stages)
+    plan = _assigned(model, blocks, counts, places)
+    if balance != "time":
+        numel = {name: param.numel() for name, param in model.named_parameters()}
+        return replace(plan, costs=tuple(sum(numel[name] for name in names) for names in plan.parameters))
+    stage_costs = [sum(costs[block] for block in plan.blocks_of(stage)) for stage in range(num_stages)]
+    return replace(plan, costs=(stage_costs[0] + first, *stage_costs[1:]))
 
 
 def _numel_at_places(model: nn.Module, blocks: Sequence[Block], places: Places) -> list[float]:
@@ -108,11 +110,10 @@ def _numel_at_places(model: nn.Module, blocks: Sequence[Block], places: Places) 
     return numels
 
 
-def _assigned(
-    model: nn.Module, blocks: Sequence[Block], counts: Sequence[int], places: Places, costs: tuple[float, ...]
-) -> SplitPlan:
+def _assigned(model: nn.Module, blocks: Sequence[Block], counts: Sequence[int], places: Places) -> SplitPlan:
+    """The plan, but for its costs."""
     names = tuple(block.name for block in blocks)
-    empty = SplitPlan(names, tuple(counts), (), (), {}, costs)
+    empty = SplitPlan(names, tuple(counts), (), (), {}, ())
     stages_of = {param: {empty.stage_at(place) for place in used_at} for param, used_at in places.items()}
     for number, block in enumerate(blocks):
         for param in block.module.parameters():
@@ -120,13 +121,11 @@ def _assigned(
     owned = [(name, sorted(stages_of[id(param)])) for name, param in model.named_parameters()]
     buffers = _stages_of_buffers(model, blocks, empty, stages_of)
     every = range(empty.num_stages)
-    return SplitPlan(
-        blocks=names,
-        counts=tuple(counts),
+    return replace(
+        empty,
         parameters=tuple(tuple(name for name, stages in owned if stage in stages) for stage in every),
         buffers=tuple(tuple(name for name, owner in buffers if owner == stage) for stage in every),
         tied={name: tuple(stages) for name, stages in owned if len(stages) > 1},
-        costs=costs,
     )
 
 

@@ -45,6 +45,8 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _parts(value: Any) -> Mapping[Any, Any] | None:
+    if value is None or isinstance(value, (Tensor, bool, int, float, str)):
+        return None  # most are such
     if isinstance(value, (tuple, list)):
         return dict(enumerate(value))
     if isinstance(value, dict):

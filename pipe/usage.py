@@ -7,6 +7,7 @@ So place 0 is in front of the blocks (an embedding), and with n blocks place n i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from .blocks import Block
+from .blocks import Block, check_order
 from .forward_code import Mention, mentions
 
 Places = dict[int, set[int]]  # by the identity of a parameter
@@ -31,9 +32,15 @@ def places_by_code(model: nn.Module, blocks: Sequence[Block]) -> Places:
 
 
 def places_by_run(model: nn.Module, blocks: Sequence[Block], call: Callable[[nn.Module], Any]) -> Places:
-    """The places at which `call(model)` passes each parameter to an operation."""
+    """The places at which `call(model)` passes each parameter to an operation.
+
+    Raises ValueError where it does not call every block once, in order.
+    """
     watch = _Watch({id(param) for param in model.parameters()})
-    handles = [block.module.register_forward_pre_hook(watch.enter_block, prepend=True) for block in blocks]
+    handles = [
+        block.module.register_forward_pre_hook(partial(watch.enter_block, number), prepend=True)
+        for number, block in enumerate(blocks)
+    ]
     handles += [block.module.register_forward_hook(watch.leave_block) for block in blocks]
     try:
         with torch.no_grad(), watch:
@@ -41,6 +48,7 @@ def places_by_run(model: nn.Module, blocks: Sequence[Block], call: Callable[[nn.
     finally:
         for handle in handles:
             handle.remove()
+    check_order(blocks, watch.entered)
     return watch.places
 
 
@@ -48,12 +56,12 @@ class _Watch(TorchFunctionMode):
     def __init__(self, wanted: set[int]) -> None:
         super().__init__()
         self._wanted = wanted
-        self._entered = 0
+        self.entered: list[int] = []
         self._depth = 0
         self.places: Places = {}
 
-    def enter_block(self, module: nn.Module, args: Any) -> None:
-        self._entered += 1
+    def enter_block(self, number: int, module: nn.Module, args: Any) -> None:
+        self.entered.append(number)
         self._depth += 1
 
     def leave_block(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -63,7 +71,7 @@ class _Watch(TorchFunctionMode):
         if not self._depth and getattr(func, "__name__", "") != "__get__":
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor) and id(leaf) in self._wanted:
-                    self.places.setdefault(id(leaf), set()).add(self._entered)
+                    self.places.setdefault(id(leaf), set()).add(len(self.entered))
         return func(*args, **(kwargs or {}))
 
 

@@ -32,7 +32,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-MAX_RANKS = 4
+MAX_RANKS = 8
 START_TIMEOUT = 120.0  # seconds until a new worker has imported torch
 GRACE = 5.0  # seconds that the other ranks get to finish after one has failed
 POLL = 0.1  # seconds between two looks at whether a worker is still alive

@@ -14,21 +14,19 @@ from .launch import launch, next_power_of_2
 if TYPE_CHECKING:
     from ..loss_terms import LossTerms
 
-MAX_FORWARD_BLOCK_SIZE = 4096  # columns that a program reads at once; wider rows take turns
-MAX_BACKWARD_BLOCK_SIZE = 4096  # and here more programs
+MAX_FORWARD_BLOCK_SIZE = 2048  # columns that a program works on at once, while the next ones are on their way
+MAX_BACKWARD_BLOCK_SIZE = 4096  # columns of a program
 SCALE_BLOCK_SIZE = 4096
 
 
 @triton.jit
-def _capped(x, at, n_cols, soft_cap, HAS_CAP: tl.constexpr, HAS_PADDING: tl.constexpr):
-    """u and u / soft_cap of a block of a row as it was loaded; u is -inf past the row's end."""
+def _capped(x, at, n_cols, soft_cap, HAS_CAP: tl.constexpr):
+    """u and u / soft_cap of a block of a row. x is -inf past the row's end, and so is u."""
     u = x.to(tl.float32)
     share = u
     if HAS_CAP:
         share = 2.0 * tl.sigmoid(2.0 / soft_cap * u) - 1.0  # tanh
-        u = soft_cap * share
-    if HAS_CAP or HAS_PADDING:
-        u = tl.where(at < n_cols, u, float("-inf"))
+        u = tl.where(at < n_cols, soft_cap * share, float("-inf"))
     return u, share
 
 
@@ -46,7 +44,7 @@ def _scaled_gradient(u, share, at, y, lse, scale, n_cols, label_smoothing, z_los
 def _losses_kernel(
     X_ptr, Y_ptr, LOSS_ptr, LSE_ptr, SCALE_ptr,
     X_row_stride, n_cols, n_stored, ignore_index, label_smoothing, z_loss, soft_cap,
-    HAS_GRADIENT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_CAP: tl.constexpr, HAS_PADDING: tl.constexpr,
+    HAS_GRADIENT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_CAP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One row: lse = max + log(sum(exp(u - max)));  loss = (1-s) (lse - u_y) + s (lse - mean(u)) + z lse^2;  x = dx."""
@@ -58,7 +56,7 @@ def _losses_kernel(
         tl.store(LOSS_ptr + row, 0.0)
         tl.store(LSE_ptr + row, 0.0)
         if HAS_GRADIENT:
-            for block in range(tl.cdiv(n_stored, BLOCK_SIZE)):
+            for block in range(NUM_BLOCKS):
                 at = block * BLOCK_SIZE + cols
                 zeros = tl.zeros((BLOCK_SIZE,), X_ptr.dtype.element_ty)
                 tl.store(X_row_ptr + at, zeros, mask=at < n_stored)
@@ -73,9 +71,9 @@ def _losses_kernel(
         sums = tl.zeros((BLOCK_SIZE,), tl.float32)  # a column's share: added up across threads once, at the end
         totals = tl.zeros((BLOCK_SIZE,), tl.float32)
         x = tl.load(X_row_ptr + cols, mask=cols < n_stored, other=float("-inf"))
-        for block in range(tl.cdiv(n_stored, BLOCK_SIZE)):
+        for block in range(NUM_BLOCKS):
             at = block * BLOCK_SIZE + cols
-            u, _ = _capped(x, at, n_cols, soft_cap, HAS_CAP, HAS_PADDING)
+            u, _ = _capped(x, at, n_cols, soft_cap, HAS_CAP)
             if NUM_BLOCKS > 1:  # on its way while this block is worked on
                 x = tl.load(X_row_ptr + at + BLOCK_SIZE, mask=at + BLOCK_SIZE < n_stored, other=float("-inf"))
             previous = largest
@@ -93,12 +91,14 @@ def _losses_kernel(
         tl.store(LSE_ptr + row, lse)
         if HAS_GRADIENT:
             scale = tl.load(SCALE_ptr)
-            for block in range(tl.cdiv(n_stored, BLOCK_SIZE)):
+            for block in range(NUM_BLOCKS):
                 at = block * BLOCK_SIZE + cols
                 if NUM_BLOCKS > 1:
                     x = tl.load(X_row_ptr + at, mask=at < n_stored, other=float("-inf"))
-                u, share = _capped(x, at, n_cols, soft_cap, HAS_CAP, HAS_PADDING)
-                dx = _scaled_gradient(u, share, at, y.to(tl.int32), lse, scale, n_cols, label_smoothing, z_loss, HAS_CAP)
+                u, share = _capped(x, at, n_cols, soft_cap, HAS_CAP)
+                dx = _scaled_gradient(
+                    u, share, at, y.to(tl.int32), lse, scale, n_cols, label_smoothing, z_loss, HAS_CAP
+                )
                 tl.store(X_row_ptr + at, dx.to(X_ptr.dtype.element_ty), mask=at < n_stored)
 
 
@@ -106,7 +106,7 @@ def _losses_kernel(
 def _gradient_kernel(
     X_ptr, Y_ptr, LSE_ptr, SCALE_ptr, DX_ptr,
     X_row_stride, DX_row_stride, SCALE_stride, n_cols, n_stored, ignore_index, label_smoothing, z_loss, soft_cap,
-    HAS_CAP: tl.constexpr, HAS_PADDING: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HAS_CAP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """A block of one row: dx from x and lse; zeros where the label is ignored."""
     row = tl.program_id(0).to(tl.int64)
@@ -118,9 +118,8 @@ def _gradient_kernel(
     else:
         lse = tl.load(LSE_ptr + row)
         scale = tl.load(SCALE_ptr + row * SCALE_stride)
-        # Padding is loaded too: with a mask of n_cols, a number that does not divide, loads would be narrow.
         x = tl.load(X_ptr + row * X_row_stride + at, mask=at < n_stored, other=float("-inf"))
-        u, share = _capped(x, at, n_cols, soft_cap, HAS_CAP, HAS_PADDING)
+        u, share = _capped(x, at, n_cols, soft_cap, HAS_CAP)
         dx = _scaled_gradient(u, share, at, y.to(tl.int32), lse, scale, n_cols, label_smoothing, z_loss, HAS_CAP)
         tl.store(DX_row_ptr + at, dx.to(DX_ptr.dtype.element_ty), mask=at < n_stored)
 
@@ -139,7 +138,10 @@ def _scale_kernel(X_ptr, SCALE_ptr, numel, BLOCK_SIZE: tl.constexpr):
 def losses(
     logits: Tensor, n_cols: int, labels: Tensor, terms: LossTerms, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`losses_of_rows`. logits: (n_rows, n_cols or more) with adjacent columns; labels: (n_rows,), contiguous."""
+    """`losses_of_rows`. logits: (n_rows, n_cols or more) with adjacent columns; labels: (n_rows,), contiguous.
+
+    Columns past n_cols are read and written: a mask that ends at a number that does not divide makes accesses narrow.
+    """
     n_rows, n_stored = logits.shape
     loss, lse = (torch.empty(n_rows, dtype=torch.float32, device=logits.device) for _ in range(2))
     block_size = min(next_power_of_2(n_stored), MAX_FORWARD_BLOCK_SIZE)
@@ -149,7 +151,7 @@ def losses(
         X_row_stride=logits.stride(0), n_cols=n_cols, n_stored=n_stored, ignore_index=terms.ignore_index,
         label_smoothing=terms.label_smoothing, z_loss=terms.z_loss, soft_cap=terms.soft_cap,
         HAS_GRADIENT=scale is not None, HAS_SMOOTHING=terms.label_smoothing != 0.0,
-        HAS_CAP=terms.soft_cap is not None, HAS_PADDING=n_stored != n_cols,
+        HAS_CAP=terms.soft_cap is not None,
         BLOCK_SIZE=block_size, NUM_BLOCKS=-(-n_stored // block_size),
     )  # fmt: skip
     return loss, lse
@@ -167,7 +169,7 @@ def gradient(
         X_row_stride=logits.stride(0), DX_row_stride=out.stride(0), SCALE_stride=scale.stride(0) if scale.dim() else 0,
         n_cols=n_cols, n_stored=n_stored, ignore_index=terms.ignore_index,
         label_smoothing=terms.label_smoothing, z_loss=terms.z_loss, soft_cap=terms.soft_cap,
-        HAS_CAP=terms.soft_cap is not None, HAS_PADDING=n_stored != n_cols, BLOCK_SIZE=block_size,
+        HAS_CAP=terms.soft_cap is not None, BLOCK_SIZE=block_size,
     )  # fmt: skip
 
 

@@ -25,23 +25,25 @@ def other_noise(noise):
 @triton.jit
 def rounded_at_random(x, noise, DTYPE: tl.constexpr):
     """x, float32, in DTYPE: up or down for bfloat16 and float16, so that the mean is exact."""
-    y = x
     bits = x.to(tl.uint32, bitcast=True)
     if DTYPE == tl.bfloat16:
-        y = ((bits + (noise & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        halves = tl.where(x == x, (bits + (noise & 0xFFFF)) >> 16, 0x7FC0)
+        y = halves.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     elif DTYPE == tl.float16:
-        y = ((bits + (noise & 0x1FFF)) & 0xFFFFE000).to(tl.float32, bitcast=True)
         # Below float16's normal numbers the steps are even, 2^-24 each.
         is_small = tl.abs(x) < 2.0**-14
         steps = tl.where(is_small, tl.abs(x), 0.0) * 2.0**24 + (noise & 0x1FFF).to(tl.float32) * 2.0**-13
         small = steps.to(tl.int32).to(tl.float32) * 2.0**-24
         signed = small.to(tl.uint32, bitcast=True) | (bits & 0x80000000)
-        y = tl.where(is_small, signed.to(tl.float32, bitcast=True), y)
-    return tl.where(x == x, y, float("nan")).to(DTYPE)
+        rounded = tl.where(is_small, signed, (bits + (noise & 0x1FFF)) & 0xFFFFE000)
+        y = tl.where(x == x, rounded.to(tl.float32, bitcast=True), float("nan")).to(DTYPE)
+    else:
+        y = x.to(DTYPE)
+    return y
 
 
 @triton.jit
-def load_state(S_ptr, SCALE_ptr, at, ok, block, block_ok):
+def load_state(S_ptr, at, ok, SCALE_ptr, block, block_ok):
     """Values, float32, of elements at, (NUM_BLOCKS, 256), where ok. block: the number of each block; SCALE_ptr or None.
 
     See [Note: 8-bit states] in `kernels/optimizer_states.py`.
@@ -63,7 +65,7 @@ def load_state(S_ptr, SCALE_ptr, at, ok, block, block_ok):
 
 
 @triton.jit
-def store_state(S_ptr, SCALE_ptr, at, ok, block, block_ok, x, noise):
+def store_state(S_ptr, at, ok, SCALE_ptr, block, block_ok, x, noise):
     """What `load_state` reads: x, float32, rounded at random where it is stored in fewer bits."""
     if SCALE_ptr is not None:
         IS_SIGNED: tl.constexpr = S_ptr.dtype.element_ty == tl.int8

@@ -65,36 +65,37 @@ def _updated(g, w, s, v, c0, c1, c2, c3, c4, c5, c6, c7, RULE: tl.constexpr, HAS
 @triton.jit
 def _update_tile(
     W_ptr, G_ptr, S_ptr, V_ptr, S_SCALE_ptr, V_SCALE_ptr, OUT_ptr, ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, C_ptr,
-    program, start, end, seed, factor, c0, c1, c2, c3, c4, c5, c6, c7,
+    program, end, seed, factor, c0, c1, c2, c3, c4, c5, c6, c7,
     RULE: tl.constexpr, IS_RANDOM: tl.constexpr, TILE_BLOCKS: tl.constexpr, BLOCK_NUMEL: tl.constexpr,
     NUM_COEFFICIENTS: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The elements from start on: a whole tile, or as many as there are before end."""
+    start = program.to(tl.int64) * (TILE_BLOCKS * BLOCK_NUMEL)
     blocks = tl.arange(0, TILE_BLOCKS)
-    at = start + blocks[:, None] * BLOCK_NUMEL + tl.arange(0, BLOCK_NUMEL)[None, :]
-    block = program.to(tl.int64) * TILE_BLOCKS + blocks
+    at = blocks[:, None] * BLOCK_NUMEL + tl.arange(0, BLOCK_NUMEL)[None, :]  # in the tile
     if IS_WHOLE:
         ok = tl.full((TILE_BLOCKS, BLOCK_NUMEL), 1, tl.int1)
         block_ok = tl.full((TILE_BLOCKS,), 1, tl.int1)
     else:
-        ok = at < end
-        block_ok = start + blocks * BLOCK_NUMEL < end
-    g = tl.load(G_ptr + at, mask=ok, other=0.0).to(tl.float32) * factor
-    w = tl.load(W_ptr + at, mask=ok, other=0.0).to(tl.float32)
+        ok = at < (end - start).to(tl.int32)
+        block_ok = blocks * BLOCK_NUMEL < (end - start).to(tl.int32)
+    at_block = program.to(tl.int64) * TILE_BLOCKS + blocks
+    g = tl.load(G_ptr + start + at, mask=ok, other=0.0).to(tl.float32) * factor
+    w = tl.load(W_ptr + start + at, mask=ok, other=0.0).to(tl.float32)
     s = tl.zeros_like(w)
     v = tl.zeros_like(w)
     if S_ptr is not None:
-        s = load_state(S_ptr, S_SCALE_ptr, at, ok, block, block_ok)
+        s = load_state(S_ptr + start, at, ok, S_SCALE_ptr, at_block, block_ok)
     if V_ptr is not None:
-        v = load_state(V_ptr, V_SCALE_ptr, at, ok, block, block_ok)
+        v = load_state(V_ptr + start, at, ok, V_SCALE_ptr, at_block, block_ok)
     noise = rounding_noise(g, w, seed)
     if C_ptr is None:
         w, s, v = _updated(g, w, s, v, c0, c1, c2, c3, c4, c5, c6, c7, RULE, S_ptr is not None)
     else:
-        done = start
+        done = 0
         for run in range(tl.load(FIRST_RUNS_ptr + program), tl.load(FIRST_RUNS_ptr + program + 1) + 1):
             C = C_ptr + tl.load(CHOICES_ptr + run) * NUM_COEFFICIENTS
-            end_of_run = tl.load(ENDS_ptr + run)
+            end_of_run = tl.minimum(tl.load(ENDS_ptr + run) - start, TILE_BLOCKS * BLOCK_NUMEL).to(tl.int32)
             new_w, new_s, new_v = _updated(
                 g, w, s, v, tl.load(C), tl.load(C + 1), tl.load(C + 2), tl.load(C + 3), tl.load(C + 4),
                 tl.load(C + 5), tl.load(C + 6), tl.load(C + 7), RULE, S_ptr is not None,
@@ -105,19 +106,19 @@ def _update_tile(
             v = tl.where(is_inside, new_v, v)
             done = end_of_run
     if S_ptr is not None:
-        store_state(S_ptr, S_SCALE_ptr, at, ok, block, block_ok, s, noise)
+        store_state(S_ptr + start, at, ok, S_SCALE_ptr, at_block, block_ok, s, noise)
         noise = other_noise(noise)
     if V_ptr is not None:
-        store_state(V_ptr, V_SCALE_ptr, at, ok, block, block_ok, v, noise)
+        store_state(V_ptr + start, at, ok, V_SCALE_ptr, at_block, block_ok, v, noise)
         noise = other_noise(noise)
     W_TYPE: tl.constexpr = W_ptr.dtype.element_ty
     stored = rounded_at_random(w, noise, W_TYPE) if IS_RANDOM else w.to(W_TYPE)
-    tl.store(W_ptr + at, stored, mask=ok)
+    tl.store(W_ptr + start + at, stored, mask=ok)
     if OUT_ptr is not None:
         OUT_TYPE: tl.constexpr = OUT_ptr.dtype.element_ty
         is_wide: tl.constexpr = W_TYPE == tl.float32
         out = rounded_at_random(w, noise, OUT_TYPE) if IS_RANDOM and is_wide else stored.to(tl.float32).to(OUT_TYPE)
-        tl.store(OUT_ptr + at, out, mask=ok)
+        tl.store(OUT_ptr + start + at, out, mask=ok)
 
 
 # Numbers that differ between shards and steps: compiled once, not for each that 16 divides.
@@ -143,13 +144,13 @@ def _kernel(
     if start + TILE <= end:
         _update_tile(
             W_ptr, G_ptr, S_ptr, V_ptr, S_SCALE_ptr, V_SCALE_ptr, OUT_ptr, ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, C_ptr,
-            program, start, end, seed, factor, c0, c1, c2, c3, c4, c5, c6, c7,
+            program, end, seed, factor, c0, c1, c2, c3, c4, c5, c6, c7,
             RULE, IS_RANDOM, TILE_BLOCKS, BLOCK_NUMEL, NUM_COEFFICIENTS, True,
         )  # fmt: skip
     elif start < end:
         _update_tile(
             W_ptr, G_ptr, S_ptr, V_ptr, S_SCALE_ptr, V_SCALE_ptr, OUT_ptr, ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, C_ptr,
-            program, start, end, seed, factor, c0, c1, c2, c3, c4, c5, c6, c7,
+            program, end, seed, factor, c0, c1, c2, c3, c4, c5, c6, c7,
             RULE, IS_RANDOM, TILE_BLOCKS, BLOCK_NUMEL, NUM_COEFFICIENTS, False,
         )  # fmt: skip
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..quantize import BROKEN_BITS, LEAST_BITS, NEAREST_BITS, NF4_FIXED, NF4_LEVELS, TOP_CODES, Quantized
+from ..quantized import BROKEN_BITS, LEAST_BITS, NEAREST_BITS, NF4_FIXED, NF4_LEVELS, TOP_CODES, Quantized
 from .launch import launch
 
 TILE_NUMEL = 4096  # elements of a program: 16 a thread; random bits and code books need registers
+
+
 @triton.jit
 def _random_bits(first, at, seed):
     """32 random bits of the elements with numbers first + at, int64 and int32 -> uint32: see `random_bits`."""
@@ -132,10 +136,7 @@ def _dequantize_kernel(
         pair = rows[:, None] * (BLOCK_NUMEL // 2) + tl.arange(0, BLOCK_NUMEL // 2)[None, :]
         byte = tl.load(Q_ptr + start // 2 + pair, mask=pair < (rest + 1) // 2, other=0).to(tl.int32)
         code = tl.reshape(tl.join(byte & 15, byte >> 4), (ROWS, BLOCK_NUMEL))
-        if LEVELS_ptr is not None:
-            y = tl.load(LEVELS_ptr + code)
-        else:
-            y = (code - 8).to(tl.float32)
+        y = tl.load(LEVELS_ptr + code) if LEVELS_ptr is not None else (code - 8).to(tl.float32)
     y *= scale[:, None]
     if ACCUMULATE:
         y += tl.load(Y_ptr + start + at, mask=at < rest, other=0.0).to(tl.float32)
@@ -146,7 +147,7 @@ def quantize(values: Tensor, out: Quantized, seed: int | None, offset: int) -> N
     """values: (n,), contiguous."""
     rows = TILE_NUMEL // out.block_numel
     word = (seed or 0) & 0xFFFFFFFF
-    common = {
+    common: dict[str, Any] = {
         "X_ptr": values, "Q_ptr": out.payload, "S_ptr": out.scale, "n": values.numel(),
         "seed": word - (1 << 32) if word >= 1 << 31 else word, "offset": offset, "IS_RANDOM": seed is not None,
         "LEAST": LEAST_BITS, "BROKEN": BROKEN_BITS, "BLOCK_NUMEL": out.block_numel, "ROWS": rows,
@@ -155,10 +156,9 @@ def quantize(values: Tensor, out: Quantized, seed: int | None, offset: int) -> N
     if out.format != "nf4":
         launch(_linear_kernel, grid, num_warps=8, TOP=TOP_CODES[out.format], NEAREST=NEAREST_BITS, **common)
         return
-    gaps = zip(NF4_FIXED[:-1], NF4_FIXED[1:], strict=True)
-    thresholds = {
+    thresholds: dict[str, Any] = {
         f"T{index}": low + (0 if seed is not None else NEAREST_BITS * (high - low) >> 32)
-        for index, (low, high) in enumerate(gaps)
+        for index, (low, high) in enumerate(pairwise(NF4_FIXED))
     }
     fixed = _constants(NF4_FIXED, torch.int32, values.device) if seed is not None else None
     launch(_nf4_kernel, grid, num_warps=8, FIXED_ptr=fixed, **thresholds, **common)

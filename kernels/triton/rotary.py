@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -132,6 +134,6 @@ def _with_adjacent_columns(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _strides(name: str, x: Tensor) -> dict[str, int]:
+def _strides(name: str, x: Tensor) -> dict[str, Any]:
     batch, head, seq, _ = x.stride()
     return {f"{name}_batch_stride": batch, f"{name}_head_stride": head, f"{name}_seq_stride": seq}

@@ -34,9 +34,7 @@ def _sum_kernel(
     tl.store(PARTS_ptr + segment * NUM_PARTS + part, tl.sum(sums, axis=0))
 
 
-def squares_by_piece(
-    shard: Tensor, segments: Sequence[tuple[int, int]], block_numel: int
-) -> tuple[Tensor, list[int]]:
+def squares_by_piece(shard: Tensor, segments: Sequence[tuple[int, int]], block_numel: int) -> tuple[Tensor, list[int]]:
     """shard: (n,), contiguous -> (num_pieces,) float64 and the numbers of pieces of the segments."""
     flat = aligned(shard)
     spans = []

@@ -11,7 +11,7 @@ from torch import Tensor
 import lowtide
 from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.checkpoint.fragment import Fragment
-from tests.zero.training import Case, share_of
+from tests.zero.training import Case
 
 STEPS_BEFORE, STEPS_AFTER = 2, 3
 GLOBAL_ROWS = 8  # of a microbatch: the same global batches at every number of ranks
@@ -52,7 +52,9 @@ class Trip:
 def engine_for(case: Case, world_size: int, **options: Any) -> lowtide.Engine:
     """An engine for the case with GLOBAL_ROWS rows in each global microbatch."""
     torch.manual_seed(0)
-    config = {**case.as_config(), "train_micro_batch_size_per_gpu": GLOBAL_ROWS // world_size}
+    config = case.as_config()
+    data_size = world_size // config.get("parallel", {}).get("pipeline", 1)
+    config["train_micro_batch_size_per_gpu"] = GLOBAL_ROWS // data_size
     return lowtide.initialize(case.build(), config, **options)
 
 
@@ -60,7 +62,8 @@ def run_steps(engine: lowtide.Engine, case: Case, first: int, count: int) -> Con
     """Takes steps number first, first + 1, ..."""
     found = Continuation()
     for step in range(first, first + count):
-        result = engine.train_step(share_of(case.batch(step, GLOBAL_ROWS * case.accumulation)))
+        batch = case.batch(step, GLOBAL_ROWS * case.accumulation)
+        result = engine.train_step(tuple(tensor.chunk(engine.data_size)[engine.data_rank] for tensor in batch))
         found.losses.append(result.loss.item())
         found.lrs.append(result.lr)
         found.scales.append(result.loss_scale)

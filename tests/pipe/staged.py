@@ -47,7 +47,9 @@ def whole(model: nn.Module, call: Call) -> Outcome:
     return Outcome(loss, {name: param.grad for name, param in model.named_parameters() if param.grad is not None})
 
 
-def stages_of(build: Callable[[], nn.Module], num_stages: int, balance: str | Sequence[int] = "parameters") -> list[Stage]:
+def stages_of(
+    build: Callable[[], nn.Module], num_stages: int, balance: str | Sequence[int] = "parameters"
+) -> list[Stage]:
     """Each stage on a model of its own, as on ranks of their own."""
     plan = plan_split(build(), num_stages, balance)
     return [Stage(build(), travelled(plan), index) for index in range(num_stages)]

@@ -18,7 +18,11 @@ def test_every_schedule_trains_like_one_process(ranks: RankPool, case: Case) -> 
     for schedule, by_rank in zip(SCHEDULES, zip(*ranks(2, train_all, cases), strict=True), strict=True):
         assert_close(by_rank[0], expected, 2e-5, 1e-6, schedule)
         for other in by_rank[1:]:
-            assert (other.losses, other.norms, other.skipped) == (by_rank[0].losses, by_rank[0].norms, by_rank[0].skipped)
+            assert (other.losses, other.norms, other.skipped) == (
+                by_rank[0].losses,
+                by_rank[0].norms,
+                by_rank[0].skipped,
+            )
 
 
 STAGES_BESIDE_PIPELINES = [
@@ -69,7 +73,9 @@ def test_half_precision_agrees_with_one_rank(ranks: RankPool, precision: str) ->
     scaling = {"initial_scale_power": 8} if precision == "fp16" else {}
     case = PLAIN.at(2, config={precision: {"enabled": True, **scaling}})
     (alone,) = ranks(1, train_all, [case])[0]
-    for schedule, outcome in zip(SCHEDULES, ranks(2, train_all, [pipelined(case, 2, s) for s in SCHEDULES])[0], strict=True):
+    for schedule, outcome in zip(
+        SCHEDULES, ranks(2, train_all, [pipelined(case, 2, s) for s in SCHEDULES])[0], strict=True
+    ):
         assert_close(outcome, alone, 2e-2, 2e-2, schedule)
         assert outcome.scales == alone.scales
 

@@ -57,11 +57,14 @@ def test_the_idle_time_of_zb_h1_is_p_less_1_times_f_plus_i_less_w(costs: tuple[f
             assert idle(run("zb-h1", p, m, 1, costs)) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("costs", COSTS)
 @pytest.mark.parametrize("chunks", [2, 3, 4])
-def test_chunks_divide_the_idle_time_of_zb_h1(chunks: int) -> None:
+def test_chunks_divide_the_idle_time_of_zb_h1(chunks: int, costs: tuple[float, float, float]) -> None:
+    forward, input_backward, weight_backward = costs
     for p in RANKS:
         for m in (p, 2 * p, 3 * p):
-            assert idle(run("zb-h1", p, m, chunks, (1.0, 1.0, 1.0))) == pytest.approx((p - 1) / chunks)
+            expected = (p - 1) * (forward + input_backward - weight_backward) / chunks
+            assert idle(run("zb-h1", p, m, chunks, costs)) == pytest.approx(expected)
 
 
 def test_no_rank_of_zb_v_waits_between_its_first_and_its_last_action_where_f_i_and_w_take_the_same_time() -> None:

@@ -1,5 +1,7 @@
 """Passes add what they say and leave the rest: whole backwards, reduces, steps, and the forward alone."""
 
+from itertools import pairwise
+
 import pytest
 
 from lowtide.pipe.action import BACKWARD_OPS, Action, Op
@@ -49,7 +51,7 @@ def test_nothing_is_merged_where_the_whole_takes_longer_than_its_halves() -> Non
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_gradients_are_reduced_right_after_the_last_backward_of_their_stage(name: str) -> None:
+def test_gradients_are_reduced_after_the_last_backward_of_their_stage(name: str) -> None:
     schedule = add_reduces(make_schedule(name, 3, 6))
     assert count(schedule, Op.REDUCE) == schedule.num_stages
     for row in schedule.actions:
@@ -57,6 +59,18 @@ def test_gradients_are_reduced_right_after_the_last_backward_of_their_stage(name
             if action.op is Op.REDUCE:
                 assert row[index - 1].op in (Op.B, Op.W) and row[index - 1].stage == action.stage
                 assert all(later.stage != action.stage for later in row[index + 1 :])
+
+
+def test_no_send_waits_for_a_release_or_a_reduce() -> None:
+    lists = [" ".join(map(str, row)) for row in complete(make_schedule("1f1b", 2, 1), gathers=True).actions]
+    assert lists == [
+        "0GATHER 0F0 0SEND_F0 0RECV_B0 0B0 0RELEASE 0REDUCE",
+        "1RECV_F0 1GATHER 1F0 1B0 1SEND_B0 1RELEASE 1REDUCE",
+    ]
+    for name in KINDS:
+        for row in complete(make_schedule(name, 3, 6), gathers=True, budget=1).actions:
+            for before, after in pairwise(row):
+                assert not (before.op in (Op.RELEASE, Op.REDUCE) and after.op in (Op.SEND_F, Op.SEND_B))
 
 
 def test_steps_come_at_the_end_of_every_rank() -> None:

@@ -54,8 +54,8 @@ def test_messages_in_the_lists_are_under_way_while_ranks_compute_unless_they_blo
     costs = Costs.uniform(2, send=0.5)
     schedule = complete(make_schedule("1f1b", 2, 2), costs)
     assert simulate(schedule, costs).makespan == 10
-    # Each of the four messages holds up both ranks; only the first rank's second forward runs beside another action.
-    assert simulate(schedule, costs, blocking=True).makespan > 10
+    # 0F0, its message, 0F1, its message (1RECV_F1 stands before 1F0), 1F0, 1B0, its message, 1F1, 1B1, its message, 0B1
+    assert simulate(schedule, costs, blocking=True).makespan == 1 + 0.5 + 1 + 0.5 + 1 + 2 + 0.5 + 1 + 2 + 0.5 + 2
 
 
 def test_a_message_is_under_way_when_both_ends_are_reached() -> None:

@@ -27,7 +27,14 @@ OPT = {"ffn_dim": 48, "max_position_embeddings": 32, "word_embed_proj_dim": 16, 
 T5 = {"d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
 BART = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0}
 BART_HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 32}
-SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [1, 1, 1, 1], "num_heads": [2, 2, 4, 4], "num_labels": 5}
+SWIN = {
+    "image_size": 32,
+    "patch_size": 2,
+    "embed_dim": 16,
+    "depths": [1, 1, 1, 1],
+    "num_heads": [2, 2, 4, 4],
+    "num_labels": 5,
+}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "LlamaForCausalLM": ("LlamaConfig", GROUPED),

@@ -8,7 +8,7 @@ from torch import nn
 
 from lowtide.engine.deferred import DeferredModel
 from lowtide.pipe.split import plan_split
-from lowtide.pipe.stage import Stage
+from lowtide.pipe.stage import Stage, make_stages
 from tests import models
 from tests.pipe.staged import numels, staged, stages_of, whole
 from tests.pipe.test_stage_hugging_face import batch_for, builder
@@ -67,6 +67,15 @@ def test_buffers_that_training_changes_are_right_on_their_stage() -> None:
             stage.module.zero_grad()
         assert staged(stages, call).differences(whole(model, call)) == []
     merged = {key: value for stage in stages for key, value in stage.module.state_dict().items()}
+    assert [key for key, value in model.state_dict().items() if not torch.equal(value, merged[key])] == []
+
+
+def test_buffers_are_right_where_one_rank_has_the_first_and_the_last_stage() -> None:
+    model, plan = Normalized(), plan_split(Normalized(), 3)
+    (first, last), middle = make_stages(Normalized(), plan, [0, 2]), Stage(Normalized(), plan, 1)
+    call = lambda model: model(*models.vector_batch(0, 6))  # noqa: E731
+    assert staged([first, middle, last], call).differences(whole(model, call)) == []
+    merged = first.module.state_dict() | middle.module.state_dict()
     assert [key for key, value in model.state_dict().items() if not torch.equal(value, merged[key])] == []
 
 

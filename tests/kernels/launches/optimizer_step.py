@@ -19,7 +19,6 @@ OPTIONS: dict[str, Any] = {
     "lr_decay": 0.0,
     "initial_accumulator_value": 0.0,
 }
-NUMEL = 5001  # whole tiles, and a rest
 
 
 def update(
@@ -30,13 +29,14 @@ def update(
     out_dtype: torch.dtype | None = torch.bfloat16,
     num_runs: int = 1,
     stochastic_rounding: bool = False,
+    numel: int = 5001,
 ) -> None:
-    def meta(dtype: torch.dtype, numel: int = NUMEL) -> torch.Tensor:
+    def meta(dtype: torch.dtype, numel: int = numel) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device="meta")
 
     master = meta(master_dtype)
     states = stored_states(list(RULES[rule_name].new_states(master, OPTIONS, state_dtype).values()))
-    runs = [(NUMEL * (i + 1) // num_runs, OPTIONS | {"weight_decay": 0.1 * i}) for i in range(num_runs)]
+    runs = [(numel * (i + 1) // num_runs, OPTIONS | {"weight_decay": 0.1 * i}) for i in range(num_runs)]
     out = meta(out_dtype) if out_dtype is not None else None
     optimizer_step.update(
         rule_name, master, meta(dtype), states, 3, runs, meta(torch.float32, 1), out, meta(torch.bool, 1),
@@ -47,12 +47,17 @@ def update(
 BFLOAT16, INT8 = torch.bfloat16, torch.int8
 CASES = {
     "adamw": lambda dtype: update(dtype, "adamw"),
+    "adamw of a large shard": lambda dtype: update(dtype, "adamw", numel=2**31 + 1),
     "adamw with runs": lambda dtype: update(dtype, "adamw", num_runs=3),
     "adamw, states of 16 bits": lambda dtype: update(dtype, "adamw", BFLOAT16),
     "adamw, states of 8 bits, runs": lambda dtype: update(dtype, "adamw", INT8, num_runs=3),
     "adamw, all in 16 bits": lambda dtype: update(dtype, "adamw", BFLOAT16, BFLOAT16, None, 1, True),
-    "adam, float16 at random": lambda dtype: update(dtype, "adam", INT8, out_dtype=torch.float16, stochastic_rounding=True),
+    "adam, float16 at random": lambda dtype: update(
+        dtype, "adam", INT8, out_dtype=torch.float16, stochastic_rounding=True
+    ),
     "lion": lambda dtype: update(dtype, "lion", INT8),
     "adagrad": lambda dtype: update(dtype, "adagrad", INT8, num_runs=3),
     "sgd with momentum": lambda dtype: update(dtype, "sgd", out_dtype=None),
 }
+# Few enough for five programs of 256 threads side by side, or six of 128: loads in flight hide the memory's latency.
+REGISTERS = {case: 80 if "8 bits" in case or "all in" in case else 64 for case in CASES}

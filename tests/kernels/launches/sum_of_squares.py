@@ -14,6 +14,8 @@ def launch(dtype: torch.dtype, sizes: tuple[int, ...], has_flag: bool = False, b
 CASES = {
     "flat": lambda dtype: launch(dtype, (1 << 20,)),
     "flat with a flag": lambda dtype: launch(dtype, (1 << 20,), True),
+    "one block": lambda dtype: launch(dtype, (1024,)),
+    "more than 2^32 elements": lambda dtype: launch(dtype, (1 << 33,)),
     "short blocks": lambda dtype: launch(dtype, (1 << 20,), True, 16),
     "long blocks": lambda dtype: launch(dtype, (1 << 20,), True, 4096),
     "list": lambda dtype: launch(dtype, (1 << 20, 1 << 12)),

@@ -1,0 +1,246 @@
+"""Cross-entropy, in Triton's interpreter and in its eager form, equals torch's in float64, forward and backward."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowtide.kernels import cross_entropy as eager_form
+from lowtide.kernels.cross_entropy import cross_entropy
+from lowtide.kernels.dispatch import Backend
+from lowtide.kernels.loss_terms import LossTerms, Reduction
+from lowtide.kernels.triton import cross_entropy as triton_form
+from tests.kernels.exact import DTYPES, assert_near_float64
+from tests.kernels.exact_losses import (
+    ALL,
+    PLAIN,
+    drawn_labels,
+    exact_losses,
+    exact_z_losses,
+    options_of,
+    reduced,
+    sizes,
+)
+
+BACKENDS = ("triton", "reference")
+TERMS = [
+    PLAIN,
+    replace(PLAIN, label_smoothing=0.2, reduction="sum"),
+    replace(PLAIN, z_loss=0.1, reduction="none"),
+    replace(PLAIN, soft_cap=2.0),
+    ALL,
+]
+
+
+def name_of(terms: LossTerms) -> str:
+    return "+".join(key for key, value in options_of(terms).items() if value != options_of(PLAIN)[key]) or "plain"
+
+
+def check(logits: Tensor, labels: Tensor, terms: LossTerms, backend: Backend, overwrites: bool = False) -> None:
+    """Loss, z-loss and gradient against float64, with a gradient from above of random size."""
+    exact_logits = logits.detach().double().requires_grad_()
+    logits = logits.requires_grad_()
+    taken = logits * 1 if overwrites else logits
+    loss, z_loss = cross_entropy(
+        taken, labels, **options_of(terms), return_z_loss=True, overwrite_logits=overwrites, backend=backend
+    )
+    dloss = torch.rand(loss.shape) * 4 - 2
+    loss.backward(dloss)
+    size = sizes(exact_logits, labels, terms)
+    exact = reduced(exact_losses(exact_logits, labels, terms), labels, terms)
+    exact.backward(dloss.double())
+    assert loss.dtype == torch.float32 and not z_loss.requires_grad
+    assert_near_float64(loss, exact.detach(), magnitude=reduced(size.loss, labels, terms))
+    exact_z = reduced(exact_z_losses(exact_logits.detach(), labels, terms), labels, terms)
+    assert_near_float64(z_loss, exact_z, magnitude=reduced(size.loss, labels, terms))
+    scale = reduced(torch.ones(labels.shape, dtype=torch.float64), labels, replace(terms, reduction="none")) * dloss
+    if terms.reduction == "mean":
+        scale = scale / int((labels != terms.ignore_index).sum())
+    assert logits.grad is not None and exact_logits.grad is not None
+    assert_near_float64(logits.grad, exact_logits.grad, magnitude=size.dlogits * scale.abs().unsqueeze(-1))
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("terms", TERMS, ids=name_of)
+def test_it_equals_torch(
+    terms: LossTerms,
+    dtype: torch.dtype,
+    backend: Backend,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(triton_form, "MAX_FORWARD_BLOCK_SIZE", 64)
+    monkeypatch.setattr(triton_form, "MAX_BACKWARD_BLOCK_SIZE", 32)
+    monkeypatch.setattr(eager_form, "_BLOCK_BYTES", 4 * 3 * 123)
+    for shape in ((2, 3, 123), (5, 64)):
+        logits = (3 * torch.randn(shape, generator=generator)).to(dtype)
+        check(logits, drawn_labels(shape[:-1], shape[-1], terms, generator), terms, backend)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (3,), (2, 1, 200)], ids=str)
+def test_rows_of_one_block(shape: tuple[int, ...], backend: Backend, generator: torch.Generator) -> None:
+    terms = replace(ALL, ignore_index=-1)
+    logits = 3 * torch.randn(shape, generator=generator)
+    check(logits, drawn_labels(shape[:-1], shape[-1], terms, generator), terms, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_gradient_can_take_the_place_of_the_logits(
+    dtype: torch.dtype, reduction: Reduction, backend: Backend, generator: torch.Generator
+) -> None:
+    terms = replace(PLAIN, reduction=reduction)
+    logits = torch.randn(6, 40, generator=generator).to(dtype)
+    check(logits, drawn_labels((6,), 40, terms, generator), terms, backend, overwrites=True)
+    taken = logits.detach().requires_grad_() * 1
+    taken.retain_grad()
+    loss = cross_entropy(taken, torch.arange(6), reduction="sum", overwrite_logits=True, backend=backend)
+    before = taken.detach().clone()
+    assert torch.equal(taken, before)
+    loss.backward()
+    assert taken.grad is not None and torch.equal(taken.detach(), taken.grad) and not torch.equal(taken, before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_gradients_logits_are_kept(backend: Backend, generator: torch.Generator) -> None:
+    logits = torch.randn(3, 8, generator=generator)
+    before = logits.clone()
+    with torch.no_grad():
+        loss = cross_entropy(logits, torch.arange(3), overwrite_logits=True, backend=backend)
+    assert torch.equal(logits, before) and not loss.requires_grad
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_who_needs_overwritten_logits_is_told(backend: Backend, generator: torch.Generator) -> None:
+    leaf = torch.randn(3, 8, generator=generator, requires_grad=True)
+    logits = leaf.tanh()  # tanh saves its result
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        cross_entropy(logits, torch.arange(3), overwrite_logits=True, backend=backend).backward()
+    loss = cross_entropy(leaf * 1, torch.arange(3), overwrite_logits=True, backend=backend)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"expected one backward pass, .* use overwrite_logits=False"):
+        loss.backward()
+    with pytest.raises(ValueError, match=r"cross_entropy: expected logits that an operation computed, found a leaf"):
+        cross_entropy(leaf, torch.arange(3), overwrite_logits=True, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strides_are_followed(backend: Backend, generator: torch.Generator) -> None:
+    wide = torch.randn(6, 40, generator=generator)
+    deep = torch.randn(4, 3, 9, generator=generator)
+    labels = torch.randint(0, 3, (6, 2), generator=generator)
+    for logits in (
+        wide[::2, 3:30],
+        wide.t()[:5],
+        wide[:, ::3],
+        deep[:, :-1],
+        deep.transpose(0, 1),
+        wide[:1].expand(4, -1),
+    ):
+        rows = logits.shape[:-1]
+        taken = labels.view(-1)[: rows.numel()].view(rows)
+        check(logits.detach(), taken, PLAIN, backend)
+        check(logits.detach().clone(), taken.int(), PLAIN, backend)
+    check(deep[:, 0].contiguous(), labels[:4, 0], PLAIN, backend)  # labels apart from each other
+    expanded = wide[:1].clone().requires_grad_()
+    again = expanded.detach().clone().requires_grad_()
+    cross_entropy(expanded.expand(4, -1), labels[:4, 0], overwrite_logits=True, backend=backend).backward()
+    F.cross_entropy(again.expand(4, -1), labels[:4, 0]).backward()
+    torch.testing.assert_close(expanded.grad, again.grad)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_infinite_logits_are_as_in_torch(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_form, "MAX_FORWARD_BLOCK_SIZE", 4)
+    logits = torch.zeros(2, 12)
+    logits[0, :8] = float("-inf")  # whole blocks of them, first
+    logits[1, 1:11] = float("-inf")
+    found, wanted = (logits.clone().requires_grad_() for _ in range(2))
+    labels = torch.tensor([9, 0])
+    loss = cross_entropy(found, labels, backend=backend)
+    exact = F.cross_entropy(wanted, labels)
+    loss.backward()
+    exact.backward()
+    torch.testing.assert_close(loss, exact)
+    torch.testing.assert_close(found.grad, wanted.grad)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rows", [0, 3])
+def test_the_mean_over_no_labels_is_that_of_torch(rows: int, backend: Backend) -> None:
+    logits = torch.ones(rows, 5, requires_grad=True)
+    labels = torch.full((rows,), -100)
+    loss = cross_entropy(logits, labels, label_smoothing=0.1, backend=backend)
+    loss.backward()
+    assert loss.isnan() and F.cross_entropy(logits, labels).isnan()
+    assert logits.grad is not None and logits.grad.shape == (rows, 5) and not logits.grad.any()
+    assert cross_entropy(logits, labels, reduction="sum", backend=backend) == 0
+    assert cross_entropy(logits, labels, reduction="none", backend=backend).tolist() == [0.0] * rows
+
+
+@pytest.mark.parametrize("label", [-1, 8, 2**40])
+def test_labels_out_of_range_are_nan_on_triton(label: int, generator: torch.Generator) -> None:
+    logits = torch.randn(3, 8, generator=generator, requires_grad=True)
+    labels = torch.tensor([1, label, 2])
+    losses = cross_entropy(logits, labels, reduction="none", backend="triton")
+    losses.sum().backward()
+    assert logits.grad is not None
+    assert losses.isnan().tolist() == [False, True, False]
+    assert logits.grad.isnan().all(1).tolist() == [False, True, False]
+    assert not logits.grad[::2].isnan().any()
+
+
+def test_labels_out_of_range_are_errors_in_the_reference() -> None:
+    labels = torch.tensor([[1, -100, 2], [0, 8, -3]])
+    with pytest.raises(
+        ValueError,
+        match=r"^cross_entropy: expected labels in \[0, 8\), or ignore_index -100; found 8 at \(1, 1\), and 2 such",
+    ):
+        cross_entropy(torch.zeros(2, 3, 8), labels)
+
+
+def test_float64_stays_float64(generator: torch.Generator) -> None:
+    logits = torch.randn(4, 9, generator=generator, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([0, 2, 8, 5])
+
+    def loss(logits: Tensor) -> Tensor:
+        return cross_entropy(logits, labels, **options_of(replace(ALL, reduction="none")))
+
+    assert loss(logits).dtype == torch.float64
+    assert torch.autograd.gradcheck(loss, logits)
+
+
+def test_under_autocast_it_is_torchs_loss(generator: torch.Generator) -> None:
+    logits = torch.randn(4, 9, generator=generator).bfloat16()
+    labels = torch.arange(4)
+    with torch.autocast("cpu"):
+        found, wanted = cross_entropy(logits, labels), F.cross_entropy(logits, labels)
+    assert found.dtype == wanted.dtype == torch.float32
+    torch.testing.assert_close(found, wanted)
+
+
+def test_bad_inputs_are_errors() -> None:
+    logits, labels = torch.ones(2, 8), torch.zeros(2, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"expected labels of shape \(2,\), that of logits \(2, 8\) .*; found \(3,\)"):
+        cross_entropy(logits, torch.zeros(3, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"expected labels of dtype torch.int64 or torch.int32, found torch.float32"):
+        cross_entropy(logits, labels.float())
+    with pytest.raises(ValueError, match=r"expected floating-point logits .*, found \(2, 8\) torch.int64"):
+        cross_entropy(logits.long(), labels)
+    with pytest.raises(ValueError, match=r"with n of at least 1, found \(2, 0\)"):
+        cross_entropy(logits[:, :0], labels)
+    with pytest.raises(ValueError, match=r"cross-entropy: expected label_smoothing in \[0, 1\], found 1.5"):
+        cross_entropy(logits, labels, label_smoothing=1.5)
+    with pytest.raises(ValueError, match=r"cross-entropy: expected z_loss of at least 0 and finite, found -1.0"):
+        cross_entropy(logits, labels, z_loss=-1.0)
+    with pytest.raises(ValueError, match=r"expected soft_cap above 0 and finite, or None for no cap; found 0.0"):
+        cross_entropy(logits, labels, soft_cap=0.0)
+    with pytest.raises(ValueError, match=r'expected reduction to be one of "mean", "sum", "none", found "max"'):
+        cross_entropy(logits, labels, reduction="max")

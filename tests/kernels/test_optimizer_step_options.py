@@ -1,0 +1,153 @@
+"""The optimizer step's scale and flag on the device, its random rounding, and its errors, in every tier."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowtide.kernels.dispatch import Backend
+from lowtide.kernels.optimizer_states import rounded_at_random
+from lowtide.kernels.optimizer_step import update_runs, update_shard
+from tests.kernels.cpu_kernel import ADAM, CASES
+
+BACKENDS: tuple[Backend, ...] = ("auto", "reference", "triton")
+ADAMW = CASES["adamw"][0]
+
+
+def step(
+    backend: Backend, weight: Tensor, gradient: Tensor, scale: float | Tensor, skip: Tensor | None = None
+) -> list[Tensor]:
+    """Everything that the step writes."""
+    master, out = weight.clone(), torch.zeros(weight.numel(), dtype=torch.float16)
+    states = list(ADAMW.new_states(master, ADAM, torch.int8).values())
+    update_shard(ADAMW, master, gradient.clone(), states, 1, ADAM, scale, out, skip=skip, backend=backend)
+    return [master, out, *states]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_scale_may_be_a_tensor(backend: Backend, generator: torch.Generator) -> None:
+    weight, gradient = (torch.randn(1100, generator=generator) for _ in range(2))
+    expected = step(backend, weight, gradient, 0.3)
+    for scale in (torch.tensor(0.3), torch.tensor([0.3]), torch.tensor([[0.3]], dtype=torch.float64)):
+        for found, wanted in zip(step(backend, weight, gradient, scale), expected, strict=True):
+            assert torch.equal(found, wanted)
+    assert not torch.equal(step(backend, weight, gradient, 1.0)[2], expected[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_flag_leaves_everything_as_it_is(backend: Backend, dtype: torch.dtype, generator: torch.Generator) -> None:
+    weight, gradient = (torch.randn(1100, generator=generator) for _ in range(2))
+    gradient[5] = torch.nan
+    master, out, *states = step(backend, weight, gradient, 1.0, skip=torch.ones(1, dtype=dtype))
+    assert torch.equal(master, weight) and not out.any()
+    assert all(
+        torch.equal(a, b) for a, b in zip(states, ADAMW.new_states(weight, ADAM, torch.int8).values(), strict=True)
+    )
+    gradient[5] = 1.0
+    for found, expected in zip(
+        step(backend, weight, gradient, 1.0, skip=torch.zeros((), dtype=dtype)),
+        step(backend, weight, gradient, 1.0),
+        strict=True,
+    ):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_mean_of_many_roundings_is_the_value(dtype: torch.dtype, generator: torch.Generator) -> None:
+    """A mean of 4000 has a deviation of at most half a step / sqrt(4000); six of them are allowed."""
+    sizes = 2.0 ** -torch.randint(0, 20, (512,), generator=generator)  # float16: normal numbers and those below
+    values = torch.randn(512, generator=generator) * sizes
+    noise = torch.randint(-(2**31), 2**31, (4000, 512), generator=generator).to(torch.int32)
+    rounded = torch.stack([rounded_at_random(values, one, dtype) for one in noise])
+    assert torch.equal(rounded.to(dtype).float(), rounded)
+    step = torch.finfo(dtype).eps * values.double().abs()
+    step = step.clamp(min=2.0**-24) if dtype == torch.float16 else step
+    assert ((rounded.double() - values.double()).abs() <= step).all()
+    error = (rounded.double().mean(0) - values.double()).abs()
+    assert (error <= 6 * step / 2 / 4000**0.5 + 2.0**-12 * step).all()  # at most 13 random bits: 2^-13 of a step
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_what_the_dtype_has_stays(dtype: torch.dtype, generator: torch.Generator) -> None:
+    sizes = 2.0 ** -torch.randint(0, 24, (5000,), generator=generator)
+    values = (torch.randn(5000, generator=generator) * sizes).to(dtype).float()
+    values[:4] = torch.tensor([0.0, torch.inf, -torch.inf, torch.finfo(dtype).max])
+    noise = torch.randint(-(2**31), 2**31, (5000,), generator=generator).to(torch.int32)
+    assert torch.equal(rounded_at_random(values, noise, dtype), values)
+    assert rounded_at_random(torch.tensor([torch.nan]), noise[:1], dtype).isnan()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weights_without_a_wide_copy_take_small_updates(
+    backend: Backend, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    """8 updates of about an eighth of a step: to nearest none is left, at random all are there in the mean."""
+    rule, options = CASES["sgd"]
+    numel, num_steps, eps = 1000, 8, torch.finfo(dtype).eps
+    options = options | {"lr": eps / 8, "weight_decay": 0.0}
+    start = (1.25 + torch.rand(numel, generator=generator) / 2).to(dtype)
+    gradient = -1.0 - torch.rand(numel, generator=generator)
+    moved = {}
+    for is_random in (False, True):
+        master = start.clone()
+        for number in range(1, num_steps + 1):
+            update_shard(
+                rule, master, gradient.clone(), [], number, options, 1.0, None,
+                stochastic_rounding=is_random, backend=backend,
+            )  # fmt: skip
+        moved[is_random] = float((master.double() - start.double()).mean()) / eps
+    assert moved[False] == 0.0
+    # An update moves by one step or none: a deviation of half a step at most, over 1000 * 8 of them.
+    deviation = 0.5 * num_steps**0.5 / numel**0.5
+    assert moved[True] == pytest.approx(-num_steps / 8 * float(gradient.mean()), abs=6 * deviation)
+
+
+def test_float64_weights_are_not_rounded_at_random() -> None:
+    expected = "optimizer_step: stochastic_rounding needs master weights of at most 32 bits, found torch.float64"
+    wide = torch.ones(3, dtype=torch.float64)
+    with pytest.raises(ValueError, match=expected):
+        update_shard(CASES["sgd"][0], wide, wide, [], 1, CASES["sgd"][1], 1.0, None, stochastic_rounding=True)
+
+
+def test_tensors_that_do_not_fit_are_errors() -> None:
+    (rule, options), ones = CASES["sgd with momentum"], torch.ones(4)
+
+    def update(master: Tensor, gradient: Tensor, state: Tensor, out: Tensor | None = None) -> None:
+        update_shard(rule, master, gradient, [state], 1, options, 1.0, out)
+
+    with pytest.raises(
+        ValueError, match=r"optimizer_step: expected floating-point master \(n,\), found \(2, 2\) torch"
+    ):
+        update(ones.view(2, 2), ones.view(2, 2), ones.view(2, 2))
+    with pytest.raises(ValueError, match=r"master \(n,\), found \(4,\) torch.int64"):
+        update(ones.long(), ones, ones)
+    with pytest.raises(
+        ValueError, match=r"expected floating-point gradient \(4,\) like master, found \(5,\) torch.float32"
+    ):
+        update(ones, torch.ones(5), ones)
+    with pytest.raises(ValueError, match=r"expected floating-point out \(4,\) like master, found \(4,\) torch.int32"):
+        update(ones, ones, ones, ones.int())
+    with pytest.raises(ValueError, match=r"expected state 0 \(4,\) like master, .* \(1,\); found \(3,\), scale None"):
+        update(ones, ones, torch.ones(3))
+    with pytest.raises(ValueError, match=r"found \(4,\), scale \(2,\)"):
+        update_shard(rule, ones, ones, [ones.to(torch.int8), torch.ones(2)], 1, options, 1.0, None)
+
+
+def test_scalars_that_do_not_fit_are_errors() -> None:
+    rule, options = CASES["sgd"]
+    ones = torch.ones(4)
+    expected = r"expected gradient_scale of one element on cpu, where master is, found \(2,\) on cpu"
+    with pytest.raises(ValueError, match=expected):
+        update_shard(rule, ones, ones, [], 1, options, torch.ones(2), None)
+    expected = r"expected skip of one element on cpu, where master is, found \(1,\) on meta"
+    with pytest.raises(ValueError, match=expected):
+        update_shard(rule, ones, ones, [], 1, options, 1.0, None, skip=torch.ones(1, device="meta"))
+
+
+@pytest.mark.parametrize("ends", [(3,), (2, 5), (3, 2, 4)])
+def test_runs_must_end_at_the_shards_end(ends: tuple[int, ...]) -> None:
+    rule, options = CASES["sgd"]
+    runs = [(end, options) for end in ends]
+    with pytest.raises(ValueError, match=r"optimizer_step: expected ends of runs that ascend to 4, found \["):
+        update_runs(rule, torch.ones(4), torch.ones(4), [], 1, runs, 1.0, None)

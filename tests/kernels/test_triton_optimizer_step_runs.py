@@ -1,0 +1,74 @@
+"""Stretches with options of their own, in one launch of the Triton optimizer step."""
+
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+
+from lowtide.kernels.optimizer_coefficients import COEFFICIENTS
+from lowtide.kernels.optimizer_states import stored_states
+from lowtide.kernels.optimizer_step import update_runs, update_shard
+from lowtide.kernels.triton import optimizer_step
+from lowtide.kernels.triton.launch import recorded_launches
+from lowtide.kernels.triton.option_runs import OptionRuns, run_table
+from tests.kernels.cpu_kernel import CASES
+
+NUMEL = 3000
+ENDS = (3, 1000, 1024, 1025, 1300, 2048, NUMEL)  # several in a tile, at its edges, and across them
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_stretch_is_updated_as_if_alone(name: str, generator: torch.Generator) -> None:
+    rule, options = CASES[name]
+    weight, gradient = (torch.randn(NUMEL, generator=generator) for _ in range(2))
+    rates = [0.01 * (index % 3 + 1) for index in range(len(ENDS))]
+    runs = [(end, options | {"lr": lr}) for end, lr in zip(ENDS, rates, strict=True)]
+    master, alone = weight.clone(), weight.clone()
+    states, states_alone = (list(rule.new_states(weight, options).values()) for _ in range(2))
+    for step in (1, 2):
+        update_runs(rule, master, gradient, states, step, runs, 0.5, None, backend="triton")
+        for (start, end), (_, of_run) in zip(pairwise((0, *ENDS)), runs, strict=True):
+            parts = [state[start:end] for state in states_alone]
+            update_shard(rule, alone[start:end], gradient[start:end], parts, step, of_run, 0.5, None, backend="triton")
+    assert torch.equal(master, alone)
+    for state, other in zip(states, states_alone, strict=True):
+        assert torch.equal(state, other)
+
+
+def test_stretches_that_agree_are_one() -> None:
+    options = CASES["adamw"][1]
+    other, twin = options | {"lr": 0.5}, dict(options)
+    coefficients = partial(COEFFICIENTS["adamw", 2], step=3)
+    runs = [(0, other), (10, options), (20, twin), (20, other), (30, other), (40, options)]
+    found = OptionRuns.of(runs, coefficients)
+    assert found.ends == (20, 30, 40) and found.choices == (0, 1, 0)
+    assert found.coefficients == (coefficients(options), coefficients(other))
+
+
+def test_one_set_of_options_needs_no_table() -> None:
+    rule, options = CASES["adamw"]
+    master = torch.empty(5000, device="meta")
+    states = list(rule.new_states(master, options).values())
+    for runs, has_table in (
+        ([(10, options), (5000, dict(options))], False),
+        ([(10, options), (5000, options | {"lr": 1.0})], True),
+    ):
+        with recorded_launches() as launches:
+            optimizer_step.update("adamw", master, master, stored_states(states), 1, runs, 1.0, None, None, False)
+        assert [launch.grid for launch in launches] == [(5,)]
+        assert (launches[0].args["C_ptr"] is not None) == has_table
+        assert not launches[0].enable_fp_fusion  # the bits of the other tiers: products are rounded
+
+
+def test_each_program_knows_its_stretches() -> None:
+    table = run_table((100, 200, 256, 700, 1000), (0, 1, 0, 2, 1), 256, torch.device("cpu"), 0)
+    assert table.first_runs.tolist() == [0, 3, 3, 4, 4]  # programs begin at 0, 256, 512 and 768; the last stretch is 4
+    assert table.ends.tolist() == [100, 200, 256, 700, 1000] and table.choices.tolist() == [0, 1, 0, 2, 1]
+    assert table.first_runs.dtype == table.choices.dtype == torch.int32 and table.ends.dtype == torch.int64
+
+
+def test_the_table_of_a_shard_is_made_once() -> None:
+    device = torch.device("cpu")
+    assert run_table((5, 9), (0, 1), 256, device, 0) is run_table((5, 9), (0, 1), 256, device, 0)
+    assert run_table((5, 9), (0, 1), 256, device, 0) is not run_table((5, 9), (0, 1), 256, device, 1)

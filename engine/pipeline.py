@@ -200,6 +200,12 @@ class Pipeline:
 
 def _split(config: Config, module: nn.Module, num_stages: int, sample_batch: Any, loss_fn: LossFn) -> SplitPlan:
     sample = None
+    has_values = all(param.untyped_storage().nbytes() >= param.nbytes for param in module.parameters())
+    if config.pipeline.balance == "time" and not has_values:
+        raise ValueError(
+            'pipeline.balance: "time" needs a constructed model to measure, found a callable that builds one, which no '
+            'rank ever holds as a whole; pass the model, or set "parameters" or a list of numbers of blocks'
+        )
     if sample_batch is not None:
 
         def sample(model: nn.Module) -> Any:

@@ -11,6 +11,7 @@ import torch
 from ..comm import Mesh, Pending
 from ..offload import OffloadError
 from ..zero.optimizer import ShardedOptimizer
+from ..zero.scheduled_units import ScheduledUnits
 from ..zero.sequence import UnitSequence
 from ..zero.shard_state import ShardState
 
@@ -34,7 +35,7 @@ class StepUpdate:
     def __init__(
         self,
         optimizer: ShardedOptimizer,
-        sequence: UnitSequence,
+        sequence: UnitSequence | ScheduledUnits,
         mesh: Mesh,
         timing: Timing,
         unclipped_factor: Callable[[], float],

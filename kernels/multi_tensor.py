@@ -28,7 +28,7 @@ def copy_scaled(
     accumulate: bool = False,
     backend: Backend = "auto",
 ) -> None:
-    """Writes scale * sources[i], (...), into destinations[i], (...); zeros where the source is None.
+    """Writes scale * sources[i], (...), into destinations[i], (...). None as a source: zeros; to accumulate, nothing.
 
     scale: a number, or a floating-point tensor of one element on the device of the tensors, which the host does not
     read. Destinations must not overlap each other; a source may be its own destination. Raises ValueError where
@@ -118,9 +118,10 @@ def _check(destinations: Sequence[Tensor], sources: Sequence[Tensor | None], sca
                 f"copy_scaled: expected source {index} of the shape of its destination, {tuple(place.shape)}, found "
                 f"{tuple(source.shape)}"
             )
-        for name, tensor in (("destination", place), ("source", source)):
-            if tensor is not None and not tensor.is_floating_point():
-                raise ValueError(f"copy_scaled: expected a floating-point {name} {index}, found {tensor.dtype}")
+        if not place.is_floating_point():
+            raise ValueError(f"copy_scaled: expected a floating-point destination {index}, found {place.dtype}")
+        if source is not None and not source.is_floating_point():
+            raise ValueError(f"copy_scaled: expected a floating-point source {index}, found {source.dtype}")
     if isinstance(scale, Tensor) and (scale.numel() != 1 or not scale.is_floating_point()):
         raise ValueError(
             f"copy_scaled: expected scale to be a number or a floating-point tensor of one element, found "
@@ -137,24 +138,26 @@ def _places(flat: Tensor, offsets: Sequence[int], tensors: Sequence[Tensor]) -> 
     if len(offsets) != len(tensors):
         raise ValueError(f"copy_scaled: expected as many offsets as tensors, {len(tensors)}, found {len(offsets)}")
     end_of_last = 0
-    for offset, tensor in sorted(zip(offsets, tensors, strict=True), key=lambda pair: (pair[0], pair[1].numel())):
-        end = offset + tensor.numel()
-        if offset < end_of_last or end > flat.numel():
+    for offset, numel in sorted(zip(offsets, map(Tensor.numel, tensors), strict=True)):
+        if offset < end_of_last or offset + numel > flat.numel():
             raise ValueError(
                 f"copy_scaled: expected tensors to lie in flat, [0, {flat.numel()}), without overlap; found one at "
-                f"[{offset}, {end}), where [{end_of_last}, {flat.numel()}) is free"
+                f"[{offset}, {offset + numel}), where [{end_of_last}, {flat.numel()}) is free"
             )
-        end_of_last = end
+        end_of_last = offset + numel
+    start = flat.storage_offset()
     return [
-        flat[offset : offset + tensor.numel()].view(tensor.shape)
+        flat.as_strided(tensor.shape, tensor.stride(), start + offset)
+        if tensor.is_contiguous()
+        else flat[offset : offset + tensor.numel()].view(tensor.shape)
         for offset, tensor in zip(offsets, tensors, strict=True)
     ]
 
 
 def _gaps(flat: Tensor, offsets: Sequence[int], sources: Sequence[Tensor]) -> list[Tensor]:
     gaps, end = [], 0
-    for offset, source in sorted(zip(offsets, sources, strict=True), key=lambda pair: (pair[0], pair[1].numel())):
+    for offset, numel in sorted(zip(offsets, map(Tensor.numel, sources), strict=True)):
         if end < offset:
             gaps.append(flat[end:offset])
-        end = offset + source.numel()
+        end = offset + numel
     return [*gaps, flat[end:]] if end < flat.numel() else gaps

@@ -223,13 +223,14 @@ def _update_by_torch(
             if start < last and end > first
         ]
         parts = [state.part(first, last) for state in states]
-        weight, part_of_out = master[first:last], None if out is None else out[first:last]
-        noise = _update_chunk(
+        weight = master[first:last]
+        wide_weight, noise = _update_chunk(
             rule, weight, gradient[first:last], parts, step_tensor, inside, gradient_scale, stochastic_rounding
         )
-        if part_of_out is not None:
-            is_random = noise is not None and stochastic_rounding and weight.dtype == torch.float32
-            part_of_out.copy_(rounded_at_random(weight, noise, out.dtype) if is_random else weight)
+        if wide_weight is not weight:
+            _store_weights(wide_weight, noise, weight)
+        if out is not None:
+            _store_weights(weight, noise if wide_weight is weight else None, out[first:last])
 
 
 def _update_chunk(
@@ -241,8 +242,12 @@ def _update_chunk(
     runs: Sequence[tuple[int, int, Mapping[str, Any]]],
     gradient_scale: float | Tensor,
     stochastic_rounding: bool,
-) -> Tensor | None:
-    """runs: (start, end, options) within the chunk. Returns random bits for rounding the weights, if there are any."""
+) -> tuple[Tensor, Tensor | None]:
+    """runs: (start, end, options) within the chunk. Returns the updated weights and random bits for rounding them.
+
+    The weights are those given, updated in place, or float32 where those are narrower; the bits are None to round to
+    nearest.
+    """
     wide_weight = weight.to(torch.promote_types(weight.dtype, torch.float32))  # itself, where it is wide
     gradient = gradient.to(wide_weight.dtype)
     if isinstance(gradient_scale, Tensor):
@@ -260,10 +265,11 @@ def _update_chunk(
             if state.is_narrow:
                 state.narrow(values, noise)
             noise = other_noise(noise)
-    if wide_weight is not weight:
-        is_random = noise is not None and stochastic_rounding
-        weight.copy_(rounded_at_random(wide_weight, noise, weight.dtype) if is_random else wide_weight)
-    return noise
+    return wide_weight, noise if stochastic_rounding else None
+
+
+def _store_weights(weight: Tensor, noise: Tensor | None, place: Tensor) -> None:
+    place.copy_(weight if noise is None else rounded_at_random(weight, noise, place.dtype))
 
 
 def _adam(decoupled: bool) -> Callable[[Tensor, Tensor, Sequence[Tensor], Tensor, Mapping[str, Any]], None]:

@@ -9,7 +9,7 @@ multiplication, and what follows are integers, so that a compiler cannot fuse a 
 
 [Note: Blocks out of range]
 Where a block has inf, nan, or a magnitude from 2^126 on (8.5e37), its scale is nan and all of it reads as nan. Where
-m < 2^-118 (3.0e-36), the scale is that of 2^-118. Elsewhere than beside such a value a zero stays a zero.
+m < 2^-118 (3.0e-36), the scale is that of 2^-118. A zero stays a zero, except in a block that reads as nan.
 """
 
 from __future__ import annotations
@@ -101,15 +101,16 @@ def quantize_reference(values: Tensor, out: Quantized, seed: int | None, offset:
     bits = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True)
     is_broken = bits >= BROKEN_BITS
     largest = bits.masked_fill(is_broken, 0).clamp_(min=LEAST_BITS).view(torch.float32)
-    top = TOP_CODES[out.format]
+    # A tensor, not a number: torch multiplies by the inverse of a number, and rounds twice.
+    top = torch.full_like(largest, TOP_CODES[out.format])
     out.scale.copy_((largest / top).masked_fill_(is_broken, torch.nan).view(-1))
     y = blocks.masked_fill(is_broken, 0) * (top / largest)
     noise = None if seed is None else random_bits(y.numel(), seed, offset, device).view(y.shape)
     if out.format == "nf4":
         code = _level_of((y * 2.0**23).to(torch.int64), noise)
     else:
-        bits = NEAREST_BITS if noise is None else noise
-        code = ((y.abs() * 2.0**16).to(torch.int64) + (bits >> 16) >> 16).clamp_(max=top)
+        fraction = NEAREST_BITS >> 16 if noise is None else noise >> 16
+        code = ((y.abs() * 2.0**16).to(torch.int64) + fraction >> 16).clamp_(max=TOP_CODES[out.format])
         code = torch.where(y < 0, -code, code)
     code = code.view(-1)[: numel + (numel & 1)]  # an odd end is filled by a zero
     if out.format == "int8":

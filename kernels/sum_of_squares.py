@@ -31,6 +31,9 @@ def squares_by_block(
     block_numel: a power of 2, 16 to 4096; the last block may be shorter. non_finite: (1,) int32 on the device of
     values, set to 1 where one of them is inf or nan, else left as it is. Raises ValueError for other arguments.
     """
+    if non_finite is None and not uses_triton(backend, "squares_by_block", values):
+        check_blocks("squares_by_block", [values], block_numel)
+        return squares_by_block_reference(values, block_numel)
     return squares_of_each([values], block_numel, non_finite=non_finite, backend=backend)[0]
 
 
@@ -44,26 +47,25 @@ def squares_of_each(
             f"squares_by_block: expected non_finite of shape (1,) and int32, found {tuple(non_finite.shape)} "
             f"{non_finite.dtype}"
         )
-    with torch.no_grad():
-        if uses_triton(backend, "squares_by_block", *tensors, non_finite):
-            from .triton import sum_of_squares as triton_form
+    if uses_triton(backend, "squares_by_block", *tensors, non_finite):
+        from .triton import sum_of_squares as triton_form
 
-            return triton_form.squares_of_each(tensors, block_numel, non_finite)
-        squares = [squares_by_block_reference(tensor, block_numel) for tensor in tensors]
-        if non_finite is not None:
-            for one in squares:
-                non_finite.masked_fill_(~one.isfinite().all(), 1)
-        return squares
+        return triton_form.squares_of_each([tensor.detach() for tensor in tensors], block_numel, non_finite)
+    squares = [squares_by_block_reference(tensor, block_numel) for tensor in tensors]
+    if non_finite is not None:
+        for one in squares:
+            non_finite.masked_fill_(~one.isfinite().all(), 1)
+    return squares
 
 
 def squares_by_block_reference(values: Tensor, block_numel: int) -> Tensor:
     """The formula in eager torch; sums in float32, or float64 where values are."""
-    flat = values.reshape(-1)
-    whole = flat.numel() // block_numel * block_numel
-    squares = _squares_of_rows(flat[:whole].view(-1, block_numel))
-    if whole == flat.numel():
-        return squares
-    return torch.cat([squares, _squares_of_rows(flat[whole:].view(1, -1))])
+    values = values.detach()
+    rest = values.numel() % block_numel
+    if not rest:
+        return _squares_of_rows(values.reshape(-1, block_numel))
+    whole, tail = values.reshape(-1).split([values.numel() - rest, rest])  # type: ignore[no-untyped-call]
+    return torch.cat([_squares_of_rows(whole.view(-1, block_numel)), _squares_of_rows(tail.view(1, -1))])
 
 
 def _squares_of_rows(blocks: Tensor) -> Tensor:

@@ -73,7 +73,8 @@ class WeightGradients:
         assert isinstance(weight, nn.Parameter)
         trains = weight.requires_grad or (isinstance(bias, nn.Parameter) and bias.requires_grad)
         if not (torch.is_grad_enabled() and trains):
-            return type(module).forward(module, x)
+            plain: Tensor = type(module).forward(module, x)
+            return plain
         result: Tensor = _Linear.apply(x, weight, bias, is_transposed, self._put)  # type: ignore[no-untyped-call]
         return result
 

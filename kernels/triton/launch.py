@@ -27,18 +27,12 @@ class Launch:
 _RECORDED: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None)
 
 
-def launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    num_warps: int = 4,
-    num_stages: int = 2,
-    enable_fp_fusion: bool = True,
-    **args: Any,
-) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], num_warps: int = 4, num_stages: int = 2, **args: Any) -> None:
     """Runs `kernel` on `grid` programs; does nothing where the grid is empty. args: the kernel's parameters by name.
 
-    enable_fp_fusion: whether the compiler may make one fused multiply-add of a product and a sum.
+    enable_fp_fusion among them: whether the compiler may make a fused multiply-add of a product and a sum; True if not.
     """
+    enable_fp_fusion = bool(args.pop("enable_fp_fusion", True))
     recorded = _RECORDED.get()
     if recorded is not None:
         recorded.append(Launch(kernel, grid, args, num_warps, num_stages, enable_fp_fusion))

@@ -66,21 +66,21 @@ def copy_scaled(
 ) -> None:
     """destinations, sources: of any strides; those that are not contiguous take a pass more."""
     groups: dict[tuple[torch.dtype | None, torch.dtype, bool], list[tuple[int, int, int]]] = defaultdict(list)
-    in_use: list[Tensor] = []  # until the launches are made
+    copies: list[Tensor] = []  # in use until the launches are made
     scattered: list[tuple[Tensor, Tensor]] = []
-    for destination, source in zip(destinations, sources, strict=True):
-        if not destination.numel():
+    for place, source in zip(destinations, sources, strict=True):
+        numel = place.numel()
+        if not numel:
             continue
-        place, given = destination, source
-        if not destination.is_contiguous():
-            place = destination.contiguous()
-            scattered.append((destination, place))
-        if given is not None:
-            given = given.contiguous()
-            in_use.append(given)
-        where = given.data_ptr() if given is not None else 0, place.data_ptr()
-        key = given.dtype if given is not None else None, place.dtype, all(address % 16 == 0 for address in where)
-        groups[key].append((*where, place.numel()))
+        if not place.is_contiguous():
+            scattered.append((place, place.contiguous()))
+            place = scattered[-1][1]
+        if source is not None and not source.is_contiguous():
+            copies.append(source.contiguous())
+            source = copies[-1]
+        x, y = 0 if source is None else source.data_ptr(), place.data_ptr()
+        key = None if source is None else source.dtype, place.dtype, (x | y) % 16 == 0
+        groups[key].append((x, y, numel))
     for (source_dtype, dtype, is_aligned), entries in groups.items():
         num_programs = [-(-numel // CHUNK_NUMEL) for *_, numel in entries]
         fields = list(zip(*entries, strict=True))

@@ -26,10 +26,10 @@ def other_noise(noise):
 def rounded_at_random(x, noise, DTYPE: tl.constexpr):
     """x, float32, in DTYPE: up or down for bfloat16 and float16, so that the mean is exact."""
     bits = x.to(tl.uint32, bitcast=True)
-    if DTYPE == tl.bfloat16:
+    if tl.bfloat16 == DTYPE:
         halves = tl.where(x == x, (bits + (noise & 0xFFFF)) >> 16, 0x7FC0)
         y = halves.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    elif DTYPE == tl.float16:
+    elif tl.float16 == DTYPE:
         # Below float16's normal numbers the steps are even, 2^-24 each.
         is_small = tl.abs(x) < 2.0**-14
         steps = tl.where(is_small, tl.abs(x), 0.0) * 2.0**24 + (noise & 0x1FFF).to(tl.float32) * 2.0**-13

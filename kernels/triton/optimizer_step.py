@@ -9,7 +9,6 @@ where a shard is cut. Only denormal numbers differ: the C++ kernel flushes them 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ from torch import Tensor
 from ..optimizer_coefficients import COEFFICIENTS, MAX_COEFFICIENTS
 from ..optimizer_states import STATE_BLOCK_NUMEL, StoredState, signed_word, step_seed
 from .launch import launch
-from .option_runs import OptionRuns, coefficient_table, run_table, stream_of
 from .optimizer_states import load_state, other_noise, rounded_at_random, rounding_noise, store_state
+from .option_runs import OptionRuns, coefficient_table, run_table, stream_of
 
 TILE_BLOCKS = 4  # a tile is 1024 elements: 4 a thread, 16 bytes of float32, or 8 where nothing is as wide
 
@@ -116,7 +115,7 @@ def _update_tile(
     tl.store(W_ptr + start + at, stored, mask=ok)
     if OUT_ptr is not None:
         OUT_TYPE: tl.constexpr = OUT_ptr.dtype.element_ty
-        is_wide: tl.constexpr = W_TYPE == tl.float32
+        is_wide: tl.constexpr = tl.float32 == W_TYPE
         out = rounded_at_random(w, noise, OUT_TYPE) if IS_RANDOM and is_wide else stored.to(tl.float32).to(OUT_TYPE)
         tl.store(OUT_ptr + start + at, out, mask=ok)
 
@@ -169,27 +168,28 @@ def update(
 ) -> None:
     """As `optimizer_step.update_runs`; all contiguous, n at least 1; the gradient is only read."""
     tile_numel, device = TILE_BLOCKS * STATE_BLOCK_NUMEL, master.device
-    chosen = OptionRuns.of(runs, partial(COEFFICIENTS[rule_name, len(states)], step=step))
+    chosen = OptionRuns.of(runs, step, COEFFICIENTS[rule_name, len(states)])
     table = coefficients = None
     if len(chosen.ends) > 1:
         stream = stream_of(device)
         table = run_table(chosen.ends, chosen.choices, tile_numel, device, stream)
         coefficients = coefficient_table(chosen.coefficients, device, stream)
-    first, second = (*states, None, None)[:2]
+    payloads, scales = [state.payload for state in states], [state.scale for state in states]
+    of_states: dict[str, Any] = dict(zip(("S_ptr", "V_ptr"), [*payloads, None, None], strict=False))
+    of_states |= zip(("S_SCALE_ptr", "V_SCALE_ptr"), [*scales, None, None], strict=False)
+    numbers: dict[str, Any] = {f"c{index}": value for index, value in enumerate(chosen.coefficients[0])}
     has_factor = isinstance(gradient_scale, Tensor)
     launch(
         _kernel, (-(-master.numel() // tile_numel),), num_warps=8 if master.dtype == torch.float32 else 4,
         enable_fp_fusion=False,
-        W_ptr=master, G_ptr=gradient,
-        S_ptr=first.payload if first is not None else None, V_ptr=second.payload if second is not None else None,
-        S_SCALE_ptr=first.scale if first is not None else None, V_SCALE_ptr=second.scale if second is not None else None,
-        OUT_ptr=out, FACTOR_ptr=gradient_scale if has_factor else None, SKIP_ptr=skip,
+        W_ptr=master, G_ptr=gradient, OUT_ptr=out, **of_states,
+        FACTOR_ptr=gradient_scale if has_factor else None, SKIP_ptr=skip,
         ENDS_ptr=table.ends if table is not None else None,
         CHOICES_ptr=table.choices if table is not None else None,
         FIRST_RUNS_ptr=table.first_runs if table is not None else None,
         C_ptr=coefficients,
         n=master.numel(), seed=signed_word(step_seed(step)), factor=1.0 if has_factor else float(gradient_scale),
-        **{f"c{index}": value for index, value in enumerate(chosen.coefficients[0])},
+        **numbers,
         RULE=rule_name, IS_RANDOM=stochastic_rounding, TILE_BLOCKS=TILE_BLOCKS, BLOCK_NUMEL=STATE_BLOCK_NUMEL,
         NUM_COEFFICIENTS=MAX_COEFFICIENTS,
     )  # fmt: skip

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..optimizer_coefficients import MAX_COEFFICIENTS
+from ..optimizer_coefficients import MAX_COEFFICIENTS, Options
 
 Coefficients = tuple[float, ...]
 
@@ -25,9 +24,12 @@ class OptionRuns:
 
     @staticmethod
     def of(
-        runs: Sequence[tuple[int, Mapping[str, Any]]], coefficients: Callable[[Mapping[str, Any]], Coefficients]
+        runs: Sequence[tuple[int, Options]], step: int, coefficients: Callable[[Options, int], Coefficients]
     ) -> OptionRuns:
-        """runs: (end, options), ascending. Stretches with equal coefficients share them, and are one if adjacent."""
+        """runs: (end, options), ascending; coefficients: of options and step.
+
+        Stretches with equal coefficients share them, and are one if adjacent.
+        """
         by_options: dict[int, int] = {}  # id of options, which are few objects for many runs
         by_value: dict[Coefficients, int] = {}
         ends: list[int] = []
@@ -37,7 +39,8 @@ class OptionRuns:
                 continue
             choice = by_options.get(id(options))
             if choice is None:
-                values = coefficients(options)
+                # Whole numbers, as in weight_decay=0, would be compiled into a kernel of their own.
+                values = tuple(map(float, coefficients(options, step)))
                 values += (0.0,) * (MAX_COEFFICIENTS - len(values))
                 choice = by_options[id(options)] = by_value.setdefault(values, len(by_value))
             if choices and choices[-1] == choice:

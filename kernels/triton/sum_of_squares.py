@@ -79,7 +79,7 @@ def _table_kernel(
 def squares_of_each(tensors: Sequence[Tensor], block_numel: int, non_finite: Tensor | None) -> list[Tensor]:
     """tensors: of any shapes and strides -> (ceil(n / block_numel),) float64 of each."""
     flats = [aligned(tensor) for tensor in tensors]
-    squares: list[Tensor] = [flat.new_empty(0, dtype=torch.float64) for flat in flats]
+    squares: list[Tensor] = [flats[0].new_empty(0, dtype=torch.float64)] * len(flats) if flats else []
     for dtype in {flat.dtype for flat in flats}:
         chosen = [index for index, flat in enumerate(flats) if flat.dtype == dtype and flat.numel()]
         if len(chosen) == 1 and flats[chosen[0]].numel() % block_numel == 0:

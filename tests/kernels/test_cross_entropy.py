@@ -19,6 +19,7 @@ from tests.kernels.exact_losses import (
     drawn_labels,
     exact_losses,
     exact_z_losses,
+    name_of,
     options_of,
     reduced,
     sizes,
@@ -34,11 +35,14 @@ TERMS = [
 ]
 
 
-def name_of(terms: LossTerms) -> str:
-    return "+".join(key for key, value in options_of(terms).items() if value != options_of(PLAIN)[key]) or "plain"
-
-
-def check(logits: Tensor, labels: Tensor, terms: LossTerms, backend: Backend, overwrites: bool = False) -> None:
+def check(
+    logits: Tensor,
+    labels: Tensor,
+    terms: LossTerms,
+    backend: Backend,
+    generator: torch.Generator,
+    overwrites: bool = False,
+) -> None:
     """Loss, z-loss and gradient against float64, with a gradient from above of random size."""
     exact_logits = logits.detach().double().requires_grad_()
     logits = logits.requires_grad_()
@@ -46,7 +50,7 @@ def check(logits: Tensor, labels: Tensor, terms: LossTerms, backend: Backend, ov
     loss, z_loss = cross_entropy(
         taken, labels, **options_of(terms), return_z_loss=True, overwrite_logits=overwrites, backend=backend
     )
-    dloss = torch.rand(loss.shape) * 4 - 2
+    dloss = torch.rand(loss.shape, generator=generator) * 4 - 2
     loss.backward(dloss)
     size = sizes(exact_logits, labels, terms)
     exact = reduced(exact_losses(exact_logits, labels, terms), labels, terms)
@@ -55,7 +59,7 @@ def check(logits: Tensor, labels: Tensor, terms: LossTerms, backend: Backend, ov
     assert_near_float64(loss, exact.detach(), magnitude=reduced(size.loss, labels, terms))
     exact_z = reduced(exact_z_losses(exact_logits.detach(), labels, terms), labels, terms)
     assert_near_float64(z_loss, exact_z, magnitude=reduced(size.loss, labels, terms))
-    scale = reduced(torch.ones(labels.shape, dtype=torch.float64), labels, replace(terms, reduction="none")) * dloss
+    scale = dloss.double().expand(labels.shape)
     if terms.reduction == "mean":
         scale = scale / int((labels != terms.ignore_index).sum())
     assert logits.grad is not None and exact_logits.grad is not None
@@ -78,7 +82,7 @@ def test_it_equals_torch(
     monkeypatch.setattr(eager_form, "_BLOCK_BYTES", 4 * 3 * 123)
     for shape in ((2, 3, 123), (5, 64)):
         logits = (3 * torch.randn(shape, generator=generator)).to(dtype)
-        check(logits, drawn_labels(shape[:-1], shape[-1], terms, generator), terms, backend)
+        check(logits, drawn_labels(shape[:-1], shape[-1], terms, generator), terms, backend, generator)
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -87,7 +91,7 @@ def test_it_equals_torch(
 def test_rows_of_one_block(shape: tuple[int, ...], backend: Backend, generator: torch.Generator) -> None:
     terms = replace(ALL, ignore_index=-1)
     logits = 3 * torch.randn(shape, generator=generator)
-    check(logits, drawn_labels(shape[:-1], shape[-1], terms, generator), terms, backend)
+    check(logits, drawn_labels(shape[:-1], shape[-1], terms, generator), terms, backend, generator)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -98,7 +102,7 @@ def test_the_gradient_can_take_the_place_of_the_logits(
 ) -> None:
     terms = replace(PLAIN, reduction=reduction)
     logits = torch.randn(6, 40, generator=generator).to(dtype)
-    check(logits, drawn_labels((6,), 40, terms, generator), terms, backend, overwrites=True)
+    check(logits, drawn_labels((6,), 40, terms, generator), terms, backend, generator, overwrites=True)
     taken = logits.detach().requires_grad_() * 1
     taken.retain_grad()
     loss = cross_entropy(taken, torch.arange(6), reduction="sum", overwrite_logits=True, backend=backend)
@@ -146,9 +150,9 @@ def test_strides_are_followed(backend: Backend, generator: torch.Generator) -> N
     ):
         rows = logits.shape[:-1]
         taken = labels.view(-1)[: rows.numel()].view(rows)
-        check(logits.detach(), taken, PLAIN, backend)
-        check(logits.detach().clone(), taken.int(), PLAIN, backend)
-    check(deep[:, 0].contiguous(), labels[:4, 0], PLAIN, backend)  # labels apart from each other
+        check(logits.detach(), taken, PLAIN, backend, generator)
+        check(logits.detach().clone(), taken.int(), PLAIN, backend, generator)
+    check(deep[:, 0].contiguous(), labels[:4, 0], PLAIN, backend, generator)  # labels apart from each other
     expanded = wide[:1].clone().requires_grad_()
     again = expanded.detach().clone().requires_grad_()
     cross_entropy(expanded.expand(4, -1), labels[:4, 0], overwrite_logits=True, backend=backend).backward()

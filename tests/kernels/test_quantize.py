@@ -70,6 +70,16 @@ def test_both_forms_give_the_same_bits(format: Format, seed: int | None, generat
             assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_both_forms_round_ties_alike(format: Format, generator: torch.Generator) -> None:
+    """Next to the middle of two codes, where the last bit of an inverse decides."""
+    largest = torch.exp(torch.randn(40, 1, generator=generator))
+    middles = ((torch.arange(127) % TOP_CODES[format] + 0.5) / TOP_CODES[format]).expand(40, -1)
+    x = largest * torch.cat([torch.ones(40, 1), middles], dim=1)
+    ours, reference = (quantize(x, format, 128, backend=backend) for backend in ("triton", "reference"))
+    assert torch.equal(ours.payload, reference.payload) and torch.equal(ours.scale, reference.scale)
+
+
 @pytest.mark.parametrize("seed", [None, 7])
 def test_nf4_thresholds_are_those_of_the_reference(seed: int | None) -> None:
     """At, just below and just above each middle of two levels, and each level."""

@@ -4,6 +4,7 @@ Triton's interpreter has no fused multiply-add, so bits are compared where every
 gradients are powers of two, and bits are then those of any order of rounding.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import numpy
@@ -116,7 +117,7 @@ def test_where_a_shard_is_cut(state_dtype: torch.dtype, generator: torch.Generat
         master, out = weight.clone(), torch.full((3000,), torch.nan, dtype=torch.bfloat16)
         states = stored_states(list(rule.new_states(master, options, state_dtype).values()))
         for step in (1, 2):
-            for start, end in zip(cuts, cuts[1:], strict=False):
+            for start, end in pairwise(cuts):
                 parts = [state.part(start, end) for state in states]
                 tensors = [t for part in parts for t in (part.payload, part.scale) if t is not None]
                 update_shard(

@@ -1,6 +1,5 @@
 """Stretches with options of their own, in one launch of the Triton optimizer step."""
 
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -39,11 +38,17 @@ def test_each_stretch_is_updated_as_if_alone(name: str, generator: torch.Generat
 def test_stretches_that_agree_are_one() -> None:
     options = CASES["adamw"][1]
     other, twin = options | {"lr": 0.5}, dict(options)
-    coefficients = partial(COEFFICIENTS["adamw", 2], step=3)
+    coefficients = COEFFICIENTS["adamw", 2]
     runs = [(0, other), (10, options), (20, twin), (20, other), (30, other), (40, options)]
-    found = OptionRuns.of(runs, coefficients)
+    found = OptionRuns.of(runs, 3, coefficients)
     assert found.ends == (20, 30, 40) and found.choices == (0, 1, 0)
-    assert found.coefficients == (coefficients(options), coefficients(other))
+    assert found.coefficients == (coefficients(options, 3), coefficients(other, 3))
+
+
+def test_whole_numbers_are_no_constants() -> None:
+    options = CASES["sgd with momentum"][1] | {"lr": 1, "weight_decay": 0, "dampening": 1, "momentum": 1}
+    (found,) = OptionRuns.of([(10, options)], 2, COEFFICIENTS["sgd", 1]).coefficients
+    assert found == (0, -1, 1, 0, 0, 1, 0, 0) and all(type(value) is float for value in found)
 
 
 def test_one_set_of_options_needs_no_table() -> None:

@@ -2,11 +2,14 @@
 
 from typing import Any
 
+from torch import nn
+
 from tests import models
 from tests.zero.training import Case
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "dualpipe-v": 2}  # name: chunks
 MICROBATCHES = 4
+TOLERANCE_64 = 1e-9
 
 
 def deep_gpt() -> models.TinyGPT:
@@ -17,8 +20,16 @@ def deep_tied_gpt() -> models.TinyGPT:
     return models.TinyGPT(layers=5, tied=True)
 
 
-def pipelined(case: Case, pipeline: int, schedule: str, **config: Any) -> Case:
-    """The case over so many pipeline ranks."""
-    return case.at(
-        case.stage, config={"parallel": {"pipeline": pipeline}, "pipeline": {"schedule": schedule}, **config}
-    )
+def deep_gpt_64() -> nn.Module:
+    """In float64: what remains between two orders of summation is far below what a mistake makes."""
+    return deep_gpt().double()
+
+
+def deep_tied_gpt_64() -> nn.Module:
+    return deep_tied_gpt().double()
+
+
+def pipelined(case: Case, num_ranks: int, schedule: str, **config: Any) -> Case:
+    """The case over so many pipeline ranks; config may add to the section `pipeline`."""
+    section = {"schedule": schedule, **config.pop("pipeline", {})}
+    return case.at(case.stage, config={"parallel": {"pipeline": num_ranks}, "pipeline": section, **config})

@@ -30,17 +30,17 @@ def quality(counts: tuple[int, ...], costs: list[float], first: float, last: flo
     return max(found), sum(cost**2 for cost in found)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_no_other_partition_is_better(seed: int) -> None:
-    chance = random.Random(seed)
-    num_blocks = chance.randint(1, 9)
-    num_stages = chance.randint(1, num_blocks)
-    costs: list[float] = [chance.randint(0, 9) for _ in range(num_blocks)]
-    first, last = chance.choice([0, 3, 20]), chance.choice([0, 5, 11])
-    counts = partition(costs, num_stages, first, last)
-    assert len(counts) == num_stages and sum(counts) == num_blocks and min(counts) >= 1
-    best = min(quality(other, costs, first, last) for other in all_partitions(num_blocks, num_stages))
-    assert quality(counts, costs, first, last) == best
+def test_no_other_partition_is_better() -> None:
+    chance = random.Random(0)
+    for _ in range(1000):
+        num_blocks = chance.randint(1, 8)
+        num_stages = chance.randint(1, num_blocks)
+        costs: list[float] = [chance.randint(0, 9) for _ in range(num_blocks)]
+        first, last = chance.choice([0, 3, 20]), chance.choice([0, 5, 11])
+        counts = partition(costs, num_stages, first, last)
+        assert len(counts) == num_stages and sum(counts) == num_blocks and min(counts) >= 1
+        best = min(quality(other, costs, first, last) for other in all_partitions(num_blocks, num_stages))
+        assert quality(counts, costs, first, last) == best, (costs, num_stages, first, last)
 
 
 def test_equal_blocks_are_spread_evenly() -> None:

@@ -37,6 +37,15 @@ def test_uneven_costs_stretch_the_cells() -> None:
     )
 
 
+def test_an_idle_time_of_one_column_is_a_space() -> None:
+    ones = (1.0, 1.0)
+    costs = Costs((1.3, 1.0), (2.0, 2.0), ones, ones, ones, ones, ones)
+    # Rank 1's F1 begins at 2.6, column 8; its F0 ends at 2.3, column 7.
+    assert (
+        text_grid(simulate(make_schedule("gpipe", 2, 2), costs)).splitlines()[1].startswith("rank 1  ... F0  F1 B0--- ")
+    )
+
+
 def test_a_wide_grid_goes_on_in_panels_of_one_width() -> None:
     simulation = simulate(make_schedule("gpipe", 2, 8))
     whole = text_grid(simulation, width=1000).splitlines()

@@ -5,7 +5,6 @@ import signal
 import time
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -78,6 +77,17 @@ def test_more_stages_than_blocks(ranks: RankPool) -> None:
 def test_balance_by_time_needs_a_batch(ranks: RankPool) -> None:
     for text in ranks(2, initialize_error, 3, {"pipeline": {"balance": "time"}}):
         assert 'ValueError: pipeline: balance "time" needs a sample batch to measure with' in text
+
+
+def initialize_a_builder() -> str:
+    return text_of(
+        lambda: lowtide.initialize(deep_gpt, CONFIG | {"pipeline": {"balance": "time"}}, sample_batch=batch_of())
+    )
+
+
+def test_balance_by_time_needs_a_constructed_model(ranks: RankPool) -> None:
+    for text in ranks(2, initialize_a_builder):
+        assert 'ValueError: pipeline.balance: "time" needs a constructed model to measure, found a callable' in text
 
 
 class Broken(nn.Module):

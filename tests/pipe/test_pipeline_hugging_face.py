@@ -61,10 +61,8 @@ def test_they_train_like_one_rank(ranks: RankPool, world_size: int, schedule: st
     by_rank = ranks(world_size, train_all, NAMES, config_of(2, schedule, stage), timeout=120)
     for name in NAMES:
         first, expected = by_rank[0][name], alone[name]
-        torch.testing.assert_close(
-            first.losses, expected.losses, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-        )
-        torch.testing.assert_close(first.norms, expected.norms, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        assert first.losses == pytest.approx(expected.losses, rel=1e-5), name
+        assert first.norms == pytest.approx(expected.norms, rel=1e-4), name
         assert list(first.state) == list(expected.state), name
         for key, value in expected.state.items():
             # Adam's first steps are as large where a gradient is all but 0 as where it is not.

@@ -67,6 +67,13 @@ def test_chunks_divide_the_idle_time_of_zb_h1(chunks: int, costs: tuple[float, f
             assert idle(run("zb-h1", p, m, chunks, costs)) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+def test_rounds_that_are_not_full_add_no_idle_time_to_zb_h1(chunks: int) -> None:
+    for p in RANKS:
+        for m in range(p, 3 * p + 1):
+            assert idle(run("zb-h1", p, m, chunks, (1.0, 1.0, 1.0))) == pytest.approx((p - 1) / chunks)
+
+
 def test_no_rank_of_zb_v_waits_between_its_first_and_its_last_action_where_f_i_and_w_take_the_same_time() -> None:
     for p in RANKS:
         for m in (max(2 * p - 1, 1), 2 * p, 3 * p + 1, 6 * p):

@@ -1,5 +1,7 @@
 """A value that a stage's first block does not take, and that later code needs, passes through that stage."""
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lowtide.pipe.split import plan_split
 from tests import models
 from tests.pipe.staged import staged, stages_of, whole
 
@@ -64,6 +67,24 @@ class UsedBehind(models.Mlp):
         return functional.mse_loss(self.last(x * gate.mean()), y) + start.square().mean()
 
 
+class TwoWidths(models.Mlp):
+    """Two lists of blocks on tensors of different sizes, and a gate that is made first and used last."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.narrow = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        gate, z = torch.sigmoid(x[:, :1]), torch.sin(x[:, 2:5])
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        for layer in self.narrow:
+            z = z + torch.tanh(layer(z))
+        return functional.mse_loss(z * gate + self.last(x), y)
+
+
 class TwoKinds(models.Mlp):
     """A batch with a target has its start used at the end, and its blocks are called with a scale."""
 
@@ -84,10 +105,10 @@ class TwoKinds(models.Mlp):
         return self.last(x).square().mean() if y is None else functional.mse_loss(self.last(x + start), y)
 
 
-@pytest.mark.parametrize("build", [FirstInputAgain, SkipConnections, UsedBehind])
+@pytest.mark.parametrize("build", [FirstInputAgain, SkipConnections, UsedBehind, TwoWidths])
 def test_stages_equal_the_whole_model_bitwise(build: Callable[[], nn.Module]) -> None:
     expected = whole(build(), CALL)
-    for num_stages in range(2, len(list(build().layers)) + 1):
+    for num_stages in range(2, len(plan_split(build(), 1).blocks) + 1):
         assert staged(stages_of(build, num_stages), CALL).differences(expected) == [], num_stages
 
 
@@ -125,3 +146,25 @@ def test_a_batch_of_another_kind_finds_its_own_needs() -> None:
         for stage in stages:
             stage.module.zero_grad()
         assert staged(stages, call).differences(whole(TwoKinds(), call)) == []
+
+
+class KeepsItsInput(SkipConnections):
+    """Holds what its forward began with, as a recomputation does."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.kept = self.first(x)
+        return super().forward(x, y)
+
+
+def test_named_values_do_not_outlive_the_forward() -> None:
+    first, second, _ = stages_of(KeepsItsInput, 3)
+    output = first.run(CALL).detached()
+    seen: list[weakref.ref[Tensor]] = []
+    second.module.layers[2].register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
+    gc.disable()
+    try:
+        sent = second.run(CALL, output)
+        assert sent.spec.passing and type(second.module.kept) is not Tensor
+        assert [ref() for ref in seen] == [None]  # what tanh made of it is all that the graph needs
+    finally:
+        gc.enable()

@@ -1,0 +1,115 @@
+"""Fused linear and cross-entropy hold one chunk of logits, gradients, and next to nothing else, at any time."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from lowtide.kernels import cross_entropy as eager_form
+from lowtide.kernels import logit_chunks
+from lowtide.kernels.cross_entropy import cross_entropy
+from lowtide.kernels.dispatch import Backend
+from lowtide.kernels.linear_cross_entropy import linear_cross_entropy
+from lowtide.kernels.triton import cross_entropy as triton_form
+
+BACKENDS = ("triton", "reference")
+ROWS, WIDTH, CLASSES = 96, 64, 4096
+LOGITS = ROWS * CLASSES * 4
+CHUNK = LOGITS // 8
+WEIGHT, HIDDEN = CLASSES * WIDTH * 4, ROWS * WIDTH * 4
+SMALL = 16 * ROWS * 8  # labels, losses and the like: a few numbers a row
+EAGER_BLOCK = 2 * CLASSES * 4
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """How much more than before is allocated while `run` runs, at most."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held, peak = 0, 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The eager form widens a block at a time: a few copies of it are what it may hold."""
+    monkeypatch.setattr(eager_form, "_BLOCK_BYTES", EAGER_BLOCK)
+
+
+@pytest.fixture(autouse=True)
+def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels allocate nothing; Triton's interpreter, which copies what they are given, does."""
+    monkeypatch.setattr(triton_form, "launch", lambda *args, **kwargs: None)
+
+
+def eager_bytes(backend: Backend) -> int:
+    return 6 * EAGER_BLOCK if backend == "reference" else 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_training_holds_one_chunk_and_the_gradients(reduction: str, is_frozen: bool, backend: Backend) -> None:
+    hidden, weight = torch.randn(ROWS, WIDTH, requires_grad=True), torch.randn(CLASSES, WIDTH)
+    weight.requires_grad_(not is_frozen)
+    labels = torch.randint(0, CLASSES, (ROWS,))
+
+    def run() -> None:
+        linear_cross_entropy(
+            hidden, weight, labels, reduction=reduction, chunk_bytes=CHUNK, backend=backend
+        ).sum().backward()
+
+    run()
+    hidden.grad = weight.grad = None
+    expected = CHUNK + HIDDEN + (0 if is_frozen else WEIGHT)
+    found = peak_bytes(run)
+    assert expected <= found <= expected + SMALL + eager_bytes(backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bfloat16_holds_the_sum_of_chunks_in_float32(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    strip_bytes = WEIGHT // 64
+    monkeypatch.setattr(logit_chunks, "_STRIP_BYTES", strip_bytes)
+    hidden, weight = (torch.randn(n, WIDTH, dtype=torch.bfloat16, requires_grad=True) for n in (ROWS, CLASSES))
+    labels = torch.randint(0, CLASSES, (ROWS,))
+    found = peak_bytes(
+        lambda: linear_cross_entropy(hidden, weight, labels, chunk_bytes=CHUNK // 2, backend=backend).backward()
+    )
+    in_chunks = CHUNK // 2 + HIDDEN // 2 + WEIGHT + strip_bytes + eager_bytes(backend)
+    at_the_end = HIDDEN // 2 + WEIGHT + WEIGHT // 2  # rounded, when the chunk is gone
+    assert at_the_end <= found <= max(in_chunks, at_the_end) + SMALL
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_evaluation_holds_one_chunk(backend: Backend) -> None:
+    hidden, weight = torch.randn(ROWS, WIDTH, requires_grad=True), torch.randn(CLASSES, WIDTH, requires_grad=True)
+    labels = torch.randint(0, CLASSES, (ROWS,))
+    with torch.no_grad():
+        found = peak_bytes(lambda: linear_cross_entropy(hidden, weight, labels, chunk_bytes=CHUNK, backend=backend))
+    assert CHUNK <= found <= CHUNK + SMALL + eager_bytes(backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_the_loss_of_logits_holds_one_gradient_or_none(overwrites: bool, backend: Backend) -> None:
+    logits = torch.randn(ROWS, CLASSES, requires_grad=True) * 1
+    labels = torch.randint(0, CLASSES, (ROWS,))
+
+    def run() -> None:
+        loss = cross_entropy(logits, labels, overwrite_logits=overwrites, backend=backend)
+        torch.autograd.grad(loss, logits)
+
+    expected = 0 if overwrites else LOGITS
+    assert expected <= peak_bytes(run) <= expected + SMALL + eager_bytes(backend)
+
+
+def test_the_count_sees_what_torch_holds() -> None:
+    hidden, weight = torch.randn(ROWS, WIDTH), torch.randn(CLASSES, WIDTH, requires_grad=True)
+    labels = torch.randint(0, CLASSES, (ROWS,))
+    found = peak_bytes(lambda: F.cross_entropy(F.linear(hidden, weight), labels).backward())
+    assert found >= 2 * LOGITS + WEIGHT

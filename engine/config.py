@@ -280,7 +280,7 @@ def _conflicts(config: Config) -> list[Fault]:
             found = f"found momentum {params.momentum} and dampening {params.dampening}"
             message = f"needs momentum above 0 and dampening 0, {found}"
             faults.append(Fault("optimizer.params.nesterov", "conflict", message))
-    faults += offload_faults(config.zero_optimization, config.activation_checkpointing, config.optimizer)
+    faults += offload_faults(config.zero_optimization, config.activation_checkpointing)
     faults += accumulation_faults(config.pipeline, config.gradient_accumulation_steps)
     faults += pipeline_faults(config.parallel, config.zero_optimization, config.activation_checkpointing.offload)
     return faults + _checkpoint_faults(config.checkpoint) + _update_in_backward_faults(config)

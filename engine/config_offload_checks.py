@@ -1,6 +1,4 @@
-"""What the settings of offload need, which of them have no effect together, and which the engine does not do yet."""
-
-from collections.abc import Iterator
+"""What the settings of offload need, and which of them have no effect together."""
 
 from .config_errors import Fault, shown
 from .config_offload import ActivationOffloadConfig, AioConfig, OffloadOptimizerConfig, OffloadParamConfig
@@ -12,14 +10,10 @@ OPTIMIZER = "zero_optimization.offload_optimizer"
 PARAM = "zero_optimization.offload_param"
 ACTIVATIONS = "activation_checkpointing.offload"
 STATE_DTYPE = "optimizer.params.state_dtype"
-UNSUPPORTED: frozenset[str] = frozenset()
-"""The path of a setting, or a path and one of its values: asking for it is a fault."""
 
 
-def offload_faults(
-    zero: ZeroConfig, activations: ActivationCheckpointingConfig, optimizer: OptimizerConfig | None
-) -> list[Fault]:
-    """Offload that lacks what it needs, or contradicts the stage, or is in `UNSUPPORTED`."""
+def offload_faults(zero: ZeroConfig, activations: ActivationCheckpointingConfig) -> list[Fault]:
+    """Offload that lacks what it needs, or contradicts the stage."""
     faults = []
     for path, section in _places(zero, activations):
         if section.device == "nvme" and section.nvme_path is None:
@@ -35,7 +29,7 @@ def offload_faults(
         fix = 'set overlap to "speculative" or "none"'
         message = f'"delayed" needs {PARAM}.device "none" or "cpu", found "nvme": {why}; {fix}'
         faults.append(Fault(f"{OPTIMIZER}.overlap", "conflict", message))
-    return faults + _not_yet(zero, activations, optimizer)
+    return faults
 
 
 def offload_notes(
@@ -85,31 +79,3 @@ def _no_effect(path: str, value: object, reason: str) -> str:
 
 def _has_state(optimizer: OptimizerConfig) -> bool:
     return optimizer.type != "sgd" or optimizer.params.momentum != 0
-
-
-def _not_yet(
-    zero: ZeroConfig, activations: ActivationCheckpointingConfig, optimizer: OptimizerConfig | None
-) -> list[Fault]:
-    """What is asked for and is in `UNSUPPORTED`."""
-    return [
-        Fault(path, "unsupported", f"{shown(value)} is not supported yet; set {shown(instead)}")
-        for path, value, instead in _asked(zero, activations, optimizer)
-        if not UNSUPPORTED.isdisjoint({path, f"{path}.{value}"})
-    ]
-
-
-def _asked(
-    zero: ZeroConfig, activations: ActivationCheckpointingConfig, optimizer: OptimizerConfig | None
-) -> Iterator[tuple[str, object, object]]:
-    """Path, value, and the value that asks for nothing, of each setting that is in effect."""
-    for path, section in _places(zero, activations):
-        if section.device != "none":
-            yield f"{path}.device", section.device, "none"
-    state = zero.offload_optimizer
-    if state.is_used:
-        if state.ratio < 1:
-            yield f"{OPTIMIZER}.ratio", state.ratio, 1.0
-        if state.overlap != "none":
-            yield f"{OPTIMIZER}.overlap", state.overlap, "none"
-    if optimizer is not None and optimizer.params.state_dtype != "fp32" and _has_state(optimizer):
-        yield STATE_DTYPE, optimizer.params.state_dtype, "fp32"

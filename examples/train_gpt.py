@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.checkpoints:
             engine.save_checkpoint(arguments.checkpoints)
         validation_loss = validate(engine, text, arguments)
-        sample = generate(engine.module, PROMPT, arguments.sample_bytes, arguments.context, engine.device)
+        sample = continued_text(engine, shape, arguments)
         states = engine.memory()
         is_first = engine.rank == 0
         world_size = engine.world_size
@@ -111,7 +111,7 @@ def training_config(arguments: argparse.Namespace) -> dict[str, Any]:
     warm-up and a cosine. Raises ValueError if the batch cannot be divided.
     """
     config = lowtide.Config.load(arguments.config).as_dict()
-    batch_size, count = arguments.batch_size_per_process, config["gradient_accumulation_steps"] or 1
+    batch_size, count = arguments.batch_size_per_process, _microbatches(config)
     if batch_size % count:
         raise ValueError(
             f"--batch-size-per-process {batch_size} is not divisible by the config's gradient_accumulation_steps "
@@ -131,6 +131,22 @@ def training_config(arguments: argparse.Namespace) -> dict[str, Any]:
         config["checkpoint"].update(folder=str(arguments.checkpoints), on_sigterm=True)
     config["steps_per_print"] = 0  # this script draws its own progress
     return config
+
+
+def _microbatches(config: dict[str, Any]) -> int:
+    return config["gradient_accumulation_steps"] or config["pipeline"]["microbatches"] or 1
+
+
+def continued_text(engine: lowtide.Engine, shape: GPTShape, arguments: argparse.Namespace) -> bytes:
+    """Text by the trained model, on rank 0. Where a pipeline has split the model, it is put together there first."""
+    model = engine.module
+    if engine.data_size < engine.world_size:
+        state = engine.state_dict()
+        if engine.rank:
+            return b""
+        model = GPT(shape).eval()
+        model.load_state_dict(state)
+    return generate(model, PROMPT, arguments.sample_bytes, arguments.context, engine.device)
 
 
 def resume(engine: lowtide.Engine, arguments: argparse.Namespace) -> None:
@@ -154,8 +170,8 @@ def text_batches(engine: lowtide.Engine, text: Tensor, arguments: argparse.Names
         text,
         context=arguments.context,
         batch_size=arguments.batch_size_per_process,
-        rank=engine.rank,
-        world_size=engine.world_size,
+        rank=engine.data_rank,
+        world_size=engine.data_size,
     )
 
 
@@ -164,7 +180,7 @@ def train(
 ) -> tuple[list[float], float]:
     """Trains for the wished number of steps; gives the loss of each step and the speed in tokens per second."""
     losses: list[float] = []
-    tokens_per_step = engine.world_size * arguments.batch_size_per_process * arguments.context
+    tokens_per_step = engine.data_size * arguments.batch_size_per_process * arguments.context
     with TrainingDisplay(
         num_steps=arguments.steps,
         tokens_per_step=tokens_per_step,

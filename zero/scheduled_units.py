@@ -138,7 +138,7 @@ class ScheduledUnits:
             unit.release()
 
     def _sum_tied(self, tied: TiedUnit, gradient: GroupGradient, tag: int) -> None:
-        """shard = sum over the places, in their order: the same bits on each."""
+        """shard = sum over the places: the same bits on each. The last first, as a backward of the whole model adds."""
         assert gradient.shard is not None
         what = f"the gradient of tied {gradient.group.name}"
         own = self._mesh.pipe.rank
@@ -150,7 +150,7 @@ class ScheduledUnits:
         for one in pending:
             one.wait()
         total = None
-        for place in tied.places:
+        for place in reversed(tied.places):
             part = gradient.shard if place == own else parts[place]
             total = part.clone() if total is None else total.add_(part)
         assert total is not None

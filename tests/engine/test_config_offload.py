@@ -5,19 +5,12 @@ from typing import Any
 
 import pytest
 
-from lowtide.engine import config_offload_checks
 from lowtide.engine.config import Config, ConfigError
 
 OPTIMIZER = "zero_optimization.offload_optimizer"
 PARAM = "zero_optimization.offload_param"
 ACTIVATIONS = "activation_checkpointing.offload"
 SECTIONS = (OPTIMIZER, PARAM, ACTIVATIONS)
-
-
-@pytest.fixture(autouse=True)
-def everything_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the engine does not do yet is judged like the rest."""
-    monkeypatch.setattr(config_offload_checks, "UNSUPPORTED", frozenset())
 
 
 def at(path: str, value: object, stage: int = 3) -> dict[str, Any]:

@@ -188,12 +188,6 @@ FAULTS = {  # file: the path and the kind of each fault, in order
 }
 
 
-@pytest.fixture(autouse=True)
-def everything_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files are judged as if the engine did all offload that they ask for."""
-    monkeypatch.setattr("lowtide.engine.config_offload_checks.UNSUPPORTED", frozenset())
-
-
 def _short(path: str) -> str:
     for prefix, short in (("zero_optimization.", "z."), ("optimizer.params.", "o."), ("scheduler.params.", "s.")):
         if path.startswith(prefix):

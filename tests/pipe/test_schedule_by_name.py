@@ -92,6 +92,7 @@ def test_a_file_for_other_counts_is_refused(tmp_path: Path) -> None:
     assert refusal(str(path), 4, 4) == (
         f"schedule file {path}: it is for 2 ranks, the config asks for 4; change one of them"
     )
+    assert "it is for 2 ranks, the config asks for 1" in refusal(str(path), 1, 4)
     assert "it is for 4 microbatches, the config asks for 8" in refusal(str(path), 2, 8)
     assert "it is for 2 stages, the config asks for 4" in refusal(str(path), 2, 4, 2)
 

@@ -164,20 +164,24 @@ def gradient_reference(
     """The formula in eager torch, a few rows at a time: into out, (n_rows, n), which may be the logits."""
     of_rows = scale.expand(len(logits))
     for part in _blocks(logits):
-        u = logits[part].to(lse.dtype)
-        slope = None
+        u, slope = logits[part].to(lse.dtype), None
         if terms.soft_cap is not None:
             slope = u.div(terms.soft_cap).tanh_()
             u = slope * terms.soft_cap
             slope = slope.square_().neg_().add_(1.0)
         kept = labels[part] != terms.ignore_index
-        dx = (u - lse[part, None]).exp_().mul_(1.0 + 2.0 * terms.z_loss * lse[part, None])
-        dx -= terms.label_smoothing / logits.shape[1]
-        at_label = labels[part].where(kept, 0).long()[:, None]
-        dx.scatter_add_(1, at_label, torch.full_like(dx[:, :1], terms.label_smoothing - 1.0))
+        of_row = of_rows[part].to(lse.dtype)[:, None]
+        dx = torch.sub(u, lse[part, None], out=out[part] if out.dtype == lse.dtype else None).exp_()
+        dx.mul_(of_row * (1.0 + 2.0 * terms.z_loss * lse[part, None]))
+        if terms.label_smoothing:
+            dx.sub_(of_row * (terms.label_smoothing / logits.shape[1]))
+        dx.scatter_add_(1, labels[part].where(kept, 0).long()[:, None], of_row * (terms.label_smoothing - 1.0))
         if slope is not None:
             dx.mul_(slope)
-        out[part] = dx.mul_(of_rows[part, None]).masked_fill_(~kept[:, None], 0.0)
+        if not kept.all():
+            dx.masked_fill_(~kept[:, None], 0.0)
+        if out.dtype != lse.dtype:
+            out[part] = dx
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:

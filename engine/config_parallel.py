@@ -81,7 +81,7 @@ def schedule_faults(parallel: ParallelConfig, pipeline: PipelineConfig, num_micr
         return []
     try:
         schedule_of(parallel, pipeline, num_microbatches)
-    except (ScheduleError, OSError) as error:
+    except ScheduleError as error:
         return [Fault("pipeline.schedule", "value", str(error))]
     return []
 

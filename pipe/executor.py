@@ -69,7 +69,8 @@ class Executor:
     ) -> None:
         """place: this rank's on the pipe axis. forward(module, microbatch) -> output; loss(output, microbatch)."""
         self.schedule = schedule
-        self.on_action: Callable[[Action, float, float], None] | None = None  # (action, start, end), in seconds
+        # (action, start, end), in seconds; it starts when what it needs of other ranks is there.
+        self.on_action: Callable[[Action, float, float], None] | None = None
         self._actions = schedule.actions[place]
         self._stages = stages
         self._memory = memory
@@ -94,6 +95,7 @@ class Executor:
         self._reset(microbatches, scale)
         try:
             for action in self._actions:
+                self._await_what_it_needs(action)
                 started = time.perf_counter()
                 _TABLE[action.op](self, action)
                 if self.on_action is not None:
@@ -266,11 +268,14 @@ class Executor:
             return [*self._arrived(Op.RECV_B, key)]
         return [*self._gradients.pop(key)]
 
+    def _await_what_it_needs(self, action: Action) -> None:
+        message = _NEEDED.get(action.op)
+        if message is not None:
+            for one in self._arriving.get((message, (action.stage, action.microbatch or 0)), ((), ()))[0]:
+                one.wait()
+
     def _arrived(self, op: Op, key: _Key) -> list[Tensor]:
-        pending, buffers = self._arriving.pop((op, key))
-        for one in pending:
-            one.wait()
-        return buffers
+        return self._arriving.pop((op, key))[1]
 
     def _hold(self, pending: Pending, values: Any) -> None:
         """Keeps what is being sent. See [Note: an order that cannot deadlock] in passes.py: waiting here is safe."""
@@ -316,6 +321,7 @@ def shapes_in(batch: Any) -> Hashable:
     return tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves(batch))
 
 
+_NEEDED = {Op.F: Op.RECV_F, Op.B: Op.RECV_B, Op.I: Op.RECV_B}
 _TABLE: Mapping[Op, Callable[[Executor, Action], None]] = {
     Op.F: Executor._do_forward,
     Op.B: Executor._do_backward,

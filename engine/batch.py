@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ..kernels.fused_loss import loss_only
 
 
 def microbatches(batch: Any, count: int, rows: int | None) -> Iterator[Any]:
@@ -66,6 +69,12 @@ def call(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, (tuple, list)):
         return model(*batch)
     return model(batch)
+
+
+def call_for_loss(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Any:
+    """As `call`, for `loss_of`: without a loss_fn nothing but the loss is read, and fused models compute no more."""
+    with nullcontext() if loss_fn is not None else loss_only():
+        return call(model, batch)
 
 
 def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Tensor:

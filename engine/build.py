@@ -16,6 +16,7 @@ from ..comm import Mesh, World
 from ..kernels.cpu_optimizer import cpu_kernel
 from ..kernels.optimizer_step import UpdateRule
 from ..offload import ActivationOffload, in_storages_of
+from ..pipe.absent import Absent
 from ..zero.build import Dtypes, ModelPlan, build_units
 from ..zero.gradient import GroupGradient
 from ..zero.hooks import UnitHooks
@@ -31,6 +32,7 @@ from .config import Config
 from .deferred import DeferredModel
 from .engine import Engine, Parts
 from .full_values import FullValues
+from .fusing import check_kernels, fuse_modules, optimizer_backend
 from .learning_rates import Schedule
 from .log import configure, logger
 from .lr_schedule import learning_rate_at
@@ -76,6 +78,8 @@ def initialize(
     _check_model(module)
     _check_ranks_agree(world, resolved, module)
     _log_notes(world, resolved)
+    check_kernels(resolved, world.device)
+    unfuse = fuse_modules(module, resolved, world)
 
     policy = ZeroPolicy.from_stage(resolved.zero_optimization.stage)
     dtypes = _dtypes(resolved)
@@ -96,7 +100,7 @@ def initialize(
     sharded_optimizer, schedule, scheduler = _make_optimizer(
         resolved, world, units, module, optimizer, lr_scheduler, rest
     )
-    _fill(module, units, sharded_optimizer, mesh, values)
+    _fill(module, units, sharded_optimizer, mesh, values, dtypes)
     _checkpoint_activations(unit_plans, resolved.activation_checkpointing.every)
     activation_offload, close_last = _offload_activations(resolved, world, module, units)
     if pipeline_plan is not None:
@@ -126,7 +130,7 @@ def initialize(
             lr_scheduler=scheduler,
             rows_per_microbatch=resolved.train_micro_batch_size_per_gpu if any(given[:2]) else None,
             activation_offload=activation_offload,
-            close_last=close_last,
+            close_last=(*close_last, unfuse),
         )
     )
 
@@ -151,6 +155,13 @@ def _values_of(module: nn.Module, world: World) -> Values:
 
 
 def _check_model(module: nn.Module) -> None:
+    attributes = (value for part in module.modules() for value in part.__dict__.values())
+    absent = next((value for value in attributes if isinstance(value, Absent)), None)
+    if absent is not None:
+        raise ValueError(
+            "model: expected a whole one, found one that an earlier engine has split over a pipeline "
+            f"('{absent.origin}' is on another rank); build it again, or give initialize the callable that builds it"
+        )
     params = list(module.named_parameters())
     if not params:
         raise ValueError(f"model: expected a module with parameters, found {type(module).__name__} without any")
@@ -198,7 +209,9 @@ def _check_ranks_agree(world: World, config: Config, module: nn.Module) -> None:
                 )
 
 
-def _fill(module: nn.Module, units: list[Unit], optimizer: ShardedOptimizer, mesh: Mesh, values: Values) -> None:
+def _fill(
+    module: nn.Module, units: list[Unit], optimizer: ShardedOptimizer, mesh: Mesh, values: Values, dtypes: Dtypes
+) -> None:
     """Puts the model's values into the shards; the model's own memory is given back on the way."""
     writer = FullValues(module, units, optimizer, mesh)
     place = {id(p): (group, i) for unit in units for group in unit.groups for i, p in enumerate(group.params)}
@@ -207,7 +220,8 @@ def _fill(module: nn.Module, units: list[Unit], optimizer: ShardedOptimizer, mes
             if id(param) in place:  # else it is of another stage of the pipeline
                 group, index = place[id(param)]
                 writer.write(group, index, value)
-            param.data = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
+            # Of another stage too: what is not here still tells the dtype in which it is computed.
+            param.data = torch.zeros((), dtype=dtypes.of(param), device=param.device).expand(param.shape)
         _prepare_buffers(module, units, mesh)
         writer.refresh()
         for unit in units:
@@ -295,7 +309,8 @@ def _make_optimizer(
     if rule is not None and world.device.type == "cpu":
         cpu_kernel()  # built now rather than in the first step, which would seem to hang for a second
     offloaded = offloaded_states(config, world, has_rule=rule is not None)
-    sharded = ShardedOptimizer(gradients, groups, rule, factory, offloaded, rest, state_dtype)
+    backend = optimizer_backend(config)
+    sharded = ShardedOptimizer(gradients, groups, rule, factory, offloaded, rest, state_dtype, backend)
     schedule = None
     if config.scheduler is not None:
         schedule = partial(learning_rate_at, config.scheduler)

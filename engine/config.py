@@ -13,6 +13,7 @@ from pydantic import Field, PrivateAttr, ValidationError
 
 from .config_batch import fill_batch, nearest_divisors
 from .config_errors import ConfigError, Fault, FaultKind, shown, unknown_key
+from .config_kernels import KernelsConfig, idle_kernel_settings
 from .config_offload import ActivationOffloadConfig, AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from .config_offload_checks import offload_faults, offload_notes
 from .config_optimizer import OPTIMIZER_PARAMS, OptimizerConfig, SGDOptimizer
@@ -87,6 +88,7 @@ class Config(Section):
     """null: the learning rate is constant, or the scheduler is passed to initialize."""
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     aio: AioConfig = AioConfig()
+    kernels: KernelsConfig = KernelsConfig()
     communication: CommunicationConfig = CommunicationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
@@ -258,6 +260,7 @@ def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:
         "activation_checkpointing": ActivationCheckpointingConfig,
         "activation_checkpointing.offload": ActivationOffloadConfig,
         "aio": AioConfig,
+        "kernels": KernelsConfig,
         "communication": CommunicationConfig,
         "checkpoint": CheckpointConfig,
         "optimizer.params": OPTIMIZER_PARAMS.get(tag, Section),
@@ -336,5 +339,5 @@ def _idle_settings(config: Config) -> list[str]:
         factor = config.gradient_predivide_factor
         reason = "prescale_gradients divides by the ranks before the sum"
         notes.append(f"gradient_predivide_factor: {factor} has no effect here: {reason}")
-    notes += idle_settings(config.parallel, config.pipeline)
+    notes += idle_settings(config.parallel, config.pipeline) + idle_kernel_settings(config.kernels)
     return notes + offload_notes(zero, config.activation_checkpointing, config.aio, config.optimizer)

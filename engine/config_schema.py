@@ -20,6 +20,7 @@ _HOMES = {  # section: the definitions that describe it
     "activation_checkpointing": ["ActivationCheckpointingConfig"],
     "activation_checkpointing.offload": ["ActivationOffloadConfig"],
     "aio": ["AioConfig"],
+    "kernels": ["KernelsConfig"],
     "communication": ["CommunicationConfig"],
     "checkpoint": ["CheckpointConfig"],
 }

@@ -23,7 +23,7 @@ from ..zero.optimizer import ShardedOptimizer
 from ..zero.scheduled_units import ScheduledUnits
 from ..zero.sequence import UnitSequence
 from . import weights
-from .batch import call, loss_of, microbatches, prepared
+from .batch import call, call_for_loss, loss_of, microbatches, prepared
 from .checkpoint import Checkpointer
 from .config import Config
 from .full_values import FullValues
@@ -179,7 +179,8 @@ class Engine:
                 ready = self._prepare(microbatch)
                 self._guard.check()
                 with self._saving:
-                    loss = loss_of(call(self.module, ready), ready, self._parts.loss_fn)
+                    output = call_for_loss(self.module, ready, self._parts.loss_fn)
+                    loss = loss_of(output, ready, self._parts.loss_fn)
                 self.backward(loss)
         except BaseException:
             self._forget_gradients()

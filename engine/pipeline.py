@@ -22,7 +22,7 @@ from ..pipe.trees import leaves
 from ..zero.scheduled_units import ScheduledUnits, TiedUnit
 from ..zero.sequence import Unit
 from ..zero.units import UnitPlan
-from .batch import call, loss_of
+from .batch import call, call_for_loss, loss_of
 from .config import Config
 from .config_parallel import schedule_of
 
@@ -127,15 +127,18 @@ class Pipeline:
         self.units = ScheduledUnits(units, members, self.tied, mesh)
         costs = replace(Costs.uniform(plan.schedule.num_stages), parameter_bytes=tuple(map(float, plan.numel)))
         budget = config.zero_optimization.stage3_max_live_parameters
+        if frees_parameters:
+            _check_budget(plan.numel, budget)
+        self._failure: str | None = None  # of an earlier step, in the middle of its schedule
         self._training, self._evaluation = (
             Executor(
-                complete(schedule, costs, gathers=frees_parameters, budget=budget),
+                complete(schedule, costs, gathers=frees_parameters and not schedule.has_any(Op.GATHER), budget=budget),
                 plan.place,
                 stages,
                 self.units,
                 mesh.peers,
                 mesh.world.device,
-                call,
+                lambda model, batch: call_for_loss(model, batch, loss_fn),
                 lambda output, batch: loss_of(output, batch, loss_fn),
             )
             for schedule in (plan.schedule, _evaluation(plan.schedule))
@@ -167,7 +170,8 @@ class Pipeline:
         try:
             losses = self._training.run(ready, scale)
             self.units.finish()
-        except BaseException:
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
             self.units.abort()
             raise
         return losses
@@ -177,6 +181,9 @@ class Pipeline:
         self._check_same([given])
         try:
             return self._evaluation.run([ready])
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
         finally:
             self.units.release_all()
 
@@ -186,15 +193,23 @@ class Pipeline:
 
     def _check_same(self, batches: Sequence[Any]) -> None:
         """A loader that divides its data by rank and world_size gives each stage another part: wrong, and not seen."""
-        digest = _digest_of(batches)
-        total = self._mesh.pipe.route.sum_small(
-            torch.tensor([digest], dtype=torch.int64, device=self._mesh.world.device), "the check of the batch"
-        )
-        if int(total) != digest * self._mesh.pipe.size:
+        if self._failure is not None:  # messages may still be under way, and would be taken for those of this step
+            raise RuntimeError(
+                "pipeline: expected ranks that are in step with each other, found that an earlier step has failed on "
+                f"this one in the middle of its schedule ({self._failure}); start all ranks again, from the last "
+                "checkpoint"
+            )
+        digest, what = _digest_of(batches), "the check of the batch"
+        pipe, device = self._mesh.pipe, self._mesh.world.device
+        total = pipe.route.sum_small(torch.tensor([digest], dtype=torch.int64, device=device), what)
+        differs = anywhere = int(total) != digest * pipe.size
+        if self._mesh.data_size > 1:  # a step that fails must fail on all ranks, for the next one to be the same
+            anywhere = bool(self._mesh.sum_small(torch.tensor([differs], dtype=torch.int64, device=device), what))
+        if anywhere:
+            where = f"ranks {', '.join(map(str, pipe.ranks))}" if differs else "not this rank's"
             raise ValueError(
-                f"batch: expected the same one on the {self._mesh.pipe.size} ranks of a pipeline (ranks "
-                f"{', '.join(map(str, self._mesh.pipe.ranks))}), found different ones; divide the data by "
-                "engine.data_rank and engine.data_size, not by engine.rank and engine.world_size"
+                f"batch: expected the same one on the {pipe.size} ranks of a pipeline ({where}), found different ones; "
+                "divide the data by engine.data_rank and engine.data_size, not by engine.rank and engine.world_size"
             )
 
 
@@ -212,6 +227,15 @@ def _split(config: Config, module: nn.Module, num_stages: int, sample_batch: Any
             return loss_of(call(model, sample_batch), sample_batch, loss_fn)
 
     return plan_split(module, num_stages, config.pipeline.balance, sample)
+
+
+def _check_budget(numel: Sequence[int], budget: int | None) -> None:
+    stage = max(range(len(numel)), key=numel.__getitem__)
+    if budget is not None and numel[stage] > budget:
+        raise ValueError(
+            f"zero_optimization.stage3_max_live_parameters: expected at least the {numel[stage]} parameters of pipeline "
+            f"stage {stage}, which is gathered as a whole, found {budget}; raise it, or split the model over more stages"
+        )
 
 
 def _evaluation(schedule: Schedule) -> Schedule:

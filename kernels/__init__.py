@@ -1,1 +1,102 @@
-"""Elementwise updates and other fused passes over flat buffers."""
+"""Fused kernels: for flat buffers, for the layers of a model, and for its loss; docs/kernels.md lists them.
+
+The names are loaded on first use. Each works on any device: Triton on a GPU, eager torch elsewhere.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .cross_entropy import cross_entropy
+    from .fuse import Fused, fuse_model
+    from .fused_loss import loss_only
+    from .gated_mlp import geglu, geglu_packed, swiglu, swiglu_packed
+    from .layer_norm import add_layer_norm, layer_norm
+    from .linear_cross_entropy import linear_cross_entropy
+    from .multi_tensor import copy_from_flat, copy_into_flat, copy_scaled
+    from .optimizer_step import update_runs, update_shard
+    from .quantize import dequantize, quantize
+    from .rms_norm import add_rms_norm, rms_norm
+    from .rotary import rotary_embedding
+    from .segment_norms import segment_norms, segment_squares
+    from .sum_of_squares import squares_by_block, squares_of_each
+
+__all__ = [
+    "Fused",
+    "add_layer_norm",
+    "add_rms_norm",
+    "copy_from_flat",
+    "copy_into_flat",
+    "copy_scaled",
+    "cross_entropy",
+    "dequantize",
+    "fuse_model",
+    "geglu",
+    "geglu_packed",
+    "layer_norm",
+    "linear_cross_entropy",
+    "loss_only",
+    "quantize",
+    "rms_norm",
+    "rotary_embedding",
+    "segment_norms",
+    "segment_squares",
+    "squares_by_block",
+    "squares_of_each",
+    "swiglu",
+    "swiglu_packed",
+    "update_runs",
+    "update_shard",
+]
+
+_HOME = {
+    "Fused": ".fuse",
+    "add_layer_norm": ".layer_norm",
+    "add_rms_norm": ".rms_norm",
+    "copy_from_flat": ".multi_tensor",
+    "copy_into_flat": ".multi_tensor",
+    "copy_scaled": ".multi_tensor",
+    "cross_entropy": ".cross_entropy",
+    "dequantize": ".quantize",
+    "fuse_model": ".fuse",
+    "geglu": ".gated_mlp",
+    "geglu_packed": ".gated_mlp",
+    "layer_norm": ".layer_norm",
+    "linear_cross_entropy": ".linear_cross_entropy",
+    "loss_only": ".fused_loss",
+    "quantize": ".quantize",
+    "rms_norm": ".rms_norm",
+    "rotary_embedding": ".rotary",
+    "segment_norms": ".segment_norms",
+    "segment_squares": ".segment_norms",
+    "squares_by_block": ".sum_of_squares",
+    "squares_of_each": ".sum_of_squares",
+    "swiglu": ".gated_mlp",
+    "swiglu_packed": ".gated_mlp",
+    "update_runs": ".optimizer_step",
+    "update_shard": ".optimizer_step",
+}
+
+
+class _Package(ModuleType):
+    """Importing the file rms_norm.py would put the module in the place of the function of that name."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> object:
+        """The public object `name`, imported from its own module and kept here from then on."""
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+        value: object = getattr(import_module(_HOME[name], __name__), name)
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

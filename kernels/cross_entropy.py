@@ -208,7 +208,7 @@ class _CrossEntropy(torch.autograd.Function):
         return terms.reduced(losses, divisor, labels.shape), reduced_z
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dloss: Tensor | None, _dz: None) -> tuple[Tensor | None, ...]:
         if dloss is None:
             return None, None, None, None, None

@@ -162,12 +162,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         divisor = terms.divisor(flat_labels)
         is_late = needs_gradient and (terms.reduction == "none" or chunks.dtype == torch.float16)
         sums, scale = None, None
-        with torch.autocast(hidden.device.type, enabled=False):  # dtypes are chosen here
-            head = Head.cast(as_rows(hidden), weight, bias, chunks.dtype)
-            if needs_gradient and not is_late:
-                sums = DlogitsSums(head, weight.dtype, ctx.needs_input_grad[:3], chunks)
-                scale = terms.scale_of_rows(torch.ones((), dtype=chunks.wide_dtype, device=hidden.device), divisor)
-            losses, lse = chunks.forward(head, flat_labels, scale, sums)
+        head = Head.cast(as_rows(hidden), weight, bias, chunks.dtype)
+        if needs_gradient and not is_late:
+            sums = DlogitsSums(head, weight.dtype, ctx.needs_input_grad[:3], chunks)
+            scale = terms.scale_of_rows(torch.ones((), dtype=chunks.wide_dtype, device=hidden.device), divisor)
+        losses, lse = chunks.forward(head, flat_labels, scale, sums)
         ctx.chunks, ctx.is_late, ctx.spent = chunks, is_late, False
         if is_late:
             ctx.save_for_backward(hidden, weight, bias, flat_labels, lse, divisor)
@@ -179,7 +178,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return terms.reduced(losses, divisor, labels.shape), reduced_z
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dloss: Tensor | None, _dz: None) -> tuple[Tensor | None, ...]:
         if dloss is None:
             return None, None, None, None, None, None
@@ -201,7 +200,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _late_gradients(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
     hidden, weight, bias, labels, lse, divisor = ctx.saved_tensors
     chunks: LogitChunks = ctx.chunks
-    with torch.autocast(hidden.device.type, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False):  # products are as those of forward were
         head = Head.cast(as_rows(hidden), weight, bias, chunks.dtype)
         sums = DlogitsSums(head, weight.dtype, ctx.needs_input_grad[:3], chunks)
         chunks.backward(head, labels, lse, chunks.terms.scale_of_rows(dloss, divisor), sums)

@@ -13,13 +13,12 @@ offset 1 is Gemma's form, in which weights start at 0.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from .dispatch import Backend, uses_triton
-from .rows import as_rows, check_row_weight
+from .row_norm import check_residual, row_norm
+from .rows import check_row_weight
 
 
 def rms_norm(
@@ -32,8 +31,7 @@ def rms_norm(
     check_row_weight("rms_norm", x, "weight", weight)
     if not uses_triton(backend, "rms_norm", x, weight) or not x.numel():
         return rms_norm_reference(x, weight, eps, offset=offset)
-    y, _ = _RmsNorm.apply(x, None, weight, eps, offset)  # type: ignore[no-untyped-call]
-    return y  # type: ignore[no-any-return]
+    return row_norm(x, None, weight, None, eps, offset=offset, subtracts_mean=False)[0]
 
 
 def add_rms_norm(
@@ -50,15 +48,13 @@ def add_rms_norm(
     x, residual: (..., n) of one dtype; weight: (n,) or None for ones. Raises ValueError as `rms_norm`.
     """
     check_row_weight("add_rms_norm", x, "weight", weight)
-    if residual.shape != x.shape or residual.dtype != x.dtype:
-        raise ValueError(
-            f"add_rms_norm: expected residual like x, {tuple(x.shape)} {x.dtype}, found {tuple(residual.shape)} "
-            f"{residual.dtype}"
-        )
+    check_residual("add_rms_norm", x, residual)
     if not uses_triton(backend, "add_rms_norm", x, residual, weight) or not x.numel():
-        h = x + residual
-        return rms_norm_reference(h, weight, eps, offset=offset), h
-    return _RmsNorm.apply(x, residual, weight, eps, offset)  # type: ignore[no-untyped-call, no-any-return]
+        total = x + residual
+        return rms_norm_reference(total, weight, eps, offset=offset), total
+    y, h = row_norm(x, residual, weight, None, eps, offset=offset, subtracts_mean=False)
+    assert h is not None
+    return y, h
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float, *, offset: float = 0.0) -> Tensor:
@@ -68,31 +64,3 @@ def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float, *, offset: 
     if weight is not None:
         y = y * (weight.to(wide.dtype) + offset)
     return y.to(x.dtype)
-
-
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float
-    ) -> tuple[Tensor, Tensor | None]:
-        from .triton import rms_norm as triton_form
-
-        residual_rows = as_rows(residual) if residual is not None else None
-        y, h, rstd = triton_form.forward(as_rows(x), residual_rows, weight, eps, offset)
-        ctx.save_for_backward(h, weight, rstd)
-        ctx.offset, ctx.has_residual = offset, residual is not None
-        ctx.set_materialize_grads(False)  # a sum that nobody uses then costs no read of zeros
-        return y.view(x.shape), h.view(x.shape) if residual is not None else None
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
-        from .triton import rms_norm as triton_form
-
-        h, weight, rstd = ctx.saved_tensors
-        if dy is None:
-            return dh, dh, None, None, None
-        dh_rows = as_rows(dh) if dh is not None else None
-        dx, dweight = triton_form.backward(as_rows(dy), dh_rows, h, weight, rstd, ctx.offset)
-        dx = dx.view(dy.shape)
-        return dx, dx if ctx.has_residual else None, dweight, None, None

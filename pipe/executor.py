@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -15,12 +15,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ..comm import Peers, Pending
 from .action import Action, Op
 from .carried import Carried, CarriedSpec
+from .deliveries import deliveries
 from .schedule import Schedule
 from .stage import Stage
 from .trees import leaves
 from .weight_gradients import WeightGradients
 
-_MAX_SENDS = 4  # under way at once; more would hold memory and hide nothing further
+_MAX_SENDS = 4  # messages that may have arrived or not; more would hold memory and hide nothing further
 _MAX_TENSORS = 64  # in one message
 _NUM_TAGS = 1 << 19  # messages that share a tag come in the order in which they were sent
 _Key = tuple[int, int]
@@ -48,7 +49,8 @@ class Executor:
     What is held, and until when, for a microbatch of a stage:
 
         received input      from RECV_F until its gradient has gone back
-        output              from F until it is sent; the graph, which needs it or not, from F until B (or I)
+        output              from F until it has arrived, as far as is known (see `deliveries`); the graph, which needs
+                            it or not, from F until B (or I)
         received gradient   from RECV_B until B (or I)
         x and dy of layers  from I until W
 
@@ -72,6 +74,7 @@ class Executor:
         # (action, start, end), in seconds; it starts when what it needs of other ranks is there.
         self.on_action: Callable[[Action, float, float], None] | None = None
         self._actions = schedule.actions[place]
+        self._deliveries = deliveries(schedule, place)
         self._stages = stages
         self._memory = memory
         self._peers = peers
@@ -100,10 +103,8 @@ class Executor:
                 _TABLE[action.op](self, action)
                 if self.on_action is not None:
                     self.on_action(action, started, time.perf_counter())
-                while self._sent and self._sent[0][0].is_done:
-                    self._sent.popleft()
-            while self._sent:
-                self._sent.popleft()[0].wait()
+                self._settle_sends(_MAX_SENDS)
+            self._settle_sends(0)
         except BaseException as error:
             error.add_note(f"pipeline: in {self._described(action)}, of schedule {self.schedule.name}")
             self._reset((), 1.0)
@@ -130,7 +131,7 @@ class Executor:
         self._gradients: dict[_Key, list[Tensor]] = {}  # of a stage's output
         self._outgoing: dict[tuple[Op, _Key], Sequence[Tensor] | Carried] = {}
         self._arriving: dict[tuple[Op, _Key], tuple[list[Pending], list[Tensor]]] = {}
-        self._sent: deque[tuple[Pending, Any]] = deque()
+        self._sent: dict[Action, list[tuple[Pending, Any]]] = {}  # oldest first
         self._num_left: Counter[int] = Counter(dict.fromkeys(self._stages, len(microbatches)))
         for weights in self._weights.values():
             weights.forget()
@@ -148,8 +149,13 @@ class Executor:
         if received is not None and not self.schedule.is_forward_only:
             self._inputs[key] = received
         if stage.is_last:
+            if not (output.requires_grad or self.schedule.is_forward_only):
+                raise ValueError(
+                    "pipeline: expected a loss that requires a gradient, found one that does not; was it computed "
+                    "under torch.no_grad(), or detached?"
+                )
             self._losses[key[1]] = output.detach()
-            self._keep_graph(key, [output * self._scale] if output.requires_grad else [])
+            self._keep_graph(key, [output * self._scale])
             return
         wanted = zip(output.tensors, output.spec.needs_grad, strict=True)
         self._keep_graph(key, [tensor for tensor, needs_grad in wanted if needs_grad])
@@ -211,7 +217,7 @@ class Executor:
         known = (action.peer_stage, self._kind_of_batch(key[1]))
         if known not in self._specs:
             self._specs[known] = carried.spec
-            self._hold(self._peers.send_object(carried.spec, place, self._tag(action, 0), what), None)
+            self._hold(action, self._peers.send_object(carried.spec, place, self._tag(action, 0), what), None)
         elif self._specs[known] != carried.spec:
             raise ValueError(
                 f"pipeline: expected stage {action.stage} to return for microbatch {key[1]} what it had returned for a "
@@ -220,7 +226,7 @@ class Executor:
             )
         for index, tensor in enumerate(carried.tensors):
             values = tensor.detach().contiguous()
-            self._hold(self._peers.send(values, place, self._tag(action, index), what), values)
+            self._hold(action, self._peers.send(values, place, self._tag(action, index), what), values)
 
     def _do_send_backward(self, action: Action) -> None:
         gradients = self._outgoing.pop((action.op, (action.stage, action.microbatch or 0)))
@@ -228,7 +234,7 @@ class Executor:
         place, what = self.schedule.peer_rank(action), self._described(action)
         for index, gradient in enumerate(gradients):
             values = gradient.contiguous()
-            self._hold(self._peers.send(values, place, self._tag(action, index), what), values)
+            self._hold(action, self._peers.send(values, place, self._tag(action, index), what), values)
 
     def _do_receive_forward(self, action: Action) -> None:
         key = action.stage, action.microbatch or 0
@@ -269,19 +275,37 @@ class Executor:
         return [*self._gradients.pop(key)]
 
     def _await_what_it_needs(self, action: Action) -> None:
-        message = _NEEDED.get(action.op)
-        if message is not None:
-            for one in self._arriving.get((message, (action.stage, action.microbatch or 0)), ((), ()))[0]:
+        if action.op not in _NEEDED:
+            return
+        receive = Action(_NEEDED[action.op], action.stage, action.microbatch)
+        arriving = self._arriving.get((receive.op, (action.stage, action.microbatch or 0)))
+        if arriving is not None:
+            for one in arriving[0]:
                 one.wait()
+            for send in self._deliveries.get(receive, ()):
+                self._settle(send)
 
     def _arrived(self, op: Op, key: _Key) -> list[Tensor]:
         return self._arriving.pop((op, key))[1]
 
-    def _hold(self, pending: Pending, values: Any) -> None:
-        """Keeps what is being sent. See [Note: an order that cannot deadlock] in passes.py: waiting here is safe."""
-        self._sent.append((pending, values))
-        while len(self._sent) > _MAX_SENDS:
-            self._sent.popleft()[0].wait()
+    def _hold(self, action: Action, pending: Pending, values: Any) -> None:
+        """Keeps what is being sent until it has arrived."""
+        self._sent.setdefault(action, []).append((pending, values))
+
+    def _settle_sends(self, num_left: int) -> None:
+        """Lets go of what has arrived, and waits for the oldest until so many messages are left.
+
+        See [Note: an order that cannot deadlock] in passes.py: waiting here is safe.
+        """
+        while self._sent:
+            oldest = next(iter(self._sent))
+            if len(self._sent) <= num_left and not all(pending.is_done for pending, _ in self._sent[oldest]):
+                return
+            self._settle(oldest)
+
+    def _settle(self, send: Action) -> None:
+        for pending, _ in self._sent.pop(send, ()):
+            pending.wait()
 
     def _tag(self, action: Action, index: int) -> int:
         """The same at both ends: of the earlier of the two stages, the microbatch, the direction and the tensor."""
@@ -311,14 +335,16 @@ class Executor:
 
 
 def _modules_with_parameters(stage: Stage) -> list[nn.Module]:
-    """The modules whose weight is the stage's own."""
+    """The modules whose weight is the stage's own; one that is computed (a parametrization) is not looked at."""
     own = {id(param) for _, param in stage.named_parameters()}
-    return [module for module in stage.module.modules() if id(getattr(module, "weight", None)) in own]
+    return [module for module in stage.module.modules() if id(module._parameters.get("weight")) in own]
 
 
 def shapes_in(batch: Any) -> Hashable:
-    """Shapes and dtypes of all tensors in a batch, and the types of what else is in it."""
-    return tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves(batch))
+    """Shapes and dtypes of all tensors in a batch, the types of what else is in it, and the names of its parts."""
+    names = tuple(batch) if isinstance(batch, Mapping) else ()
+    shapes = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves(batch)]
+    return (names, *shapes)
 
 
 _NEEDED = {Op.F: Op.RECV_F, Op.B: Op.RECV_B, Op.I: Op.RECV_B}

@@ -152,7 +152,8 @@ class Replay:
             raise ValueError(
                 f"pipeline: '{self._names[number]}' {verb} a tensor of shape {tuple(missing.shape)} that stage "
                 f"{self.stage} ({self._shown_blocks()}) does not have: it comes from '{missing.origin}', and "
-                f"'{self._names[self.blocks.start]}' does not take it as an argument; pass it to every block"
+                f"'{self._names[self.blocks.start]}' does not take it as an argument; pass it to every block. If a "
+                "module between the blocks makes it, give initialize a sample_batch: it shows where parameters are used"
             )
 
     def _shown_blocks(self) -> str:

@@ -49,7 +49,7 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
         return None  # most are such
     if isinstance(value, (tuple, list)):
         return dict(enumerate(value))
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return value
     if _is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}

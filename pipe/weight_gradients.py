@@ -70,11 +70,12 @@ class WeightGradients:
 
     def _linear(self, module: nn.Module, is_transposed: bool, x: Tensor) -> Tensor:
         weight, bias = module.weight, module.bias
-        assert isinstance(weight, nn.Parameter)
-        trains = weight.requires_grad or (isinstance(bias, nn.Parameter) and bias.requires_grad)
-        if not (torch.is_grad_enabled() and trains):
+        params = [param for param in (weight, bias) if isinstance(param, nn.Parameter)]  # absent in a probe
+        if not (torch.is_grad_enabled() and any(param.requires_grad for param in params)):
             plain: Tensor = type(module).forward(module, x)
             return plain
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # as it is multiplied, so that dw is of the same product
         result: Tensor = _Linear.apply(x, weight, bias, is_transposed, self._put)  # type: ignore[no-untyped-call]
         return result
 
@@ -105,9 +106,10 @@ class _Linear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        x = x.detach()  # kept until W, its graph would keep what the stage has received
         param, bias = ctx.params
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        dx = dy.matmul(weight.t() if ctx.is_transposed else weight) if needs_x else None
+        dx = dy.matmul((weight.t() if ctx.is_transposed else weight).to(dy.dtype)) if needs_x else None
         dweight = dbias = None
         if needs_weight and not ctx.put((param, dy, x, ctx.is_transposed)):
             dweight = _weight_gradient(dy, x, ctx.is_transposed)

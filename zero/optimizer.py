@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels.dispatch import Backend
 from ..kernels.optimizer_step import UpdateRule, update_runs
 from ..offload import Memory
 from .delayed_update import DelayedUpdate
@@ -54,11 +55,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         offloaded: OffloadedStates | None = None,
         rest: ShardRest | None = None,
         state_dtype: torch.dtype = torch.float32,
+        backend: Backend = "auto",
     ) -> None:
         """param_groups: [{"params": [...], options...}]; exactly one of rule and factory.
 
         offloaded: where states rest between steps, of a rule; None leaves them in memory. rest: where the groups'
-        shards rest, if they do. state_dtype: of a rule's states, see `UpdateRule.new_states`. Raises OffloadError.
+        shards rest, if they do. state_dtype: of a rule's states, see `UpdateRule.new_states`. backend: of its kernel.
+        Raises OffloadError.
         """
         # Optimizer.__init__ imports torch's compiler, 70 MiB a process; what unpickling sets is all that is needed. The
         # groups are the user's very dictionaries: a scheduler bound to them acts here too.
@@ -67,6 +70,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._rule = rule
         self._factory = factory
         self._state_dtype = state_dtype
+        self._backend = backend
         self._widened = WidenedStates()
         new_states = self._new_states if rule is not None else None
         self.shards = [ShardState(gradient, offloaded, new_states, self._widened) for gradient in gradients]
@@ -366,7 +370,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         own, scale = gradient[part.start : part.end], terms.gradient_scale
         if self.speculation.is_open and scale != 1.0:
             own = own.clone()  # scaling may change it in place, and it may be needed again
-        update_runs(rule, part.master, own, part.states, terms.step, runs, scale, part.rounded)
+        update_runs(rule, part.master, own, part.states, terms.step, runs, scale, part.rounded, backend=self._backend)
 
     def _update_by_torch(self, shard: ShardState, gradient: Tensor, terms: _Terms) -> None:
         inner = self._inner.get(id(shard))

@@ -1,7 +1,10 @@
 """Fixtures of the kernels' tests. Triton's kernels are interpreted in them, on the CPU."""
 
+import importlib.metadata
+import importlib.util
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,23 @@ from lowtide.kernels.cpu_optimizer import CpuKernel
 
 # Read where a kernel is defined, so before any module of lowtide.kernels.triton is imported.
 os.environ["TRITON_INTERPRET"] = "1"
+
+
+def mend_interpreter() -> None:
+    """Triton 3.6 takes int() of an array of one element in each loop over range(), which NumPy 2.4 made an error."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+if importlib.util.find_spec("triton") is not None and importlib.metadata.version("triton").startswith("3.6."):
+    mend_interpreter()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowtide.kernels.layer_norm import add_layer_norm, layer_norm, layer_norm_reference
-from lowtide.kernels.triton import layer_norm as triton_form
+from lowtide.kernels.triton import row_norm as triton_form
 from tests.kernels.exact import DTYPES, assert_near_float64
 
 SHAPES = [(1, 1), (3, 7), (2, 3, 64), (70, 30), (5, 123), (3, 1, 1100)]

@@ -46,8 +46,15 @@ def assert_close(found: Tensor, exact: Tensor, dtype: torch.dtype, roundings: fl
 @pytest.mark.parametrize("num_chunks", [1, 3])
 @pytest.mark.parametrize("terms", TERMS, ids=name_of)
 def test_it_equals_torch(
-    terms: LossTerms, num_chunks: int, dtype: torch.dtype, backend: Backend, generator: torch.Generator
+    terms: LossTerms,
+    num_chunks: int,
+    dtype: torch.dtype,
+    backend: Backend,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(triton_form, "MAX_FORWARD_BLOCK_SIZE", 32)
+    monkeypatch.setattr(triton_form, "MAX_BACKWARD_BLOCK_SIZE", 32)
     hidden, weight = drawn((2, 4, WIDTH), dtype, generator), drawn((NUM_CLASSES, WIDTH), dtype, generator)
     bias = drawn((NUM_CLASSES,), dtype, generator)
     labels = drawn_labels((2, 4), NUM_CLASSES, terms, generator)
@@ -139,6 +146,17 @@ def test_under_autocast_products_are_of_its_dtype(
     for found, wanted in zip((hidden, weight, bias), rounded, strict=True):
         assert found.grad is not None and found.grad.dtype == found.dtype
         assert torch.equal(found.grad.bfloat16(), wanted.grad)
+
+
+def test_backward_is_in_the_dtype_of_forward(generator: torch.Generator) -> None:
+    hidden, weight = drawn((6, WIDTH), torch.float16, generator), drawn((NUM_CLASSES, WIDTH), torch.float16, generator)
+    gradients = []
+    for in_autocast in (False, True):
+        loss = linear_cross_entropy(hidden, weight, torch.arange(6), chunk_bytes=2 * ROW_BYTES[torch.float16])
+        with torch.autocast("cpu", torch.bfloat16, enabled=in_autocast):
+            gradients.append(torch.autograd.grad(loss, (hidden, weight)))
+    for alone, within in zip(*gradients, strict=True):
+        assert torch.equal(alone, within)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -59,5 +59,5 @@ CASES = {
     "adagrad": lambda dtype: update(dtype, "adagrad", INT8, num_runs=3),
     "sgd with momentum": lambda dtype: update(dtype, "sgd", out_dtype=None),
 }
-# Few enough for five programs of 256 threads side by side, or six of 128: loads in flight hide the memory's latency.
-REGISTERS = {case: 80 if "8 bits" in case or "all in" in case else 64 for case in CASES}
+# Three programs of 256 threads side by side: with 16 bytes of each tensor a thread, enough to hide memory's latency.
+REGISTERS = dict.fromkeys(CASES, 80)

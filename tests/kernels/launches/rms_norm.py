@@ -2,7 +2,7 @@
 
 import torch
 
-from lowtide.kernels.triton import rms_norm
+from lowtide.kernels.triton import row_norm
 
 
 def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -10,21 +10,26 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def forward(dtype: torch.dtype, has_residual: bool, n_cols: int) -> None:
-    residual = meta(64, n_cols, dtype=dtype) if has_residual else None
-    rms_norm.forward(meta(64, n_cols, dtype=dtype), residual, meta(n_cols, dtype=dtype), 1e-6, 0.0)
-
-
-def backward(dtype: torch.dtype, has_residual: bool, n_cols: int) -> None:
-    dh = meta(64, n_cols, dtype=dtype) if has_residual else None
     rows = meta(64, n_cols, dtype=dtype)
-    rms_norm.backward(rows, dh, rows, meta(n_cols, dtype=dtype), meta(64, dtype=torch.float32), 0.0)
+    row_norm.forward(rows, rows if has_residual else None, meta(n_cols, dtype=dtype), None, 1e-6, 0.0, False)
+
+
+def backward(dtype: torch.dtype, has_residual: bool, n_cols: int, n_rows: int = 64, wants_dw: bool = True) -> None:
+    rows, rstd = meta(n_rows, n_cols, dtype=dtype), meta(n_rows, dtype=torch.float32)
+    dh, weight = rows if has_residual else None, meta(n_cols, dtype=dtype)
+    row_norm.backward(rows, dh, rows, weight, None, rstd, 0.0, dtype if wants_dw else None, None)
 
 
 CASES = {
     "forward": lambda dtype: forward(dtype, False, 4096),
     "forward with residual": lambda dtype: forward(dtype, True, 4096),
+    "forward of narrow rows": lambda dtype: forward(dtype, False, 128),
     "forward of wide rows": lambda dtype: forward(dtype, True, 16384),
     "backward": lambda dtype: backward(dtype, False, 4096),
     "backward with residual": lambda dtype: backward(dtype, True, 4096),
+    "backward of few rows": lambda dtype: backward(dtype, True, 4096, n_rows=8),
+    "backward of a frozen weight": lambda dtype: backward(dtype, True, 4096, wants_dw=False),
+    "backward of the widest whole rows": lambda dtype: backward(dtype, True, 8192),
+    "backward of narrow rows": lambda dtype: backward(dtype, False, 128, n_rows=4096),
     "backward of wide rows": lambda dtype: backward(dtype, True, 16384),
 }

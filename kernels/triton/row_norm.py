@@ -1,8 +1,8 @@
-"""Triton form of `kernels/layer_norm.py`: tiles of whole rows forward, strips of rows backward.
+"""Triton form of `kernels/row_norm.py`: tiles of whole rows forward, strips of rows backward.
 
 [Note: tiles of rows] Narrow rows (the norms of single heads) share a program, so that each of its threads has enough
 to load. Rows of more than MAX_BLOCK_SIZE columns are cut into blocks: forward reads them twice, and backward begins
-with a kernel of its own for the two means over each row.
+with a kernel of its own for the means over each row.
 
 [Note: one wave] The programs of backward are as many as run at the same time, each with one strip of rows: at 128
 registers a thread a GPU's processor holds 16 warps. That few programs hide the time of their loads by starting those
@@ -28,11 +28,14 @@ EARLY_LOAD_BYTES = 48 * 1024
 @triton.jit
 def _forward_kernel(
     X_ptr, R_ptr, W_ptr, B_ptr, Y_ptr, H_ptr, MEAN_ptr, RSTD_ptr,
-    X_row_stride, R_row_stride, n_rows, n_cols, eps,
-    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    X_row_stride, R_row_stride, n_rows, n_cols, eps, offset,
+    SUBTRACTS_MEAN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows: h = x + r;  rstd = 1 / sqrt(mean((h - mean)^2) + eps);  y = (h - mean) * rstd * w + b."""
+    """A tile of rows: h = x + r;  rstd = 1 / sqrt(mean((h - mean)^2) + eps);  y = (h - mean) * rstd * (w + offset) + b.
+
+    mean is mean(h), or 0 where it is not subtracted.
+    """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_SIZE)
     total = tl.zeros((ROWS,), tl.float32)
@@ -47,31 +50,37 @@ def _forward_kernel(
             rounded = h.to(H_ptr.dtype.element_ty)
             tl.store(H_ptr + (rows * n_cols)[:, None] + at[None, :], rounded, mask=ok)
             h = rounded.to(tl.float32)  # what backward will read
-        seen = block * BLOCK_SIZE
-        count = tl.minimum(n_cols - seen, BLOCK_SIZE)
-        block_total = tl.sum(h, axis=1)
-        block_mean = block_total / count
-        centered = tl.where(ok, h - block_mean[:, None], 0.0)
-        squares += tl.sum(centered * centered, axis=1)
-        if NUM_BLOCKS > 1:  # blocks about means of their own are joined: Chan, Golub, LeVeque 1983, equation 1.5
-            distance = block_mean - total / tl.maximum(seen, 1)
-            squares += distance * distance * (seen * (count / (seen + count)))
-        total += block_total
+        if SUBTRACTS_MEAN:
+            seen = block * BLOCK_SIZE
+            count = tl.minimum(n_cols - seen, BLOCK_SIZE)
+            block_total = tl.sum(h, axis=1)
+            block_mean = block_total / count
+            centered = tl.where(ok, h - block_mean[:, None], 0.0)
+            squares += tl.sum(centered * centered, axis=1)
+            if NUM_BLOCKS > 1:  # blocks about means of their own are joined: Chan, Golub, LeVeque 1983, equation 1.5
+                distance = block_mean - total / tl.maximum(seen, 1)
+                squares += distance * distance * (seen * (count / (seen + count)))
+            total += block_total
+        else:
+            squares += tl.sum(h * h, axis=1)
     mean = total / n_cols
     rstd = tl.rsqrt(squares / n_cols + eps)
-    tl.store(MEAN_ptr + rows, mean, mask=rows < n_rows)
+    if SUBTRACTS_MEAN:
+        tl.store(MEAN_ptr + rows, mean, mask=rows < n_rows)
     tl.store(RSTD_ptr + rows, rstd, mask=rows < n_rows)
     for block in range(NUM_BLOCKS):
         at = block * BLOCK_SIZE + cols
         ok = (rows < n_rows)[:, None] & (at < n_cols)[None, :]
         if NUM_BLOCKS > 1:
-            if HAS_RESIDUAL:
+            if HAS_RESIDUAL:  # stored by other threads, maybe: the sums above are barriers between them
                 h = tl.load(H_ptr + (rows * n_cols)[:, None] + at[None, :], mask=ok, other=0.0).to(tl.float32)
             else:
                 h = tl.load(X_ptr + (rows * X_row_stride)[:, None] + at[None, :], mask=ok, other=0.0).to(tl.float32)
-        y = (h - mean[:, None]) * rstd[:, None]
+        if SUBTRACTS_MEAN:
+            h -= mean[:, None]
+        y = h * rstd[:, None]
         if HAS_WEIGHT:
-            y *= tl.load(W_ptr + at, mask=at < n_cols, other=0.0).to(tl.float32)[None, :]
+            y *= (tl.load(W_ptr + at, mask=at < n_cols, other=0.0).to(tl.float32) + offset)[None, :]
         if HAS_BIAS:
             y += tl.load(B_ptr + at, mask=at < n_cols, other=0.0).to(tl.float32)[None, :]
         tl.store(Y_ptr + (rows * n_cols)[:, None] + at[None, :], y.to(Y_ptr.dtype.element_ty), mask=ok)
@@ -80,13 +89,12 @@ def _forward_kernel(
 @triton.jit
 def _row_means_kernel(
     DY_ptr, H_ptr, W_ptr, MEAN_ptr, RSTD_ptr, MEAN_G_ptr, MEAN_GH_ptr,
-    DY_row_stride, H_row_stride, n_cols,
-    HAS_WEIGHT: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    DY_row_stride, H_row_stride, n_cols, offset,
+    SUBTRACTS_MEAN: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One wide row: with g = w dy and h^ = (h - mean) rstd, mean(g) and mean(g h^)."""
+    """One wide row: with g = (w + offset) dy and h^ = (h - mean) rstd, mean(g h^), and mean(g) if it is needed."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_SIZE)
-    mean = tl.load(MEAN_ptr + row)
     g_total = tl.zeros((BLOCK_SIZE,), tl.float32)
     gh_total = g_total
     for block in range(NUM_BLOCKS):
@@ -95,72 +103,92 @@ def _row_means_kernel(
         g = tl.load(DY_ptr + row * DY_row_stride + at, mask=ok, other=0.0).to(tl.float32)
         h = tl.load(H_ptr + row * H_row_stride + at, mask=ok, other=0.0).to(tl.float32)
         if HAS_WEIGHT:
-            g *= tl.load(W_ptr + at, mask=ok, other=0.0).to(tl.float32)
-        g_total += g
-        gh_total += g * (h - mean)
-    tl.store(MEAN_G_ptr + row, tl.sum(g_total, axis=0) / n_cols)
+            g *= tl.load(W_ptr + at, mask=ok, other=0.0).to(tl.float32) + offset
+        if SUBTRACTS_MEAN:
+            h -= tl.load(MEAN_ptr + row)
+            g_total += g
+        gh_total += g * h
+    if SUBTRACTS_MEAN:
+        tl.store(MEAN_G_ptr + row, tl.sum(g_total, axis=0) / n_cols)
     tl.store(MEAN_GH_ptr + row, tl.sum(gh_total, axis=0) * tl.load(RSTD_ptr + row) / n_cols)
 
 
 @triton.jit
 def _backward_kernel(
     DY_ptr, DH_ptr, H_ptr, W_ptr, MEAN_ptr, RSTD_ptr, MEAN_G_ptr, MEAN_GH_ptr, DX_ptr, DW_ptr, DB_ptr,
-    DY_row_stride, DH_row_stride, H_row_stride, n_rows, n_cols, rows_per_strip,
-    HAS_DH: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    DY_row_stride, DH_row_stride, H_row_stride, n_rows, n_cols, tiles_per_strip, offset,
+    SUBTRACTS_MEAN: tl.constexpr, HAS_DH: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    WANTS_DW: tl.constexpr, WANTS_DB: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One block of columns of the rows of one strip: dx, and the strip's dw = sum(dy h^) and db = sum(dy).
 
-    g = w dy;  h^ = (h - mean) rstd;  dx = rstd (g - mean(g) - h^ mean(g h^)) + dh. The two means come from
-    `_row_means_kernel` where a row has several blocks.
+    g = (w + offset) dy;  h^ = (h - mean) rstd;  dx = rstd (g - mean(g) - h^ mean(g h^)) + dh, without mean(g) where
+    the mean is not subtracted. The means come from `_row_means_kernel` where a row has several blocks.
     """
     strip = (tl.program_id(0) // NUM_BLOCKS).to(tl.int64)
     at = tl.program_id(0) % NUM_BLOCKS * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    first = strip * rows_per_strip
-    last = tl.minimum(first + rows_per_strip, n_rows)
+    first = strip * tiles_per_strip * ROWS
     w = tl.zeros((1, BLOCK_SIZE), tl.float32)
     if HAS_WEIGHT:
-        w = tl.load(W_ptr + at, mask=at < n_cols, other=0.0).to(tl.float32)[None, :]
+        w = (tl.load(W_ptr + at, mask=at < n_cols, other=0.0).to(tl.float32) + offset)[None, :]
     dw = tl.zeros((ROWS, BLOCK_SIZE), tl.float32)
     db = dw
-    for row in tl.range(first, last, ROWS, num_stages=NUM_STAGES):  # 2: loads are one turn early
+    for row in tl.range(first, tl.minimum(first + tiles_per_strip * ROWS, n_rows), ROWS, num_stages=NUM_STAGES):
         rows = row + tl.arange(0, ROWS)
-        there = rows < last
+        there = rows < n_rows
         ok = there[:, None] & (at < n_cols)[None, :]
         dy = tl.load(DY_ptr + (rows * DY_row_stride)[:, None] + at[None, :], mask=ok, other=0.0).to(tl.float32)
         h = tl.load(H_ptr + (rows * H_row_stride)[:, None] + at[None, :], mask=ok, other=0.0).to(tl.float32)
-        mean = tl.load(MEAN_ptr + rows, mask=there, other=0.0)
         rstd = tl.load(RSTD_ptr + rows, mask=there, other=0.0)
-        normed = (h - mean[:, None]) * rstd[:, None]
+        if SUBTRACTS_MEAN:
+            h -= tl.load(MEAN_ptr + rows, mask=there, other=0.0)[:, None]
+        normed = h * rstd[:, None]
         g = dy
         if HAS_WEIGHT:
             g = dy * w
         if NUM_BLOCKS > 1:
-            mean_g = tl.load(MEAN_G_ptr + rows, mask=there, other=0.0)
             mean_gh = tl.load(MEAN_GH_ptr + rows, mask=there, other=0.0)
         else:
-            mean_g = tl.sum(g, axis=1) / n_cols
             mean_gh = tl.sum(g * normed, axis=1) / n_cols
-        dx = rstd[:, None] * (g - mean_g[:, None] - normed * mean_gh[:, None])
+        if SUBTRACTS_MEAN:
+            if NUM_BLOCKS > 1:
+                mean_g = tl.load(MEAN_G_ptr + rows, mask=there, other=0.0)
+            else:
+                mean_g = tl.sum(g, axis=1) / n_cols
+            g -= mean_g[:, None]
+        dx = rstd[:, None] * (g - normed * mean_gh[:, None])
         if HAS_DH:
             dx += tl.load(DH_ptr + (rows * DH_row_stride)[:, None] + at[None, :], mask=ok, other=0.0).to(tl.float32)
         tl.store(DX_ptr + (rows * n_cols)[:, None] + at[None, :], dx.to(DX_ptr.dtype.element_ty), mask=ok)
-        dw += dy * normed
-        db += dy
-    if HAS_WEIGHT:
+        if WANTS_DW:
+            dw += dy * normed
+        if WANTS_DB:
+            db += dy
+    if WANTS_DW:
         tl.store(DW_ptr + strip * n_cols + at, tl.sum(dw, axis=0), mask=at < n_cols)
-    if HAS_BIAS:
+    if WANTS_DB:
         tl.store(DB_ptr + strip * n_cols + at, tl.sum(db, axis=0), mask=at < n_cols)
 
 
 def forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, residual: (n_rows, n_cols) with adjacent columns. Returns y, h = x + residual (without: x), mean and rstd."""
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    subtracts_mean: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """x, residual: (n_rows, n_cols) with adjacent columns; weight, bias: (n_cols,).
+
+    Returns y; h = x + residual (without: x); the mean of each row of h, None where it is not subtracted; and rstd.
+    """
     n_rows, n_cols = x.shape
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     h = torch.empty_like(y) if residual is not None else x
-    mean, rstd = (torch.empty(n_rows, dtype=torch.float32, device=x.device) for _ in range(2))
+    rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
+    mean = torch.empty_like(rstd) if subtracts_mean else None
     block_size = min(next_power_of_2(n_cols), MAX_BLOCK_SIZE)
     rows, num_warps = _tile(block_size, FORWARD_THREAD_NUMEL)
     launch(
@@ -168,7 +196,7 @@ def forward(
         X_ptr=x, R_ptr=residual, W_ptr=_adjacent(weight), B_ptr=_adjacent(bias),
         Y_ptr=y, H_ptr=h, MEAN_ptr=mean, RSTD_ptr=rstd,
         X_row_stride=x.stride(0), R_row_stride=residual.stride(0) if residual is not None else 0,
-        n_rows=n_rows, n_cols=n_cols, eps=eps,
+        n_rows=n_rows, n_cols=n_cols, eps=eps, offset=offset, SUBTRACTS_MEAN=subtracts_mean,
         HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
         ROWS=rows, BLOCK_SIZE=block_size, NUM_BLOCKS=-(-n_cols // block_size),
     )  # fmt: skip
@@ -180,13 +208,15 @@ def backward(
     dh: Tensor | None,
     h: Tensor,
     weight: Tensor | None,
-    bias_dtype: torch.dtype | None,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
+    offset: float,
+    dweight_dtype: torch.dtype | None,
+    dbias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dy, dh, h: (n_rows, n_cols) with adjacent columns; bias_dtype: None for no bias; mean, rstd: (n_rows,) float32.
+    """dx, contiguous and in the dtype of h; dweight and dbias in the dtypes given, None where that is None.
 
-    Returns dx, contiguous and in the dtype of h; dweight and dbias in theirs.
+    dy, dh, h: (n_rows, n_cols) with adjacent columns; mean: (n_rows,) float32, None if not subtracted; rstd: the same.
     """
     n_rows, n_cols = h.shape
     weight = _adjacent(weight)
@@ -194,39 +224,42 @@ def backward(
     block_size = min(next_power_of_2(n_cols), MAX_BLOCK_SIZE)
     num_blocks = -(-n_cols // block_size)
     rows, num_warps = _tile(block_size, BACKWARD_THREAD_NUMEL)
-    mean_g, mean_gh = _row_means(dy, h, weight, mean, rstd, block_size) if num_blocks > 1 else (None, None)
+    mean_g, mean_gh = _row_means(dy, h, weight, mean, rstd, offset, block_size) if num_blocks > 1 else (None, None)
     num_programs = RESIDENT_WARPS // num_warps * num_processors(h.device)
-    rows_per_strip = -(-n_rows * num_blocks // (rows * num_programs)) * rows
-    num_strips = -(-n_rows // rows_per_strip)
+    tiles_per_strip = -(-n_rows * num_blocks // (rows * num_programs))
+    num_strips = -(-n_rows // (rows * tiles_per_strip))
     loaded_bytes = rows * block_size * h.element_size() * (3 if dh is not None else 2)
-    dtypes = [dtype for dtype in (weight.dtype if weight is not None else None, bias_dtype) if dtype is not None]
+    dtypes = [dtype for dtype in (dweight_dtype, dbias_dtype) if dtype is not None]
     strips = torch.empty((len(dtypes), num_strips, n_cols), dtype=torch.float32, device=h.device)
     launch(
         _backward_kernel, (num_strips * num_blocks,), num_warps=num_warps,
         DY_ptr=dy, DH_ptr=dh, H_ptr=h, W_ptr=weight, MEAN_ptr=mean, RSTD_ptr=rstd,
         MEAN_G_ptr=mean_g, MEAN_GH_ptr=mean_gh, DX_ptr=dx,
-        DW_ptr=strips[0] if weight is not None else None, DB_ptr=strips[-1] if bias_dtype is not None else None,
+        DW_ptr=strips[0] if dweight_dtype is not None else None,
+        DB_ptr=strips[-1] if dbias_dtype is not None else None,
         DY_row_stride=dy.stride(0), DH_row_stride=dh.stride(0) if dh is not None else 0, H_row_stride=h.stride(0),
-        n_rows=n_rows, n_cols=n_cols, rows_per_strip=rows_per_strip,
-        HAS_DH=dh is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias_dtype is not None,
+        n_rows=n_rows, n_cols=n_cols, tiles_per_strip=tiles_per_strip, offset=offset,
+        SUBTRACTS_MEAN=mean is not None, HAS_DH=dh is not None, HAS_WEIGHT=weight is not None,
+        WANTS_DW=dweight_dtype is not None, WANTS_DB=dbias_dtype is not None,
         ROWS=rows, BLOCK_SIZE=block_size, NUM_BLOCKS=num_blocks,
         NUM_STAGES=2 if loaded_bytes <= EARLY_LOAD_BYTES else 1,
     )  # fmt: skip
     sums = [total.to(dtype) for total, dtype in zip(strips.sum(1), dtypes, strict=True)] if dtypes else []
-    return dx, sums[0] if weight is not None else None, sums[-1] if bias_dtype is not None else None
+    return dx, sums[0] if dweight_dtype is not None else None, sums[-1] if dbias_dtype is not None else None
 
 
 def _row_means(
-    dy: Tensor, h: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, block_size: int
-) -> tuple[Tensor, Tensor]:
-    """mean(g) and mean(g h^) of every row, each (n_rows,) float32."""
+    dy: Tensor, h: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor, offset: float, block_size: int
+) -> tuple[Tensor | None, Tensor]:
+    """mean(g), None if not needed, and mean(g h^) of every row, each (n_rows,) float32."""
     n_rows, n_cols = h.shape
-    mean_g, mean_gh = torch.empty_like(mean), torch.empty_like(mean)
+    mean_g, mean_gh = torch.empty_like(rstd) if mean is not None else None, torch.empty_like(rstd)
     launch(
         _row_means_kernel, (n_rows,), num_warps=_tile(block_size, FORWARD_THREAD_NUMEL)[1],
         DY_ptr=dy, H_ptr=h, W_ptr=weight, MEAN_ptr=mean, RSTD_ptr=rstd, MEAN_G_ptr=mean_g, MEAN_GH_ptr=mean_gh,
-        DY_row_stride=dy.stride(0), H_row_stride=h.stride(0), n_cols=n_cols,
-        HAS_WEIGHT=weight is not None, BLOCK_SIZE=block_size, NUM_BLOCKS=-(-n_cols // block_size),
+        DY_row_stride=dy.stride(0), H_row_stride=h.stride(0), n_cols=n_cols, offset=offset,
+        SUBTRACTS_MEAN=mean is not None, HAS_WEIGHT=weight is not None,
+        BLOCK_SIZE=block_size, NUM_BLOCKS=-(-n_cols // block_size),
     )  # fmt: skip
     return mean_g, mean_gh
 

@@ -1,0 +1,209 @@
+"""Compares a kernel with float64, and times it beside its peers on a GPU.
+
+[Note: GPU time]
+What is measured is the time between two events on the stream. Before the first one, the inputs are restored, a buffer
+larger than the second-level cache is read (so that the cache holds none of the inputs, and nothing that must still be
+written), and the GPU is kept waiting, so that the host is ahead with its launches and its own time does not show. That
+time, of the Python code up to the last launch, is measured too: a step whose kernels are shorter is bound by the host.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from _kernel_case import FLOAT32_ROUNDING, Case, Draw, Form, Pass, Size, Tensors
+from torch import Tensor
+
+WARMUP_ROUNDS = 3
+FLUSHED_CACHES = 4  # caches' worth of bytes are read to empty one
+WAIT_MICROSECONDS = 1000.0  # at least; else twice what the host took
+CYCLES_PER_MICROSECOND = 2000  # of a fast clock: a slower one waits longer
+FLOAT32_STEPS = 32  # roundings in float32 that a result may have seen, of the size of the largest element
+
+
+class Problem:
+    """A case of one size and dtype: its inputs, and gradients that come from above."""
+
+    def __init__(self, case: Case, size: Size, dtype: torch.dtype, draw: Draw) -> None:
+        self.case, self.size, self.dtype = case, size, dtype
+        self.pristine = case.draw(size, dtype, draw)
+        self.working = {name: tensor.clone() for name, tensor in self.pristine.items()}
+        results = case.forms["lowtide"](self.restored(with_gradient=False))
+        self.moved = case.moved(self.pristine, results)
+        self.upstream = {name: torch.ones_like(results[name]) for name in case.results_with_gradient}
+        for tensor in self.upstream.values():
+            if tensor.dim():  # a loss keeps its gradient of one
+                tensor.copy_(draw.normal(*tensor.shape))
+        self.pristine_upstream = {name: tensor.clone() for name, tensor in self.upstream.items()}
+
+    def restored(self, with_gradient: bool) -> Tensors:
+        """The inputs as they were drawn, leaves of a new graph."""
+        for name, tensor in self.working.items():
+            tensor.copy_(self.pristine[name])
+        detached = {name: tensor.detach() for name, tensor in self.working.items()}
+        for name in self.case.inputs_with_gradient if with_gradient else ():
+            detached[name].requires_grad_()
+        return detached
+
+    def gradients(self, results: Tensors, inputs: Tensors) -> Tensors:
+        """Of the inputs that have one, in their dtypes or, of float64 results, in float64."""
+        names = self.case.inputs_with_gradient
+        upstream = [self.upstream[name].to(results[name].dtype) for name in self.upstream]
+        outputs = [results[name] for name in self.upstream]
+        found = torch.autograd.grad(outputs, [inputs[name] for name in names], upstream)
+        return {f"d{name}": gradient for name, gradient in zip(names, found, strict=True)}
+
+    def prepared(self, form: Form, which: Pass) -> Callable[[], object]:
+        """What a pass does, with all that comes before it done."""
+        trains = which != "forward" or "backward" in self.case.passes
+        inputs = self.restored(trains and bool(self.case.inputs_with_gradient))
+        for name, tensor in self.upstream.items():
+            tensor.copy_(self.pristine_upstream[name])
+        if which == "forward":
+            return lambda: form(inputs)
+        if which == "both":
+            return lambda: self.gradients(form(inputs), inputs)
+        results = form(inputs)
+        return lambda: self.gradients(results, inputs)
+
+
+class Checker:
+    """The results of a problem in float64, and how far others are off."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, case = problem, problem.case
+        inputs = self._widened()
+        for name in case.inputs_with_gradient:
+            inputs[name].requires_grad_()
+        self.exact = case.exact(inputs)
+        if case.inputs_with_gradient:
+            gradients = problem.gradients(self.exact, inputs)
+            self.exact = {name: tensor.detach() for name, tensor in (self.exact | gradients).items()}
+        self.allowed = case.allowed(self._widened())
+
+    def _widened(self) -> Tensors:
+        return {
+            name: tensor.double() if tensor.is_floating_point() else tensor.clone()
+            for name, tensor in self.problem.pristine.items()
+        }
+
+    def errors(self, form: Form, poisoned: bool = False) -> dict[str, float]:
+        """Of each result and gradient the largest error, over what it may be: at most 1 where it is right.
+
+        An element may be off by one rounding to its dtype, by FLOAT32_STEPS roundings in float32 of the size of the
+        largest element, and by what the case allows. poisoned: results are written to memory full of NaN.
+        """
+        problem, case = self.problem, self.problem.case
+        with poisoned_memory() if poisoned else nullcontext():
+            inputs = problem.restored(bool(case.inputs_with_gradient))
+            results = form(inputs)
+            found = case.read({name: tensor.detach() for name, tensor in results.items()})
+            if case.inputs_with_gradient:
+                found |= problem.gradients(results, inputs)
+        return {name: self._error(name, found[name], exact) for name, exact in self.exact.items()}
+
+    def _error(self, name: str, found: Tensor, exact: Tensor) -> float:
+        if found.shape != exact.shape:
+            return float("inf")
+        if not found.is_floating_point():
+            return 0.0 if torch.equal(found, exact) else float("inf")
+        info, rounding = torch.finfo(found.dtype), torch.finfo(self.problem.dtype).eps
+        relative = self.problem.case.inner_roundings * rounding + FLOAT32_STEPS * FLOAT32_ROUNDING
+        bound = exact.abs().mul_(info.eps).add_(relative * exact.abs().max() + info.smallest_normal * info.eps)
+        if name in self.allowed:
+            bound += self.allowed[name]
+        return float(found.double().sub_(exact).abs_().div_(bound).nan_to_num_(nan=float("inf")).max())
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Memory that torch.empty gives is full of NaN: what a kernel forgets to write shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of operations that have no deterministic form
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@dataclass
+class Measured:
+    """What one contender took for a pass: a number a round."""
+
+    milliseconds: list[float] = field(default_factory=list)
+    host_microseconds: list[float] = field(default_factory=list)
+    peak_bytes: int = 0  # beside inputs, and beside what forward had kept for a backward pass
+    failure: str | None = None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.milliseconds)
+
+
+class Clock:
+    """Times work on the current GPU, see [Note: GPU time]."""
+
+    def __init__(self) -> None:
+        cache_bytes = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0)
+        numel = max(FLUSHED_CACHES * cache_bytes, 256 * 2**20) // 4
+        self._buffer = torch.ones(numel, device="cuda")
+        self._sum = torch.empty((), device="cuda")
+
+    def run(self, work: Callable[[], object], wait_microseconds: float = WAIT_MICROSECONDS) -> tuple[float, float]:
+        """Milliseconds of the GPU, which waits first, and microseconds of the host."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.sum(self._buffer, dim=0, out=self._sum)
+        torch.cuda._sleep(int(wait_microseconds * CYCLES_PER_MICROSECOND))
+        start.record()
+        started = time.perf_counter()
+        work()
+        host = time.perf_counter() - started
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end), host * 1e6
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """What work takes of the GPU's memory beside what was allocated before."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def copy_bandwidth(self, num_bytes: int = 2**30, rounds: int = 20) -> float:
+        """Bytes read plus bytes written a second by torch's copy within the GPU's memory, median."""
+        source = torch.ones(num_bytes // 4, device="cuda")
+        to = torch.empty_like(source)
+        found = [self.run(lambda: to.copy_(source))[0] for _ in range(rounds + WARMUP_ROUNDS)]
+        return 2e3 * num_bytes / statistics.median(found[WARMUP_ROUNDS:])
+
+
+def time_pass(
+    problem: Problem, which: Pass, forms: Mapping[str, Form], clock: Clock, rounds: int
+) -> dict[str, Measured]:
+    """Rounds that each run every contender once and begin with another one. A contender that fails is left out."""
+    measured = {name: Measured() for name in forms}
+    waits: dict[str, float] = {}
+    for name, form in forms.items():
+        try:
+            host = [clock.run(problem.prepared(form, which))[1] for _ in range(WARMUP_ROUNDS)]
+            waits[name] = max(WAIT_MICROSECONDS, 2 * host[-1])
+            measured[name].peak_bytes = clock.peak_bytes(problem.prepared(form, which))
+        except Exception as error:
+            measured[name].failure = f"{type(error).__name__}: {error}"
+    names = [name for name in forms if measured[name].failure is None]
+    for number in range(rounds if names else 0):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            milliseconds, microseconds = clock.run(problem.prepared(forms[name], which), waits[name])
+            measured[name].milliseconds.append(milliseconds)
+            measured[name].host_microseconds.append(microseconds)
+    return measured

@@ -1,0 +1,137 @@
+"""Starts one job over a pipeline, one fresh process a rank, waits for it and gathers what its ranks wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from _job import ALLOCATORS, _free_port, _stop, _wait
+from _pipeline_contenders import PipelineContender
+
+WORKER = Path(__file__).with_name("_pipeline_worker.py")
+Timeline = list[tuple[str, int, int, float, float]]  # (op, stage, microbatch, start, end)
+
+
+@dataclass(frozen=True)
+class PipelineWork:
+    """What every contender does alike. sleeps: seconds of F, I and W of a rank's share; None for real work."""
+
+    size: str
+    ranks: int
+    microbatches: int
+    rows: int  # of a microbatch
+    threads: int
+    warmup: int
+    steps: int
+    sleeps: tuple[float, float, float] | None
+    timeout_seconds: float
+
+
+@dataclass
+class PipelineResult:
+    """What one job gave, warm-up left out of the seconds and timelines; bytes are the maximum over the ranks.
+
+    timelines: step by step, by rank; empty for peers. predicted: makespan and bubble as the simulator has them.
+    """
+
+    losses: list[float]
+    seconds: list[float]  # from the barrier before a step to the end of its last rank
+    timelines: list[list[Timeline]]
+    predicted: dict[str, float] | None
+    peak_bytes: int
+    baseline_bytes: int
+    wall_seconds: float
+
+    @property
+    def step_seconds(self) -> float:
+        """The median step."""
+        return statistics.median(self.seconds)
+
+    @property
+    def timeline(self) -> list[Timeline]:
+        """By rank, of the step with the median makespan (the shorter of the middle two)."""
+        return sorted(self.timelines, key=makespan)[(len(self.timelines) - 1) // 2]
+
+
+def makespan(timeline: list[Timeline]) -> float:
+    """Seconds from the first start to the last end, of all ranks."""
+    return max(end for row in timeline for *_, end in row) - min(start for row in timeline for *_, start, _ in row)
+
+
+def bubble(timeline: list[Timeline]) -> float:
+    """The share of all ranks' time in which they do no action, 0 to 1."""
+    busy = sum(end - start for row in timeline for *_, start, end in row)
+    return 1 - busy / (makespan(timeline) * len(timeline))
+
+
+def run_pipeline_job(
+    contender: PipelineContender, work: PipelineWork, python: str, allocator: str | None = None
+) -> PipelineResult:
+    """Runs one job from start to end; with an `allocator` it is a memory job, else a timed one.
+
+    Raises JobError when a rank fails or the time is over; no process is left behind.
+    """
+    started = time.monotonic()
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
+    environment = {
+        **inherited,
+        **(ALLOCATORS[allocator] if allocator else {}),
+        "OMP_NUM_THREADS": str(work.threads),
+        "MKL_NUM_THREADS": str(work.threads),
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONUNBUFFERED": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(work.ranks),
+        "LOCAL_WORLD_SIZE": str(work.ranks),
+    }
+    with tempfile.TemporaryDirectory(prefix="pipeline-job-") as name:
+        description = Path(name) / "job.json"
+        description.write_text(json.dumps({**asdict(work), "contender": contender.name, "allocator": allocator}))
+        logs = [description.with_name(f"rank{rank}.log") for rank in range(work.ranks)]
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank, log in enumerate(logs):
+                with log.open("wb") as stream:
+                    processes.append(
+                        subprocess.Popen(
+                            [python, str(WORKER), str(description)],
+                            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                            stdout=stream,
+                            stderr=stream,
+                            start_new_session=True,
+                        )
+                    )
+            _wait(processes, logs, work.timeout_seconds)
+        finally:
+            _stop(processes)
+        found = [json.loads(description.with_name(f"rank{rank}.json").read_text()) for rank in range(work.ranks)]
+    return _gathered(found, work, time.monotonic() - started)
+
+
+def _gathered(found: list[dict[str, Any]], work: PipelineWork, wall_seconds: float) -> PipelineResult:
+    def last_rank(step: int) -> float:
+        """From the last rank that left the barrier."""
+        ends = [one["started"][step] + one["seconds"][step] for one in found]
+        return max(ends) - max(one["started"][step] for one in found)
+
+    steps = range(work.warmup, work.warmup + work.steps)
+    losses = [
+        [loss for loss in step if loss is not None] for step in zip(*(one["losses"] for one in found), strict=True)
+    ]
+    return PipelineResult(
+        losses=[statistics.fmean(step) for step in losses],
+        seconds=[last_rank(step) for step in steps],
+        timelines=[[one["timelines"][step] for one in found] for step in steps if found[0]["timelines"]],
+        predicted=found[0]["predicted"],
+        peak_bytes=max(one["peak_bytes"] for one in found),
+        baseline_bytes=max(one["baseline_bytes"] for one in found),
+        wall_seconds=wall_seconds,
+    )

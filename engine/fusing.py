@@ -1,0 +1,76 @@
+"""What the section `kernels` makes of a model: whether it can be, and the modules that are replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from ..comm import World
+from ..kernels.dispatch import Backend, has_triton, is_interpreted
+from ..kernels.fuse import NOT_FOUND, lines_of, replace_modules
+from .config import Config
+from .config_errors import ConfigError, Fault
+from .config_kernels import FUSION_NAMES, KERNEL_NAMES
+from .log import logger
+
+
+def check_kernels(config: Config, device: torch.device) -> None:
+    """Raises ConfigError for each kernel that is to run its Triton form where that cannot be."""
+    problem = None
+    if not has_triton():
+        problem = "needs the package triton, which is not installed"
+    elif device.type != "cuda" and not is_interpreted():
+        problem = f"needs a GPU, and the model is on the device {device.type}"
+    kernels = config.kernels
+    asking = [key for key in ("backend", *KERNEL_NAMES) if getattr(kernels, key) == "triton"]
+    if problem is not None and asking:
+        message = f'"triton" {problem}; "auto" is Triton where it can be'
+        raise ConfigError([Fault(f"kernels.{key}", "conflict", message) for key in asking])
+
+
+def fuse_modules(module: nn.Module, config: Config, world: World) -> Callable[[], None]:
+    """Replaces what kernels.fuse_modules asks for, and logs it on rank 0.
+
+    Returns what gives the modules the classes back that they came with.
+    """
+    wanted = config.kernels.fuse_modules
+    backends: dict[str, Backend] = {name: config.kernels.backend_of(name) for name in FUSION_NAMES}
+    names = [name for name in FUSION_NAMES if wanted is True or (isinstance(wanted, tuple) and name in wanted)]
+    lines = []
+    if wanted == "auto":
+        reason, names = where_triton_runs(world.device, backends)
+        lines.append(f'config: kernels.fuse_modules: "auto" is {str(bool(names)).lower()}: {reason}')
+    before = {part: type(part) for part in module.modules()}
+    fused, missing = replace_modules(module, names, backends, always_fuses_loss=isinstance(wanted, tuple))
+    lines += lines_of(fused)
+    if isinstance(wanted, tuple):
+        lines += [f"config: kernels.fuse_modules: {name} has no effect here: {NOT_FOUND}" for name in missing]
+    if world.rank == 0:
+        for line in lines:
+            logger.info("%s", line)
+    changed = [(part, cls) for part, cls in before.items() if type(part) is not cls]
+    return partial(_restore, changed)
+
+
+def optimizer_backend(config: Config) -> Backend:
+    """The form of the optimizer's kernel. States in host memory are updated there, which Triton does not do."""
+    backend = config.kernels.backend_of("optimizer_step")
+    return "auto" if backend == "triton" and config.zero_optimization.offload_optimizer.is_used else backend
+
+
+def where_triton_runs(device: torch.device, backends: Mapping[str, Backend]) -> tuple[str, list[str]]:
+    """Why, and the fusions whose Triton form runs on the device: a module's own forward is eager torch already."""
+    if device.type != "cuda":
+        return f"the device is {device.type}", []
+    if not has_triton():
+        return "the package triton is not installed", []
+    names = [name for name, backend in backends.items() if backend != "reference"]
+    return ("Triton runs on this device" if names else "the backend of all fusions is reference"), names
+
+
+def _restore(changed: Sequence[tuple[nn.Module, type]]) -> None:
+    for module, cls in changed:
+        module.__class__ = cls

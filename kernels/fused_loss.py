@@ -1,0 +1,189 @@
+"""The loss of Hugging Face's causal language models, with logits and without.
+
+    with logits       loss_function is replaced: no float32 copy of the logits
+    without logits    forward is replaced: output.loss is that of `linear_cross_entropy`, output.logits is None
+
+[Note: when logits are left out] Only in training mode, with labels, with logits of every position asked for, and where
+nobody but the loss reads them: within `loss_only()`, or where the user has said so for the model. Elsewhere, in
+evaluation, generation and calls without labels, forward is the original's.
+
+[Note: the head is called] The head stays a module that is called, with the labels beside its input, rather than a
+weight that is read: whoever gathers its weight before its forward, as ZeRO does, need not know of the fusion.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import fields
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .cross_entropy import cross_entropy
+from .dispatch import Backend
+from .hugging_face import family_of
+from .linear_cross_entropy import linear_cross_entropy
+from .loss_terms import Reduction
+
+_OUTPUTS = ("CausalLMOutputWithPast", "CausalLMOutputWithCrossAttentions")
+_LOSS_ONLY: ContextVar[bool] = ContextVar("loss_only", default=False)
+
+
+@contextmanager
+def loss_only() -> Iterator[None]:
+    """Within it, fused causal language models in training leave out the logits where they are given labels.
+
+    For calls of which nothing but the loss is read. A forward that torch.compile traces as a whole does not see it.
+    """
+    token = _LOSS_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _LOSS_ONLY.reset(token)
+
+
+def is_causal_lm(module: nn.Module, original: type[nn.Module]) -> bool:
+    """True for a language model whose loss is known: the mean over shifted labels of a linear head's logits."""
+    head = getattr(module, "lm_head", None)
+    backbone = getattr(module, getattr(module, "base_model_prefix", ""), None)
+    return (
+        family_of(original, "ForCausalLM", "LMHeadModel") is not None
+        and isinstance(head, nn.Linear)
+        and head.__class__.__module__ == nn.Linear.__module__  # nn.Linear itself, fused or not
+        and head.__class__.__qualname__ == "Linear"
+        and isinstance(backbone, nn.Module)
+        and isinstance(getattr(original, "loss_function", None), property)
+        and getattr(module, "loss_type", None) in (None, "ForCausalLM")
+        and _output_type(original) is not None
+    )
+
+
+def loss_members(original: type[nn.Module], backend: Backend) -> dict[str, Any]:
+    """loss_function: the fused cross-entropy, unless the user has set another."""
+    inherited: property = original.loss_function
+
+    def loss_function(self: Any) -> Any:
+        return inherited.__get__(self) if _has_own_loss(self) else partial(causal_lm_loss, backend=backend)
+
+    return {"loss_function": property(loss_function, inherited.fset)}
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    *,
+    backend: Backend = "auto",
+    **_: Any,
+) -> Tensor:
+    """transformers' ForCausalLMLoss: the mean over labels shifted by one, or their sum / num_items_in_batch.
+
+    logits: (batch, seq, vocab_size); labels: (batch, seq), or shift_labels, that are shifted already.
+    """
+    targets = _shifted(labels, shift_labels, ignore_index).to(logits.device)
+    reduction: Reduction = "mean" if num_items_in_batch is None else "sum"
+    rows = logits.reshape(-1, vocab_size)
+    loss = cross_entropy(rows, targets.reshape(-1), ignore_index=ignore_index, reduction=reduction, backend=backend)
+    return _divided(loss, num_items_in_batch)
+
+
+def linear_loss_members(original: type[nn.Module], always: bool) -> dict[str, Any]:
+    """forward: without logits where they are not wanted. always: in training, not only within `loss_only()`."""
+    unfused = original.forward
+    signature = inspect.signature(unfused)
+    output_type = _output_type(original)
+    family = family_of(original, "ForCausalLM", "LMHeadModel")
+    assert output_type is not None and family is not None
+    caps_logits = family.caps_logits
+
+    @wraps(unfused)  # generate() reads the signature, a pipeline the source
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.training or not (always or _is_loss_only()):
+            return unfused(self, *args, **kwargs)
+        given = dict(signature.bind(self, *args, **kwargs).arguments)
+        given |= given.pop("kwargs", {})
+        given.pop("self")
+        labels, kept = given.pop("labels", None), given.pop("logits_to_keep", 0)
+        has_labels = labels is not None
+        if not has_labels or not isinstance(kept, int) or kept or not _can_leave_logits_out(self):
+            return unfused(self, *args, **kwargs)
+        return_dict = given.pop("return_dict", None)
+        outputs = getattr(self, self.base_model_prefix)(**given, return_dict=True)
+        soft_cap = self.config.final_logit_softcapping if caps_logits else None
+        loss = _loss_of_head(self.lm_head, outputs[0], labels, given, soft_cap)
+        others = {field.name: getattr(outputs, field.name, None) for field in fields(output_type)}
+        output = output_type(**{**others, "loss": loss, "logits": None})
+        wants_dict = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
+        return output if wants_dict else output.to_tuple()
+
+    return {"forward": forward}
+
+
+def head_members(original: type[nn.Module], backend: Backend) -> dict[str, Any]:
+    """forward: with labels the loss, without them the logits."""
+
+    def forward(self: Any, input: Tensor, labels: Tensor | None = None, **terms: Any) -> Any:
+        if labels is None:
+            return original.forward(self, input)
+        return linear_cross_entropy(input, self.weight, labels, self.bias, backend=backend, **terms)
+
+    return {"forward": forward}
+
+
+def _loss_of_head(
+    head: nn.Module, hidden: Tensor, labels: Tensor, given: dict[str, Any], soft_cap: float | None
+) -> Tensor:
+    ignore_index, num_items = given.get("ignore_index", -100), given.get("num_items_in_batch")
+    targets = _shifted(labels, given.get("shift_labels"), ignore_index).reshape(hidden.shape[:-1])
+    loss: Tensor = head(
+        hidden,
+        labels=targets.to(hidden.device),
+        ignore_index=ignore_index,
+        soft_cap=soft_cap,
+        reduction="mean" if num_items is None else "sum",
+    )
+    return _divided(loss, num_items)
+
+
+def _shifted(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+    """The label of each position: the next token."""
+    if shift_labels is not None:
+        return shift_labels
+    assert labels is not None
+    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+def _divided(loss: Tensor, num_items: Tensor | int | None) -> Tensor:
+    if num_items is None:
+        return loss
+    return loss / (num_items.to(loss.device) if isinstance(num_items, Tensor) else num_items)
+
+
+def _is_loss_only() -> bool:
+    return not torch.compiler.is_compiling() and _LOSS_ONLY.get()  # it cannot trace a context variable
+
+
+def _has_own_loss(model: Any) -> bool:
+    return "_loss_function" in vars(model)
+
+
+def _can_leave_logits_out(model: Any) -> bool:
+    return not _has_own_loss(model) and model.lm_head.out_features == model.config.vocab_size
+
+
+def _output_type(original: type[nn.Module]) -> Any:
+    """The class of what forward returns, from the module of the model."""
+    modeling = sys.modules.get(original.__module__)
+    found = [getattr(modeling, name) for name in _OUTPUTS if hasattr(modeling, name)]
+    # GPT-2's module has both: the model with a language modeling head returns the one with cross-attentions.
+    return found[-1] if found else None

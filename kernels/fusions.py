@@ -1,0 +1,275 @@
+"""The table of `fuse_model`: which modules are known, and what a fused class has in place of the original's members.
+
+    fusion                  modules                                                     kernel
+    rms_norm                nn.RMSNorm; the RMSNorm of the families below               rms_norm
+    layer_norm              nn.LayerNorm over one dimension                             layer_norm
+    gated_mlp               the MLP of Llama, Mistral, Qwen, Gemma: silu or gelu        swiglu, geglu
+    rotary_embedding        the Attention of the families: its rotation of q and k      rotary_embedding
+    cross_entropy           nn.CrossEntropyLoss; the loss of causal language models     cross_entropy
+    linear_cross_entropy    causal language models: head and loss, without logits       linear_cross_entropy
+
+Classes of Hugging Face are known by their full name, `transformers.models.<family>.modeling_<family>.<Prefix>RMSNorm`,
+and must have the attributes that the fused form reads; transformers is never imported here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import update_wrapper
+from types import FunctionType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .cross_entropy import cross_entropy
+from .dispatch import Backend
+from .fused_loss import head_members, is_causal_lm, linear_loss_members, loss_members
+from .gated_mlp import geglu, swiglu
+from .hugging_face import family_of
+from .layer_norm import layer_norm
+from .rms_norm import rms_norm
+from .rotary import rotary_embedding
+
+FUSIONS = ("rms_norm", "layer_norm", "gated_mlp", "rotary_embedding", "cross_entropy", "linear_cross_entropy")
+"""The names by which fusions are switched."""
+
+Members = dict[str, Any]
+Option = str | float | bool
+_HEAD = "head"
+_ROTATION = "apply_rotary_pos_emb"
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What one kernel changes in a class: plain values, so that equal classes are made once, and pickle knows them."""
+
+    kernel: str  # one of FUSIONS
+    form: str  # which of its forms, a key of _MEMBERS
+    option: Option
+    backend: Backend
+
+
+def fusions_of(
+    module: nn.Module, original: type[nn.Module], backends: Mapping[str, Backend], always_fuses_loss: bool
+) -> tuple[Fusion, ...]:
+    """What is to be changed in a module, of those kernels that `backends` names. original: its class, unfused."""
+    if "forward" in vars(module) or getattr(original.forward, "__module__", None) != original.__module__:
+        return ()  # someone else has replaced it
+    found = []
+    for kernel, backend in backends.items():
+        match = _FINDERS[kernel](module, original)
+        if match is not None:
+            form, option = match
+            found.append(Fusion(kernel, form, always_fuses_loss if form == "linear_loss" else option, backend))
+    return tuple(found)
+
+
+def head_fusions(backend: Backend) -> tuple[Fusion, ...]:
+    """What is changed in the last linear layer of a causal language model."""
+    return (Fusion("linear_cross_entropy", _HEAD, "", backend),)
+
+
+def members_of(fusion: Fusion, original: type[nn.Module]) -> Members:
+    """What the fused class has of its own."""
+    return _MEMBERS[fusion.form](original, fusion)
+
+
+# -- what is known ------------------------------------------------------------------------------------------------
+
+
+def _find_rms_norm(module: nn.Module, original: type[nn.Module]) -> tuple[str, Option] | None:
+    if original is nn.RMSNorm:
+        return ("torch_rms_norm", "") if len(module.normalized_shape) == 1 else None  # type: ignore[arg-type]
+    family = family_of(original, "RMSNorm")
+    weight = getattr(module, "weight", None)
+    if family is None or not isinstance(weight, Tensor) or weight.dim() != 1 or list(module._parameters) != ["weight"]:
+        return None
+    eps_names = [name for name in ("variance_epsilon", "eps") if isinstance(getattr(module, name, None), float)]
+    return (f"rms_norm_{eps_names[0]}", family.norm_offset) if len(eps_names) == 1 else None
+
+
+def _find_layer_norm(module: nn.Module, original: type[nn.Module]) -> tuple[str, Option] | None:
+    is_known = original is nn.LayerNorm and len(module.normalized_shape) == 1  # type: ignore[arg-type]
+    return ("layer_norm", "") if is_known else None
+
+
+_ACTIVATIONS = {
+    "torch.nn.modules.activation.SiLU": "silu",
+    "transformers.activations.SiLUActivation": "silu",
+    "torch.nn.modules.activation.GELU": "gelu",
+    "transformers.activations.GELUActivation": "gelu",
+    "transformers.activations.GELUTanh": "gelu_tanh",
+    "transformers.activations.PytorchGELUTanh": "gelu_tanh",  # its name before transformers 5
+    "transformers.activations.NewGELUActivation": "gelu_tanh",
+}
+
+
+def _find_gated_mlp(module: nn.Module, original: type[nn.Module]) -> tuple[str, Option] | None:
+    parts = ("gate_proj", "up_proj", "down_proj")
+    if family_of(original, "MLP") is None or set(module._modules) - {"act_fn"} != set(parts):
+        return None
+    activation = getattr(module, "act_fn", None)
+    name = _ACTIVATIONS.get(f"{type(activation).__module__}.{type(activation).__qualname__}")
+    if isinstance(activation, nn.GELU) and activation.approximate == "tanh":
+        name = "gelu_tanh"
+    return ("gated_mlp", name) if name is not None else None
+
+
+def _find_rotary(module: nn.Module, original: type[nn.Module]) -> tuple[str, Option] | None:
+    forward = vars(original).get("forward")
+    if family_of(original, "Attention") is None or not isinstance(forward, FunctionType):
+        return None
+    rotate = forward.__globals__.get(_ROTATION)
+    if not isinstance(rotate, FunctionType) or rotate.__module__ != original.__module__:
+        return None
+    if _ROTATION not in forward.__code__.co_names:
+        return None
+    return ("rotary", "") if list(inspect.signature(rotate).parameters)[:4] == ["q", "k", "cos", "sin"] else None
+
+
+def _find_cross_entropy(module: nn.Module, original: type[nn.Module]) -> tuple[str, Option] | None:
+    if original is nn.CrossEntropyLoss:
+        return "cross_entropy", ""
+    return ("loss", "") if is_causal_lm(module, original) else None
+
+
+def _find_linear_cross_entropy(module: nn.Module, original: type[nn.Module]) -> tuple[str, Option] | None:
+    return ("linear_loss", False) if is_causal_lm(module, original) else None
+
+
+_FINDERS: Mapping[str, Callable[[nn.Module, type[nn.Module]], tuple[str, Option] | None]] = {
+    "rms_norm": _find_rms_norm,
+    "layer_norm": _find_layer_norm,
+    "gated_mlp": _find_gated_mlp,
+    "rotary_embedding": _find_rotary,
+    "cross_entropy": _find_cross_entropy,
+    "linear_cross_entropy": _find_linear_cross_entropy,
+}
+
+
+# -- what a fused class has of its own ----------------------------------------------------------------------------
+
+
+def _rms_norm_members(original: type[nn.Module], fusion: Fusion) -> Members:
+    eps_name, offset = fusion.form.removeprefix("rms_norm_"), float(fusion.option)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = rms_norm(x, self.weight, getattr(self, eps_name), offset=offset, backend=fusion.backend)
+        # A weight wider than x widens the product, except in Gemma's form, which ends with the dtype of x.
+        return y if offset else y.to(torch.promote_types(y.dtype, self.weight.dtype))
+
+    return {"forward": forward}
+
+
+def _torch_rms_norm_members(original: type[nn.Module], fusion: Fusion) -> Members:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        _check_last(self, x)
+        # As torch chooses, whatever its documentation says: that of the dtype in which it computes.
+        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
+        return rms_norm(x, self.weight, eps, backend=fusion.backend)
+
+    return {"forward": forward}
+
+
+def _layer_norm_members(original: type[nn.Module], fusion: Fusion) -> Members:
+    def forward(self: Any, input: Tensor) -> Tensor:
+        _check_last(self, input)
+        return layer_norm(input, self.weight, self.bias, self.eps, backend=fusion.backend)
+
+    return {"forward": forward}
+
+
+def _check_last(norm: Any, x: Tensor) -> None:
+    """Kernels without a weight take rows of any width; a norm is made for one."""
+    if tuple(x.shape[-1:]) != tuple(norm.normalized_shape):
+        raise ValueError(
+            f"{type(norm).__name__}: expected an input whose last dimension is {norm.normalized_shape[0]}, "
+            f"found {tuple(x.shape)}"
+        )
+
+
+def _gated_mlp_members(original: type[nn.Module], fusion: Fusion) -> Members:
+    backend = fusion.backend
+    approximate: Literal["tanh", "none"] = "tanh" if fusion.option == "gelu_tanh" else "none"
+
+    def forward(self: Any, x: Tensor) -> Any:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if gate.dtype != up.dtype:  # an adapter on one of them computes in another dtype
+            wide = torch.promote_types(gate.dtype, up.dtype)
+            gate, up = gate.to(wide), up.to(wide)
+        if fusion.option == "silu":
+            return self.down_proj(swiglu(gate, up, backend=backend))
+        return self.down_proj(geglu(gate, up, approximate=approximate, backend=backend))
+
+    return {"forward": forward}
+
+
+def _rotary_members(original: type[nn.Module], fusion: Fusion) -> Members:
+    """The original's forward, in which the rotation goes by another name, one that is added to its module's globals.
+
+    A copy of the globals would hide what is changed in that module later, and torch.compile would look into the module.
+    """
+    forward = vars(original)["forward"]
+    own_name = f"_lowtide_{fusion.kernel}_{fusion.backend}"
+    forward.__globals__.setdefault(own_name, _fused_rotation(forward.__globals__[_ROTATION], fusion.backend))
+    code = forward.__code__
+    names = tuple(own_name if name == _ROTATION else name for name in code.co_names)
+    copied = FunctionType(
+        code.replace(co_names=names), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    update_wrapper(copied, forward)
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return {"forward": copied}
+
+
+def _fused_rotation(rotate: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
+    """In the place of `rotate`, apply_rotary_pos_emb of a family."""
+
+    def fused_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:  # heads that stand elsewhere
+            return rotate(q, k, cos, sin, *args, **kwargs)
+        if cos.dtype not in (torch.float32, q.dtype):
+            cos, sin = cos.float(), sin.float()
+        return rotary_embedding(q, k, cos, sin, backend=backend)
+
+    return fused_rotate
+
+
+def _cross_entropy_members(original: type[nn.Module], fusion: Fusion) -> Members:
+    def forward(self: Any, input: Tensor, target: Tensor) -> Any:
+        is_known = (
+            self.weight is None
+            and input.dim() in (1, 2)
+            and target.dtype in (torch.int64, torch.int32)
+            and target.shape == input.shape[:-1]
+        )
+        if not is_known:  # probabilities, weights of classes, images; and what torch has errors for
+            return original.forward(self, input, target)
+        loss = cross_entropy(
+            input,
+            target,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            reduction=self.reduction,
+            backend=fusion.backend,
+        )
+        return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
+
+    return {"forward": forward}
+
+
+_MEMBERS: Mapping[str, Callable[[type[nn.Module], Fusion], Members]] = {
+    "rms_norm_eps": _rms_norm_members,
+    "rms_norm_variance_epsilon": _rms_norm_members,
+    "torch_rms_norm": _torch_rms_norm_members,
+    "layer_norm": _layer_norm_members,
+    "gated_mlp": _gated_mlp_members,
+    "rotary": _rotary_members,
+    "cross_entropy": _cross_entropy_members,
+    "loss": lambda original, fusion: loss_members(original, fusion.backend),
+    "linear_loss": lambda original, fusion: linear_loss_members(original, always=bool(fusion.option)),
+    _HEAD: lambda original, fusion: head_members(original, fusion.backend),
+}

@@ -1,0 +1,140 @@
+"""An engine with fused modules trains to the losses of one without, at every stage and over a pipeline."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.kernels import fuse_model
+from tests.engine.test_hugging_face import MODELS, batch_of, config_of
+from tests.models import tiny_gpt, token_batch
+from tests.ranks import RankPool
+
+Trained = tuple[list[float], list[bool]]  # losses, and of each forward of the root whether logits were left out
+
+
+def train(
+    model: nn.Module, config: dict[str, Any], fuse: Any, batches: Callable[[int], Any], loss_fn: Any = None
+) -> Trained:
+    """Three steps, and an evaluation."""
+    engine = lowtide.initialize(model, config | {"kernels": {"fuse_modules": fuse}}, loss_fn=loss_fn)
+    left_out: list[bool] = []
+    engine.module.register_forward_hook(lambda module, args, out: left_out.append(getattr(out, "logits", 0) is None))
+    losses = [engine.train_step(batches(step)).loss.item() for step in range(3)]
+    losses.append(engine.eval_step(batches(3)).item())
+    engine.close()
+    return losses, left_out
+
+
+def language_model(name: str, config: dict[str, Any], fuse: Any, loss_fn: Any = None) -> Trained:
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(3)
+    model = MODELS[name]()
+    return train(model, config, fuse, lambda step: batch_of(name, generator), loss_fn)
+
+
+def plain_model(config: dict[str, Any], fuse: Any) -> Trained:
+    torch.manual_seed(0)
+    return train(tiny_gpt(), config, fuse, lambda step: token_batch(step, 2))
+
+
+def fused_and_not(name: str, config: dict[str, Any], fuse: Any = True) -> tuple[Trained, Trained]:
+    return language_model(name, config, fuse), language_model(name, config, False)
+
+
+def all_variants() -> dict[str, tuple[Trained, Trained]]:
+    found = {}
+    for stage in (0, 3):
+        config = config_of(stage, "auto")
+        found[f"llama at stage {stage}"] = fused_and_not("llama", config)
+        found[f"gpt2 at stage {stage}"] = fused_and_not("gpt2", config)
+        found[f"plain at stage {stage}"] = plain_model(config, True), plain_model(config, False)
+    config["zero_optimization"] = {"stage": 3, "units": ["model.layers.?", "lm_head", "model.norm"]}
+    found["units of their own"] = fused_and_not("llama", config)
+    config["activation_checkpointing"] = {"every": 1}
+    found["recomputed"] = fused_and_not("llama", config)
+    found["named"] = fused_and_not("llama", config_of(3, "auto"), ["linear_cross_entropy", "rms_norm"])
+    return found
+
+
+def in_half_precision() -> dict[str, tuple[Trained, Trained]]:
+    """In float16 the head computes its logits again in backward, and so needs its weight there."""
+    units = {"stage": 3, "units": ["model.layers.?", "lm_head"]}
+    return {
+        name: fused_and_not("llama", config_of(3, "auto") | {name: {"enabled": True}, "zero_optimization": units})
+        for name in ("fp16", "bf16")
+    }
+
+
+def over_a_pipeline(schedule: str) -> tuple[Trained, Trained]:
+    config = config_of(0, "auto") | {"parallel": {"pipeline": 2}, "pipeline": {"schedule": schedule, "microbatches": 2}}
+    return fused_and_not("llama", config | {"train_micro_batch_size_per_gpu": 1})
+
+
+def test_stages_0_and_3_train_as_without(ranks: RankPool) -> None:
+    for result in ranks(2, all_variants):
+        for what, ((losses, left_out), (expected, _)) in result.items():
+            assert losses == pytest.approx(expected, rel=2e-5), what
+            assert losses[2] != losses[0]
+            is_lm = "plain" not in what
+            assert left_out == [is_lm, is_lm, is_lm, False], what
+
+
+def test_half_precision_trains_about_as_without(ranks: RankPool) -> None:
+    for result in ranks(2, in_half_precision):
+        for name, rel in (("fp16", 2e-3), ("bf16", 2e-2)):
+            (losses, left_out), (expected, _) = result[name]
+            assert losses == pytest.approx(expected, rel=rel), name
+            assert left_out == [True, True, True, False]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_pipeline_trains_as_without(ranks: RankPool, schedule: str) -> None:
+    by_rank = ranks(2, over_a_pipeline, schedule)
+    for (losses, _), (expected, _) in by_rank:
+        assert losses == pytest.approx(expected, rel=2e-5)
+    assert [True] * 6 + [False] in [left_out for (_, left_out), _ in by_rank]  # on the last stage
+
+
+def cross_entropy_of(output: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits, labels = output.logits[:, :-1], batch["labels"][:, 1:]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_a_loss_function_finds_the_logits() -> None:
+    config = config_of(0, "auto")
+    losses, left_out = language_model("llama", config, True, cross_entropy_of)
+    expected, _ = language_model("llama", config, False)
+    assert left_out == [False] * 4
+    assert losses == pytest.approx(expected, rel=2e-5)
+
+
+def test_calls_of_the_engine_keep_their_logits() -> None:
+    engine = lowtide.initialize(MODELS["llama"](), config_of(0, "auto") | {"kernels": {"fuse_modules": True}})
+    batch = batch_of("llama", torch.Generator().manual_seed(3))
+    assert engine(**batch).logits is not None
+    engine.close()
+
+
+def test_close_gives_the_modules_the_classes_back_that_they_came_with() -> None:
+    model: Any = MODELS["llama"]()
+    fuse_model(model, modules=["gated_mlp"])
+    before = [type(module) for module in model.modules()]
+    engine = lowtide.initialize(model, config_of(3, "auto") | {"kernels": {"fuse_modules": True}})
+    assert [type(module) for module in model.modules()] != before
+    engine.close()
+    assert [type(module) for module in model.modules()] == before
+
+
+def test_a_model_that_is_built_by_initialize() -> None:
+    config = config_of(3, "auto") | {"kernels": {"fuse_modules": True}}
+    losses = []
+    for given in (MODELS["llama"], None):
+        torch.manual_seed(0)
+        engine = lowtide.initialize(given if given is not None else MODELS["llama"](), config)
+        losses.append(engine.train_step(batch_of("llama", torch.Generator().manual_seed(3))).loss.item())
+        engine.close()
+    assert losses[0] == losses[1]

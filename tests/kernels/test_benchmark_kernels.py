@@ -1,0 +1,163 @@
+"""The benchmark of kernels has a case for every kernel, finds wrong ones, and reports what it measured."""
+
+import dataclasses
+import importlib.util
+import io
+import itertools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import lowtide.kernels.dispatch
+
+ROOT = Path(__file__).parents[2]
+PEERS = ("torch", "compile")
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """benchmarks/kernels.py, on a machine without a GPU."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    spec = importlib.util.spec_from_file_location("benchmark_of_kernels", ROOT / "benchmarks" / "kernels.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class FakeClock:
+    """Runs the work, and says that each call took a millisecond more than the one before."""
+
+    def __init__(self) -> None:
+        self.milliseconds = itertools.count(1)
+
+    def run(self, work: Callable[[], object], wait_microseconds: float = 0.0) -> tuple[float, float]:
+        work()
+        return float(next(self.milliseconds)), 7.0
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        work()
+        return 3 * 2**20
+
+
+def with_form(script: ModuleType, name: str, contender: str, form: Callable[[Any], Any]) -> Any:
+    case = script.CASES[name]
+    return dataclasses.replace(case, forms={**case.forms, contender: form})
+
+
+def problem_of(script: ModuleType, case: Any, size: tuple[int, ...], generator: torch.Generator) -> Any:
+    return script.Problem(case, size, torch.float32, script.Draw("cpu", generator))
+
+
+def test_every_kernel_has_a_case(script: ModuleType) -> None:
+    folder = Path(lowtide.kernels.dispatch.__file__).parent
+    kernels = {path.stem for path in folder.glob("*.py") if re.search(r"\buses_triton\(", path.read_text())}
+    assert kernels - {"dispatch"} == {case.file for case in script.CASES.values()}
+
+
+def test_without_a_gpu_all_are_compared_with_float64(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "kernels.json"
+    script.main(["--check-only", "--dtypes", "bfloat16", "--json", str(file)])
+    found = json.loads(file.read_text())
+    assert [check["case"] for check in found["checks"]] == list(script.CASES)
+    assert all(check["errors"] and max(check["errors"].values()) <= 1.0 for check in found["checks"])
+    assert f"{len(script.CASES)} comparisons with float64 are right, 0 are not" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", ["one element", "not written", "another shape"])
+def test_a_wrong_kernel_is_found(
+    script: ModuleType, wrong: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = script.CASES["swiglu"].forms["lowtide"]
+
+    def form(inputs: Any) -> Any:
+        y = ours(inputs)["y"]
+        if wrong == "another shape":
+            return {"y": y[:-1]}
+        unwritten = torch.empty_like(y)
+        change = torch.zeros_like(y)
+        change[-1, -1] = unwritten[-1, -1] if wrong == "not written" else 1e-3
+        return {"y": y + change}
+
+    monkeypatch.setitem(script.CASES, "swiglu", with_form(script, "swiglu", "lowtide", form))
+    with pytest.raises(SystemExit, match="1"):
+        script.main(["--check-only", "--kernels", "swiglu", "--dtypes", "float32"])
+    out = capsys.readouterr().out
+    if wrong == "another shape":
+        assert "wrong: swiglu 5 x 123 float32, lowtide: RuntimeError" in out
+    else:
+        found = r"wrong: swiglu 5 x 123 float32, lowtide: errors over what is allowed, expected at most 1: y (\S+)"
+        error = re.search(found, out)
+        assert error is not None and float(error[1]) > 1.0
+    assert "0 comparisons with float64 are right, 1 are not" in out
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_peers_compute_the_same(script: ModuleType, peer: str, generator: torch.Generator) -> None:
+    for case in script.CASES.values():
+        if peer in case.forms:
+            size = (4096,) if len(case.tiny) == 1 else case.tiny  # peers quantize whole blocks
+            errors = script.Checker(problem_of(script, case, size, generator)).errors(case.forms[peer])
+            assert max(errors.values()) <= 1.0, (case.name, errors)
+
+
+def test_passes_are_timed_and_reported(script: ModuleType, tmp_path: Path, generator: torch.Generator) -> None:
+    findings = script.Findings({"title": "a machine"}, [], [], copy_bandwidth=1e9)
+
+    def failing(inputs: Any) -> Any:
+        raise ZeroDivisionError("no such peer")
+
+    case = dataclasses.replace(with_form(script, "rms_norm", "liger", failing), sizes=((5, 123),))
+    problem = problem_of(script, case, (5, 123), generator)
+    script.run_problem(findings, problem, ("lowtide", "torch", "liger"), FakeClock(), rounds=4)
+    losses = problem_of(script, script.CASES["cross_entropy"], (7, 300), generator)
+    script.run_problem(findings, losses, ("lowtide",), FakeClock(), rounds=1)
+    forward, _, loss, both = findings.rows
+    assert [row.which for row in findings.rows] == ["forward", "backward", "forward", "both"]
+    # After three untimed calls each, 7 to 14: ours first, then second, and so on.
+    assert forward.ours.milliseconds == [7.0, 10.0, 11.0, 14.0]
+    assert forward.measured["torch"].milliseconds == [8.0, 9.0, 12.0, 13.0]
+    assert forward.fastest_peer == "torch" and forward.measured["liger"].failure == "ZeroDivisionError: no such peer"
+    assert forward.ratio("torch") == pytest.approx((11 / 12 + 14 / 13) / 2)
+    assert forward.moved_bytes == 4 * (2 * 5 * 123 + 123 + 5)
+    assert forward.bandwidth == pytest.approx(forward.moved_bytes / 10.5e-3)
+    assert both.moved_bytes == 3 * 4 * 7 * 300 + 2 * 8 * 7
+    assert loss.fastest_peer is None
+    missed = findings.missed_aims
+    assert f"rms_norm 5 x 123 float32 forward: {forward.bandwidth / 1e9:.0%} of copy bandwidth" in missed
+    assert not any("cross_entropy" in line for line in missed)  # not at its largest size
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(script.make_table(findings, ["torch", "liger"]))
+    line = next(line for line in console.export_text().splitlines() if "forward" in line)
+    assert "10.5000" in line and "failed" in line and " 3 " in line
+    findings.write_json(tmp_path / "found.json")
+    assert len(json.loads((tmp_path / "found.json").read_text())["rows"]) == 4
+    script.write_chart(findings, tmp_path / "found.png")
+    assert (tmp_path / "found.png").stat().st_size > 0
+
+
+def test_what_cannot_be_run_is_said(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"^kernels.py: expected a GPU to time kernels on, found none .* --check-only"):
+        script.main([])
+    with pytest.raises(SystemExit, match="2"):
+        script.main(["--rounds", "0"])
+    assert "--rounds: expected at least 1, found 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        script.main(["--check-only", "--png", "found.png"])
+    assert "--png: expected times to draw, found --check-only" in capsys.readouterr().err
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="expected liger_kernel for the contender liger, found none"):
+        script.contenders_of(script.parse_arguments(["--contenders", "liger"]))
+    assert script.contenders_of(script.parse_arguments([])) == ("lowtide", "torch", "compile")

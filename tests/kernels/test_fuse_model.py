@@ -1,0 +1,180 @@
+"""A fused model computes the loss and the gradients of the model that it was made from."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowtide.kernels.dispatch import Backend
+from lowtide.kernels.fuse import fuse_model
+from lowtide.kernels.fused_loss import loss_only
+from tests.kernels.fused_models import CAUSAL_LMS, Classifier, gpt2, llama, mixtral, token_batch
+
+FLOAT32_STEPS = 2.0**-23 * 256  # roundings of float32 in two layers, relative to the largest value of a tensor
+FLOAT64_STEPS = 2.0**-52 * 4096
+
+KERNELS = {
+    "llama": {"rms_norm": 5, "gated_mlp": 2, "rotary_embedding": 2, "cross_entropy": 1, "linear_cross_entropy": 1},
+    "qwen3": {"rms_norm": 9, "gated_mlp": 2, "rotary_embedding": 2, "cross_entropy": 1, "linear_cross_entropy": 1},
+    "gemma2": {"rms_norm": 9, "gated_mlp": 2, "rotary_embedding": 2, "cross_entropy": 1, "linear_cross_entropy": 1},
+    "gpt2": {"layer_norm": 5, "cross_entropy": 1, "linear_cross_entropy": 1},
+}
+
+
+def pair(model: nn.Module, backend: Backend = "reference", seed: int = 0) -> tuple[Any, Any]:
+    """The model and a fused copy, norms moved from where they start: weights of 1, or 0, hide mistakes."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in model.modules():
+            if "Norm" in type(module).__name__:
+                for param in module.parameters():
+                    param += 0.3 * torch.randn(param.shape, generator=generator).to(param.dtype)
+    fused = copy.deepcopy(model)
+    assert fuse_model(fused, backend=backend)
+    return model, fused
+
+
+def assert_near(found: Tensor, wanted: Tensor, steps: float, name: str = "") -> None:
+    error, size = (found.double() - wanted.double()).abs().max().item(), wanted.double().abs().max().item()
+    assert error <= steps * size, (name, error, size)
+
+
+def assert_same_gradients(fused: nn.Module, plain: nn.Module, steps: float) -> None:
+    for (name, found), wanted in zip(fused.named_parameters(), plain.parameters(), strict=True):
+        assert found.grad is not None and wanted.grad is not None, name
+        assert_near(found.grad, wanted.grad, steps, name)
+
+
+@pytest.mark.parametrize("leaves_logits_out", [False, True])
+@pytest.mark.parametrize("name", CAUSAL_LMS)
+def test_a_language_model_keeps_its_loss_and_gradients(
+    name: str, leaves_logits_out: bool, generator: torch.Generator
+) -> None:
+    plain, fused = pair(CAUSAL_LMS[name](), seed=generator.initial_seed())
+    batch = token_batch(generator)
+    expected = plain(**batch)
+    if leaves_logits_out:
+        with loss_only():
+            found = fused(**batch)
+        assert found.logits is None
+    else:
+        found = fused(**batch)
+        assert_near(found.logits, expected.logits, FLOAT32_STEPS)
+    assert_near(found.loss, expected.loss, FLOAT32_STEPS)
+    expected.loss.backward()
+    found.loss.backward()
+    assert_same_gradients(fused, plain, FLOAT32_STEPS)
+
+
+def test_the_experts_of_mixtral_keep_their_own_code(generator: torch.Generator) -> None:
+    plain, fused = pair(mixtral(), seed=generator.initial_seed())
+    assert {one.kernel for one in fuse_model(copy.deepcopy(plain))} == {"rms_norm", "rotary_embedding"}
+    batch = token_batch(generator)
+    assert_near(fused(**batch).loss, plain(**batch).loss, FLOAT32_STEPS)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_all_that_is_known_is_replaced(name: str) -> None:
+    counts: dict[str, int] = {}
+    for one in fuse_model(CAUSAL_LMS[name](), backend="reference"):
+        counts[one.kernel] = counts.get(one.kernel, 0) + 1
+    assert counts == KERNELS[name]
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(("dtype", "steps"), [(torch.float64, FLOAT64_STEPS), (torch.float32, FLOAT32_STEPS)])
+def test_modules_of_torch_keep_their_loss_and_gradients(
+    dtype: torch.dtype, steps: float, affine: bool, generator: torch.Generator
+) -> None:
+    torch.manual_seed(generator.initial_seed())
+    plain, fused = pair(Classifier(affine).to(dtype), seed=generator.initial_seed())
+    assert {type(fused.norm), type(fused.root), type(fused.loss)}.isdisjoint(
+        {nn.LayerNorm, nn.RMSNorm, nn.CrossEntropyLoss}
+    )
+    x = torch.randn(6, 5, generator=generator).to(dtype)
+    labels = torch.tensor([0, 3, 1, 2, 3, 0])
+    expected, found = plain(x, labels), fused(x, labels)
+    assert found.dtype == expected.dtype
+    assert_near(found, expected, steps)
+    expected.backward()
+    found.backward()
+    assert_same_gradients(fused, plain, steps)
+
+
+def test_gpt2_in_float64_is_exact_to_its_rounding(generator: torch.Generator) -> None:
+    plain, fused = pair(gpt2().double(), seed=generator.initial_seed())
+    tokens = token_batch(generator)["input_ids"]
+    outputs = [model(input_ids=tokens).logits for model in (plain, fused)]
+    assert_near(outputs[1], outputs[0], FLOAT64_STEPS)
+    for logits in outputs:
+        logits.square().sum().backward()
+    assert_same_gradients(fused, plain, FLOAT64_STEPS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_dtypes_are_those_of_the_model(name: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+    plain, fused = pair(CAUSAL_LMS[name]().to(dtype), seed=generator.initial_seed())
+    batch = token_batch(generator)
+    found, expected = fused(**batch), plain(**batch)
+    assert (found.loss.dtype, found.logits.dtype) == (expected.loss.dtype, expected.logits.dtype)
+    # Values of at most a few, rounded some 20 times a layer.
+    assert_near(found.loss, expected.loss, 40 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_norm_of_torch_keeps_its_dtype_and_eps(kind: Any, dtype: torch.dtype, generator: torch.Generator) -> None:
+    norm = kind(12).to(dtype)  # RMSNorm's eps is None: torch's own choice
+    x = (1e-3 * torch.randn(3, 12, generator=generator)).to(dtype)  # so small that eps matters
+    expected = norm(x)
+    fuse_model(norm, backend="reference")
+    assert norm(x).dtype == expected.dtype
+    assert_near(norm(x), expected, 4 * torch.finfo(dtype).eps)
+
+
+def test_a_float32_weight_widens_what_it_scales_as_before(generator: torch.Generator) -> None:
+    model: Any = llama()
+    norm, x = model.model.norm, torch.randn(3, 32, generator=generator).bfloat16()
+    expected = norm(x)
+    fuse_model(model, backend="reference")
+    assert expected.dtype == norm(x).dtype == torch.float32
+    assert_near(norm(x), expected, 2 * torch.finfo(torch.bfloat16).eps)
+
+
+@pytest.mark.parametrize("leaves_logits_out", [False, True])
+def test_a_llama_in_the_interpreter(leaves_logits_out: bool, generator: torch.Generator) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    plain, fused = pair(llama(**sizes, num_hidden_layers=1), "triton", generator.initial_seed())
+    batch = token_batch(generator, rows=1, length=5)
+    expected = plain(**batch).loss
+    if leaves_logits_out:
+        with loss_only():
+            found = fused(**batch).loss
+    else:
+        found = fused(**batch).loss
+    assert_near(found, expected, FLOAT32_STEPS)
+    expected.backward()
+    found.backward()
+    assert_same_gradients(fused, plain, FLOAT32_STEPS)
+
+
+def test_frozen_norms_and_recomputed_layers(generator: torch.Generator) -> None:
+    plain, fused = pair(llama(), seed=generator.initial_seed())
+    for model in (plain, fused):
+        model.model.norm.requires_grad_(False)
+        model.model.layers[0].mlp.requires_grad_(False)
+        current = hasattr(model, "activation_checkpointing_enable")  # the older name warns where this one is
+        enable = model.activation_checkpointing_enable if current else model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    batch = token_batch(generator)
+    expected, found = plain(**batch).loss, fused(**batch).loss
+    expected.backward()
+    found.backward()
+    assert_near(found, expected, FLOAT32_STEPS)
+    for (name, wanted), param in zip(plain.named_parameters(), fused.parameters(), strict=True):
+        assert (param.grad is None) == (not wanted.requires_grad), name
+        if wanted.grad is not None:
+            assert_near(param.grad, wanted.grad, FLOAT32_STEPS, name)

@@ -1,0 +1,270 @@
+"""A fused model is the same model: names, classes, copies; and only that model is changed."""
+
+import copy
+import logging
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lowtide.kernels import fuse
+from lowtide.kernels.fuse import Fused, fuse_model
+from lowtide.kernels.fusions import FUSIONS
+from tests.kernels.fused_models import SIZES, Classifier, llama, token_batch, transformers
+
+
+def classes(model: nn.Module) -> list[type]:
+    return [type(module) for module in model.modules()]
+
+
+def test_what_was_replaced_is_returned() -> None:
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3))
+    model.add_module("loss", nn.CrossEntropyLoss())
+    assert fuse_model(model) == [
+        Fused("0", "LayerNorm", "layer_norm"),
+        Fused("loss", "CrossEntropyLoss", "cross_entropy"),
+    ]
+
+
+def test_the_model_itself_may_be_what_is_known() -> None:
+    norm = nn.LayerNorm(4)
+    assert fuse_model(norm) == [Fused("", "LayerNorm", "layer_norm")]
+
+
+def test_there_is_a_line_for_each_kind(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "lowtide")
+    fuse_model(llama())
+    assert caplog.messages == [
+        "fused 1 x LlamaForCausalLM (cross_entropy)",
+        "fused 1 x LlamaForCausalLM (linear_cross_entropy)",
+        "fused 2 x LlamaAttention (rotary_embedding)",
+        "fused 2 x LlamaMLP (gated_mlp)",
+        "fused 5 x LlamaRMSNorm (rms_norm)",
+    ]
+
+
+def test_names_classes_and_parameters_stay() -> None:
+    plain = llama()
+    fused = copy.deepcopy(plain)
+    params = list(fused.parameters())
+    fuse_model(fused)
+    assert all(one is other for one, other in zip(params, fused.parameters(), strict=True))
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    assert str(fused) == str(plain)
+    for module, original in zip(fused.modules(), plain.modules(), strict=True):
+        assert isinstance(module, type(original)) and str(type(module)) == str(type(original))
+        assert vars(module).keys() == vars(original).keys()
+    plain.load_state_dict(fused.state_dict())
+
+
+def test_another_model_of_the_class_is_untouched(generator: torch.Generator) -> None:
+    plain = llama()
+    before, batch = classes(plain), token_batch(generator)
+    loss = plain(**batch).loss
+    rotate = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
+    fuse_model(llama(), backend="reference")
+    assert classes(plain) == before == classes(llama())
+    assert torch.equal(plain(**batch).loss, loss)
+    assert transformers.models.llama.modeling_llama.apply_rotary_pos_emb is rotate
+
+
+def test_a_second_call_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    model = llama()
+    assert fuse_model(model)
+    before = classes(model)
+    caplog.set_level(logging.INFO, "lowtide")
+    assert fuse_model(model) == [] and caplog.messages == []
+    assert classes(model) == before
+
+
+def test_models_of_one_class_share_the_fused_class() -> None:
+    one, other = llama(), llama()
+    fuse_model(one)
+    fuse_model(other)
+    assert classes(one) == classes(other)
+
+
+def test_another_backend_takes_the_place_of_the_first(generator: torch.Generator) -> None:
+    norm = nn.LayerNorm(4)
+    x = torch.randn(2, 4, generator=generator).double()
+    fuse_model(norm.double(), backend="triton")
+    with pytest.raises(ValueError, match=r'layer_norm: backend "triton" takes float32, bfloat16, float16'):
+        norm(x)
+    assert fuse_model(norm, backend={"layer_norm": "reference"}) == [Fused("", "LayerNorm", "layer_norm")]
+    assert norm(x).dtype == torch.float64
+    assert type(norm).__mro__[1] is nn.LayerNorm
+
+
+def test_fusions_come_one_by_one_in_any_order() -> None:
+    one, other = llama(), llama()
+    for name in ("linear_cross_entropy", "rms_norm", "cross_entropy"):
+        fuse_model(one, modules=[name])
+    fuse_model(other, modules=["cross_entropy", "linear_cross_entropy", "rms_norm"])
+    assert classes(one) == classes(other)
+    assert {one.kernel for one in fuse_model(one)} == {"linear_cross_entropy", "gated_mlp", "rotary_embedding"}
+
+
+def test_only_what_is_named_is_replaced() -> None:
+    model = llama()
+    assert {one.class_name for one in fuse_model(model, modules=["gated_mlp"])} == {"LlamaMLP"}
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_pickle_keeps_the_fusion(protocol: int, generator: torch.Generator) -> None:
+    torch.manual_seed(generator.initial_seed())
+    model = Classifier()
+    fuse_model(model, backend="reference")
+    again = pickle.loads(pickle.dumps(model, protocol))
+    assert classes(again) == classes(model)
+    x, labels = torch.randn(3, 5, generator=generator), torch.tensor([0, 1, 2])
+    assert torch.equal(again(x, labels), model(x, labels))
+
+
+def test_a_copy_is_fused_too(generator: torch.Generator) -> None:
+    model = llama()
+    fuse_model(model, backend="reference")
+    again, batch = copy.deepcopy(model), token_batch(generator)
+    assert classes(again) == classes(model)
+    assert torch.equal(again(**batch).loss, model(**batch).loss)
+
+
+def test_a_saved_model_names_the_class_of_hugging_face(tmp_path: Any) -> None:
+    model: Any = llama()
+    fuse_model(model)
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is transformers.LlamaForCausalLM
+    assert again.config.architectures == ["LlamaForCausalLM"]
+    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True))
+
+
+def test_a_model_without_memory_is_fused_too() -> None:
+    with torch.device("meta"):
+        model = llama()
+    assert len(fuse_model(model)) == 11
+    assert all(param.is_meta for param in model.parameters())
+
+
+def test_an_override_of_forward_comes_and_goes(generator: torch.Generator) -> None:
+    """As Hugging Face does around a forward."""
+    model: Any = llama()
+    fuse_model(model, backend="reference")
+    norm = model.model.norm
+    x = torch.randn(2, 32, generator=generator)
+    norm.forward = lambda x: 7
+    assert norm(x) == 7
+    del norm.forward
+    assert norm(x).shape == x.shape
+    output = model(**token_batch(generator), output_hidden_states=True)
+    assert len(output.hidden_states) == 3
+
+
+class OwnNorm(nn.LayerNorm):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+class LlamaRMSNorm(nn.Module):
+    """Of the name alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(4)), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def replaced_norm() -> nn.Module:
+    norm = nn.LayerNorm(4)
+    norm.forward = lambda x: x  # type: ignore[method-assign, assignment]
+    return norm
+
+
+def llama_mlp(activation: str) -> nn.Module:
+    config = transformers.LlamaConfig(**SIZES, hidden_act=activation)
+    mlp: nn.Module = transformers.models.llama.modeling_llama.LlamaMLP(config)
+    return mlp
+
+
+def llama_mlp_with_a_gate() -> nn.Module:
+    mlp = llama_mlp("silu")
+    mlp.add_module("dropout", nn.Dropout())
+    return mlp
+
+
+def llama_norm_with_a_bias() -> nn.Module:
+    norm: nn.Module = transformers.models.llama.modeling_llama.LlamaRMSNorm(4)
+    norm.register_parameter("bias", nn.Parameter(torch.zeros(4)))
+    return norm
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        OwnNorm(4),
+        LlamaRMSNorm(),
+        nn.LayerNorm((3, 4)),
+        nn.RMSNorm((3, 4)),
+        nn.BatchNorm1d(4),
+        replaced_norm(),
+        llama_mlp("relu"),
+        llama_mlp("quick_gelu"),
+        llama_mlp_with_a_gate(),
+        llama_norm_with_a_bias(),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_what_only_looks_alike_is_left_alone(module: nn.Module) -> None:
+    before = type(module)
+    assert fuse_model(module) == [] and type(module) is before
+
+
+@pytest.mark.parametrize("activation", ["silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh"])
+def test_an_mlp_follows_its_activation(activation: str, generator: torch.Generator) -> None:
+    mlp = llama_mlp(activation)
+    x = 3 * torch.randn(4, 32, generator=generator)
+    expected = mlp(x).detach()
+    assert len(fuse_model(mlp, backend="reference")) == 1
+    torch.testing.assert_close(mlp(x), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("affine", [True, False])
+def test_an_input_of_another_width_is_an_error(kind: Any, affine: bool) -> None:
+    norm = kind(4, elementwise_affine=affine)
+    fuse_model(norm)
+    with pytest.raises(ValueError, match=r"Norm: expected an input whose last dimension is 4, found \(2, 5\)"):
+        norm(torch.ones(2, 5))
+
+
+def test_unknown_names_are_errors() -> None:
+    known = ", ".join(f'"{name}"' for name in FUSIONS)
+    with pytest.raises(
+        ValueError, match=f'fuse_model: expected modules to be "auto" or a list of {known}; found "norm"'
+    ):
+        fuse_model(llama(), modules=["norm", "rms_norm"])
+    with pytest.raises(ValueError, match=f'fuse_model: expected backends of {known}; found "norm"'):
+        fuse_model(llama(), backend={"norm": "reference"})
+    with pytest.raises(
+        ValueError, match='fuse_model: expected backend to be one of "auto", "triton", "reference", found "cuda"'
+    ):
+        fuse_model(llama(), backend="cuda")  # type: ignore[arg-type]
+
+
+def test_a_backend_that_is_not_installed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuse, "has_triton", lambda: False)
+    with pytest.raises(
+        ValueError, match='fuse_model: backend "triton" needs the package triton, which is not installed'
+    ):
+        fuse_model(llama(), backend="triton")
+
+
+def test_a_name_that_finds_nothing_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    fuse_model(nn.Sequential(nn.LayerNorm(4)), modules=["layer_norm", "rms_norm"])
+    fuse_model(nn.Sequential(nn.LayerNorm(4)))
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
+        "fuse_model: rms_norm has no effect here: the model has no module of that kind that is known"
+    ]

@@ -233,8 +233,9 @@ def _check_budget(numel: Sequence[int], budget: int | None) -> None:
     stage = max(range(len(numel)), key=numel.__getitem__)
     if budget is not None and numel[stage] > budget:
         raise ValueError(
-            f"zero_optimization.stage3_max_live_parameters: expected at least the {numel[stage]} parameters of pipeline "
-            f"stage {stage}, which is gathered as a whole, found {budget}; raise it, or split the model over more stages"
+            f"zero_optimization.stage3_max_live_parameters: expected at least the {numel[stage]} parameters of "
+            f"pipeline stage {stage}, which is gathered as a whole, found {budget}; raise it, or split the model over "
+            "more stages"
         )
 
 

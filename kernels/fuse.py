@@ -27,7 +27,7 @@ from .fusions import FUSIONS, Fusion, fusions_of, head_fusions, members_of
 
 logger = logging.getLogger("lowtide")
 NOT_FOUND = "the model has no module of that kind that is known"
-_ORIGIN = "_lowtide_origin"  # on generated classes: (the original class, its fusions)
+_ORIGIN = "_lowtide_origin"  # the _Origin of generated classes
 _PICKLE_PROTOCOL = 2  # the first in which an object's state stands apart from its class
 
 
@@ -38,6 +38,14 @@ class Fused:
     name: str  # in the model, "" for the model itself
     class_name: str
     kernel: str  # one of `fusions.FUSIONS`
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What a fused class is made of."""
+
+    cls: type[nn.Module]
+    fusions: tuple[Fusion, ...]  # none: cls itself
 
 
 def fuse_model(
@@ -77,20 +85,21 @@ def replace_modules(
     heads: list[nn.Module] = []
     seen: set[str] = set()
     for name, module in list(model.named_modules()):
-        original, before = _origin(type(module))
-        found = fusions_of(module, original, {key: backends[key] for key in names}, always_fuses_loss)
+        origin = _origin(type(module))
+        found = fusions_of(module, origin.cls, {key: backends[key] for key in names}, always_fuses_loss)
         seen |= {fusion.kernel for fusion in found}
-        kept = [fusion for fusion in before if fusion.kernel not in names]
+        kept = [fusion for fusion in origin.fusions if fusion.kernel not in names]
         after = tuple(sorted((*found, *kept), key=lambda fusion: FUSIONS.index(fusion.kernel)))
-        if not found or after == before:
+        if not found or after == origin.fusions:
             continue
-        module.__class__ = _fused_class(original, after)
-        fused += [Fused(name, original.__name__, fusion.kernel) for fusion in found if fusion not in before]
+        module.__class__ = _fused_class(_Origin(origin.cls, after))
+        new = [fusion for fusion in found if fusion not in origin.fusions]
+        fused += [Fused(name, origin.cls.__name__, fusion.kernel) for fusion in new]
         if any(fusion.kernel == "linear_cross_entropy" for fusion in found):
             heads.append(module.get_submodule("lm_head"))
     for head in heads:
-        original, _ = _origin(type(head))
-        head.__class__ = _fused_class(original, head_fusions(backends["linear_cross_entropy"]))
+        cls = _origin(type(head)).cls
+        head.__class__ = _fused_class(_Origin(cls, head_fusions(backends["linear_cross_entropy"])))
     return fused, [name for name in names if name not in seen]
 
 
@@ -131,34 +140,33 @@ def _quoted(names: Sequence[str]) -> str:
     return ", ".join(f'"{name}"' for name in names)
 
 
-def _origin(cls: type[nn.Module]) -> tuple[type[nn.Module], tuple[Fusion, ...]]:
-    """The class that a fused one was made from, with its fusions; any other class itself, with none."""
-    origin: tuple[type[nn.Module], tuple[Fusion, ...]] = vars(cls).get(_ORIGIN, (cls, ()))
+def _origin(cls: type[nn.Module]) -> _Origin:
+    origin: _Origin = vars(cls).get(_ORIGIN, _Origin(cls, ()))
     return origin
 
 
 @cache
-def _fused_class(original: type[nn.Module], fusions: tuple[Fusion, ...]) -> type[nn.Module]:
+def _fused_class(origin: _Origin) -> type[nn.Module]:
     """A subclass that goes by the original's name: Hugging Face writes and compares the names of classes."""
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        reduced = original.__reduce_ex__(self, max(int(protocol), _PICKLE_PROTOCOL))
+        reduced = origin.cls.__reduce_ex__(self, max(int(protocol), _PICKLE_PROTOCOL))
         assert isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__  # type: ignore[attr-defined]
-        return _new, (original, fusions), *reduced[2:]
+        return _new, (origin,), *reduced[2:]
 
     members: dict[str, Any] = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
+        "__module__": origin.cls.__module__,
+        "__qualname__": origin.cls.__qualname__,
+        "__doc__": origin.cls.__doc__,
         "__reduce_ex__": reduce,
-        _ORIGIN: (original, fusions),
+        _ORIGIN: origin,
     }
-    for fusion in fusions:
-        members |= members_of(fusion, original)
-    return type(original.__name__, (original,), members)
+    for fusion in origin.fusions:
+        members |= members_of(fusion, origin.cls)
+    return type(origin.cls.__name__, (origin.cls,), members)
 
 
-def _new(original: type[nn.Module], fusions: tuple[Fusion, ...]) -> object:
+def _new(origin: _Origin) -> nn.Module:
     """An empty module of the fused class: what pickle and deepcopy begin with."""
-    cls = _fused_class(original, fusions)
+    cls = _fused_class(origin)
     return cls.__new__(cls)

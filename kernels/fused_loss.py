@@ -67,7 +67,7 @@ def is_causal_lm(module: nn.Module, original: type[nn.Module]) -> bool:
 
 def loss_members(original: type[nn.Module], backend: Backend) -> dict[str, Any]:
     """loss_function: the fused cross-entropy, unless the user has set another."""
-    inherited: property = original.loss_function
+    inherited: property = original.loss_function  # type: ignore[attr-defined]
 
     def loss_function(self: Any) -> Any:
         return inherited.__get__(self) if _has_own_loss(self) else partial(causal_lm_loss, backend=backend)

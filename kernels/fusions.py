@@ -57,7 +57,7 @@ def fusions_of(
 ) -> tuple[Fusion, ...]:
     """What is to be changed in a module, of those kernels that `backends` names. original: its class, unfused."""
     if "forward" in vars(module) or getattr(original.forward, "__module__", None) != original.__module__:
-        return ()  # someone else has replaced it
+        return ()  # it is inherited, or someone else has replaced it
     found = []
     for kernel, backend in backends.items():
         match = _FINDERS[kernel](module, original)

@@ -9,6 +9,7 @@ Computed in float32 and rounded once. Backward, with x^ = h rstd and g = (weight
 
 Saved for backward: h, which the next layers keep anyway, and one float32 a row. Source: arXiv 1910.07467, section 3;
 offset 1 is Gemma's form, in which weights start at 0.
+Under torch.autocast the dtype of x is kept; on a GPU torch's own rms_norm casts x to float32 first.
 """
 
 from __future__ import annotations

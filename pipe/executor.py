@@ -329,6 +329,9 @@ class Executor:
     def _do_reduce(self, action: Action) -> None:
         self._memory.reduce(action.stage)
 
+    def _do_step(self, action: Action) -> None:
+        """Nothing: the engine updates all parameters after the list, when the norm over all stages is known."""
+
     def _described(self, action: Action) -> str:
         microbatch = "" if action.microbatch is None else f", microbatch {action.microbatch}"
         return f"pipeline action {action} (stage {action.stage}{microbatch})"
@@ -360,4 +363,5 @@ _TABLE: Mapping[Op, Callable[[Executor, Action], None]] = {
     Op.GATHER: Executor._do_gather,
     Op.RELEASE: Executor._do_release,
     Op.REDUCE: Executor._do_reduce,
+    Op.STEP: Executor._do_step,
 }

@@ -83,6 +83,26 @@ def test_all_that_is_known_is_replaced(name: str) -> None:
     assert counts == KERNELS[name]
 
 
+@pytest.mark.parametrize(
+    ("name", "fusion", "kernel"),
+    [
+        ("llama", "rms_norm", "rms_norm"),
+        ("llama", "gated_mlp", "swiglu"),
+        ("gemma", "gated_mlp", "geglu"),
+        ("llama", "rotary_embedding", "rotary_embedding"),
+        ("gpt2", "layer_norm", "layer_norm"),
+        ("gpt2", "cross_entropy", "cross_entropy"),
+        ("gpt2", "linear_cross_entropy", "linear_cross_entropy"),
+    ],
+)
+def test_the_kernel_is_what_computes(name: str, fusion: str, kernel: str, generator: torch.Generator) -> None:
+    """It alone refuses float64 on Triton."""
+    model = CAUSAL_LMS[name]().double()
+    fuse_model(model, modules=[fusion], backend="triton")
+    with pytest.raises(ValueError, match=rf'^{kernel}: backend "triton" takes float32'):
+        model(**token_batch(generator))
+
+
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize(("dtype", "steps"), [(torch.float64, FLOAT64_STEPS), (torch.float32, FLOAT32_STEPS)])
 def test_modules_of_torch_keep_their_loss_and_gradients(

@@ -31,7 +31,7 @@ def check(
 ) -> None:
     """y and the gradients of x and weight, given h, the rows that are normed.
 
-    dx is a difference of two terms, in the second a mean over the row; dweight a sum over rows: float32 rounds on these.
+    dx is a difference of two terms, the second a mean over the row; dweight a sum over rows: float32 rounds on these.
     """
     exact_h, exact_weight = widened(h), widened(weight) if weight is not None else None
     exact = rms_norm_reference(exact_h, exact_weight, EPS, offset=offset)

@@ -1,0 +1,84 @@
+"""Layers around and in the blocks may be of any kind: linear stems, computed weights, frozen ones."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+import lowtide
+from tests.ranks import RankPool
+
+WIDTH = 8
+
+
+class Layer(nn.Module):
+    """A residual block; `kind` says of what."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 11)
+        self.down = nn.Linear(11, WIDTH)
+        if kind == "computed":
+            self.up = spectral_norm(self.up)  # its buffers change with every look at the weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """Linear layers before and after the blocks."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Layer(kind) for _ in range(5))
+        self.head = nn.Linear(WIDTH, 1)
+        if kind == "frozen":
+            for module in (self.stem, self.blocks[0], self.blocks[1], self.blocks[3], self.head):
+                module.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+def train_net(kind: str, ranks_of_pipeline: int, config: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    values = {
+        "gradient_accumulation_steps": 4,
+        "steps_per_print": 0,
+        "optimizer": {"type": "adamw", "params": {"lr": 1e-2}},
+        "parallel": {"pipeline": ranks_of_pipeline},
+    }
+    engine = lowtide.initialize(Net(kind), values | config)
+    numbers = []
+    for step in range(3):
+        batch = torch.randn(8 * engine.data_size, WIDTH, generator=torch.Generator().manual_seed(step))
+        result = engine.train_step(batch.chunk(engine.data_size)[engine.data_rank])
+        numbers += [result.loss.item(), result.grad_norm.item()]
+    state = engine.state_dict()
+    engine.close()
+    return numbers, state
+
+
+@pytest.mark.parametrize("kind", ["linear", "computed", "frozen"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_they_train_like_one_rank(ranks: RankPool, kind: str, schedule: str) -> None:
+    expected, expected_state = ranks(1, train_net, kind, 1, {})[0]
+    found, state = ranks(2, train_net, kind, 2, {"pipeline": {"schedule": schedule}})[0]
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert list(state) == list(expected_state)
+    for name, value in expected_state.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("kind", ["computed", "frozen"])
+def test_with_parameters_that_are_released(ranks: RankPool, kind: str) -> None:
+    sections = {"zero_optimization": {"stage": 3}, "communication": {"route": "sockets"}}
+    expected, _ = ranks(2, train_net, kind, 1, sections)[0]
+    found, _ = ranks(4, train_net, kind, 2, sections | {"pipeline": {"schedule": "zb-h1"}})[0]
+    assert found == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,62 @@
+"""Over a pipeline a model computes in the dtypes in which it computes as a whole: half precision, autocast."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowtide
+from tests import models
+from tests.engine.test_hugging_face import MODELS
+from tests.pipe.test_pipeline_hugging_face import NAMES, batches_of, config_of
+from tests.ranks import RankPool
+
+Numbers = list[tuple[float, float]]  # loss and norm of each step
+
+
+class AutocastGPT(models.TinyGPT):
+    """Asks for autocast itself, in its forward."""
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(ids, targets)
+
+
+def numbers_of(name: str, config: dict[str, Any]) -> Numbers:
+    torch.manual_seed(0)
+    engine = lowtide.initialize(AutocastGPT(layers=5) if name == "autocast" else MODELS[name](), config)
+    engine.eval()  # no dropout: a stage does not draw the random numbers of those before
+    found = []
+    for step in range(2):
+        batch = models.token_batch(step, 8) if name == "autocast" else batches_of(name, engine, step)
+        result = engine.train_step(batch)
+        found.append((result.loss.item(), result.grad_norm.item()))
+    engine.close()
+    return found
+
+
+def numbers_of_all(names: list[str], config: dict[str, Any]) -> dict[str, Numbers]:
+    return {name: numbers_of(name, config) for name in names}
+
+
+def assert_same(found: dict[str, Numbers], expected: dict[str, Numbers], tolerance: float) -> None:
+    for name, steps in expected.items():
+        for ours, theirs in zip(found[name], steps, strict=True):
+            assert ours == pytest.approx(theirs, rel=tolerance), name
+
+
+@pytest.mark.parametrize(("precision", "schedule"), [("bf16", "1f1b"), ("fp16", "zb-h1")])
+def test_masks_and_tables_have_the_dtype_of_the_whole_model(ranks: RankPool, precision: str, schedule: str) -> None:
+    scaling = {"initial_scale_power": 8} if precision == "fp16" else {}
+    section = {precision: {"enabled": True, **scaling}}
+    alone = ranks(1, numbers_of_all, NAMES, config_of(1, "1f1b", 0) | section)[0]
+    split = ranks(2, numbers_of_all, NAMES, config_of(2, schedule, 0) | section, timeout=120)[0]
+    assert_same(split, alone, 2e-3)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_autocast_in_the_forward(ranks: RankPool, schedule: str) -> None:
+    alone = ranks(1, numbers_of_all, ["autocast"], config_of(1, "1f1b", 0))[0]
+    split = ranks(2, numbers_of_all, ["autocast"], config_of(2, schedule, 0))[0]
+    assert_same(split, alone, 1e-6)

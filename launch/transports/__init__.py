@@ -1,0 +1,1 @@
+"""How the agent of a host is started, and by what it is talked to."""

@@ -28,8 +28,9 @@ class HostPlan:
 class Plan:
     """A whole job.
 
-    source: where the hosts come from, for the user ("hostfile hosts.txt", "SLURM job 4711"). transport: "local", "ssh",
-    "srun", "mpirun" or "join". environment: set for every rank (what the user passes on). folder: where the command runs.
+    source: where the hosts come from, for the user ("hostfile hosts.txt", "SLURM job 4711").
+    transport: "local", "ssh", "srun", "mpirun" or "join".
+    environment: set for every rank (what the user passes on). folder: where the command runs.
     """
 
     source: str

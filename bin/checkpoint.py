@@ -22,6 +22,7 @@ from ..checkpoint.folder import CheckpointFolder
 from ..checkpoint.index import DCP_METADATA, MANIFEST, Manifest, data_name
 from ..checkpoint.values import decode
 from ..engine.config import Config
+from .arguments import Parser
 
 HELP = "list checkpoints, show what is in one, verify that they are whole"
 EPILOG = """examples:
@@ -52,10 +53,10 @@ class Entry:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; see EPILOG for the status that it returns."""
-    parser, show = _parsers()
-    arguments = parser.parse_args(argv)
+    command_line, show = _parsers()
+    arguments = command_line.parse_args(argv)
     if arguments.action is None:
-        parser.print_help()
+        command_line.print_help()
         return 2
     folder, tag = _place(Path(arguments.folder), arguments.tag)
     if not folder.path.is_dir():
@@ -303,15 +304,20 @@ def _three_figures(number: int, units: tuple[str, ...]) -> str:
     return f"{number / 1000**power:.3g}{units[power]}"
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+def parser() -> Parser:
+    """The command line of `lowtide checkpoint`."""
+    return _parsers()[0]
+
+
+def _parsers() -> tuple[Parser, Parser]:
     """The command line of `lowtide checkpoint`, and that of `show` in it."""
-    parser = argparse.ArgumentParser(
+    result = Parser(
         prog="lowtide checkpoint",
         description=HELP[0].upper() + HELP[1:] + ".",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    actions = parser.add_subparsers(dest="action", metavar="ACTION")
+    actions = result.add_subparsers(dest="action", metavar="ACTION")
     show = actions.add_parser(
         "show",
         help="list the checkpoints of a folder, or show one in detail",
@@ -321,4 +327,4 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     show.add_argument("folder", metavar="FOLDER", help="a folder of checkpoints, or one checkpoint in it")
     show.add_argument("--verify", action="store_true", help="read every value and compare its checksum")
     show.add_argument("--tag", help="show this checkpoint alone, in detail")
-    return parser, show
+    return result, show

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 from ..engine.config import Config, ConfigError
 from ..engine.config_schema import schema_text
+from .arguments import Parser
 
 HELP = "check a config, show it with every default, print the JSON schema"
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; 0 if the config is good, 1 if it has faults (they are printed to stderr)."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     if arguments.action == "schema":
         print(schema_text(), end="")
         return 0
@@ -40,9 +41,10 @@ def _world_size(text: str) -> int:
     return int(text)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lowtide config", description=HELP[0].upper() + HELP[1:] + ".")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+def parser() -> Parser:
+    """The command line of `lowtide config`."""
+    result = Parser(prog="lowtide config", description=HELP[0].upper() + HELP[1:] + ".")
+    actions = result.add_subparsers(dest="action", required=True, metavar="ACTION")
     check = actions.add_parser("check", help="report every fault and every note of a config")
     check.add_argument("config", metavar="FILE|NAME", help='a JSON file, or a preset such as "zero3"')
     show = actions.add_parser("show", help="print a config as JSON with every default")
@@ -51,4 +53,4 @@ def _parser() -> argparse.ArgumentParser:
         ranks = "fill the batch sizes for N data-parallel ranks"
         action.add_argument("--world-size", metavar="N", type=_world_size, help=ranks)
     actions.add_parser("schema", help="print the JSON schema, for editors")
-    return parser
+    return result

@@ -13,13 +13,14 @@ from ..checkpoint.errors import CheckpointError
 from ..checkpoint.export import export_source, parse_bytes, parse_dtype
 from ..checkpoint.folder import CheckpointFolder
 from ..checkpoint.index import MANIFEST
+from .arguments import Parser
 
 HELP = "write the weights of a checkpoint as safetensors, in the model's own names"
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns 1, with the reason on standard error, where the export could not be written."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     try:
         checkpoint = open_checkpoint(arguments.checkpoint, arguments.tag)
         plan = export_source(
@@ -88,14 +89,15 @@ def _bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lowtide export", description=HELP[0].upper() + HELP[1:] + ".")
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder of checkpoints, or one checkpoint in it")
-    parser.add_argument("folder", metavar="FOLDER", help="where the files go; what was exported there is replaced")
-    parser.add_argument("--tag", help="which checkpoint of the folder (default: the latest)")
-    parser.add_argument(
+def parser() -> Parser:
+    """The command line of `lowtide export`."""
+    result = Parser(prog="lowtide export", description=HELP[0].upper() + HELP[1:] + ".")
+    result.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder of checkpoints, or one checkpoint in it")
+    result.add_argument("folder", metavar="FOLDER", help="where the files go; what was exported there is replaced")
+    result.add_argument("--tag", help="which checkpoint of the folder (default: the latest)")
+    result.add_argument(
         "--dtype", type=_dtype, help="fp32, bf16, fp16 or fp64 (default: what each parameter is computed in)"
     )
     size = "size of a file, such as 500MB (default: 5GB)"
-    parser.add_argument("--shard-bytes", metavar="SIZE", type=_bytes, default="5GB", help=size)
-    return parser
+    result.add_argument("--shard-bytes", metavar="SIZE", type=_bytes, default="5GB", help=size)
+    return result

@@ -1,15 +1,37 @@
-"""`lowtide launch`: runs a script on several ranks of this machine."""
+"""`lowtide launch`: runs a script as the ranks of a job, on this machine or on many."""
 
 import argparse
 import importlib.machinery
+import os
 import sys
 from pathlib import Path
+from typing import get_args
 
-from ..launch.local import LocalJob, run
+from ..launch.agent import SILENCE_SECONDS
+from ..launch.allocation import AllocationRequest, find_allocation
+from ..launch.elastic import Attempts, Elastic, planned
+from ..launch.environment import job_environment
+from ..launch.host import Allocation, LaunchError
+from ..launch.launcher import say
+from ..launch.plan import Bind, printed_plan
+from ..launch.request import Request
+from ..launch.transports.choice import TransportOptions, transport_for
+from ..launch.transports.join import become_agent
+from ..launch.transports.link import Transport
+from ..launch.transports.ssh import SshOptions
+from .arguments import Parser
 
+TRANSPORTS = ("local", "ssh", "srun", "mpirun", "join")
+CONNECT_SECONDS = 60.0
+JOIN_SECONDS = 600.0  # pods and tasks of one job may start minutes apart
 EPILOG = """examples:
   lowtide launch --nproc 2 examples/train_gpt.py --steps 100
   lowtide launch --nproc 4 --log-dir logs -m my_package.train --lr 1e-3
+  lowtide launch --hosts node1:8,node2:8 train.py          by ssh, from a laptop or a node
+  lowtide launch --hostfile hosts.txt --exclude node3 --print-plan train.py
+  srun --nodes 4 --ntasks-per-node 1 lowtide launch train.py      one launcher a node: they find each other
+  lowtide launch --hostfile hosts.txt --max-restarts 3 --min-hosts 2 train.py
+  lowtide launch --env "NOTE=two words" --env WANDB_API_KEY --env-file job.env train.py
   lowtide launch --nproc 2 -- script.py --help
 
 Options of lowtide stand before SCRIPT; everything after it belongs to the script.
@@ -18,29 +40,16 @@ Options of lowtide stand before SCRIPT; everything after it belongs to the scrip
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `lowtide launch`."""
-    result = argparse.ArgumentParser(
+    result = Parser(
         prog="lowtide launch",
-        description="Run a Python script as several ranks on this machine, with the environment that torchrun sets. "
-        "If one rank fails, all are stopped and the exit status is that of the rank that failed first.",
+        description="Run a Python script as the ranks of a job, on this machine or on many, with the environment that "
+        "torchrun sets. If one rank fails, all are stopped and the exit status is that of the rank that failed first.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    result.add_argument("--nproc", type=int, required=True, metavar="N", help="how many ranks to start")
-    result.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as in python -m")
-    result.add_argument("--quiet-ranks", action="store_true", help="show the output of rank 0 only")
-    result.add_argument(
-        "--log-dir", type=Path, metavar="DIR", help="also write the output of each rank to DIR/rank0.log and so on"
-    )
-    result.add_argument(
-        "--grace",
-        type=float,
-        default=LocalJob.grace_seconds,
-        metavar="SECONDS",
-        help="how long a rank may take to stop before it is killed (default: %(default)g)",
-    )
-    result.add_argument(
-        "--master-port", type=int, metavar="PORT", help="the port where the ranks meet (default: a free one)"
-    )
+    _add_hosts(result.add_argument_group("where"))
+    _add_ranks(result.add_argument_group("what"))
+    _add_failure(result.add_argument_group("when something goes wrong"))
     result.add_argument("script", metavar="SCRIPT", help="a Python file, or a module with -m")
     result.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="passed to the script")
     return result
@@ -48,10 +57,17 @@ def parser() -> argparse.ArgumentParser:
 
 def fault(options: argparse.Namespace) -> str | None:
     """What is wrong with the parsed command line, or None."""
-    if options.nproc < 1:
+    if isinstance(options.nproc, int) and options.nproc < 1:
         return f"--nproc must be at least 1, found {options.nproc}"
-    if options.grace < 0:
-        return f"--grace must not be negative, found {options.grace:g}"
+    for name in ("grace", "step_limit", "max_restarts", "min_hosts", "max_hosts"):
+        value = getattr(options, name)
+        if value is not None and value < 0:
+            return f"--{name.replace('_', '-')} must not be negative, found {value:g}"
+    if options.lost_after < 2:
+        found = f"found {options.lost_after:g}"
+        return f"--lost-after must be at least 2 seconds, because a sign of life comes each second, {found}"
+    if options.min_hosts and options.max_hosts and options.min_hosts > options.max_hosts:
+        return f"--min-hosts ({options.min_hosts}) must not be more than --max-hosts ({options.max_hosts})"
     if options.module:
         top = options.script.split(".")[0]
         if importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
@@ -67,14 +83,138 @@ def main(argv: list[str] | None = None) -> int:
     options = command_line.parse_args(argv)
     if text := fault(options):
         command_line.error(text)
-    target = ["-m", options.script] if options.module else [options.script]
-    return run(
-        LocalJob(
-            nproc=options.nproc,
-            command=(sys.executable, *target, *options.arguments),
-            quiet_ranks=options.quiet_ranks,
-            log_dir=options.log_dir,
-            grace_seconds=options.grace,
-            master_port=options.master_port,
-        )
+    try:
+        allocation = find_allocation(_allocation_request(options), os.environ)
+        request = _request(options, allocation)
+    except LaunchError as error:
+        command_line.error(str(error))
+    try:
+        return _run(options, allocation, request)
+    except LaunchError as error:
+        say(str(error))
+        return 1
+
+
+def _run(options: argparse.Namespace, allocation: Allocation, request: Request) -> int:
+    ssh = SshOptions(options.ssh_port, tuple(options.ssh_option))
+    transport_options = TransportOptions(ssh, options.lost_after, needs_terminal=request.log_dir is None)
+
+    def make_transport(allocation: Allocation) -> Transport:
+        return transport_for(allocation, transport_options, os.environ)
+
+    if options.print_plan:
+        print(printed_plan(planned(request, allocation, make_transport(allocation))))
+        return 0
+    for note in allocation.notes:
+        say(note)
+    if allocation.part == "rank":
+        environment = {**os.environ, **request.environment, **allocation.rank_environment}
+        os.execve(request.command[0], request.command, environment)
+    if allocation.part == "agent" and allocation.meeting is not None:
+        become_agent(allocation.meeting, JOIN_SECONDS, options.lost_after)
+    elastic = Elastic(options.max_restarts, options.min_hosts, options.max_hosts)
+    return Attempts(request, allocation, elastic, make_transport).run()
+
+
+def _allocation_request(options: argparse.Namespace) -> AllocationRequest:
+    return AllocationRequest(
+        hostfile=options.hostfile,
+        hosts=options.hosts,
+        nproc=options.nproc,
+        include=options.include,
+        exclude=options.exclude,
+        transport=options.transport,
+        num_hosts=options.num_hosts,
+        host_index=options.host_index,
+        meet=options.meet,
     )
+
+
+def _request(options: argparse.Namespace, allocation: Allocation) -> Request:
+    target = ["-m", options.script] if options.module else [options.script]
+    return Request(
+        command=(sys.executable, *target, *options.arguments),
+        folder=str(Path.cwd()),
+        arguments=tuple(options.arguments),
+        environment=job_environment(options.env, options.env_file, os.environ, allocation.transport == "local"),
+        quiet_ranks=options.quiet_ranks,
+        log_dir=None if options.log_dir is None else str(options.log_dir),
+        grace_seconds=options.grace,
+        master_port=options.master_port,
+        bind=options.bind,
+        preflight=not options.no_preflight,
+        check_folders=tuple(options.check_folder),
+        step_limit_seconds=options.step_limit,
+        on_stall=options.on_stall,
+        connect_seconds=JOIN_SECONDS if allocation.transport == "join" else CONNECT_SECONDS,
+    )
+
+
+def _number_of_ranks(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+_number_of_ranks.__name__ = "number"  # what argparse calls it in `invalid number value`
+
+
+def _add_hosts(group: "argparse._ArgumentGroup") -> None:
+    add = group.add_argument
+    add("--nproc", type=_number_of_ranks, metavar="N|auto", help="ranks on each host (default: one a slot or device)")
+    add("--hostfile", type=Path, metavar="FILE", help="a line a host: `name slots=8`; name[01-16] and comments work")
+    add("--hosts", metavar="a:8,b:8", help="hosts with their slots")
+    add("--include", metavar="a@b:0,2", help="of the hosts, only these, and these slots of them")
+    add("--exclude", metavar="c", help="of the hosts, all but these")
+    add("--transport", choices=TRANSPORTS, help="how the hosts are reached (default: as they were found)")
+    add("--ssh-port", type=int, metavar="PORT", help="of ssh on the hosts")
+    add(
+        "--ssh-option",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help='for ssh, any number of times: Name=Value, or --ssh-option="-F FILE"',
+    )
+    add("--num-hosts", type=int, metavar="N", help="started once on every host by you: how many there are")
+    add("--host-index", type=int, metavar="I", help="started once on every host by you: which this is, from 0")
+    add("--meet", metavar="HOST:PORT", help="started once on every host by you: where host 0 listens")
+    add("--print-plan", action="store_true", help="show hosts, ranks, devices, command and environment; start no rank")
+
+
+def _add_ranks(group: "argparse._ArgumentGroup") -> None:
+    add = group.add_argument
+    add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as in python -m")
+    add("--env", action="append", default=[], metavar="K=V", help="set for every rank; K alone: with its value here")
+    add("--env-file", action="append", type=Path, default=[], metavar="FILE", help="lines of K=V, set for every rank")
+    add("--bind", choices=get_args(Bind), default="auto", help="ranks to cores (default: auto)")
+    add("--master-port", type=int, metavar="PORT", help="where the ranks meet (default: a free one)")
+    add("--quiet-ranks", action="store_true", help="show the output of rank 0 only")
+    add(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="also write the output of each rank to DIR/rank0.log and so on, on its host",
+    )
+
+
+def _add_failure(group: "argparse._ArgumentGroup") -> None:
+    add = group.add_argument
+    add("--no-preflight", action="store_true", help="do not compare and check the hosts before the start")
+    add("--check-folder", action="append", default=[], metavar="DIR", help="must be writable on every host")
+    add(
+        "--grace",
+        type=float,
+        default=Request.grace_seconds,
+        metavar="SECONDS",
+        help="how long a rank may take to stop after a signal before it is killed (default: %(default)g)",
+    )
+    add(
+        "--lost-after",
+        type=float,
+        default=SILENCE_SECONDS,
+        metavar="SECONDS",
+        help="a host from which nothing is heard for so long is lost (default: %(default)g)",
+    )
+    add("--step-limit", type=float, metavar="SECONDS", help="when a step takes longer, say who waits for whom")
+    add("--on-stall", choices=("report", "stop"), default="report", help="then go on or stop (default: %(default)s)")
+    add("--max-restarts", type=int, default=0, metavar="N", help="after a failure start again, so many times")
+    add("--min-hosts", type=int, metavar="N", help="restart with fewer hosts, but not with fewer than these")
+    add("--max-hosts", type=int, metavar="N", help="use no more hosts at a time; the others are a reserve")

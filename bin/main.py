@@ -6,12 +6,15 @@ import sys
 from importlib import import_module
 
 COMMANDS = {
-    "launch": "run a script on several ranks of this machine",
+    "launch": "run a script as the ranks of a job, on this machine or on many",
     "config": "check a config file, and show what every key means",
     "plan": "say beforehand how much memory the model states take on each rank",
     "schedule": "draw a pipeline schedule, or rank all of them for given costs and memory",
     "export": "write the weights of a checkpoint as safetensors, in the model's own names",
     "checkpoint": "list checkpoints, show what is in one, verify that they are whole",
+    "env": "say what this machine has, how fast it is, what works on it, and why the rest does not",
+    "ssh": "run a command on all hosts at once",
+    "completion": "print a script with which the shell completes commands and options",
 }
 
 

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..engine.memory import predict
+from .arguments import Parser
 
 HELP = "say beforehand how much memory the model states take on each rank"
 _STAGES = {
@@ -21,7 +22,7 @@ _FULL = (4, 4, 8)  # the parameter is its own master weight
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; prints one table for each model size."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     # A file or a pipe gets the whole table, however wide; a terminal its own width.
     console = Console() if Console().is_terminal else Console(width=100)
     for num_params in arguments.params:
@@ -70,17 +71,18 @@ def _ranks(text: str) -> list[int]:
     return _numbers(text, int)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lowtide plan", description=HELP[0].upper() + HELP[1:] + ".")
-    parser.add_argument(
+def parser() -> Parser:
+    """The command line of `lowtide plan`."""
+    result = Parser(prog="lowtide plan", description=HELP[0].upper() + HELP[1:] + ".")
+    result.add_argument(
         "--params", metavar="N,...", type=_params, required=True, help="parameters of the model, for example 7.5e9"
     )
-    parser.add_argument(
+    result.add_argument(
         "--ranks",
         metavar="N,...",
         type=_ranks,
         default=[1, 4, 16, 64, 256, 1024],
         help="data-parallel ranks (default: 1,4,16,64,256,1024)",
     )
-    parser.add_argument("--fp32", action="store_true", help="fp32 throughout in place of mixed precision")
-    return parser
+    result.add_argument("--fp32", action="store_true", help="fp32 throughout in place of mixed precision")
+    return result

@@ -17,6 +17,7 @@ from ..pipe.grid import colour_grid, write_png
 from ..pipe.registry import KINDS, is_path, make_schedule, read_schedule
 from ..pipe.schedule import Schedule
 from ..pipe.simulator import Simulation, simulate
+from .arguments import Parser
 
 HELP = "draw a pipeline schedule, or rank all of them for given costs and memory"
 _EXAMPLES = """examples:
@@ -32,7 +33,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; 0 if a schedule was shown or fits, 1 with the reason on stderr if not."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     # A file or a pipe gets the lines as wide as they are; a terminal its own width.
     console = Console() if Console().is_terminal else Console(width=132)
     try:
@@ -240,15 +241,16 @@ def _parse_counts(text: str) -> list[int]:
     return [_parse_count(part) for part in text.split(",")]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> Parser:
+    """The command line of `lowtide schedule`."""
+    result = Parser(
         prog="lowtide schedule",
         description=f"{HELP[0].upper()}{HELP[1:]}.\n\nschedules:\n"
         + "\n".join(f"  {kind.name:<12} {kind.summary}" for kind in KINDS.values()),
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = result.add_subparsers(dest="command", required=True, metavar="COMMAND")
     show = commands.add_parser("show", help="draw one schedule and say what it costs on each rank")
     show.add_argument("schedule", metavar="CONFIG|NAME|FILE", help="a .json config, a name, or a text file")
     show.add_argument("--ranks", metavar="N", type=_parse_count, help="pipeline ranks (default: as the config)")
@@ -265,7 +267,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--memory-limit", metavar="SIZE", type=_parse_size, help="of each rank, such as 40GB")
     for command in (show, compare):
         _add_cost_options(command)
-    return parser
+    return result
 
 
 def _add_cost_options(parser: argparse.ArgumentParser) -> None:

@@ -13,6 +13,7 @@ between the ranks of one axis by the fastest route that the machine offers:
 Every route but the native one sums in rank order, so that the result does not depend on how a tensor is split.
 """
 
+from ..launch.progress import Activity, Progress
 from .axis import Axis
 from .errors import CollectiveError
 from .mesh import Mesh
@@ -20,4 +21,16 @@ from .peers import Peers
 from .pending import Inspect, Pending, Reduction, regions_of
 from .world import World
 
-__all__ = ["Axis", "CollectiveError", "Inspect", "Mesh", "Peers", "Pending", "Reduction", "World", "regions_of"]
+__all__ = [
+    "Activity",
+    "Axis",
+    "CollectiveError",
+    "Inspect",
+    "Mesh",
+    "Peers",
+    "Pending",
+    "Progress",
+    "Reduction",
+    "World",
+    "regions_of",
+]

@@ -9,17 +9,19 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from ..launch.record import NUM_CHANNELS
 from .axis import Axis, Route
 from .native import NativeRoute
 from .peers import Peers
 from .shared_memory import SharedMemoryRoute, free_shared_bytes
 from .sockets import SocketRoute
 from .solo import SoloRoute
-from .trail import Trail
+from .trail import Channel, Trail
 from .world import World
 
 _TAGS_PER_AXIS = 1 << 21
-_TAG_RANGES_PER_ENGINE = 4  # three axes, and the messages between pipeline stages
+_CHANNELS_PER_ENGINE = 4  # three axes, and the messages between pipeline stages
+_NUM_ENGINES = NUM_CHANNELS // _CHANNELS_PER_ENGINE - 1  # with channels of their own in the record of the progress
 
 
 @dataclass(frozen=True)
@@ -67,14 +69,16 @@ class Mesh:
         }
         trail = Trail(world, engine_number)
         first_tags = [
-            (_TAG_RANGES_PER_ENGINE * engine_number + index) % 512 * _TAGS_PER_AXIS
-            for index in range(_TAG_RANGES_PER_ENGINE)
+            (_CHANNELS_PER_ENGINE * engine_number + index) % 512 * _TAGS_PER_AXIS
+            for index in range(_CHANNELS_PER_ENGINE)
         ]
+        first_channel = _CHANNELS_PER_ENGINE * (engine_number % _NUM_ENGINES)
         axes = {}
-        for (name, (rank, ranks)), first_tag in zip(places.items(), first_tags, strict=False):
-            route_of_axis = _make_route(world, route, rank, ranks, groups.get(name), first_tag, trail)
+        for index, (name, (rank, ranks)) in enumerate(places.items()):
+            channel = Channel(trail, world.progress, first_channel + index, ranks)
+            route_of_axis = _make_route(world, route, rank, ranks, groups.get(name), first_tags[index], channel)
             axes[name] = Axis(name, rank, ranks, route_of_axis)
-        peers = Peers(places["pipe"][1], groups.get("pipe"), first_tags[-1], world, trail)
+        peers = Peers(places["pipe"][1], groups.get("pipe"), first_tags[-1], world, trail, first_channel + 3)
         return cls(world, axes["pipe"], axes["replica"], axes["shard"], peers)
 
     @property
@@ -155,15 +159,15 @@ def _make_route(
     ranks: tuple[int, ...],
     group: dist.ProcessGroup | None,
     first_tag: int,
-    trail: Trail,
+    channel: Channel,
 ) -> Route:
     if group is None:
         return SoloRoute(world.device)
     if route == "shared_memory":
-        return SharedMemoryRoute(rank, ranks, _exchange_within(group), world.timeout_seconds, trail)
+        return SharedMemoryRoute(rank, ranks, _exchange_within(group), world.timeout_seconds, channel)
     if route == "sockets":
-        return SocketRoute(rank, ranks, group, first_tag, world.timeout_seconds, trail)
-    return NativeRoute(rank, ranks, group, world.device)
+        return SocketRoute(rank, ranks, group, first_tag, world.timeout_seconds, channel)
+    return NativeRoute(rank, ranks, group, world.device, channel)
 
 
 def _exchange_within(group: dist.ProcessGroup) -> Callable[[Any], list[Any]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .errors import CollectiveError
 from .pending import Inspect, Pending, Reduction, regions_of
+from .trail import Channel
 
 # torch 2.13 deprecates the first names for the second.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,12 +25,15 @@ class NativeRoute:
     sums_in_place = False
     copies_are_shared = False
 
-    def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device, channel: Channel
+    ) -> None:
         self.rank = rank
         self.ranks = ranks
         self.size = len(ranks)
         self._group: dist.ProcessGroup | None = group
         self._device = device
+        self._channel = channel
 
     def allocate(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
         """One zero-filled buffer on the device for each (numel, dtype)."""
@@ -90,10 +94,17 @@ class NativeRoute:
         self._group = None
 
     def _pending(self, work: Any, what: str) -> Pending:
+        sequence = self._channel.begin(what)
+
         def finish() -> None:
+            self._channel.wait(what, sequence)
             try:
                 work.wait()
             except RuntimeError as error:
                 raise CollectiveError(f"rank {self.ranks[self.rank]} in {what}: {error}") from error
+            # On CUDA only the stream waits now, and this thread will somewhere later: the record says in what until
+            # the next unit or activity begins.
+            if self._device.type == "cpu":
+                self._channel.go_on()
 
         return Pending(finish)

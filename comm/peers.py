@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..launch.progress import Progress
 from .errors import CollectiveError
 from .pending import Pending
 from .trail import Trail
@@ -29,14 +30,29 @@ class Peers:
     """
 
     def __init__(
-        self, ranks: Sequence[int], group: dist.ProcessGroup | None, first_tag: int, world: World, trail: Trail
+        self,
+        ranks: Sequence[int],
+        group: dist.ProcessGroup | None,
+        first_tag: int,
+        world: World,
+        trail: Trail,
+        channel: int,
     ) -> None:
-        """ranks: the global rank of each place of the axis. group: of these ranks; None where there is one alone."""
+        """ranks: the global rank of each place of the axis. group: of these ranks; None where there is one alone.
+
+        channel: for what is waited for, in the record of this rank's progress.
+        """
         self._ranks = ranks
         self._group = group
         self._first_tag = first_tag
         self._world = world
         self._trail = trail
+        self._channel = channel
+
+    @property
+    def progress(self) -> Progress:
+        """The record of what this rank does."""
+        return self._world.progress
 
     def send(self, tensor: Tensor, place: int, tag: int, what: str) -> Pending:
         """Starts to send a contiguous tensor, which must stay as it is until `wait` returns."""
@@ -91,11 +107,14 @@ class Peers:
         return work
 
     def _wait(self, work: dist.Work, place: int, what: str) -> None:
+        self._world.progress.wait(what, self._channel, 0, self._ranks[place], 1, 1)
         started = time.monotonic()
         try:
             work.wait(timedelta(seconds=self._world.timeout_seconds))
         except RuntimeError as error:
             raise self._error(place, what, time.monotonic() - started, error) from error
+        finally:
+            self._world.progress.go_on()
 
     def _error(self, place: int, what: str, waited_seconds: float, error: RuntimeError) -> CollectiveError:
         rank = self._ranks[place]

@@ -36,7 +36,7 @@ from torch import Tensor
 from .errors import CollectiveError
 from .pending import Inspect, Pending, Reduction, regions_of
 from .summation import sum_in_rank_order
-from .trail import Trail
+from .trail import Channel
 
 FOLDER = "/dev/shm"
 _PAGE_BYTES = 4096
@@ -74,7 +74,7 @@ class SharedMemoryRoute:
         ranks: Sequence[int],
         exchange: Callable[[Any], list[Any]],
         timeout_seconds: float,
-        trail: Trail,
+        channel: Channel,
     ) -> None:
         """rank: within the axis. ranks: the global rank of each. exchange: gives every rank's value, a barrier too."""
         self.rank = rank
@@ -82,7 +82,7 @@ class SharedMemoryRoute:
         self.size = len(ranks)
         self._exchange = exchange
         self._timeout_seconds = timeout_seconds
-        self._trail = trail
+        self._channel = channel
         self._processes = [psutil.Process(pid) for pid in exchange(os.getpid())]
         control = self._map(page_aligned(8 * self.size * (_ROW_NUMEL + 2 * _MAIL_NUMEL)), "counters").view(torch.int64)
         counters_numel = self.size * _ROW_NUMEL
@@ -91,6 +91,7 @@ class SharedMemoryRoute:
         self._mail = control[counters_numel:mail_end].view(2, self.size, _MAIL_NUMEL)
         self._slots: list[list[Tensor]] = []  # [slot][rank]: (capacity_bytes,) uint8
         self._num_opened = 0
+        self._sequence = 0  # of the newest reduction
         self._num_mailed = 0
         self._num_fenced = 0
 
@@ -136,7 +137,8 @@ class SharedMemoryRoute:
 
     def open_slot(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
         """This rank's next slot, (numel,) of dtype, uninitialized; waits until all have consumed its old content."""
-        self._wait_for(_CONSUMED, self._num_opened - len(self._slots) + 1, what)
+        self._sequence = self._channel.begin(what)
+        self._wait_for(_CONSUMED, self._num_opened - len(self._slots) + 1, what, self._sequence)
         slot = self._slots[self._num_opened % len(self._slots)][self.rank]
         self._num_opened += 1
         return slot[: numel * dtype.itemsize].view(dtype)
@@ -148,11 +150,11 @@ class SharedMemoryRoute:
 
         in_place: this rank's own part is not in its slot but in `out`.
         """
-        number = self._post()
+        number, sequence = self._post(), self._sequence
         part = out.numel()
 
         def reduce() -> None:
-            slots = self._posted(number, slot, what)
+            slots = self._posted(number, slot, what, sequence)
             mine = [other[self.rank * part : (self.rank + 1) * part] for other in slots]
             if in_place:
                 mine[self.rank] = out
@@ -168,12 +170,12 @@ class SharedMemoryRoute:
 
         in_place: this rank's own region is not in its slot but in `out`.
         """
-        number = self._post()
+        number, sequence = self._post(), self._sequence
         regions = regions_of(out.numel(), self.size)
         mine = regions[self.rank]
 
         def reduce() -> None:
-            contributions = [other[mine] for other in self._posted(number, slot, what)]
+            contributions = [other[mine] for other in self._posted(number, slot, what, sequence)]
             total = out[mine]
             if in_place:
                 contributions[self.rank] = total
@@ -184,7 +186,7 @@ class SharedMemoryRoute:
             self._set(_REDUCED, number + 1)
 
         def collect() -> None:
-            self._wait_for(_REDUCED, number + 1, what)
+            self._wait_for(_REDUCED, number + 1, what, sequence)
             for rank, region in enumerate(regions):
                 if rank != self.rank:
                     out[region].copy_(self._sums_of(rank, number, slot, out, region))
@@ -194,18 +196,20 @@ class SharedMemoryRoute:
 
     def sum_small(self, values: Tensor, what: str) -> Tensor:
         """The exact sum over ranks of a small int64 vector; also a barrier."""
+        sequence = self._channel.begin(what)
         box = self._mail[self._num_mailed % 2]
         box[self.rank, : values.numel()].copy_(values)
         self._num_mailed += 1
         self._set(_MAILED, self._num_mailed)
-        self._wait_for(_MAILED, self._num_mailed, what)
+        self._wait_for(_MAILED, self._num_mailed, what, sequence)
         return box[:, : values.numel()].sum(dim=0)
 
     def fence(self, what: str) -> None:
         """Returns when every rank of the axis has come here: what they wrote before can be read."""
+        sequence = self._channel.begin(what)
         self._num_fenced += 1
         self._set(_FENCED, self._num_fenced)
-        self._wait_for(_FENCED, self._num_fenced, what)
+        self._wait_for(_FENCED, self._num_fenced, what, sequence)
 
     def close(self) -> None:
         """Lets go of the process group that it was set up with; the mapped memory stays with those who hold it."""
@@ -217,8 +221,8 @@ class SharedMemoryRoute:
         self._set(_POSTED, self._num_opened)
         return self._num_opened - 1
 
-    def _posted(self, number: int, slot: Tensor, what: str) -> list[Tensor]:
-        self._wait_for(_POSTED, number + 1, what)
+    def _posted(self, number: int, slot: Tensor, what: str, sequence: int) -> list[Tensor]:
+        self._wait_for(_POSTED, number + 1, what, sequence)
         return self._views(number, slot)
 
     def _views(self, number: int, slot: Tensor) -> list[Tensor]:
@@ -238,23 +242,27 @@ class SharedMemoryRoute:
     def _set(self, counter: int, value: int) -> None:
         self._counters[self.rank, counter] = value
 
-    def _wait_for(self, counter: int, target: int, what: str) -> None:
-        """Returns when the counter of every rank has reached target."""
-        self._trail.note(what)
+    def _wait_for(self, counter: int, target: int, what: str, sequence: int) -> None:
+        """Returns when the counter of every rank has reached target. sequence: of the collective, for the record."""
+        self._channel.note(what)
         column = self._counters[:, counter]
         for _ in range(200):
             if column.min() >= target:
                 return
             os.sched_yield()
+        self._channel.wait(what, sequence)
         started = checked = time.monotonic()
         pause_seconds = 2e-5
-        while column.min() < target:
-            time.sleep(pause_seconds)
-            pause_seconds = min(pause_seconds * 1.5, 1e-3)
-            now = time.monotonic()
-            if now - checked > _LIVENESS_SECONDS:
-                checked = now
-                self._check_peers(np.flatnonzero(column < target).tolist(), now - started, what)
+        try:
+            while column.min() < target:
+                time.sleep(pause_seconds)
+                pause_seconds = min(pause_seconds * 1.5, 1e-3)
+                now = time.monotonic()
+                if now - checked > _LIVENESS_SECONDS:
+                    checked = now
+                    self._check_peers(np.flatnonzero(column < target).tolist(), now - started, what)
+        finally:
+            self._channel.go_on()
 
     def _check_peers(self, late: Sequence[int], waited_seconds: float, what: str) -> None:
         here = f"rank {self.ranks[self.rank]} in {what}"
@@ -267,7 +275,7 @@ class SharedMemoryRoute:
                 f"{here}: waited {waited_seconds:.0f} s for rank {names}, which is alive but elsewhere. "
                 "Do all ranks run the same calls of the engine in the same order? "
                 "A slow rank needs a larger communication.timeout_seconds."
-                + self._trail.compare([self.ranks[rank] for rank in late])
+                + self._channel.compare([self.ranks[rank] for rank in late])
             )
 
 

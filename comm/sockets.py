@@ -19,7 +19,7 @@ from torch import Tensor
 from .errors import CollectiveError
 from .pending import Inspect, Pending, Reduction, regions_of
 from .summation import sum_in_rank_order
-from .trail import Trail
+from .trail import Channel
 
 _TAGS_PER_NAME = 1 << 11
 _NUM_NAMES = 1 << 10
@@ -39,7 +39,7 @@ class SocketRoute:
         group: dist.ProcessGroup,
         first_tag: int,
         timeout_seconds: float,
-        trail: Trail,
+        channel: Channel,
     ) -> None:
         """rank: within the axis; ranks: the global rank of each; first_tag: keeps two engines in a process apart."""
         self.rank = rank
@@ -51,7 +51,7 @@ class SocketRoute:
         self._num_operations = 0
         self._num_slots_opened = 0
         self._timeout_seconds = timeout_seconds
-        self._trail = trail
+        self._channel = channel
         self._scratch: dict[str, Tensor] = {}
 
     def allocate(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
@@ -64,13 +64,13 @@ class SocketRoute:
     def gather(self, full: Tensor, part: Tensor, what: str) -> Pending:
         """full[part q] = the `part` of rank q, for every q. full: (size * part.numel(),)."""
         numel = part.numel()
-        tag = self._next_tag(what)
+        tag, sequence = self._next_operation(what)
         works = self._receive({peer: full[peer * numel : (peer + 1) * numel] for peer in self._peers}, tag)
         works += self._send(dict.fromkeys(self._peers, part), tag)
         own = full[self.rank * numel : (self.rank + 1) * numel]
         if own.data_ptr() != part.data_ptr():
             own.copy_(part)
-        return Pending(lambda: self._wait(works, what))
+        return Pending(lambda: self._wait(works, what, sequence))
 
     def open_slot(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
         """A buffer to stage a gradient in, (numel,) of dtype, uninitialized.
@@ -89,12 +89,12 @@ class SocketRoute:
         """
         numel = out.numel()
         bounds = [slice(rank * numel, (rank + 1) * numel) for rank in range(self.size)]
-        contributions, works = self._exchange_parts(slot, bounds, what)
+        contributions, works, sequence = self._exchange_parts(slot, bounds, what)
         if in_place:
             contributions[self.rank] = out
 
         def reduce() -> None:
-            self._wait(works, what)
+            self._wait(works, what, sequence)
             sum_in_rank_order(contributions, out, accumulate)
             if inspect is not None:
                 inspect(0, out, contributions)
@@ -107,33 +107,33 @@ class SocketRoute:
         in_place: this rank's own region is not in its slot but in `out`.
         """
         bounds = regions_of(out.numel(), self.size)
-        contributions, works = self._exchange_parts(slot, bounds, what)
+        contributions, works, first_sequence = self._exchange_parts(slot, bounds, what)
         regions = [out[region] for region in bounds]
         mine = regions[self.rank]
         if in_place:
             contributions[self.rank] = mine
         second: list[dist.Work] = []
-        tag = self._next_tag(what)
+        tag, sequence = self._next_operation(what)
 
         def reduce() -> None:
-            self._wait(works, what)
+            self._wait(works, what, first_sequence)
             sum_in_rank_order(contributions, mine, accumulate=False)
             if inspect is not None:
                 inspect(bounds[self.rank].start, mine, contributions)
             second.extend(self._receive({peer: regions[peer] for peer in self._peers}, tag))
             second.extend(self._send(dict.fromkeys(self._peers, mine), tag))
 
-        return Reduction([reduce, lambda: self._wait(second, what)])
+        return Reduction([reduce, lambda: self._wait(second, what, sequence)])
 
     def sum_small(self, values: Tensor, what: str) -> Tensor:
         """The exact sum over ranks of a small int64 vector; also a barrier."""
         # Messages and not gloo's all-reduce, whose threads hold a tensor for a while after it; [Note: threads at exit].
-        tag = self._next_tag(what)
+        tag, sequence = self._next_operation(what)
         everyone = torch.empty(self.size, values.numel(), dtype=values.dtype)
         everyone[self.rank].copy_(values)
         works = self._receive({peer: everyone[peer] for peer in self._peers}, tag)
         works += self._send(dict.fromkeys(self._peers, everyone[self.rank]), tag)
-        self._wait(works, what)
+        self._wait(works, what, sequence)
         return everyone.sum(dim=0)
 
     def fence(self, what: str) -> None:
@@ -144,11 +144,13 @@ class SocketRoute:
         self._group = None
         self._scratch.clear()
 
-    def _exchange_parts(self, slot: Tensor, bounds: Sequence[slice], what: str) -> tuple[list[Tensor], list[dist.Work]]:
-        """Sends each rank its part of slot; receives every rank's version of this rank's part."""
+    def _exchange_parts(
+        self, slot: Tensor, bounds: Sequence[slice], what: str
+    ) -> tuple[list[Tensor], list[dist.Work], int]:
+        """Sends each rank its part of slot; receives every rank's version of this rank's part. And the sequence."""
         mine = bounds[self.rank]
         numel = mine.stop - mine.start
-        tag = self._next_tag(what)
+        tag, sequence = self._next_operation(what)
         which = self._num_slots_opened % 3
         received = self._buffer(f"received {which}", (self.size - 1) * numel, slot.dtype)
         received = received.view(self.size - 1, numel)
@@ -157,7 +159,7 @@ class SocketRoute:
             contributions[peer] = received[index]
         works = self._receive({peer: contributions[peer] for peer in self._peers}, tag)
         works += self._send({peer: slot[bounds[peer]] for peer in self._peers}, tag)
-        return contributions, works
+        return contributions, works, sequence
 
     def _buffer(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         nbytes = numel * dtype.itemsize
@@ -166,13 +168,17 @@ class SocketRoute:
             buffer = self._scratch[name] = torch.empty(nbytes, dtype=torch.uint8)
         return buffer[:nbytes].view(dtype)
 
-    def _next_tag(self, what: str) -> int:
-        """Of number and name: where ranks are not at the same operation, nothing comes, rather than something else."""
-        self._trail.note(what)
+    def _next_operation(self, what: str) -> tuple[int, int]:
+        """Tag and sequence.
+
+        A tag is of number and name: where ranks are not at the same operation, nothing comes, rather than something
+        else.
+        """
+        sequence = self._channel.begin(what)
         name = zlib.crc32(what.encode()) % _NUM_NAMES
         tag = self._first_tag + name * _TAGS_PER_NAME + self._num_operations % _TAGS_PER_NAME
         self._num_operations += 1
-        return tag
+        return tag, sequence
 
     def _send(self, tensors: dict[int, Tensor], tag: int) -> list[dist.Work]:
         works = [
@@ -186,7 +192,8 @@ class SocketRoute:
         ]
         return [work for work in works if work is not None]
 
-    def _wait(self, works: Sequence[dist.Work], what: str) -> None:
+    def _wait(self, works: Sequence[dist.Work], what: str, sequence: int) -> None:
+        self._channel.wait(what, sequence)
         started = time.monotonic()
         try:
             for work in works:
@@ -198,5 +205,7 @@ class SocketRoute:
                 f"rank {self.ranks[self.rank]} in {what}: no answer from rank {peers} after {waited_seconds:.1f} s "
                 f"({str(error).splitlines()[0]}). A rank died, or the ranks make different calls of the engine; "
                 "a slow rank needs a larger communication.timeout_seconds."
-                + self._trail.compare([self.ranks[peer] for peer in self._peers])
+                + self._channel.compare([self.ranks[peer] for peer in self._peers])
             ) from error
+        finally:
+            self._channel.go_on()

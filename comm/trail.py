@@ -1,4 +1,4 @@
-"""The last collectives of every rank, for the error that says where they went different ways."""
+"""The last collectives of every rank, for the error that says where they went different ways; the one it waits in."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 
+from ..launch.progress import Progress
 from .world import World
 
 _LENGTH = 4
@@ -39,3 +40,34 @@ class Trail:
             pass  # that rank does not wait, or the rank that keeps the store is gone
         listed = "; ".join(f"rank {rank}: {trail}" for rank, trail in sorted(trails.items()))
         return f" The last collectives: {listed}."
+
+
+class Channel:
+    """The collectives of one axis: in the trail and, numbered, in the record of this rank's progress."""
+
+    def __init__(self, trail: Trail, progress: Progress, number: int, ranks: Sequence[int]) -> None:
+        """number: of the channel, the same on all `ranks`, which lie at equal distances of each other."""
+        self._trail = trail
+        self._progress = progress
+        self._number = number
+        self._ranks = (ranks[0], ranks[1] - ranks[0] if len(ranks) > 1 else 1, len(ranks))
+
+    def begin(self, what: str) -> int:
+        """A collective begins: gives its number, which is the same on every rank."""
+        self._trail.note(what)
+        return self._progress.begin(self._number)
+
+    def note(self, what: str) -> None:
+        """This rank comes back to one that has begun."""
+        self._trail.note(what)
+
+    def wait(self, what: str, sequence: int) -> None:
+        """This rank waits for others in collective `sequence`, until `go_on`."""
+        self._progress.wait(what, self._number, sequence, *self._ranks)
+
+    def go_on(self) -> None:
+        self._progress.go_on()
+
+    def compare(self, ranks: Sequence[int]) -> str:
+        """As `Trail.compare`."""
+        return self._trail.compare(ranks)

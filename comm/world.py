@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -21,10 +22,15 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch._C._distributed_c10d import HashStore
 
+from ..launch.progress import Activity, Progress
+from ..launch.record import NUM_CHANNELS
+from .watchdog import Watchdog
+
 # How many worlds use a process group that `join` made. As global as the default process group itself, whose end it
 # decides; weak, because a last reference would keep the group's threads alive.
 _USERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
+_CHANNEL = NUM_CHANNELS - 1  # of the record of the progress; the others are those of axes
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -33,6 +39,7 @@ class World:
     """Who this process is.
 
     `owns_process_group` says whether the default process group is one that `join` made; the last to `leave` ends it.
+    `progress` is the record of what this process does; off, where neither a launcher nor the config asks for it.
     """
 
     rank: int
@@ -41,6 +48,8 @@ class World:
     backend: str
     owns_process_group: bool
     timeout_seconds: float
+    progress: Progress = field(default_factory=Progress, compare=False)
+    watchdog: Watchdog = field(default_factory=Watchdog, compare=False)
 
     @classmethod
     def join(cls, device: str = "auto", timeout_seconds: float = 300.0) -> World:
@@ -50,18 +59,26 @@ class World:
         Raises ValueError where some of the launcher's variables are set and others are missing.
         """
         chosen = _choose_device(device)
+        progress = Progress.of_this_process()
         if not dist.is_initialized():
-            _make_process_group(chosen, timeout_seconds)
+            num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+            progress.identify(int(os.environ.get("RANK", "0")), num_ranks)
+            with progress.waiting("the meeting of all ranks at the start", _CHANNEL, num_ranks):
+                _make_process_group(chosen, timeout_seconds)
             _USERS[dist.group.WORLD] = 0
         owned = dist.group.WORLD in _USERS
         if owned:
             _USERS[dist.group.WORLD] += 1
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
-        return cls(dist.get_rank(), dist.get_world_size(), chosen, str(dist.get_backend()), owned, timeout_seconds)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        progress.identify(rank, size)
+        return cls(rank, size, chosen, str(dist.get_backend()), owned, timeout_seconds, progress)
 
     def leave(self) -> None:
         """Destroys the default process group where `join` made it and nobody else is in it. To be called once."""
+        self.watchdog.stop()
+        self.progress.stop_clock(Activity.CLOSED)
         if not self.owns_process_group or dist.group.WORLD not in _USERS:
             return
         _USERS[dist.group.WORLD] -= 1
@@ -83,7 +100,8 @@ class World:
         if self.size == 1 or self.is_simulated:
             return [value] * self.size if self.size < 4096 else [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        with self._waiting("an exchange of objects"):
+            dist.all_gather_object(values, value)
         return values
 
     def broadcast_object(self, value: Any) -> Any:
@@ -91,7 +109,8 @@ class World:
         if self.size == 1 or self.is_simulated:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0)
+        with self._waiting("a broadcast of rank 0's objects"):
+            dist.broadcast_object_list(values, src=0)
         return values[0]
 
     def broadcast_tensor(self, value: torch.Tensor) -> torch.Tensor:
@@ -100,12 +119,29 @@ class World:
             return value
         # A copy: what is passed may be expanded, strided, or the user's own.
         buffer = value.to(self.device, copy=True).contiguous()
-        dist.broadcast(buffer, src=0)
+        with self._waiting("a broadcast of rank 0's values"):
+            dist.broadcast(buffer, src=0)
         return buffer
 
     def barrier(self) -> None:
         if self.size > 1:
-            dist.barrier()
+            with self._waiting("a barrier"):
+                dist.barrier()
+
+    def watch(self, step_timeout_seconds: float | None) -> None:
+        """How long a step may take; None: no limit.
+
+        Past it a launcher that keeps a record says who waits for whom; without one this rank says what it does.
+        """
+        self.progress.set_limit(step_timeout_seconds)
+        if step_timeout_seconds is not None and not self.progress.is_on:
+            self.progress.turn_on()
+            self.progress.identify(self.rank, self.size)
+            self.progress.set_limit(step_timeout_seconds)
+            self.watchdog.start(self.progress, step_timeout_seconds)
+
+    def _waiting(self, what: str) -> AbstractContextManager[None]:
+        return self.progress.waiting(what, _CHANNEL, self.size)
 
     def hosts(self) -> list[str]:
         """The identity of the host of each rank: boot identity and memory namespace, not only a name."""

@@ -30,13 +30,14 @@ from ..zero.shard_rest import ShardRest
 from ..zero.units import UnitPlan, plan_units
 from .config import Config
 from .deferred import DeferredModel
-from .engine import Engine, Parts
+from .engine import Engine
 from .full_values import FullValues
 from .fusing import check_kernels, fuse_modules, optimizer_backend
 from .learning_rates import Schedule
 from .log import configure, logger
 from .lr_schedule import learning_rate_at
 from .offload import activation_store, offloaded_states, shard_rest
+from .parts import Parts
 from .pipeline import Pipeline, PipelinePlan
 
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
@@ -72,6 +73,7 @@ def initialize(
     checked = Config.load(config)
     world = World.join(checked.device, checked.communication.timeout_seconds)
     resolved = checked.resolve(world.size)
+    world.watch(resolved.communication.step_timeout_seconds)
     if resolved.seed is not None:
         torch.manual_seed(resolved.seed)
     module, values = _module_and_values(model, world)
@@ -109,7 +111,7 @@ def initialize(
         hooks: UnitHooks | Pipeline = pipeline
     else:
         pipeline = None
-        sequence = UnitSequence(units, _prefetch_numel(resolved))
+        sequence = UnitSequence(units, _prefetch_numel(resolved), world.progress)
         on_block = activation_offload.begin_block if activation_offload else None
         hooks = UnitHooks(sequence, policy.frees_parameters, on_block)
     given = (checked.train_batch_size, checked.train_micro_batch_size_per_gpu, checked.gradient_accumulation_steps)

@@ -121,6 +121,11 @@ class CommunicationConfig(Section):
     timeout_seconds: Float = Field(default=300.0, gt=0)
     """A collective that takes longer than this is an error, not a hang."""
 
+    step_timeout_seconds: Annotated[Float | None, Field(gt=0)] = None
+    """A step, with the loading of its data, that takes longer than this is reported: `lowtide launch` says which rank
+    waits for which, with the stacks of all (and then stops, with --on-stall stop); started otherwise, each rank says
+    for itself what it does. Training goes on. null: no limit."""
+
 
 class CheckpointConfig(Section):
     """When checkpoints are saved without a call, where they go, and how they are written."""

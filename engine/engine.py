@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,26 +14,23 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.errors import CheckpointError
-from ..comm import Mesh
-from ..offload import ActivationOffload, OffloadError
+from ..comm import Activity
+from ..offload import OffloadError
 from ..zero.gradient import GroupGradient
-from ..zero.hooks import UnitHooks
-from ..zero.loss_scale import LossScaler
-from ..zero.optimizer import ShardedOptimizer
-from ..zero.scheduled_units import ScheduledUnits
 from ..zero.sequence import UnitSequence
 from . import weights
 from .batch import call, call_for_loss, loss_of, microbatches, prepared
 from .checkpoint import Checkpointer
-from .config import Config
 from .full_values import FullValues
 from .guard import ModelGuard
-from .learning_rates import LearningRates, Schedule
+from .learning_rates import LearningRates
 from .log import StepLog, logger
 from .memory import ModelStateBytes, measure
 from .named_state import NamedState
+from .parts import Parts
 from .pipeline import Pipeline
 from .preemption import Preemption
+from .reporting import reported
 from .run_state import restore_client_state
 from .step_sums import non_finite_error, sum_step
 from .step_update import StepUpdate, Timing
@@ -48,28 +45,6 @@ class StepResult:
     lr: float  # the learning rate that was used
     loss_scale: float  # by which the loss had been multiplied
     skipped: bool  # float16 gradients overflowed: nothing was updated
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What `initialize` has made of a model and a config."""
-
-    config: Config
-    mesh: Mesh
-    module: nn.Module
-    sequence: UnitSequence | ScheduledUnits
-    hooks: UnitHooks | Pipeline
-    pipeline: Pipeline | None
-    optimizer: ShardedOptimizer
-    loss_scaler: LossScaler
-    compute_dtype: torch.dtype | None
-    casts_inputs: bool
-    loss_fn: Callable[[Any, Any], Tensor] | None
-    schedule: Schedule | None
-    lr_scheduler: Any
-    rows_per_microbatch: int | None
-    activation_offload: ActivationOffload | None
-    close_last: Sequence[Callable[[], None]]
 
 
 class Engine:
@@ -94,6 +69,7 @@ class Engine:
         self._is_closed = False
         self._parts = parts
         self._mesh = parts.mesh
+        self._progress = parts.mesh.world.progress
         self._sequence = parts.sequence
         self._scaler = parts.loss_scaler
         self._accumulation = parts.config.gradient_accumulation_steps or 1
@@ -123,6 +99,7 @@ class Engine:
         self._update = StepUpdate(
             parts.optimizer, parts.sequence, parts.mesh, self._timing, self._unclipped_factor, delay_after_steps
         )
+        self._progress.stop_clock(Activity.BEFORE_FIRST_STEP)
 
     # -- who and where --------------------------------------------------------------------------------------------
 
@@ -171,7 +148,7 @@ class Engine:
         error of all ranks alike the next call is a step of its own: no gradient of the failed one is left.
         """
         try:
-            parts = microbatches(batch, self._accumulation, self._parts.rows_per_microbatch)
+            parts = self._progress.drawn(microbatches(batch, self._accumulation, self._parts.rows_per_microbatch))
             if self._pipeline is not None:
                 self._run_pipeline(self._pipeline, list(parts))
                 return self.step()
@@ -191,7 +168,7 @@ class Engine:
         """The model's forward, with inputs on the device and in the compute dtype."""
         self._check_has_whole("engine(batch)", "engine.eval_step(batch)")
         self._guard.check()
-        with self._saving:
+        with self._saving, self._progress.forward(self._num_microbatches, torch.is_grad_enabled()):
             return self.module(*self._prepare(args), **self._prepare(kwargs))
 
     def backward(self, loss: Tensor) -> None:
@@ -202,6 +179,7 @@ class Engine:
                 f"backward: expected a loss with one element that requires a gradient, found {_describe(loss)}; "
                 "was it computed under torch.no_grad(), or detached?"
             )
+        self._progress.enter(Activity.BACKWARD, self._num_microbatches)
         boundary = self._num_microbatches % self._accumulation == self._accumulation - 1
         self._update.begin_backward(boundary)
         assert isinstance(self._sequence, UnitSequence)
@@ -220,6 +198,7 @@ class Engine:
         """Updates the parameters at the accumulation boundary; before it, only returns the last result."""
         if self._num_microbatches % self._accumulation or not self._num_microbatches:
             return self._last
+        self._progress.enter(Activity.UPDATE)
         events = (self._checkpointer.has_failed, self._preemption.is_requested, self._update.has_failed())
         sums = sum_step(self._mesh, self._gradients, self._losses, events, f"the norm of step {self.global_step}")
         save_failed, is_preempted, update_failed = sums.events
@@ -256,11 +235,13 @@ class Engine:
             scale,
             skipped,
         )
+        self._progress.end_step(self.global_step)
         self._log.after_step(self.global_step, self._last, self.config.train_batch_size or 0)
         self._save_if_due(bool(save_failed), bool(is_preempted))
         return self._last
 
     @torch.no_grad()
+    @reported(Activity.EVALUATION)
     def eval_step(self, batch: Any) -> Tensor:
         """The loss of a batch of any size, averaged over the ranks, without gradients and in eval mode."""
         was_training = self.module.training
@@ -295,10 +276,11 @@ class Engine:
             self._update.settle()
         else:
             self._update.take_back()  # what is not a step yet
-        with self._values.gathered(params, modify):
+        with self._progress.during(Activity.WEIGHTS), self._values.gathered(params, modify):
             yield
         self._guard.remember()
 
+    @reported(Activity.WEIGHTS)
     def state_dict(self) -> dict[str, Tensor]:
         """Full parameters and buffers under the model's own names, on the CPU, on rank 0; empty on other ranks.
 
@@ -307,6 +289,7 @@ class Engine:
         self._update.settle()
         return self._values.state_dict()
 
+    @reported(Activity.WEIGHTS)
     def export(
         self,
         folder: str | os.PathLike[str],
@@ -322,6 +305,7 @@ class Engine:
         self._update.settle()
         weights.export(self.module, self._named, self._mesh.world, folder, dtype, shard_bytes)
 
+    @reported(Activity.WEIGHTS)
     def load_weights(self, path: str | os.PathLike[str], strict: bool = True) -> None:
         """Takes over the tensors of safetensors files, or of a checkpoint; each rank reads only what its shards hold.
 
@@ -335,6 +319,7 @@ class Engine:
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
+    @reported(Activity.SAVING)
     def save_checkpoint(
         self,
         folder: str | os.PathLike[str],
@@ -360,6 +345,7 @@ class Engine:
         state = {**self.client_state, **(client_state or {})}
         return self._checkpointer.save(folder, tag, state, self.global_step, self._training_state())
 
+    @reported(Activity.LOADING)
     def load_checkpoint(self, folder: str | os.PathLike[str], tag: str | None = None) -> dict[str, Any]:
         """Goes on where a checkpoint was saved, whatever its number of ranks and ZeRO stage; returns its client state.
 
@@ -434,6 +420,7 @@ class Engine:
         """All microbatches of a step forward and backward."""
         ready = [self._prepare(microbatch) for microbatch in given]
         self._guard.check()
+        self._progress.enter(Activity.PIPELINE)
         self._update.begin_backward(boundary=True)
         scale = self._scaler.scale * self._predivide / self._accumulation
         self._losses = pipeline.train(given, ready, scale)

@@ -1,9 +1,11 @@
 """The processes below this one: bound to its life, found again when orphaned, and ended together."""
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 
 import psutil
@@ -48,3 +50,12 @@ def kill_descendants() -> list[psutil.Process]:
                 child.kill()
             except psutil.NoSuchProcess:
                 continue
+
+
+def reap_all(timeout_seconds: float) -> None:
+    """Takes the exit status of every child, adopted ones too, until none is left or the time is over."""
+    deadline = time.monotonic() + timeout_seconds
+    with contextlib.suppress(ChildProcessError):
+        while time.monotonic() < deadline:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.01)

@@ -3,6 +3,7 @@
 The names are loaded on first use, so that a command such as `lowtide launch` starts without torch.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,12 @@ _HOME = {
     "StepResult": ".engine.engine",
     "initialize": ".engine.build",
 }
+
+# Set by `lowtide launch`, which wants to see where a rank hangs: from here on, and not from `initialize` on.
+if "LOWTIDE_PROGRESS_FILE" in os.environ:
+    from .launch.stacks import claim_as_asked
+
+    claim_as_asked()
 
 
 def __getattr__(name: str) -> object:

@@ -98,6 +98,7 @@ class Executor:
         self._reset(microbatches, scale)
         try:
             for action in self._actions:
+                self._peers.progress.at_unit(str(action))
                 self._await_what_it_needs(action)
                 started = time.perf_counter()
                 _TABLE[action.op](self, action)

@@ -11,18 +11,19 @@ import pytest
 CHECKOUT = Path(__file__).parents[1]
 
 MAY_IMPORT: dict[str, set[str]] = {
-    "lowtide": {"engine", "checkpoint", "offload"},
+    "lowtide": {"engine", "checkpoint", "offload", "launch"},
     "bin": {"engine", "launch", "configs", "checkpoint", "pipe"},
     "engine": {"zero", "pipe", "comm", "kernels", "configs", "checkpoint", "offload"},
     "checkpoint": {"offload"},
     "zero": {"comm", "kernels", "offload"},
     "pipe": {"comm"},
-    "comm": set(),
+    "comm": {"launch"},
     "kernels": set(),
     "offload": set(),
     "configs": set(),
     "launch": set(),
 }
+SHARED_WITH_THE_LAUNCHER = {"progress", "record", "stacks"}  # what a rank says of itself
 FILES = [path for folder in MAY_IMPORT for path in sorted((CHECKOUT / folder).rglob("*.py"))]
 
 
@@ -130,6 +131,13 @@ def test_launch_imports_no_torch() -> None:
     for path in (CHECKOUT / "launch").rglob("*.py"):
         roots = {name.split(".")[0] for name in imports(path, ast.walk(tree_of(path)))}
         assert not roots & {"torch", "numpy", "pydantic"}, name_of(path)
+
+
+def test_ranks_know_nothing_of_the_launcher_but_the_record_that_it_reads() -> None:
+    for path in (path for folder in ("comm", "lowtide") for path in (CHECKOUT / folder).rglob("*.py")):
+        names = imports(path, ast.walk(tree_of(path)))
+        modules = {name.split(".")[2] for name in names if name.startswith("lowtide.launch.")}
+        assert modules <= SHARED_WITH_THE_LAUNCHER, name_of(path)
 
 
 def test_no_import_cycles() -> None:

@@ -31,7 +31,7 @@ from enum import Enum
 import torch
 from torch import nn
 
-from ..comm import CollectiveError
+from ..comm import CollectiveError, Progress
 from .gradient import GroupGradient
 from .group import Residence, ShardedGroup
 
@@ -156,8 +156,9 @@ class UnitSequence:
     units: the rest first, then the blocks in the order of registration.
     """
 
-    def __init__(self, units: Sequence[Unit], prefetch_numel: int) -> None:
+    def __init__(self, units: Sequence[Unit], prefetch_numel: int, progress: Progress) -> None:
         self.units = units
+        self._progress = progress
         self.rest, self.blocks = units[0], list(units[1:])
         self.phase = Phase.IDLE
         self._needs_ring = any(group.frees_memory for unit in units for group in unit.groups)
@@ -198,6 +199,7 @@ class UnitSequence:
 
     def enter(self, unit: Unit) -> int:
         """A unit's forward begins, or is recomputed: its parameters are made full. Returns the position of this use."""
+        self._progress.at_unit("" if unit is self.rest else unit.name)
         if self.phase is Phase.BACKWARD:
             self._gather_in_backward(unit)
             return -1
@@ -212,9 +214,11 @@ class UnitSequence:
 
     def leave(self, unit: Unit) -> None:
         """A unit's forward ends: its parameters are freed, but for those with which the backward will begin."""
-        if self.phase is Phase.BACKWARD or (self._expects_backward and unit is self.units[-1]):
+        if self.phase is Phase.BACKWARD:
             return
-        unit.release()
+        self._progress.at_unit("")
+        if not (self._expects_backward and unit is self.units[-1]):
+            unit.release()
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -241,6 +245,7 @@ class UnitSequence:
             is_done = self._needs_ring if other.first_use is None else other.first_use > use
             other.is_ready = other.is_ready or is_done
         self._collect_ready()
+        self._progress.at_unit(unit.name)
         self._gather_in_backward(unit)
 
     def gradient_arrived(self, unit: Unit, param: nn.Parameter, name: str) -> None:

@@ -15,7 +15,14 @@ LAUNCH = [sys.executable, "-c", "import sys; from lowtide.bin.main import main; 
 class Job:
     """`lowtide launch OPTIONS SCRIPT ARGS` with a mark in its environment by which its processes are found."""
 
-    def __init__(self, folder: Path, source: str, *options: str, arguments: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        source: str,
+        *options: str,
+        arguments: tuple[str, ...] = (),
+        variables: dict[str, str] | None = None,
+    ) -> None:
         self.folder = folder
         script = folder / "script.py"
         script.write_text(source)
@@ -29,7 +36,7 @@ class Job:
             stderr=subprocess.PIPE,
             text=True,
             cwd=folder,
-            env={**inherited, self.mark: "1"},
+            env={**inherited, **(variables or {}), self.mark: "1"},
         )
 
     def finish(self, timeout: float = 30) -> tuple[int, str, str]:

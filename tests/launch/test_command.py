@@ -30,7 +30,7 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("lunch", 'did you mean "launch"?'), ("zzz", "the commands are launch, config, plan, export, checkpoint")],
+    [("lunch", 'did you mean "launch"?'), ("zzz", f"the commands are {', '.join(COMMANDS)}")],
 )
 def test_an_unknown_command_is_named(name: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name]) == 2
@@ -51,7 +51,12 @@ def test_launch_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
         (["--nproc", "1", "--grace", "-1", __file__], "--grace must not be negative, found -1"),
         (["--nproc", "1", "nothing.py"], 'there is no script "nothing.py" in '),
         (["--nproc", "1", "-m", "no_such.module"], 'no module "no_such" can be imported from '),
-        ([__file__], "the following arguments are required: --nproc"),
+        (["--nproc", "two", __file__], "argument --nproc: invalid number value: 'two'"),
+        (["--nporc", "2", __file__], 'unknown option "--nporc"; did you mean "--nproc"?'),
+        (["--transport", "shh", __file__], 'unknown --transport "shh"; did you mean "ssh"?'),
+        (["--lost-after", "1", __file__], "--lost-after must be at least 2 seconds"),
+        (["--min-hosts", "3", "--max-hosts", "2", __file__], "--min-hosts (3) must not be more than --max-hosts (2)"),
+        (["--hosts", "a:2", "--hostfile", "b", __file__], "keep one"),
         (["--nproc", "1"], "the following arguments are required: SCRIPT"),
     ],
 )

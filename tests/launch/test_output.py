@@ -3,6 +3,7 @@
 import os
 import pty
 import subprocess
+import time
 from pathlib import Path
 
 from tests.launch.jobs import LAUNCH, Job
@@ -36,7 +37,7 @@ def test_quiet_ranks_shows_rank_0_only(tmp_path: Path) -> None:
 def test_quiet_ranks_still_shows_why_a_rank_failed(tmp_path: Path) -> None:
     source = "import os\nif os.environ['RANK'] == '1': raise ValueError('bad row 17')"
     status, out, err = Job(tmp_path, source, "--nproc", "2", "--quiet-ranks").finish()
-    assert status == 1 and out == "" and "    ValueError: bad row 17" in err
+    assert status == 1 and out == "" and "│ ValueError: bad row 17\n" in err
 
 
 def test_log_dir_has_one_file_per_rank_and_the_terminal_stays_the_same(tmp_path: Path) -> None:
@@ -70,4 +71,78 @@ def test_rank_0_keeps_the_terminal(tmp_path: Path) -> None:
     lines = os.read(ours, 10_000).decode().split()
     os.close(ours)
     text = " ".join(lines)
-    assert "True True True" in text and "[rank 1] False False False" in text
+    assert "True True True" in text and "[rank 1]\x1b[0m False False False" in text
+
+
+FLOODS = """
+import os, sys
+for number in range(20_000):
+    print(f"{number:06d}", "x" * 90)
+"""
+
+
+def test_a_slow_reader_gets_every_line_whole(tmp_path: Path) -> None:
+    """4 MB through pipes that hold a fraction of it, to a reader that starts late: the ranks wait."""
+    job = Job(tmp_path, FLOODS, "--nproc", "3", "--log-dir", "logs")
+    time.sleep(1.5)
+    assert job.process.poll() is None
+    status, out, _ = job.finish(timeout=60)
+    assert status == 0
+    lines = [f"{number:06d} {'x' * 90}" for number in range(20_000)]
+    got = out.splitlines()
+    assert [line for line in got if not line.startswith("[")] == lines
+    for rank in (1, 2):
+        mine = [line.partition("] ")[2] for line in got if line.startswith((f"[rank {rank}]", "[ranks 1-2]"))]
+        assert mine == lines
+    assert (tmp_path / "logs/rank2.log").read_text().splitlines() == lines
+
+
+def test_a_reader_that_goes_away_does_not_stop_the_ranks(tmp_path: Path) -> None:
+    job = Job(tmp_path, FLOODS + "open('done' + os.environ['RANK'], 'w')", "--nproc", "2", "--log-dir", "logs")
+    assert job.process.stdout is not None
+    job.process.stdout.close()
+    assert job.process.wait(30) == 0 and job.survivors() == []
+    assert (tmp_path / "done0").exists() and (tmp_path / "done1").exists()
+    job.process.communicate()
+
+
+def test_equal_lines_of_ranks_are_one(tmp_path: Path) -> None:
+    source = """
+import os, pathlib, time
+pathlib.Path("ready" + os.environ["RANK"]).touch()
+while not all(pathlib.Path(f"ready{rank}").exists() for rank in range(4)):
+    time.sleep(0.001)
+time.sleep(0.1)
+print("loading")
+"""
+    _, out, _ = Job(tmp_path, source, "--nproc", "4").finish()
+    assert sorted(out.splitlines()) == ["[ranks 1-3] loading", "loading"]
+
+
+def test_the_box_has_the_whole_traceback(tmp_path: Path) -> None:
+    source = """
+import os
+def deeper(n):
+    return deeper(n - 1) + 1 if n else [][0]
+def middle(n):
+    try:
+        deeper(2)
+    except IndexError as error:
+        raise ValueError("outer") from error
+if os.environ["RANK"] == "1":
+    for line in range(50):
+        print("before", line)
+    middle(1)
+"""
+    _, _, err = Job(tmp_path, source, "--nproc", "2").finish()
+    box = err.partition("┌─ rank 1 ─")[2]
+    assert box.count("│ Traceback (most recent call last):") == 2
+    assert "│ IndexError: list index out of range" in box and "│ ValueError: outer" in box and "before" not in box
+
+
+def test_a_full_disk_of_logs_is_told_and_the_ranks_go_on(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/rank1.log").symlink_to("/dev/full")
+    status, out, err = Job(tmp_path, SAYS, "--nproc", "2", "--log-dir", "logs").finish()
+    assert status == 0 and "[rank 1] err 1" in out
+    assert "logs/rank1.log is not written any more: No space left on device; the ranks go on" in err

@@ -1,0 +1,59 @@
+"""The argument parser of every command: argparse, with "did you mean" for options and choices that do not exist."""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that says what was meant; `add_subparsers` gives parsers of the same kind."""
+
+    _given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse has it, but unknown options and arguments are errors here, where the parser knows its own."""
+        self._given = sys.argv[1:] if args is None else list(args)
+        options, extra = super().parse_known_args(args, namespace)
+        if extra:
+            unknown = next((word for word in extra if _is_option(word)), None)
+            self.error(f'expected nothing more, found "{extra[0]}"' if unknown is None else self._hint(unknown))
+        return options, extra
+
+    def error(self, message: str) -> NoReturn:
+        """Prints usage and message and exits with 2. What is missing is often there, with a slip in it."""
+        if message.startswith("the following arguments are required"):
+            before = self._given[: self._given.index("--")] if "--" in self._given else self._given
+            message = next((self._hint(word) for word in before if self._is_unknown(word)), message)
+        super().error(message)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            what = "/".join(action.option_strings) or action.metavar or action.dest
+            hint = did_you_mean(str(value), list(map(str, action.choices)))
+            raise argparse.ArgumentError(None, f'unknown {what} "{value}"; {hint}')
+
+    def _is_unknown(self, word: str) -> bool:
+        name = word.partition("=")[0]
+        if not _is_option(word) or (word[1] != "-" and word[:2] in self._option_string_actions):
+            return False
+        return not any(option == name or option.startswith(name) for option in self._option_string_actions)
+
+    def _hint(self, word: str) -> str:
+        name = word.partition("=")[0]
+        options = [option for option in self._option_string_actions if option.startswith("--")]
+        close = difflib.get_close_matches(name, options, n=1)
+        hint = f'did you mean "{close[0]}"?' if close else f"`{self.prog} --help` lists the options"
+        return f'unknown option "{name}"; {hint}'
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`did you mean "show"?`, or what there is."""
+    names = list(known)
+    close = difflib.get_close_matches(word, names, n=1)
+    return f'did you mean "{close[0]}"?' if close else f"expected one of {', '.join(names)}"
+
+
+def _is_option(word: str) -> bool:
+    return len(word) > 1 and word.startswith("-") and not word[1:].replace(".", "", 1).isdigit()

@@ -1,0 +1,298 @@
+"""`lowtide env`: what this machine has, how fast it is, what works on it, and why the rest does not."""
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import torch
+
+from ..kernels.cpu_build import BuildError, find_compiler
+from ..kernels.cpu_optimizer import cpu_kernel
+from ..kernels.dispatch import has_triton
+from ..launch.checks import CheckRequest, CheckResult, run_checks, versions
+from ..launch.host import HostReport
+from ..launch.host_faults import size_text
+from ..launch.report import report_host
+from ..offload import OffloadError, PagePool
+from . import bandwidths
+from .arguments import Parser
+
+HELP = "say what this machine has, how fast it is, what works on it, and why the rest does not"
+_EPILOG = """examples:
+  lowtide env
+  lowtide env --folder /nvme            also how fast the offload to that folder is
+  lowtide env --json > machine.json     for a bug report
+
+Nothing is printed by which the machine, its user or its secrets could be known: no host names, addresses or values of
+the environment but those listed; the home folder is shown as ~.
+"""
+# Variables that change what training does here, and whose values are no secret.
+_VARIABLES = (
+    *(
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_DEVICE_ORDER",
+        "HIP_VISIBLE_DEVICES",
+        "ROCR_VISIBLE_DEVICES",
+        "CUDA_LAUNCH_BLOCKING",
+    ),
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TRITON_INTERPRET", "LOWTIDE_CPU_KERNEL", "PYTORCH_CUDA_ALLOC_CONF"),
+    *("NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
+)
+
+Section = dict[str, str | int | float]
+
+
+class Ability(NamedTuple):
+    """Something that works here or not. why: what it was known by, or what is missing and what to do."""
+
+    works: bool
+    why: str
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the report; 1 where `--folder` cannot be written to."""
+    options = parser().parse_args(argv)
+    report = report_host()
+    facts = {name: result.value for name, result in _checks(options.folder).items()}
+    speeds, disk_ability = ({}, None) if options.quick else _speeds(options.folder)
+    abilities = _abilities(report, facts)
+    if disk_ability is not None:
+        abilities["offload to nvme"] = disk_ability
+    sections: dict[str, Section] = {
+        "versions": _versions(facts),
+        "devices": _devices(report),
+        "machine": _machine(report, facts),
+        "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "bandwidths": speeds,
+    }
+    text = _as_json(sections, abilities) if options.json else _as_text(sections, abilities)
+    print(text.replace(str(Path.home()), "~"))
+    return 1 if disk_ability is not None and not disk_ability.works else 0
+
+
+def parser() -> Parser:
+    """The command line of `lowtide env`."""
+    result = Parser(
+        prog="lowtide env",
+        description=HELP[0].upper() + HELP[1:] + ".",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    result.add_argument("--folder", type=Path, metavar="DIR", help="measure the offload to files in this folder too")
+    result.add_argument("--quick", action="store_true", help="measure nothing")
+    result.add_argument("--json", action="store_true", help="as JSON: numbers in bytes and bytes per second")
+    return result
+
+
+def _checks(folder: Path | None) -> dict[str, CheckResult]:
+    request = CheckRequest(1, str(Path.cwd()), sys.executable, write_folders=() if folder is None else (str(folder),))
+    return {result.name: result for result in run_checks(request)}
+
+
+def _versions(facts: Mapping[str, object]) -> Section:
+    found: Section = {**versions(), "sources": str(facts.get("lowtide_source", ""))}
+    found["triton"] = _version_of("triton")
+    found["numpy"] = _version_of("numpy")
+    found["pydantic"] = _version_of("pydantic")
+    found["cuda"] = torch.version.cuda or "torch is built without it"
+    found["os"] = _os_name()
+    found["kernel"] = f"{platform.system()} {platform.release()} {platform.machine()}"
+    return found
+
+
+def _devices(report: HostReport) -> Section:
+    found: Section = {}
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        device = torch.cuda.get_device_properties(index)
+        capability = f"{device.major}.{device.minor}"
+        memory = size_text(device.total_memory)
+        found[f"cuda:{index}"] = f"{device.name}, {memory}, compute capability {capability}"
+    if not found:
+        found = {f"device {device.identities[0]}": device.name for device in report.devices}
+    return found or {"accelerators": "none"}
+
+
+def _machine(report: HostReport, facts: Mapping[str, object]) -> Section:
+    names = ("free_memory_bytes", "shared_memory_bytes", "free_shared_memory_bytes", "locked_memory_bytes")
+    found: Section = {"processor": _processor(), "cores": os.cpu_count() or 1, "usable cores": report.num_cores}
+    found["threads of torch"] = torch.get_num_threads()
+    found["numa nodes"] = max(1, len(report.nodes))
+    found["memory_bytes"] = psutil.virtual_memory().total
+    found |= {name: value for name in names if isinstance(value := facts.get(name), str | int | float)}
+    found["rdma devices"] = int(str(facts.get("rdma_devices") or 0))
+    return found
+
+
+def _abilities(report: HostReport, facts: Mapping[str, object]) -> dict[str, Ability]:
+    shared = facts.get("free_shared_memory_bytes")
+    room = isinstance(shared, int) and shared > 0
+    pages = PagePool.is_possible()
+    return {
+        "cuda": _cuda(report),
+        "nccl": _nccl(),
+        "triton kernels": _triton(),
+        "c++ compiler": _compiler(),
+        "cpu update kernel": _cpu_kernel(),
+        "shared-memory route": Ability(
+            room, f"{size_text(int(str(shared)))} free in /dev/shm" if room else "there is no room in /dev/shm"
+        ),
+        "parameters on nvme": Ability(
+            pages, "pages can be moved" if pages else f"needs Linux 5.7 or newer, found {platform.release()}"
+        ),
+        "ssh": _ssh(),
+    }
+
+
+def _cuda(report: HostReport) -> Ability:
+    if torch.cuda.is_available():
+        return Ability(True, f"{torch.cuda.device_count()} devices that torch can use")
+    if torch.version.cuda is None and torch.version.hip is None:
+        there = f", though there are {len(report.devices)} accelerators: install another" if report.devices else ""
+        return Ability(False, f"torch {torch.__version__} is built without CUDA{there}")
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return Ability(False, "CUDA_VISIBLE_DEVICES is empty, which hides all devices")
+    return Ability(False, "torch finds no device" + ("; is the driver new enough?" if report.devices else ""))
+
+
+def _nccl() -> Ability:
+    if not torch.cuda.is_available():
+        return Ability(False, "it needs CUDA devices; ranks on processors use gloo and shared memory")
+    try:
+        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    except (AttributeError, RuntimeError) as error:
+        return Ability(False, f"torch is built without it ({error})")
+    return Ability(True, "version " + ".".join(map(str, version)))
+
+
+def _triton() -> Ability:
+    if not has_triton():
+        return Ability(False, "triton is not installed; eager torch operations do the same, slower on a GPU")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return Ability(True, "in the interpreter (TRITON_INTERPRET=1), for tests: slow")
+    if not torch.cuda.is_available():
+        return Ability(False, "there is no GPU; eager torch operations do the same")
+    return Ability(True, f"triton {_version_of('triton')}")
+
+
+def _compiler() -> Ability:
+    try:
+        command = find_compiler()
+    except BuildError as error:
+        return Ability(False, str(error))
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", timeout=10)
+        return Ability(True, f"{command[0]}: {(done.stdout.splitlines() or ['it does not say its version'])[0]}")
+    return Ability(False, f"{command[0]} cannot be run")
+
+
+def _cpu_kernel() -> Ability:
+    """Builds it, as training would; its log says which form it is, and why."""
+    with _logged() as lines:
+        try:
+            kernel = cpu_kernel()
+        except ValueError as error:
+            return Ability(False, str(error))
+    said = lines[-1].removeprefix("CPU optimizer: ") if lines else "built before"
+    return Ability(kernel is not None, said)
+
+
+def _ssh() -> Ability:
+    path = shutil.which("ssh")
+    if path is None:
+        return Ability(False, "there is no `ssh` in the path; install OpenSSH's client to start jobs on other hosts")
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run([path, "-V"], capture_output=True, text=True, errors="replace", timeout=10)
+        return Ability(True, (done.stderr or done.stdout).strip())
+    return Ability(False, f"{path} cannot be run")
+
+
+def _speeds(folder: Path | None) -> tuple[Section, Ability | None]:
+    found: Section = {"memory copy": bandwidths.memory_copy(), "loopback": bandwidths.loopback()}
+    found |= bandwidths.gpu_copies()
+    if folder is None:
+        return found, None
+    try:
+        with _logged() as lines:
+            found["disk write"], found["disk read"], is_direct = bandwidths.disk(folder)
+    except OffloadError as error:
+        return found, Ability(False, str(error))
+    return found, Ability(True, f"{folder}: past the page cache (O_DIRECT)" if is_direct else lines[-1])
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[list[str]]:
+    """What the library's log says meanwhile; it is shown nowhere else."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger("lowtide"), Keep()
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.level, logger.propagate = before
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _os_name() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        return platform.platform()
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("model name", "Model")):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _as_json(sections: Mapping[str, Section], abilities: Mapping[str, Ability]) -> str:
+    works = {name: {"works": ability.works, "why": ability.why} for name, ability in abilities.items()}
+    return json.dumps({**sections, "works": works}, indent=2)
+
+
+def _as_text(sections: Mapping[str, Section], abilities: Mapping[str, Ability]) -> str:
+    blocks: dict[str, dict[str, str]] = {
+        name: {key.removesuffix("_bytes").replace("_", " "): _shown(name, key, value) for key, value in section.items()}
+        for name, section in sections.items()
+        if section
+    }
+    blocks["works"] = {name: f"{'yes' if able else 'no ':<3}  {why}" for name, (able, why) in abilities.items()}
+    width = max(len(key) for block in blocks.values() for key in block)
+    lines = []
+    for name, block in blocks.items():
+        lines += [name, *(f"  {key:<{width}}  {value}" for key, value in block.items()), ""]
+    return "\n".join(lines[:-1])
+
+
+def _shown(section: str, key: str, value: str | int | float) -> str:
+    if section == "bandwidths":
+        return f"{float(value) / 1e9:.3g} GB/s"
+    return size_text(value) if key.endswith("_bytes") and isinstance(value, int) else str(value)

@@ -1,0 +1,328 @@
+"""The agent of one host: the only parent of the ranks there, and the launcher's hands and eyes.
+
+    python -P -m lowtide.launch.agent (--fd N | --stdio | --connect HOST:PORT,...) [--index I]
+
+[Note: backpressure]
+Output is sent only as far as the launcher has shown what was sent before, plus WINDOW_BYTES. A slow terminal so makes
+the agent stop reading the ranks' pipes, and a rank that prints more waits: memory stays bounded and no line is lost.
+Beats and other messages are not held up. What a rank printed last is sent all the same, so that its end can be told.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import itertools
+import os
+import platform
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from . import stacks
+from .channel import MAGIC, Channel
+from .checks import HeldPort, run_checks
+from .guard import KILLED_SECONDS, guarded
+from .host import LaunchError
+from .loop import Loop
+from .messages import (
+    Challenge,
+    Check,
+    Checked,
+    Ended,
+    Held,
+    Hello,
+    Hold,
+    Kill,
+    Leave,
+    Message,
+    Note,
+    Output,
+    Progress,
+    Reach,
+    Reached,
+    Refused,
+    Shown,
+    Signal,
+    StackDump,
+    Stacks,
+    Start,
+    Started,
+    Stopped,
+    proof_of,
+)
+from .process_tree import kill_descendants, reap_all
+from .ranks import HostRanks
+from .reach import own_addresses, reachable
+from .report import report_host
+
+WINDOW_BYTES = 1 << 18
+SILENCE_SECONDS = 4.0  # of a peer that is taken for lost; what is left then has a second to be gone within five
+TOKEN_VARIABLE = "LOWTIDE_TOKEN"
+_PROGRESS_SECONDS = 1.0
+_FLUSH_SECONDS = 5.0
+
+
+class Agent:
+    """From the launcher's Challenge to its Leave, or to the loss of it; then nothing of the job is left here."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        read_fd: int,
+        write_fd: int,
+        silence_seconds: float | None,
+        token: str = "",
+        index: int | None = None,
+        names: tuple[str, ...] = (),
+    ) -> None:
+        self._loop = loop
+        self._token = token
+        self._index = index
+        self._names = names
+        self._ranks: HostRanks | None = None
+        self._held: HeldPort | None = None
+        self._may_send = WINDOW_BYTES
+        self._status: int | None = None
+        self._channel = Channel(loop, read_fd, write_fd, self._take, self._lose, silence_seconds, sends_beats=False)
+        for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to the launcher too
+            loop.on_signal(number, lambda: None)
+        loop.on_signal(signal.SIGTERM, lambda: self._channel.send(Stopped(signal.SIGTERM)))
+
+    def run(self) -> int:
+        """The exit status: that of the job, or 1 where the launcher was lost."""
+        self._loop.run(lambda: self._status is not None)
+        if self._channel.is_open:
+            self._loop.run(lambda: self._channel.is_flushed or not self._channel.is_open, timeout=_FLUSH_SECONDS)
+            self._channel.close()
+        return self._status or 0
+
+    def lose_guard(self) -> None:
+        """The process above this one is gone: nobody would end the job here if this one were killed."""
+        self._channel.send(Note("the guard of the agent was killed, so the agent ends"))
+        self._end(1)
+
+    def printed(self, rank: int, shown: bytes) -> None:
+        """Sends what a rank has printed, and stops reading where the launcher is behind."""
+        if not shown:
+            return
+        self._channel.send(Output(rank, shown.decode("latin-1")))
+        self._may_send -= len(shown)
+        if self._ranks is not None:
+            self._ranks.pause(self._may_send <= 0)
+
+    def ended(self, message: Ended) -> None:
+        """Tells the launcher that a rank is gone."""
+        self._channel.send(message)
+
+    def note(self, text: str) -> None:
+        """Tells the user something."""
+        self._channel.send(Note(text))
+
+    def _lose(self, reason: str) -> None:
+        self._end(1)
+
+    def _end(self, status: int) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
+        if self._held is not None:
+            self._held.release()
+        kill_descendants()
+        reap_all(KILLED_SECONDS)
+        self._status = status
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Challenge(nonce):
+                self._channel.send(self._hello(nonce))
+            case Hold(port):
+                self._hold(port)
+            case Reach(addresses, port):
+                self._in_thread(lambda: reachable(addresses, port), Reached)
+            case Check(request):
+                self._in_thread(lambda: run_checks(request), lambda results: Checked(tuple(results)))
+            case Start():
+                self._start(message)
+            case Signal(number):
+                if self._ranks is not None:
+                    self._ranks.send_signal(number)
+            case Kill():
+                kill_descendants()
+            case Stacks(ranks):
+                self._dump_stacks(ranks)
+            case Shown(nbytes):
+                self._may_send += nbytes
+                if self._ranks is not None:
+                    self._ranks.pause(self._may_send <= 0)
+            case Leave(status):
+                self._end(status)
+
+    def _hello(self, nonce: str) -> Hello:
+        return Hello(
+            proof=proof_of(self._token, nonce),
+            index=self._index,
+            names=self._names,
+            pid=os.getpid(),
+            python=platform.python_version(),
+            lowtide=importlib.metadata.version("lowtide"),
+            executable=sys.executable,
+            wall_clock=time.time(),
+            addresses=own_addresses(os.environ),
+            report=report_host(),
+        )
+
+    def _hold(self, port: int | None) -> None:
+        try:
+            if self._held is not None:
+                self._held.release()
+            self._held = HeldPort(port)
+        except LaunchError as error:
+            self._channel.send(Held(0, str(error)))
+        else:
+            self._channel.send(Held(self._held.port))
+
+    def _in_thread(self, work: Callable[[], Any], answer: Callable[[Any], Message]) -> None:
+        """For what may take long; it is over before Start comes, because the launcher waits for the answer."""
+
+        def call() -> None:
+            result = work()
+            self._loop.post(lambda: self._channel.send(answer(result)))
+
+        threading.Thread(target=call, daemon=True).start()
+
+    def _start(self, message: Start) -> None:
+        if self._held is not None:
+            self._held.release()
+            self._held = None
+        self._may_send = WINDOW_BYTES
+        try:
+            self._ranks = HostRanks(self._loop, message, self)
+        except LaunchError as error:
+            self._channel.send(Refused(str(error)))
+            return
+        self._channel.send(Started(self._ranks.pids))
+        self._loop.after(_PROGRESS_SECONDS, self._report_progress)
+
+    def _report_progress(self) -> None:
+        if self._ranks is None or not self._ranks.are_running:
+            return
+        if progress := self._ranks.progress():
+            self._channel.send(Progress(progress))
+        self._loop.after(_PROGRESS_SECONDS, self._report_progress)
+
+    def _dump_stacks(self, ranks: tuple[int, ...]) -> None:
+        if self._ranks is None:
+            return
+        paths = self._ranks.stack_paths(ranks)
+
+        def call() -> None:
+            for rank, text in stacks.collect_stacks(paths).items():
+                self._loop.post(lambda rank=rank, text=text: self._channel.send(StackDump(rank, text)))  # type: ignore[misc]
+
+        threading.Thread(target=call, daemon=True).start()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line above; the exit status is that of `Agent.run`."""
+    parser = argparse.ArgumentParser(prog="lowtide agent", allow_abbrev=False)
+    way = parser.add_mutually_exclusive_group(required=True)
+    way.add_argument("--fd", type=int, help="a connected socket that this process was started with")
+    way.add_argument("--stdio", action="store_true", help="stdin and stdout, after a line that marks the beginning")
+    way.add_argument("--connect", metavar="HOST:PORT", help="where the launcher listens")
+    parser.add_argument("--index", type=int, help="of this host among those of the job")
+    parser.add_argument("--silence", type=float, default=SILENCE_SECONDS, help="seconds after which the peer is lost")
+    parser.add_argument("--wait", type=float, default=60.0, help="seconds to try to connect")
+    options = parser.parse_args(argv)
+    token = os.environ.pop(TOKEN_VARIABLE, "")
+    silence: float | None = options.silence
+    if options.fd is not None:
+        read_fd, silence = options.fd, None  # the launcher may be stopped by Ctrl-Z, and we with it
+    elif options.stdio:
+        read_fd = _take_stdin()
+    else:
+        try:
+            read_fd = _connected(options.connect, options.wait)
+        except LaunchError as error:
+            print(f"lowtide launch: {error}", file=sys.stderr, flush=True)
+            return 1
+    write_fd = _take_stdout() if options.stdio else os.dup(read_fd)
+
+    def work(guard_alive: int, signs_of_life: int) -> int:
+        loop = Loop()
+        agent = Agent(loop, read_fd, write_fd, silence, token, options.index, _names())
+        loop.on_readable(guard_alive, lambda: _lose_guard(loop, guard_alive, agent))
+        _give_signs(loop, signs_of_life)
+        return agent.run()
+
+    return guarded(work, (read_fd, write_fd), silence)
+
+
+def _lose_guard(loop: Loop, fd: int, agent: Agent) -> None:
+    loop.forget(fd)
+    agent.lose_guard()
+
+
+def _give_signs(loop: Loop, fd: int) -> None:
+    with contextlib.suppress(OSError):  # the guard is gone, which its own pipe tells
+        os.write(fd, b".")
+    loop.after(1.0, lambda: _give_signs(loop, fd))
+
+
+def _take_stdin() -> int:
+    """The channel's reading end; what runs here finds an empty stdin instead."""
+    taken = os.dup(0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return taken
+
+
+def _take_stdout() -> int:
+    """The channel's writing end, with the mark of its beginning; what is printed here goes to stderr instead."""
+    taken = os.dup(1)
+    os.dup2(2, 1)
+    os.write(taken, b"\n" + MAGIC + b"\n")
+    return taken
+
+
+def _connected(peers: str, wait_seconds: float) -> int:
+    """A connection to the launcher, which may start later than its agents, at the first address that answers.
+
+    peers: HOST:PORT, several with commas. Raises LaunchError when the wait is over.
+    """
+    deadline = time.monotonic() + wait_seconds
+    said = time.monotonic()
+    for peer in itertools.cycle(peers.split(",")):
+        address, _, port = peer.rpartition(":")
+        try:
+            connection = socket.create_connection((address.strip("[]"), int(port)), timeout=5)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"there is no launcher at {peers} after {wait_seconds:g} s ({error}); has it been started on the "
+                    "first host, and does this host reach it?"
+                ) from error
+            if time.monotonic() - said > 10:
+                said = time.monotonic()
+                print(f"lowtide launch: waiting for the launcher at {peer} ({error})", file=sys.stderr, flush=True)
+            time.sleep(0.2)
+        else:
+            connection.settimeout(None)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return connection.detach()
+    raise AssertionError("the cycle has no end")
+
+
+def _names() -> tuple[str, ...]:
+    """What a launcher may call this host."""
+    told = [os.environ.get(name) for name in ("SLURMD_NODENAME", "LSB_HOSTNAME")]
+    found = [*told, platform.node(), socket.gethostname(), platform.node().split(".")[0]]
+    return tuple(dict.fromkeys(name for name in found if name))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

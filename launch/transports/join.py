@@ -1,0 +1,69 @@
+"""Transport "join": somebody else has started `lowtide launch` once on every host, Kubernetes for example.
+
+The first host's is the launcher: it has an agent of its own and listens. The others become agents and connect there.
+"""
+
+import hashlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from ..agent import TOKEN_VARIABLE
+from ..host import LaunchError, Meeting
+from ..loop import Loop
+from .link import Events, Listener, agent_command
+from .local import LocalTransport
+
+
+class JoinTransport:
+    """The launcher's side."""
+
+    advice = (
+        "Start `lowtide launch` with the same options on every host; each must reach the first one at its meeting port."
+    )
+
+    def __init__(
+        self, meeting: Meeting, silence_seconds: float, environ: Mapping[str, str], needs_terminal: bool
+    ) -> None:
+        self.token = token_of(meeting, environ)
+        self._meeting = meeting
+        self._silence_seconds = silence_seconds
+        self._own = LocalTransport(meeting.index, needs_terminal)
+        self.inherits_terminal = needs_terminal
+        self._listener: Listener | None = None
+
+    def start(self, loop: Loop, hosts: Sequence[str], events: Events) -> None:
+        """See Transport. Raises LaunchError where the port is taken."""
+        try:
+            self._listener = Listener(loop, self._meeting.port, events.linked, self._silence_seconds)
+        except OSError as error:
+            raise LaunchError(
+                f"the agents of the other hosts are to connect to port {self._meeting.port} of this one, which cannot "
+                f"be listened at: {error.strerror}; end the program that has it, or choose another one for all hosts "
+                "(MASTER_PORT, or --meet HOST:PORT)"
+            ) from error
+        self._own.start(loop, hosts, events)
+
+    def why_lost(self, index: int) -> str:
+        """See Transport."""
+        return self._own.why_lost(index)
+
+    def close(self) -> None:
+        """See Transport."""
+        if self._listener is not None:
+            self._listener.close()
+        self._own.close()
+
+
+def token_of(meeting: Meeting, environ: Mapping[str, str]) -> str:
+    """LOWTIDE_TOKEN if it is set; else made of what all hosts of the job know: against mix-ups, not attackers."""
+    return environ.get(TOKEN_VARIABLE) or hashlib.sha256(meeting.identity.encode()).hexdigest()
+
+
+def become_agent(meeting: Meeting, wait_seconds: float, silence_seconds: float) -> NoReturn:
+    """Replaces this process by the agent of its host."""
+    os.environ[TOKEN_VARIABLE] = token_of(meeting, os.environ)
+    where = f"{meeting.address}:{meeting.port}"
+    command = agent_command("--connect", where, "--index", str(meeting.index), "--wait", f"{wait_seconds:g}")
+    os.execv(sys.executable, [*command, "--silence", f"{silence_seconds:g}"])

@@ -1,0 +1,203 @@
+"""How agents are started and reached: what every transport gives, and what several of them share."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..loop import Loop
+from ..process_tree import die_with_parent
+
+_KEPT_LINES = 20
+_CHUNK_BYTES = 1 << 16
+_END_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection to an agent. index: of its host; None: the agent's Hello tells. has_talk: MAGIC comes first.
+
+    silence_seconds: see `Channel`; None where a loss is always told by the end of the stream.
+    """
+
+    index: int | None
+    read_fd: int
+    write_fd: int
+    has_talk: bool
+    silence_seconds: float | None
+
+
+class Events(Protocol):
+    """Whom a transport tells what happens; all in the loop's thread."""
+
+    def linked(self, link: Link) -> None:
+        """An agent can be spoken to."""
+
+    def unreachable(self, index: int | None, reason: str) -> None:
+        """No agent will come from this host; None: from any host that has none yet."""
+
+    def talk(self, host: str, line: str) -> None:
+        """Something on the way to the host, such as ssh, says this to the user."""
+
+
+class Transport(Protocol):
+    """Starts agents.
+
+    inherits_terminal: the agent of host 0 has this process's own stdin, stdout and stderr. token: what an agent that
+    connects by itself must have. advice: for the user, where a host does not come.
+    """
+
+    inherits_terminal: bool
+    token: str
+    advice: str
+
+    def start(self, loop: Loop, hosts: Sequence[str], events: Events) -> None:
+        """Starts an agent on every host, all at once, and comes back at once."""
+
+    def why_lost(self, index: int) -> str:
+        """What is known about the end of a link; "" if nothing is."""
+
+    def close(self) -> None:
+        """Ends whatever still connects to the agents; to be called when they have left, or are given up."""
+
+
+def agent_command(*options: str, python: str = sys.executable) -> list[str]:
+    """The command line of an agent. -P: no file of the user's folder stands in for a module of the library."""
+    return [python, "-P", "-m", "lowtide.launch.agent", *options]
+
+
+class Client:
+    """A program between us and agents (ssh, srun, mpirun): what it says is passed on, and it ends with this process.
+
+    events.talk is called for each line of its stderr, and of its stdout unless that is the link.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        host: str,
+        command: Sequence[str],
+        events: Events,
+        is_link: bool,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._loop = loop
+        self._host = host
+        self._events = events
+        self._last: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._rest: dict[int, bytes] = {}
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE if is_link else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if is_link else subprocess.STDOUT,
+            env=None if environment is None else dict(environment),
+            process_group=0,  # a Ctrl-C is passed on to the ranks and must not cut the line to them
+            preexec_fn=die_with_parent(),  # only the main thread starts processes
+        )
+        said = self._process.stderr if is_link else self._process.stdout
+        assert said is not None
+        self._said_fd = said.fileno()
+        os.set_blocking(self._said_fd, False)
+        self._rest[self._said_fd] = b""
+        loop.on_readable(self._said_fd, self._read)
+
+    def link(self, index: int, silence_seconds: float) -> Link:
+        """Its stdin and stdout; the descriptors belong to whom they are given."""
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        read_fd, write_fd = os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno())
+        process.stdin.close()
+        process.stdout.close()
+        return Link(index, read_fd, write_fd, True, silence_seconds)
+
+    @property
+    def exit_status(self) -> int | None:
+        """None: it runs."""
+        return self._process.poll()
+
+    def epitaph(self) -> str:
+        """How it has ended, and the last lines that it said; waits a moment for its end."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        self._read()
+        status = self._process.poll()
+        name = os.path.basename(str(self._process.args[0]))  # type: ignore[index]  # a list, see above
+        if status is None:
+            how = f"{name} still runs"
+        elif status < 0:
+            how = f"{name} was ended by {signal.Signals(-status).name}"
+        else:
+            how = f"{name} left with exit status {status}"
+        return how + "".join(f"\n    {line}" for line in self._last)
+
+    def close(self) -> None:
+        """Ends it."""
+        self._forget()
+        if self._process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_SECONDS)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+
+    def _forget(self) -> None:
+        if self._said_fd in self._rest:
+            self._loop.forget(self._said_fd)
+            del self._rest[self._said_fd]
+
+    def _read(self) -> None:
+        while self._said_fd in self._rest:
+            try:
+                chunk = os.read(self._said_fd, _CHUNK_BYTES)
+            except BlockingIOError:
+                return
+            *lines, rest = (self._rest[self._said_fd] + chunk).split(b"\n")
+            self._rest[self._said_fd] = rest
+            if not chunk:
+                lines = [rest] if rest else []
+                self._forget()
+            for line in lines:
+                text = line.decode(errors="replace").rstrip("\r")
+                self._last.append(text)
+                self._events.talk(self._host, text)
+
+
+class Listener:
+    """Takes the connections of agents at a port of this host."""
+
+    def __init__(self, loop: Loop, port: int, linked: Callable[[Link], None], silence_seconds: float) -> None:
+        """port: 0 for a free one. Raises OSError where it is taken."""
+        self._loop = loop
+        self._linked = linked
+        self._silence_seconds = silence_seconds
+        self._socket = socket.create_server(
+            ("", port),
+            family=socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET,
+            backlog=1024,
+            dualstack_ipv6=socket.has_dualstack_ipv6(),
+        )
+        self._socket.setblocking(False)
+        self.port: int = self._socket.getsockname()[1]
+        loop.on_readable(self._socket.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Nobody may connect any more."""
+        self._loop.forget(self._socket.fileno())
+        self._socket.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            connection, _ = self._socket.accept()
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            fd = connection.detach()
+            self._linked(Link(None, fd, os.dup(fd), False, self._silence_seconds))

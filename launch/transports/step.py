@@ -1,0 +1,57 @@
+"""What the transports have in common whose agents are started by one command and connect to this process."""
+
+import os
+import secrets
+from collections.abc import Callable, Sequence
+
+from ..agent import TOKEN_VARIABLE
+from ..loop import Loop
+from ..reach import own_addresses
+from .link import Client, Events, Listener, agent_command
+
+_POLL_SECONDS = 0.5
+
+
+class StepTransport:
+    """Listens, runs `command(agent's command line, hosts)` once, and takes whom it starts.
+
+    A random token comes to the agents by the environment, which the command passes on, and never by a command line.
+    """
+
+    inherits_terminal = False
+    advice = "The command that starts the agents must reach every host, and every host must reach this one by TCP."
+
+    def __init__(self, command: Callable[[Sequence[str], Sequence[str]], list[str]], silence_seconds: float) -> None:
+        self.token = secrets.token_hex(16)
+        self._command = command
+        self._silence_seconds = silence_seconds
+        self._client: Client | None = None
+        self._listener: Listener | None = None
+
+    def start(self, loop: Loop, hosts: Sequence[str], events: Events) -> None:
+        """See Transport."""
+        self._listener = Listener(loop, 0, events.linked, self._silence_seconds)
+        own = own_addresses(os.environ) or ("127.0.0.1",)
+        where = ",".join(f"[{address}]:{self._listener.port}" for address in own)
+        agent = agent_command("--connect", where, "--silence", f"{self._silence_seconds:g}")
+        command = self._command(agent, hosts)
+        environment = {**os.environ, TOKEN_VARIABLE: self.token}
+        self._client = Client(loop, command[0], command, events, is_link=False, environment=environment)
+        loop.after(_POLL_SECONDS, lambda: self._look(loop, events))
+
+    def why_lost(self, index: int) -> str:
+        """See Transport."""
+        return "" if self._client is None or self._client.exit_status is None else self._client.epitaph()
+
+    def close(self) -> None:
+        """See Transport."""
+        if self._listener is not None:
+            self._listener.close()
+        if self._client is not None:
+            self._client.close()
+
+    def _look(self, loop: Loop, events: Events) -> None:
+        if self._client is None or self._client.exit_status is None:
+            loop.after(_POLL_SECONDS, lambda: self._look(loop, events))
+        else:
+            events.unreachable(None, self._client.epitaph())

@@ -1,0 +1,231 @@
+"""While one rank stays away, the records say what each is in, who waits for whom, and the stacks show where."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.launch.progress import ProgressReader, RankProgress
+from lowtide.launch.stacks import collect_stacks
+from lowtide.launch.waiting import who_waits_for_whom
+from tests.ranks import RankPool
+
+BATCH = (torch.ones(2, 8),)
+BLOCKED_SECONDS = 0.15
+
+
+class Net(nn.Module):
+    """`in_block` is called in the forward of the last block."""
+
+    def __init__(self, in_block: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([*(nn.Linear(8, 8) for _ in range(3)), Observed(in_block)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Observed(nn.Linear):
+    def __init__(self, in_block: Callable[[], None]) -> None:
+        super().__init__(8, 8)
+        self.in_block = in_block
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.in_block()
+        return super().forward(x)
+
+
+class Observer:
+    """What rank 1 sees of both ranks while it stays away: the text, and the stacks."""
+
+    def __init__(self, folder: str) -> None:
+        self.paths = {rank: f"{folder}/rank{rank}" for rank in range(dist.get_world_size())}
+        os.environ["LOWTIDE_PROGRESS_FILE"] = self.paths[dist.get_rank()]
+        self.text, self.stacks = "", {0: "", 1: ""}
+        self.reports: dict[int, RankProgress | None] = {}
+        self.is_watching = False
+
+    def stay_away(self) -> None:
+        if dist.get_rank() != 1:
+            return
+        readers = {rank: ProgressReader(path, rank) for rank, path in self.paths.items()}
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            time.sleep(0.02)
+            first = readers[0].read()
+            if first is not None and first.wait is not None and first.wait.seconds > BLOCKED_SECONDS:
+                break
+        self.reports = {rank: reader.read() for rank, reader in readers.items()}
+        self.text = who_waits_for_whom(self.reports)
+        self.stacks = collect_stacks(self.paths)
+
+    def when_watching(self) -> None:
+        if self.is_watching:
+            self.is_watching = False
+            self.stay_away()
+
+    def batches(self, count: int) -> Iterator[Any]:
+        for index in range(count):
+            if index == 1:
+                self.stay_away()
+            yield BATCH
+
+
+def config(stage: int = 3, route: str = "sockets", **others: Any) -> dict[str, Any]:
+    return {
+        "optimizer": {"type": "sgd"},
+        "zero_optimization": {"stage": stage, "stage3_prefetch_bucket_size": 0},
+        "communication": {"route": route, "timeout_seconds": 40},
+        "steps_per_print": 0,
+        **others,
+    }
+
+
+def late_to(what: str, folder: str, stage: int = 3, route: str = "sockets") -> tuple[str, dict[int, str]]:
+    """Rank 1 stays away from the second step, its data, a save, an evaluation or the start."""
+    observer = Observer(folder)
+    if what == "start":
+        observer.stay_away()
+    engine = lowtide.initialize(Net(observer.when_watching), config(stage, route, gradient_accumulation_steps=2))
+    engine.train_step([*BATCH])
+    if what == "step":
+        observer.stay_away()
+        engine.train_step([*BATCH])
+    elif what == "data":
+        engine.train_step(observer.batches(2))
+    elif what == "block":
+        observer.is_watching = True
+        engine.train_step([*BATCH])
+    elif what == "save":
+        observer.stay_away()
+        engine.save_checkpoint(f"{folder}/checkpoints")
+    elif what == "evaluation":
+        observer.stay_away()
+        engine.eval_step([*BATCH])
+    engine.close()
+    return observer.text, observer.stacks
+
+
+def lines(text: str) -> list[str]:
+    """Without the seconds."""
+    return [line.rpartition(" for ")[0] or line for line in text.splitlines()[:-1]] + text.splitlines()[-1:]
+
+
+def test_a_gather_is_named_with_its_unit_and_number(ranks: RankPool, tmp_path: Path) -> None:
+    text, stacks = ranks(2, late_to, "step", str(tmp_path))[1]
+    first, second, conclusion = lines(text)
+    assert first.startswith("rank 0: step 1, forward of blocks.0, microbatch 0: waiting in gather of unit blocks.0 (")
+    assert "(seq " in first
+    assert second == "rank 1: step 1, between steps (data loading or the script's own code)"
+    assert conclusion == "rank 0 waits for rank 1."
+    assert "train_step" in stacks[0] and "sockets.py" in stacks[0] and "late_to" in stacks[0]  # in a wait of gloo
+    assert "stay_away" in stacks[1] and "late_to" in stacks[1]
+
+
+@pytest.mark.parametrize(("stage", "route"), [(0, "sockets"), (2, "shared_memory"), (3, "shared_memory")])
+def test_a_reduction_is_named_with_its_unit_and_number(ranks: RankPool, tmp_path: Path, stage: int, route: str) -> None:
+    text, stacks = ranks(2, late_to, "step", str(tmp_path), stage, route)[1]
+    first, _, conclusion = lines(text)
+    assert first.startswith("rank 0: step 1, backward") and ": waiting in reduction of unit blocks." in first
+    assert "(seq " in first and conclusion == "rank 0 waits for rank 1."
+    assert "backward" in stacks[0] and "late_to" in stacks[0]
+
+
+def test_the_iterator_that_does_not_give_a_batch_is_data_loading(ranks: RankPool, tmp_path: Path) -> None:
+    text, stacks = ranks(2, late_to, "data", str(tmp_path))[1]
+    first, second, conclusion = lines(text)
+    assert first.startswith("rank 0: step 1, forward of ") and ", microbatch 1: waiting in gather of unit " in first
+    assert second == "rank 1: step 1, data loading, microbatch 1" and conclusion == "rank 0 waits for rank 1."
+    assert "in batches" in stacks[1]
+
+
+def test_a_block_that_does_not_return_is_named(ranks: RankPool, tmp_path: Path) -> None:
+    text, stacks = ranks(2, late_to, "block", str(tmp_path))[1]
+    _, second, conclusion = lines(text)
+    assert second == "rank 1: step 1, forward of blocks.3, microbatch 0" and conclusion == "rank 0 waits for rank 1."
+    assert "in forward" in stacks[1]
+
+
+@pytest.mark.parametrize(
+    ("what", "doing"),
+    [
+        ("save", "step 1, saving a checkpoint: waiting in "),
+        ("evaluation", "step 1, evaluation of blocks.0: waiting in gather of unit blocks.0"),
+        ("start", "step 0, in lowtide.initialize: waiting in an exchange of objects"),
+    ],
+)
+def test_what_is_no_step_is_named(ranks: RankPool, tmp_path: Path, what: str, doing: str) -> None:
+    text, _ = ranks(2, late_to, what, str(tmp_path))[1]
+    first, *_, conclusion = lines(text)
+    assert first.startswith(f"rank 0: {doing}") and conclusion == "rank 0 waits for rank 1."
+
+
+def a_pipeline_that_waits(folder: str) -> str:
+    observer = Observer(folder)
+    settings = config(0, parallel={"pipeline": 2}, gradient_accumulation_steps=2)
+    engine = lowtide.initialize(Net(observer.when_watching), settings)
+    engine.train_step((torch.ones(2, 8),))
+    observer.is_watching = dist.get_rank() == 1
+    engine.train_step((torch.ones(2, 8),))
+    engine.close()
+    return observer.text
+
+
+def test_a_pipeline_names_the_action_and_the_rank(ranks: RankPool, tmp_path: Path) -> None:
+    first, second, conclusion = lines(ranks(2, a_pipeline_that_waits, str(tmp_path))[1])
+    assert first.startswith("rank 0: step 1, pipeline action 0")
+    assert ": waiting in pipeline action 0RECV_B0 (stage 0, microbatch 0)" in first
+    assert second == "rank 1: step 1, pipeline action 1F0" and conclusion == "rank 0 waits for rank 1."
+
+
+def numbers_after_training(folder: str, route: str) -> list[tuple[tuple[int, int], ...]]:
+    """What both ranks have counted after three steps, as this rank sees it."""
+    observer = Observer(folder)
+    engine = lowtide.initialize(Net(), config(2 if route == "native" else 3, route))
+    for _ in range(3):
+        engine.train_step(BATCH)
+    dist.barrier()
+    reports = [ProgressReader(path, rank).read() for rank, path in observer.paths.items()]
+    dist.barrier()
+    engine.close()
+    return [report.begun for report in reports if report is not None]
+
+
+@pytest.mark.parametrize("route", ["sockets", "shared_memory", "native"])
+def test_all_ranks_count_their_collectives_alike(ranks: RankPool, tmp_path: Path, route: str) -> None:
+    first, second = ranks(2, numbers_after_training, str(tmp_path), route)[0]
+    assert first == second and max(count for _, count in first) >= 6
+
+
+def after_closing(folder: str) -> str:
+    observer = Observer(folder)
+    with lowtide.initialize(Net(), config()) as engine:
+        engine.train_step(BATCH)
+    return str(ProgressReader(observer.paths[0], 0).read()).rpartition(" for ")[0]
+
+
+def test_a_closed_engine_is_no_hang(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks(1, after_closing, str(tmp_path)) == ["step 1, after engine.close()"]
+
+
+def reported_limit(folder: str) -> tuple[float | None, int]:
+    observer = Observer(folder)
+    settings = config()
+    settings["communication"]["step_timeout_seconds"] = 12.5
+    with lowtide.initialize(Net(), settings):
+        found = ProgressReader(observer.paths[0], 0).read()
+        assert found is not None
+        return found.step_limit_seconds, found.pid - os.getpid()
+
+
+def test_the_limit_of_the_config_is_in_the_record(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks(1, reported_limit, str(tmp_path)) == [(12.5, 0)]

@@ -1,0 +1,24 @@
+"""Fixtures of the launcher's tests."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.launch.network import Network, require_network
+
+
+@pytest.fixture(scope="session")
+def network() -> Iterator[Network]:
+    """Three hosts: login, where a user sits, and n1 and n2, where jobs run; see `tests/launch/network.py`."""
+    require_network()
+    network = Network(["login", "n1", "n2"])
+    yield network
+    network.close()
+
+
+@pytest.fixture
+def hosts(network: Network) -> Iterator[Network]:
+    """The hosts, all on and connected; a test that leaves processes behind on one of them fails."""
+    yield network
+    left = network.repair()
+    assert not left, f"these processes outlived their test: {left}"

@@ -1,0 +1,157 @@
+"""Messages and the line that they travel on: unchanged values, loss, silence, backlog, clocks."""
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lowtide.launch.channel import MAGIC, Channel
+from lowtide.launch.loop import Loop
+from lowtide.launch.messages import Beat, Ended, Hello, Job, Message, Note, Output, Start, decode, encode, proof_of
+from lowtide.launch.plan import HostPlan, RankPlan
+from lowtide.launch.report import report_host
+
+ODD = "two words, \"quotes\", 'more',\nnew line\r\n\t\0 é \u2028 \udcff $HOME `ls` \\"
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    result = Loop()
+    yield result
+    result.close()
+
+
+def channel(loop: Loop, sock: socket.socket, got: list[Any], **options: Any) -> Channel:
+    """What is received and why the peer is lost go to `got`."""
+    fd = sock.detach()
+    settings: dict[str, Any] = {"silence_seconds": None, "sends_beats": False, **options}
+    return Channel(loop, fd, os.dup(fd), got.append, lambda reason: got.append(("lost", reason)), **settings)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Start(
+            HostPlan("h", 1, (RankPlan(3, 0, "GPU-1", (0, 1), {"A": ODD}), RankPlan(4, 1, None, (), {}))),
+            Job("id", ("python", ODD), "/a b", {"NOTE": ODD}),
+            {},
+            {},
+        ),
+        Output(2, bytes(range(256)).decode("latin-1")),
+        Ended(1, -9, 1.5, None),
+        Ended(1, 0, 2.0, ("a", "b")),
+        Hello("p", None, ("h",), 1, "3", "0.1", "/p", 1.0, ("10.0.0.1",), report_host()),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_messages_arrive_as_they_were_sent(message: Message) -> None:
+    line = encode(message)
+    assert line.endswith(b"\n") and line.count(b"\n") == 1 and decode(line) == message
+
+
+@pytest.mark.parametrize(
+    "line", [b"hello", b"[1]", b'{"kind":"None"}', b'{"kind":"Note","text":1}', b'{"kind":"Note"}']
+)
+def test_what_is_no_message_is_refused(line: bytes) -> None:
+    with pytest.raises(ValueError):
+        decode(line)
+
+
+def test_fields_of_a_newer_version_are_left_out() -> None:
+    assert decode(b'{"kind":"Note","text":"a","colour":"red"}') == Note("a")
+
+
+def test_a_proof_needs_token_and_nonce() -> None:
+    assert len({proof_of("a", "n"), proof_of("b", "n"), proof_of("a", "m")}) == 3
+
+
+def test_a_full_line_blocks_nobody_and_loses_nothing(loop: Loop) -> None:
+    left, right = socket.socketpair()
+    got: list[Any] = []
+    sender = channel(loop, left, [])
+    texts = [str(number) + "x" * 100_000 for number in range(50)]
+    for text in texts:
+        sender.send(Note(text))
+    assert not sender.is_flushed
+    receiver = channel(loop, right, got)
+    assert loop.run(lambda: len(got) == 50, timeout=20)
+    assert [message.text for message in got] == texts and sender.is_flushed
+    sender.close()
+    receiver.close()
+
+
+def test_the_end_of_the_peer_is_told_after_its_last_words(loop: Loop) -> None:
+    left, right = socket.socketpair()
+    got: list[Any] = []
+    receiver = channel(loop, right, got)
+    sender = channel(loop, left, [])
+    sender.send(Note("last"))
+    sender.close()
+    assert loop.run(lambda: len(got) == 2, timeout=5)
+    assert got == [Note("last"), ("lost", "the connection ended")] and not receiver.is_open
+    receiver.send(Note("to nobody"))
+
+
+def test_a_stranger_is_told_apart(loop: Loop) -> None:
+    left, right = socket.socketpair()
+    got: list[Any] = []
+    channel(loop, right, got)
+    with left:
+        left.sendall(b"GET / HTTP/1.1\r\n")
+        assert loop.run(lambda: bool(got), timeout=5)
+    assert "it does not speak this launcher's protocol" in got[0][1] and "of the same version?" in got[0][1]
+
+
+def test_talk_before_the_mark_is_no_message(loop: Loop) -> None:
+    left, right = socket.socketpair()
+    got: list[Any] = []
+    talk: list[str] = []
+    receiver = channel(loop, right, got, talk=talk.append)
+    with left:
+        left.sendall(b"Last login: today\r\nWelcome" + b"\n" + MAGIC + b"\n" + encode(Note("hello")))
+        assert loop.run(lambda: bool(got), timeout=5)
+        assert talk == ["Last login: today", "Welcome"] and got == [Note("hello")]
+        receiver.close()
+
+
+def test_silence_is_a_loss_and_tells_since_when(loop: Loop) -> None:
+    left, right = socket.socketpair()
+    got: list[Any] = []
+    start = time.monotonic()
+    receiver = channel(loop, right, got, silence_seconds=1.0, sends_beats=True)
+    with left:
+        assert loop.run(lambda: bool(got), timeout=6)
+    assert got == [("lost", "nothing was heard from it for 1 s")]
+    assert receiver.lost_at - start < 0.5 < time.monotonic() - start
+
+
+def test_two_that_beat_are_not_silent_and_know_their_clocks(loop: Loop) -> None:
+    left, right = socket.socketpair()
+    got: list[Any] = []
+    launcher = channel(loop, left, got, silence_seconds=1.0, sends_beats=True)
+    agent = channel(loop, right, got, silence_seconds=1.0)
+    assert launcher.clock_uncertainty == float("inf")
+    loop.run(lambda: False, timeout=3.5)
+    assert got == []
+    assert abs(launcher.clock_offset) <= launcher.clock_uncertainty < 1
+    launcher.close()
+    agent.close()
+
+
+def test_a_beat_is_answered_with_the_clock(loop: Loop) -> None:
+    left, right = socket.socketpair()
+    agent = channel(loop, right, [])
+    with left:
+        left.sendall(encode(Beat(5.0)))
+        left.setblocking(False)
+        heard: list[bytes] = []
+        peer = left.fileno()
+        loop.on_readable(peer, lambda: heard.append(os.read(peer, 4096)))
+        assert loop.run(lambda: bool(heard), timeout=5)
+        answer = decode(heard[0])
+        loop.forget(peer)
+    assert isinstance(answer, Beat) and answer.sent == 5.0 and answer.clock is not None
+    agent.close()

@@ -1,0 +1,146 @@
+"""Whoever is killed, within five seconds no process of the job is left, orphans in sessions of their own included."""
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launch import fakes
+from tests.launch.jobs import Job
+from tests.launch.test_local import SLEEPS
+
+SECONDS = 5.0
+
+
+def started(folder: Path, *options: str, variables: dict[str, str] | None = None, num_ranks: int = 2) -> Job:
+    """A job whose ranks have orphans, and sleep."""
+    job = Job(folder, SLEEPS, *(options or ("--nproc", "2")), variables=variables)
+    job.wait_for_files(*(f"ready{rank}" for rank in range(num_ranks)))
+    return job
+
+
+def guards(job: Job) -> list[psutil.Process]:
+    """One per host; the child of each that is no rank is its agent."""
+    found = [process for process in job.survivors() if "lowtide.launch.agent" in process.cmdline()]
+    return [process for process in found if any(child in found for child in process.children())]
+
+
+def agents(job: Job) -> list[psutil.Process]:
+    return [child for guard in guards(job) for child in guard.children() if "lowtide.launch.agent" in child.cmdline()]
+
+
+def ranks(job: Job) -> list[psutil.Process]:
+    return [child for agent in agents(job) for child in agent.children() if "script.py" in " ".join(child.cmdline())]
+
+
+def test_the_launcher_is_killed(tmp_path: Path) -> None:
+    job = started(tmp_path)
+    assert len(ranks(job)) == 2
+    job.process.kill()
+    job.process.communicate()
+    assert job.survivors(wait=SECONDS) == []
+
+
+def test_the_agent_is_killed(tmp_path: Path) -> None:
+    job = started(tmp_path)
+    agents(job)[0].kill()
+    status, _, err = job.finish(timeout=SECONDS)
+    assert status == 1 and "lost the agent of this host: the connection ended (the agent was ended by SIGKILL)" in err
+
+
+def test_the_guard_is_killed(tmp_path: Path) -> None:
+    job = started(tmp_path)
+    guards(job)[0].kill()
+    status, _, err = job.finish(timeout=SECONDS)
+    assert status == 1 and "the guard of the agent was killed, so the agent ends" in err
+
+
+def test_agent_and_guard_are_killed_together(tmp_path: Path) -> None:
+    job = started(tmp_path)
+    for process in (*agents(job), *guards(job)):
+        process.kill()
+    assert job.finish(timeout=SECONDS)[0] == 1
+
+
+def test_launcher_agent_and_guard_are_stopped_one_after_the_other(tmp_path: Path) -> None:
+    job = started(tmp_path)
+    processes = [*agents(job), *guards(job)]
+    job.process.kill()
+    for process in processes[:1]:
+        process.kill()
+    job.process.communicate()
+    assert job.survivors(wait=SECONDS) == []
+
+
+def test_a_rank_is_killed(tmp_path: Path) -> None:
+    job = started(tmp_path)
+    ranks(job)[1].kill()
+    status, _, err = job.finish(timeout=SECONDS)
+    assert status == 128 + signal.SIGKILL and "rank 1 of 2" in err and "was ended by SIGKILL" in err
+
+
+def test_ranks_that_ignore_sigterm_are_gone_in_time_too(tmp_path: Path) -> None:
+    job = Job(tmp_path, "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPS, "--nproc", "2")
+    job.wait_for_files("ready0", "ready1")
+    ranks(job)[0].kill()
+    assert job.finish(timeout=SECONDS)[0] == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize("who", ["launcher", "agent", "guard", "rank"])
+def test_one_of_two_hosts_reached_by_ssh(tmp_path: Path, who: str) -> None:
+    variables = fakes.install(tmp_path / "bin", "ssh", fakes.SSH)
+    options = ("--hosts", "a:1,b:1", "--transport", "ssh", "--no-preflight")
+    job = started(tmp_path, *options, variables=variables)
+    victim = {
+        "launcher": lambda: psutil.Process(job.process.pid),
+        "agent": lambda: agents(job)[1],
+        "guard": lambda: guards(job)[1],
+        "rank": lambda: ranks(job)[1],
+    }[who]()
+    victim.kill()
+    _, err = job.process.communicate(timeout=SECONDS)
+    assert job.survivors(wait=SECONDS) == []
+    status = {"launcher": -signal.SIGKILL, "rank": 128 + signal.SIGKILL}.get(who, 1)
+    assert job.process.returncode == status
+    assert who == "launcher" or "host b" in err or "host a" in err
+
+
+def test_a_host_that_is_silent_is_lost(tmp_path: Path) -> None:
+    variables = fakes.install(tmp_path / "bin", "ssh", fakes.SSH)
+    options = ("--hosts", "a:1,b:1", "--transport", "ssh", "--no-preflight", "--lost-after", "2")
+    job = started(tmp_path, *options, variables=variables)
+    stopped = next(process for process in agents(job) if process.environ()["FAKE_HOST"] == "b")
+    os.kill(stopped.pid, signal.SIGSTOP)
+    status, _, err = job.finish(timeout=10)
+    assert status == 1 and "lost host b: nothing was heard from it for 2 s" in err
+
+
+def test_the_first_failure_is_told_and_not_those_that_follow(tmp_path: Path) -> None:
+    source = """
+import os, pathlib, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+rank = os.environ["RANK"]
+pathlib.Path("ready" + rank).touch()
+while not all(pathlib.Path(f"ready{other}").exists() for other in range(4)):
+    time.sleep(0.01)
+if rank == "2":
+    print("the cause", flush=True)
+    os._exit(7)
+time.sleep(0.5)
+os._exit(30)
+"""
+    variables = fakes.install(tmp_path / "bin", "ssh", fakes.SSH)
+    options = ("--hosts", "a:2,b:2", "--transport", "ssh", "--no-preflight")
+    status, _, err = Job(tmp_path, source, *options, variables=variables).finish()
+    assert status == 7
+    assert "rank 2 of 4 (host b, process " in err and "┌─ host b, rank 2 ─" in err and "│ the cause" in err
+    assert err.count("failed with exit status") == 1
+
+
+def test_a_command_that_cannot_run_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "folder").write_text("")
+    status, _, err = Job(tmp_path, "", "--nproc", "1", "--log-dir", "folder/logs").finish()
+    assert status == 1
+    assert "the ranks cannot be started: " in err and "folder/logs" in err and "must be there on every host" in err

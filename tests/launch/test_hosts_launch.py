@@ -1,0 +1,123 @@
+"""One command on one host, ranks on two others: where they run, what they are given, and what they print."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.launch.hosts_job import HostsJob
+from tests.launch.network import GREETING, Network
+
+TWO_BY_TWO = ("--hosts", "n1:2,n2:2")
+
+# Each rank leaves what it was given in a file, as JSON.
+TELL = """
+import json, os, platform, socket
+told = {name: value for name, value in os.environ.items()}
+told["host"] = platform.node()
+told["folder"] = os.getcwd()
+told["stdin"] = os.read(0, 10).decode()
+with open(f"told{os.environ['RANK']}.json", "w") as file:
+    json.dump(told, file)
+print("rank", os.environ["RANK"], "was here")
+"""
+TRICKY = {
+    "SPACES": "  two  words ",
+    "QUOTES": """ "double" 'single' `back` $HOME \\ """,
+    "LINES": "first\nsecond\n\n",
+    "UMLAUT": "größer ≥ €",
+    "EMPTY": "",
+    "OPTION": "--hosts=n9 -o ProxyCommand=false; true",
+}
+# Ready, it waits for SIGINT or SIGTERM, and says which one came.
+ASK = """
+import os, pathlib, signal, sys, time
+rank = os.environ["RANK"]
+def stop(number, frame):
+    pathlib.Path(f"stopped{rank}").write_text(signal.Signals(number).name)
+    sys.exit(0)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, stop)
+pathlib.Path(f"ready{rank}").touch()
+while True:
+    time.sleep(0.1)
+"""
+
+
+def told(folder: Path, rank: int) -> dict[str, str]:
+    values: dict[str, str] = json.loads((folder / f"told{rank}.json").read_text(encoding="utf-8"))
+    return values
+
+
+def test_ranks_run_where_they_are_told_to_and_know_each_other(hosts: Network, tmp_path: Path) -> None:
+    result = HostsJob(hosts, tmp_path, TELL, *TWO_BY_TWO).finish()
+    assert result.status == 0, result
+    found = [told(tmp_path, rank) for rank in range(4)]
+    assert [rank["host"] for rank in found] == ["n1", "n1", "n2", "n2"]
+    assert [rank["LOCAL_RANK"] for rank in found] == ["0", "1", "0", "1"]
+    assert [rank["GROUP_RANK"] for rank in found] == ["0", "0", "1", "1"]
+    assert {rank["WORLD_SIZE"] for rank in found} == {"4"} and {rank["LOCAL_WORLD_SIZE"] for rank in found} == {"2"}
+    assert {rank["folder"] for rank in found} == {str(tmp_path)} and {rank["stdin"] for rank in found} == {""}
+    assert len({(rank["MASTER_ADDR"], rank["MASTER_PORT"]) for rank in found}) == 1
+    assert {rank["GLOO_SOCKET_IFNAME"] for rank in found} == {"eth0"}  # not that of 127.0.1.1, and not docker0
+
+
+def test_what_ranks_print_says_who_printed_it(hosts: Network, tmp_path: Path) -> None:
+    result = HostsJob(hosts, tmp_path, TELL, *TWO_BY_TWO).finish()
+    assert "rank 0 was here" in result.out
+    for rank, host in ((1, "n1"), (2, "n2"), (3, "n2")):
+        assert f"[{host} rank {rank}] rank {rank} was here" in (result.out + result.err).replace(":", " "), result
+    for name in ("n1", "n2"):  # what the remote shell said first was taken for what it is
+        assert GREETING.format(name=name) in result.out + result.err
+
+
+def test_values_of_the_environment_arrive_unchanged(hosts: Network, tmp_path: Path) -> None:
+    pairs = [part for name, value in TRICKY.items() for part in ("--env", f"{name}={value}")]
+    arguments = ["", "a b", "it's", '"', "line\nline", "--nproc", "$HOME"]
+    source = TELL + "import sys\njson.dump(sys.argv[1:], open(f\"arguments{os.environ['RANK']}.json\", 'w'))"
+    result = HostsJob(hosts, tmp_path, source, *TWO_BY_TWO, *pairs, arguments=arguments).finish()
+    assert result.status == 0, result
+    for rank in range(4):
+        assert {name: told(tmp_path, rank)[name] for name in TRICKY} == TRICKY
+        assert json.loads((tmp_path / f"arguments{rank}.json").read_text()) == arguments
+
+
+def test_the_launcher_may_stand_on_one_of_the_hosts(hosts: Network, tmp_path: Path) -> None:
+    (tmp_path / "hosts.txt").write_text("# two of them\nn1 slots=2\nn2 slots=1\n")
+    result = HostsJob(hosts, tmp_path, TELL, "--hostfile", str(tmp_path / "hosts.txt"), at="n1").finish()
+    assert result.status == 0, result
+    assert [told(tmp_path, rank)["host"] for rank in range(3)] == ["n1", "n1", "n2"]
+
+
+def test_each_host_keeps_the_files_of_its_own_ranks(hosts: Network, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    with hosts["n1"].small_disk(logs), hosts["n2"].small_disk(logs):
+        result = HostsJob(hosts, tmp_path, TELL, *TWO_BY_TWO, "--log-dir", str(logs)).finish()
+        assert result.status == 0, result
+        assert hosts["n1"].run("ls", str(logs)).split() == ["rank0.log", "rank1.log"]
+        assert hosts["n2"].run("ls", str(logs)).split() == ["rank2.log", "rank3.log"]
+        assert hosts["n2"].run("cat", str(logs / "rank3.log")) == "rank 3 was here\n"
+    assert list(logs.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_all_ranks_of_all_hosts(hosts: Network, tmp_path: Path, number: signal.Signals) -> None:
+    job = HostsJob(hosts, tmp_path, ASK, *TWO_BY_TWO)
+    job.wait_for_files(*[f"ready{rank}" for rank in range(4)])
+    job.send(number)
+    result = job.finish()
+    assert [(tmp_path / f"stopped{rank}").read_text() for rank in range(4)] == [number.name] * 4
+    assert result.status == 0, result
+    job.wait_until_gone()
+
+
+def test_a_command_runs_on_every_host_without_a_job(hosts: Network, tmp_path: Path) -> None:
+    from tests.launch.jobs import LAUNCH
+
+    command = [*LAUNCH[:-1], "ssh", "--hosts", "n1,n2", "--", "hostname; echo 'two  words'"]
+    result = HostsJob.of_command(hosts, tmp_path, command).finish()
+    assert result.status == 0, result
+    for name in ("n1", "n2"):
+        lines = [line for line in result.out.splitlines() if f"[{name}]" in line]
+        assert [line.partition("] ")[2] for line in lines if "welcome" not in line] == [name, "two  words"]

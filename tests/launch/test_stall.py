@@ -1,0 +1,53 @@
+"""A step that takes too long: who waits for whom, the stacks of all ranks, and going on or stopping."""
+
+from pathlib import Path
+
+from tests.launch.jobs import Job
+
+# What the engine records of a rank; rank 1 stays away from the collective that rank 0 waits in.
+STALLS = """
+import os, sys, time
+import lowtide
+from lowtide.launch.progress import Activity, Progress
+
+rank = int(os.environ["RANK"])
+progress = Progress.of_this_process()
+progress.identify(rank, 2)
+progress.train()
+progress.end_step(12)
+
+def where_it_hangs(seconds):
+    time.sleep(seconds)
+
+if rank == 0:
+    progress.enter(Activity.FORWARD, unit="layers.7")
+    number = progress.begin(0)
+    progress.wait("gather of layers.7", 0, number, 0, 1, 2)
+else:
+    progress.enter(Activity.DATA_LOADING)
+where_it_hangs(float(sys.argv[1]))
+progress.end_step(13)
+"""
+
+
+def test_who_waits_for_whom_is_said_with_stacks_and_the_job_goes_on(tmp_path: Path) -> None:
+    status, _, err = Job(tmp_path, STALLS, "--nproc", "2", "--step-limit", "1.5", arguments=("5",)).finish()
+    assert status == 0, err
+    assert err.count("lowtide launch: no step for ") == 1
+    assert "rank 0: step 12, forward of layers.7: waiting in gather of layers.7" in err
+    assert "rank 1: step 12, data loading for " in err and "rank 0 waits for rank 1." in err
+    assert "Python stacks of rank 0:" in err and "Python stacks of rank 1:" in err
+    assert err.count("in where_it_hangs") == 2
+
+
+def test_the_job_is_stopped_where_that_is_asked(tmp_path: Path) -> None:
+    options = ("--nproc", "2", "--step-limit", "1.5", "--on-stall", "stop")
+    status, _, err = Job(tmp_path, STALLS, *options, arguments=("600",)).finish()
+    assert status == 1
+    assert "in where_it_hangs" in err
+    assert "2 ranks made no step in time; all ranks were stopped" in err
+
+
+def test_without_a_limit_nothing_is_said(tmp_path: Path) -> None:
+    status, _, err = Job(tmp_path, STALLS, "--nproc", "2", arguments=("2",)).finish()
+    assert (status, err) == (0, "")

@@ -1,0 +1,175 @@
+"""Every transport gives the same job: ranks, environment, output, signals."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lowtide.launch.host import LaunchError
+from lowtide.launch.transports import mpirun
+from lowtide.launch.transports.srun import srun_command
+from lowtide.launch.transports.ssh import SshOptions
+from tests.launch import fakes
+from tests.launch.jobs import Job
+from tests.launch.test_local import SAVES_ON_SIGNAL, WRITES_ENVIRONMENT
+
+PROGRAMS = {"ssh": fakes.SSH, "srun": fakes.SRUN, "mpirun": fakes.MPIRUN}
+NOTE = "two words, \"quotes\" and 'more',\na second line; $HOME `ls` \\ é"
+
+
+def on_two_hosts(folder: Path, source: str, transport: str, *options: str, slots: int = 1) -> Job:
+    variables = fakes.install(folder / "bin", transport, PROGRAMS[transport])
+    where = ("--hosts", f"a:{slots},b:{slots}", "--transport", transport)
+    return Job(folder, source, *where, *options, variables=variables)
+
+
+@pytest.mark.parametrize("transport", PROGRAMS)
+def test_ranks_have_hosts_and_environment(tmp_path: Path, transport: str) -> None:
+    job = on_two_hosts(tmp_path, WRITES_ENVIRONMENT, transport, "--env", f"NOTE={NOTE}", slots=2)
+    status, _, err = job.finish()
+    assert status == 0, err
+    found = [json.loads((tmp_path / f"rank{rank}").read_text())[0] for rank in range(4)]
+    assert [(f["FAKE_HOST"], f["LOCAL_RANK"], f["LOCAL_WORLD_SIZE"], f["GROUP_RANK"]) for f in found] == [
+        ("a", "0", "2", "0"),
+        ("a", "1", "2", "0"),
+        ("b", "0", "2", "1"),
+        ("b", "1", "2", "1"),
+    ]
+    assert {f["NOTE"] for f in found} == {NOTE}
+    assert {f["WORLD_SIZE"] for f in found} == {"4"} and len({f["MASTER_PORT"] for f in found}) == 1
+    assert not any("LOWTIDE_TOKEN" in f for f in found)
+    address = {f["MASTER_ADDR"] for f in found}.pop()
+    socket.getaddrinfo(address, None)  # the names a and b do not exist here: an address was found instead
+    assert "hosts of the job:" in err
+
+
+@pytest.mark.parametrize("transport", PROGRAMS)
+def test_a_signal_reaches_ranks_on_other_hosts(tmp_path: Path, transport: str) -> None:
+    job = on_two_hosts(tmp_path, SAVES_ON_SIGNAL, transport, "--no-preflight")
+    job.wait_for_files("ready0", "ready1")
+    job.process.terminate()
+    status, _, err = job.finish()
+    assert status == 0, err
+    assert (tmp_path / "saved0").read_text() == (tmp_path / "saved1").read_text() == str(int(signal.SIGTERM))
+
+
+def test_prefixes_name_the_host_and_logs_are_written(tmp_path: Path) -> None:
+    source = "import os; print('line', os.environ['RANK'])"
+    status, out, _ = on_two_hosts(tmp_path, source, "ssh", "--log-dir", "logs", "--no-preflight", slots=2).finish()
+    assert status == 0
+    assert sorted(out.splitlines()) == ["[a rank 1] line 1", "[b rank 2] line 2", "[b rank 3] line 3", "line 0"]
+    assert [(tmp_path / f"logs/rank{rank}.log").read_text() for rank in range(4)] == [f"line {i}\n" for i in range(4)]
+
+
+def test_a_host_that_cannot_be_reached_is_named_with_the_words_of_ssh(tmp_path: Path) -> None:
+    variables = fakes.install(tmp_path / "bin", "ssh", fakes.SSH)
+    options = ("--hosts", "a:1,gone:1", "--transport", "ssh")
+    status, out, err = Job(tmp_path, "print('started')", *options, variables=variables).finish()
+    assert status == 1 and out == ""
+    assert "1 of 2 hosts cannot be used; nothing was started:\n  gone: ssh left with exit status 255" in err
+    assert "No route to host" in err and "Try `ssh HOST true` by hand" in err
+
+
+def test_a_step_that_cannot_start_is_explained(tmp_path: Path) -> None:
+    source = "import sys; sys.exit('srun: error: Unable to allocate resources: Invalid node name specified')"
+    variables = fakes.install(tmp_path / "bin", "srun", source)
+    options = ("--hosts", "a:1,b:1", "--transport", "srun")
+    status, _, err = Job(tmp_path, "", *options, variables=variables).finish()
+    assert status == 1 and "2 of 2 hosts cannot be used" in err and "Invalid node name specified" in err
+
+
+def joined(folder: Path, source: str) -> tuple[Job, Job, int]:
+    """Launchers of two hosts that somebody has started: the first one's, the other's, and the port where they meet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    jobs = []
+    for index in (1, 0):
+        (folder / str(index)).mkdir()
+        by_hand = ("--num-hosts", "2", "--host-index", str(index), "--meet", f"127.0.0.1:{port}", "--nproc", "1")
+        jobs.append(Job(folder / str(index), source, *by_hand, "--no-preflight"))
+    return jobs[1], jobs[0], port
+
+
+def test_launchers_that_were_started_on_every_host_join(tmp_path: Path) -> None:
+    source = """
+import os, pathlib, time
+rank = os.environ["RANK"]
+print("rank", rank, "of", os.environ["WORLD_SIZE"], flush=True)
+pathlib.Path("../said" + rank).touch()
+while not pathlib.Path("../said0").exists():
+    time.sleep(0.01)
+raise SystemExit(3 * int(rank))
+"""
+    first, other, _ = joined(tmp_path, source)
+    status, out, err = first.finish()
+    assert status == 3, err
+    assert "rank 0 of 2" in out and "rank 1 of 2" in out
+    assert other.finish()[0] == 3  # every launcher ends with the status of the job
+
+
+def test_a_stranger_without_the_token_is_sent_away(tmp_path: Path) -> None:
+    source = """
+import os, pathlib, time
+pathlib.Path("../ready" + os.environ["RANK"]).touch()
+while not os.path.exists("../go"):
+    time.sleep(0.01)
+"""
+    first, other, port = joined(tmp_path, source)
+    first.wait_for_files("../ready0", "../ready1")
+    agent = [sys.executable, "-P", "-m", "lowtide.launch.agent", "--connect", f"127.0.0.1:{port}", "--index", "1"]
+    done = subprocess.run(agent, env={**os.environ, "LOWTIDE_TOKEN": "wrong"}, capture_output=True, timeout=20)
+    assert done.returncode == 1
+    (tmp_path / "go").touch()
+    status, _, err = first.finish()
+    assert status == 0 and "was sent away: it does not have this job's token" in err
+    assert other.finish()[0] == 0
+
+
+def test_an_agent_gives_up_where_no_launcher_listens() -> None:
+    agent = [sys.executable, "-P", "-m", "lowtide.launch.agent", "--connect", "127.0.0.1:1", "--wait", "0.5"]
+    done = subprocess.run(agent, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 1
+    assert "there is no launcher at 127.0.0.1:1 after 0.5 s" in done.stderr
+    assert "has it been started on the first host" in done.stderr
+
+
+def test_the_command_of_ssh_is_safe_for_any_host_and_path() -> None:
+    options = SshOptions(2222, ("StrictHostKeyChecking=no", "-F my.conf"))
+    command = options.command("-oProxyCommand=x", ["/a path/python", "-m", "x"])
+    assert command[:5] == ["ssh", "-o", "StrictHostKeyChecking=no", "-F", "my.conf"]
+    assert command[-5:] == ["-p", "2222", "--", "-oProxyCommand=x", "'/a path/python' -m x"]
+
+
+def test_srun_starts_one_task_a_node_with_all_its_cores() -> None:
+    command = srun_command(["agent"], ["n1", "n2"])
+    assert {"--nodes=2", "--ntasks-per-node=1", "--nodelist=n1,n2", "--cpu-bind=none", "--overlap"} <= set(command)
+    assert command[-1] == "agent"
+
+
+@pytest.mark.parametrize(
+    ("version", "flags"),
+    [
+        ("mpirun (Open MPI) 4.1.4", "-np 2 --host a:1,b:1 --map-by ppr:1:node --bind-to none -x LOWTIDE_TOKEN"),
+        ("HYDRA build details:\n Version: 4.0.2", "-n 2 -ppn 1 -hosts a,b -bind-to none -genvlist LOWTIDE_TOKEN"),
+        ("Intel(R) MPI Library for Linux", "-n 2 -ppn 1 -hosts a,b -bind-to none -genvlist LOWTIDE_TOKEN"),
+    ],
+)
+def test_mpirun_is_spoken_to_in_its_dialect(version: str, flags: str) -> None:
+    assert " ".join(mpirun._flags(version, ["a", "b"])) == flags
+
+
+def test_an_unknown_mpirun_is_named() -> None:
+    with pytest.raises(LaunchError, match='found one that says "LAM 7" about its version; use --transport ssh or srun'):
+        mpirun._flags("LAM 7\n", ["a"])
+
+
+def test_no_mpirun_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match="needs mpirun or mpiexec in the path, found neither"):
+        mpirun.mpirun_command(["agent"], ["a"])

@@ -24,15 +24,21 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints usage and message and exits with 2. What is missing is often there, with a slip in it."""
         if message.startswith("the following arguments are required"):
-            before = self._given[: self._given.index("--")] if "--" in self._given else self._given
-            message = next((self._hint(word) for word in before if self._is_unknown(word)), message)
+            message = self._slip_before("--") or message
         super().error(message)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
+            if not action.option_strings and (slip := self._slip_before(str(value))):
+                raise argparse.ArgumentError(None, slip)  # the value is that of an option with a slip in it
             what = "/".join(action.option_strings) or action.metavar or action.dest
             hint = did_you_mean(str(value), list(map(str, action.choices)))
             raise argparse.ArgumentError(None, f'unknown {what} "{value}"; {hint}')
+
+    def _slip_before(self, end: str) -> str:
+        """What to say to the first unknown option before the word `end`; "" if there is none."""
+        words = self._given[: self._given.index(end)] if end in self._given else self._given
+        return next((self._hint(word) for word in words if self._is_unknown(word)), "")
 
     def _is_unknown(self, word: str) -> bool:
         name = word.partition("=")[0]

@@ -13,13 +13,17 @@ _FILES = re.compile(r"FILE|FOLDER|DIR|PATH|SCRIPT|CHECKPOINT|CONFIG")  # in the 
 
 @dataclass(frozen=True)
 class Option:
-    """names: ("-m", "--module"). takes_value: a word follows; one of `choices` if there are any; a file if is_file."""
+    """names: ("-m", "--module"). takes_value: a word follows; one of `choices` if there are any; a file if is_file.
+
+    is_repeatable: it may stand any number of times.
+    """
 
     names: tuple[str, ...]
     help: str
     takes_value: bool
     choices: tuple[str, ...] = ()
     is_file: bool = False
+    is_repeatable: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,13 +94,13 @@ def _command(path: tuple[str, ...], text: str, parser: argparse.ArgumentParser) 
 
 
 def _option(action: argparse.Action) -> Option:
-    line = (action.help or "").replace("%(default)g", str(action.default)).replace("%(default)s", str(action.default))
     return Option(
         tuple(action.option_strings),
-        line.replace("%%", "%"),
+        (action.help or "") % {**vars(action), "prog": "lowtide"},
         takes_value=action.nargs != 0,
         choices=tuple(map(str, action.choices or ())),
         is_file=action.nargs != 0 and _is_file(action),
+        is_repeatable=isinstance(action, argparse._AppendAction),
     )
 
 

@@ -114,7 +114,7 @@ def _zsh_option(option: Option) -> str:
     tail = _quoted(f"[{_zsh_text(option.help)}]" + (f": :{values}" if option.takes_value else ""))
     names = [name + ("=" if option.takes_value and name.startswith("--") else "") for name in option.names]
     if len(names) == 1:
-        return f"{names[0]}{tail}"
+        return f"{_quoted('*') if option.is_repeatable else ''}{names[0]}{tail}"
     return f"'({' '.join(option.names)})'{{{','.join(names)}}}{tail}"
 
 

@@ -26,7 +26,7 @@ from .arguments import Parser
 
 HELP = "run a command on all hosts at once"
 _EPILOG = """examples:
-  lowtide ssh --hosts node[1-4] -- nvidia-smi -L
+  lowtide ssh --hosts 'node[1-4]' -- nvidia-smi -L
   lowtide ssh --hostfile hosts.txt --exclude node3 -- sh -c 'df -h /nvme | tail -1'
   lowtide ssh -- uptime                 in a SLURM or LSF job: on all its hosts
 
@@ -38,7 +38,7 @@ Take = Callable[[bytes], None]
 """Is given one line, without its end."""
 
 _UNREACHED, _TIMED_OUT, _INTERRUPTED = 255, 124, 130
-_KILL_SECONDS = 5
+_KILL_SECONDS = 2
 # See [Note: no command is left behind]. The command has no input.
 _GUARD = (
     'exec 3<&0; "$@" </dev/null 3<&- & command=$!; exec 2>/dev/null; '

@@ -15,7 +15,8 @@ from .loop import Loop, Timer
 from .messages import Beat, Message, decode, encode
 
 MAGIC = b"=== lowtide agent ==="  # what comes before this line from a remote shell is its own talk
-_TICK_SECONDS = 1.0
+_TICK_SECONDS = 0.5
+_TICKS_PER_BEAT = 2
 _CHUNK_BYTES = 1 << 16
 _LINE_LIMIT_BYTES = 1 << 26
 
@@ -41,6 +42,7 @@ class Channel:
     ) -> None:
         self.clock_offset = 0.0  # the peer's time.monotonic() minus ours
         self.clock_uncertainty = float("inf")  # of clock_offset; infinite until a beat was answered
+        self.was_silent = False  # the peer was lost by silence, and not by the end of its stream
         self.lost_at = 0.0  # when the peer was gone, as far as that is known
         self._last_heard = time.monotonic()
         self._loop = loop
@@ -52,6 +54,7 @@ class Channel:
         self._sends_beats = sends_beats
         self._talk = talk
         self._silent_seconds = 0.0
+        self._num_ticks = 0
         self._rest = bytearray()
         self._unsent = bytearray()
         self._waits_to_write = False
@@ -158,11 +161,14 @@ class Channel:
 
     def _tick(self) -> None:
         self._timer = self._loop.after(_TICK_SECONDS, self._tick)
-        if self._sends_beats and self._talk is None and len(self._unsent) < _CHUNK_BYTES:
+        self._num_ticks += 1
+        is_time = self._num_ticks % _TICKS_PER_BEAT == 0
+        if self._sends_beats and is_time and self._talk is None and len(self._unsent) < _CHUNK_BYTES:
             self.send(Beat(time.monotonic()))
         if self._silence_seconds is None or self._talk is not None:
             return
         if self._silent_seconds >= self._silence_seconds:
+            self.was_silent = True
             self._lose(f"nothing was heard from it for {self._silent_seconds:g} s", self._last_heard)
         self._silent_seconds += _TICK_SECONDS
 

@@ -255,7 +255,8 @@ class Launcher:
         ranks = (
             f"; its {count} rank{'s' if count > 1 else ''} are given up, and the others were stopped" if many else ""
         )
-        text = f"lost {f'host {peer.name}' if many else 'the agent of this host'}: {reason}{ranks}"
+        what = "the agent of this host" if self._allocation.transport == "local" else f"host {peer.name}"
+        text = f"lost {what}: {reason}{ranks}"
         for rank in peer.running:
             if self._stall is not None:
                 self._stall.gone(rank)

@@ -219,7 +219,11 @@ class Peers:
     def _lose(self, peer: Peer, reason: str) -> None:
         if self._is_leaving:
             return
-        more = self._transport.why_lost(peer.index)
+        if peer.channel is not None and peer.channel.was_silent:
+            self._transport.give_up(peer.index)
+            more = ""
+        else:
+            more = self._transport.why_lost(peer.index)
         known = peer.hello is not None
         peer.lost = more if more and not known else f"{reason} ({more})" if more else reason
         if known:

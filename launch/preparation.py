@@ -68,7 +68,7 @@ class Preparation:
             return plan.master_address, {}
         for address in candidates:
             if all(address in reached[peer.index].interfaces for peer in others):
-                return address, {index: found.interfaces.get(address, "") for index, found in reached.items()}
+                return address, {index: _interface(found, address) for index, found in reached.items()}
         lines = [f"  {peer.name} reaches {', '.join(reached[peer.index].interfaces) or 'none'}" for peer in others]
         raise LaunchError(
             f"no address of {first.name}, where rank 0's store is to be, can be reached from all other hosts; tried "
@@ -105,6 +105,11 @@ class Preparation:
             self._say(f"{'' if fault.is_fatal else 'warning: '}{fault}")
         if any(fault.is_fatal for fault in wrong):
             raise LaunchError("nothing was started; mend what is said above, or disregard it with --no-preflight")
+
+
+def _interface(found: Reached, address: str) -> str:
+    """That leads to `address`; rank 0's host itself may know it as a loopback address, and then any of its others."""
+    return found.interfaces.get(address) or next(filter(None, found.interfaces.values()), "")
 
 
 def plan_of(peers: Peers, request: Request, allocation: Allocation, master_address: str | None = None) -> Plan:

@@ -55,6 +55,8 @@ def _interface_towards(address: str, port: int) -> str:
             own = probe.getsockname()[0]
     except OSError:
         return ""
+    if ipaddress.ip_address(own.partition("%")[0]).is_loopback:  # to itself, by a name that leads nobody else here
+        return ""
     for name, addresses in psutil.net_if_addrs().items():
         if any(other.address.partition("%")[0] == own for other in addresses):
             return name

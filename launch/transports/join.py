@@ -49,6 +49,9 @@ class JoinTransport:
         """See Transport."""
         return self._own.why_lost(index)
 
+    def give_up(self, index: int) -> None:
+        """See Transport: the connection is all there is."""
+
     def close(self) -> None:
         """See Transport."""
         if self._listener is not None:

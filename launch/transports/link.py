@@ -61,7 +61,10 @@ class Transport(Protocol):
         """Starts an agent on every host, all at once, and comes back at once."""
 
     def why_lost(self, index: int) -> str:
-        """What is known about the end of a link; "" if nothing is."""
+        """What is known about the end of a link; "" if nothing is. Waits a moment for the end of what held it."""
+
+    def give_up(self, index: int) -> None:
+        """Ends what holds the link to a host that is not heard any more."""
 
     def close(self) -> None:
         """Ends whatever still connects to the agents; to be called when they have left, or are given up."""
@@ -137,8 +140,12 @@ class Client:
             how = f"{name} left with exit status {status}"
         return how + "".join(f"\n    {line}" for line in self._last)
 
+    def kill(self) -> None:
+        """Ends it at once."""
+        self._process.kill()
+
     def close(self) -> None:
-        """Ends it."""
+        """Lets it end, and sees to it that it does."""
         self._forget()
         if self._process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):

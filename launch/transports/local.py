@@ -51,6 +51,9 @@ class LocalTransport:
             return f"the agent was ended by {signal.Signals(number).name}"
         return f"the agent left with exit status {status}"
 
+    def give_up(self, index: int) -> None:
+        """See Transport. Without a silence limit it is not called."""
+
     def close(self) -> None:
         """See Transport."""
         if self._process is None:

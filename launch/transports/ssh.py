@@ -58,6 +58,10 @@ class SshTransport:
         """See Transport."""
         return self._clients[index].epitaph()
 
+    def give_up(self, index: int) -> None:
+        """See Transport."""
+        self._clients[index].kill()
+
     def close(self) -> None:
         """See Transport."""
         for client in self._clients:

@@ -43,6 +43,9 @@ class StepTransport:
         """See Transport."""
         return "" if self._client is None or self._client.exit_status is None else self._client.epitaph()
 
+    def give_up(self, index: int) -> None:
+        """See Transport: the step goes on for the other hosts."""
+
     def close(self) -> None:
         """See Transport."""
         if self._listener is not None:

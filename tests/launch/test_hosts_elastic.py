@@ -15,7 +15,7 @@ if attempt == "0":
     while not pathlib.Path(f"fail{rank}").exists():
         time.sleep(0.02)
     raise SystemExit(3)
-pathlib.Path(f"again{rank}").write_text(f"{platform.node()} of {os.environ['WORLD_SIZE']}, port {os.environ['MASTER_PORT']}")
+pathlib.Path(f"again{rank}").write_text(f"{platform.node()} of {os.environ['WORLD_SIZE']}")
 """
 QUICK = ("--lost-after", "2", "--no-preflight")
 

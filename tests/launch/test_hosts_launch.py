@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.hosts_job import HostsJob
+from tests.launch.jobs import LAUNCH
 from tests.launch.network import GREETING, Network
 
 TWO_BY_TWO = ("--hosts", "n1:2,n2:2")
@@ -113,11 +114,8 @@ def test_a_signal_reaches_all_ranks_of_all_hosts(hosts: Network, tmp_path: Path,
 
 
 def test_a_command_runs_on_every_host_without_a_job(hosts: Network, tmp_path: Path) -> None:
-    from tests.launch.jobs import LAUNCH
-
-    command = [*LAUNCH[:-1], "ssh", "--hosts", "n1,n2", "--", "hostname; echo 'two  words'"]
+    command = [*LAUNCH[:-1], "ssh", "--hosts", "n1,n2", "--", "sh", "-c", "hostname; echo 'two  words'"]
     result = HostsJob.of_command(hosts, tmp_path, command).finish()
     assert result.status == 0, result
     for name in ("n1", "n2"):
-        lines = [line for line in result.out.splitlines() if f"[{name}]" in line]
-        assert [line.partition("] ")[2] for line in lines if "welcome" not in line] == [name, "two  words"]
+        assert f"[{name}] {name}\n[{name}] two  words\n" in result.out

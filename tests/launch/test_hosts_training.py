@@ -147,6 +147,6 @@ def test_a_full_disk_under_a_checkpoint_ends_the_job_and_is_told(hosts: Network,
     with hosts["n2"].small_disk(tmp_path / "saved", "16k"):
         result = HostsJob(hosts, tmp_path, ELASTIC, "--hosts", "n2:2").finish()
     assert result.status == 1
-    assert "rank 0 of 2 (process " in result.err or "rank 1 of 2 (process " in result.err
+    assert "rank 0 of 2 (host n2, " in result.err or "rank 1 of 2 (host n2, " in result.err
     assert "saving checkpoint 'global_step3' to saved failed" in result.err
     assert "No space left on device" in result.err

@@ -1,0 +1,73 @@
+"""The port of the ranks' store is taken early, known by its answer, and free the moment it is released."""
+
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from lowtide.launch.held_port import HeldPort, UnreachableError, seconds_to_reach
+from lowtide.launch.host import LaunchError
+
+
+def test_a_released_port_can_be_listened_to_at_once() -> None:
+    held = HeldPort()
+    for _ in range(5):
+        seconds_to_reach("127.0.0.1", held.port, 5)
+    held.release()
+    socket.create_server(("127.0.0.1", held.port)).close()
+    held.release()  # a second time does nothing
+
+
+def test_many_hosts_reach_it_at_the_same_time() -> None:
+    held = HeldPort()
+    with ThreadPoolExecutor(32) as pool:
+        times = list(pool.map(lambda _: seconds_to_reach("127.0.0.1", held.port, 5), range(100)))
+    held.release()
+    assert len(times) == 100 and max(times) < 5
+
+
+def test_a_wanted_port_is_held() -> None:
+    first = HeldPort()
+    first.release()
+    second = HeldPort(first.port)
+    assert second.port == first.port
+    second.release()
+
+
+def test_a_taken_port_is_refused_with_its_owner() -> None:
+    with socket.create_server(("", 0)) as other, pytest.raises(LaunchError) as caught:
+        HeldPort(other.getsockname()[1])
+    text = str(caught.value)
+    assert f": expected it free for the ranks' store, found it taken by process {os.getpid()} (" in text
+    assert text.endswith("; name another with --master-port, or leave it out and a free one is found")
+
+
+def test_a_port_that_the_system_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*address: object, **options: object) -> socket.socket:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    with pytest.raises(
+        LaunchError, match=r"port 80: expected it free .* found: Permission denied; ports below 1024 are"
+    ):
+        HeldPort(80)
+    with pytest.raises(LaunchError, match="expected a free port for the ranks' store, found none: Permission denied"):
+        HeldPort()
+
+
+def test_another_program_at_the_port_is_known_as_such() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor(1) as pool:
+        port = other.getsockname()[1]
+        reached = pool.submit(seconds_to_reach, "127.0.0.1", port, 5)
+        link, _ = other.accept()
+        with link:
+            link.sendall(b"SSH-2.0-OpenSSH_9.2p1 and so on\r\n")
+        with pytest.raises(UnreachableError, match="another program's answer"):
+            reached.result()
+
+
+def test_a_port_that_says_nothing_is_given_up() -> None:
+    silent = pytest.raises(UnreachableError, match=r"no answer within 0\.2 s")
+    with socket.create_server(("127.0.0.1", 0)) as other, silent:
+        seconds_to_reach("127.0.0.1", other.getsockname()[1], 0.2)

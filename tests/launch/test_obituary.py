@@ -1,0 +1,34 @@
+"""Which failure was the first, and how it is told."""
+
+import pytest
+
+from lowtide.launch.elastic import Attempts, Elastic
+from lowtide.launch.host import Allocation, Host, LaunchError
+from lowtide.launch.obituary import Failure, first_of, obituary
+from lowtide.launch.request import Request
+
+
+def failure(rank: int, clock: float, uncertainty: float = 0.0) -> Failure:
+    return Failure(clock, 1, "h", rank, 10, last_lines=(), uncertainty=uncertainty)
+
+
+def test_the_clocks_decide_where_they_are_sure() -> None:
+    heard = [failure(0, 10.0, 0.01), failure(1, 9.9, 0.02), failure(2, 9.8, 0.03)]
+    assert first_of(heard) is heard[2]
+
+
+def test_the_order_of_hearing_decides_where_the_clocks_are_not_sure() -> None:
+    heard = [failure(0, 10.0, 0.1), failure(1, 9.9, 0.1), failure(2, 5.0, float("inf"))]
+    assert first_of(heard) is heard[0]
+    assert first_of([]) is None
+
+
+def test_a_signal_without_a_name_is_told_by_its_number() -> None:
+    text = obituary(Failure(1.0, -40, "h", 0, 10, last_lines=()), world_size=1, has_many_hosts=False)
+    assert text == "rank 0 of 1 (process 10) was ended by signal 40. It printed nothing."
+
+
+def test_restarts_of_joined_launchers_are_refused() -> None:
+    allocation = Allocation("Kubernetes", "join", (Host("a"), Host("b")))
+    with pytest.raises(LaunchError, match="--max-restarts needs a transport that can start agents again, found launch"):
+        Attempts(Request(("x",), "/"), allocation, Elastic(max_restarts=1), lambda allocation: pytest.fail("unused"))

@@ -12,7 +12,7 @@ CHECKOUT = Path(__file__).parents[1]
 
 MAY_IMPORT: dict[str, set[str]] = {
     "lowtide": {"engine", "checkpoint", "offload", "launch"},
-    "bin": {"engine", "launch", "configs", "checkpoint", "pipe"},
+    "bin": {"engine", "launch", "configs", "checkpoint", "pipe", "kernels", "offload"},
     "engine": {"zero", "pipe", "comm", "kernels", "configs", "checkpoint", "offload"},
     "checkpoint": {"offload"},
     "zero": {"comm", "kernels", "offload"},

@@ -30,7 +30,10 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("lunch", 'did you mean "launch"?'), ("zzz", "the commands are launch, config, plan, schedule, export, checkpoint")],
+    [
+        ("lunch", 'did you mean "launch"?'),
+        ("zzz", "the commands are launch, config, plan, schedule, export, checkpoint"),
+    ],
 )
 def test_an_unknown_command_is_named(name: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name]) == 2

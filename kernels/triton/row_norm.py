@@ -144,10 +144,6 @@ def _backward_kernel(
         if SUBTRACTS_MEAN:
             h -= tl.load(MEAN_ptr + rows, mask=there, other=0.0)[:, None]
         normed = h * rstd[:, None]
-        if WANTS_DW:
-            dw += dy * normed
-        if WANTS_DB:
-            db += dy
         g = dy
         if HAS_WEIGHT:
             g = dy * w
@@ -164,6 +160,10 @@ def _backward_kernel(
         if HAS_DH:
             dx += tl.load(DH_ptr + (rows * DH_row_stride)[:, None] + at[None, :], mask=ok, other=0.0).to(tl.float32)
         tl.store(DX_ptr + (rows * n_cols)[:, None] + at[None, :], dx.to(DX_ptr.dtype.element_ty), mask=ok)
+        if WANTS_DW:
+            dw += dy * normed
+        if WANTS_DB:
+            db += dy
     if WANTS_DW:
         tl.store(DW_ptr + strip * n_cols + at, tl.sum(dw, axis=0), mask=at < n_cols)
     if WANTS_DB:

@@ -290,7 +290,7 @@ def test_the_file_says_what_was_saved(ranks: RankPool, tmp_path: Path) -> None:
     assert content["versions"]["torch"] == torch.__version__
     assert content["versions"]["python"] == platform.python_version()
     assert content["versions"]["lowtide"] == lowtide.__version__ if hasattr(lowtide, "__version__") else True
-    assert content["topology"] == {"world_size": 2, "stage": 3, "shard_size": 1, "replicas": 2}
+    assert content["topology"] == {"world_size": 2, "stage": 3, "shard_size": 1, "replicas": 2, "pipeline": 1}
     assert Config.load(content["config"]).optimizer == Config.load(case.as_config()).optimizer
     assert content["tensors"]["model.first.weight"] == ["float32", [7, 5]]
     assert content["tensors"]["optim.state.first.weight.exp_avg"] == ["float32", [7, 5]]

@@ -66,11 +66,13 @@ class LateUpdates:
         self._num_backwards = 0
         self.num_waits = 0
 
-    def update_runs(self, rule: Any, master: Tensor, gradient: Tensor, states: Any, step: int, *rest: Any) -> None:
+    def update_runs(
+        self, rule: Any, master: Tensor, gradient: Tensor, states: Any, step: int, *rest: Any, **options: Any
+    ) -> None:
         with self._changed:
             self.num_waits += 1
             assert self._changed.wait_for(lambda: self._num_backwards > step, 30)
-        update_runs(rule, master, gradient, states, step, *rest)
+        update_runs(rule, master, gradient, states, step, *rest, **options)
 
     def count_backward(self, number: int = 1) -> None:
         with self._changed:

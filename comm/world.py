@@ -154,8 +154,25 @@ def _choose_device(device: str) -> torch.device:
     if device == "cuda":
         if not torch.cuda.is_available():
             raise ValueError('device: expected a CUDA device, found none that torch can use; set "device": "cpu"')
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        return torch.device("cuda", _cuda_index(torch.cuda.device_count()))
     return torch.device(device)
+
+
+def _cuda_index(num_visible: int) -> int:
+    """The number of this rank's own device among those that the process sees.
+
+    It is LOCAL_RANK, unless the process sees one device alone: then that was chosen for it by whoever has set its mask
+    (srun --gpus-per-task=1). Raises ValueError where there are fewer devices than ranks.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if num_visible == 1:
+        return 0
+    if local_rank >= num_visible:
+        raise ValueError(
+            f"device: expected a CUDA device for local rank {local_rank}, found {num_visible} devices that this "
+            'process may use; start fewer ranks on each host, change CUDA_VISIBLE_DEVICES, or set "device": "cpu"'
+        )
+    return local_rank
 
 
 def _make_process_group(device: torch.device, timeout_seconds: float) -> None:

@@ -29,6 +29,7 @@ from ..zero.sequence import Unit, UnitSequence
 from ..zero.shard_rest import ShardRest
 from ..zero.units import UnitPlan, plan_units
 from .config import Config
+from .config_elastic import first_world_size
 from .deferred import DeferredModel
 from .engine import Engine
 from .full_values import FullValues
@@ -72,7 +73,7 @@ def initialize(
     """
     checked = Config.load(config)
     world = World.join(checked.device, checked.communication.timeout_seconds)
-    resolved = checked.resolve(world.size)
+    resolved = checked.resolve(world.size, first_world_size(os.environ, world.size))
     world.watch(resolved.communication.step_timeout_seconds)
     if resolved.seed is not None:
         torch.manual_seed(resolved.seed)

@@ -7,11 +7,13 @@ Nothing here imports torch: types are the strings "fp32", "bf16" and "fp16".
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationError
 
-from .config_batch import fill_batch, nearest_divisors
+from .config_batch import Batch, fill_batch, nearest_divisors
+from .config_elastic import KeptBatch, nothing_kept
 from .config_errors import ConfigError, Fault, FaultKind, shown, unknown_key
 from .config_kernels import KernelsConfig, idle_kernel_settings
 from .config_offload import ActivationOffloadConfig, AioConfig, OffloadOptimizerConfig, OffloadParamConfig
@@ -125,42 +127,46 @@ class Config(Section):
         """One sentence for each key that is understood and has no effect here, and for each "auto"."""
         return self._notes
 
-    def resolve(self, world_size: int) -> "Config":
+    def resolve(self, world_size: int, first_world_size: int | None = None) -> "Config":
         """A copy for so many ranks, with the batch triple filled and every "auto" of it explained.
+
+        first_world_size: of a job that goes on with other ranks than it began with; its global batch stays, as told in
+        config_elastic.py.
 
         Raises ConfigError, with the equation, if an axis, the triple or the shard size does not fit the world size, or
         the schedule of a pipeline does not fit the number of microbatches.
         """
         if world_size < 1:
             raise ValueError(f"world_size is at least 1, found {world_size}")
+        before = None if first_world_size in (None, world_size) else first_world_size
+        kept = None if before is None else _kept_batch(self, before)
         faults = world_faults(self.parallel, world_size)
         if faults:
-            raise ConfigError(faults, self._source)
-        world_size //= self.parallel.pipeline  # from here on: of data-parallel ranks
-        micro, accumulation = self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
-        accumulation = accumulation if accumulation is not None else self.pipeline.microbatches
-        batch = fill_batch(self.train_batch_size, micro, accumulation, world_size)
+            raise ConfigError(faults + ([kept.fault(world_size)] if kept else []), self._source)
+        data_size = world_size // self.parallel.pipeline
+        batch = kept.on(data_size) if kept else _batch(self, data_size)
         update: dict[str, object] = {}
         if isinstance(batch, Fault):
             faults.append(batch)
-        else:
+        elif batch is not None:
             update = dict(zip(BATCH_KEYS, (batch.train, batch.micro, batch.accumulation), strict=True))
+            if self.pipeline.microbatches is not None:
+                update["pipeline"] = self.pipeline.model_copy(update={"microbatches": batch.accumulation})
             faults += schedule_faults(self.parallel, self.pipeline, batch.accumulation)
-        shard_size = self.zero_optimization.shard_size
-        if shard_size is not None and world_size % shard_size != 0:
-            equation = f"shard_size({shard_size}) x replicas(?) = data-parallel ranks({world_size}) does not hold"
-            legal = nearest_divisors(shard_size, world_size)
-            message = f"{equation}; the nearest legal values are {legal}"
-            faults.append(Fault("zero_optimization.shard_size", "conflict", message))
+        faults += _shard_size_faults(self.zero_optimization.shard_size, data_size)
         resolved = self.model_copy(update=update)
-        if self.gradient_accumulation_steps is None:
+        if self.gradient_accumulation_steps is None or kept:
             faults += _update_in_backward_faults(resolved)
+        if kept and (faults or batch is None):
+            faults.append(kept.fault(world_size))
         if faults:
             raise ConfigError(faults, self._source)
-        equation = " x ".join(str(update[key]) for key in BATCH_KEYS[1:]) + f" x {world_size} ranks"
+        equation = " x ".join(str(update[key]) for key in BATCH_KEYS[1:]) + f" x {data_size} ranks"
         reason = f"train_batch_size = microbatch x accumulation x ranks = {equation}"
-        autos = tuple(f'{key}: "auto" is {update[key]}: {reason}' for key in self._auto_batch_keys)
-        resolved._notes = self._notes + autos
+        notes = [f'{key}: "auto" is {update[key]}: {reason}' for key in self._auto_batch_keys]
+        if before is not None:
+            notes.append(kept.note(world_size) if kept else nothing_kept(before, world_size))
+        resolved._notes = (*self._notes, *notes)
         resolved._auto_batch_keys = ()
         return resolved
 
@@ -170,6 +176,42 @@ class Config(Section):
         if self.optimizer is not None and self.optimizer.type == "adam":
             values["optimizer"]["params"]["adam_w_mode"] = False
         return values
+
+
+def _batch(config: Config, data_size: int) -> Batch | Fault:
+    """The triple that the config asks for on so many data-parallel ranks."""
+    accumulation = config.gradient_accumulation_steps
+    accumulation = accumulation if accumulation is not None else config.pipeline.microbatches
+    return fill_batch(config.train_batch_size, config.train_micro_batch_size_per_gpu, accumulation, data_size)
+
+
+def _kept_batch(config: Config, first_world_size: int) -> KeptBatch | None:
+    """The global batch that stays; None where the config says none. Raises ConfigError where there was none."""
+    micro = config.train_micro_batch_size_per_gpu
+    if config.train_batch_size is None and micro is None:
+        return None
+    config.resolve(first_world_size)
+    first = _batch(config, first_world_size // config.parallel.pipeline)
+    assert isinstance(first, Batch)
+
+    @cache
+    def can_accumulate(count: int) -> bool:
+        is_whole = count == 1 or not config.zero_optimization.update_in_backward
+        return is_whole and not schedule_faults(config.parallel, config.pipeline, count)
+
+    shard_size = config.zero_optimization.shard_size or 1
+    return KeptBatch(first, first_world_size, config.parallel.pipeline, micro is not None, can_accumulate, shard_size)
+
+
+def _shard_size_faults(shard_size: int | None, data_size: int) -> list[Fault]:
+    """The shard size must divide the data-parallel ranks."""
+    if shard_size is None or data_size % shard_size == 0:
+        return []
+    message = (
+        f"shard_size({shard_size}) x replicas(?) = data-parallel ranks({data_size}) does not hold; the nearest legal "
+        f"values are {nearest_divisors(shard_size, data_size)}"
+    )
+    return [Fault("zero_optimization.shard_size", "conflict", message)]
 
 
 def _value_at(config: Config, path: str) -> object:

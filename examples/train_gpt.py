@@ -43,8 +43,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--print-every", type=positive, default=20, help="steps between two lines (default: 20)")
     parser.add_argument("--out", type=Path, default=Path("runs/gpt"), help="folder of the curve (default: runs/gpt)")
     parser.add_argument("--checkpoints", type=Path, help="save here at the end and on SIGTERM; go on from the latest")
+    parser.add_argument("--save-every", type=positive, help="also save after every so many steps, with --checkpoints")
     parser.add_argument("--report", type=Path, help="a JSON file for the final numbers")
     arguments = parser.parse_args(argv)
+    if arguments.save_every and not arguments.checkpoints:
+        parser.error("--save-every needs a folder to save in: give --checkpoints too")
     if importlib.util.find_spec("matplotlib") is None:
         parser.error('matplotlib draws the loss curve and is not installed: run pip install -e ".[examples]"')
     return arguments
@@ -129,6 +132,7 @@ def training_config(arguments: argparse.Namespace) -> dict[str, Any]:
     config["seed"] = config["seed"] or 0
     if arguments.checkpoints:
         config["checkpoint"].update(folder=str(arguments.checkpoints), on_sigterm=True)
+        config["checkpoint"]["every_steps"] = arguments.save_every or config["checkpoint"]["every_steps"]
     config["steps_per_print"] = 0  # this script draws its own progress
     return config
 
@@ -165,11 +169,11 @@ def resume(engine: lowtide.Engine, arguments: argparse.Namespace) -> None:
 
 
 def text_batches(engine: lowtide.Engine, text: Tensor, arguments: argparse.Namespace) -> Iterator[dict[str, Tensor]]:
-    """This process's share of every global batch."""
+    """This process's share of every global batch. After the loss of a host it is larger than at the start."""
     return batches(
         text,
         context=arguments.context,
-        batch_size=arguments.batch_size_per_process,
+        batch_size=engine.config.train_batch_size // engine.data_size,
         rank=engine.data_rank,
         world_size=engine.data_size,
     )
@@ -180,7 +184,7 @@ def train(
 ) -> tuple[list[float], float]:
     """Trains for the wished number of steps; gives the loss of each step and the speed in tokens per second."""
     losses: list[float] = []
-    tokens_per_step = engine.data_size * arguments.batch_size_per_process * arguments.context
+    tokens_per_step = engine.config.train_batch_size * arguments.context
     with TrainingDisplay(
         num_steps=arguments.steps,
         tokens_per_step=tokens_per_step,

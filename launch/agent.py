@@ -1,6 +1,8 @@
 """The agent of one host: the only parent of the ranks there, and the launcher's hands and eyes.
 
-    python -P -m lowtide.launch.agent (--fd N | --stdio | --connect HOST:PORT,...) [--index I]
+    python -P -m lowtide.launch.agent (--stdio | --connect HOST:PORT,...) [--index I]
+
+The one of the launcher's own host is forked from the launcher: see `serve`.
 
 [Note: backpressure]
 Output is sent only as far as the launcher has shown what was sent before, plus WINDOW_BYTES. A slow terminal so makes
@@ -10,7 +12,6 @@ Beats and other messages are not held up. What a rank printed last is sent all t
 
 import argparse
 import contextlib
-import importlib.metadata
 import itertools
 import os
 import platform
@@ -137,8 +138,8 @@ class Agent:
 
     def _take(self, message: Message) -> None:
         match message:
-            case Challenge(nonce):
-                self._channel.send(self._hello(nonce))
+            case Challenge():
+                self._channel.send(self._hello(message))
             case Hold(port):
                 self._hold(port)
             case Reach(addresses, port):
@@ -161,17 +162,13 @@ class Agent:
             case Leave(status):
                 self._end(status)
 
-    def _hello(self, nonce: str) -> Hello:
+    def _hello(self, challenge: Challenge) -> Hello:
         return Hello(
-            proof=proof_of(self._token, nonce),
+            proof=proof_of(self._token, challenge.nonce),
             index=self._index,
             names=self._names,
             pid=os.getpid(),
-            python=platform.python_version(),
-            lowtide=importlib.metadata.version("lowtide"),
-            executable=sys.executable,
-            wall_clock=time.time(),
-            addresses=own_addresses(os.environ),
+            addresses=own_addresses(os.environ) if challenge.wants_addresses else (),
             report=report_host(),
         )
 
@@ -227,10 +224,9 @@ class Agent:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line above; the exit status is that of `Agent.run`."""
+    """The command line above; the exit status is that of `serve`."""
     parser = argparse.ArgumentParser(prog="lowtide agent", allow_abbrev=False)
     way = parser.add_mutually_exclusive_group(required=True)
-    way.add_argument("--fd", type=int, help="a connected socket that this process was started with")
     way.add_argument("--stdio", action="store_true", help="stdin and stdout, after a line that marks the beginning")
     way.add_argument("--connect", metavar="HOST:PORT", help="where the launcher listens")
     parser.add_argument("--index", type=int, help="of this host among those of the job")
@@ -238,10 +234,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--wait", type=float, default=60.0, help="seconds to try to connect")
     options = parser.parse_args(argv)
     token = os.environ.pop(TOKEN_VARIABLE, "")
-    silence: float | None = options.silence
-    if options.fd is not None:
-        read_fd, silence = options.fd, None  # the launcher may be stopped by Ctrl-Z, and we with it
-    elif options.stdio:
+    if options.stdio:
         read_fd = _take_stdin()
     else:
         try:
@@ -250,15 +243,24 @@ def main(argv: list[str] | None = None) -> int:
             print(f"lowtide launch: {error}", file=sys.stderr, flush=True)
             return 1
     write_fd = _take_stdout() if options.stdio else os.dup(read_fd)
+    return serve(read_fd, write_fd, options.silence, token, options.index)
+
+
+def serve(read_fd: int, write_fd: int, silence_seconds: float | None, token: str = "", index: int | None = None) -> int:
+    """Is the agent until the job has ended; the exit status is that of `Agent.run`. To be called in the main thread.
+
+    read_fd, write_fd: of the channel to the launcher. silence_seconds: None where the end of the channel tells enough:
+    on the launcher's own host, which may be stopped by Ctrl-Z, and we with it.
+    """
 
     def work(guard_alive: int, signs_of_life: int) -> int:
         loop = Loop()
-        agent = Agent(loop, read_fd, write_fd, silence, token, options.index, _names())
+        agent = Agent(loop, read_fd, write_fd, silence_seconds, token, index, _names())
         loop.on_readable(guard_alive, lambda: _lose_guard(loop, guard_alive, agent))
         _give_signs(loop, signs_of_life)
         return agent.run()
 
-    return guarded(work, (read_fd, write_fd), silence)
+    return guarded(work, (read_fd, write_fd), silence_seconds)
 
 
 def _lose_guard(loop: Loop, fd: int, agent: Agent) -> None:

@@ -62,6 +62,10 @@ class Display:
         """Nothing more comes; what is there is still shown."""
         self._queue.put(None)
 
+    def join(self) -> None:
+        """Waits for the end of the thread, which is a matter of moments once all has been shown."""
+        self._thread.join()
+
     def _work(self) -> None:
         while True:
             try:

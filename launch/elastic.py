@@ -4,7 +4,7 @@
 A host whose agent was lost, or cannot be reached, is left out at once. A host on which a rank was the first to fail is
 left out when that happens twice in a row there, if enough hosts remain; until then the failure is taken for chance. The
 script goes on from its newest complete checkpoint where it loads `latest`; LOWTIDE_RESTART_COUNT tells it which attempt
-it is in. A signal never leads to a restart.
+it is in, and LOWTIDE_FIRST_WORLD_SIZE for how many ranks its batch was meant. A signal never leads to a restart.
 """
 
 import signal
@@ -61,6 +61,7 @@ class Attempts:
         self._blamed: tuple[str, int] = ("", 0)  # the host of the last first failure, how often in a row
         self._identity = str(uuid.uuid4())
         self._restarts = 0
+        self._first_world_size: int | None = None  # None until the first attempt has a plan
 
     def run(self) -> int:
         """The exit status for the shell. Raises LaunchError where an attempt cannot begin."""
@@ -82,7 +83,9 @@ class Attempts:
         allocation = replace(self._allocation, hosts=tuple(self._hosts[: self._most]))
         loop = Loop()
         transport = self._make_transport(allocation)
-        launcher = Launcher(loop, self._request, allocation, transport, self._identity, self._restarts)
+        launcher = Launcher(
+            loop, self._request, allocation, transport, self._identity, self._restarts, self._first_world_size
+        )
         try:
             outcome = launcher.run()
         except LaunchError as error:
@@ -94,6 +97,8 @@ class Attempts:
             return None
         finally:
             loop.close()
+        if self._first_world_size is None and launcher.plan is not None:
+            self._first_world_size = launcher.plan.world_size
         self._tell(outcome, launcher)
         return outcome
 

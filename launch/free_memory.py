@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 _V1_LEVELS = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2_LEVELS = ("memory.max", "memory.current", "inactive_file")
 
@@ -14,6 +12,8 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
 
     Page cache that nobody has used lately counts as free in both.
     """
+    import psutil  # here: it would take a tenth of a launcher's start, which has no use for it
+
     left: int = psutil.virtual_memory().available
     for folder, (limit_name, usage_name, cache_name) in _groups(root):
         try:

@@ -3,8 +3,8 @@
 [Note: the guard]
 An agent kills what its ranks have left when the launcher is gone. When the agent itself is killed, the kernel kills its
 ranks (parent-death signal), but not what they have started in sessions of their own. Such orphans go to the nearest
-ancestor that adopts them: the guard, which kills them. It does nothing else, so nothing else can end it; should it be
-killed all the same, the agent notices by a pipe and ends the job on its host.
+ancestor that adopts them: the guard, which kills them, and removes the records of the ranks. It does nothing else, so
+nothing else can end it; should it be killed all the same, the agent notices by a pipe and ends the job on its host.
 """
 
 import contextlib
@@ -13,7 +13,8 @@ import select
 import signal
 from collections.abc import Callable, Sequence
 
-from .process_tree import adopt_orphans, kill_descendants, reap_all
+from .process_tree import adopt_orphans, be_called, forked, kill_descendants, reap_all
+from .records import remove_dead_folders
 
 KILLED_SECONDS = 5.0  # how long the kernel may take to remove a killed process
 _TICK_SECONDS = 1.0
@@ -26,19 +27,17 @@ def guarded(work: Callable[[int, int], int], private: Sequence[int], silence_sec
     `silence_seconds` without one the child is killed. private: descriptors for the child alone. To be called while no
     other thread runs.
     """
-    guard_alive, held_by_guard = os.pipe()
+    guard_alive, _held_by_guard = os.pipe()
     signs_of_life, written_by_work = os.pipe()
+    be_called("lowtide guard")
     adopt_orphans()
-    pid = os.fork()
-    if pid == 0:
-        status = 70  # a fault of ours, such as an exception
-        try:
-            os.close(held_by_guard)
-            os.close(signs_of_life)
-            adopt_orphans()
-            status = work(guard_alive, written_by_work)
-        finally:
-            os._exit(status)
+
+    def be_agent() -> int:
+        be_called("lowtide agent")
+        adopt_orphans()
+        return work(guard_alive, written_by_work)
+
+    pid = forked(be_agent, (guard_alive, written_by_work, *private))
     for fd in (guard_alive, written_by_work, *private):
         os.close(fd)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
@@ -47,6 +46,7 @@ def guarded(work: Callable[[int, int], int], private: Sequence[int], silence_sec
     _, status = os.waitpid(pid, 0)
     kill_descendants()
     reap_all(KILLED_SECONDS)
+    remove_dead_folders()
     code = os.waitstatus_to_exitcode(status)
     return 128 - code if code < 0 else code
 

@@ -6,8 +6,6 @@ import socket
 import threading
 import time
 
-import psutil
-
 from .host import LaunchError
 
 BANNER = b"lowtide holds this port\n"
@@ -100,6 +98,8 @@ def _why(port: int | None, error: OSError) -> str:
 
 def _owner(port: int) -> str:
     """The process that listens there, as far as this user may know it."""
+    import psutil  # here, for the error alone: it would take a tenth of a launcher's start
+
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             if connection.laddr and connection.laddr.port == port and connection.pid is not None:

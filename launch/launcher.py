@@ -39,6 +39,7 @@ from .preparation import Preparation, plan_of
 from .process_tree import adopt_orphans, kill_descendants, reap_all
 from .request import Request
 from .stall import StallWatch
+from .sweeps import Sweeps
 from .transports.link import Transport
 
 _KILLED_SECONDS = 5.0  # how long the kernel may take to remove a killed process and close its pipes
@@ -63,7 +64,10 @@ class Outcome:
 
 
 class Launcher:
-    """The life of one attempt. restarts: how many came before it; identity: of the job, the same in all attempts."""
+    """The life of one attempt. identity: of the job, the same in all attempts.
+
+    restarts: how many attempts came before it; first_world_size: the ranks of the first one, None in that one itself.
+    """
 
     def __init__(
         self,
@@ -73,6 +77,7 @@ class Launcher:
         transport: Transport,
         identity: str,
         restarts: int = 0,
+        first_world_size: int | None = None,
     ) -> None:
         self._loop = loop
         self._request = request
@@ -80,8 +85,10 @@ class Launcher:
         self._transport = transport
         self._identity = identity
         self._restarts = restarts
+        self._first_world_size = first_world_size
         hosts = [host.name for host in allocation.hosts]
         self._peers = Peers(loop, hosts, transport, self._take, self._lose, self._say)
+        self._sweeps = Sweeps(loop, transport, identity, self._say)
         self._port = 0  # of rank 0's store
         self._interfaces: dict[int, str] = {}  # host -> the one that leads to rank 0's
         self._lost_hosts: list[str] = []
@@ -143,6 +150,9 @@ class Launcher:
         prepared = preparation.run()
         if prepared is not None:
             self._plan, self._port, self._interfaces = prepared.plan, prepared.port, prepared.interfaces
+            for note in self._plan.notes:
+                if note not in self._allocation.notes:  # those were said before
+                    self._say(note)
 
     @property
     def _is_cut_short(self) -> bool:
@@ -176,9 +186,11 @@ class Launcher:
 
     def _environment(self) -> dict[str, str]:
         """What the plan cannot know."""
+        assert self._plan is not None
         return {
             "MASTER_PORT": str(self._port),
             "LOWTIDE_RESTART_COUNT": str(self._restarts),
+            "LOWTIDE_FIRST_WORLD_SIZE": str(self._first_world_size or self._plan.world_size),
             "TORCHELASTIC_RESTART_COUNT": str(self._restarts),
             "TORCHELASTIC_RUN_ID": self._identity,
         }
@@ -261,6 +273,8 @@ class Launcher:
             if self._stall is not None:
                 self._stall.gone(rank)
         peer.running.clear()
+        if self._display is not None:  # the ranks were started
+            self._sweeps.begin(peer.index, peer.name, peer.channel.was_silent)
         self._failures.append(Failure(peer.channel.lost_at, 1, peer.name, text=text))
 
     def _take_stall(self, late: Sequence[int]) -> None:
@@ -305,18 +319,22 @@ class Launcher:
         if self._stall is not None:
             self._stall.close()
         self._peers.leave(Leave(self._outcome().status), 2 * _KILLED_SECONDS)
+        self._sweeps.finish()
         kill_descendants()  # orphans that came here, should an agent and its guard have been killed together
         reap_all(_KILLED_SECONDS)
         if self._display is not None:
             display, signals = self._display, self._num_signals
             display.finish()
-            self._loop.run(lambda: display.is_done or self._num_signals > signals)
+            if self._loop.run(lambda: display.is_done or self._num_signals > signals) and display.is_done:
+                display.join()  # a restart forks, which is for processes of one thread
 
     def _outcome(self) -> Outcome:
         failure = first_of(self._failures)
         lost = tuple(self._lost_hosts)
         started = bool(self._pids)
-        was_signalled = self._signal is not None and (failure is None or failure.clock > self._signal_time)
+        # Where the clocks do not tell which came first, a rank has ended because it was told to.
+        latest = float("inf") if failure is None else failure.clock + failure.uncertainty
+        was_signalled = self._signal is not None and latest > self._signal_time
         if self._signal is not None and was_signalled and (failure is not None or not started):
             return Outcome(128 + self._signal, None, self._signal, lost, started)
         return Outcome(0 if failure is None else failure.exit_status, failure, None, lost, started)

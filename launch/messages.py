@@ -41,9 +41,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Challenge:
-    """The first message of a launcher; the answer is Hello. nonce: goes into the proof that the agent has the token."""
+    """The first message of a launcher; the answer is Hello. nonce: goes into the proof that the agent has the token.
+
+    wants_addresses: false where no other host is to reach this one.
+    """
 
     nonce: str
+    wants_addresses: bool = True
 
 
 @dataclass(frozen=True)
@@ -127,18 +131,14 @@ class Hello:
     """The first message of an agent. proof: `proof_of` of the token and the launcher's nonce.
 
     index: of its host among those of the job, where it was told; else names: those that the host may be known by.
-    pid: of the agent. wall_clock: time.time(). addresses: those of the host's interfaces, and first the one at which
-    the launcher has reached it where that is known. python, lowtide: versions; executable: of the agent's Python.
+    pid: of the agent. addresses: those of the host's interfaces, and first the one at which the launcher has reached it
+    where that is known; none where none was wanted.
     """
 
     proof: str
     index: int | None
     names: tuple[str, ...]
     pid: int
-    python: str
-    lowtide: str
-    executable: str
-    wall_clock: float
     addresses: tuple[str, ...]
     report: HostReport
 

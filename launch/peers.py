@@ -129,7 +129,7 @@ class Peers:
             self._unknown.add(channel)
         else:
             peer.channel = channel
-        channel.send(Challenge(nonce))
+        channel.send(Challenge(nonce, wants_addresses=len(self.all) > 1))
 
     def unreachable(self, index: int | None, reason: str) -> None:
         """See Events."""

@@ -1,24 +1,37 @@
-"""The processes below this one: bound to its life, found again when orphaned, and ended together."""
+"""The processes below this one: forked, bound to its life, found again when orphaned, and ended together.
+
+[Note: psutil is imported late]
+A job that ends by itself leaves nothing to be killed, and the import would take a tenth of its launcher's start.
+"""
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
-
-import psutil
+from collections.abc import Callable, Collection
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_FAULT_STATUS = 70  # of a child that ended with an exception
+_POLL_SECONDS = 0.002
 
 
 def adopt_orphans() -> None:
     """Makes this process the parent of every descendant whose own parent dies, so that none is lost. Linux only."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def be_called(name: str) -> None:
+    """How ps, top and killall name this process; at most 15 bytes. Linux only."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def die_with_parent() -> Callable[[], None]:
@@ -34,22 +47,67 @@ def die_with_parent() -> Callable[[], None]:
     return bind
 
 
-def kill_descendants() -> list[psutil.Process]:
-    """Sends SIGKILL to every process below this one, and gives those that it met.
+def forked(work: Callable[[], int], kept: Collection[int]) -> int:
+    """Runs `work` in a child, whose exit status is what it gives, and comes back with the child's process id.
+
+    kept: the descriptors besides stdin, stdout and stderr that the child has. Signals that reach the child do nothing
+    until it has handlers of its own. To be called while no other thread runs.
+    """
+    assert threading.active_count() == 1, threading.enumerate()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError):  # what is unwritten now, the child would write a second time
+                stream.flush()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    pid = os.fork()
+    if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return pid
+    status = _FAULT_STATUS
+    try:
+        gc.freeze()  # an object of the parent that were collected here would close a descriptor that is ours by then
+        signal.set_wakeup_fd(-1)
+        _close_all_but({0, 1, 2, *kept})
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, frame: None)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        status = work()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(status)
+
+
+def reaped(pid: int, timeout_seconds: float) -> int | None:
+    """The exit status of a child, as Popen.returncode has it, when it has ended; None: it runs on after that time."""
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(_POLL_SECONDS)
+
+
+def kill_descendants() -> None:
+    """Sends SIGKILL to every process below this one.
 
     Repeats until none is left that was not seen before: a process may start another while it is being ended.
     """
-    met: dict[int, psutil.Process] = {}
+    if not _has_children():
+        return
+    import psutil  # see [Note: psutil is imported late]
+
+    met: set[int] = set()
     while True:
         new = [child for child in psutil.Process().children(recursive=True) if child.pid not in met]
         if not new:
-            return list(met.values())
+            return
         for child in new:
-            met[child.pid] = child
-            try:
+            met.add(child.pid)
+            with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
-            except psutil.NoSuchProcess:
-                continue
 
 
 def reap_all(timeout_seconds: float) -> None:
@@ -58,4 +116,22 @@ def reap_all(timeout_seconds: float) -> None:
     with contextlib.suppress(ChildProcessError):
         while time.monotonic() < deadline:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                time.sleep(0.01)
+                time.sleep(_POLL_SECONDS)
+
+
+def _has_children() -> bool:
+    """Whether there is a child, alive or not; without one there is no descendant, where orphans are adopted."""
+    if _LIBC is None:
+        return True
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _close_all_but(kept: Collection[int]) -> None:
+    for name in os.listdir("/dev/fd"):
+        if int(name) not in kept:
+            with contextlib.suppress(OSError):  # that of the listing itself
+                os.close(int(name))

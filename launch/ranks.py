@@ -2,11 +2,9 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from .output import RankOutput
 from .plan import RankPlan
 from .process_tree import die_with_parent, kill_descendants
 from .progress import ProgressReader, RankProgress
+from .records import RecordFolder
 
 
 class Listener(Protocol):
@@ -58,7 +57,7 @@ class HostRanks:
         self._at_terminal = start.job.inherits_terminal and sys.stdin is not None and sys.stdin.isatty()
         self._ranks: dict[int, _Rank] = {}
         self._is_paused = False
-        self._records = tempfile.mkdtemp(prefix="lowtide-", dir=_memory_folder())
+        self._records = RecordFolder()
         loop.on_signal(signal.SIGCHLD, self._reap)
         try:
             if start.job.log_folder is not None:
@@ -121,7 +120,7 @@ class HostRanks:
             if state.output is not None and state.output.is_open:
                 self._print(rank, state.output.read_what_is_there())
                 self._end_output(rank)
-        shutil.rmtree(self._records, ignore_errors=True)
+        self._records.remove()
 
     def _started(self, plan: RankPlan, start: Start) -> _Rank:
         job = self._job
@@ -161,7 +160,7 @@ class HostRanks:
         return {"LOWTIDE_JOB_ID": self._job.identity, stacks.VARIABLE: self._record(rank)}
 
     def _record(self, rank: int) -> str:
-        return os.path.join(self._records, f"rank{rank}")
+        return os.path.join(self._records.path, f"rank{rank}")
 
     def _why_not(self, error: Exception) -> str:
         return (
@@ -219,8 +218,3 @@ def _prepared(bind: Callable[[], None], cores: tuple[int, ...]) -> Callable[[], 
             os.sched_setaffinity(0, cores)
 
     return prepare
-
-
-def _memory_folder() -> str | None:
-    """Where files are kept in memory; None: the usual place for temporary files."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

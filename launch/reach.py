@@ -6,8 +6,6 @@ import socket
 import threading
 from collections.abc import Mapping, Sequence
 
-import psutil
-
 from .held_port import UnreachableError, seconds_to_reach
 
 _TRY_SECONDS = 3.0
@@ -18,6 +16,8 @@ def own_addresses(environ: Mapping[str, str]) -> tuple[str, ...]:
 
     The first is the one at which ssh has reached this host, where it has: others are likely to reach it there too.
     """
+    import psutil  # here and below, because no job of one host needs it and it takes a tenth of its start
+
     found: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = []
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     for name, addresses in psutil.net_if_addrs().items():
@@ -57,6 +57,8 @@ def _interface_towards(address: str, port: int) -> str:
         return ""
     if ipaddress.ip_address(own.partition("%")[0]).is_loopback:  # to itself, by a name that leads nobody else here
         return ""
+    import psutil
+
     for name, addresses in psutil.net_if_addrs().items():
         if any(other.address.partition("%")[0] == own for other in addresses):
             return name

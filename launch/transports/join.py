@@ -40,8 +40,8 @@ class JoinTransport:
         except OSError as error:
             raise LaunchError(
                 f"the agents of the other hosts are to connect to port {self._meeting.port} of this one, which cannot "
-                f"be listened at: {error.strerror}; end the program that has it, or choose another one for all hosts "
-                "(MASTER_PORT, or --meet HOST:PORT)"
+                f"be listened at: {os.strerror(error.errno or 0)}; end the program that has it, or choose another one "
+                "for all hosts (MASTER_PORT, or --meet HOST:PORT)"
             ) from error
         self._own.start(loop, hosts, events)
 
@@ -51,6 +51,9 @@ class JoinTransport:
 
     def give_up(self, index: int) -> None:
         """See Transport: the connection is all there is."""
+
+    def orphans_command(self, index: int, identity: str) -> None:
+        """See Transport."""
 
     def close(self) -> None:
         """See Transport."""

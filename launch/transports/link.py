@@ -66,19 +66,27 @@ class Transport(Protocol):
     def give_up(self, index: int) -> None:
         """Ends what holds the link to a host that is not heard any more."""
 
+    def orphans_command(self, index: int, identity: str) -> list[str] | None:
+        """What runs orphans.py on a host whose agent is lost; None where only that agent's way leads there."""
+
     def close(self) -> None:
         """Ends whatever still connects to the agents; to be called when they have left, or are given up."""
 
 
 def agent_command(*options: str, python: str = sys.executable) -> list[str]:
     """The command line of an agent. -P: no file of the user's folder stands in for a module of the library."""
-    return [python, "-P", "-m", "lowtide.launch.agent", *options]
+    return module_command("agent", *options, python=python)
+
+
+def module_command(module: str, *options: str, python: str = sys.executable) -> list[str]:
+    """The command line of a module of launch/, as for `agent_command`."""
+    return [python, "-P", "-m", f"lowtide.launch.{module}", *options]
 
 
 class Client:
     """A program between us and agents (ssh, srun, mpirun): what it says is passed on, and it ends with this process.
 
-    events.talk is called for each line of its stderr, and of its stdout unless that is the link.
+    talk: called with `host` and each line of its stderr, and of its stdout unless that is the link.
     """
 
     def __init__(
@@ -86,13 +94,13 @@ class Client:
         loop: Loop,
         host: str,
         command: Sequence[str],
-        events: Events,
+        talk: Callable[[str, str], None],
         is_link: bool,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._loop = loop
         self._host = host
-        self._events = events
+        self._talk = talk
         self._last: deque[str] = deque(maxlen=_KEPT_LINES)
         self._rest: dict[int, bytes] = {}
         self._process = subprocess.Popen(
@@ -176,7 +184,7 @@ class Client:
             for line in lines:
                 text = line.decode(errors="replace").rstrip("\r")
                 self._last.append(text)
-                self._events.talk(self._host, text)
+                self._talk(self._host, text)
 
 
 class Listener:

@@ -1,14 +1,15 @@
 """Transport "local": the agent is a child of this process, and has its terminal."""
 
-import contextlib
+import os
 import signal
 import socket
-import subprocess
 from collections.abc import Sequence
 
+from ..agent import serve
 from ..guard import KILLED_SECONDS
 from ..loop import Loop
-from .link import Events, Link, agent_command
+from ..process_tree import forked, reaped
+from .link import Events, Link
 
 _END_SECONDS = 2.0
 
@@ -16,36 +17,36 @@ _END_SECONDS = 2.0
 class LocalTransport:
     """One agent, of the host `index`, with stdin, stdout and stderr of this process; the channel is a socket pair.
 
+    It is forked and not started anew, because a second Python would double the time until the ranks start.
     needs_terminal: rank 0 writes to them itself.
     """
 
     token = ""
-    advice = "The words above are those of its Python; can it import lowtide?"
+    advice = "Above stands what it has said."
 
     def __init__(self, index: int = 0, needs_terminal: bool = True) -> None:
         self.inherits_terminal = needs_terminal
         self._index = index
-        self._process: subprocess.Popen[bytes] | None = None
+        self._pid: int | None = None  # of the agent's guard
+        self._status: int | None = None
 
     def start(self, loop: Loop, hosts: Sequence[str], events: Events) -> None:
-        """See Transport."""
+        """See Transport. To be called while no other thread runs."""
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                agent_command("--fd", str(theirs.fileno()), "--index", str(self._index)), pass_fds=[theirs.fileno()]
-            )
-        write_fd = ours.dup().detach()
-        events.linked(Link(self._index, ours.detach(), write_fd, False, None))
+            read_fd, write_fd = theirs.fileno(), os.dup(theirs.fileno())
+            self._pid = forked(lambda: serve(read_fd, write_fd, None, index=self._index), (read_fd, write_fd))
+            os.close(write_fd)
+        own_write_fd = os.dup(ours.fileno())
+        events.linked(Link(self._index, ours.detach(), own_write_fd, False, None))
 
     def why_lost(self, index: int) -> str:
         """See Transport."""
-        if index != self._index or self._process is None:
+        if index != self._index or self._pid is None:
             return ""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_SECONDS)
-        status = self._process.poll()
+        status = self._ended(_END_SECONDS)
         if status is None:
-            return f"the agent's guard (process {self._process.pid}) still runs"
+            return f"the agent's guard (process {self._pid}) still runs"
         if status < 0 or status > 128:
             number = -status if status < 0 else status - 128
             return f"the agent was ended by {signal.Signals(number).name}"
@@ -54,12 +55,17 @@ class LocalTransport:
     def give_up(self, index: int) -> None:
         """See Transport. Without a silence limit it is not called."""
 
+    def orphans_command(self, index: int, identity: str) -> None:
+        """See Transport: orphans of this host come to this process."""
+
     def close(self) -> None:
         """See Transport."""
-        if self._process is None:
-            return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(KILLED_SECONDS)
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        if self._pid is not None and self._ended(KILLED_SECONDS) is None:
+            os.kill(self._pid, signal.SIGKILL)
+            self._ended(KILLED_SECONDS)
+
+    def _ended(self, timeout_seconds: float) -> int | None:
+        """The guard's exit status, or None."""
+        if self._status is None and self._pid is not None:
+            self._status = reaped(self._pid, timeout_seconds)
+        return self._status

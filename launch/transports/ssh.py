@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..loop import Loop
-from .link import Client, Events, agent_command
+from .link import Client, Events, agent_command, module_command
 
 CONNECT_SECONDS = 10
 
@@ -42,15 +42,15 @@ class SshTransport:
     def __init__(self, options: SshOptions, silence_seconds: float) -> None:
         self._options = options
         self._silence_seconds = silence_seconds
+        self._hosts: Sequence[str] = ()
         self._clients: list[Client] = []
 
     def start(self, loop: Loop, hosts: Sequence[str], events: Events) -> None:
-        """See Transport. PYTHONPATH goes along, because the agent imports lowtide."""
-        path = os.environ.get("PYTHONPATH")
-        before = ["env", f"PYTHONPATH={path}"] if path else []
+        """See Transport."""
+        self._hosts = hosts
         for index, host in enumerate(hosts):
             remote = agent_command("--stdio", "--index", str(index), "--silence", f"{self._silence_seconds:g}")
-            client = Client(loop, host, self._options.command(host, [*before, *remote]), events, is_link=True)
+            client = Client(loop, host, self._command(host, remote), events.talk, is_link=True)
             self._clients.append(client)
             events.linked(client.link(index, self._silence_seconds))
 
@@ -62,7 +62,17 @@ class SshTransport:
         """See Transport."""
         self._clients[index].kill()
 
+    def orphans_command(self, index: int, identity: str) -> list[str]:
+        """See Transport: a second ssh."""
+        return self._command(self._hosts[index], module_command("orphans", identity))
+
     def close(self) -> None:
         """See Transport."""
         for client in self._clients:
             client.close()
+
+    def _command(self, host: str, remote: Sequence[str]) -> list[str]:
+        """PYTHONPATH goes along, because the module imports lowtide."""
+        path = os.environ.get("PYTHONPATH")
+        before = ["env", f"PYTHONPATH={path}"] if path else []
+        return self._options.command(host, [*before, *remote])

@@ -36,7 +36,7 @@ class StepTransport:
         agent = agent_command("--connect", where, "--silence", f"{self._silence_seconds:g}")
         command = self._command(agent, hosts)
         environment = {**os.environ, TOKEN_VARIABLE: self.token}
-        self._client = Client(loop, command[0], command, events, is_link=False, environment=environment)
+        self._client = Client(loop, command[0], command, events.talk, is_link=False, environment=environment)
         loop.after(_POLL_SECONDS, lambda: self._look(loop, events))
 
     def why_lost(self, index: int) -> str:
@@ -45,6 +45,9 @@ class StepTransport:
 
     def give_up(self, index: int) -> None:
         """See Transport: the step goes on for the other hosts."""
+
+    def orphans_command(self, index: int, identity: str) -> None:
+        """See Transport: a second step might wait for the first one's place."""
 
     def close(self) -> None:
         """See Transport."""

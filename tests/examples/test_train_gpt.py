@@ -83,6 +83,7 @@ def test_a_batch_that_accumulation_does_not_divide_is_an_error(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        (["--save-every", "3"], "train_gpt.py: error: --save-every needs a folder to save in: give --checkpoints too"),
         (["--steps", "0"], "argument --steps: expected a number of at least 1, found 0"),
         (["--width", "10"], "train_gpt.py: --width 10 is not divisible by --heads 4"),
         (["--data", "/nowhere"], "train_gpt.py: expected the .py files of Python's standard library in /nowhere"),

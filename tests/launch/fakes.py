@@ -1,7 +1,16 @@
-"""Programs that stand in for ssh, srun and mpirun, and really run what they are given, on this machine."""
+"""Programs that stand in for ssh, srun and mpirun, and really run what they are given; and agents that only talk."""
 
+import os
+import socket
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from lowtide.launch.channel import Channel
+from lowtide.launch.loop import Loop
+from lowtide.launch.messages import Hello, Message, proof_of
+from lowtide.launch.report import report_host
+from lowtide.launch.transports.link import Events, Link
 
 # A host that is named "gone" cannot be reached. The remote shell talks before it runs the command.
 SSH = """
@@ -53,3 +62,53 @@ def install(folder: Path, name: str, source: str) -> dict[str, str]:
     program.write_text(f"#!{sys.executable}\n{source}")
     program.chmod(0o755)
     return {"PATH": f"{folder}:/usr/bin:/bin"}
+
+
+class ScriptedTransport:
+    """A transport whose agents live in this process: what each answers is a function of the host and the message.
+
+    answer: gives the agent's message, or None for silence; Beats are answered always.
+    """
+
+    inherits_terminal = False
+    token = ""
+    advice = "This is the advice."
+
+    def __init__(self, answer: Callable[[str, Message], Message | None]) -> None:
+        self._answer = answer
+        self._channels: list[Channel] = []
+
+    def start(self, loop: Loop, hosts: Sequence[str], events: Events) -> None:
+        """See Transport."""
+        for index, host in enumerate(hosts):
+            ours, theirs = (end.detach() for end in socket.socketpair())
+            self._channels.append(self._agent(loop, host, theirs))
+            events.linked(Link(index, ours, os.dup(ours), False, None))
+
+    def why_lost(self, index: int) -> str:
+        """See Transport."""
+        return "this is what is known"
+
+    def give_up(self, index: int) -> None:
+        """See Transport."""
+
+    def orphans_command(self, index: int, identity: str) -> None:
+        """See Transport."""
+
+    def close(self) -> None:
+        """See Transport."""
+        for channel in self._channels:
+            channel.close()
+
+    def _agent(self, loop: Loop, host: str, fd: int) -> Channel:
+        def received(message: Message) -> None:
+            if (answer := self._answer(host, message)) is not None:
+                channel.send(answer)
+
+        channel = Channel(loop, fd, os.dup(fd), received, lambda reason: None, None, sends_beats=False)
+        return channel
+
+
+def hello(host: str) -> Hello:
+    """That of an agent on the host `n1`, say, whose address is 10.0.0.1."""
+    return Hello(proof_of("", ""), None, (host,), 1, (f"10.0.0.{host[-1]}",), report_host({}, list_nvidia=lambda: None))

@@ -43,7 +43,7 @@ def channel(loop: Loop, sock: socket.socket, got: list[Any], **options: Any) -> 
         Output(2, bytes(range(256)).decode("latin-1")),
         Ended(1, -9, 1.5, None),
         Ended(1, 0, 2.0, ("a", "b")),
-        Hello("p", None, ("h",), 1, "3", "0.1", "/p", 1.0, ("10.0.0.1",), report_host()),
+        Hello("p", None, ("h",), 1, ("10.0.0.1",), report_host()),
     ],
     ids=lambda message: type(message).__name__,
 )

@@ -22,13 +22,13 @@ def started(folder: Path, *options: str, variables: dict[str, str] | None = None
 
 
 def guards(job: Job) -> list[psutil.Process]:
-    """One per host; the child of each that is no rank is its agent."""
-    found = [process for process in job.survivors() if "lowtide.launch.agent" in process.cmdline()]
-    return [process for process in found if any(child in found for child in process.children())]
+    """One per host."""
+    return [process for process in job.survivors() if process.name() == "lowtide guard"]
 
 
 def agents(job: Job) -> list[psutil.Process]:
-    return [child for guard in guards(job) for child in guard.children() if "lowtide.launch.agent" in child.cmdline()]
+    """One per host, the child of its guard."""
+    return [process for process in job.survivors() if process.name() == "lowtide agent"]
 
 
 def ranks(job: Job) -> list[psutil.Process]:

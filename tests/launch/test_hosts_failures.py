@@ -14,7 +14,7 @@ from tests.launch.network import Network
 
 TWO_BY_TWO = ("--hosts", "n1:2,n2:2", "--no-preflight")
 GONE_SECONDS = 5.0
-CUT_SECONDS = 6.0  # a cut is noticed by 4 to 5 s of silence
+CUT_SECONDS = 7.0  # a cut is noticed by 4 to 5 s of silence, and then the host is tried for another second
 
 WAIT = """
 import os, pathlib, subprocess, sys, time
@@ -44,8 +44,10 @@ def job(hosts: Network, tmp_path: Path) -> HostsJob:
 
 def agents(job: HostsJob, host: str) -> list[psutil.Process]:
     """The agent and its guard on a host, the outer one first."""
-    found = [process for process in job.network[host].processes() if "lowtide.launch.agent" in process.cmdline()]
-    return sorted(found, key=lambda process: process.create_time())
+    found = [
+        process for process in job.network[host].processes() if process.name() in ("lowtide guard", "lowtide agent")
+    ]
+    return sorted(found, key=lambda process: process.name(), reverse=True)
 
 
 @pytest.mark.parametrize("rank", [0, 3])

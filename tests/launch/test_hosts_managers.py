@@ -36,12 +36,6 @@ STARTERS["hydra"] = STARTERS["openmpi"]
 NAMES = tuple(f"told{rank}" for rank in range(4))
 
 
-@pytest.fixture(params=list(STARTERS))
-def starter(request: pytest.FixtureRequest) -> str:
-    kind: str = request.param
-    return kind
-
-
 def start(hosts: Network, folder: Path, kind: str, *arguments: str) -> HostsJob:
     """A job in a batch script on n1, the first host of the job."""
     path = fake_starter.install(kind, folder / "bin")
@@ -58,6 +52,7 @@ def check_places(folder: Path) -> None:
         assert told["WORDS"] == WORDS
 
 
+@pytest.mark.parametrize("starter", list(STARTERS))
 def test_a_job_starts_through_it(hosts: Network, tmp_path: Path, starter: str) -> None:
     job = start(hosts, tmp_path, starter)
     result = job.finish()
@@ -66,6 +61,7 @@ def test_a_job_starts_through_it(hosts: Network, tmp_path: Path, starter: str) -
     job.wait_until_gone(1.0)
 
 
+@pytest.mark.parametrize("starter", ["srun", "openmpi"])
 def test_a_killed_launcher_leaves_nothing(hosts: Network, tmp_path: Path, starter: str) -> None:
     job = start(hosts, tmp_path, starter, "--stay")
     job.wait_for_files(*NAMES)
@@ -74,6 +70,7 @@ def test_a_killed_launcher_leaves_nothing(hosts: Network, tmp_path: Path, starte
     assert job.finish().status == 128 + signal.SIGKILL
 
 
+@pytest.mark.parametrize("starter", ["srun", "openmpi"])
 def test_a_killed_rank_ends_all(hosts: Network, tmp_path: Path, starter: str) -> None:
     job = start(hosts, tmp_path, starter, "--stay")
     job.wait_for_files(*NAMES)

@@ -130,3 +130,16 @@ def test_a_missing_program_is_named_with_its_package(monkeypatch: pytest.MonkeyP
     fault = network_module.network_fault.__wrapped__()
     assert fault is not None and fault.startswith("ip, sshd, ssh, ssh-keygen, unshare")
     assert fault.endswith("not found; Debian has them in iproute2 mount openssh-client openssh-server util-linux")
+
+
+def test_a_user_who_is_not_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_network()
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    assert network_module.network_fault.__wrapped__() == "network namespaces with an sshd in each need root"
+
+
+def test_what_the_kernel_does_not_permit_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_network()
+    refusal = "unshare: unshare failed: Operation not permitted\n"
+    monkeypatch.setattr(network_module, "run", lambda words: subprocess.CompletedProcess(words, 1, "", refusal))
+    assert network_module.network_fault.__wrapped__() == f"namespaces are not permitted here: {refusal.strip()}"

@@ -77,7 +77,7 @@ def test_a_taken_port_is_told_with_its_owner(hosts: Network, tmp_path: Path) -> 
 
 
 def test_a_port_that_is_taken_on_another_host_does_not_matter(hosts: Network, tmp_path: Path) -> None:
-    listen = "import socket, sys; s = socket.create_server(('', 29577)); print(flush=True); sys.stdin.read()"
+    listen = "import socket, sys; s = socket.create_server(('10.77.0.3', 29577)); print(flush=True); sys.stdin.read()"
     with hosts["n2"].popen([sys.executable, "-c", listen], stdin=-1, stdout=-1) as owner:
         assert owner.stdin is not None and owner.stdout is not None
         owner.stdout.readline()

@@ -53,6 +53,8 @@ class VirtualHost:
     def start(self) -> None:
         """Starts the host and returns when its sshd listens."""
         (self.folder / "sshd.pid").unlink(missing_ok=True)
+        sshd = find_program("sshd")
+        assert sshd is not None
         script = ["sh", "-c", HOST_SCRIPT, "host", str(self.folder), self.name, self.address, self._card]
         self._unshare = self._switch.spawn(
             [

@@ -1,0 +1,281 @@
+"""A job that goes on with other ranks than it began with keeps its global batch, or says why it cannot."""
+
+import logging
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.engine.config import Config, ConfigError
+from lowtide.engine.config_elastic import first_world_size
+from tests.ranks import RankPool
+
+TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+IN_BACKWARD = {"zero_optimization": {"update_in_backward": True}}
+TWO_STAGES = {"parallel": {"pipeline": 2}}
+AT_LEAST_FOUR = {**TWO_STAGES, "pipeline": {"schedule": "dualpipe-v"}}
+
+
+def kept(values: dict[str, Any], first: int, now: int) -> tuple[int | None, int | None, int | None]:
+    config = Config.load(values).resolve(now, first)
+    return config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+
+
+def faults(values: dict[str, Any], first: int, now: int) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Config.load(values).resolve(now, first)
+    return str(caught.value)
+
+
+# -- what is chosen -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "first", "now", "filled"),
+    [
+        ({MICRO: 4, ACCUMULATION: 2}, 2, 2, (16, 4, 2)),
+        ({MICRO: 4, ACCUMULATION: 2}, 2, 1, (16, 4, 4)),
+        ({MICRO: 4}, 2, 1, (8, 4, 2)),
+        ({MICRO: 4, ACCUMULATION: 3}, 2, 3, (24, 4, 2)),
+        ({MICRO: 4, ACCUMULATION: 2}, 3, 2, (24, 4, 3)),
+        ({TRAIN: 24, MICRO: 2, ACCUMULATION: 3}, 4, 3, (24, 2, 4)),  # all three, for the first ranks
+        ({TRAIN: 24, ACCUMULATION: 3}, 4, 2, (24, 2, 6)),
+    ],
+)
+def test_accumulation_makes_up_for_ranks_with_the_same_microbatch(
+    values: dict[str, Any], first: int, now: int, filled: tuple[int, int, int]
+) -> None:
+    assert kept(values, first, now) == filled
+
+
+@pytest.mark.parametrize(
+    ("values", "first", "now", "filled"),
+    [
+        ({MICRO: 4}, 3, 2, (12, 3, 2)),
+        ({MICRO: 6}, 5, 3, (30, 5, 2)),
+        ({MICRO: 6, ACCUMULATION: 5}, 7, 6, (210, 5, 7)),
+        ({MICRO: 4}, 1, 4, (4, 1, 1)),  # more ranks than at first
+    ],
+)
+def test_a_microbatch_that_does_not_divide_becomes_the_next_smaller_one(
+    values: dict[str, Any], first: int, now: int, filled: tuple[int, int, int]
+) -> None:
+    assert kept(values, first, now) == filled
+
+
+def test_what_is_kept_holds_the_equation_and_needs_no_more_memory() -> None:
+    for micro in (1, 2, 3, 5, 12):
+        for accumulation in (1, 2, 7):
+            for first in (1, 2, 3, 8):
+                for now in range(1, 10):
+                    global_batch = micro * accumulation * first
+                    values = {MICRO: micro, ACCUMULATION: accumulation}
+                    if global_batch % now:
+                        assert f"x data-parallel ranks({now}) hold" in faults(values, first, now)
+                        continue
+                    t, m, a = kept(values, first, now)
+                    assert t is not None and m is not None and a is not None
+                    assert t == m * a * now == global_batch and m <= micro
+                    assert not any(global_batch // now % larger == 0 for larger in range(m + 1, micro + 1))
+
+
+def test_without_a_microbatch_in_the_config_that_of_the_first_ranks_stays() -> None:
+    assert Config.load({TRAIN: 24}).resolve(2).train_micro_batch_size_per_gpu == 12
+    assert kept({TRAIN: 24}, 4, 2) == (24, 6, 2)
+
+
+def test_a_larger_microbatch_is_the_last_resort_and_only_where_the_config_leaves_it_open() -> None:
+    assert kept({TRAIN: 16, **IN_BACKWARD}, 4, 2) == (16, 8, 1)
+    assert "needs gradient_accumulation_steps 1 (found 2" in faults({TRAIN: 16, MICRO: 4, **IN_BACKWARD}, 4, 2)
+
+
+def test_ranks_of_one_pipeline_count_once() -> None:
+    assert kept({MICRO: 4, ACCUMULATION: 2, **TWO_STAGES}, 4, 2) == (16, 4, 4)
+    assert kept({MICRO: 4, ACCUMULATION: 2, **TWO_STAGES}, 4, 8) == (16, 4, 1)
+
+
+def test_microbatches_are_as_many_as_the_schedule_needs() -> None:
+    assert kept({MICRO: 4, ACCUMULATION: 4, **AT_LEAST_FOUR}, 4, 8) == (32, 2, 4)
+
+
+def test_both_names_of_the_number_of_microbatches_say_the_same() -> None:
+    config = Config.load({MICRO: 4, "pipeline": {"microbatches": 2}}).resolve(1, 2)
+    assert config.pipeline.microbatches == config.gradient_accumulation_steps == 4
+    assert Config.load(config.as_dict()).gradient_accumulation_steps == 4
+
+
+def test_a_batch_that_the_config_does_not_say_is_left_to_the_script() -> None:
+    for values in ({}, {ACCUMULATION: 2}):
+        config = Config.load(values).resolve(3, 4)
+        assert config.gradient_accumulation_steps == values.get(ACCUMULATION, 1)
+        assert config.notes == (
+            "train_batch_size: the job began on 4 ranks and goes on with 3; neither it nor "
+            "train_micro_batch_size_per_gpu is given, so the global batch is what the script makes it",
+        )
+
+
+def test_a_note_says_both_triples_and_nothing_is_said_without_a_change() -> None:
+    values = {MICRO: 4, ACCUMULATION: 2, **TWO_STAGES}
+    assert Config.load(values).resolve(2, 4).notes == (
+        "train_batch_size: stays 16 on 2 ranks, as the job began on 4: microbatch x accumulation x data-parallel ranks "
+        "is now 4 x 4 x 1, was 4 x 2 x 2",
+    )
+    assert Config.load(values).resolve(4, 4).notes == ()
+
+
+# -- where nothing fits ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "first", "now", "nearest"),
+    [({MICRO: 4}, 2, 3, "2 or 4"), ({MICRO: 3}, 4, 5, "4 or 6"), ({MICRO: 1}, 3, 4, "3"), ({MICRO: 1}, 5, 2, "1 or 5")],
+)
+def test_ranks_that_do_not_divide_the_batch_are_an_error_with_the_nearest_that_do(
+    values: dict[str, Any], first: int, now: int, nearest: str
+) -> None:
+    text = faults(values, first, now)
+    assert f"the nearest numbers that it can go on with are {nearest}. Start it on one of these with " in text
+
+
+def test_the_error_shows_both_equations() -> None:
+    assert faults({MICRO: 4}, 2, 3) == (
+        "1 fault:\n  train_batch_size: the job began on 2 ranks, and its global batch stays: train_batch_size(8) = "
+        "4 x 1 x 2; no whole numbers make train_batch_size(8) = train_micro_batch_size_per_gpu(?) x "
+        "gradient_accumulation_steps(?) x data-parallel ranks(3) hold. It cannot go on with 3 ranks; the nearest "
+        "numbers that it can go on with are 2 or 4. Start it on one of these with train_batch_size 8 in the config, or "
+        "with a train_batch_size that more numbers of ranks divide"
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "first", "now", "reason", "nearest"),
+    [
+        (
+            {MICRO: 1, ACCUMULATION: 4, **AT_LEAST_FOUR},
+            4,
+            8,
+            "pipeline.schedule: schedule dualpipe-v needs 2 microbatches for each rank, at least 4 on 2 ranks, found 2",
+            "4",
+        ),
+        (
+            {MICRO: 4, **IN_BACKWARD},
+            4,
+            2,
+            "zero_optimization.update_in_backward: needs gradient_accumulation_steps 1 (found 2",
+            "4",
+        ),
+        ({MICRO: 2, **TWO_STAGES}, 4, 3, "parallel.pipeline: pipeline(2) x data(?) = world size (3)", "2 or 4"),
+        (
+            {MICRO: 2, "zero_optimization": {"stage": 3, "shard_size": 3}},
+            6,
+            2,
+            "zero_optimization.shard_size: shard_size(3) x replicas(?) = data-parallel ranks(2) does not hold",
+            "3",
+        ),
+    ],
+)
+def test_what_else_forbids_the_ranks_is_told_beside_those_that_are_allowed(
+    values: dict[str, Any], first: int, now: int, reason: str, nearest: str
+) -> None:
+    text = faults(values, first, now)
+    assert text.startswith("2 faults:") and reason in text
+    assert f"It cannot go on with {now} ranks; the nearest numbers that it can go on with are {nearest}." in text
+
+
+def test_a_batch_that_was_impossible_at_first_shows_that_equation() -> None:
+    assert "train_micro_batch_size_per_gpu(4) x gradient_accumulation_steps(?) x data-parallel ranks(3) hold" in faults(
+        {TRAIN: 8, MICRO: 4}, 3, 2
+    )
+
+
+# -- from the launcher to the engine --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        ({}, None),
+        ({"WORLD_SIZE": "2"}, None),
+        ({"WORLD_SIZE": "2", "LOWTIDE_FIRST_WORLD_SIZE": "4"}, 4),
+        ({"LOWTIDE_FIRST_WORLD_SIZE": "4"}, None),  # a process that a rank has started for itself
+        ({"WORLD_SIZE": "8", "LOWTIDE_FIRST_WORLD_SIZE": "4"}, None),
+    ],
+)
+def test_the_first_ranks_are_those_of_this_job_only(environ: dict[str, str], found: int | None) -> None:
+    assert first_world_size(environ, 2) == found
+
+
+@pytest.mark.parametrize("text", ["", "0", "-2", "two", "²"])
+def test_a_variable_without_a_number_of_ranks_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        first_world_size({"WORLD_SIZE": "2", "LOWTIDE_FIRST_WORLD_SIZE": text}, 2)
+    assert str(caught.value) == (
+        "LOWTIDE_FIRST_WORLD_SIZE: expected the number of ranks of the first attempt, at least 1, found "
+        f'"{text}"; `lowtide launch` sets it for every rank, leave it out elsewhere'
+    )
+
+
+class Regression(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(7, 7) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = (self.layers(x) - x.roll(1, 1)).square().mean()
+        return loss
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def losses_and_lines(first: int) -> tuple[list[float], list[str]]:
+    """Four steps on 24 rows each, and what the engine says of the batch."""
+    config = {
+        MICRO: 3,
+        ACCUMULATION: 2,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "adamw", "params": {"lr": 0.01}},
+        "seed": 0,
+        "steps_per_print": 0,
+    }
+    logger, lines = logging.getLogger("lowtide"), Lines()
+    level = logger.level
+    world_size = torch.distributed.get_world_size()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "WORLD_SIZE", str(world_size))
+        patch.setitem(os.environ, "LOWTIDE_FIRST_WORLD_SIZE", str(first))
+        logger.addHandler(lines)
+        logger.setLevel(logging.INFO)
+        try:
+            with lowtide.initialize(Regression, config) as engine:
+                assert engine.config.train_batch_size == 24
+                share = 24 // engine.data_size
+                rows = torch.randn(4, 24, 7, generator=torch.Generator().manual_seed(1))
+                mine = rows[:, engine.data_rank * share : (engine.data_rank + 1) * share]
+                losses = [engine.train_step(batch).loss.item() for batch in mine]
+        finally:
+            logger.removeHandler(lines)
+            logger.setLevel(level)
+    return losses, [line for line in lines.texts if "train_batch_size" in line]
+
+
+def test_losses_stay_on_fewer_ranks_and_rank_0_says_what_was_chosen(ranks: RankPool) -> None:
+    expected, lines = ranks(4, losses_and_lines, 4)[0]
+    assert lines == []
+    for num_ranks, triple in ((3, "2 x 4 x 3"), (2, "3 x 4 x 2"), (1, "3 x 8 x 1")):
+        results = ranks(num_ranks, losses_and_lines, 4)
+        for losses, _ in results:
+            assert losses == pytest.approx(expected, abs=1e-6)
+        (line,) = results[0][1]
+        assert line.startswith(f"config: train_batch_size: stays 24 on {num_ranks} rank")
+        assert line.endswith(f"is now {triple}, was 3 x 2 x 4")
+        assert all(lines == [] for _, lines in results[1:])

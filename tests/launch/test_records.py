@@ -1,0 +1,90 @@
+"""The folders for the records of ranks' progress: none is left, whoever is killed."""
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lowtide.launch.records import PREFIX, RecordFolder, memory_folder, remove_dead_folders
+from tests.launch.jobs import Job
+from tests.launch.test_failures import SECONDS, agents, guards, started
+
+
+def records(job: Job) -> list[Path]:
+    """The folder that the job's ranks were given."""
+    variables = [process.environ().get("LOWTIDE_PROGRESS_FILE") for process in job.survivors()]
+    return list({Path(path).parent for path in variables if path})
+
+
+def test_a_folder_is_the_callers_until_it_is_removed(tmp_path: Path) -> None:
+    folder = RecordFolder(tmp_path)
+    assert os.listdir(tmp_path) == [os.path.basename(folder.path)] and os.path.basename(folder.path).startswith(PREFIX)
+    Path(folder.path, "rank0").touch()
+    remove_dead_folders(tmp_path)
+    assert os.listdir(folder.path) == ["rank0"]
+    folder.remove()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_dead_folder_is_removed_by_the_next_one_and_others_stay(tmp_path: Path) -> None:
+    dead, other = tmp_path / f"{PREFIX}abc", tmp_path / "lowtide-123-of-something-else"
+    for path in (dead, other):
+        path.mkdir()
+        (path / "rank0").touch()
+    alive, new = RecordFolder(tmp_path), RecordFolder(tmp_path)
+    assert set(os.listdir(tmp_path)) == {other.name, os.path.basename(alive.path), os.path.basename(new.path)}
+    alive.remove()
+    new.remove()
+
+
+def test_a_folder_dies_with_its_process(tmp_path: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        RecordFolder(tmp_path)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert len(os.listdir(tmp_path)) == 1
+    remove_dead_folders(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_records_are_in_memory_where_there_is_a_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path == "/dev/shm")
+    assert memory_folder() == Path("/dev/shm")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert memory_folder() == tmp_path
+
+
+def killed(job: Job, *processes: psutil.Process) -> None:
+    """All at the same moment, as far as they can tell."""
+    for process in processes:
+        process.suspend()
+    for process in processes:
+        process.kill()
+    job.process.communicate(timeout=SECONDS)
+    assert job.survivors(wait=SECONDS) == []
+
+
+@pytest.mark.parametrize("who", ["nobody", "launcher", "agent", "guard", "launcher and agent"])
+def test_no_folder_is_left(tmp_path: Path, who: str) -> None:
+    job = started(tmp_path)
+    (folder,) = records(job)
+    assert folder.is_dir()
+    processes = {"launcher": psutil.Process(job.process.pid), "agent": agents(job)[0], "guard": guards(job)[0]}
+    if who == "nobody":
+        job.process.send_signal(signal.SIGTERM)
+    killed(job, *(processes[name] for name in who.split(" and ") if name != "nobody"))
+    assert not folder.exists()
+
+
+def test_what_is_left_when_all_are_killed_goes_with_the_next_job(tmp_path: Path) -> None:
+    job = started(tmp_path)
+    (folder,) = records(job)
+    everyone = job.survivors()
+    killed(job, *everyone)
+    (tmp_path / "next").mkdir()
+    assert Job(tmp_path / "next", "", "--nproc", "1").finish()[0] == 0
+    assert not folder.exists()

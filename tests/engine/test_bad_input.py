@@ -162,8 +162,8 @@ MISTAKES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str, str]] = {
         train_on_iterator_with_rows,
         ([2, 3],),
         "ValueError",
-        "batch: expected microbatches of 2 rows (train_micro_batch_size_per_gpu) from the iterator given to train_step, "
-        "found 3 in microbatch 1.",
+        "batch: expected microbatches of 2 rows (train_micro_batch_size_per_gpu) from the iterator given to "
+        "train_step, found 3 in microbatch 1.",
     ),
     "stage 4": (
         initialize,

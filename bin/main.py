@@ -1,7 +1,6 @@
 """`lowtide COMMAND ...`: finds the command and runs it. Imports nothing that the command does not need."""
 
 import difflib
-import importlib.metadata
 import sys
 from importlib import import_module
 
@@ -39,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if arguments else 2
     name, *rest = arguments
     if name == "--version":
+        import importlib.metadata  # slow, and no other command needs it
+
         print(f"lowtide {importlib.metadata.version('lowtide')}")
         return 0
     if name not in COMMANDS:

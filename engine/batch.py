@@ -22,12 +22,20 @@ def microbatches(batch: Any, count: int, rows: int | None) -> Iterator[Any]:
     if isinstance(batch, Iterator):
         for index in range(count):
             try:
-                yield next(batch)
+                drawn = next(batch)
             except StopIteration:
                 raise ValueError(
                     f"the iterator given to train_step ended after {index} of {count} microbatches "
                     "(gradient_accumulation_steps); give it an iterator that does not end within a step"
                 ) from None
+            found = {tensor.shape[0] for tensor in _tensors(drawn) if tensor.dim()}
+            if rows is not None and found and rows not in found:
+                raise ValueError(
+                    f"batch: expected microbatches of {rows} rows (train_micro_batch_size_per_gpu) from the iterator "
+                    f"given to train_step, found {_listed(found)} in microbatch {index}. Change the config, or the "
+                    "loader's batch size; drop_last=True leaves out a loader's last, smaller batch."
+                )
+            yield drawn
         return
     sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
     if len(sizes) > 1:
@@ -101,6 +109,10 @@ def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | Non
             f'["loss"] or [0], found {found}; give initialize(..., loss_fn=lambda output, batch: ...)'
         )
     return loss.reshape(())
+
+
+def _listed(sizes: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(sizes)))
 
 
 def _part(index: int, count: int, tensor: Tensor) -> Tensor:

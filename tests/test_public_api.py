@@ -58,3 +58,16 @@ except SystemExit:
 print("torch" in sys.modules)
 """
     assert in_fresh_python(code).endswith("\nFalse")
+
+
+def test_training_imports_no_compiler() -> None:
+    """torch._dynamo and what it needs cost a second and 860 modules in every process."""
+    code = """
+import sys, torch, lowtide
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "adamw", "params": {"lr": 1e-3}}}
+config |= {"zero_optimization": {"stage": 3}, "steps_per_print": 0}
+with lowtide.initialize(lambda: torch.nn.Linear(8, 1), config, loss_fn=lambda output, batch: output.sum()) as engine:
+    engine.train_step((torch.ones(2, 8),))
+print([name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules])
+"""
+    assert in_fresh_python(code).splitlines()[-1] == "[]"

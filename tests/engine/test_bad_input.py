@@ -71,6 +71,11 @@ def train_on_short_iterator() -> None:
     initialize(changes={"gradient_accumulation_steps": 3}).train_step(iter([(torch.randn(2, 4),)] * 2))
 
 
+def train_on_iterator_with_rows(rows: list[int]) -> None:
+    batches = iter([(torch.randn(count, 4),) for count in rows])
+    initialize(changes={"gradient_accumulation_steps": len(rows)}).train_step(batches)
+
+
 def call_backward_on_the_loss() -> None:
     initialize()(torch.randn(2, 4)).backward()
 
@@ -152,6 +157,13 @@ MISTAKES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str, str]] = {
         (),
         "ValueError",
         "the iterator given to train_step ended after 2 of 3 microbatches (gradient_accumulation_steps)",
+    ),
+    "rows from an iterator": (
+        train_on_iterator_with_rows,
+        ([2, 3],),
+        "ValueError",
+        "batch: expected microbatches of 2 rows (train_micro_batch_size_per_gpu) from the iterator given to "
+        "train_step, found 3 in microbatch 1.",
     ),
     "stage 4": (
         initialize,

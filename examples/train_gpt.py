@@ -170,10 +170,12 @@ def resume(engine: lowtide.Engine, arguments: argparse.Namespace) -> None:
 
 def text_batches(engine: lowtide.Engine, text: Tensor, arguments: argparse.Namespace) -> Iterator[dict[str, Tensor]]:
     """This process's share of every global batch. After the loss of a host it is larger than at the start."""
+    global_batch = engine.config.train_batch_size
+    assert global_batch is not None  # every config of this script has one
     return batches(
         text,
         context=arguments.context,
-        batch_size=engine.config.train_batch_size // engine.data_size,
+        batch_size=global_batch // engine.data_size,
         rank=engine.data_rank,
         world_size=engine.data_size,
     )

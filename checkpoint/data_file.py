@@ -8,6 +8,10 @@ huge pages again and again, which stay in the processor's cache until they have 
     file     [ box ][ box ][ box ] --disk--> [block]  --copy--> fragment --verify
                                              [block]            (a block a thread, 1 MiB each)
 
+No request may be small: the disk takes them in order, so that a page alone would keep its thread waiting until it has
+brought all the megabytes that others asked for before. Readers ask for long stretches therefore, small boxes and the
+large ones beside them at once.
+
 Besides, nothing is left in the page cache, which counts as memory of the job in a container. What is there already is
 read there, which is faster still.
 """
@@ -30,8 +34,8 @@ import numpy as np
 from ..offload import HostPool
 
 _ALIGNMENT_BYTES = 4096  # of memory, offsets and lengths: no device wants more for O_DIRECT
-_BLOCK_BYTES = (1 << 20) + 2 * _ALIGNMENT_BYTES  # four hold a box of 4 MiB wherever it begins
 _HUGE_PAGE_BYTES = 2 << 20
+_BLOCK_BYTES = 1 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux and FreeBSD
 _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -142,8 +146,10 @@ class DataFile:
         source = np.frombuffer(block, np.uint8)
         targets = [np.frombuffer(part.memory, np.uint8) for part in parts]
         offset = low // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+        num_requests = -(-(high - offset) // len(block))
+        request_bytes = _aligned(-(-(high - offset) // max(num_requests, 1)))  # even: no small one at the end
         while offset < high:
-            wanted = min(-(-(high - offset) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, len(block))
+            wanted = min(_aligned(high - offset), request_bytes)
             count = os.preadv(self._direct, [block[:wanted]], offset)
             end = offset + count
             for part, target in zip(parts, targets, strict=True):
@@ -153,6 +159,10 @@ class DataFile:
             if end < high and (not count or count % _ALIGNMENT_BYTES):
                 raise EndOfFileError(end)
             offset = end
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 class _Residency:

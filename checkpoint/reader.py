@@ -19,8 +19,8 @@ from .fragment import Fragment, TensorInfo
 from .index import Row, data_name
 
 _NUM_THREADS = 3
-_NUM_THREADS_PAST_CACHE = 6  # nobody reads ahead there: requests must wait at the disk while others are copied from
 _BATCH_BYTES = MAX_VALUES_BYTES  # of boxes that are read at once: one of full size, or as many small ones
+_BATCH_BYTES_PAST_CACHE = 16 << 20  # none of them is small: see [Note: past the page cache]
 _GAP_BYTES = 64 << 10  # between boxes: what costs less to read than to leave out
 _ALIGNMENT_BYTES = 16  # of values in a buffer: no element is larger
 
@@ -108,20 +108,21 @@ class CheckpointReader:
         """Fills the fragments. Raises CheckpointError for a file that is missing, too short or altered.
 
         shared: other processes of this host read the same values, which are left in the page cache for them. Otherwise
-        what is not there yet is read past it, see [Note: past the page cache]; not so for fragments in a store.
+        what is not there yet is read past it through 3 MiB of blocks, see [Note: past the page cache]; not so for
+        fragments in a store.
         """
         in_memory = [read for fragment in fragments if fragment.is_in_memory for read in self._reads_of(fragment)]
         in_memory.sort(key=lambda read: (read.stored.rank, read.offset))
         # Of stored ranges one is open at a time: they are filled in the order in which they rest.
         elsewhere = [read for fragment in fragments if not fragment.is_in_memory for read in self._reads_of(fragment)]
         if in_memory:
-            count = _NUM_THREADS if shared else _NUM_THREADS_PAST_CACHE
-            blocks = None if shared else Blocks(count)
+            blocks = None if shared else Blocks(_NUM_THREADS)
+            batches = _batches_of(in_memory, _BATCH_BYTES if shared else _BATCH_BYTES_PAST_CACHE)
             with ExitStack() as stack:
                 files = stack.enter_context(self._open((read.stored.rank for read in in_memory), blocks))
-                threads = stack.enter_context(ThreadPoolExecutor(count, "lowtide checkpoint reader"))
+                threads = stack.enter_context(ThreadPoolExecutor(_NUM_THREADS, "lowtide checkpoint reader"))
                 stack.callback(threads.shutdown, cancel_futures=True)  # after an error the rest is not worth its time
-                for done in threads.map(lambda batch: self._read_batch(files, batch), _batches_of(in_memory)):
+                for done in threads.map(lambda batch: self._read_batch(files, batch), batches):
                     self._bytes_read += done
         with self._open(read.stored.rank for read in elsewhere) as files:
             for read in elsewhere:
@@ -220,19 +221,25 @@ class CheckpointReader:
                 )
 
 
-def _batches_of(reads: Sequence[_Read]) -> Iterator[list[_Read]]:
-    """Cuts reads, sorted by their place, into neighbours of at most _BATCH_BYTES, or of one box."""
+def _batches_of(reads: Sequence[_Read], max_nbytes: int) -> Iterator[list[_Read]]:
+    """Cuts reads, sorted by their place, into neighbours of at most max_nbytes, or of one box.
+
+    What goes through a buffer is at most _BATCH_BYTES of them, or one box.
+    """
     batch: list[_Read] = []
-    nbytes = 0
+    nbytes = in_buffer = 0
     for read in reads:
+        size = _rounded(read.nbytes)
+        size_in_buffer = 0 if read.fits(read.target()) else size
         if batch:
             last = batch[-1]
             is_near = read.stored.rank == last.stored.rank and read.offset - last.offset - last.nbytes <= _GAP_BYTES
-            if not is_near or nbytes + _rounded(read.nbytes) > _BATCH_BYTES:
+            if not is_near or nbytes + size > max_nbytes or in_buffer + size_in_buffer > _BATCH_BYTES:
                 yield batch
-                batch, nbytes = [], 0
+                batch, nbytes, in_buffer = [], 0, 0
         batch.append(read)
-        nbytes += _rounded(read.nbytes)
+        nbytes += size
+        in_buffer += size_in_buffer
     if batch:
         yield batch
 

@@ -186,9 +186,10 @@ class Checkpointer:
             training = decode(checkpoint.manifest.training)
             scalars = self._scalars_of(checkpoint)
             self._optimizer.make_states(training["num_steps"], _states_in(checkpoint), scalars)
-            weights.read(self._named.weights(changes=True))
+            shared = self._mesh.replica.size > 1  # replicas read the same values, perhaps on this host
+            weights.read(self._named.weights(changes=True), shared)
             self._read_buffers(weights)
-            states.read(self._named.states(changes=True))
+            states.read(self._named.states(changes=True), shared)
         self._named.publish()
         self._restore_random(checkpoint, own["random"])
         logger.info("checkpoint '%s' (step %d) loaded from %s", tag, checkpoint.manifest.step, target.path)

@@ -11,6 +11,7 @@ import pytest
 
 from lowtide.checkpoint import data_file
 from lowtide.checkpoint.data_file import Blocks, DataFile, EndOfFileError, Part
+from tests.checkpoint.page_cache import forget, resident_pages, supports_direct
 
 BLOCK_BYTES = data_file._BLOCK_BYTES
 FILE_BYTES = 3 * BLOCK_BYTES + 12_345
@@ -31,30 +32,6 @@ def path(tmp_path: Path, content: bytes) -> Path:
     return path
 
 
-def forget(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDWR)
-    os.fsync(descriptor)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
-
-
-def resident_pages(path: Path) -> int:
-    """How many of its pages are in the page cache, asked one by one."""
-    with path.open("rb") as file:
-        residency = data_file._Residency(file.fileno())
-        size = path.stat().st_size
-        return sum(residency.has(at, at + 1) for at in range(0, size, mmap.PAGESIZE))
-
-
-def supports_direct(path: Path) -> bool:
-    """False on tmpfs and the like, or where the file cannot be taken out of the cache."""
-    descriptor = data_file._open_direct(path)
-    if descriptor < 0:
-        return False
-    os.close(descriptor)
-    return resident_pages(path) == 0
-
-
 def read(file: DataFile, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
     memories = [bytearray(high - low) for low, high in ranges]
     file.read([Part(low, memoryview(memory)) for (low, _), memory in zip(ranges, memories, strict=True)])
@@ -62,10 +39,11 @@ def read(file: DataFile, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
 
 
 class Calls:
-    """os.preadv, with the flag of the descriptors that it was called with: True for O_DIRECT."""
+    """os.preadv, with the flag of the descriptors that it was called with, True for O_DIRECT, and what it gave."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, refusal: int | None = None) -> None:
         self.direct: list[bool] = []
+        self.nbytes: list[int] = []
         self.refusal = refusal  # the error of every read with O_DIRECT
         self._directs: set[int] = set()
         self._open, self._preadv = os.open, os.preadv
@@ -82,7 +60,9 @@ class Calls:
         self.direct.append(is_direct)
         if is_direct and self.refusal is not None:
             raise OSError(self.refusal, os.strerror(self.refusal))
-        return self._preadv(descriptor, buffers, offset)
+        count = self._preadv(descriptor, buffers, offset)
+        self.nbytes.append(count)
+        return count
 
 
 RANGES = [
@@ -142,18 +122,18 @@ def test_without_blocks_everything_goes_through_the_cache(
 
 
 @NEEDS_DIRECT
-def test_requests_past_the_cache_are_as_large_as_a_block(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A box of 4 MiB is four of them wherever it begins, with no fifth for its last page."""
-    path.write_bytes(bytes(6 << 20))
+def test_requests_past_the_cache_fit_a_block_and_none_is_small(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forget(path)
     if not supports_direct(path):
         pytest.skip("the file system refuses O_DIRECT, or keeps files in memory")
     calls = Calls(monkeypatch)
     file = DataFile(path, Blocks(1))
-    for begin in (0, 1, 4095, 4096, 5000):
+    for begin, count in ((0, 2), (1, 3), (4095, 3), (4096, 2), (5000, 3)):
         calls.direct.clear()
-        read(file, [(begin, begin + (4 << 20))])
-        assert calls.direct == [True] * 4
+        calls.nbytes.clear()
+        read(file, [(begin, begin + 2 * BLOCK_BYTES)])
+        assert calls.direct == [True] * count
+        assert max(calls.nbytes) <= BLOCK_BYTES and max(calls.nbytes) - min(calls.nbytes) <= count * 4096
     file.close()
 
 

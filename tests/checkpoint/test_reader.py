@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.checkpoint import writer
+from lowtide.checkpoint import reader, writer
 from lowtide.checkpoint.archive import Place
 from lowtide.checkpoint.boxes import Box
 from lowtide.checkpoint.checkpoint import Checkpoint
@@ -154,18 +154,20 @@ def test_small_boxes_are_read_together_past_the_cache(tmp_path: Path, monkeypatc
     assert len(reads) == 1, "300 archives of about 1.5 KB are less than a block"
 
 
-def test_reads_are_cut_where_they_are_far_from_each_other_or_many() -> None:
-    def reads(*places: tuple[int, int, int]) -> list[_Read]:
-        """places: rank, offset, numel."""
-        found = []
-        for rank, offset, numel in places:
-            row = Row("w", Box((0,), (numel,)), Place(offset, numel * 4, offset, 0))
-            info = TensorInfo((numel,), torch.float32)
-            found.append(_Read(_Stored(rank, row, 0), info, Fragment("w", (numel,), 0, torch.empty(0))))
-        return found
+def reads(*places: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> list[_Read]:
+    """places: rank, offset, numel of boxes of float32, which are wanted as dtype."""
+    found = []
+    for rank, offset, numel in places:
+        row = Row("w", Box((0,), (numel,)), Place(offset, numel * 4, offset, 0))
+        info = TensorInfo((numel,), torch.float32)
+        memory = torch.empty(numel, dtype=dtype)
+        found.append(_Read(_Stored(rank, row, 0), info, Fragment("w", (numel,), 0, memory)))
+    return found
 
+
+def test_reads_are_cut_where_they_are_far_from_each_other_or_many() -> None:
     def cut(*places: tuple[int, int, int]) -> list[list[int]]:
-        return [[read.offset for read in batch] for batch in _batches_of(reads(*places))]
+        return [[read.offset for read in batch] for batch in _batches_of(reads(*places), 4 << 20)]
 
     million = 1 << 20
     assert cut() == []
@@ -173,6 +175,15 @@ def test_reads_are_cut_where_they_are_far_from_each_other_or_many() -> None:
     assert cut((0, 0, 100), (0, 400 + 65536, 1), (0, 405 + 2 * 65536, 1)) == [[0, 65936], [131477]]
     assert cut((0, 0, million), (0, 4 * million, 1), (0, 5 * million, million)) == [[0], [4194304], [5242880]]
     assert cut((0, 0, million // 2), (0, 2 * million, million // 2), (0, 4 * million, 1)) == [[0, 2097152], [4194304]]
+
+
+def test_reads_past_the_cache_are_long_and_what_is_cast_takes_no_more_memory_there() -> None:
+    million = 1 << 20
+    places = [(0, 4 * million * index, million) for index in range(9)]
+    whole = _batches_of(reads(*places), reader._BATCH_BYTES_PAST_CACHE)
+    assert [len(batch) for batch in whole] == [4, 4, 1]
+    cast = _batches_of(reads(*places, dtype=torch.bfloat16), reader._BATCH_BYTES_PAST_CACHE)
+    assert [len(batch) for batch in cast] == [1] * 9
 
 
 def test_the_state_of_each_rank_comes_back(tmp_path: Path) -> None:

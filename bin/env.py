@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -77,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
         "bandwidths": speeds,
     }
     text = _as_json(sections, abilities) if options.json else _as_text(sections, abilities)
-    print(text.replace(str(Path.home()), "~"))
+    print(_without_home(text, str(Path.home())))
     return 1 if disk_ability is not None and not disk_ability.works else 0
 
 
@@ -271,6 +272,11 @@ def _processor() -> str:
             if line.startswith(("model name", "Model")):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _without_home(text: str, home: str) -> str:
+    """`text` with ~ for the home folder; that of a user of a container is often `/`, which tells nothing."""
+    return text if home == "/" else re.sub(re.escape(home) + r"(?![\w.-])", "~", text)
 
 
 def _as_json(sections: Mapping[str, Section], abilities: Mapping[str, Ability]) -> str:

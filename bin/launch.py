@@ -9,11 +9,11 @@ from typing import get_args
 
 from ..launch.agent import SILENCE_SECONDS
 from ..launch.allocation import AllocationRequest, find_allocation
+from ..launch.display import say
 from ..launch.elastic import Attempts, Elastic, planned
 from ..launch.environment import job_environment
 from ..launch.host import Allocation, LaunchError
-from ..launch.launcher import say
-from ..launch.plan import Bind, printed_plan
+from ..launch.plan import Bind, printed_plan, printed_rank
 from ..launch.request import Request
 from ..launch.transports.choice import TransportOptions, transport_for
 from ..launch.transports.join import become_agent
@@ -24,6 +24,10 @@ from .arguments import Parser
 TRANSPORTS = ("local", "ssh", "srun", "mpirun", "join")
 CONNECT_SECONDS = 60.0
 JOIN_SECONDS = 600.0  # pods and tasks of one job may start minutes apart
+_OF_A_JOB = (
+    *("bind", "master_port", "quiet_ranks", "log_dir", "check_folder", "grace", "lost_after", "step_limit"),
+    *("on_stall", "max_restarts", "min_hosts", "max_hosts"),
+)
 EPILOG = """examples:
   lowtide launch --nproc 2 examples/train_gpt.py --steps 100
   lowtide launch --nproc 4 --log-dir logs -m my_package.train --lr 1e-3
@@ -59,10 +63,18 @@ def fault(options: argparse.Namespace) -> str | None:
     """What is wrong with the parsed command line, or None."""
     if isinstance(options.nproc, int) and options.nproc < 1:
         return f"--nproc must be at least 1, found {options.nproc}"
-    for name in ("grace", "step_limit", "max_restarts", "min_hosts", "max_hosts"):
+    for name in ("grace", "step_limit", "max_restarts"):
         value = getattr(options, name)
         if value is not None and value < 0:
             return f"--{name.replace('_', '-')} must not be negative, found {value:g}"
+    for name in ("min_hosts", "max_hosts"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            return f"--{name.replace('_', '-')} must be at least 1, found {value}"
+    for name in ("ssh_port", "master_port"):
+        port = getattr(options, name)
+        if port is not None and not 0 < port < 65536:
+            return f"--{name.replace('_', '-')} must be from 1 to 65535, found {port}"
     if options.lost_after < 2:
         found = f"found {options.lost_after:g}"
         return f"--lost-after must be at least 2 seconds, because a sign of life comes each second, {found}"
@@ -102,18 +114,35 @@ def _run(options: argparse.Namespace, allocation: Allocation, request: Request) 
     def make_transport(allocation: Allocation) -> Transport:
         return transport_for(allocation, transport_options, os.environ)
 
+    if allocation.part == "agent" and allocation.meeting is not None:  # for a plan too: the first host asks for it
+        for note in allocation.notes:
+            say(note)
+        become_agent(allocation.meeting, JOIN_SECONDS, options.lost_after)
     if options.print_plan:
-        print(printed_plan(planned(request, allocation, make_transport(allocation))))
+        if allocation.part == "rank":
+            print(printed_rank(allocation, request.command, request.environment))
+        else:
+            print(printed_plan(planned(request, allocation, make_transport(allocation))))
         return 0
-    for note in allocation.notes:
+    for note in (*allocation.notes, *_notes(options, allocation)):
         say(note)
     if allocation.part == "rank":
         environment = {**os.environ, **request.environment, **allocation.rank_environment}
         os.execve(request.command[0], request.command, environment)
-    if allocation.part == "agent" and allocation.meeting is not None:
-        become_agent(allocation.meeting, JOIN_SECONDS, options.lost_after)
     elastic = Elastic(options.max_restarts, options.min_hosts, options.max_hosts)
     return Attempts(request, allocation, elastic, make_transport).run()
+
+
+def _notes(options: argparse.Namespace, allocation: Allocation) -> list[str]:
+    """Of options that have no effect."""
+    defaults = parser()
+    given = [name for name in _OF_A_JOB if getattr(options, name) != defaults.get_default(name)]
+    if allocation.part == "rank" and given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        return [f"no effect on a rank that somebody else has started: {names}"]
+    if options.min_hosts is not None and not options.max_restarts:
+        return ["--min-hosts has no effect without --max-restarts"]
+    return []
 
 
 def _allocation_request(options: argparse.Namespace) -> AllocationRequest:
@@ -148,6 +177,16 @@ def _request(options: argparse.Namespace, allocation: Allocation) -> Request:
         on_stall=options.on_stall,
         connect_seconds=JOIN_SECONDS if allocation.transport == "join" else CONNECT_SECONDS,
     )
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if value != value:  # nan: no time is longer, so a limit would never be reached
+        raise ValueError
+    return value
+
+
+_seconds.__name__ = "number"  # as for the function below
 
 
 def _number_of_ranks(text: str) -> int | str:
@@ -201,19 +240,19 @@ def _add_failure(group: "argparse._ArgumentGroup") -> None:
     add("--check-folder", action="append", default=[], metavar="DIR", help="must be writable on every host")
     add(
         "--grace",
-        type=float,
+        type=_seconds,
         default=Request.grace_seconds,
         metavar="SECONDS",
         help="how long a rank may take to stop after a signal before it is killed (default: %(default)g)",
     )
     add(
         "--lost-after",
-        type=float,
+        type=_seconds,
         default=SILENCE_SECONDS,
         metavar="SECONDS",
         help="a host from which nothing is heard for so long is lost (default: %(default)g)",
     )
-    add("--step-limit", type=float, metavar="SECONDS", help="when a step takes longer, say who waits for whom")
+    add("--step-limit", type=_seconds, metavar="SECONDS", help="when a step takes longer, say who waits for whom")
     add("--on-stall", choices=("report", "stop"), default="report", help="then go on or stop (default: %(default)s)")
     add("--max-restarts", type=int, default=0, metavar="N", help="after a failure start again, so many times")
     add("--min-hosts", type=int, metavar="N", help="restart with fewer hosts, but not with fewer than these")

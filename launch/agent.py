@@ -217,7 +217,11 @@ class Agent:
         paths = self._ranks.stack_paths(ranks)
 
         def call() -> None:
-            for rank, text in stacks.collect_stacks(paths).items():
+            try:
+                found = stacks.collect_stacks(paths)
+            except OSError:  # the ranks have ended meanwhile, and their records are gone
+                return
+            for rank, text in found.items():
                 self._loop.post(lambda rank=rank, text=text: self._channel.send(StackDump(rank, text)))  # type: ignore[misc]
 
         threading.Thread(target=call, daemon=True).start()

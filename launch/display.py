@@ -46,6 +46,7 @@ class Display:
         self._plain_rest = b""  # of the plain rank's line: not shown yet
         self._plain_open = b""  # of the plain rank's line: shown, and to be shown again when others come between
         self._plain_since = 0.0
+        self._is_stdout_bad = False  # and this was said
         self._queue: queue.SimpleQueue[tuple[int, bytes] | str | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
@@ -78,7 +79,7 @@ class Display:
             if isinstance(item, str):
                 self._show_due(everything=True)
                 self._end_plain_line()
-                print(f"lowtide launch: {item}", file=sys.stderr, flush=True)
+                say(item)
             elif item[0] == self._plain_rank:
                 self._take_plain(item[1])
                 self._shown(item[0], len(item[1]))
@@ -118,14 +119,14 @@ class Display:
 
     def _show_plain(self, data: bytes) -> None:
         if data:
-            _write(data)
+            self._write(data)
             line = (self._plain_open + data).rpartition(b"\n")[2]
             head, returns, state = line.rpartition(b"\r")
             self._plain_open = state or head.rpartition(b"\r")[2] + returns  # what the terminal shows of it
 
     def _end_plain_line(self) -> None:
         if self._plain_open:
-            _write(b"\n")
+            self._write(b"\n")
             self._plain_open = b""
 
     def _take_lines(self, rank: int, data: bytes) -> None:
@@ -138,12 +139,26 @@ class Display:
             return
         text = b"".join(self._prefix(line.ranks) + line.text + b"\n" for line in lines)
         if not self._plain_open:
-            _write(text)
+            self._write(text)
         elif self._is_terminal:
-            _write(_CLEAR_LINE + text + self._plain_open)
+            self._write(_CLEAR_LINE + text + self._plain_open)
         else:
             self._end_plain_line()
-            _write(text)
+            self._write(text)
+
+    def _write(self, content: bytes) -> None:
+        """To stdout. What it does not take (its reader is gone, its disk is full) is lost, as the ranks go on."""
+        try:
+            _write(content)
+        except BrokenPipeError:
+            pass
+        except OSError as error:
+            if not self._is_stdout_bad:
+                self._is_stdout_bad = True
+                say(
+                    f"stdout cannot be written to: {error.strerror}; the ranks go on, and what they print is lost "
+                    "while that lasts"
+                )
 
     def _prefix(self, ranks: set[int]) -> bytes:
         what = f"rank{'s' if len(ranks) > 1 else ''} {rank_range(ranks)}"
@@ -155,12 +170,17 @@ class Display:
         return f"[{what}] ".encode()
 
 
+def say(text: str) -> None:
+    """A word to the user on stderr; nothing where that cannot be written to, as the ranks go on."""
+    with contextlib.suppress(OSError):
+        print(f"lowtide launch: {text}", file=sys.stderr, flush=True)
+
+
 def _write(content: bytes) -> None:
-    """To stdout, however long it takes; nothing once its reader is gone, as the ranks go on."""
+    """To stdout, however long it takes. Raises OSError where it cannot be written to."""
     rest = memoryview(content)
-    with contextlib.suppress(BrokenPipeError):
-        while rest:
-            try:
-                rest = rest[os.write(1, rest) :]
-            except BlockingIOError:  # a rank may have set the terminal that it shares to this mode
-                select.select([], [1], [])
+    while rest:
+        try:
+            rest = rest[os.write(1, rest) :]
+        except BlockingIOError:  # a rank may have set the terminal that it shares to this mode
+            select.select([], [1], [])

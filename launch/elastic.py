@@ -12,8 +12,9 @@ import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+from .display import say
 from .host import Allocation, LaunchError
-from .launcher import Launcher, Outcome, say
+from .launcher import Launcher, Outcome
 from .loop import Loop
 from .obituary import obituary
 from .plan import Plan
@@ -50,6 +51,11 @@ class Attempts:
                 "--max-restarts needs a transport that can start agents again, found launchers that somebody else has "
                 "started on every host; let whoever started them do so again (a Kubernetes backoffLimit, requeueing "
                 "in SLURM), or start one launcher with --hosts, --hostfile or --transport srun"
+            )
+        if elastic.min_hosts is not None and elastic.min_hosts > len(allocation.hosts):
+            raise LaunchError(
+                f"--min-hosts {elastic.min_hosts} asks for more hosts than there are: {allocation.source} has "
+                f"{len(allocation.hosts)}; lower it, or name more hosts"
             )
         self._request = request
         self._elastic = elastic

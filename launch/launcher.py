@@ -7,13 +7,12 @@ process of the job that can be reached is gone.
 """
 
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .display import Display
+from .display import Display, say
 from .host import Allocation, LaunchError
 from .loop import Loop
 from .messages import (
@@ -174,6 +173,7 @@ class Launcher:
             inherits_terminal=self._transport.inherits_terminal,
             sends_output=not request.quiet_ranks,
             log_folder=request.log_dir,
+            appends_logs=self._restarts > 0,
         )
         for peer, host in zip(self._peers.all, plan.hosts, strict=True):
             peer.running = {rank.rank for rank in host.ranks}
@@ -193,6 +193,8 @@ class Launcher:
             "LOWTIDE_FIRST_WORLD_SIZE": str(self._first_world_size or self._plan.world_size),
             "TORCHELASTIC_RESTART_COUNT": str(self._restarts),
             "TORCHELASTIC_RUN_ID": self._identity,
+            # Inside of a job of torchrun it is set, and rank 0 would look for torchrun's store instead of opening one.
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
         }
 
     def _watch(self) -> None:
@@ -338,8 +340,3 @@ class Launcher:
         if self._signal is not None and was_signalled and (failure is not None or not started):
             return Outcome(128 + self._signal, None, self._signal, lost, started)
         return Outcome(0 if failure is None else failure.exit_status, failure, None, lost, started)
-
-
-def say(text: str) -> None:
-    """A word to the user."""
-    print(f"lowtide launch: {text}", file=sys.stderr, flush=True)

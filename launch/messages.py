@@ -26,7 +26,7 @@ class Job:
 
     environment: set for every rank; over that of the agent. plain_rank: the rank whose output is shown as it comes;
     where `inherits_terminal` it has the agent's own stdin, stdout and stderr (where nothing is logged). sends_output:
-    whether the other ranks' output is wanted.
+    whether the other ranks' output is wanted. appends_logs: to those of the attempts before this one.
     """
 
     identity: str
@@ -37,6 +37,7 @@ class Job:
     inherits_terminal: bool = False
     sends_output: bool = True
     log_folder: str | None = None
+    appends_logs: bool = False
 
 
 @dataclass(frozen=True)
@@ -258,7 +259,7 @@ _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message
 
 
 def proof_of(token: str, nonce: str) -> str:
-    """What only one who has the token can say about the nonce."""
+    """What only one who has the token can say about the nonce; ASCII."""
     return hmac.new(token.encode(), nonce.encode(), hashlib.sha256).hexdigest()
 
 
@@ -270,8 +271,12 @@ def encode(message: Message) -> bytes:
 
 def decode(line: bytes) -> Message:
     """The message that `encode` made `line` of. Raises ValueError where it is none."""
-    plain = json.loads(line.decode("utf-8", "surrogatepass"))
-    if not isinstance(plain, dict) or plain.get("kind") not in _KINDS:
+    try:
+        plain = json.loads(line.decode("utf-8", "surrogatepass"))
+    except RecursionError as error:
+        raise ValueError("lists in lists without end") from error
+    kind = plain.get("kind") if isinstance(plain, dict) else None
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"expected a message of the launcher's protocol, found {line[:80]!r}")
     message: Message = from_plain(_KINDS[plain.pop("kind")], plain)
     return message

@@ -20,16 +20,20 @@ class RankOutput:
     """Reads the pipe `fd`, which it owns, a chunk at a time.
 
     is_plain: bytes are passed on as they come (rank 0); else whole lines, each as a terminal would show it in the end.
-    log: takes everything unchanged. note: called with the reason when the log cannot be written any more.
+    log: takes everything unchanged; what was in it is overwritten unless `appends_log`. note: called with the reason
+    when the log cannot be written any more.
     """
 
-    def __init__(self, fd: int, is_plain: bool, log: Path | None, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, fd: int, is_plain: bool, log: Path | None, note: Callable[[str], None], appends_log: bool = False
+    ) -> None:
         self.fd = fd
         self.is_open = True
         self._is_plain = is_plain
         self._note = note
         self._log_path = log
-        self._log = None if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        how = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_APPEND if appends_log else os.O_TRUNC)
+        self._log = None if log is None else os.open(log, how, 0o666)
         self._last: deque[bytes] = deque(maxlen=_SEARCHED_LINES)
         self._rest = b""
         os.set_blocking(fd, False)

@@ -196,7 +196,8 @@ class Peers:
     def _welcome(self, channel: Channel, hello: Hello, peer: Peer | None, nonce: str) -> Peer | None:
         """Takes the agent for its host; None: it is none of this job's."""
         if peer is None:
-            if not hmac.compare_digest(hello.proof, proof_of(self._transport.token, nonce)):
+            expected = proof_of(self._transport.token, nonce)
+            if not (hello.proof.isascii() and hmac.compare_digest(hello.proof, expected)):
                 self._refuse(channel, hello, "it does not have this job's token")
                 return None
             self._unknown.discard(channel)

@@ -140,8 +140,21 @@ def printed_plan(plan: Plan) -> str:
     for text, variables in (("every rank", plan.environment), *_own_variables(plan)):
         if variables:
             lines.append(f"environment of {text}:")
-            lines += [f"  {name}={_quoted(shown_value(name, value))}" for name, value in sorted(variables.items())]
+            lines += _shown_variables(variables)
     return "\n".join(lines)
+
+
+def printed_rank(allocation: Allocation, command: Sequence[str], environment: Mapping[str, str]) -> str:
+    """What `--print-plan` shows where this process is itself a rank (`Allocation.part`). environment: of the user."""
+    lines = [f"1 rank; from {allocation.source}", *(f"note: {note}" for note in allocation.notes)]
+    lines += ["", f"command:  {shlex.join(_shown_command(command))}"]
+    if variables := {**environment, **allocation.rank_environment}:
+        lines += ["environment beside what is set already:", *_shown_variables(variables)]
+    return "\n".join(lines)
+
+
+def _shown_variables(variables: Mapping[str, str]) -> list[str]:
+    return [f"  {name}={_quoted(shown_value(name, value))}" for name, value in sorted(variables.items())]
 
 
 def _master_address(allocation: Allocation) -> str:

@@ -19,7 +19,7 @@ from .output import RankOutput
 from .plan import RankPlan
 from .process_tree import die_with_parent, kill_descendants
 from .progress import ProgressReader, RankProgress
-from .records import RecordFolder
+from .records import RecordFolder, memory_folder
 
 
 class Listener(Protocol):
@@ -57,7 +57,13 @@ class HostRanks:
         self._at_terminal = start.job.inherits_terminal and sys.stdin is not None and sys.stdin.isatty()
         self._ranks: dict[int, _Rank] = {}
         self._is_paused = False
-        self._records = RecordFolder()
+        try:
+            self._records = RecordFolder()
+        except OSError as error:
+            raise LaunchError(
+                f"the ranks cannot be started: expected a folder for their records in {memory_folder()}, found: "
+                f"{error}; free space there"
+            ) from error
         loop.on_signal(signal.SIGCHLD, self._reap)
         try:
             if start.job.log_folder is not None:
@@ -131,7 +137,8 @@ class HostRanks:
         if job.log_folder is not None:
             log = Path(job.folder) / job.log_folder / f"rank{plan.rank}.log"
         read_fd, write_fd = (None, None) if has_terminal else os.pipe()
-        output = None if read_fd is None else RankOutput(read_fd, is_plain, log, self._listener.note)
+        note = self._listener.note
+        output = None if read_fd is None else RankOutput(read_fd, is_plain, log, note, job.appends_logs)
         try:
             process = subprocess.Popen(
                 job.command,

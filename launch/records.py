@@ -17,7 +17,10 @@ PREFIX = "lowtide-records-"
 
 
 class RecordFolder:
-    """A new folder at `path`, which is this process's until `remove`. parent: None: where files are kept in memory."""
+    """A new folder at `path`, which is this process's until `remove`. parent: None: where files are kept in memory.
+
+    Raises OSError where no folder can be made or locked.
+    """
 
     def __init__(self, parent: Path | None = None) -> None:
         place = parent or memory_folder()
@@ -26,8 +29,11 @@ class RecordFolder:
             self.path = tempfile.mkdtemp(prefix=PREFIX, dir=place)
             try:
                 self._lock = _locked(self.path)
-            except OSError:  # another process takes it for a dead one, between the two lines above
+            except (BlockingIOError, FileNotFoundError):  # another process takes it for a dead one just then
                 continue
+            except OSError:
+                os.rmdir(self.path)
+                raise
             if os.path.exists(self.path):
                 return
             os.close(self._lock)

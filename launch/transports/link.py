@@ -16,7 +16,7 @@ from ..process_tree import die_with_parent
 
 _KEPT_LINES = 20
 _CHUNK_BYTES = 1 << 16
-_END_SECONDS = 2.0
+END_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Client:
     def epitaph(self) -> str:
         """How it has ended, and the last lines that it said; waits a moment for its end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_SECONDS)
+            self._process.wait(END_SECONDS)
         self._read()
         status = self._process.poll()
         name = os.path.basename(str(self._process.args[0]))  # type: ignore[index]  # a list, see above
@@ -152,12 +152,12 @@ class Client:
         """Ends it at once."""
         self._process.kill()
 
-    def close(self) -> None:
-        """Lets it end, and sees to it that it does."""
+    def close(self, seconds: float = END_SECONDS) -> None:
+        """Lets it end in so many seconds, and sees to it that it does."""
         self._forget()
         if self._process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_SECONDS)
+                self._process.wait(seconds)
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()

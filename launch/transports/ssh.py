@@ -3,11 +3,12 @@
 import os
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..loop import Loop
-from .link import Client, Events, agent_command, module_command
+from .link import END_SECONDS, Client, Events, agent_command, module_command
 
 CONNECT_SECONDS = 10
 
@@ -68,8 +69,9 @@ class SshTransport:
 
     def close(self) -> None:
         """See Transport."""
+        deadline = time.monotonic() + END_SECONDS  # of all together: there may be hundreds
         for client in self._clients:
-            client.close()
+            client.close(max(0.0, deadline - time.monotonic()))
 
     def _command(self, host: str, remote: Sequence[str]) -> list[str]:
         """PYTHONPATH goes along, because the module imports lowtide."""

@@ -53,7 +53,16 @@ def test_messages_arrive_as_they_were_sent(message: Message) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [b"hello", b"[1]", b'{"kind":"None"}', b'{"kind":"Note","text":1}', b'{"kind":"Note"}']
+    "line",
+    [
+        b"hello",
+        b"[1]",
+        b"[" * 100000,
+        b'{"kind":[]}',
+        b'{"kind":"None"}',
+        b'{"kind":"Note","text":1}',
+        b'{"kind":"Note"}',
+    ],
 )
 def test_what_is_no_message_is_refused(line: bytes) -> None:
     with pytest.raises(ValueError):

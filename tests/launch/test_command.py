@@ -9,6 +9,7 @@ import pytest
 
 from lowtide.bin.launch import main as launch
 from lowtide.bin.main import COMMANDS, main
+from tests.launch.jobs import Job
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -54,6 +55,10 @@ def test_launch_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
         (["--nproc", "two", __file__], "argument --nproc: invalid number value: 'two'"),
         (["--nporc", "2", __file__], 'unknown option "--nporc"; did you mean "--nproc"?'),
         (["--transport", "shh", __file__], 'unknown --transport "shh"; did you mean "ssh"?'),
+        (["--master-port", "70000", __file__], "--master-port must be from 1 to 65535, found 70000"),
+        (["--ssh-port", "0", __file__], "--ssh-port must be from 1 to 65535, found 0"),
+        (["--grace", "nan", __file__], "argument --grace: invalid number value: 'nan'"),
+        (["--max-hosts", "0", __file__], "--max-hosts must be at least 1, found 0"),
         (["--lost-after", "1", __file__], "--lost-after must be at least 2 seconds"),
         (["--min-hosts", "3", "--max-hosts", "2", __file__], "--min-hosts (3) must not be more than --max-hosts (2)"),
         (["--hosts", "a:2", "--hostfile", "b", __file__], "keep one"),
@@ -86,3 +91,31 @@ def test_the_executable_says_when_lowtide_is_not_installed(tmp_path: Path) -> No
     done = subprocess.run([executable], capture_output=True, text=True, cwd=tmp_path, env={"PATH": path}, timeout=30)
     assert done.returncode == 1
     assert "lowtide: not installed for " in done.stderr and "run ./bin/quickstart, or pip install -e ." in done.stderr
+
+
+def test_more_hosts_than_there_are_cannot_be_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(["--transport", "local", "--max-restarts", "1", "--min-hosts", "5", __file__]) == 1
+    assert "--min-hosts 5 asks for more hosts than there are: this machine has 1; lower it" in capsys.readouterr().err
+
+
+OF_A_RANK = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_a_plan_inside_of_a_rank_is_that_rank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in OF_A_RANK.items():
+        monkeypatch.setenv(name, value)
+    assert launch(["--print-plan", "--env", "NOTE=two words", __file__, "--api-key", "abc"]) == 0
+    shown = capsys.readouterr().out
+    assert "note: this process is rank 1 of 2 already: the script runs in its place" in shown
+    assert f"{__file__} --api-key '(hidden)'" in shown and "  NOTE='two words'" in shown
+
+
+def test_options_without_an_effect_are_named(tmp_path: Path) -> None:
+    job = Job(tmp_path, "print('ran')", "--log-dir", "logs", "--bind", "cores", variables=OF_A_RANK)
+    status, out, err = job.finish()
+    assert status == 0 and out == "ran\n"
+    assert "no effect on a rank that somebody else has started: --bind, --log-dir" in err
+    status, _, err = Job(tmp_path, "", "--nproc", "1", "--min-hosts", "1").finish()
+    assert status == 0 and "--min-hosts has no effect without --max-restarts" in err

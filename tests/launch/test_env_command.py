@@ -123,6 +123,17 @@ def test_nothing_tells_who_and_where_this_is(
         assert secret not in text
 
 
+def test_a_home_that_is_the_root_hides_no_paths(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/home/somebody-else/bin/c++")
+    for home in ("/", "/home/somebody"):
+        monkeypatch.setenv("HOME", home)
+        assert main(["env", "--quick"]) == 0
+        text = capsys.readouterr().out
+        assert "/home/somebody-else/bin/c++" in text and "/dev/shm" in text
+
+
 def test_the_text_has_the_same_with_units(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["env", "--folder", str(tmp_path)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

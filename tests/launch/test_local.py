@@ -63,7 +63,10 @@ time.sleep(600)
 
 
 def test_each_rank_has_the_environment_of_torchrun(tmp_path: Path) -> None:
-    status, _, _ = Job(tmp_path, WRITES_ENVIRONMENT, "--nproc", "2", arguments=("--lr", "1", "--", "x")).finish()
+    variables = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # as inside of a job of torchrun
+    arguments = ("--lr", "1", "--", "x")
+    job = Job(tmp_path, WRITES_ENVIRONMENT, "--nproc", "2", arguments=arguments, variables=variables)
+    status, _, _ = job.finish()
     assert status == 0
     ports = set()
     for rank in range(2):
@@ -72,6 +75,7 @@ def test_each_rank_has_the_environment_of_torchrun(tmp_path: Path) -> None:
         expected = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         assert {name: environ[name] for name in expected} == expected
         assert environ["MASTER_ADDR"] == "127.0.0.1"
+        assert environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"  # rank 0 opens the store
         ports.add(int(environ["MASTER_PORT"]))
     assert len(ports) == 1 and ports.pop() > 1023
 

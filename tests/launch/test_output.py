@@ -146,3 +146,21 @@ def test_a_full_disk_of_logs_is_told_and_the_ranks_go_on(tmp_path: Path) -> None
     status, out, err = Job(tmp_path, SAYS, "--nproc", "2", "--log-dir", "logs").finish()
     assert status == 0 and "[rank 1] err 1" in out
     assert "logs/rank1.log is not written any more: No space left on device; the ranks go on" in err
+
+
+def test_a_full_disk_of_stdout_is_told_once_and_the_ranks_go_on(tmp_path: Path) -> None:
+    source = "import os\nif os.environ['RANK'] == '1':\n    for i in range(20000):\n        print(i, 'x' * 60)"
+    (tmp_path / "script.py").write_text(source)
+    with open("/dev/full", "wb") as full:
+        command = [*LAUNCH, "--nproc", "2", "script.py"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("stdout cannot be written to: No space left on device; the ranks go on") == 1
+
+
+def test_logs_go_on_after_a_restart(tmp_path: Path) -> None:
+    source = "import os\ncount = int(os.environ['LOWTIDE_RESTART_COUNT'])\nprint('attempt', count)\nexit(1 - count)"
+    options = ("--nproc", "2", "--max-restarts", "1", "--log-dir", "logs")
+    for _ in range(2):  # another job begins them anew
+        assert Job(tmp_path, source, *options).finish()[0] == 0
+        assert (tmp_path / "logs/rank0.log").read_text() == "attempt 0\nattempt 1\n"

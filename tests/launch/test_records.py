@@ -1,12 +1,21 @@
 """The folders for the records of ranks' progress: none is left, whoever is killed."""
 
+import errno
+import fcntl
 import os
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
+from lowtide.launch.host import LaunchError
+from lowtide.launch.loop import Loop
+from lowtide.launch.messages import Job as JobMessage
+from lowtide.launch.messages import Start
+from lowtide.launch.plan import HostPlan
+from lowtide.launch.ranks import HostRanks
 from lowtide.launch.records import PREFIX, RecordFolder, memory_folder, remove_dead_folders
 from tests.launch.jobs import Job
 from tests.launch.test_failures import SECONDS, agents, guards, started
@@ -48,6 +57,30 @@ def test_a_folder_dies_with_its_process(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) == 1
     remove_dead_folders(tmp_path)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_locked_is_an_error_and_not_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def no_locks(handle: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(OSError, match="No locks available"):
+        RecordFolder(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_ranks_without_a_place_for_records_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("lowtide.launch.ranks.RecordFolder", full)
+    start = Start(HostPlan("a", 0, ()), JobMessage("id", ("true",), "/", {}), {}, {})
+    loop = Loop()
+    with pytest.raises(LaunchError, match=r"expected a folder for their records in .*No space left on device; free"):
+        HostRanks(loop, start, Mock())
+    loop.close()
 
 
 def test_records_are_in_memory_where_there_is_a_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

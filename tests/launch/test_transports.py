@@ -6,14 +6,20 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from lowtide.launch.host import LaunchError
+from lowtide.launch.loop import Loop
+from lowtide.launch.messages import Hello, encode
+from lowtide.launch.report import report_host
 from lowtide.launch.transports import mpirun
+from lowtide.launch.transports.link import END_SECONDS
 from lowtide.launch.transports.srun import srun_command
-from lowtide.launch.transports.ssh import SshOptions
+from lowtide.launch.transports.ssh import SshOptions, SshTransport
 from tests.launch import fakes
 from tests.launch.jobs import Job
 from tests.launch.test_local import SAVES_ON_SIGNAL, WRITES_ENVIRONMENT
@@ -83,7 +89,7 @@ def test_a_step_that_cannot_start_is_explained(tmp_path: Path) -> None:
     assert status == 1 and "2 of 2 hosts cannot be used" in err and "Invalid node name specified" in err
 
 
-def joined(folder: Path, source: str) -> tuple[Job, Job, int]:
+def joined(folder: Path, source: str, *options: str) -> tuple[Job, Job, int]:
     """Launchers of two hosts that somebody has started: the first one's, the other's, and the port where they meet."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -92,7 +98,7 @@ def joined(folder: Path, source: str) -> tuple[Job, Job, int]:
     for index in (1, 0):
         (folder / str(index)).mkdir()
         by_hand = ("--num-hosts", "2", "--host-index", str(index), "--meet", f"127.0.0.1:{port}", "--nproc", "1")
-        jobs.append(Job(folder / str(index), source, *by_hand, "--no-preflight"))
+        jobs.append(Job(folder / str(index), source, *by_hand, *options, "--no-preflight"))
     return jobs[1], jobs[0], port
 
 
@@ -100,7 +106,7 @@ def test_launchers_that_were_started_on_every_host_join(tmp_path: Path) -> None:
     source = """
 import os, pathlib, time
 rank = os.environ["RANK"]
-print("rank", rank, "of", os.environ["WORLD_SIZE"], flush=True)
+os.write(1, f"rank {rank} of {os.environ['WORLD_SIZE']}\\n".encode())  # whole, between the lines of others
 pathlib.Path("../said" + rank).touch()
 while not pathlib.Path("../said0").exists():
     time.sleep(0.01)
@@ -129,6 +135,46 @@ while not os.path.exists("../go"):
     status, _, err = first.finish()
     assert status == 0 and "was sent away: it does not have this job's token" in err
     assert other.finish()[0] == 0
+
+
+def test_a_stranger_with_an_odd_proof_harms_nothing(tmp_path: Path) -> None:
+    source = "import os, pathlib, time\npathlib.Path('../ready' + os.environ['RANK']).touch()\n"
+    source += "while not os.path.exists('../go'):\n    time.sleep(0.01)\n"
+    first, other, port = joined(tmp_path, source)
+    first.wait_for_files("../ready0", "../ready1")
+    with socket.create_connection(("127.0.0.1", port), 10) as link:
+        link.recv(1 << 16)
+        link.sendall(encode(Hello("proof \u00e9", 1, ("h",), 1, (), report_host())))
+        while link.recv(1 << 16):
+            pass
+    (tmp_path / "go").touch()
+    status, _, err = first.finish()
+    assert status == 0 and "was sent away: it does not have this job's token" in err
+    assert other.finish()[0] == 0
+
+
+def test_the_plan_of_launchers_on_every_host_is_that_of_all(tmp_path: Path) -> None:
+    first, other, _ = joined(tmp_path, "raise SystemExit(1)", "--print-plan")
+    status, out, err = first.finish()
+    assert status == 0 and "2 hosts, 2 ranks; hosts from --host-index 0" in out, err
+    assert other.finish()[:2] == (0, "")
+
+
+def test_clients_of_ssh_that_hang_are_ended_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "ssh"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    loop, events = Loop(), Mock()
+    transport = SshTransport(SshOptions(), 4.0)
+    transport.start(loop, ["a", "b", "c"], events)
+    start = time.monotonic()
+    transport.close()
+    assert time.monotonic() - start < 2 * END_SECONDS
+    loop.close()
+    for call in events.linked.call_args_list:
+        os.close(call.args[0].read_fd)
+        os.close(call.args[0].write_fd)
 
 
 def test_an_agent_gives_up_where_no_launcher_listens() -> None:

@@ -132,10 +132,10 @@ def test_the_first_failure_is_shown_first(ranks: RankPool) -> None:
 
 def test_a_hang_shows_the_stack_and_the_pool_recovers(ranks: RankPool) -> None:
     start = time.monotonic()
-    value, error = ranks.fails(2, hangs_on, 1, timeout=5)
+    value, error = ranks.fails(2, hangs_on, 1, timeout=10)
     assert value == 0 and (error.rank, error.kind) == (1, "Hang")
-    assert "still running after 5 s" in error.text and "in hangs_on" in error.text
-    assert time.monotonic() - start < 15
+    assert "still running after 10 s" in error.text and "in hangs_on" in error.text, error.text
+    assert time.monotonic() - start < 20
     assert ranks(2, square_of_rank) == [0, 1]
 
 

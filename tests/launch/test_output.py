@@ -160,7 +160,7 @@ def test_a_full_disk_of_stdout_is_told_once_and_the_ranks_go_on(tmp_path: Path) 
 
 def test_logs_go_on_after_a_restart(tmp_path: Path) -> None:
     source = "import os\ncount = int(os.environ['LOWTIDE_RESTART_COUNT'])\nprint('attempt', count)\nexit(1 - count)"
-    options = ("--nproc", "2", "--max-restarts", "1", "--log-dir", "logs")
+    options = ("--nproc", "1", "--max-restarts", "1", "--log-dir", "logs")
     for _ in range(2):  # another job begins them anew
         assert Job(tmp_path, source, *options).finish()[0] == 0
         assert (tmp_path / "logs/rank0.log").read_text() == "attempt 0\nattempt 1\n"

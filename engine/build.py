@@ -37,7 +37,7 @@ from .fusing import check_kernels, fuse_modules, optimizer_backend
 from .learning_rates import Schedule
 from .log import configure, logger
 from .lr_schedule import learning_rate_at
-from .offload import activation_store, offloaded_states, shard_rest
+from .offload import activation_store, host_update, model_is_apart, offloaded_states, shard_rest
 from .parts import Parts
 from .pipeline import Pipeline, PipelinePlan
 
@@ -97,7 +97,8 @@ def initialize(
     if pipe_size > 1:
         shared_bytes = sum(world.gather_objects(shared_bytes)) // (world.size // pipe_size)
     rest = shard_rest(resolved, world)
-    route = resolved.communication.route if rest is None or world.size == 1 else "sockets"
+    moves_pages = rest is not None and not model_is_apart(world)
+    route = "sockets" if moves_pages and world.size > 1 else resolved.communication.route
     mesh = Mesh.create(world, shard_size, route, shared_bytes, pipe_size)
     units = build_units(plan, mesh, policy, dtypes, rest)
     sharded_optimizer, schedule, scheduler = _make_optimizer(
@@ -309,11 +310,12 @@ def _make_optimizer(
         factory = None if rule is not None else partial(_another, own)
         if factory is not None:
             check_elementwise(factory)
-    if rule is not None and world.device.type == "cpu":
+    host = host_update(config, world)
+    if rule is not None and (host is not None or world.device.type == "cpu"):
         cpu_kernel()  # built now rather than in the first step, which would seem to hang for a second
     offloaded = offloaded_states(config, world, has_rule=rule is not None)
     backend = optimizer_backend(config)
-    sharded = ShardedOptimizer(gradients, groups, rule, factory, offloaded, rest, state_dtype, backend)
+    sharded = ShardedOptimizer(gradients, groups, rule, factory, offloaded, rest, state_dtype, backend, host)
     schedule = None
     if config.scheduler is not None:
         schedule = partial(learning_rate_at, config.scheduler)

@@ -70,7 +70,7 @@ def measure(units: Sequence[Unit], optimizer: ShardedOptimizer, mesh: Mesh) -> M
         for group in unit.groups:
             parameters += group.full_bytes // sharers
             if group.shard.untyped_storage().data_ptr() != group.full.untyped_storage().data_ptr():
-                parameters += group.shard.nbytes
+                parameters += group.shard.untyped_storage().nbytes()
         for gradient in unit.gradients:
             gradients += sum(_bytes(buffer) for buffer in (gradient.local, gradient.shard))
             gradients += sum(_bytes(param.grad) for param in gradient.group.params)

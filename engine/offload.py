@@ -5,18 +5,47 @@ from __future__ import annotations
 import platform
 
 from ..comm import World
-from ..offload import AioOptions, FileStore, HostPool, HostStore, PagePool, StagedStore, Store
+from ..offload import (
+    AioOptions,
+    FileStore,
+    HostCopies,
+    HostPool,
+    HostStore,
+    PagePool,
+    StagedStore,
+    Store,
+    StreamCopies,
+)
+from ..zero.host_update import HostUpdate
 from ..zero.offloaded_states import OffloadedStates
 from ..zero.shard_rest import ShardRest
 from .config import Config
+from .config_offload import OffloadOptimizerConfig, OffloadParamConfig
 from .log import logger
 
 
-def offloaded_states(config: Config, world: World, has_rule: bool) -> OffloadedStates | None:
-    """Where the optimizer's states rest between steps; None: in memory.
+def model_is_apart(world: World) -> bool:
+    """Whether the model's memory is another one than the host's."""
+    return world.device.type != "cpu"
 
-    has_rule: whether the optimizer is one of the engine's own. Raises ValueError where it is not and a file is asked
-    for, and OffloadError where the file cannot be made.
+
+def copies_for(world: World) -> HostCopies:
+    """What copies between the two."""
+    return StreamCopies(world.device)
+
+
+def host_update(config: Config, world: World) -> HostUpdate | None:
+    """What updates offloaded states on the host; None: they are updated where the model is."""
+    if not config.zero_optimization.offload_optimizer.is_used or not model_is_apart(world):
+        return None
+    return HostUpdate(copies_for(world), _pool(config.zero_optimization.offload_optimizer))
+
+
+def offloaded_states(config: Config, world: World, has_rule: bool) -> OffloadedStates | None:
+    """Where the optimizer's states rest between steps; None: in the memory of the device.
+
+    has_rule: whether the optimizer is one of the engine's own. Raises ValueError where it is not and its states would
+    have to be elsewhere, and OffloadError where the file cannot be made.
     """
     wanted = config.zero_optimization.offload_optimizer
     if not wanted.is_used:
@@ -26,28 +55,23 @@ def offloaded_states(config: Config, world: World, has_rule: bool) -> OffloadedS
             'offload_optimizer.overlap: "speculative" needs one of the optimizers of the config, whose updates it can '
             'take back; found an optimizer of the caller\'s own. Use "none"'
         )
-    if wanted.is_delayed and world.device.type != "cpu":
-        raise ValueError(
-            'offload_optimizer.overlap: "delayed" is not supported yet where the model is on '
-            f'{world.device.type}; use "none"'
-        )
-    if wanted.device == "cpu":
-        if world.device.type != "cpu":
-            raise ValueError(
-                f'offload_optimizer.device: "cpu" is not supported yet where the model is on {world.device.type}; '
-                'use "nvme", or "none"'
-            )
+    is_apart = model_is_apart(world)
+    if wanted.device == "cpu" and not is_apart:
         if world.rank == 0:
             logger.info("offload_optimizer: the states are in host memory in any case, since the model is on the CPU")
         return None
     if not has_rule:
+        other = '"none"' if is_apart else '"cpu" or "none"'
         raise ValueError(
-            'offload_optimizer.device: "nvme" needs one of the optimizers of the config (adamw, adam, sgd, lion, '
-            'adagrad), whose states are known beforehand; found an optimizer of the caller\'s own. Use "cpu" or "none"'
+            f'offload_optimizer.device: "{wanted.device}" needs one of the optimizers of the config (adamw, adam, sgd, '
+            f"lion, adagrad), whose states are known beforehand; found an optimizer of the caller's own. Use {other}"
         )
-    assert wanted.nvme_path is not None
     keeps_old = wanted.overlap == "speculative"
-    return OffloadedStates(file_store(config, world, wanted.nvme_path), HostPool(), wanted.ratio, keeps_old)
+    store = None
+    if wanted.device == "nvme":
+        assert wanted.nvme_path is not None
+        store = file_store(config, world, wanted.nvme_path)
+    return OffloadedStates(store, _pool(wanted), wanted.ratio, keeps_old, in_whole_shards=is_apart)
 
 
 def shard_rest(config: Config, world: World) -> ShardRest | None:
@@ -58,27 +82,26 @@ def shard_rest(config: Config, world: World) -> ShardRest | None:
     wanted = config.zero_optimization.offload_param
     if wanted.device == "none":
         return None
-    if world.device.type != "cpu":
-        raise ValueError(
-            f'offload_param.device: "{wanted.device}" is not supported yet where the model is on {world.device.type}; '
-            'set "none"'
-        )
+    is_apart = model_is_apart(world)
     if wanted.device == "cpu":
+        if is_apart:
+            return ShardRest(HostStore(_pool(wanted)))
         if world.rank == 0:
             logger.info("offload_param: the shards are in host memory in any case, since the model is on the CPU")
         return None
-    if not PagePool.is_possible():
+    if not is_apart and not PagePool.is_possible():
         raise ValueError(
             'offload_param.device: "nvme" moves pages between buffers, for which it expects Linux 5.7 or newer, found '
             f'{platform.system()} {platform.release()}; set "none"'
         )
-    if config.communication.route == "shared_memory":
+    if not is_apart and config.communication.route == "shared_memory":
         raise ValueError(
             'communication.route: expected "auto" or "sockets" beside offload_param.device "nvme", found '
             '"shared_memory", with which the ranks of a host hold one copy of all parameters in memory'
         )
     assert wanted.nvme_path is not None
-    return ShardRest(file_store(config, world, wanted.nvme_path))
+    store = file_store(config, world, wanted.nvme_path)
+    return ShardRest(StagedStore(store, _pool(wanted)) if is_apart else store)
 
 
 def activation_store(config: Config, world: World) -> Store | None:
@@ -90,10 +113,14 @@ def activation_store(config: Config, world: World) -> Store | None:
         return HostStore()
     assert wanted.nvme_path is not None
     store = file_store(config, world, wanted.nvme_path)
-    return store if world.device.type == "cpu" else StagedStore(store, HostPool())
+    return StagedStore(store, HostPool()) if model_is_apart(world) else store
 
 
 def file_store(config: Config, world: World, folder: str) -> FileStore:
     """A file of this rank below the folder. Raises OffloadError."""
     aio = config.aio
     return FileStore(folder, world.rank, AioOptions(aio.block_size, aio.thread_count, aio.verify))
+
+
+def _pool(wanted: OffloadOptimizerConfig | OffloadParamConfig) -> HostPool:
+    return HostPool(pinned=None if wanted.pin_memory else False)

@@ -33,6 +33,7 @@ def sum_step(
     squares = torch.zeros(NUM_LIMBS, dtype=torch.int64)
     num_bad = 0
     for gradient in gradients:
+        gradient.settle()
         squares += gradient.square_limbs
         num_bad += gradient.non_finite is not None
     mean = torch.stack([loss.double() for loss in losses]).mean() if losses else torch.zeros((), dtype=torch.float64)

@@ -4,6 +4,8 @@ from .activations import ActivationOffload, in_storages_of
 from .checksum import Checksum
 from .errors import OffloadError
 from .file_store import AioOptions, FileStore
+from .host_chunks import HostChunks
+from .host_copies import HostCopies, HostCopy, StreamCopies
 from .host_pool import HostPool
 from .pages import PagedBuffer, PagePool, TransientBuffer, huge_zeros
 from .placement import Placement
@@ -19,6 +21,9 @@ __all__ = [
     "Checksum",
     "DeviceStore",
     "FileStore",
+    "HostChunks",
+    "HostCopies",
+    "HostCopy",
     "HostPool",
     "HostStore",
     "Memory",
@@ -30,6 +35,7 @@ __all__ = [
     "StagedStore",
     "Store",
     "StoredRange",
+    "StreamCopies",
     "Transfer",
     "TransientBuffer",
     "Window",

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .file_store import FileStore
 from .host_pool import HostPool
 from .store import Store, Transfer, check_bytes, check_size, closed_error, unknown_key_error
 
@@ -40,6 +41,11 @@ class StagedStore:
         self._streams: dict[torch.device, torch.Stream] = {}
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "lowtide staging")
         self._is_closed = False
+
+    def reserve(self, nbytes: int) -> None:
+        """Takes room in the store underneath, where that has a limit. Raises OffloadError, with the numbers."""
+        if isinstance(self._store, FileStore):
+            self._store.reserve(nbytes)
 
     @property
     def bytes_held(self) -> int:

@@ -12,6 +12,7 @@ from ..comm import Mesh
 from ..offload import PagedBuffer, PagePool, huge_zeros
 from .gradient import GroupGradient
 from .group import ShardedGroup
+from .group_memory import PagedMemory, ResizedMemory
 from .layout import FlatLayout
 from .policy import ZeroPolicy
 from .sequence import Unit
@@ -114,12 +115,10 @@ def _memory_for(
     route = mesh.shard.route
     specs = [(plan.layout.padded_numel, plan.dtype) for plan in plans]
     if rest is not None:
-        pool = PagePool()
         for plan in plans:
             rest.announce(plan.name, plan.layout.shard_numel * plan.dtype.itemsize)
         rest.reserve()
-        return lambda group: group.adopt_rest(PagedBuffer(pool, group.layout.padded_numel, group.dtype), rest)
-    frees_memory = policy.frees_parameters and mesh.shard.size > 1 and not route.copies_are_shared
+    frees_memory = rest is not None or (policy.frees_parameters and mesh.shard.size > 1 and not route.copies_are_shared)
     device = mesh.world.device
     if not frees_memory and device.type == "cpu" and not route.copies_are_shared:
         return lambda group: group.adopt(huge_zeros(group.layout.padded_numel, group.dtype, device))
@@ -128,9 +127,18 @@ def _memory_for(
         return lambda group: group.adopt(next(buffers))
     if mesh.world.device.type == "cpu" and PagePool.is_possible():
         pool = PagePool()
-        return lambda group: group.adopt_pages(PagedBuffer(pool, group.layout.padded_numel, group.dtype))
-    # One by one: each is made, and its memory freed, before the next.
-    return lambda group: group.adopt_resizable(route.allocate([(group.layout.padded_numel, group.dtype)])[0])
+
+        def adopt_pages(group: ShardedGroup) -> None:
+            pages = PagedBuffer(pool, group.layout.padded_numel, group.dtype)
+            group.adopt_memory(PagedMemory(pages, group.own), rest)
+
+        return adopt_pages
+
+    def adopt_storage(group: ShardedGroup) -> None:  # one by one: each is made, and its memory freed, before the next
+        (full,) = route.allocate([(group.layout.padded_numel, group.dtype)])
+        group.adopt_memory(ResizedMemory(full, group.layout.shard_numel), rest)
+
+    return adopt_storage
 
 
 def _plan_groups(unit: UnitPlan, dtypes: Dtypes, shard_size: int) -> Iterable[GroupPlan]:

@@ -13,6 +13,7 @@ from ..kernels.sum_of_squares import squares_by_block
 from ..offload import PagePool, TransientBuffer
 from .exact_sum import NUM_LIMBS, to_limbs
 from .group import ShardedGroup
+from .host_gradients import HostGradients
 from .layout import BLOCK_NUMEL, Slot
 
 Region = tuple[int, int, Tensor]
@@ -35,6 +36,9 @@ class GroupGradient:
     Where reductions wait for the accumulation boundary, gradients of earlier microbatches stay full on each rank:
     in `param.grad` where the dtypes agree, else in `local`, (padded_numel,) of the accumulation dtype.
     The sum of squares of the final values is counted on the way, while they are in the cache.
+
+    Where the update is made on the host, `leave_to` says so: a reduced shard leaves the device then, microbatches are
+    added up on the host, and `shard` is there.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class GroupGradient:
         self.accumulation_dtype = accumulation_dtype
         self.reduces_every_backward = reduces_every_backward
         self.on_final = on_final
-        self.counts_at_once = True  # in the norm; else `count` does that
+        self.counts_at_once = True  # in the norm, and leaves; else the caller does both, with `count` and `leave`
         self.local: Tensor | None = None
         self.shard: Tensor | None = None
         self.square_limbs = torch.zeros(NUM_LIMBS, dtype=torch.int64)
@@ -59,6 +63,17 @@ class GroupGradient:
         self._has_local = False
         self._has_shard = False
         self._memory: TransientBuffer | None = None
+        self._host: HostGradients | None = None
+        self._on_host: Tensor | None = None  # the sum of the shards that have left
+
+    def leave_to(self, host: HostGradients) -> None:
+        """From now on the final shard is in host memory."""
+        self._host = host
+
+    def settle(self) -> None:
+        """Returns when what has left the device is there, and counted."""
+        if self._host is not None:
+            self._host.arrive()
 
     def reset(self) -> None:
         """Forgets the gradient after an optimizer step."""
@@ -66,7 +81,7 @@ class GroupGradient:
         self.non_finite = None
         self._has_local = False
         self._has_shard = False
-        if self.group.axis.route.copies_are_shared:
+        if self.group.axis.route.copies_are_shared or self._host is not None:
             self.drop_shard()
 
     def drop_shard(self) -> None:
@@ -79,6 +94,21 @@ class GroupGradient:
         self.shard = None
         if self._memory is not None:
             self._memory.drop()
+        if self._host is not None and self._on_host is not None:
+            self._host.arrive()
+            self._host.give(self._on_host)
+            self._on_host = None
+
+    def hand_over(self) -> Tensor | None:
+        """The final shard, in memory that the next gradient is not written to; `give_back` is for it."""
+        taken, self.shard = self.shard, None
+        self._on_host = None
+        return taken
+
+    def give_back(self, taken: Tensor) -> None:
+        """A shard that was handed over was used up."""
+        if self._host is not None:
+            self._host.give(taken)
 
     def collect(self, boundary: bool) -> Iterator[None]:
         """Takes the gradients of one backward pass and reduces them, step by step: a step for each `next`.
@@ -95,14 +125,14 @@ class GroupGradient:
         if shard_axis.size == 1 and (replica_axis.size == 1 or accumulate or not boundary):
             self._write_gradients([(0, shard.numel(), shard)], accumulate)
             if replica_axis.size == 1:
-                self._inspect(shard_axis, boundary, 0, shard, (shard,))
+                self._inspect(shard_axis, boundary and self._host is None, 0, shard, (shard,))
         elif shard_axis.size > 1:
             slot = shard_axis.route.open_slot(self.group.layout.padded_numel, self.reduce_dtype, what)
             # Where nothing was accumulated yet, this rank's own part need not go through the slot.
             in_place = shard_axis.route.sums_in_place and not accumulate and slot.dtype == shard.dtype
             start = shard_axis.rank * shard.numel()
             self._stage(slot, slice(start, start + shard.numel()), shard if in_place else None)
-            counts = boundary and final_axis is shard_axis
+            counts = boundary and final_axis is shard_axis and self._host is None
             yield from _steps(
                 shard_axis.route.reduce_scatter(
                     slot, shard, accumulate, in_place, what, lambda *found: self._inspect(shard_axis, counts, *found)
@@ -118,12 +148,22 @@ class GroupGradient:
                 slot.copy_(shard)
             yield from _steps(
                 replica_axis.route.all_reduce(
-                    slot, shard, in_place, what, lambda *found: self._inspect(replica_axis, True, *found)
+                    slot, shard, in_place, what, lambda *found: self._inspect(replica_axis, self._host is None, *found)
                 )
             )
         self._has_shard = True
+        if self.counts_at_once and (boundary or replica_axis.size == 1):
+            self.leave(boundary)
         if boundary and self.on_final is not None:
+            self.settle()
             self.on_final()
+
+    def leave(self, is_final: bool) -> None:
+        """The reduced shard goes from the device to the host, if `leave_to` was called."""
+        if self._host is not None and self.shard is not None:
+            self._on_host = self._host.take(self.shard, self._on_host, self._count_on_host if is_final else None)
+            self._has_shard = False
+            self.shard = self._on_host if is_final else None
 
     def count(self) -> None:
         """Adds the shard to the norm, where it has changed since it was reduced: each element on one replica."""
@@ -139,14 +179,20 @@ class GroupGradient:
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
     def _open_shard(self) -> Tensor:
-        if self.shard is None:
+        if self.shard is None or self.shard is self._on_host:
             numel, device = self.group.layout.shard_numel, self.group.full.device
-            if device.type == "cpu" and PagePool.is_possible():
+            if self._host is not None:  # one that has left may still be on its way
+                self.shard = torch.empty(numel, dtype=self.accumulation_dtype, device=device)
+            elif device.type == "cpu" and PagePool.is_possible():
                 self._memory = self._memory or TransientBuffer(numel, self.accumulation_dtype)
                 self.shard = self._memory.tensor
             else:
                 self.shard = torch.zeros(numel, dtype=self.accumulation_dtype, device=device)
         return self.shard
+
+    def _count_on_host(self) -> None:
+        if self.counts_at_once and self.non_finite is None:
+            self.count()
 
     def _keep_local(self) -> None:
         if not self._has_shard:

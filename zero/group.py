@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Axis, Mesh, Pending
-from ..offload import Memory, PagedBuffer, StoredRange
+from ..offload import Memory, StoredRange
+from .group_memory import GroupMemory
 from .layout import FlatLayout, Piece
 from .released import mark_present, mark_released
 from .shard_rest import ShardRest
@@ -35,7 +36,7 @@ class ShardedGroup:
     | one copy per host         | a view of `full` | nothing moves        | only the names are taken    |
     | freed by pages (3, CPU)   | a view of `full` | from the other ranks | the others' parts' pages go |
     | freed as a whole (3)      | of its own       | from the other ranks | storage resized to 0        |
-    | offloaded (3, CPU)        | in a store       | load, then as above  | all pages go                |
+    | offloaded (3)             | in a store       | load, then as above  | as above, and the shard's   |
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class ShardedGroup:
         self.full = torch.empty(0)
         self.shard = torch.empty(0)
         self._pending: Pending | None = None
-        self._pages: PagedBuffer | None = None
+        self._memory: GroupMemory | None = None
         self._rest: ShardRest | None = None
         self._has_changed = False  # the shard, while it was full; its store does not know yet
 
@@ -81,9 +82,9 @@ class ShardedGroup:
         held = self.layout.padded_numel * self.dtype.itemsize
         if not self.frees_memory or self.residence is Residence.FULL or self._pending is not None:
             return held
-        if self._rest is not None:
+        if self._rest is not None or self._memory is None or not self._memory.own_is_in_full:
             return 0
-        return self.layout.shard_numel * self.dtype.itemsize if self._pages is not None else 0
+        return self.layout.shard_numel * self.dtype.itemsize
 
     @property
     def pieces(self) -> list[Piece]:
@@ -94,33 +95,25 @@ class ShardedGroup:
         """Takes the buffer that the route allocated, (padded_numel,) of `dtype`, zero-filled, and keeps its memory."""
         assert full.numel() == self.layout.padded_numel and full.dtype == self.dtype
         self.full = full
-        self.shard = full[self._own]
+        self.shard = full[self.own]
 
-    def adopt_pages(self, pages: PagedBuffer) -> None:
-        """Takes addresses for all parameters, with memory for this rank's shard alone."""
-        self._pages = pages
-        self.full = pages.tensor
-        self.shard = self.full[self._own]
+    def adopt_memory(self, memory: GroupMemory, rest: ShardRest | None = None) -> None:
+        """Takes addresses for all parameters, with memory for this rank's shard alone, all zero.
+
+        rest: the shard is there whenever the group is not full.
+        """
+        self._memory, self._rest = memory, rest
+        self.full, self.shard = memory.full, memory.shard
         self.residence = Residence.SHARDED
-
-    def adopt_rest(self, pages: PagedBuffer, rest: ShardRest) -> None:
-        """Takes addresses for all parameters; the shard is in a store, all zero, whenever the group is not full."""
-        self._rest = rest
-        self.adopt_pages(pages)
-        self.take_own_memory()
+        memory.take_own()
         self.shard.zero_()
-        rest.keep(self).wait()
-        self.give_own_memory()
-
-    def adopt_resizable(self, full: Tensor) -> None:
-        """Takes a buffer whose storage is resized; the shard gets memory of its own."""
-        self.full = full
-        self.shard = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=full.device)
-        full.untyped_storage().resize_(0)
-        self.residence = Residence.SHARDED
+        if rest is not None:
+            rest.keep(self).wait()
+            memory.give_own()
 
     @property
-    def _own(self) -> slice:
+    def own(self) -> slice:
+        """This rank's part of `full`."""
         numel = self.layout.shard_numel
         return slice(self.axis.rank * numel, (self.axis.rank + 1) * numel)
 
@@ -139,18 +132,18 @@ class ShardedGroup:
 
     def take_own_memory(self) -> None:
         """Memory for the shard of a group that is not full, content arbitrary."""
-        assert self._pages is not None
-        self._pages.populate(self._own.start, self._own.stop)
+        assert self._memory is not None
+        self._memory.take_own()
 
     def give_own_memory(self) -> None:
         """The end of `take_own_memory`."""
-        assert self._pages is not None
-        self._pages.vacate(self._own.start, self._own.stop)
+        assert self._memory is not None
+        self._memory.give_own()
 
     def give_all_memory(self) -> None:
         """No part of the parameters is in memory any more."""
-        assert self._pages is not None
-        self._pages.vacate(0, self.layout.padded_numel)
+        assert self._memory is not None
+        self._memory.give_all()
 
     def _open_own(self, rest: ShardRest, changes: bool) -> Tensor:
         if self.residence is Residence.SHARDED:
@@ -212,10 +205,10 @@ class ShardedGroup:
         if not self.frees_memory:
             return Pending()
         what = f"gather of {self.name}"
+        assert self._memory is not None
         if self._rest is not None:
-            assert self._pages is not None
             self._rest.make_way(self)
-            self._pages.populate(0, self.layout.padded_numel)
+            self._memory.take_all()
             transfer = self._rest.fetch(self)
 
             def load_then_gather() -> None:
@@ -225,11 +218,7 @@ class ShardedGroup:
                 self.axis.route.gather(self.full, self.shard, what).wait()
 
             return Pending(load_then_gather)
-        if self._pages is not None:
-            self._pages.populate(0, self._own.start)
-            self._pages.populate(self._own.stop, self.layout.padded_numel)
-        else:
-            self.full.untyped_storage().resize_(self.layout.padded_numel * self.dtype.itemsize)
+        self._memory.take_others()
         return self.axis.route.gather(self.full, self.shard, what)
 
     def _free_memory(self) -> None:
@@ -239,11 +228,9 @@ class ShardedGroup:
                 self._rest.leave(self)
             else:
                 self.give_all_memory()
-        elif self._pages is not None:
-            self._pages.vacate(0, self._own.start)
-            self._pages.vacate(self._own.stop, self.layout.padded_numel)
         else:
-            self.full.untyped_storage().resize_(0)
+            assert self._memory is not None
+            self._memory.give_others()
 
     def _empty_params(self) -> None:
         """Shapes without values: a NaN, expanded."""

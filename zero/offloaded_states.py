@@ -1,4 +1,4 @@
-"""Master weights and optimizer states that rest in a store, chunk by chunk.
+"""Master weights and optimizer states that rest in a store or in host memory, chunk by chunk.
 
 shard    |  in memory  | chunk 0 | chunk 1 | chunk 2 |
 a chunk  [ master | exp_avg | exp_avg_sq ]                 one key of the store, one buffer while it is open
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..offload import FileStore, HostPool, Store, Window
+from ..offload import FileStore, HostChunks, HostPool, Store, Window
 from .layout import BLOCK_NUMEL
 
 CHUNK_NUMEL = 4 << 20
@@ -71,15 +71,18 @@ class OffloadedStates:
 
     def __init__(
         self,
-        store: Store,
+        store: Store | None,
         pool: HostPool,
         ratio: float = 1.0,
         keeps_old: bool = False,
         chunk_numel: int = CHUNK_NUMEL,
+        in_whole_shards: bool = False,
     ) -> None:
-        """ratio: the share of each shard that is kept in the store; the first part of it stays in memory.
+        """store: None: chunks rest in buffers of the pool, and are worked on there.
 
-        keeps_old: there is room for two of each chunk, so that an update can be taken back.
+        ratio: the share of each shard that is kept in the store; the first part of it stays in memory. in_whole_shards:
+        shards are kept there in one piece or not at all, so that the share is right for all together. keeps_old: there
+        is room for two of each chunk, so that an update can be taken back.
         """
         assert chunk_numel % BLOCK_NUMEL == 0
         self.store = store
@@ -87,7 +90,9 @@ class OffloadedStates:
         self._keeps_old = keeps_old
         self._chunk_numel = chunk_numel
         self._sizes: dict[str, int] = {}
-        self._window = Window(store, pool, self._sizes, depth=2)
+        self._window = HostChunks(pool, self._sizes) if store is None else Window(store, pool, self._sizes, depth=2)
+        self._in_whole_shards = in_whole_shards
+        self._numel_seen = self._numel_kept = 0
         self._open: tuple[Chunk, dict[str, Tensor], bool] | None = None
         self._has_moved: dict[str, bool] = {}  # chunks whose values are under the other one of their two keys
         self._undecided: list[Chunk] = []
@@ -98,7 +103,12 @@ class OffloadedStates:
         return sum(self._sizes.values())
 
     def resident_numel(self, shard_numel: int) -> int:
-        """How many elements at the beginning of a shard stay in memory; whole blocks."""
+        """How many elements at the beginning of the next shard stay in memory; whole blocks."""
+        if self._in_whole_shards:
+            self._numel_seen += shard_numel
+            is_kept = self._numel_kept + shard_numel / 2 < self._ratio * self._numel_seen
+            self._numel_kept += shard_numel * is_kept
+            return shard_numel * (not is_kept)
         return round(shard_numel * (1 - self._ratio)) // BLOCK_NUMEL * BLOCK_NUMEL
 
     def divide(
@@ -184,7 +194,8 @@ class OffloadedStates:
     def close(self) -> None:
         """Gives buffers and room back."""
         self._window.close()
-        self.store.close()
+        if self.store is not None:
+            self.store.close()
 
     def _key_of(self, chunk: Chunk) -> str:
         return chunk.key + _OTHER if self._has_moved.get(chunk.key) else chunk.key

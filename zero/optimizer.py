@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,12 +18,14 @@ from ..offload import Memory
 from .delayed_update import DelayedUpdate
 from .gradient import GroupGradient
 from .group import values_of
+from .host_update import HostUpdate
 from .layout import Piece
 from .offloaded_states import Chunk, OffloadedStates
 from .optimizer_choice import OptimizerFactory
 from .shard_rest import ShardRest
 from .shard_state import ShardState, StatePart
 from .speculation import Speculation
+from .visits import InPlace, Visit, visiting
 from .widened_states import WidenedStates
 
 StateKey = tuple[int, torch.dtype]
@@ -56,12 +59,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         rest: ShardRest | None = None,
         state_dtype: torch.dtype = torch.float32,
         backend: Backend = "auto",
+        host: HostUpdate | None = None,
     ) -> None:
         """param_groups: [{"params": [...], options...}]; exactly one of rule and factory.
 
         offloaded: where states rest between steps, of a rule; None leaves them in memory. rest: where the groups'
         shards rest, if they do. state_dtype: of a rule's states, see `UpdateRule.new_states`. backend: of its kernel.
-        Raises OffloadError.
+        host: updates what is offloaded, where the parameters are not in host memory. Raises OffloadError.
         """
         # Optimizer.__init__ imports torch's compiler, 70 MiB a process; what unpickling sets is all that is needed. The
         # groups are the user's very dictionaries: a scheduler bound to them acts here too.
@@ -73,11 +77,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._backend = backend
         self._widened = WidenedStates()
         new_states = self._new_states if rule is not None else None
-        self.shards = [ShardState(gradient, offloaded, new_states, self._widened) for gradient in gradients]
+        self.shards = [ShardState(gradient, offloaded, new_states, self._widened, host) for gradient in gradients]
         self.speculation = Speculation()
         self.delayed = DelayedUpdate()
         self._offloaded = offloaded
         self._rest = rest
+        self._host = host
         self._coming: Generator[tuple[Chunk, dict[str, Tensor]], None, None] | None = None
         self._inner: dict[int, torch.optim.Optimizer] = {}
         index_of = {id(p): index for index, group in enumerate(param_groups) for p in group["params"]}
@@ -104,15 +109,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self.begin_step()
         due = [shard for shard in self.shards if shard.gradient.shard is not None]
-        opened, present = self._opened(due), self._present(due)
+        if self._rest is not None:
+            self._rest.settle()
+        opened = self._opened(due)
         terms = self._terms(gradient_scale)
-        for shard in due:
-            next(present)
-            self._update(shard, shard.gradient.shard, terms, opened)
-            if on_updated is not None:
-                on_updated(shard)
-        for _ in present:  # lets the last shard go
-            pass
+        with closing(visiting([shard.visit(self._rest) for shard in due])) as visits:
+            for shard, visit in zip(due, visits, strict=True):
+                self._update(shard, shard.gradient.shard, terms, opened, visit)
+                if on_updated is not None:
+                    on_updated(shard)
 
     def start_delayed(self, gradient_scale: float) -> None:
         """As `step`, in the background, with options as they are now; the next gradients may come meanwhile.
@@ -143,9 +148,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def update(self, shard: ShardState, gradient_scale: float) -> None:
         """Updates one shard; its gradient is used up."""
         if shard.gradient.shard is not None:
-            values_of(shard.group.own_values(changes=True))
+            if not shard.is_apart:
+                values_of(shard.group.own_values(changes=True))
+            elif self._rest is not None:
+                self._rest.make_way(shard.group)
             opened = self._coming if self._coming is not None else self._opened([shard])
-            self._update(shard, shard.gradient.shard, self._terms(gradient_scale), opened)
+            for visit in visiting([shard.visit(self._rest, has_memory=True)]):
+                self._update(shard, shard.gradient.shard, self._terms(gradient_scale), opened, visit)
+            if shard.is_apart and self._rest is not None:
+                self._rest.settle()  # what was read of the shard for `speculation` is of before
 
     def skip(self, shard: ShardState) -> None:
         """Leaves a shard as it is, in its turn among those of `begin_step`."""
@@ -293,7 +304,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Gives back what is in a store, when nothing is updated any more."""
         self.delayed.close()
         self._end_coming()
-        for place in (self._offloaded, self._rest):
+        for place in (self._host, self._offloaded, self._rest):
             if place is not None:
                 place.close()
 
@@ -320,11 +331,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._offloaded is not None:
             yield from self._offloaded.updating([chunk for shard in shards for chunk in shard.chunks], keeps_old)
 
-    def _present(self, shards: Sequence[ShardState]) -> Iterator[object]:
-        """Goes from shard to shard, each in memory meanwhile."""
-        groups = [shard.group for shard in shards]
-        return iter(groups) if self._rest is None else self._rest.updating(groups)
-
     def _terms(self, gradient_scale: float) -> _Terms:
         return _Terms(self.num_steps, self.param_groups, gradient_scale)
 
@@ -333,7 +339,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         opened = self._opened([shard for shard, _ in due])
         try:
             while due:
-                self._update(*due.popleft(), terms, opened)
+                shard, gradient = due.popleft()
+                self._update(shard, gradient, terms, opened, InPlace(shard.group))
+                shard.gradient.give_back(gradient)
         finally:
             opened.close()
         if self._offloaded is not None:
@@ -345,17 +353,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         gradient: Tensor | None,
         terms: _Terms,
         opened: Iterator[tuple[Chunk, dict[str, Tensor]]],
+        visit: Visit,
     ) -> None:
         assert gradient is not None
+        parameters = visit.values()
         if self._rule is None:
-            self._update_by_torch(shard, gradient, terms)
+            self._update_by_torch(shard, gradient, parameters, terms)
+            visit.finish()
             return
         if not shard.states:
             shard.make_states(self._new_states)
-        for part in shard.parts(opened, terms.is_delayed):
+        for part in shard.parts(opened, parameters, terms.is_delayed):
             if self.speculation.is_open:
                 self.speculation.remember(shard, part)
             self._update_part(self._rule, shard, part, gradient, terms)
+        visit.finish()
 
     def _update_part(
         self, rule: UpdateRule, shard: ShardState, part: StatePart, gradient: Tensor, terms: _Terms
@@ -372,11 +384,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             own = own.clone()  # scaling may change it in place, and it may be needed again
         update_runs(rule, part.master, own, part.states, terms.step, runs, scale, part.rounded, backend=self._backend)
 
-    def _update_by_torch(self, shard: ShardState, gradient: Tensor, terms: _Terms) -> None:
+    def _update_by_torch(self, shard: ShardState, gradient: Tensor, parameters: Tensor, terms: _Terms) -> None:
         inner = self._inner.get(id(shard))
         if inner is None:
             inner = self._inner[id(shard)] = self._make_inner(shard)
-        (whole,) = shard.parts(iter(()), terms.is_delayed)
+        (whole,) = shard.parts(iter(()), parameters, terms.is_delayed)
         for run, options in zip(shard.runs, inner.param_groups, strict=True):
             outer = terms.options[run.options_index]
             options.update({key: value for key, value in outer.items() if key in options and key != "params"})

@@ -157,6 +157,7 @@ class ScheduledUnits:
         gradient.shard.copy_(total)
         if tied.is_first(own):
             gradient.count()
+        gradient.leave(is_final=True)
 
 
 _DONE = object()

@@ -6,13 +6,12 @@ step        load 1 | update 0 | save               each shard in memory only whi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..offload import FileStore, Store, Transfer
+from ..offload import FileStore, StagedStore, Store, Transfer
 
 if TYPE_CHECKING:
     from .group import ShardedGroup
@@ -41,16 +40,16 @@ class ShardRest:
 
     def reserve(self) -> None:
         """Takes room for all shards that were announced. Raises OffloadError, with the numbers."""
-        if isinstance(self._store, FileStore):
+        if isinstance(self._store, FileStore | StagedStore):
             self._store.reserve(FileStore.bytes_needed(self._sizes.values()))
 
-    def fetch(self, group: ShardedGroup) -> Transfer:
-        """Begins to bring the shard into `group.shard`, which has memory."""
-        return self._store.load(group.name, _bytes_of(group.shard))
+    def fetch(self, group: ShardedGroup, into: Tensor | None = None) -> Transfer:
+        """Begins to bring the shard into `into`, (shard_numel,), or into `group.shard`, which has memory."""
+        return self._store.load(group.name, _bytes_of(group.shard if into is None else into))
 
-    def keep(self, group: ShardedGroup) -> Transfer:
-        """Begins to save `group.shard`."""
-        return self._store.save(group.name, _bytes_of(group.shard))
+    def keep(self, group: ShardedGroup, values: Tensor | None = None) -> Transfer:
+        """Begins to save `values`, (shard_numel,), or `group.shard`."""
+        return self._store.save(group.name, _bytes_of(group.shard if values is None else values))
 
     def open(self, group: ShardedGroup, changes: bool) -> Tensor:
         """The values of a shard, until another one is opened; saved then, if anyone opened it for changes."""
@@ -89,27 +88,6 @@ class ShardRest:
         finally:
             group.give_own_memory()
 
-    def updating(self, groups: Sequence[ShardedGroup]) -> Iterator[ShardedGroup]:
-        """Each group with its shard in memory, which is then changed; the next is read and the last saved meanwhile."""
-        self.settle()
-        coming: dict[int, Transfer] = {}
-        leaving: list[tuple[ShardedGroup, Transfer]] = []
-        try:
-            for index, group in enumerate(groups):
-                for ahead in groups[index : index + 2]:
-                    if id(ahead) not in coming:
-                        ahead.take_own_memory()
-                        coming[id(ahead)] = self.fetch(ahead)
-                coming[id(group)].wait()
-                yield group
-                leaving.append((group, self.keep(group)))
-                del coming[id(group)]
-                if len(leaving) > 1:
-                    self._retire(leaving)
-        finally:
-            while leaving:
-                self._retire(leaving)
-
     def close(self) -> None:
         """Gives the room back."""
         self._leaving.clear()
@@ -121,13 +99,6 @@ class ShardRest:
             transfer.wait()
         finally:
             group.give_all_memory()
-
-    def _retire(self, leaving: list[tuple[ShardedGroup, Transfer]]) -> None:
-        group, transfer = leaving.pop(0)
-        try:
-            transfer.wait()
-        finally:
-            group.give_own_memory()
 
 
 def _bytes_of(shard: Tensor) -> Tensor:

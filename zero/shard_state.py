@@ -13,8 +13,11 @@ from ..kernels.optimizer_states import SCALE_SUFFIX, STATE_BLOCK_NUMEL
 from ..offload import Memory, StoredRange, huge_zeros
 from .gradient import GroupGradient
 from .group import part_of
+from .host_update import HostUpdate
 from .layout import Piece
 from .offloaded_states import Chunk, OffloadedStates
+from .shard_rest import ShardRest
+from .visits import FromRest, InPlace, Visit
 from .widened_states import WidenedStates
 
 MASTER = "master"
@@ -46,6 +49,9 @@ class StatePart:
 class ShardState:
     """Elements [0, resident_numel) of the states are in memory, the rest is in the chunks of a store.
 
+    Where the model is on a device, either all of a shard's states are there, or all are on the host, `is_apart`, and so
+    is their update.
+
     The master weights are the shard itself where parameters are float32 or wider; such shards are never in a store.
 
     A delayed update must not write parameters that are computed with. What they become waits beside them: in the master
@@ -62,8 +68,12 @@ class ShardState:
         offloaded: OffloadedStates | None,
         new_states: NewStates | None,
         widened: WidenedStates,
+        host: HostUpdate | None = None,
     ) -> None:
-        """new_states: for states that may rest in a store. widened: what opens 8-bit states, one for all shards."""
+        """new_states: for states that may rest in a store. widened: what opens 8-bit states, one for all shards.
+
+        host: where offloaded states are updated, if that is not where the parameters are.
+        """
         self.gradient = gradient
         self.group = gradient.group
         self.is_mixed = self.group.dtype in (torch.bfloat16, torch.float16)
@@ -82,6 +92,25 @@ class ShardState:
             self.chunks = offloaded.divide(
                 self.group.name, self.resident_numel, numel, lambda n: self._kinds(new_states, n)
             )
+        self._host = host if self.chunks else None
+        if self._host is not None:
+            assert not self.resident_numel
+            gradient.leave_to(self._host.gradients)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the update runs on the host and the parameters are on a device."""
+        return self._host is not None
+
+    def visit(self, rest: ShardRest | None, has_memory: bool = False) -> Visit:
+        """What brings the parameters' values to the update.
+
+        rest: where the shard rests. has_memory: not now, or somebody has opened it.
+        """
+        if self._host is not None:
+            # In mixed precision they are made of the master weights alone.
+            return self._host.visit(self.group, rest, needs_values=not (self.is_mixed and self.runs))
+        return InPlace(self.group) if rest is None or has_memory else FromRest(self.group, rest)
 
     @property
     def master(self) -> Tensor:
@@ -124,38 +153,43 @@ class ShardState:
             first = {**({MASTER: like} if self.is_mixed else {}), **new_states(like)}
             self._offloaded.fill(chunk, partial(_copy_all, first))
 
-    def parts(self, opened: Iterator[tuple[Chunk, dict[str, Tensor]]], is_delayed: bool = False) -> Iterator[StatePart]:
-        """Every stretch of the shard, for an update. opened: gives this shard's chunks next.
+    def parts(
+        self, opened: Iterator[tuple[Chunk, dict[str, Tensor]]], parameters: Tensor, is_delayed: bool = False
+    ) -> Iterator[StatePart]:
+        """Every stretch of the shard, for an update.
 
-        is_delayed: the parameters stay as they are, until `take_over`; needs `begin_delay`.
+        opened: gives this shard's chunks next. parameters: (shard_numel,), where the update runs. is_delayed: the
+        shard's parameters stay as they are, until `take_over`; needs `begin_delay`.
         """
         if self.resident_numel or not self.chunks:
-            yield self._part(0, self.resident_numel, self._own_master, self.states, False, is_delayed)
+            own = parameters[: self.resident_numel]
+            yield self._part(0, self.resident_numel, own, self._own_master, self.states, False, is_delayed)
         for expected in self.chunks:
             chunk, tensors = next(opened)
             assert chunk is expected
             own_master = tensors.pop(MASTER) if self.is_mixed else None
-            yield self._part(chunk.start, chunk.end, own_master, tensors, True, is_delayed)
+            own = parameters[chunk.start : chunk.end]
+            yield self._part(chunk.start, chunk.end, own, own_master, tensors, True, is_delayed)
 
     # -- a delayed update -----------------------------------------------------------------------------------------
 
     def lend_gradient_memory(self) -> None:
         """Memory of its own for the gradient that comes, which `take_gradient` can take away."""
         gradient = self.gradient
-        if gradient.shard is None:
+        if gradient.shard is None and not self.is_apart:
             device = self.group.shard.device
             gradient.shard = huge_zeros(self.group.layout.shard_numel, gradient.accumulation_dtype, device)
 
     def take_gradient(self) -> Tensor | None:
         """The final gradient, (shard_numel,), in memory that the next one is not written to."""
-        taken, self.gradient.shard = self.gradient.shard, None
-        return taken
+        return self.gradient.hand_over()
 
     def begin_delay(self) -> None:
         """Memory for what the parameters become; takes none where there is some from the last time."""
         numel = self.group.layout.shard_numel - self._num_waiting_in_master
         if self._coming is None:
-            self._coming = huge_zeros(numel, self.group.dtype, self.group.shard.device)
+            device = torch.device("cpu") if self.is_apart else self.group.shard.device
+            self._coming = huge_zeros(numel, self.group.dtype, device)
 
     def take_over(self) -> None:
         """The parameters become what a delayed update has made of them."""
@@ -205,12 +239,12 @@ class ShardState:
         self,
         start: int,
         end: int,
+        parameters: Tensor,
         own_master: Tensor | None,
         states: Mapping[str, Tensor],
         is_stored: bool,
         is_delayed: bool,
     ) -> StatePart:
-        parameters = self.group.shard[start:end]
         target: Tensor | None = parameters
         if is_delayed:
             assert self._coming is not None

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engine.config import Config
 from lowtide.engine.errors import NonFiniteGradientError
-from lowtide.engine.offload import offloaded_states
 from lowtide.offload import FileStore, OffloadError
 from tests.engine.delaying import MLP, OWN, Sgd, start, take_steps
 from tests.ranks import RankPool
@@ -184,13 +181,3 @@ def test_a_bad_gradient_leaves_the_update_before_it_under_way(ranks: RankPool, t
     config = {**delayed(MLP, 1, tmp_path, place).as_config(), "optimizer": ADAMW}
     plain, found = (ranks(2, values_after_a_bad_step, config, is_bad)[0] for is_bad in (False, True))
     assert [name for name, value in plain.items() if not torch.equal(found[name], value)] == []
-
-
-def test_it_is_refused_where_the_model_is_not_on_the_cpu(tmp_path: Path) -> None:
-    config = Config.load(delayed(MLP, 1, tmp_path, "nvme").as_config())
-    world: Any = SimpleNamespace(device=torch.device("cuda"), rank=0)
-    with pytest.raises(
-        ValueError, match=r'^offload_optimizer.overlap: "delayed" is not supported yet where the model'
-    ) as e:
-        offloaded_states(config, world, has_rule=True)
-    assert str(e.value).endswith('is on cuda; use "none"')

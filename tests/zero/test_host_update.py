@@ -1,0 +1,204 @@
+"""Parameters that are on a device and states that are not: the update on the host gives the numbers of the plain one.
+
+There is no device here: `apart.py` says how the host is made to be one.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+import lowtide
+from lowtide.offload import HostPool
+from lowtide.zero.host_gradients import HostGradients
+from tests.engine.saving import load_and_go_on, save_and_go_on
+from tests.models import mlp, tied_gpt, tiny_gpt, token_batch, vector_batch
+from tests.ranks import RankPool
+from tests.zero.apart import LateCopies, apart, model_apart, train_both_ways
+from tests.zero.training import ADAMW, Case, share_of
+
+CASES = {
+    "tiny_gpt": Case(tiny_gpt, token_batch, accumulation=2, clip=0.5),
+    "tied_gpt": Case(tied_gpt, token_batch, accumulation=3),
+    "mlp": Case(mlp, vector_batch),
+}
+
+
+def on_native(case: Case, **zero: Any) -> Case:
+    """With the collectives that a device has: no one copy of the parameters for all ranks of a host."""
+    zero = {**case.config.get("zero_optimization", {}), **zero}
+    return case.at(case.stage, config={"communication": {"route": "native"}, "zero_optimization": zero})
+
+
+def pair(case: Case, folder: Path, device: str, params: bool = False, **changes: Any) -> tuple[Case, Case]:
+    """(in memory, with states elsewhere). params: and the parameters."""
+    place = {"device": device, **({"nvme_path": str(folder)} if device == "nvme" else {})}
+    moved = {"offload_optimizer": {**place, **changes}, **({"offload_param": place} if params else {})}
+    return on_native(case), on_native(case, **moved)
+
+
+def assert_same(ranks: RankPool, world_size: int, cases: list[tuple[Case, Case]]) -> None:
+    for index, (plain, moved) in enumerate(ranks(world_size, train_both_ways, cases)[0]):
+        assert moved.differences(plain) == [], (world_size, index, cases[index][1].config)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_stage(ranks: RankPool, tmp_path: Path, world_size: int, device: str, precision: str) -> None:
+    config = {"bf16": {"enabled": precision == "bf16"}}
+    cases = [pair(CASES["tiny_gpt"].at(stage, config=config), tmp_path, device) for stage in range(4)]
+    assert_same(ranks, world_size, cases)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_parameters_too(ranks: RankPool, tmp_path: Path, world_size: int, device: str, precision: str) -> None:
+    config = {"bf16": {"enabled": precision == "bf16"}}
+    cases = [pair(case.at(3, config=config), tmp_path, device, params=True) for case in CASES.values()]
+    assert_same(ranks, world_size, cases)
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_parameters_alone(ranks: RankPool, tmp_path: Path, device: str) -> None:
+    place = {"device": device, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}
+    for config in ({}, {"bf16": {"enabled": True}}, {"activation_checkpointing": {"every": 1}}):
+        case = CASES["tiny_gpt"].at(3, config=config)
+        assert_same(ranks, 2, [(on_native(case), on_native(case, offload_param=place))])
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.75])
+def test_a_share_of_the_shards(ranks: RankPool, tmp_path: Path, ratio: float) -> None:
+    config = {"bf16": {"enabled": True}}
+    cases = [pair(CASES["tiny_gpt"].at(stage, config=config), tmp_path, "cpu", ratio=ratio) for stage in (1, 3)]
+    cases.append(pair(CASES["tiny_gpt"].at(3), tmp_path, "nvme", params=True, ratio=ratio))
+    assert_same(ranks, 2, cases)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("params", [False, True])
+def test_updates_in_backward(ranks: RankPool, tmp_path: Path, precision: str, params: bool) -> None:
+    config = {"bf16": {"enabled": precision == "bf16"}}
+    case = Case(tiny_gpt, token_batch, stage=3, config=config)
+    in_backward = case.at(3, config={"zero_optimization": {"update_in_backward": True}})
+    cases = [pair(in_backward, tmp_path, "cpu", params), pair(in_backward, tmp_path, "nvme", params)]
+    for clip in (0.0, 0.05, 100.0):
+        clipped = Case(tiny_gpt, token_batch, stage=3, clip=clip, config=config)
+        cases += [pair(clipped, tmp_path, place, params, overlap="speculative") for place in ("cpu", "nvme")]
+    assert_same(ranks, 2, cases)
+
+
+def test_float16_with_steps_that_overflow(ranks: RankPool, tmp_path: Path) -> None:
+    config = {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}
+    cases = [pair(Case(tiny_gpt, token_batch, stage, config=config, steps=9), tmp_path, "cpu") for stage in (1, 3)]
+    for plain, moved in ranks(2, train_both_ways, cases)[0]:
+        assert True in plain.skipped and False in plain.skipped
+        assert list(map(str, moved.norms)) == list(map(str, plain.norms))  # nan where a step was skipped
+        assert [name for name in moved.differences(plain) if name != "norms"] == []
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_delayed_updates(ranks: RankPool, tmp_path: Path, device: str, precision: str) -> None:
+    """The same as those beside which nothing is on a device."""
+    cases = []
+    for stage in (0, 1, 2, 3):
+        config = {"bf16": {"enabled": precision == "bf16"}}
+        case = Case(tiny_gpt, token_batch, stage, accumulation=2, steps=5, clip=0.5, config=config)
+        _, moved = pair(case, tmp_path, device, overlap="delayed", delay_after_steps=2)
+        cases.append((moved, moved))
+    assert_same(ranks, 2, cases)
+
+
+def test_hybrid_sharding(ranks: RankPool, tmp_path: Path) -> None:
+    config = {"zero_optimization": {"shard_size": 2}, "bf16": {"enabled": True}}
+    cases = [pair(CASES["tiny_gpt"].at(3, config=config), tmp_path, "cpu", params) for params in (False, True)]
+    assert_same(ranks, 4, cases)
+
+
+def test_a_pipeline_with_tied_weights(ranks: RankPool, tmp_path: Path) -> None:
+    config = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "1f1b", "microbatches": 2}}
+    cases = [
+        pair(Case(tied_gpt, token_batch, stage, accumulation=2, clip=0.5, config=config), tmp_path, "cpu")
+        for stage in (1, 3)
+    ]
+    assert_same(ranks, 4, cases)
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_checkpoints_go_to_the_host_and_back(ranks: RankPool, tmp_path: Path, device: str) -> None:
+    case = CASES["tiny_gpt"].at(3, config={"bf16": {"enabled": True}})
+    plain, moved = pair(case, tmp_path / "nvme", device, params=True)
+    saved = ranks(2, save_and_go_on, plain, tmp_path / "plain", 2, "a")[0]
+    saved_apart = ranks(2, apart, save_and_go_on, moved, tmp_path / "apart", 2, "a")[0]
+    assert saved_apart.differences(saved) == []
+    assert ranks(2, load_and_go_on, plain, tmp_path / "apart", 2, "a")[0].differences(saved) == []
+    assert ranks(2, apart, load_and_go_on, moved, tmp_path / "plain", 2, "a")[0].differences(saved) == []
+
+
+def bytes_by_place(config: dict[str, Any]) -> tuple[int, int, int]:
+    """After a step: optimizer bytes on the device, those on the host, and bytes of gradients anywhere."""
+    engine = lowtide.initialize(tiny_gpt(), config)
+    engine.train_step(share_of(token_batch(0, 2 * engine.world_size)))
+    memory = engine.memory()
+    found = memory.optimizer_bytes, engine.optimizer.offloaded_bytes, memory.gradient_bytes
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(("ratio", "low", "high"), [(1.0, 1.0, 1.0), (0.5, 0.3, 0.7)])
+def test_bytes_are_where_the_config_says(ranks: RankPool, ratio: float, low: float, high: float) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 0,
+        "optimizer": ADAMW,
+        "bf16": {"enabled": True},
+        "communication": {"route": "native"},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": ratio}},
+    }
+    for on_device, on_host, gradients in ranks(2, apart, bytes_by_place, config):
+        assert low <= on_host / (on_device + on_host) <= high
+        if ratio == 1.0:
+            assert gradients == 0  # the host's buffers are there for the next step, and nothing on the device
+
+
+def test_at_most_two_gradients_are_on_their_way() -> None:
+    pool = HostPool(pinned=False)
+    host, arrived = HostGradients(LateCopies(), pool), []
+    shards = [torch.full((1024,), float(index)) for index in range(5)]
+    totals = [host.take(shard, None, lambda i=index: arrived.append(i)) for index, shard in enumerate(shards)]
+    assert arrived == [0, 1, 2]
+    again = host.take(torch.ones(1024), totals[0], None)
+    assert again is totals[0]
+    host.arrive()
+    assert arrived == [0, 1, 2, 3, 4] and [float(total[-1]) for total in totals] == [1, 1, 2, 3, 4]
+    for total in totals:
+        host.give(total)
+    assert pool.bytes_in_use == 0
+
+
+def test_a_caller_s_own_optimizer_stays_on_the_device() -> None:
+    expected = 'offload_optimizer.device: "cpu" needs one of the optimizers of the config'
+    with model_apart(), pytest.raises(ValueError, match=re.escape(expected)) as caught:
+        zero = {"offload_optimizer": {"device": "cpu"}}
+        lowtide.initialize(mlp(), {"zero_optimization": zero}, optimizer=torch.optim.RMSprop)
+    assert str(caught.value).endswith('Use "none"')
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_memory_is_pinned_as_the_config_says(monkeypatch: pytest.MonkeyPatch, is_pinned: bool) -> None:
+    pin = Mock()
+    monkeypatch.setattr("lowtide.offload.host_pool.host_is_pinned", lambda: True)
+    monkeypatch.setattr("lowtide.offload.host_memory._pin", pin)
+    monkeypatch.setattr("lowtide.offload.host_memory._unpin", Mock())
+    with model_apart():
+        place = {"device": "cpu", "pin_memory": is_pinned}
+        zero = {"stage": 3, "offload_optimizer": place, "offload_param": place}
+        engine = lowtide.initialize(mlp(), {"optimizer": ADAMW, "steps_per_print": 0, "zero_optimization": zero})
+        engine.train_step(vector_batch(0, 1))
+        engine.close()
+    assert pin.called == is_pinned

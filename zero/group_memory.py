@@ -1,0 +1,106 @@
+"""Memory of a group's parameters that comes and goes."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..offload import PagedBuffer
+
+
+class GroupMemory(Protocol):
+    """Addresses for `full`, (padded_numel,), and for `shard`, (shard_numel,), this rank's part; memory for a while.
+
+    Content is arbitrary whenever memory comes.
+    """
+
+    full: Tensor
+    shard: Tensor
+
+    @property
+    def own_is_in_full(self) -> bool:
+        """Whether `shard` is a part of `full`, with the same memory."""
+
+    def take_own(self) -> None:
+        """Memory for the shard."""
+
+    def take_others(self) -> None:
+        """Memory for the rest of `full`, beside the shard's."""
+
+    def take_all(self) -> None:
+        """Both."""
+
+    def give_own(self) -> None: ...
+
+    def give_others(self) -> None: ...
+
+    def give_all(self) -> None: ...
+
+
+class PagedMemory:
+    """Pages that move between buffers, see [Note: moving pages]. The shard is a view of `full`."""
+
+    own_is_in_full = True
+
+    def __init__(self, pages: PagedBuffer, own: slice) -> None:
+        """own: the elements of the shard."""
+        self._pages = pages
+        self._own = own
+        self.full = pages.tensor
+        self.shard = self.full[own]
+
+    def take_own(self) -> None:
+        self._pages.populate(self._own.start, self._own.stop)
+
+    def take_others(self) -> None:
+        self._pages.populate(0, self._own.start)
+        self._pages.populate(self._own.stop, self.full.numel())
+
+    def take_all(self) -> None:
+        self._pages.populate(0, self.full.numel())
+
+    def give_own(self) -> None:
+        self._pages.vacate(self._own.start, self._own.stop)
+
+    def give_others(self) -> None:
+        self._pages.vacate(0, self._own.start)
+        self._pages.vacate(self._own.stop, self.full.numel())
+
+    def give_all(self) -> None:
+        self._pages.vacate(0, self.full.numel())
+
+
+class ResizedMemory:
+    """Storages that are resized, on any device. The shard has its own, but where it is all of `full`."""
+
+    def __init__(self, full: Tensor, shard_numel: int) -> None:
+        """full: (padded_numel,), whose memory is given back at once."""
+        self.full = full
+        self.own_is_in_full = shard_numel == full.numel()
+        self.shard = full if self.own_is_in_full else torch.empty(shard_numel, dtype=full.dtype, device=full.device)
+        for memory in (self.full, self.shard):
+            memory.untyped_storage().resize_(0)
+
+    def take_own(self) -> None:
+        self.shard.untyped_storage().resize_(self.shard.nbytes)
+
+    def take_others(self) -> None:
+        if not self.own_is_in_full:
+            self.full.untyped_storage().resize_(self.full.nbytes)
+
+    def take_all(self) -> None:
+        self.take_own()
+        self.take_others()
+
+    def give_own(self) -> None:
+        self.shard.untyped_storage().resize_(0)
+
+    def give_others(self) -> None:
+        if not self.own_is_in_full:
+            self.full.untyped_storage().resize_(0)
+
+    def give_all(self) -> None:
+        self.give_own()
+        self.give_others()

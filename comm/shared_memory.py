@@ -10,7 +10,8 @@ Gradients go through a ring of slots. Slot s of rank r is written by r alone. Op
     rank r:  write slot[r]   -> posted  = n + 1
              wait for all    posted > n;  out[part r] = slot[0][part r] + slot[1][part r] + ...
              (all-reduce)    slot[r][part r] = out[part r] -> reduced = n + 1;  wait for all; copy the others' parts
-                             (behind the slot's content, where its dtype cannot hold the sum)
+                             (behind the slot's content, where its dtype cannot hold the sum); where `out` itself is
+                             one copy, there is nothing to copy, and reduced tells that the part is there
              -> consumed = n + 1; a slot is written again when every rank has consumed what was in it
 
 [Note: ordering of stores]
@@ -90,6 +91,7 @@ class SharedMemoryRoute:
         mail_end = counters_numel + 2 * self.size * _MAIL_NUMEL
         self._mail = control[counters_numel:mail_end].view(2, self.size, _MAIL_NUMEL)
         self._slots: list[list[Tensor]] = []  # [slot][rank]: (capacity_bytes,) uint8
+        self._common: set[int] = set()  # addresses of what `allocate` has mapped
         self._num_opened = 0
         self._sequence = 0  # of the newest reduction
         self._num_mailed = 0
@@ -103,6 +105,7 @@ class SharedMemoryRoute:
         if not sum(sizes):
             return [torch.empty(0, dtype=dtype) for _, dtype in specs]
         segment = self._map(sum(sizes), "parameters")
+        self._common.add(segment.data_ptr())
         buffers, start = [], 0
         for (numel, dtype), size in zip(specs, sizes, strict=True):
             buffers.append(segment[start : start + numel * dtype.itemsize].view(dtype))
@@ -168,11 +171,13 @@ class SharedMemoryRoute:
     def all_reduce(self, slot: Tensor, out: Tensor, in_place: bool, what: str, inspect: Inspect | None) -> Reduction:
         """out = sum over ranks of slot. Each rank sums its region of all slots, and reads the others' sums.
 
-        in_place: this rank's own region is not in its slot but in `out`.
+        in_place: this rank's own region is not in its slot but in `out`. Where `out` is memory of `allocate`, each sum
+        is written once, for all ranks; before it is written anew they must have come to a fence or a barrier.
         """
         number, sequence = self._post(), self._sequence
         regions = regions_of(out.numel(), self.size)
         mine = regions[self.rank]
+        is_common = out.untyped_storage().data_ptr() in self._common
 
         def reduce() -> None:
             contributions = [other[mine] for other in self._posted(number, slot, what, sequence)]
@@ -182,13 +187,14 @@ class SharedMemoryRoute:
             sum_in_rank_order(contributions, total, accumulate=False)
             if inspect is not None:
                 inspect(mine.start, total, contributions)
-            self._sums_of(self.rank, number, slot, out, mine).copy_(total)
+            if not is_common:
+                self._sums_of(self.rank, number, slot, out, mine).copy_(total)
             self._set(_REDUCED, number + 1)
 
         def collect() -> None:
             self._wait_for(_REDUCED, number + 1, what, sequence)
             for rank, region in enumerate(regions):
-                if rank != self.rank:
+                if rank != self.rank and not is_common:
                     out[region].copy_(self._sums_of(rank, number, slot, out, region))
             self._set(_CONSUMED, number + 1)
 

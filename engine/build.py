@@ -93,14 +93,17 @@ def initialize(
     own_plans = unit_plans if pipeline_plan is None else pipeline_plan.own_units(unit_plans)
     shard_size = policy.shard_size(world.size // pipe_size, resolved.zero_optimization.shard_size)
     plan = ModelPlan.of(own_plans, dtypes, shard_size)
-    shared_bytes = plan.shared_bytes(dtypes, world.size)
+    # Not those of an update in backward, which are given back at once, nor of a delayed one, which lie beside the next.
+    zero = resolved.zero_optimization
+    shares_gradients = not (policy.shards_states or zero.update_in_backward or zero.offload_optimizer.is_delayed)
+    shared_bytes = plan.shared_bytes(dtypes, world.size, shares_gradients)
     if pipe_size > 1:
         shared_bytes = sum(world.gather_objects(shared_bytes)) // (world.size // pipe_size)
     rest = shard_rest(resolved, world)
     moves_pages = rest is not None and not model_is_apart(world)
     route = "sockets" if moves_pages and world.size > 1 else resolved.communication.route
     mesh = Mesh.create(world, shard_size, route, shared_bytes, pipe_size)
-    units = build_units(plan, mesh, policy, dtypes, rest)
+    units = build_units(plan, mesh, policy, dtypes, rest, shares_gradients)
     sharded_optimizer, schedule, scheduler = _make_optimizer(
         resolved, world, units, module, optimizer, lr_scheduler, rest
     )

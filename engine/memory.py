@@ -72,7 +72,7 @@ def measure(units: Sequence[Unit], optimizer: ShardedOptimizer, mesh: Mesh) -> M
             if group.shard.untyped_storage().data_ptr() != group.full.untyped_storage().data_ptr():
                 parameters += group.shard.untyped_storage().nbytes()
         for gradient in unit.gradients:
-            gradients += sum(_bytes(buffer) for buffer in (gradient.local, gradient.shard))
+            gradients += gradient.held_bytes
             gradients += sum(_bytes(param.grad) for param in gradient.group.params)
     return ModelStateBytes(parameters, gradients, optimizer.state_bytes())
 

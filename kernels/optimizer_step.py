@@ -251,9 +251,9 @@ def _update_chunk(
     wide_weight = weight.to(torch.promote_types(weight.dtype, torch.float32))  # itself, where it is wide
     gradient = gradient.to(wide_weight.dtype)
     if isinstance(gradient_scale, Tensor):
-        gradient.mul_(gradient_scale.reshape(()).to(gradient.dtype))
+        gradient = gradient * gradient_scale.reshape(()).to(gradient.dtype)
     elif gradient_scale != 1.0:
-        gradient.mul_(gradient_scale)
+        gradient = gradient * gradient_scale
     is_random = stochastic_rounding or any(state.is_narrow for state in states)
     noise = rounding_noise(gradient, wide_weight, int(step)) if is_random else None
     wide = [state.widened() for state in states]

@@ -74,6 +74,11 @@ class Peers:
         """Returns when every agent has said Hello, or `is_stopped`. Raises LaunchError where one does not come."""
         try:
             self._transport.start(self._loop, [peer.name for peer in self.all], self)
+        except FileNotFoundError as error:
+            raise LaunchError(
+                f"the agents cannot be started: expected the program '{error.filename}' on the PATH of this host, found "
+                "none; install it, load its module, or choose another --transport"
+            ) from error
         except OSError as error:
             raise LaunchError(f"the agents cannot be started: {error}") from error
         self._reminder = self._loop.after(_SAY_SECONDS, self._remind)

@@ -32,6 +32,10 @@ class Dtypes:
         """The dtype in which a parameter is computed."""
         return self.compute if self.compute is not None and param.is_floating_point() else param.dtype
 
+    def accumulated(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of parameters that are computed in `dtype` are added up."""
+        return _at_least_float32(self.accumulate, dtype)
+
 
 @dataclass(frozen=True)
 class GroupPlan:
@@ -61,9 +65,13 @@ class ModelPlan:
     def groups(self) -> list[GroupPlan]:
         return [group for _, groups in self.units for group in groups]
 
-    def shared_bytes(self, dtypes: Dtypes, num_ranks: int) -> int:
-        """An upper bound of what the ranks of one host take of its shared memory: one copy, and the ring of slots."""
-        copies = sum(group.layout.padded_numel * group.dtype.itemsize for group in self.groups)
+    def shared_bytes(self, dtypes: Dtypes, num_ranks: int, shares_gradients: bool) -> int:
+        """An upper bound of what the ranks of one host take of its shared memory: one copy, and the ring of slots.
+
+        shares_gradients: the copy is of the gradients, and not of the parameters.
+        """
+        kinds = [(group.layout.padded_numel, group.dtype) for group in self.groups]
+        copies = sum(n * (dtypes.accumulated(dtype) if shares_gradients else dtype).itemsize for n, dtype in kinds)
         return copies + 4 * num_ranks * slot_bytes(self.groups, dtypes) + (1 << 20)
 
 
@@ -73,11 +81,17 @@ def slot_bytes(groups: Iterable[GroupPlan], dtypes: Dtypes) -> int:
 
 
 def build_units(
-    plan: ModelPlan, mesh: Mesh, policy: ZeroPolicy, dtypes: Dtypes, rest: ShardRest | None = None
+    plan: ModelPlan,
+    mesh: Mesh,
+    policy: ZeroPolicy,
+    dtypes: Dtypes,
+    rest: ShardRest | None = None,
+    shares_gradients: bool = False,
 ) -> list[Unit]:
     """Takes the memory of every group. Parameters still are what they were; `fill` comes next.
 
     rest: where shards are while nobody needs them; None: in memory. Raises OffloadError where it has no room.
+    shares_gradients: replicas that share memory have one sum of their gradients, and nobody changes it.
     """
     plans = plan.groups
     take_memory = _memory_for(plans, mesh, policy, rest)
@@ -100,11 +114,16 @@ def build_units(
                     GroupGradient(
                         group,
                         _at_least_float32(dtypes.reduce, group.dtype),
-                        _at_least_float32(dtypes.accumulate, group.dtype),
+                        dtypes.accumulated(group.dtype),
                         policy.reduces_every_backward,
                     )
                 )
         units.append(Unit(unit.name, unit.module, groups, gradients))
+    if shares_gradients and mesh.replica.route.copies_are_shared:
+        gradients = [gradient for unit in units for gradient in unit.gradients]
+        specs = [(gradient.group.layout.shard_numel, gradient.accumulation_dtype) for gradient in gradients]
+        for gradient, memory in zip(gradients, mesh.replica.route.allocate(specs), strict=True):
+            gradient.share(memory)
     return units
 
 
@@ -153,7 +172,7 @@ def _plan_groups(unit: UnitPlan, dtypes: Dtypes, shard_size: int) -> Iterable[Gr
 
 def _slot_bytes_of(group: GroupPlan, dtypes: Dtypes) -> int:
     reduce = _at_least_float32(dtypes.reduce, group.dtype)
-    accumulate = _at_least_float32(dtypes.accumulate, group.dtype)
+    accumulate = dtypes.accumulated(group.dtype)
     sum_itemsize = 0 if torch.promote_types(reduce, accumulate) == reduce else accumulate.itemsize
     return group.layout.padded_numel * (reduce.itemsize + sum_itemsize)
 

@@ -37,8 +37,9 @@ class GroupGradient:
     in `param.grad` where the dtypes agree, else in `local`, (padded_numel,) of the accumulation dtype.
     The sum of squares of the final values is counted on the way, while they are in the cache.
 
-    Where the update is made on the host, `leave_to` says so: a reduced shard leaves the device then, microbatches are
-    added up on the host, and `shard` is there.
+    Replicas that share memory may have one sum for all of them, see `share`. Where the update is made on the host,
+    `leave_to` says so: a reduced shard leaves the device then, microbatches are added up on the host, and `shard` is
+    there.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class GroupGradient:
         self.accumulation_dtype = accumulation_dtype
         self.reduces_every_backward = reduces_every_backward
         self.on_final = on_final
-        self.counts_at_once = True  # in the norm, and leaves; else the caller does both, with `count` and `leave`
+        self.is_tied = False  # other stages of a pipeline add to it, and the caller calls `leave` and `count` then
         self.local: Tensor | None = None
         self.shard: Tensor | None = None
         self.square_limbs = torch.zeros(NUM_LIMBS, dtype=torch.int64)
@@ -65,6 +66,22 @@ class GroupGradient:
         self._memory: TransientBuffer | None = None
         self._host: HostGradients | None = None
         self._on_host: Tensor | None = None  # the sum of the shards that have left
+        self._common: Tensor | None = None  # of all replicas
+
+    def share(self, memory: Tensor) -> None:
+        """memory: (shard_numel,) of the accumulation dtype, the same on all replicas, from their route.
+
+        Each writes its region of the final sum there, so nobody may change it. Only where nothing is accumulated in the
+        shard, and all replicas come to a fence between the last use of a gradient and the next backward.
+        """
+        self._common = memory
+
+    @property
+    def held_bytes(self) -> int:
+        """This rank's part of the memory that gradients take now, but for those of the parameters themselves."""
+        shared = 0 if self._common is None else self._common.nbytes // self.group.mesh.replica.size
+        own = 0 if self.shard is None or self.shard is self._common else self.shard.nbytes
+        return shared + own + (0 if self.local is None else self.local.nbytes)
 
     def leave_to(self, host: HostGradients) -> None:
         """From now on the final shard is in host memory."""
@@ -152,7 +169,7 @@ class GroupGradient:
                 )
             )
         self._has_shard = True
-        if self.counts_at_once and (boundary or replica_axis.size == 1):
+        if not self.is_tied and (boundary or replica_axis.size == 1):
             self.leave(boundary)
         if boundary and self.on_final is not None:
             self.settle()
@@ -181,7 +198,9 @@ class GroupGradient:
     def _open_shard(self) -> Tensor:
         if self.shard is None or self.shard is self._on_host:
             numel, device = self.group.layout.shard_numel, self.group.full.device
-            if self._host is not None:  # one that has left may still be on its way
+            if self._common is not None and not self.is_tied:
+                self.shard = self._common
+            elif self._host is not None:  # one that has left may still be on its way
                 self.shard = torch.empty(numel, dtype=self.accumulation_dtype, device=device)
             elif device.type == "cpu" and PagePool.is_possible():
                 self._memory = self._memory or TransientBuffer(numel, self.accumulation_dtype)
@@ -191,7 +210,7 @@ class GroupGradient:
         return self.shard
 
     def _count_on_host(self) -> None:
-        if self.counts_at_once and self.non_finite is None:
+        if not self.is_tied and self.non_finite is None:
             self.count()
 
     def _keep_local(self) -> None:
@@ -248,7 +267,7 @@ class GroupGradient:
         if not bool(torch.isfinite(squares).all()):
             self._trace(axis, offset, total, contributions)
             return
-        if counts and self.counts_at_once:
+        if counts and not self.is_tied:
             self.square_limbs += to_limbs(squares).to(self.square_limbs.device)
 
     def _trace(self, axis: Axis, offset: int, total: Tensor, contributions: Sequence[Tensor]) -> None:

@@ -380,8 +380,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not runs:  # no parameter reaches into this shard
             return
         own, scale = gradient[part.start : part.end], terms.gradient_scale
-        if self.speculation.is_open and scale != 1.0:
-            own = own.clone()  # scaling may change it in place, and it may be needed again
         update_runs(rule, part.master, own, part.states, terms.step, runs, scale, part.rounded, backend=self._backend)
 
     def _update_by_torch(self, shard: ShardState, gradient: Tensor, parameters: Tensor, terms: _Terms) -> None:
@@ -394,7 +392,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             options.update({key: value for key, value in outer.items() if key in options and key != "params"})
             (param,) = options["params"]
             param.data = whole.master[run.start : run.end]
-            param.grad = (gradient[run.start : run.end].to(whole.master.dtype)).mul_(terms.gradient_scale)
+            # A copy: other ranks may share the gradient.
+            param.grad = gradient[run.start : run.end].to(whole.master.dtype) * terms.gradient_scale
         inner.step()
         for options in inner.param_groups:
             options["params"][0].grad = None

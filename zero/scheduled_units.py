@@ -60,7 +60,7 @@ class ScheduledUnits:
         self._in_flight: deque[Iterator[None]] = deque()
         for one in tied:
             for gradient in one.unit.gradients:
-                gradient.counts_at_once = False
+                gradient.is_tied = True
         self.begin_step()
 
     def begin_step(self) -> None:

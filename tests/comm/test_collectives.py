@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.comm import Axis, Mesh, World
+from lowtide.comm import Axis, Mesh, World, regions_of
 from tests.ranks import RankPool
 
 ROUTES = ["shared_memory", "sockets", "native"]
@@ -64,6 +64,31 @@ def reductions(route: str, kind: str, dtype: torch.dtype = torch.float32) -> lis
                 axis.route.all_reduce(slot, out, False, "test", inspect).wait()
             found.append({"numel": numel, "accumulate": accumulate, "out": out, "calls": calls})
     axis.route.fence("test")
+    return found
+
+
+def common_sums(dtype: torch.dtype, in_place: bool) -> list[Tensor]:
+    """All-reduces into memory that the ranks share, over and over."""
+    _, axis = axis_of("shared_memory")
+    outs = axis.route.allocate([(numel, torch.float32) for numel in NUMELS])
+    found = []
+    for round_ in range(3):
+        waiting = []
+        for out in outs:
+            values = data(out.numel(), axis.rank + 10 * round_, dtype)
+            slot = axis.route.open_slot(out.numel(), dtype, "test")
+            slot.copy_(values)
+            if in_place:
+                mine = regions_of(out.numel(), axis.size)[axis.rank]
+                out[mine].copy_(values[mine])
+                slot[mine].fill_(torch.nan)
+            waiting.append(axis.route.all_reduce(slot, out, in_place, "test", None))
+            if len(waiting) > 1:
+                waiting.pop(0).wait()
+        waiting.pop().wait()
+        axis.route.fence("test")
+        found += [out.clone() for out in outs]
+        axis.route.fence("test")
     return found
 
 
@@ -138,6 +163,22 @@ def test_all_reduce_gives_every_rank_the_whole_sum(ranks: RankPool, route: str, 
             assert torch.equal(case["out"], first["out"])
             if route != "native":
                 assert torch.equal(case["out"], in_rank_order(parts))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("dtype", "in_place"), [(torch.float32, True), (torch.float32, False), (torch.bfloat16, False)]
+)
+def test_a_sum_in_shared_memory_is_there_once_for_all(
+    ranks: RankPool, world_size: int, dtype: torch.dtype, in_place: bool
+) -> None:
+    expected = [
+        in_rank_order([data(numel, rank + 10 * round_, dtype) for rank in range(world_size)])
+        for round_ in range(3)
+        for numel in NUMELS
+    ]
+    for found in ranks(world_size, common_sums, dtype, in_place):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])

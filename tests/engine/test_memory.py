@@ -55,12 +55,14 @@ def measured(engine: lowtide.Engine) -> dict[str, int]:
     route = engine._mesh.shard.route
     kept = [group.shard if group.frees_memory else group.full for group in groups]
     optional = [tensor for g in gradients for tensor in (g.local, g.shard, *(p.grad for p in g.group.params))]
+    common = [g._common for g in gradients if g._common is not None]
     states = [tensor for shard in engine.optimizer.shards for tensor in shard.states.values()]
     masters = [shard.master for shard in engine.optimizer.shards if shard.master.dtype != shard.group.dtype]
     sharers = engine._mesh.shard.size if route.copies_are_shared else 1
     return {
         "parameter_bytes": sum(tensor.nbytes for tensor in kept) // sharers,
-        "gradient_bytes": storage_bytes([tensor for tensor in optional if tensor is not None]),
+        "gradient_bytes": storage_bytes([tensor for tensor in optional if tensor is not None])
+        + sum(tensor.nbytes for tensor in common) // engine._mesh.replica.size,
         "optimizer_bytes": storage_bytes(states + masters),
     }
 
@@ -97,13 +99,17 @@ def bytes_between_microbatches(kind: type[Padded | Even], route: str, is_mixed: 
 
 
 def padded_bytes(stage: int, world_size: int, shares: bool, param: int, state: int) -> dict[str, int]:
-    """The arithmetic. param: bytes of a parameter element and of its gradient; state: of its optimizer states."""
+    """The arithmetic. param: bytes of a parameter element and of its gradient; state: of its optimizer states.
+
+    shares: the ranks have one copy of the parameters, or at stage 0 of the sum of the gradients.
+    """
     shard = SHARD_NUMEL[world_size if stage else 1]
     count = world_size if stage else 1
     full = count * shard
+    sums = full // world_size if shares and not stage else 0
     return {
-        "parameter_bytes": param * (shard if stage == 3 or shares else full),
-        "gradient_bytes": param * (shard if stage >= 2 else NUMEL),
+        "parameter_bytes": param * (shard if stage == 3 or (shares and stage) else full),
+        "gradient_bytes": param * (shard if stage >= 2 else NUMEL + sums),
         "optimizer_bytes": state * shard,
     }
 
@@ -115,7 +121,7 @@ def test_bytes_are_those_of_the_padded_layout(ranks: RankPool, is_mixed: bool, r
     param, state = (2, 12) if is_mixed else (4, 8)
     for found in ranks(world_size, bytes_between_microbatches, Padded, route, is_mixed):
         for stage, (said, held) in enumerate(found):
-            shares = route == "shared_memory" and stage > 0
+            shares = route == "shared_memory"
             expected = padded_bytes(stage, world_size, shares, param, state)
             assert said == expected, (stage, "memory()")
             assert held == expected, (stage, "storages")

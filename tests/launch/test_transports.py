@@ -89,6 +89,14 @@ def test_a_step_that_cannot_start_is_explained(tmp_path: Path) -> None:
     assert status == 1 and "2 of 2 hosts cannot be used" in err and "Invalid node name specified" in err
 
 
+@pytest.mark.parametrize(("transport", "program"), [("srun", "srun"), ("ssh", "ssh")])
+def test_a_program_that_is_not_there_is_named(tmp_path: Path, transport: str, program: str) -> None:
+    options = ("--hosts", "a:1,b:1", "--transport", transport)
+    status, _, err = Job(tmp_path, "", *options, variables={"PATH": str(tmp_path)}).finish()
+    assert status == 1
+    assert f"expected the program '{program}' on the PATH of this host, found none; install it, load its module" in err
+
+
 def joined(folder: Path, source: str, *options: str) -> tuple[Job, Job, int]:
     """Launchers of two hosts that somebody has started: the first one's, the other's, and the port where they meet."""
     with socket.socket() as probe:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ..comm import Mesh, World
 from ..kernels.cpu_optimizer import cpu_kernel
 from ..kernels.optimizer_step import UpdateRule
-from ..offload import ActivationOffload, in_storages_of
+from ..offload import ActivationOffload, in_storages_of, keep_heap
 from ..pipe.absent import Absent
 from ..zero.build import Dtypes, ModelPlan, build_units
 from ..zero.gradient import GroupGradient
@@ -73,6 +73,8 @@ def initialize(
     """
     checked = Config.load(config)
     world = World.join(checked.device, checked.communication.timeout_seconds)
+    if world.device.type == "cpu":
+        keep_heap()
     resolved = checked.resolve(world.size, first_world_size(os.environ, world.size))
     world.watch(resolved.communication.step_timeout_seconds)
     if resolved.seed is not None:

@@ -76,8 +76,8 @@ class Peers:
             self._transport.start(self._loop, [peer.name for peer in self.all], self)
         except FileNotFoundError as error:
             raise LaunchError(
-                f"the agents cannot be started: expected the program '{error.filename}' on the PATH of this host, found "
-                "none; install it, load its module, or choose another --transport"
+                f"the agents cannot be started: expected the program '{error.filename}' on the PATH of this host, "
+                "found none; install it, load its module, or choose another --transport"
             ) from error
         except OSError as error:
             raise LaunchError(f"the agents cannot be started: {error}") from error

@@ -6,6 +6,7 @@ from .errors import OffloadError
 from .file_store import AioOptions, FileStore
 from .host_chunks import HostChunks
 from .host_copies import HostCopies, HostCopy, StreamCopies
+from .host_memory import keep_heap
 from .host_pool import HostPool
 from .pages import PagedBuffer, PagePool, TransientBuffer, huge_zeros
 from .placement import Placement
@@ -41,5 +42,6 @@ __all__ = [
     "Window",
     "huge_zeros",
     "in_storages_of",
+    "keep_heap",
     "run_window",
 ]

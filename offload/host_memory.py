@@ -13,6 +13,7 @@ from torch import Tensor
 from .errors import OffloadError
 
 _HUGE_PAGE_BYTES = 2 << 20
+_LARGEST_HEAP_BLOCK_BYTES = 32 << 20  # of glibc on 64 bits: DEFAULT_MMAP_THRESHOLD_MAX
 
 
 def host_is_pinned() -> bool:
@@ -52,6 +53,19 @@ def allocate_host(nbytes: int, alignment: int, pinned: bool) -> Tensor:
         # Before the pages go: the array's own finalizer comes first.
         weakref.finalize(array, _unpin, begin + skip).atexit = False
     return torch.frombuffer(array, dtype=torch.uint8)
+
+
+def keep_heap() -> None:
+    """Lets the heap keep what is freed at its end, up to 64 MiB, for the next tensors.
+
+    glibc gives the end of the heap back to the system as soon as more is free there than twice the largest block that
+    it has ever unmapped (mallopt(3), "dynamic mmap threshold"). Most programs free a large block early, and it is
+    64 MiB from then on. An engine maps its large memory itself, so it would stay small, and every microbatch would
+    fault its gradients in anew: 120 000 pages a step of a 25M stage. One block that is taken and freed, and never
+    written, says the same. Settings of the user's (MALLOC_TRIM_THRESHOLD_ and the like) are left as they are, and
+    other allocators take no notice.
+    """
+    torch.empty(_LARGEST_HEAP_BLOCK_BYTES - 16 * mmap.PAGESIZE, dtype=torch.uint8)
 
 
 def _pin(address: int, nbytes: int) -> None:

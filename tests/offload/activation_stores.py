@@ -45,10 +45,6 @@ class MemoryStore:
         self._thread = ThreadPoolExecutor(1)
         self._lock = threading.Lock()
 
-    def settle(self) -> None:
-        """Returns when all that was asked for is done."""
-        self._thread.submit(lambda: None).result()
-
     @property
     def bytes_held(self) -> int:
         return sum(kept.numel() for kept in self.kept.values())

@@ -26,7 +26,7 @@ EAGER_BLOCK = 2 * CLASSES * 4
 
 def peak_bytes(run: Callable[[], object]) -> int:
     """How much more than before is allocated while `run` runs, at most."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
         run()
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
     held, peak = 0, 0

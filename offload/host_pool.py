@@ -77,14 +77,17 @@ class HostPool:
             return buffer[:nbytes]
 
     def give(self, buffer: Tensor) -> None:
-        """Takes a buffer back; nobody may use it any more. Raises ValueError for one that was not taken from here."""
+        """Takes a buffer back, or a view of it from its first byte on in any dtype; nobody may use it any more.
+
+        Raises ValueError for one that was not taken from here.
+        """
         if not buffer.numel():
             return
         with self._lock:
             whole = self._lent.pop(buffer.data_ptr(), None)
             if whole is None:
                 raise ValueError(
-                    f"expected a buffer that was taken from this pool and not given back yet, found {buffer.numel():,} "
+                    f"expected a buffer that was taken from this pool and not given back yet, found {buffer.nbytes:,} "
                     f"bytes at {buffer.data_ptr():#x}"
                 )
             size = whole.numel()

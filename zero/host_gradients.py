@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..offload import HostCopies, HostCopy, HostPool
@@ -67,8 +66,7 @@ class HostGradients:
 
     def give(self, total: Tensor) -> None:
         """The memory of a gradient that was used up."""
-        if total.numel():
-            self._pool.give(total.view(torch.uint8))
+        self._pool.give(total)
 
     def _arrive_oldest(self) -> None:
         one = self._leaving.popleft()

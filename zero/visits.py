@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-import torch
 from torch import Tensor
 
 from ..offload import HostCopies, HostCopy, HostPool, Transfer
@@ -131,8 +130,7 @@ class OnHost:
         assert self._buffer is not None
         if self._leaving is not None:
             self._leaving.wait_on_host()
-        if self._buffer.numel():
-            self._pool.give(self._buffer.view(torch.uint8))
+        self._pool.give(self._buffer)
 
 
 class OnHostFromRest:
@@ -169,5 +167,4 @@ class OnHostFromRest:
             if self._leaving is not None:
                 self._leaving.wait()
         finally:
-            if self._buffer.numel():
-                self._pool.give(self._buffer.view(torch.uint8))
+            self._pool.give(self._buffer)

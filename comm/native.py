@@ -34,6 +34,7 @@ class NativeRoute:
         self._group: dist.ProcessGroup | None = group
         self._device = device
         self._channel = channel
+        self._next: Tensor | None = None
 
     def allocate(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
         """One zero-filled buffer on the device for each (numel, dtype)."""
@@ -46,9 +47,16 @@ class NativeRoute:
         """full[part q] = the `part` of rank q, for every q. full: (size * part.numel(),)."""
         return self._pending(_all_gather(full, part, group=self._group, async_op=True), what)
 
+    def next_slot(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """What `open_slot` will give next: it may be written already."""
+        if self._next is None or self._next.numel() != numel or self._next.dtype != dtype:
+            self._next = torch.empty(numel, dtype=dtype, device=self._device)
+        return self._next
+
     def open_slot(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
         """A buffer to stage a gradient in, (numel,) of dtype, uninitialized."""
-        return torch.empty(numel, dtype=dtype, device=self._device)
+        slot, self._next = self.next_slot(numel, dtype), None
+        return slot
 
     def reduce_scatter(
         self, slot: Tensor, out: Tensor, accumulate: bool, in_place: bool, what: str, inspect: Inspect | None

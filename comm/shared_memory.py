@@ -138,13 +138,20 @@ class SharedMemoryRoute:
         """Nothing moves: `full` is the one copy that all ranks read. See [Note: one copy per host]."""
         return Pending()
 
+    def next_slot(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """What `open_slot` will give next: it may be written already. None where not all have consumed it yet."""
+        if self._counters[:, _CONSUMED].min() < self._num_opened - len(self._slots) + 1:
+            return None
+        return self._slots[self._num_opened % len(self._slots)][self.rank][: numel * dtype.itemsize].view(dtype)
+
     def open_slot(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
         """This rank's next slot, (numel,) of dtype, uninitialized; waits until all have consumed its old content."""
         self._sequence = self._channel.begin(what)
         self._wait_for(_CONSUMED, self._num_opened - len(self._slots) + 1, what, self._sequence)
-        slot = self._slots[self._num_opened % len(self._slots)][self.rank]
+        slot = self.next_slot(numel, dtype)
+        assert slot is not None
         self._num_opened += 1
-        return slot[: numel * dtype.itemsize].view(dtype)
+        return slot
 
     def reduce_scatter(
         self, slot: Tensor, out: Tensor, accumulate: bool, in_place: bool, what: str, inspect: Inspect | None

@@ -72,13 +72,18 @@ class SocketRoute:
             own.copy_(part)
         return Pending(lambda: self._wait(works, what, sequence))
 
+    def next_slot(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """What `open_slot` will give next: it may be written already."""
+        return self._buffer(f"slot {(self._num_slots_opened + 1) % 3}", numel, dtype)
+
     def open_slot(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
         """A buffer to stage a gradient in, (numel,) of dtype, uninitialized.
 
         Three in turn: one being filled, and two whose messages may still be on their way.
         """
+        slot = self.next_slot(numel, dtype)
         self._num_slots_opened += 1
-        return self._buffer(f"slot {self._num_slots_opened % 3}", numel, dtype)
+        return slot
 
     def reduce_scatter(
         self, slot: Tensor, out: Tensor, accumulate: bool, in_place: bool, what: str, inspect: Inspect | None

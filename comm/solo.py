@@ -21,6 +21,7 @@ class SoloRoute:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._next: Tensor | None = None
 
     def allocate(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
         """One zero-filled buffer for each (numel, dtype)."""
@@ -35,9 +36,16 @@ class SoloRoute:
             full.copy_(part)
         return Pending()
 
+    def next_slot(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """What `open_slot` will give next: it may be written already."""
+        if self._next is None or self._next.numel() != numel or self._next.dtype != dtype:
+            self._next = torch.empty(numel, dtype=dtype, device=self._device)
+        return self._next
+
     def open_slot(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
-        """A buffer to stage a gradient in."""
-        return torch.empty(numel, dtype=dtype, device=self._device)
+        """A buffer to stage a gradient in, (numel,) of dtype, uninitialized."""
+        slot, self._next = self.next_slot(numel, dtype), None
+        return slot
 
     def reduce_scatter(
         self, slot: Tensor, out: Tensor, accumulate: bool, in_place: bool, what: str, inspect: Inspect | None

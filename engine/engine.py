@@ -172,7 +172,10 @@ class Engine:
             return self.module(*self._prepare(args), **self._prepare(kwargs))
 
     def backward(self, loss: Tensor) -> None:
-        """Computes gradients of loss / gradient_accumulation_steps and reduces them as the ZeRO stage says."""
+        """Computes gradients of loss / gradient_accumulation_steps and reduces them as the ZeRO stage says.
+
+        An error in it ends the step: its gradients are forgotten, and the next microbatch is the first of a new one.
+        """
         self._check_has_whole("engine.backward(loss)", "engine.train_step(batch)")
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise ValueError(
@@ -189,7 +192,7 @@ class Engine:
             self._sequence.end_backward()
         except BaseException as error:
             self._sequence.abort(error)
-            self._update.take_back()
+            self._forget_gradients()
             raise
         self._losses.append(loss.detach())
         self._num_microbatches += 1

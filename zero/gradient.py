@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,10 +15,8 @@ from ..offload import PagePool, TransientBuffer
 from .exact_sum import NUM_LIMBS, to_limbs
 from .group import ShardedGroup
 from .host_gradients import HostGradients
-from .layout import BLOCK_NUMEL, Slot
-
-Region = tuple[int, int, Tensor]
-"""[start, end) of the flat buffer, and the memory for it, (end - start,)."""
+from .layout import BLOCK_NUMEL
+from .staging import Region, Staging
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,7 @@ class GroupGradient:
         self._host: HostGradients | None = None
         self._on_host: Tensor | None = None  # the sum of the shards that have left
         self._common: Tensor | None = None  # of all replicas
+        self._staging: Staging | None = None  # of the backward that runs
 
     def share(self, memory: Tensor) -> None:
         """memory: (shard_numel,) of the accumulation dtype, the same on all replicas, from their route.
@@ -96,6 +96,7 @@ class GroupGradient:
         """Forgets the gradient after an optimizer step."""
         self.square_limbs = torch.zeros(NUM_LIMBS, dtype=torch.int64)
         self.non_finite = None
+        self._staging = None
         self._has_local = False
         self._has_shard = False
         if self.group.axis.route.copies_are_shared or self._host is not None:
@@ -127,6 +128,24 @@ class GroupGradient:
         if self._host is not None:
             self._host.give(taken)
 
+    def take_early(self, index: int, boundary: bool) -> None:
+        """The gradient of parameter `index` is there, in the backward of a group whose turn to be reduced is next.
+
+        Stages it right away, unless that would wait for other ranks or change a rounding; else `collect` does later.
+        """
+        if self._staging is None:
+            axis, slot = self._staging_axis(boundary), None
+            if self._has_local or not (boundary or self.reduces_every_backward) or (axis is None and self._has_shard):
+                return
+            if axis is not None:
+                if torch.promote_types(self.reduce_dtype, self.group.dtype) != self.reduce_dtype:
+                    return
+                slot = axis.route.next_slot(self.group.layout.padded_numel, self.reduce_dtype)
+                if slot is None:
+                    return
+            self._staging = self._open_staging(axis, slot)
+        self._staging.take(index)
+
     def collect(self, boundary: bool) -> Iterator[None]:
         """Takes the gradients of one backward pass and reduces them, step by step: a step for each `next`.
 
@@ -137,37 +156,28 @@ class GroupGradient:
             return
         what = f"reduction of {self.group.name}"
         shard_axis, replica_axis = self.group.mesh.shard, self.group.mesh.replica
+        axis, slot = self._staging_axis(boundary), None
+        if axis is not None:
+            slot = axis.route.open_slot(self.group.layout.padded_numel, self.reduce_dtype, what)
+        staging, self._staging = self._staging or self._open_staging(axis, slot), None
+        staging.finish()
         shard, accumulate = self._open_shard(), self._has_shard
-        final_axis = replica_axis if replica_axis.size > 1 else shard_axis
-        if shard_axis.size == 1 and (replica_axis.size == 1 or accumulate or not boundary):
-            self._write_gradients([(0, shard.numel(), shard)], accumulate)
+        counts = boundary and self._host is None
+        if slot is None:
             if replica_axis.size == 1:
-                self._inspect(shard_axis, boundary and self._host is None, 0, shard, (shard,))
-        elif shard_axis.size > 1:
-            slot = shard_axis.route.open_slot(self.group.layout.padded_numel, self.reduce_dtype, what)
-            # Where nothing was accumulated yet, this rank's own part need not go through the slot.
-            in_place = shard_axis.route.sums_in_place and not accumulate and slot.dtype == shard.dtype
-            start = shard_axis.rank * shard.numel()
-            self._stage(slot, slice(start, start + shard.numel()), shard if in_place else None)
-            counts = boundary and final_axis is shard_axis and self._host is None
-            yield from _steps(
-                shard_axis.route.reduce_scatter(
-                    slot, shard, accumulate, in_place, what, lambda *found: self._inspect(shard_axis, counts, *found)
-                )
-            )
+                self._inspect(shard_axis, counts, 0, shard, (shard,))
+        elif axis is shard_axis:
+            in_place = self._sums_in_place(shard_axis, slot, shard)
+            inspect = partial(self._inspect, shard_axis, counts and replica_axis.size == 1)
+            yield from _steps(shard_axis.route.reduce_scatter(slot, shard, accumulate, in_place, what, inspect))
         if replica_axis.size > 1 and boundary:
-            slot = replica_axis.route.open_slot(shard.numel(), self.reduce_dtype, what)
-            in_place = replica_axis.route.sums_in_place and slot.dtype == shard.dtype
-            if shard_axis.size == 1 and not accumulate:
-                own = regions_of(shard.numel(), replica_axis.size)[replica_axis.rank]
-                self._stage(slot, own, shard[own] if in_place else None)
-            else:
+            if axis is not replica_axis:
+                slot = replica_axis.route.open_slot(shard.numel(), self.reduce_dtype, what)
                 slot.copy_(shard)
-            yield from _steps(
-                replica_axis.route.all_reduce(
-                    slot, shard, in_place, what, lambda *found: self._inspect(replica_axis, self._host is None, *found)
-                )
-            )
+            assert slot is not None
+            in_place = replica_axis.route.sums_in_place and slot.dtype == shard.dtype
+            inspect = partial(self._inspect, replica_axis, counts)
+            yield from _steps(replica_axis.route.all_reduce(slot, shard, in_place, what, inspect))
         self._has_shard = True
         if not self.is_tied and (boundary or replica_axis.size == 1):
             self.leave(boundary)
@@ -221,45 +231,39 @@ class GroupGradient:
         if self.local is None:
             numel = self.group.layout.padded_numel
             self.local = torch.zeros(numel, dtype=self.accumulation_dtype, device=self.group.full.device)
-        self._add_gradients([(0, self.local.numel(), self.local)], accumulate=self._has_local)
+        Staging(self.group, [(0, self.local.numel(), self.local)], adds=self._has_local).finish()
         self._has_local = True
 
-    def _write_gradients(self, regions: Sequence[Region], accumulate: bool) -> None:
-        """regions = (regions +) gradients of this rank, and frees them."""
+    def _staging_axis(self, boundary: bool) -> Axis | None:
+        """The axis in whose slot a backward's gradients are staged; None: they go into the shard."""
+        mesh = self.group.mesh
+        if mesh.shard.size > 1:
+            return mesh.shard
+        return mesh.replica if mesh.replica.size > 1 and boundary and not self._has_shard else None
+
+    def _open_staging(self, axis: Axis | None, slot: Tensor | None) -> Staging:
+        """To the shard, or to the slot of `axis` but for what this rank itself sums in place."""
+        shard, numel = self._open_shard(), self.group.layout.padded_numel
+        regions: list[Region] = [(0, numel, shard if slot is None else slot)]
+        if axis is not None and slot is not None and self._sums_in_place(axis, slot, shard):
+            own = regions_of(numel, axis.size)[axis.rank]
+            memory = shard if axis is self.group.mesh.shard else shard[own]
+            regions = [
+                (0, own.start, slot[: own.start]),
+                (own.start, own.stop, memory),
+                (own.stop, numel, slot[own.stop :]),
+            ]
+        adds = slot is None and self._has_shard
         if self._has_local:
             assert self.local is not None
             for start, end, memory in regions:
-                memory.add_(self.local[start:end]) if accumulate else memory.copy_(self.local[start:end])
-            self._has_local, accumulate = False, True
-        self._add_gradients(regions, accumulate)
+                memory.add_(self.local[start:end]) if adds else memory.copy_(self.local[start:end])
+            self._has_local, adds = False, True
+        return Staging(self.group, regions, adds)
 
-    def _add_gradients(self, regions: Sequence[Region], accumulate: bool) -> None:
-        end = 0
-        for slot, param in zip(self.group.layout.slots, self.group.params, strict=True):
-            gradient, param.grad = param.grad, None
-            if not accumulate:  # the gap that aligns the parameter, and what no gradient is written to
-                _zero(regions, end, slot.end_in_flat if gradient is None else slot.offset_in_flat)
-            end = slot.end_in_flat
-            if gradient is None:
-                continue
-            if gradient.is_sparse:
-                gradient = gradient.to_dense()
-            for place, part in _overlaps(regions, slot, gradient):
-                place.add_(part) if accumulate else place.copy_(part)
-        if not accumulate:
-            _zero(regions, end, self.group.layout.padded_numel)
-
-    def _stage(self, slot: Tensor, own: slice, own_memory: Tensor | None) -> None:
-        """Puts the gradients into the slot; what this rank sums itself, `own`, into `own_memory`, if given."""
-        numel = slot.numel()
-        regions: list[Region] = [(0, numel, slot)]
-        if own_memory is not None:
-            regions = [
-                (0, own.start, slot[: own.start]),
-                (own.start, own.stop, own_memory),
-                (own.stop, numel, slot[own.stop :]),
-            ]
-        self._write_gradients(regions, accumulate=False)
+    def _sums_in_place(self, axis: Axis, slot: Tensor, shard: Tensor) -> bool:
+        """Where nothing was accumulated yet, this rank's own part need not go through the slot."""
+        return axis.route.sums_in_place and not self._has_shard and slot.dtype == shard.dtype
 
     def _inspect(self, axis: Axis, counts: bool, offset: int, total: Tensor, contributions: Sequence[Tensor]) -> None:
         """Adds the squares of what was summed here to the norm, and traces a non-finite value to its rank."""
@@ -287,25 +291,6 @@ class GroupGradient:
         if in_place and not producers:
             producers = [axis.ranks[axis.rank]]  # its own contribution has become the sum; nobody else's was bad
         self.non_finite = NonFinite(name, producers[0] if producers else None)
-
-
-def _overlaps(regions: Sequence[Region], slot: Slot, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """(memory, the part of a parameter's gradient that belongs there) for each region that the parameter touches."""
-    for start, end, memory in regions:
-        low, high = max(start, slot.offset_in_flat), min(end, slot.end_in_flat)
-        if low >= high:
-            continue
-        place = memory[low - start : high - start]
-        if high - low == slot.numel:
-            yield place.view(slot.shape), gradient
-        else:
-            yield place, gradient.reshape(-1)[low - slot.offset_in_flat : high - slot.offset_in_flat]
-
-
-def _zero(regions: Sequence[Region], low: int, high: int) -> None:
-    for start, end, memory in regions:
-        if max(start, low) < min(end, high):
-            memory[max(start, low) - start : min(end, high) - start].zero_()
 
 
 def _steps(reduction: Reduction) -> Iterator[None]:

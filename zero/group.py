@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Axis, Mesh, Pending
-from ..offload import Memory, StoredRange
+from ..offload import Memory, StoredRange, Transfer
 from .group_memory import GroupMemory
 from .layout import FlatLayout, Piece
 from .released import mark_present, mark_released
@@ -60,6 +60,7 @@ class ShardedGroup:
         self.residence = Residence.FULL
         self.full = torch.empty(0)
         self.shard = torch.empty(0)
+        self._loading: Transfer | None = None  # of the shard; the gather comes after it
         self._pending: Pending | None = None
         self._memory: GroupMemory | None = None
         self._rest: ShardRest | None = None
@@ -80,7 +81,7 @@ class ShardedGroup:
     def full_bytes(self) -> int:
         """Bytes that `full` takes now."""
         held = self.layout.padded_numel * self.dtype.itemsize
-        if not self.frees_memory or self.residence is Residence.FULL or self._pending is not None:
+        if not self.frees_memory or self.residence is Residence.FULL or self._is_coming:
             return held
         if self._rest is not None or self._memory is None or not self._memory.own_is_in_full:
             return 0
@@ -162,14 +163,34 @@ class ShardedGroup:
 
     def start_gather(self) -> None:
         """Starts to make the parameters full. Does nothing where that was started, or is so."""
-        if self.residence is Residence.SHARDED and self._pending is None:
-            self._pending = self._gather_into_full()
+        if self.residence is Residence.FULL or self._is_coming:
+            return
+        if not self.frees_memory:
+            self._pending = Pending()
+            return
+        assert self._memory is not None
+        if self._rest is not None:
+            self._rest.make_way(self)
+            self._memory.take_all()
+            self._loading = self._rest.fetch(self)
+        else:
+            self._memory.take_others()
+            self._pending = self._exchange()
+
+    def continue_gather(self) -> None:
+        """Starts what has to wait for the shard to be loaded; a collective then, which `start_gather` was not."""
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            self._pending = Pending()  # for `release`, should the load fail
+            loading.wait()
+            self._pending = self._exchange()
 
     def gather(self) -> None:
         """Makes the parameters full."""
         if self.residence is Residence.FULL:
             return
         self.start_gather()
+        self.continue_gather()
         assert self._pending is not None
         self._pending.wait()
         self._pending = None
@@ -183,7 +204,9 @@ class ShardedGroup:
         """Frees the full parameters; only where the policy frees them at all."""
         if not self.frees_parameters:
             return
-        if self._pending is not None:  # prefetched, and then not needed
+        if self._is_coming:  # prefetched, and then not needed
+            self.continue_gather()
+            assert self._pending is not None
             self._pending.wait()
             self._pending = None
         elif self.residence is Residence.SHARDED:
@@ -201,25 +224,12 @@ class ShardedGroup:
             return Pending()
         return self.axis.route.gather(self.full, self.shard, f"gather of {self.name}")
 
-    def _gather_into_full(self) -> Pending:
-        if not self.frees_memory:
-            return Pending()
-        what = f"gather of {self.name}"
-        assert self._memory is not None
-        if self._rest is not None:
-            self._rest.make_way(self)
-            self._memory.take_all()
-            transfer = self._rest.fetch(self)
+    @property
+    def _is_coming(self) -> bool:
+        return self._loading is not None or self._pending is not None
 
-            def load_then_gather() -> None:
-                # The gather begins when it is waited for: units are waited for in the canonical order, used or not, so
-                # the ranks still issue the same collectives in the same order.
-                transfer.wait()
-                self.axis.route.gather(self.full, self.shard, what).wait()
-
-            return Pending(load_then_gather)
-        self._memory.take_others()
-        return self.axis.route.gather(self.full, self.shard, what)
+    def _exchange(self) -> Pending:
+        return self.axis.route.gather(self.full, self.shard, f"gather of {self.name}")
 
     def _free_memory(self) -> None:
         if self._rest is not None:

@@ -78,6 +78,8 @@ class ScheduledUnits:
             self._users[id(unit)].add(stage)
             unit.start_gather()
         for unit in self._stages[stage]:
+            unit.continue_gather()
+        for unit in self._stages[stage]:
             unit.gather()
 
     def release(self, stage: int) -> None:

@@ -59,6 +59,7 @@ class Unit:
         self.groups = groups
         self.gradients = gradients
         self.trained = frozenset(id(p) for gradient in gradients for p in gradient.group.params)
+        self._places = {id(p): i for gradient in gradients[:1] for i, p in enumerate(gradient.group.params)}
         self.waiting: set[int] = set()  # parameters whose gradient has not come yet in this backward
         self.is_ready = False
         self.is_collected = False
@@ -76,6 +77,10 @@ class Unit:
         for group in self.groups:
             group.start_gather()
 
+    def continue_gather(self) -> None:
+        for group in self.groups:
+            group.continue_gather()
+
     def gather(self) -> None:
         for group in self.groups:
             group.gather()
@@ -83,6 +88,11 @@ class Unit:
     def release(self) -> None:
         for group in self.groups:
             group.release()
+
+    def take_early(self, param: nn.Parameter, boundary: bool) -> None:
+        """Stages a gradient before the others of the unit are there, if it is of the group that is reduced first."""
+        if id(param) in self._places:
+            self.gradients[0].take_early(self._places[id(param)], boundary)
 
 
 _MAX_PREFETCHED = 2  # more would cost memory and hide nothing further
@@ -122,6 +132,8 @@ class GatherRing:
             found.gather()
         else:
             self._drop()
+        if self._issued:  # was loaded while the last unit was used, and is gathered while this one is
+            self._issued[0][0].continue_gather()
         self._prefetch()
         return found is wanted
 
@@ -263,6 +275,8 @@ class UnitSequence:
         if not unit.waiting and unit is not self.rest:
             unit.is_ready = True
             self._collect_ready()
+        elif unit is self.reduction_order[self._reduction_cursor]:
+            unit.take_early(param, self._boundary)
 
     def end_backward(self) -> None:
         """Reduces what is left: units that this rank did not use, and the rest."""

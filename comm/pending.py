@@ -35,14 +35,22 @@ class Reduction:
     computation between the two. `advance` runs the next phase and says whether it was the last one.
     """
 
-    __slots__ = ("_phases",)
+    __slots__ = ("_phases", "_polls")
 
-    def __init__(self, phases: Sequence[Callable[[], None]]) -> None:
+    def __init__(self, phases: Sequence[Callable[[], None]], polls: Sequence[Callable[[], bool]] = ()) -> None:
+        """polls: for each phase, whether it would not wait; none: that is not known before it has."""
         self._phases = list(phases)
+        self._polls = list(polls)
+
+    @property
+    def is_ready(self) -> bool:
+        """True where it is known that `advance` would not wait."""
+        return bool(self._polls) and self._polls[0]()
 
     def advance(self) -> bool:
         if self._phases:
             self._phases.pop(0)()
+            del self._polls[:1]
         return not self._phases
 
     def wait(self) -> None:

@@ -140,7 +140,7 @@ class SharedMemoryRoute:
 
     def next_slot(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """What `open_slot` will give next: it may be written already. None where not all have consumed it yet."""
-        if self._counters[:, _CONSUMED].min() < self._num_opened - len(self._slots) + 1:
+        if not self._has_come(_CONSUMED, self._num_opened - len(self._slots) + 1):
             return None
         return self._slots[self._num_opened % len(self._slots)][self.rank][: numel * dtype.itemsize].view(dtype)
 
@@ -173,7 +173,7 @@ class SharedMemoryRoute:
                 inspect(0, out, mine)
             self._set(_CONSUMED, number + 1)
 
-        return Reduction([reduce])
+        return Reduction([reduce], [lambda: self._has_come(_POSTED, number + 1)])
 
     def all_reduce(self, slot: Tensor, out: Tensor, in_place: bool, what: str, inspect: Inspect | None) -> Reduction:
         """out = sum over ranks of slot. Each rank sums its region of all slots, and reads the others' sums.
@@ -205,7 +205,10 @@ class SharedMemoryRoute:
                     out[region].copy_(self._sums_of(rank, number, slot, out, region))
             self._set(_CONSUMED, number + 1)
 
-        return Reduction([reduce, collect])
+        return Reduction(
+            [reduce, collect],
+            [lambda: self._has_come(_POSTED, number + 1), lambda: self._has_come(_REDUCED, number + 1)],
+        )
 
     def sum_small(self, values: Tensor, what: str) -> Tensor:
         """The exact sum over ranks of a small int64 vector; also a barrier."""
@@ -254,6 +257,9 @@ class SharedMemoryRoute:
 
     def _set(self, counter: int, value: int) -> None:
         self._counters[self.rank, counter] = value
+
+    def _has_come(self, counter: int, target: int) -> bool:
+        return bool(self._counters[:, counter].min() >= target)
 
     def _wait_for(self, counter: int, target: int, what: str, sequence: int) -> None:
         """Returns when the counter of every rank has reached target. sequence: of the collective, for the record."""

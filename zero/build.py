@@ -72,7 +72,7 @@ class ModelPlan:
         """
         kinds = [(group.layout.padded_numel, group.dtype) for group in self.groups]
         copies = sum(n * (dtypes.accumulated(dtype) if shares_gradients else dtype).itemsize for n, dtype in kinds)
-        return copies + 4 * num_ranks * slot_bytes(self.groups, dtypes) + (1 << 20)
+        return copies + 2 * num_ranks * slot_bytes(self.groups, dtypes) + (1 << 20)
 
 
 def slot_bytes(groups: Iterable[GroupPlan], dtypes: Dtypes) -> int:
@@ -96,8 +96,9 @@ def build_units(
     plans = plan.groups
     take_memory = _memory_for(plans, mesh, policy, rest)
     staged = slot_bytes(plans, dtypes)
-    # One unit is staged while the one before it is summed; an all-reduce takes one more phase.
-    for axis, nbytes, count in ((mesh.shard, staged, 2), (mesh.replica, staged // mesh.shard.size, 3)):
+    # A unit is staged when the one before it was summed; an all-reduce takes one more phase. One more is no faster:
+    # ranks that are apart by less than a unit do not wait.
+    for axis, nbytes, count in ((mesh.shard, staged, 1), (mesh.replica, staged // mesh.shard.size, 2)):
         if axis.size > 1 and staged:
             axis.route.reserve_slots(nbytes, count)
     units = []

@@ -67,6 +67,7 @@ class GroupGradient:
         self._on_host: Tensor | None = None  # the sum of the shards that have left
         self._common: Tensor | None = None  # of all replicas
         self._staging: Staging | None = None  # of the backward that runs
+        self._early: list[int] = []  # parameters whose gradients wait for it
 
     def share(self, memory: Tensor) -> None:
         """memory: (shard_numel,) of the accumulation dtype, the same on all replicas, from their route.
@@ -97,6 +98,7 @@ class GroupGradient:
         self.square_limbs = torch.zeros(NUM_LIMBS, dtype=torch.int64)
         self.non_finite = None
         self._staging = None
+        self._early.clear()
         self._has_local = False
         self._has_shard = False
         if self.group.axis.route.copies_are_shared or self._host is not None:
@@ -133,23 +135,23 @@ class GroupGradient:
 
         Stages it right away, unless that would wait for other ranks or change a rounding; else `collect` does later.
         """
+        if self._staging is None and not self._may_stage_early(boundary):
+            return
+        self._early.append(index)
         if self._staging is None:
             axis, slot = self._staging_axis(boundary), None
-            if self._has_local or not (boundary or self.reduces_every_backward) or (axis is None and self._has_shard):
-                return
             if axis is not None:
-                if torch.promote_types(self.reduce_dtype, self.group.dtype) != self.reduce_dtype:
-                    return
                 slot = axis.route.next_slot(self.group.layout.padded_numel, self.reduce_dtype)
                 if slot is None:
-                    return
+                    return  # the next gradient may find it
             self._staging = self._open_staging(axis, slot)
-        self._staging.take(index)
+        while self._early:
+            self._staging.take(self._early.pop())
 
-    def collect(self, boundary: bool) -> Iterator[None]:
+    def collect(self, boundary: bool) -> Iterator[Reduction]:
         """Takes the gradients of one backward pass and reduces them, step by step: a step for each `next`.
 
-        The first step stages them and frees `param.grad`; the later ones wait for other ranks.
+        The first step stages them and frees `param.grad`; each later one takes the reduction that was given on.
         """
         if not boundary and not self.reduces_every_backward:
             self._keep_local()
@@ -160,6 +162,7 @@ class GroupGradient:
         if axis is not None:
             slot = axis.route.open_slot(self.group.layout.padded_numel, self.reduce_dtype, what)
         staging, self._staging = self._staging or self._open_staging(axis, slot), None
+        self._early.clear()
         staging.finish()
         shard, accumulate = self._open_shard(), self._has_shard
         counts = boundary and self._host is None
@@ -241,6 +244,14 @@ class GroupGradient:
             return mesh.shard
         return mesh.replica if mesh.replica.size > 1 and boundary and not self._has_shard else None
 
+    def _may_stage_early(self, boundary: bool) -> bool:
+        """True where the gradient is reduced after this backward, and a part that comes twice is added exactly."""
+        if self._has_local or not (boundary or self.reduces_every_backward):
+            return False
+        if self._staging_axis(boundary) is None:
+            return not self._has_shard
+        return torch.promote_types(self.reduce_dtype, self.group.dtype) == self.reduce_dtype
+
     def _open_staging(self, axis: Axis | None, slot: Tensor | None) -> Staging:
         """To the shard, or to the slot of `axis` but for what this rank itself sums in place."""
         shard, numel = self._open_shard(), self.group.layout.padded_numel
@@ -293,7 +304,7 @@ class GroupGradient:
         self.non_finite = NonFinite(name, producers[0] if producers else None)
 
 
-def _steps(reduction: Reduction) -> Iterator[None]:
-    yield
+def _steps(reduction: Reduction) -> Iterator[Reduction]:
+    yield reduction
     while not reduction.advance():
-        yield
+        yield reduction

@@ -6,8 +6,7 @@ without a canonical one; `sequence.py` is for ranks that go through a whole mode
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ import torch
 
 from ..comm import Mesh, Pending
 from .gradient import GroupGradient
+from .reductions import Reductions
 from .sequence import Unit
 
 _FIRST_TAG = 1 << 19  # below are those of the schedule's messages
@@ -57,7 +57,7 @@ class ScheduledUnits:
         self._mesh = mesh
         self._users: dict[int, set[int]] = {id(unit): set() for unit in units}  # stages for which it is full
         self._unreduced: dict[int, set[int]] = {}
-        self._in_flight: deque[Iterator[None]] = deque()
+        self._reductions = Reductions()
         for one in tied:
             for gradient in one.unit.gradients:
                 gradient.is_tied = True
@@ -65,7 +65,7 @@ class ScheduledUnits:
 
     def begin_step(self) -> None:
         """No gradient of the step was made yet."""
-        self._in_flight.clear()
+        self._reductions.abandon()
         self._unreduced = {
             id(unit): {stage for stage, members in self._stages.items() if unit in members} for unit in self.units
         }
@@ -109,29 +109,20 @@ class ScheduledUnits:
 
     def _start(self, unit: Unit, boundary: bool) -> None:
         for gradient in unit.gradients:
-            self._advance()
-            steps = gradient.collect(boundary)
-            if next(steps, _DONE) is not _DONE:
-                self._in_flight.append(steps)
-
-    def _advance(self) -> None:
-        for steps in list(self._in_flight):
-            if next(steps, _DONE) is _DONE:
-                self._in_flight.remove(steps)
+            self._reductions.start(gradient, boundary)
 
     # -- the ends of a step ---------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Completes all reductions, and sums what is tied. A collective over pipe and data-parallel ranks."""
-        while self._in_flight:
-            self._advance()
+        self._reductions.finish()
         for index, one in enumerate(self._tied):
             for gradient in one.unit.gradients:
                 self._sum_tied(one, gradient, _FIRST_TAG + index)
 
     def abort(self) -> None:
         """Ends a step that an error has ended."""
-        self._in_flight.clear()
+        self._reductions.abandon()
         self.release_all()
 
     def release_all(self) -> None:
@@ -160,6 +151,3 @@ class ScheduledUnits:
         if tied.is_first(own):
             gradient.count()
         gradient.leave(is_final=True)
-
-
-_DONE = object()

@@ -25,7 +25,7 @@ gathered and released when it is used and at no other time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import Enum
 
 import torch
@@ -34,6 +34,7 @@ from torch import nn
 from ..comm import CollectiveError, Progress
 from .gradient import GroupGradient
 from .group import Residence, ShardedGroup
+from .reductions import Reductions
 
 
 class StateError(RuntimeError):
@@ -179,7 +180,7 @@ class UnitSequence:
         self._backward_ring = GatherRing((), prefetch_numel)
         self.reduction_order = [*reversed(self.blocks), self.rest]
         self._reduction_cursor = 0
-        self._in_flight: deque[Iterator[None]] = deque()
+        self._reductions = Reductions()
         self._num_uses = 0
         self._boundary = True
         self._expects_backward = False
@@ -272,6 +273,7 @@ class UnitSequence:
                 "outside of its unit's forward: leave its unit out of zero_optimization.units."
             )
         unit.waiting.discard(id(param))
+        self._reductions.poll()
         if not unit.waiting and unit is not self.rest:
             unit.is_ready = True
             self._collect_ready()
@@ -283,8 +285,7 @@ class UnitSequence:
         for unit in self.units:
             unit.is_ready = True
         self._collect_ready()
-        while self._in_flight:
-            self._advance()
+        self._reductions.finish()
         if self._needs_ring:
             self._backward_ring.finish()
         self._end_pass()
@@ -296,10 +297,9 @@ class UnitSequence:
         """
         self.phase = Phase.IDLE
         if isinstance(error, CollectiveError):
-            self._in_flight.clear()
+            self._reductions.abandon()
             return
-        while self._in_flight:
-            self._advance()
+        self._reductions.finish()
         self._end_pass()
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
@@ -330,20 +330,11 @@ class UnitSequence:
             if self._needs_ring:
                 self._backward_ring.leave_behind(unit)
             for gradient in unit.gradients:
-                self._advance()
-                steps = gradient.collect(self._boundary)
-                if next(steps, _DONE) is not _DONE:
-                    self._in_flight.append(steps)
+                self._reductions.start(gradient, self._boundary)
             if unit is not self.rest:
                 unit.release()
 
-    def _advance(self) -> None:
-        for steps in list(self._in_flight):
-            if next(steps, _DONE) is _DONE:
-                self._in_flight.remove(steps)
 
-
-_DONE = object()
 _OUTSIDE_BACKWARD = (
     "{where} was computed outside of engine.backward: expected `engine.backward(loss)`, which scales the loss and "
     "reduces gradients over the ranks; found a direct call such as `loss.backward()`"

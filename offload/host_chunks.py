@@ -31,6 +31,10 @@ class HostChunks:
             self._buffers[key] = self._pool.take(self._sizes[key])
         return self._buffers[key]
 
+    def fork(self, key: str, other: str) -> Tensor:
+        """(n,) uint8: a copy of a key under another one. Raises OffloadError where the pool has no room."""
+        return self.create(other).copy_(self.acquire(key))
+
     def release(self, key: str, changed: bool) -> None:
         pass
 

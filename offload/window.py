@@ -32,7 +32,7 @@ class Window:
     | state    | begins with            | ends with                                          |
     |----------|------------------------|----------------------------------------------------|
     | coming   | `prefetch`             | `acquire`, or room is wanted: the guess was wrong  |
-    | acquired | `acquire`, `create`    | `release`                                          |
+    | acquired | `acquire`, `create`    | `release`, `fork`                                  |
     | leaving  | `release(key, True)`   | room is wanted, or `acquire`: no need to load it   |
 
     A failed transfer raises OffloadError in the call that waits for it, and its buffer is given back. `close` gives
@@ -93,14 +93,18 @@ class Window:
 
     def create(self, key: str) -> Tensor:
         """(n,) uint8, content arbitrary: a buffer for a key that the store need not have yet. Then as `acquire`."""
-        if key in self._acquired:
-            raise ValueError(f"expected '{key}' to be released before it is made anew, found it acquired")
-        for state in (self._coming, self._leaving):
-            if key in state:
-                self._pool.give(self._end_transfer(state, key))
+        self._forget(key)
         self._want_room(key)
         self._acquired[key] = self._pool.take(self._sizes[key])
         return self._acquired[key]
+
+    def fork(self, key: str, other: str) -> Tensor:
+        """(n,) uint8: goes on with the work on an acquired key as `other`; the store keeps what `key` was."""
+        if key not in self._acquired:
+            raise ValueError(f"expected a key that was acquired, found '{key}', which is not")
+        self._forget(other)
+        self._acquired[other] = self._acquired.pop(key)
+        return self._acquired[other]
 
     def release(self, key: str, changed: bool) -> None:
         """Ends the work on a key: what has changed is saved, anything else given back at once."""
@@ -144,6 +148,14 @@ class Window:
             self.close()
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
+
+    def _forget(self, key: str) -> None:
+        """Gives back what is here of a key that is made anew."""
+        if key in self._acquired:
+            raise ValueError(f"expected '{key}' to be released before it is made anew, found it acquired")
+        for state in (self._coming, self._leaving):
+            if key in state:
+                self._pool.give(self._end_transfer(state, key))
 
     def _want_room(self, key: str) -> None:
         """Room for a key that is needed now. Raises OffloadError where there is none."""

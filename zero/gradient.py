@@ -78,6 +78,11 @@ class GroupGradient:
         self._common = memory
 
     @property
+    def updates_next(self) -> bool:
+        """Whether the parameters are updated as soon as the sum is complete, where they are."""
+        return self.on_final is not None and self._host is None
+
+    @property
     def held_bytes(self) -> int:
         """This rank's part of the memory that gradients take now, but for those of the parameters themselves."""
         shared = 0 if self._common is None else self._common.nbytes // self.group.mesh.replica.size

@@ -83,9 +83,10 @@ class ShardedGroup:
         held = self.layout.padded_numel * self.dtype.itemsize
         if not self.frees_memory or self.residence is Residence.FULL or self._is_coming:
             return held
-        if self._rest is not None or self._memory is None or not self._memory.own_is_in_full:
+        if self._memory is None or not self._memory.own_is_in_full:
             return 0
-        return self.layout.shard_numel * self.dtype.itemsize
+        has_own = self._rest is None or self._rest.holds(self)
+        return self.layout.shard_numel * self.dtype.itemsize if has_own else 0
 
     @property
     def pieces(self) -> list[Piece]:
@@ -200,8 +201,11 @@ class ShardedGroup:
             self._point_params_at_full()
         self.residence = Residence.FULL
 
-    def release(self) -> None:
-        """Frees the full parameters; only where the policy frees them at all."""
+    def release(self, holds_shard: bool = False) -> None:
+        """Frees the full parameters; only where the policy frees them at all.
+
+        holds_shard: which else rests in a store, is updated next, and then `let_go`.
+        """
         if not self.frees_parameters:
             return
         if self._is_coming:  # prefetched, and then not needed
@@ -213,7 +217,7 @@ class ShardedGroup:
             return
         if self.frees_memory:
             self._empty_params()
-            self._free_memory()
+            self._free_memory(holds_shard)
         else:
             self._mark_released()
         self.residence = Residence.SHARDED
@@ -231,10 +235,14 @@ class ShardedGroup:
     def _exchange(self) -> Pending:
         return self.axis.route.gather(self.full, self.shard, f"gather of {self.name}")
 
-    def _free_memory(self) -> None:
+    def _free_memory(self, holds_shard: bool) -> None:
         if self._rest is not None:
-            if self._has_changed:
-                self._has_changed = False
+            has_changed, self._has_changed = self._has_changed, False
+            if holds_shard:
+                assert self._memory is not None
+                self._memory.give_others()
+                self._rest.hold(self, has_changed)
+            elif has_changed:
                 self._rest.leave(self)
             else:
                 self.give_all_memory()

@@ -152,10 +152,8 @@ class OffloadedStates:
             if index + 1 < len(chunks):
                 self._window.prefetch(self._key_of(chunks[index + 1]))
             if keeps_old:
-                key, old_key, old = self._other_key_of(chunk), key, buffer
-                buffer = self._window.create(key)
-                buffer.copy_(old)
-                self._window.release(old_key, False)
+                key, old_key = self._other_key_of(chunk), key
+                buffer = self._window.fork(old_key, key)
                 self._undecided.append(chunk)
             try:
                 yield chunk, chunk.layout.views(buffer)

@@ -155,11 +155,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             opened = self._coming if self._coming is not None else self._opened([shard])
             for visit in visiting([shard.visit(self._rest, has_memory=True)]):
                 self._update(shard, shard.gradient.shard, self._terms(gradient_scale), opened, visit)
-            if shard.is_apart and self._rest is not None:
-                self._rest.settle()  # what was read of the shard for `speculation` is of before
+            if self._rest is not None:
+                # What was read of a shard that is apart, for `speculation`, is of before.
+                self._rest.settle() if shard.is_apart else self._rest.let_go(shard.group)
 
     def skip(self, shard: ShardState) -> None:
         """Leaves a shard as it is, in its turn among those of `begin_step`."""
+        if self._rest is not None:
+            self._rest.let_go(shard.group)
         if self._coming is not None:
             for _ in shard.chunks:
                 next(self._coming)

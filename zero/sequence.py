@@ -90,6 +90,12 @@ class Unit:
         for group in self.groups:
             group.release()
 
+    def release_reduced(self, boundary: bool) -> None:
+        """As `release`, after the last use before an update that may come in the backward."""
+        updated = {id(gradient.group) for gradient in self.gradients if boundary and gradient.updates_next}
+        for group in self.groups:
+            group.release(holds_shard=id(group) in updated)
+
     def take_early(self, param: nn.Parameter, boundary: bool) -> None:
         """Stages a gradient before the others of the unit are there, if it is of the group that is reduced first."""
         if id(param) in self._places:
@@ -332,7 +338,7 @@ class UnitSequence:
             for gradient in unit.gradients:
                 self._reductions.start(gradient, self._boundary)
             if unit is not self.rest:
-                unit.release()
+                unit.release_reduced(self._boundary)
 
 
 _OUTSIDE_BACKWARD = (

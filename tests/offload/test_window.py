@@ -322,3 +322,25 @@ def test_a_key_is_acquired_once_at_a_time() -> None:
             window.create(KEYS[0])
         with pytest.raises(ValueError, match="expected a key that was acquired, found 'unit 1'"):
             window.release(KEYS[1], changed=True)
+
+
+def test_work_on_a_key_goes_on_as_another_and_the_first_stays_what_it_was() -> None:
+    store, pool = filled(HostStore()), CountingPool()
+    sizes = {**dict(zip(KEYS, SIZES, strict=True)), "new": SIZES[0]}
+    (before,) = content(store, KEYS[:1], SIZES[:1])
+    with Window(store, pool, sizes, depth=0) as window:
+        assert torch.equal(window.acquire(KEYS[0]), before)
+        window.fork(KEYS[0], "new").fill_(100)
+        assert pool.num_out == 1  # the same buffer
+        with pytest.raises(ValueError, match="expected a key that was acquired, found 'unit 0'"):
+            window.fork(KEYS[0], "new")
+        window.acquire(KEYS[0])
+        with pytest.raises(ValueError, match="expected 'new' to be released before it is made anew"):
+            window.fork(KEYS[0], "new")
+        window.release(KEYS[0], changed=False)
+        window.release("new", changed=True)
+        window.acquire(KEYS[0])
+        window.fork(KEYS[0], "new").add_(1)  # what is still being saved counts no more
+        window.release("new", changed=True)
+    assert torch.equal(content(store, KEYS[:1], SIZES[:1])[0], before)
+    assert torch.equal(content(store, ["new"], SIZES[:1])[0], before + 1)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from ..comm import Mesh
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.policy import ZeroPolicy
@@ -73,9 +71,4 @@ def measure(units: Sequence[Unit], optimizer: ShardedOptimizer, mesh: Mesh) -> M
                 parameters += group.shard.untyped_storage().nbytes()
         for gradient in unit.gradients:
             gradients += gradient.held_bytes
-            gradients += sum(_bytes(param.grad) for param in gradient.group.params)
     return ModelStateBytes(parameters, gradients, optimizer.state_bytes())
-
-
-def _bytes(tensor: Tensor | None) -> int:
-    return tensor.nbytes if tensor is not None else 0

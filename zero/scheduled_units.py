@@ -61,7 +61,6 @@ class ScheduledUnits:
         for one in tied:
             for gradient in one.unit.gradients:
                 gradient.is_tied = True
-        self.begin_step()
 
     def begin_step(self) -> None:
         """No gradient of the step was made yet."""
@@ -69,6 +68,9 @@ class ScheduledUnits:
         self._unreduced = {
             id(unit): {stage for stage, members in self._stages.items() if unit in members} for unit in self.units
         }
+        for unit in self.units:
+            for gradient in unit.gradients:
+                gradient.accumulate_in_place()
 
     # -- what the executor calls ----------------------------------------------------------------------------------
 

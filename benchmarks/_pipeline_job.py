@@ -38,13 +38,15 @@ class PipelineWork:
 class PipelineResult:
     """What one job gave, warm-up left out of the seconds and timelines; bytes are the maximum over the ranks.
 
-    timelines: step by step, by rank; empty for peers. predicted: makespan and bubble as the simulator has them.
+    timelines: step by step, by rank; empty for peers. predicted: makespan and bubble as the simulator has them for the
+    sleeps that were asked for; predicted_as_timed: for the medians of what rank 0's actions and a message took.
     """
 
     losses: list[float]
     seconds: list[float]  # from the barrier before a step to the end of its last rank
     timelines: list[list[Timeline]]
     predicted: dict[str, float] | None
+    predicted_as_timed: dict[str, float] | None
     peak_bytes: int
     baseline_bytes: int
     wall_seconds: float
@@ -130,7 +132,8 @@ def _gathered(found: list[dict[str, Any]], work: PipelineWork, wall_seconds: flo
         losses=[statistics.fmean(step) for step in losses],
         seconds=[last_rank(step) for step in steps],
         timelines=[[one["timelines"][step] for one in found] for step in steps if found[0]["timelines"]],
-        predicted=found[0]["predicted"],
+        predicted=found[0].get("predicted"),
+        predicted_as_timed=found[0].get("predicted_as_timed"),
         peak_bytes=max(one["peak_bytes"] for one in found),
         baseline_bytes=max(one["baseline_bytes"] for one in found),
         wall_seconds=wall_seconds,

@@ -124,18 +124,20 @@ def sleep_table(rows: Sequence[PipelineRow], title: str) -> Table:
     """One line a schedule: predicted and measured, of the job with the median makespan; and torch's step over ours.
 
     Makespan: from the first start of F, B, I or W to the last end, of all ranks. Bubble: the share of all ranks' time
-    in which they do none of these. Work: how much longer than told the actions themselves took. Torch's time is from a
+    in which they do none of these; as timed: predicted from what actions and messages really took, points: what is
+    above that. Work: how much longer than told the actions themselves took. Torch's time is from a
     barrier to the end of the last rank, the update of the few parameters included, and compared with ours of the same
     kind.
     """
-    headings = ["predicted ms", "measured", "x", "bubble predicted", "measured", "points", "work", "torch step", "ours"]
+    headings = ["predicted ms", "measured", "x", "bubble predicted", "as timed", "measured", "points", "work"]
+    headings += ["torch step", "ours"]
     table = _table(title, headings)
     for row in rows:
         if row.contender.kind != "lowtide" or not row.timed:
             continue
         found = row.middle.timeline
-        told = row.middle.predicted
-        assert told is not None
+        told, timed = row.middle.predicted, row.middle.predicted_as_timed
+        assert told is not None and timed is not None
         length, share = makespan(found), bubble(found)
         work = length * (1 - share) / (told["makespan"] * (1 - told["bubble"]))
         peer = peer_of(rows, row)
@@ -147,8 +149,9 @@ def sleep_table(rows: Sequence[PipelineRow], title: str) -> Table:
             f"{length * 1e3:.0f}",
             f"{length / told['makespan']:.3f}",
             f"{told['bubble']:.1%}",
+            f"{timed['bubble']:.1%}",
             f"{share:.1%}",
-            f"{(share - told['bubble']) * 100:+.1f}",
+            f"{(share - timed['bubble']) * 100:+.1f}",
             f"{work - 1:+.1%}",
             f"{other * 1e3:.0f}" if other else "-",
             f"{row.step_seconds * 1e3:.0f}" if row.step_seconds else "-",

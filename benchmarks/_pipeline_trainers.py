@@ -8,7 +8,7 @@ and DeepSpeed where they are called.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +27,13 @@ Timeline = list[tuple[str, int, int, float, float]]
 class PipelineTrainer:
     """step(tokens, targets): the whole batch -> its mean loss, None where this rank does not know it.
 
-    predicted, timeline: for lowtide alone. predicted(forward, input_half, weight_half), of a rank's share -> what the
+    predicted, timeline: for lowtide alone. predicted(seconds of an F, B, I and W, seconds of a message) -> what the
     simulator says of the schedule that runs; timeline() -> of the last step.
     """
 
     step: Callable[[Tensor, Tensor], float | None]
     timeline: Callable[[], Timeline] | None = None
-    predicted: Callable[[float, float, float], dict[str, Any]] | None = None
+    predicted: Callable[[Mapping[str, float], float], dict[str, float]] | None = None
 
 
 def build_lowtide(model: PipelineModel, contender: PipelineContender, ranks: int, microbatches: int, rows: int) -> Any:
@@ -66,13 +66,17 @@ def build_lowtide(model: PipelineModel, contender: PipelineContender, ranks: int
         found.clear()
         return float(engine.train_step((tokens, targets)).loss)
 
-    def predicted(forward: float, input_half: float, weight_half: float) -> dict[str, Any]:
+    def predicted(seconds: Mapping[str, float], message_seconds: float) -> dict[str, float]:
         from lowtide.pipe.costs import Costs
         from lowtide.pipe.simulator import simulate
 
-        shares = [seconds / contender.chunks for seconds in (forward, input_half, weight_half)]
         costs = Costs.uniform(
-            pipeline.schedule.num_stages, forward=shares[0], input_backward=shares[1], weight_backward=shares[2]
+            pipeline.schedule.num_stages,
+            forward=seconds["F"],
+            backward=seconds["B"],
+            input_backward=seconds["I"],
+            weight_backward=seconds["W"],
+            send=message_seconds,
         )
         simulation = simulate(pipeline.schedule, costs)
         return {"makespan": simulation.makespan, "bubble": simulation.bubble}

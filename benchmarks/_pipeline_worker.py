@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import time
 from contextlib import nullcontext
@@ -26,7 +27,7 @@ from _pipeline_models import (
     build_sleeping_batches,
     build_sleeping_model,
 )
-from _pipeline_trainers import BUILDERS
+from _pipeline_trainers import BUILDERS, Timeline
 
 
 def train(job: dict[str, Any], ranks: int) -> dict[str, Any]:
@@ -45,6 +46,7 @@ def train(job: dict[str, Any], ranks: int) -> dict[str, Any]:
         batches = build_sleeping_batches(num_steps, microbatches)
     work = SleepingProducts(*(seconds / 2 for seconds in sleeps)) if sleeps else nullcontext()  # 2 blocks a rank
     dist.init_process_group("gloo")
+    message_seconds = time_of_a_message() if sleeps else 0.0
     trainer = BUILDERS[contender.kind](model, contender, ranks, microbatches, rows)
     del model
     found: dict[str, Any] = {"losses": [], "seconds": [], "timelines": [], "started": []}
@@ -62,9 +64,37 @@ def train(job: dict[str, Any], ranks: int) -> dict[str, Any]:
             if trainer.timeline:
                 found["timelines"].append(trainer.timeline())
     dist.barrier()
-    predicted = trainer.predicted(*sleeps) if sleeps and trainer.predicted else None
-    found |= {"predicted": predicted, "baseline_bytes": baseline_bytes}
+    if sleeps and trainer.predicted:
+        told = {op: seconds / contender.chunks for op, seconds in zip("FIW", sleeps, strict=True)}
+        told["B"] = told["I"] + told["W"]
+        timed = told | medians_by_op([action for step in found["timelines"][job["warmup"] :] for action in step])
+        found["predicted"] = trainer.predicted(told, 0.0)
+        found["predicted_as_timed"] = trainer.predicted(timed, message_seconds)
+    found["baseline_bytes"] = baseline_bytes
     return found | {"peak_bytes": sampler.peak_bytes if sampler else 0}
+
+
+def time_of_a_message(count: int = 20) -> float:
+    """Seconds from the send of a small tensor to its arrival at a rank that waits for it; the median, on every rank."""
+    rank, took = dist.get_rank(), torch.zeros(count, dtype=torch.float64)
+    for index in range(count):
+        sent = torch.zeros(1, dtype=torch.float64)
+        if rank == 0:
+            time.sleep(0.02)
+            dist.send(sent.fill_(time.perf_counter()), 1)
+        elif rank == 1:
+            dist.recv(sent, 0)
+            took[index] = time.perf_counter() - sent  # one clock for all processes of a host
+    dist.broadcast(took, 1)
+    return float(took.median())
+
+
+def medians_by_op(actions: Timeline) -> dict[str, float]:
+    """Seconds of the actions of each kind that there are."""
+    seconds: dict[str, list[float]] = {}
+    for op, _, _, start, end in actions:
+        seconds.setdefault(op, []).append(end - start)
+    return {op: statistics.median(values) for op, values in seconds.items()}
 
 
 def main() -> None:

@@ -101,6 +101,31 @@ def test_a_model_several_times_its_budget_trains(ranks: RankPool, tmp_path: Path
     assert losses[0] == losses[1]
 
 
+def order_of_gathers(config: dict[str, Any]) -> list[str]:
+    """What begins in a forward, one after the other: blocks, and the messages of gathers."""
+    torch.manual_seed(0)
+    model = tiny_gpt()
+    engine = lowtide.initialize(model, config)
+    found: list[str] = []
+    for index, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda module, args, index=index: found.append(f"forward {index}"))
+    route = engine._mesh.shard.route
+    gather = route.gather
+    route.gather = lambda full, part, what: (found.append(what), gather(full, part, what))[1]  # type: ignore[method-assign]
+    with torch.no_grad():
+        engine.eval_step(token_batch(0, 2))
+    engine.close()
+    return found
+
+
+def test_a_unit_is_gathered_while_the_one_before_it_computes(ranks: RankPool, tmp_path: Path) -> None:
+    config = offloaded(CASES["tiny_gpt"], tmp_path).as_config()
+    for found in ranks(2, order_of_gathers, config):
+        for index in (1, 2):
+            (gather,) = [at for at, what in enumerate(found) if f"blocks.{index} " in what]
+            assert gather < found.index(f"forward {index - 1}"), found
+
+
 def test_checkpoints_and_exports_reach_what_rests(ranks: RankPool, tmp_path: Path) -> None:
     case = CASES["bf16"]
     moved = offloaded(case, tmp_path / "nvme", states_too=True)

@@ -59,6 +59,29 @@ def test_parameters_may_rest_in_a_file_too(ranks: RankPool, tmp_path: Path) -> N
     assert_pairs_agree(ranks(2, train_all, [plain, moved])[0], "rest")
 
 
+def loads_of_a_step(config: dict[str, Any]) -> list[str]:
+    """Which shards a step loads, after the first."""
+    torch.manual_seed(0)
+    engine = lowtide.initialize(tiny_gpt(), config)
+    found: list[str] = []
+    engine.train_step(share_of(token_batch(0, 4)))
+    store = engine.optimizer._rest._store
+    load = store.load
+    store.load = lambda key, out: (found.append(key), load(key, out))[1]
+    engine.train_step(share_of(token_batch(1, 4)))
+    engine.close()
+    return found
+
+
+def test_an_update_in_the_backward_takes_the_shard_that_is_there(ranks: RankPool, tmp_path: Path) -> None:
+    """Each block's is loaded for the forward and for the backward, the last one's once, and none for its update."""
+    place = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"offload_param": place, "offload_optimizer": {**place, "overlap": "speculative"}}
+    config = Case(tiny_gpt, token_batch, stage=3, config={"zero_optimization": zero}).as_config()
+    for loads in ranks(2, loads_of_a_step, config):
+        assert [sum(f"blocks.{index} " in name for name in loads) for index in range(3)] == [2, 2, 1], loads
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_a_float16_overflow_leaves_everything_as_it_was(ranks: RankPool, tmp_path: Path, place: str) -> None:
     fp16 = {"enabled": True, "initial_scale_power": 22, "hysteresis": 1}

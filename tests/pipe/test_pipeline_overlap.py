@@ -142,3 +142,30 @@ def test_what_a_backward_needed_is_freed_by_it(ranks: RankPool, schedule: str) -
         assert checks.get("input", 0) == MICROBATCHES * sum(stage > 0 for stage in own)
         assert checks.get("output", 0) == MICROBATCHES * sum(stage + 1 < complete.num_stages for stage in own)
         assert most_held == simulate(complete).peaks[rank].in_flight
+
+
+def storages_of_gradients(schedule: str) -> list[bool]:
+    """Whether each parameter's gradient lay in its shard, at every action of a step but the last ones."""
+    engine = engine_of(deep_gpt(), schedule, ROWS)
+    found: list[bool] = []
+
+    def note(action: Action, start: float, end: float) -> None:
+        if action.op not in COMPUTE_OPS:
+            return
+        for gradient in engine._gradients:
+            for param in gradient.group.params:
+                if param.grad is not None:
+                    assert gradient.shard is not None
+                    found.append(param.grad.untyped_storage().data_ptr() == gradient.shard.untyped_storage().data_ptr())
+
+    engine._pipeline.executor.on_action = note
+    engine.train_step(models.token_batch(0, ROWS * MICROBATCHES))
+    assert engine.memory().gradient_bytes == sum(gradient.shard.nbytes for gradient in engine._gradients)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_gradients_add_up_in_the_shard_where_nobody_else_has_a_part(ranks: RankPool, schedule: str) -> None:
+    for found in ranks(RANKS, storages_of_gradients, schedule):
+        assert found and all(found)

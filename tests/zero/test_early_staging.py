@@ -1,0 +1,177 @@
+"""Gradients leave their parameters as they come, so that those of a block are never there all at once."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lowtide
+from lowtide.zero.gradient import GroupGradient
+from tests.ranks import RankPool
+from tests.zero.training import ADAMW, Case, Outcome, train_all
+
+WIDTH, LAYERS, BLOCKS = 32, 4, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class TwiceBlock(Block):
+    """Its second layer is used again; each use under a reentrant checkpoint, which runs a backward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in [*self.layers, self.layers[1]]:
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=True))
+        return x
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([TwiceBlock()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](self.inputs(x)).float().square().mean()  # type: ignore[no-any-return]
+
+
+class Fails(torch.autograd.Function):
+    """In the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise ArithmeticError("in the middle")
+
+
+def batch(step: int, rows: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(step)
+    return (torch.randn(rows, WIDTH, generator=generator),)
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """How many gradients of the group are held by their parameters, whenever one of it was offered early."""
+    found: list[int] = []
+    take_early = GroupGradient.take_early
+
+    def noted(self: GroupGradient, index: int, boundary: bool) -> None:
+        take_early(self, index, boundary)
+        found.append(sum(param.grad is not None for param in self.group.params))
+
+    with mock.patch.object(GroupGradient, "take_early", noted):
+        yield found
+
+
+def held_at_most(config: dict[str, Any], accumulation: int = 1) -> tuple[int, int]:
+    """(how often a gradient was offered, the most that were still held then) of a step."""
+    torch.manual_seed(0)
+    engine = lowtide.initialize(
+        Net(),
+        {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": accumulation,
+            "optimizer": ADAMW,
+            "steps_per_print": 0,
+            **config,
+        },
+    )
+    with counted() as found:
+        engine.train_step(*batch(0, 2 * accumulation))
+    engine.close()
+    return len(found), max(found)
+
+
+@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gradient_is_freed_when_it_comes(ranks: RankPool, stage: int, route: str) -> None:
+    config = {"zero_optimization": {"stage": stage}, "communication": {"route": route}}
+    for offered, held in ranks(2, held_at_most, config):
+        assert offered == BLOCKS * (LAYERS - 1)  # the last of a block starts its reduction
+        # On shared memory one may have to wait for the other rank, which has the slot.
+        assert held == 0 if route == "sockets" else held < LAYERS
+
+
+def test_with_one_rank_too(ranks: RankPool) -> None:
+    assert ranks(1, held_at_most, {"zero_optimization": {"stage": 2}}) == [(BLOCKS * (LAYERS - 1), 0)]
+
+
+def test_where_gradients_wait_for_the_boundary_they_stay(ranks: RankPool) -> None:
+    config = {"zero_optimization": {"stage": 1}, "communication": {"route": "sockets"}}
+    for _, held in ranks(2, held_at_most, config, 2):
+        assert held == LAYERS - 1
+
+
+def train_staged_and_not(cases: list[Case]) -> tuple[list[Outcome], list[Outcome]]:
+    staged = train_all(cases)
+    with mock.patch.object(GroupGradient, "take_early", lambda self, index, boundary: None):
+        return staged, train_all(cases)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_one_that_comes_twice_is_added_as_autograd_does(ranks: RankPool, precision: str) -> None:
+    config = {"bf16": {"enabled": precision == "bf16"}, "zero_optimization": {"units": ["blocks.?"]}}
+    case = Case(Twice, batch, config=config)
+    for staged, plain in ranks(2, train_staged_and_not, [case.at(stage) for stage in (0, 2, 3)]):
+        assert [one.differences(other) for one, other in zip(staged, plain, strict=True)] == [[], [], []]
+
+
+def train_by_hand(stage: int, fails: bool) -> tuple[list[float], int]:
+    """(losses, steps) of the classic form. fails: before the second step two microbatches whose second has an error."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": ADAMW,
+        "steps_per_print": 0,
+        "zero_optimization": {"stage": stage},
+    }
+    engine = lowtide.initialize(Net(), config)
+    losses = []
+    for number in range(6):
+        if fails and number == 2:
+            engine.backward(engine(*batch(7, 2)))
+            with pytest.raises(ArithmeticError, match="in the middle"):
+                engine.backward(Fails.apply(engine(*batch(8, 2))))
+        loss = engine(*batch(number, 2))
+        engine.backward(loss)
+        losses.append(loss.item())
+        engine.step()
+    steps = engine.global_step
+    engine.close()
+    return losses, steps
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_error_in_a_backward_ends_the_step(ranks: RankPool, stage: int) -> None:
+    """What the first microbatch had left is forgotten with it: the next two make a step of their own."""
+    with_failure, without = (ranks(2, train_by_hand, stage, fails) for fails in (True, False))
+    assert with_failure == without
+    assert without[0][1] == 3

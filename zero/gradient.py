@@ -33,8 +33,8 @@ class GroupGradient:
         param.grad --copy--> slot --reduce-scatter over `shard`--> shard --all-reduce over `replica`--> shard
 
     Where reductions wait for the accumulation boundary, gradients of earlier microbatches stay full on each rank:
-    in `param.grad` where the dtypes agree, else in `local`, (padded_numel,) of the accumulation dtype. See also
-    `accumulate_in_place`.
+    in `param.grad` where the dtypes agree (see also `accumulate_in_place`), else in `local`, (padded_numel,) of the
+    accumulation dtype.
     The sum of squares of the final values is counted on the way, while they are in the cache.
 
     Replicas that share memory may have one sum for all of them, see `share`. Where the update is made on the host,
@@ -68,7 +68,7 @@ class GroupGradient:
         self._on_host: Tensor | None = None  # the sum of the shards that have left
         self._common: Tensor | None = None  # of all replicas
         self._staging: Staging | None = None  # of the backward that runs
-        self._early: list[int] = []  # parameters whose gradients wait for it
+        self._early: set[int] = set()  # parameters whose gradients wait for it
         self._is_in_place = False  # `param.grad` are views of the shard
 
     def share(self, memory: Tensor) -> None:
@@ -160,13 +160,12 @@ class GroupGradient:
         """
         if self._staging is None and not self._may_stage_early(boundary):
             return
-        self._early.append(index)
+        self._early.add(index)  # once, however often it comes: autograd adds it up
         if self._staging is None:
-            axis, slot = self._staging_axis(boundary), None
-            if axis is not None:
-                slot = axis.route.next_slot(self.group.layout.padded_numel, self.reduce_dtype)
-                if slot is None:
-                    return  # the next gradient may find it
+            axis = self._staging_axis(boundary)
+            slot = None if axis is None else self._next_slot(axis)
+            if axis is not None and slot is None:
+                return  # the next gradient may find it
             self._staging = self._open_staging(axis, slot)
         while self._early:
             self._staging.take(self._early.pop())
@@ -176,9 +175,10 @@ class GroupGradient:
 
         The first step stages them and frees `param.grad`; each later one takes the reduction that was given on.
         """
-        if not boundary and (self._is_in_place or not self.reduces_every_backward):
-            if not self._is_in_place:
-                self._keep_local()
+        if not boundary and self._is_in_place:
+            return
+        if not boundary and not self.reduces_every_backward:
+            self._keep_local()
             return
         what = f"reduction of {self.group.name}"
         shard_axis, replica_axis = self.group.mesh.shard, self.group.mesh.replica
@@ -276,6 +276,9 @@ class GroupGradient:
         if self._staging_axis(boundary) is None:
             return not self._has_shard
         return torch.promote_types(self.reduce_dtype, self.group.dtype) == self.reduce_dtype
+
+    def _next_slot(self, axis: Axis) -> Tensor | None:
+        return axis.route.next_slot(self.group.layout.padded_numel, self.reduce_dtype)
 
     def _open_staging(self, axis: Axis | None, slot: Tensor | None) -> Staging:
         """To the shard, or to the slot of `axis` but for what this rank itself sums in place."""

@@ -1,5 +1,6 @@
 """Gradients leave their parameters as they come, so that those of a block are never there all at once."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from lowtide.comm import Axis
 from lowtide.zero.gradient import GroupGradient
+from lowtide.zero.sequence import UnitSequence
 from tests.ranks import RankPool
 from tests.zero.training import ADAMW, Case, Outcome, train_all
 
@@ -129,17 +132,34 @@ def test_where_gradients_wait_for_the_boundary_they_stay(ranks: RankPool) -> Non
         assert held == LAYERS - 1
 
 
-def train_staged_and_not(cases: list[Case]) -> tuple[list[Outcome], list[Outcome]]:
-    staged = train_all(cases)
+def train_staged_and_not(cases: list[Case], num_refused: int) -> tuple[list[Outcome], list[Outcome]]:
+    """num_refused: how often in a backward the slot is said not to be free."""
+    next_slot, asked = GroupGradient._next_slot, Counter[int]()
+
+    def refusing(self: GroupGradient, axis: Axis) -> Tensor | None:
+        asked[id(self)] += 1
+        return None if asked[id(self)] <= num_refused else next_slot(self, axis)
+
+    def started(self: UnitSequence, boundary: bool) -> None:
+        asked.clear()
+        begin_backward(self, boundary)
+
+    begin_backward = UnitSequence.begin_backward
+    with (
+        mock.patch.object(GroupGradient, "_next_slot", refusing),
+        mock.patch.object(UnitSequence, "begin_backward", started),
+    ):
+        staged = train_all(cases)
     with mock.patch.object(GroupGradient, "take_early", lambda self, index, boundary: None):
         return staged, train_all(cases)
 
 
+@pytest.mark.parametrize("num_refused", [0, 3])  # of five that come; the fourth is one that has come before
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_one_that_comes_twice_is_added_as_autograd_does(ranks: RankPool, precision: str) -> None:
+def test_one_that_comes_twice_is_added_as_autograd_does(ranks: RankPool, precision: str, num_refused: int) -> None:
     config = {"bf16": {"enabled": precision == "bf16"}, "zero_optimization": {"units": ["blocks.?"]}}
     case = Case(Twice, batch, config=config)
-    for staged, plain in ranks(2, train_staged_and_not, [case.at(stage) for stage in (0, 2, 3)]):
+    for staged, plain in ranks(2, train_staged_and_not, [case.at(stage) for stage in (0, 2, 3)], num_refused):
         assert [one.differences(other) for one, other in zip(staged, plain, strict=True)] == [[], [], []]
 
 

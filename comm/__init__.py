@@ -19,9 +19,11 @@ from .errors import CollectiveError
 from .mesh import Mesh
 from .peers import Peers
 from .pending import Inspect, Pending, Reduction, regions_of
+from .summation import NOTHING
 from .world import World
 
 __all__ = [
+    "NOTHING",
     "Activity",
     "Axis",
     "CollectiveError",

@@ -59,7 +59,7 @@ class NativeRoute:
         return slot
 
     def reduce_scatter(
-        self, slot: Tensor, out: Tensor, accumulate: bool, in_place: bool, what: str, inspect: Inspect | None
+        self, slot: Tensor, out: Tensor, accumulate: bool, held: slice, what: str, inspect: Inspect | None
     ) -> Reduction:
         """out = (out +) sum over ranks of slot[this rank's part]. slot: (size * out.numel(),)."""
         direct = slot.dtype == out.dtype and not accumulate
@@ -75,7 +75,7 @@ class NativeRoute:
 
         return Reduction([reduce])
 
-    def all_reduce(self, slot: Tensor, out: Tensor, in_place: bool, what: str, inspect: Inspect | None) -> Reduction:
+    def all_reduce(self, slot: Tensor, out: Tensor, held: slice, what: str, inspect: Inspect | None) -> Reduction:
         """out = sum over ranks of slot."""
         mine = regions_of(out.numel(), self.size)[self.rank]
         pending = self._pending(dist.all_reduce(slot, group=self._group, async_op=True), what)

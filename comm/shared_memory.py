@@ -36,7 +36,7 @@ from torch import Tensor
 
 from .errors import CollectiveError
 from .pending import Inspect, Pending, Reduction, regions_of
-from .summation import sum_in_rank_order
+from .summation import sum_with_held
 from .trail import Channel
 
 FOLDER = "/dev/shm"
@@ -154,11 +154,11 @@ class SharedMemoryRoute:
         return slot
 
     def reduce_scatter(
-        self, slot: Tensor, out: Tensor, accumulate: bool, in_place: bool, what: str, inspect: Inspect | None
+        self, slot: Tensor, out: Tensor, accumulate: bool, held: slice, what: str, inspect: Inspect | None
     ) -> Reduction:
         """out = (out +) sum over ranks of slot[this rank's part]. slot: (size * out.numel(),).
 
-        in_place: this rank's own part is not in its slot but in `out`.
+        held: the part of `out` where this rank's own contribution is, and not in its slot.
         """
         number, sequence = self._post(), self._sequence
         part = out.numel()
@@ -166,20 +166,19 @@ class SharedMemoryRoute:
         def reduce() -> None:
             slots = self._posted(number, slot, what, sequence)
             mine = [other[self.rank * part : (self.rank + 1) * part] for other in slots]
-            if in_place:
-                mine[self.rank] = out
-            sum_in_rank_order(mine, out, accumulate)
+            sum_with_held(mine, self.rank, out, held, accumulate)
             if inspect is not None:
                 inspect(0, out, mine)
             self._set(_CONSUMED, number + 1)
 
         return Reduction([reduce], [lambda: self._has_come(_POSTED, number + 1)])
 
-    def all_reduce(self, slot: Tensor, out: Tensor, in_place: bool, what: str, inspect: Inspect | None) -> Reduction:
+    def all_reduce(self, slot: Tensor, out: Tensor, held: slice, what: str, inspect: Inspect | None) -> Reduction:
         """out = sum over ranks of slot. Each rank sums its region of all slots, and reads the others' sums.
 
-        in_place: this rank's own region is not in its slot but in `out`. Where `out` is memory of `allocate`, each sum
-        is written once, for all ranks; before it is written anew they must have come to a fence or a barrier.
+        held: the part of its own region where this rank's own contribution is in `out`, and not in its slot. Where
+        `out` is memory of `allocate`, each sum is written once, for all ranks; before it is written anew they must have
+        come to a fence or a barrier.
         """
         number, sequence = self._post(), self._sequence
         regions = regions_of(out.numel(), self.size)
@@ -189,9 +188,7 @@ class SharedMemoryRoute:
         def reduce() -> None:
             contributions = [other[mine] for other in self._posted(number, slot, what, sequence)]
             total = out[mine]
-            if in_place:
-                contributions[self.rank] = total
-            sum_in_rank_order(contributions, total, accumulate=False)
+            sum_with_held(contributions, self.rank, total, held, accumulate=False)
             if inspect is not None:
                 inspect(mine.start, total, contributions)
             if not is_common:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .errors import CollectiveError
 from .pending import Inspect, Pending, Reduction, regions_of
-from .summation import sum_in_rank_order
+from .summation import sum_with_held
 from .trail import Channel
 
 _TAGS_PER_NAME = 1 << 11
@@ -86,43 +86,39 @@ class SocketRoute:
         return slot
 
     def reduce_scatter(
-        self, slot: Tensor, out: Tensor, accumulate: bool, in_place: bool, what: str, inspect: Inspect | None
+        self, slot: Tensor, out: Tensor, accumulate: bool, held: slice, what: str, inspect: Inspect | None
     ) -> Reduction:
         """out = (out +) sum over ranks of slot[this rank's part]. slot: (size * out.numel(),).
 
-        in_place: this rank's own part is not in its slot but in `out`.
+        held: the part of `out` where this rank's own contribution is, and not in its slot.
         """
         numel = out.numel()
         bounds = [slice(rank * numel, (rank + 1) * numel) for rank in range(self.size)]
         contributions, works, sequence = self._exchange_parts(slot, bounds, what)
-        if in_place:
-            contributions[self.rank] = out
 
         def reduce() -> None:
             self._wait(works, what, sequence)
-            sum_in_rank_order(contributions, out, accumulate)
+            sum_with_held(contributions, self.rank, out, held, accumulate)
             if inspect is not None:
                 inspect(0, out, contributions)
 
         return Reduction([reduce])
 
-    def all_reduce(self, slot: Tensor, out: Tensor, in_place: bool, what: str, inspect: Inspect | None) -> Reduction:
+    def all_reduce(self, slot: Tensor, out: Tensor, held: slice, what: str, inspect: Inspect | None) -> Reduction:
         """out = sum over ranks of slot. Each rank sums its region and sends the sum to the others.
 
-        in_place: this rank's own region is not in its slot but in `out`.
+        held: the part of its own region where this rank's own contribution is in `out`, and not in its slot.
         """
         bounds = regions_of(out.numel(), self.size)
         contributions, works, first_sequence = self._exchange_parts(slot, bounds, what)
         regions = [out[region] for region in bounds]
         mine = regions[self.rank]
-        if in_place:
-            contributions[self.rank] = mine
         second: list[dist.Work] = []
         tag, sequence = self._next_operation(what)
 
         def reduce() -> None:
             self._wait(works, what, first_sequence)
-            sum_in_rank_order(contributions, mine, accumulate=False)
+            sum_with_held(contributions, self.rank, mine, held, accumulate=False)
             if inspect is not None:
                 inspect(bounds[self.rank].start, mine, contributions)
             second.extend(self._receive({peer: regions[peer] for peer in self._peers}, tag))

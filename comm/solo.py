@@ -48,13 +48,13 @@ class SoloRoute:
         return slot
 
     def reduce_scatter(
-        self, slot: Tensor, out: Tensor, accumulate: bool, in_place: bool, what: str, inspect: Inspect | None
+        self, slot: Tensor, out: Tensor, accumulate: bool, held: slice, what: str, inspect: Inspect | None
     ) -> Reduction:
         """out = (out +) slot."""
         out.add_(slot) if accumulate else out.copy_(slot)
         return self._inspected(out, slot, inspect)
 
-    def all_reduce(self, slot: Tensor, out: Tensor, in_place: bool, what: str, inspect: Inspect | None) -> Reduction:
+    def all_reduce(self, slot: Tensor, out: Tensor, held: slice, what: str, inspect: Inspect | None) -> Reduction:
         """out = slot."""
         out.copy_(slot)
         return self._inspected(out, slot, inspect)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..comm import Axis, Reduction, regions_of
+from ..comm import NOTHING, Axis, Reduction, regions_of
 from ..kernels.sum_of_squares import squares_by_block
 from ..offload import PagePool, TransientBuffer
 from .exact_sum import NUM_LIMBS, to_limbs
@@ -161,14 +161,18 @@ class GroupGradient:
         if self._staging is None and not self._may_stage_early(boundary):
             return
         self._early.add(index)  # once, however often it comes: autograd adds it up
-        if self._staging is None:
-            axis = self._staging_axis(boundary)
-            slot = None if axis is None else self._next_slot(axis)
-            if axis is not None and slot is None:
-                return  # the next gradient may find it
-            self._staging = self._open_staging(axis, slot)
-        while self._early:
-            self._staging.take(self._early.pop())
+        staging = self._early_staging(boundary)
+        if staging is not None:
+            while self._early:
+                staging.take(self._early.pop())
+
+    def place_for(self, index: int, boundary: bool) -> Tensor | None:
+        """Memory for the gradient of parameter `index`, which is about to be made, in such a backward; see `Staging`.
+
+        None where `take_early` would not stage it.
+        """
+        staging = self._early_staging(boundary)
+        return None if staging is None else staging.place(index)
 
     def collect(self, boundary: bool) -> Iterator[Reduction]:
         """Takes the gradients of one backward pass and reduces them, step by step: a step for each `next`.
@@ -195,17 +199,17 @@ class GroupGradient:
             if replica_axis.size == 1:
                 self._inspect(shard_axis, counts, 0, shard, (shard,))
         elif axis is shard_axis:
-            in_place = self._sums_in_place(shard_axis, slot, shard)
+            held = self._held(shard_axis, slot, shard)
             inspect = partial(self._inspect, shard_axis, counts and replica_axis.size == 1)
-            yield from _steps(shard_axis.route.reduce_scatter(slot, shard, accumulate, in_place, what, inspect))
+            yield from _steps(shard_axis.route.reduce_scatter(slot, shard, accumulate, held, what, inspect))
         if replica_axis.size > 1 and boundary:
             if axis is not replica_axis:
                 slot = replica_axis.route.open_slot(shard.numel(), self.reduce_dtype, what)
                 slot.copy_(shard)
             assert slot is not None
-            in_place = replica_axis.route.sums_in_place and slot.dtype == shard.dtype
+            held = self._held(replica_axis, slot, shard)
             inspect = partial(self._inspect, replica_axis, counts)
-            yield from _steps(replica_axis.route.all_reduce(slot, shard, in_place, what, inspect))
+            yield from _steps(replica_axis.route.all_reduce(slot, shard, held, what, inspect))
         self._has_shard = True
         if not self.is_tied and (boundary or replica_axis.size == 1):
             self.leave(boundary)
@@ -277,6 +281,15 @@ class GroupGradient:
             return not self._has_shard
         return torch.promote_types(self.reduce_dtype, self.group.dtype) == self.reduce_dtype
 
+    def _early_staging(self, boundary: bool) -> Staging | None:
+        """The staging of the backward that runs, begun now if it can be."""
+        if self._staging is None and self._may_stage_early(boundary):
+            axis = self._staging_axis(boundary)
+            slot = None if axis is None else self._next_slot(axis)
+            if axis is None or slot is not None:  # else the next gradient may find a slot
+                self._staging = self._open_staging(axis, slot)
+        return self._staging
+
     def _next_slot(self, axis: Axis) -> Tensor | None:
         return axis.route.next_slot(self.group.layout.padded_numel, self.reduce_dtype)
 
@@ -284,14 +297,11 @@ class GroupGradient:
         """To the shard, or to the slot of `axis` but for what this rank itself sums in place."""
         shard, numel = self._open_shard(), self.group.layout.padded_numel
         regions: list[Region] = [(0, numel, shard if slot is None else slot)]
-        if axis is not None and slot is not None and self._sums_in_place(axis, slot, shard):
-            own = regions_of(numel, axis.size)[axis.rank]
+        if axis is not None and slot is not None:
+            held, own = self._held(axis, slot, shard), regions_of(numel, axis.size)[axis.rank]
             memory = shard if axis is self.group.mesh.shard else shard[own]
-            regions = [
-                (0, own.start, slot[: own.start]),
-                (own.start, own.stop, memory),
-                (own.stop, numel, slot[own.stop :]),
-            ]
+            start, end = own.start + held.start, own.start + held.stop
+            regions = [(0, start, slot[:start]), (start, end, memory[held]), (end, numel, slot[end:])]
         adds = slot is None and self._has_shard
         if self._has_local:
             assert self.local is not None
@@ -300,9 +310,22 @@ class GroupGradient:
             self._has_local, adds = False, True
         return Staging(self.group, regions, adds)
 
-    def _sums_in_place(self, axis: Axis, slot: Tensor, shard: Tensor) -> bool:
-        """Where nothing was accumulated yet, this rank's own part need not go through the slot."""
-        return axis.route.sums_in_place and not self._has_shard and slot.dtype == shard.dtype
+    def _held(self, axis: Axis, slot: Tensor, shard: Tensor) -> slice:
+        """What of its own region this rank need not put into its slot.
+
+        On the replica axis whole parameters, which then lie in one piece and can be made there (see `place_for`); on
+        the shard axis, where memory counts more, all of it, so that less of the slot is ever touched.
+        """
+        if not axis.route.sums_in_place or slot.dtype != shard.dtype:
+            return NOTHING
+        own = regions_of(slot.numel(), axis.size)[axis.rank]
+        is_staged_there = axis is self._staging_axis(boundary=True)
+        if is_staged_there and self._has_shard:
+            return NOTHING
+        if axis is self.group.mesh.shard or not is_staged_there:  # or: summed over the other axis, in the shard
+            return slice(0, own.stop - own.start)
+        start, end = self.group.layout.whole_parameters(own.start, own.stop)
+        return slice(start - own.start, end - own.start) if start < end else NOTHING
 
     def _inspect(self, axis: Axis, counts: bool, offset: int, total: Tensor, contributions: Sequence[Tensor]) -> None:
         """Adds the squares of what was summed here to the norm, and traces a non-finite value to its rank."""

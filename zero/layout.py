@@ -83,6 +83,15 @@ class FlatLayout:
                 pieces.append(Piece(index, low - slot.offset_in_flat, low - start, high - low))
         return pieces
 
+    def whole_parameters(self, start: int, end: int) -> tuple[int, int]:
+        """[start, end) without the parameters that reach across its ends."""
+        for slot in self.slots:
+            if slot.offset_in_flat < start < slot.end_in_flat:
+                start = slot.end_in_flat
+            if slot.offset_in_flat < end < slot.end_in_flat:
+                end = slot.offset_in_flat
+        return start, max(start, end)
+
     def slot_at(self, offset_in_flat: int) -> Slot:
         """The parameter that holds the element, or the one before the padding that does."""
         used = [slot for slot in self.slots if slot.numel]

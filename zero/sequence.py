@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..comm import CollectiveError, Progress
 from .gradient import GroupGradient
@@ -100,6 +100,10 @@ class Unit:
         """Stages a gradient before the others of the unit are there, if it is of the group that is reduced first."""
         if id(param) in self._places:
             self.gradients[0].take_early(self._places[id(param)], boundary)
+
+    def place_for(self, param: nn.Parameter, boundary: bool) -> Tensor | None:
+        """Memory for a gradient that `take_early` would stage."""
+        return self.gradients[0].place_for(self._places[id(param)], boundary) if id(param) in self._places else None
 
 
 _MAX_PREFETCHED = 2  # more would cost memory and hide nothing further
@@ -285,6 +289,16 @@ class UnitSequence:
             self._collect_ready()
         elif unit is self.reduction_order[self._reduction_cursor]:
             unit.take_early(param, self._boundary)
+
+    def place_for_gradient(self, param: nn.Parameter) -> Tensor | None:
+        """Memory of its shape that the gradient of a parameter can be written to, if it is the turn of its unit."""
+        if self.phase is not Phase.BACKWARD:
+            return None
+        unit = self.reduction_order[self._reduction_cursor]
+        if id(param) not in unit.trained:
+            return None
+        self._reductions.poll()
+        return unit.place_for(param, self._boundary)
 
     def end_backward(self) -> None:
         """Reduces what is left: units that this rank did not use, and the rest."""

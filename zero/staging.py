@@ -29,6 +29,22 @@ class Staging:
         self._regions = regions
         self._adds = adds
         self._taken: set[int] = set()
+        self._given: set[int] = set()
+
+    def place(self, index: int) -> Tensor | None:
+        """Memory that the gradient of parameter `index`, of its shape, can be written to, and then be taken from.
+
+        None where it is in several pieces or of another dtype, where the gradient must be added to what is there, and
+        when it is asked for again.
+        """
+        slot, param = self._group.layout.slots[index], self._group.params[index]
+        if self._adds or param.grad is not None or index in self._given or index in self._taken:
+            return None
+        for start, end, memory in self._regions:
+            if start <= slot.offset_in_flat and slot.end_in_flat <= end and memory.dtype == param.dtype:
+                self._given.add(index)
+                return memory[slot.offset_in_flat - start : slot.end_in_flat - start].view(slot.shape)
+        return None
 
     def take(self, index: int) -> None:
         """The gradient of parameter `index` of the group. One that comes again is added, as autograd would have."""
@@ -38,7 +54,7 @@ class Staging:
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         for place, part in self._overlaps(slot, gradient):
-            if place.data_ptr() == part.data_ptr():  # it was added up there
+            if place.data_ptr() == part.data_ptr():  # it was added up, or made, there
                 continue
             if self._adds:
                 place.add_(part)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.comm import Axis, Mesh, World, regions_of
+from lowtide.comm import NOTHING, Axis, Mesh, World, regions_of
 from tests.ranks import RankPool
 
 ROUTES = ["shared_memory", "sockets", "native"]
@@ -59,16 +59,16 @@ def reductions(route: str, kind: str, dtype: torch.dtype = torch.float32) -> lis
             slot.copy_(data(slot_numel, axis.rank, dtype))
             out = torch.ones(numel)
             if kind == "reduce_scatter":
-                axis.route.reduce_scatter(slot, out, accumulate, False, "test", inspect).wait()
+                axis.route.reduce_scatter(slot, out, accumulate, NOTHING, "test", inspect).wait()
             else:
-                axis.route.all_reduce(slot, out, False, "test", inspect).wait()
+                axis.route.all_reduce(slot, out, NOTHING, "test", inspect).wait()
             found.append({"numel": numel, "accumulate": accumulate, "out": out, "calls": calls})
     axis.route.fence("test")
     return found
 
 
-def common_sums(dtype: torch.dtype, in_place: bool) -> list[Tensor]:
-    """All-reduces into memory that the ranks share, over and over."""
+def common_sums(dtype: torch.dtype, part: tuple[float, float]) -> list[Tensor]:
+    """All-reduces into memory that the ranks share, over and over. part: of the own region that is held, its ends."""
     _, axis = axis_of("shared_memory")
     outs = axis.route.allocate([(numel, torch.float32) for numel in NUMELS])
     found = []
@@ -78,11 +78,12 @@ def common_sums(dtype: torch.dtype, in_place: bool) -> list[Tensor]:
             values = data(out.numel(), axis.rank + 10 * round_, dtype)
             slot = axis.route.open_slot(out.numel(), dtype, "test")
             slot.copy_(values)
-            if in_place:
-                mine = regions_of(out.numel(), axis.size)[axis.rank]
-                out[mine].copy_(values[mine])
-                slot[mine].fill_(torch.nan)
-            waiting.append(axis.route.all_reduce(slot, out, in_place, "test", None))
+            mine = regions_of(out.numel(), axis.size)[axis.rank]
+            numel = mine.stop - mine.start
+            held = slice(int(part[0] * numel), int(part[1] * numel))
+            out[mine][held].copy_(values[mine][held])
+            slot[mine][held].fill_(torch.nan)
+            waiting.append(axis.route.all_reduce(slot, out, held, "test", None))
             if len(waiting) > 1:
                 waiting.pop(0).wait()
         waiting.pop().wait()
@@ -103,7 +104,7 @@ def overlapping_reductions(route: str) -> list[Tensor]:
         for reduction in list(waiting):
             if reduction.advance():
                 waiting.remove(reduction)
-        waiting.append(axis.route.reduce_scatter(slot, out, False, False, "test", None))
+        waiting.append(axis.route.reduce_scatter(slot, out, False, NOTHING, "test", None))
     for reduction in waiting:
         reduction.wait()
     axis.route.fence("test")
@@ -167,17 +168,24 @@ def test_all_reduce_gives_every_rank_the_whole_sum(ranks: RankPool, route: str, 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize(
-    ("dtype", "in_place"), [(torch.float32, True), (torch.float32, False), (torch.bfloat16, False)]
+    ("dtype", "part"),
+    [
+        (torch.float32, (0.0, 1.0)),
+        (torch.float32, (0.3, 1.0)),
+        (torch.float32, (0.2, 0.6)),
+        (torch.float32, (0.0, 0.0)),
+        (torch.bfloat16, (0.0, 0.0)),
+    ],
 )
 def test_a_sum_in_shared_memory_is_there_once_for_all(
-    ranks: RankPool, world_size: int, dtype: torch.dtype, in_place: bool
+    ranks: RankPool, world_size: int, dtype: torch.dtype, part: tuple[float, float]
 ) -> None:
     expected = [
         in_rank_order([data(numel, rank + 10 * round_, dtype) for rank in range(world_size)])
         for round_ in range(3)
         for numel in NUMELS
     ]
-    for found in ranks(world_size, common_sums, dtype, in_place):
+    for found in ranks(world_size, common_sums, dtype, part):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
@@ -236,9 +244,9 @@ def test_a_single_rank_is_its_own_sum() -> None:
         slot = route.open_slot(5, torch.float32, "test")
         slot.copy_(torch.arange(5.0))
         out = torch.ones(5)
-        route.reduce_scatter(slot, out, True, False, "test", None).wait()
+        route.reduce_scatter(slot, out, True, NOTHING, "test", None).wait()
         assert out.tolist() == [1, 2, 3, 4, 5]
-        route.all_reduce(slot, out, False, "test", None).wait()
+        route.all_reduce(slot, out, NOTHING, "test", None).wait()
         assert out.tolist() == [0, 1, 2, 3, 4]
     finally:
         world.leave()

@@ -1,0 +1,42 @@
+"""Gradients of large weights, written by their layer's backward where they are reduced from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from ..kernels.linear_layers import LinearLayers, bias_gradient, weight_gradient
+from .sequence import UnitSequence
+
+_MIN_NUMEL = 1 << 17  # of a weight; the copy of a smaller one costs less than a backward that is written in Python
+
+
+class DirectGradients:
+    """Saves the linear layers of a model a tensor for each gradient of a weight, and the copy of it.
+
+        dw = dy^T x  ---written to--->  slot (or shard)  <---view--- param.grad
+
+    Autograd takes a gradient as it is given, so `param.grad` is a view of that memory, and `Staging` sees that nothing
+    is left to be copied. Where there is no memory yet, or the gradient has to be cast or added, it is a tensor as ever.
+    """
+
+    def __init__(self, sequence: UnitSequence, modules: Iterable[nn.Module]) -> None:
+        """modules: those with large weights among them are taken."""
+        self._sequence = sequence
+        self._layers = LinearLayers((module for module in modules if _weight_numel(module) >= _MIN_NUMEL), self._make)
+
+    def remove(self) -> None:
+        """The layers are as they were."""
+        self._layers.remove()
+
+    def _make(self, param: nn.Parameter, dy: Tensor, x: Tensor | None, is_transposed: bool) -> Tensor:
+        if x is None:
+            return bias_gradient(dy)
+        place = self._sequence.place_for_gradient(param) if dy.dtype == x.dtype == param.dtype else None
+        return weight_gradient(dy, x, is_transposed, place)
+
+
+def _weight_numel(module: nn.Module) -> int:
+    weight = module._parameters.get("weight")
+    return weight.numel() if weight is not None and weight.requires_grad else 0

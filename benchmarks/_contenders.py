@@ -68,6 +68,15 @@ CONTENDERS = {
         _lowtide_offload(
             "nvme-overlap", "both in files, speculative", 3, states="nvme", parameters="nvme", overlap=True
         ),
+        _lowtide_offload(
+            "least",
+            "both in files, least memory",
+            3,
+            states="nvme",
+            parameters="nvme",
+            update_in_backward=True,
+            prefetch_numel=0,
+        ),
         _deepspeed_offload("cpu"),
         _deepspeed_offload("nvme"),
     ]

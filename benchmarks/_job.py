@@ -12,11 +12,12 @@ import statistics
 import subprocess
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from _contenders import Contender
+from _memory import OVER_BUDGET_STATUS
 
 WORKER = Path(__file__).with_name("_worker.py")
 
@@ -30,6 +31,10 @@ ALLOCATORS: dict[str, dict[str, str]] = {
 
 class JobError(Exception):
     """A job did not end well; the text says why."""
+
+
+class OverBudget(JobError):
+    """A rank has stopped because the model needs more memory than the rank may take."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class JobResult:
     peak_bytes: int = 0
     rest_bytes: int = 0
     baseline_bytes: int = 0
-    wall_seconds: float = field(default=0.0)
+    wall_seconds: float = 0.0
 
     @property
     def step_seconds(self) -> float:
@@ -71,15 +76,15 @@ def _free_port() -> int:
     return port
 
 
-def _environment(work: Work, allocator: str | None) -> dict[str, str]:
+def environment_of(threads: int, allocator: str | None, device: str = "cpu") -> dict[str, str]:
+    """Gives the environment of every rank: this process's own, but for the allocator, the threads and the devices."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
-    threads = str(work.threads)
     return {
         **inherited,
         **(ALLOCATORS[allocator] if allocator else {}),
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "CUDA_VISIBLE_DEVICES": "",
+        **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}),
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",
     }
 
@@ -105,6 +110,8 @@ def _wait(processes: list[subprocess.Popen[bytes]], logs: list[Path], timeout_se
     deadline = time.monotonic() + timeout_seconds
     while True:
         codes = [process.poll() for process in processes]
+        if OVER_BUDGET_STATUS in codes:  # first: the others fail too, since they lose this one
+            raise OverBudget(f"rank {codes.index(OVER_BUDGET_STATUS)} needs more memory than it may take")
         for rank, code in enumerate(codes):
             if code:
                 raise JobError(f"rank {rank} ended with status {code}: {_reason(logs[rank])}")
@@ -119,29 +126,33 @@ def _unfinished(codes: list[int | None]) -> list[int]:
     return [rank for rank, code in enumerate(codes) if code is None]
 
 
-def _gather(folder: Path, num_processes: int, warmup: int) -> JobResult:
-    found: list[dict[str, Any]] = [json.loads((folder / f"rank{r}.json").read_text()) for r in range(num_processes)]
+def _gathered(found: list[dict[str, Any]], warmup: int, wall_seconds: float) -> JobResult:
     return JobResult(
         losses=[statistics.fmean(step) for step in zip(*(one["losses"] for one in found), strict=True)],
         seconds=[max(step) for step in zip(*(one["seconds"] for one in found), strict=True)][warmup:],
         peak_bytes=max(one["peak_bytes"] or 0 for one in found),
         rest_bytes=max(one["rest_bytes"] or 0 for one in found),
         baseline_bytes=max(one["baseline_bytes"] or 0 for one in found),
+        wall_seconds=wall_seconds,
     )
 
 
-def run_job(contender: Contender, work: Work, python: str, allocator: str | None = None) -> JobResult:
-    """Runs one job from start to end; with an `allocator` it is a memory run, else a timed one.
+def run_ranks(
+    worker: Path,
+    job: dict[str, Any],
+    num_processes: int,
+    python: str,
+    environment: dict[str, str],
+    timeout_seconds: float,
+) -> list[dict[str, Any]]:
+    """Runs the worker once for each rank, with the job as its JSON file; gives what each rank wrote beside that.
 
-    Raises JobError when a rank fails or the time is over; no process is left behind.
+    Raises JobError when a rank fails or the time is over, OverBudget when one needs too much memory; no process is
+    left behind.
     """
-    started = time.monotonic()
-    num_processes = contender.num_processes(work.ranks)
-    job = {**asdict(work), **contender.as_dict(), "allocator": allocator, "global_rows": work.ranks * work.microbatch}
-    environment = _environment(work, allocator)
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(num_processes)}
-    environment |= {"LOCAL_WORLD_SIZE": str(num_processes)}
-    with tempfile.TemporaryDirectory(prefix="compare-") as name:
+    environment = environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    environment |= {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         folder = Path(name)
         description = folder / "job.json"
         description.write_text(json.dumps(job))
@@ -151,13 +162,23 @@ def run_job(contender: Contender, work: Work, python: str, allocator: str | None
             for rank, log in enumerate(logs):
                 ranked = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 with log.open("wb") as stream:
-                    command = [python, str(WORKER), str(description)]
+                    command = [python, str(worker), str(description)]
                     processes.append(
                         subprocess.Popen(command, env=ranked, stdout=stream, stderr=stream, start_new_session=True)
                     )
-            _wait(processes, logs, work.timeout_seconds)
+            _wait(processes, logs, timeout_seconds)
         finally:
             _stop(processes)
-        result = _gather(folder, num_processes, work.warmup)
-    result.wall_seconds = time.monotonic() - started
-    return result
+        return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(num_processes)]
+
+
+def run_job(contender: Contender, work: Work, python: str, allocator: str | None = None) -> JobResult:
+    """Runs one job from start to end; with an `allocator` it is a memory run, else a timed one.
+
+    Raises JobError when a rank fails or the time is over; no process is left behind.
+    """
+    started = time.monotonic()
+    job = {**asdict(work), **contender.as_dict(), "allocator": allocator, "global_rows": work.ranks * work.microbatch}
+    environment, num_processes = environment_of(work.threads, allocator), contender.num_processes(work.ranks)
+    found = run_ranks(WORKER, job, num_processes, python, environment, work.timeout_seconds)
+    return _gathered(found, work.warmup, time.monotonic() - started)

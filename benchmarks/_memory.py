@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 STATUS = Path("/proc/self/status")
 ROLLUP = Path("/proc/self/smaps_rollup")
 KIB = 1024
+OVER_BUDGET_STATUS = 75
+"""A rank ends with it when the model needs more memory than the rank may take; nothing else ends so."""
 
 
 def supported() -> bool:
@@ -54,18 +57,26 @@ class PeakSampler:
     """Keeps the highest `rank_bytes` seen between `with` and its end, from a thread, every `interval_seconds`.
 
     It uses at most half of the time for itself, and so slows the training: use it in runs that are not timed.
+    on_peak: called with every new peak, from the thread.
     """
 
-    def __init__(self, ranks: int, interval_seconds: float = 0.02) -> None:
+    def __init__(
+        self, ranks: int, interval_seconds: float = 0.02, on_peak: Callable[[int], None] | None = None
+    ) -> None:
         self.peak_bytes = 0
         self._ranks = ranks
+        self._on_peak = on_peak
         self._interval_seconds = interval_seconds
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
 
     def sample(self) -> None:
         """Takes one sample now."""
-        self.peak_bytes = max(self.peak_bytes, rank_bytes(self._ranks, above=self.peak_bytes))
+        found = rank_bytes(self._ranks, above=self.peak_bytes)
+        if found > self.peak_bytes:
+            self.peak_bytes = found
+            if self._on_peak:
+                self._on_peak(found)
 
     def _run(self) -> None:
         while not self._stopped.is_set():

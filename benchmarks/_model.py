@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +21,14 @@ class GPTSize:
     width: int
     num_heads: int
     sequence_length: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Of a `GPT` of this shape, not tied: what its blocks have, and what stands before and behind them."""
+        width = self.width
+        matrices, vectors = 12 * width**2, 13 * width  # of a block; its biases and norms are the vectors
+        around = (2 * VOCABULARY + self.sequence_length) * width + 2 * width
+        return self.num_layers * (matrices + vectors) + around
 
 
 SIZES = {
@@ -68,9 +76,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(size.width, size.num_heads) for _ in range(size.num_layers))
         self.final_norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, VOCABULARY, bias=False)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
+        _draw_weights(self)
         if tied:
             self.head.weight = self.embedding.weight
 
@@ -81,6 +87,25 @@ class GPT(nn.Module):
             x = block(x)
         logits = self.head(self.final_norm(x))
         return F.cross_entropy(logits.view(-1, VOCABULARY), targets.reshape(-1))
+
+
+def _draw_weights(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+
+
+def initialize_in_place(model: nn.Module) -> None:
+    """Gives every parameter a value as the constructor does, where there is only room for it so far (`to_empty`)."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm):
+            module.reset_parameters()
+    _draw_weights(model)
+
+
+def sized(size_name: str, num_layers: int) -> GPTSize:
+    """Gives the size with so many blocks in place of its own."""
+    return replace(SIZES[size_name], num_layers=num_layers)
 
 
 def build_model(size_name: str, *, tied: bool) -> GPT:

@@ -1,4 +1,8 @@
-"""How each contender trains: a builder a kind, from a plain model to a `Trainer`.
+"""How each contender trains: a builder a kind, from a model to a `Trainer`.
+
+A builder takes a model, or a callable that builds one; then it keeps as much of it away from each process as its users
+would, for a model that is too large to be built in one: lowtide and DeepSpeed's ZeRO-3 shard it while it is built,
+FSDP2 builds it on the meta device and initializes the shards, and DDP, of which every process has all, builds it.
 
 Every peer is set up as its own documentation advises for speed. The optimizer is AdamW for all; the peers get torch's
 fused implementation, the fastest that torch has on the CPU.
@@ -6,13 +10,16 @@ fused implementation, the fastest that torch has on the CPU.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from _model import initialize_in_place
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -20,6 +27,20 @@ OFFLOAD_FOLDER = "LOWTIDE_OFFLOAD_FOLDER"
 """The environment variable that says where files of offloaded state go."""
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+Model = nn.Module | Callable[[], nn.Module]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is asked of every contender alike, besides the model."""
+
+    microbatch: int = 1  # sequences of a rank in a step
+    device: str = "cpu"  # or "cuda": the current one
+    recompute_blocks: bool = False  # blocks keep their input alone, and run again in the backward
 
 
 @dataclass(frozen=True)
@@ -45,18 +66,35 @@ def _wait_for_all() -> None:
     dist.barrier()
 
 
-def build_single(model: nn.Module) -> Trainer:
+def _built(model: Model, setup: Setup, device: str) -> nn.Module:
+    """Gives the model on a device, with blocks that are recomputed where that is asked for, as torchtitan does it."""
+    if isinstance(model, nn.Module):
+        model = model.to(device)
+    else:
+        with torch.device(device):
+            model = model()
+    if setup.recompute_blocks:
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+        blocks = model.get_submodule("blocks")
+        for name, block in list(blocks.named_children()):
+            setattr(blocks, name, checkpoint_wrapper(block, preserve_rng_state=False))  # a block draws no numbers
+    return model
+
+
+def build_single(model: Model, setup: Setup) -> Trainer:
     """Gives plain torch in one process."""
-    return _plain(model, AdamW(model.parameters(), fused=True, **ADAMW), lambda: None)
+    module = _built(model, setup, setup.device)
+    return _plain(module, AdamW(module.parameters(), fused=True, **ADAMW), lambda: None)
 
 
-def build_ddp(model: nn.Module, *, sharded_optimizer: bool) -> Trainer:
+def build_ddp(model: Model, setup: Setup, *, sharded_optimizer: bool) -> Trainer:
     """Gives DistributedDataParallel with bucket views; `sharded_optimizer` shards the optimizer state (ZeRO-1)."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
-    dist.init_process_group("gloo")
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    dist.init_process_group(_BACKENDS[setup.device])
+    wrapped = DistributedDataParallel(_built(model, setup, setup.device), gradient_as_bucket_view=True)
     optimizer: torch.optim.Optimizer
     if sharded_optimizer:
         optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), AdamW, fused=True, **ADAMW)
@@ -65,43 +103,56 @@ def build_ddp(model: nn.Module, *, sharded_optimizer: bool) -> Trainer:
     return _plain(wrapped, optimizer, _wait_for_all)
 
 
-def build_fsdp2(model: nn.Module, *, reshard_after_forward: bool) -> Trainer:
+def build_fsdp2(model: Model, setup: Setup, *, reshard_after_forward: bool) -> Trainer:
     """Gives FSDP2: `fully_shard` on every block, then on the model."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.get_submodule("blocks").children():
+    dist.init_process_group(_BACKENDS[setup.device])
+    mesh = init_device_mesh(setup.device, (dist.get_world_size(),))
+    is_empty = not isinstance(model, nn.Module)
+    module = _built(model, setup, "meta" if is_empty else setup.device)
+    for block in module.get_submodule("blocks").children():
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    return _plain(model, AdamW(model.parameters(), fused=True, **ADAMW), _wait_for_all)
+    fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    if is_empty:
+        module.to_empty(device=setup.device)
+        initialize_in_place(module)
+    return _plain(module, AdamW(module.parameters(), fused=True, **ADAMW), _wait_for_all)
 
 
-def build_deepspeed(model: nn.Module, *, stage: int, offload: str = "none") -> Trainer:
-    """Gives DeepSpeed ZeRO on the CPU accelerator, with torch's AdamW as the client optimizer.
+def _choose_accelerator(setup: Setup) -> None:
+    """Tells DeepSpeed, which asks when it is imported."""
+    if setup.device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+
+
+def build_deepspeed(model: Model, setup: Setup, *, stage: int, offload: str = "none") -> Trainer:
+    """Gives DeepSpeed ZeRO, with torch's AdamW as the client optimizer.
 
     offload: "cpu" or "nvme", for states and parameters; then with DeepSpeed's own CPU Adam, which it asks for.
     """
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    _choose_accelerator(setup)
     import deepspeed  # type: ignore[import-not-found, unused-ignore]
 
-    dist.init_process_group("gloo")
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    backend = _BACKENDS[setup.device]
+    dist.init_process_group(backend)
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
+        "train_micro_batch_size_per_gpu": setup.microbatch,
         "zero_optimization": {"stage": stage},
         "steps_per_print": 10**9,
         "gradient_clipping": 0.0,  # nobody else clips; left out, it means 1.0
     }
-    optimizer = None
-    if offload == "none":
-        optimizer = AdamW(model.parameters(), fused=True, **ADAMW)
-    else:
+    if offload != "none":
         place = {"device": offload, "nvme_path": os.environ[OFFLOAD_FOLDER]}
         config["zero_optimization"] = {"stage": stage, "offload_optimizer": place, "offload_param": place}
         config["optimizer"] = {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}}
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    is_sharded_at_once = stage == 3 and not isinstance(model, nn.Module)
+    with deepspeed.zero.Init(config_dict_or_path=config) if is_sharded_at_once else nullcontext():
+        module = _built(model, setup, setup.device)
+    optimizer = AdamW(module.parameters(), fused=True, **ADAMW) if offload == "none" else None
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = engine(tokens, targets)
@@ -113,7 +164,8 @@ def build_deepspeed(model: nn.Module, *, stage: int, offload: str = "none") -> T
 
 
 def build_lowtide(
-    model: nn.Module,
+    model: Model,
+    setup: Setup,
     *,
     stage: int,
     route: str,
@@ -122,8 +174,12 @@ def build_lowtide(
     parameters: str = "none",
     ratio: float = 1.0,
     overlap: bool = False,
+    prefetch_numel: int | None = None,
 ) -> Trainer:
-    """Gives lowtide as a user's script has it: the model and one config. states, parameters: the devices of offload."""
+    """Gives lowtide as a user's script has it: the model and one config. states, parameters: the devices of offload.
+
+    prefetch_numel: how many parameters are gathered ahead of their use, None for the default.
+    """
     import lowtide
 
     zero: dict[str, Any] = {"stage": stage, "update_in_backward": update_in_backward}
@@ -133,11 +189,15 @@ def build_lowtide(
         zero["offload_optimizer"]["overlap"] = "speculative" if overlap else "none"
     if parameters != "none":
         zero["offload_param"] = {"device": parameters, "nvme_path": folder}
+    if prefetch_numel is not None:
+        zero["stage3_prefetch_bucket_size"] = prefetch_numel
     config = {
-        "train_micro_batch_size_per_gpu": 1,
+        "train_micro_batch_size_per_gpu": setup.microbatch,
         "zero_optimization": zero,
         "optimizer": {"type": "adamw", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
         "communication": {"route": route},
+        "activation_checkpointing": {"every": 1 if setup.recompute_blocks else 0},
+        "device": setup.device,
     }
     engine = lowtide.initialize(model, config)
 
@@ -146,6 +206,22 @@ def build_lowtide(
         return loss
 
     return Trainer(step, engine.close)
+
+
+_LIBRARIES = {
+    "single": [],
+    "ddp": ["torch.nn.parallel", "torch.distributed.optim"],
+    "fsdp2": ["torch.distributed.device_mesh", "torch.distributed.fsdp"],
+    "deepspeed": ["deepspeed"],
+    "lowtide": ["lowtide.engine.build"],
+}
+
+
+def import_libraries(kind: str, setup: Setup) -> None:
+    """Imports what the builder of a kind imports, so that its memory can be told from that of the training."""
+    _choose_accelerator(setup)
+    for name in ["torch._dynamo", *_LIBRARIES[kind]]:  # the first optimizer imports torch's compiler, some 70 MiB
+        importlib.import_module(name)
 
 
 BUILDERS: dict[str, Callable[..., Trainer]] = {

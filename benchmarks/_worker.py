@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from _memory import PeakSampler, rank_bytes
 from _model import build_batches, build_model
-from _trainers import BUILDERS
+from _trainers import BUILDERS, Setup
 
 
 def train(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
@@ -36,7 +36,9 @@ def train(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
         (tokens[share], targets[share])
         for tokens, targets in build_batches(job["size"], job["text_file"], num_steps, rows)
     ]
-    trainer = BUILDERS[job["kind"]](build_model(job["size"], tied=job["tied"]), **job["options"])
+    model, setup = build_model(job["size"], tied=job["tied"]), Setup(job["microbatch"])
+    trainer = BUILDERS[job["kind"]](model, setup, **job["options"])
+    del model
     losses: list[float] = []
     seconds: list[float] = []
     sampler = PeakSampler(ranks) if measure_memory else None

@@ -1,0 +1,110 @@
+"""One rank of one try: trains a contender within a budget of memory and writes what it saw as JSON.
+
+Called by `_largest_job.py` as `_largest_worker.py JOB.json`, with torchrun's environment variables. It leaves as
+[Note: Leaving] in `_worker.py` says, and with OVER_BUDGET_STATUS as soon as it needs more than the budget: then an
+allocation on the GPU fails, or a sample of the host's memory is too high.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from _memory import OVER_BUDGET_STATUS, PeakSampler, rank_bytes
+from _model import GPT, SEED, build_batches, sized
+from _trainers import BUILDERS, Setup, import_libraries
+
+_SAMPLING_SECONDS = 0.005  # steps of a small model are short
+
+
+def train(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
+    """Gives losses and seconds of every step (warm-up too) and the highest memory of this rank, above its start.
+
+    All steps train on one batch, so that a loss that never changes means that nothing was trained.
+    """
+    setup = Setup(job["microbatch"], job["device"], job["recompute_blocks"])
+    rows = job["global_rows"]
+    share = slice(rank * rows // ranks, (rank + 1) * rows // ranks)
+    ((tokens, targets),) = build_batches(job["size"], job["text_file"], 1, rows)
+    batch = (tokens[share].to(setup.device), targets[share].to(setup.device))
+    import_libraries(job["kind"], setup)
+    torch.manual_seed(SEED)
+    losses: list[float] = []
+    seconds: list[float] = []
+    start_bytes = rank_bytes(ranks) if job["measures_memory"] and setup.device == "cpu" else None
+    sampler = None if start_bytes is None else _sampler(ranks, start_bytes + job["budget_bytes"])
+    with sampler or nullcontext():
+        trainer = BUILDERS[job["kind"]](partial(GPT, sized(job["size"], job["num_layers"])), setup, **job["options"])
+        for _ in range(job["warmup"] + job["steps"]):
+            started = time.perf_counter()
+            loss = trainer.step(*batch)
+            if setup.device == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+            losses.append(float(loss))
+    peak_bytes = None if sampler is None or start_bytes is None else sampler.peak_bytes - start_bytes
+    if setup.device == "cuda":
+        peak_bytes = torch.cuda.max_memory_reserved()
+    trainer.close()
+    return {"losses": losses, "seconds": seconds, "peak_bytes": peak_bytes}
+
+
+def _sampler(ranks: int, most_bytes: int) -> PeakSampler:
+    """Ends this process as soon as it holds more than so much."""
+
+    def check(peak_bytes: int) -> None:
+        if peak_bytes > most_bytes:
+            _leave(OVER_BUDGET_STATUS)
+
+    return PeakSampler(ranks, _SAMPLING_SECONDS, check)
+
+
+def limit_gpu(budget_bytes: int) -> None:
+    """Chooses this rank's GPU, and lets torch take no more than the budget of it."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    _, total_bytes = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total_bytes))
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Says whether the GPU had no memory left, also where an error of another class was made of that."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _leave(status: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(job["threads"])
+    if job["device"] == "cuda":
+        limit_gpu(job["budget_bytes"])
+    try:
+        found = train(job, rank, ranks)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        traceback.print_exc()
+        _leave(OVER_BUDGET_STATUS)
+    Path(sys.argv[1]).with_name(f"rank{rank}.json").write_text(json.dumps(found))
+    _leave(0)
+
+
+if __name__ == "__main__":
+    main()

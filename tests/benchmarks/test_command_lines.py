@@ -1,0 +1,166 @@
+"""What a benchmark's command line cannot mean ends the program with what was expected, what was found, and where."""
+
+import importlib.util
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+Script = Callable[[str], ModuleType]
+
+# What each script cannot do without.
+NEEDED = {"pipeline": ["--mode", "work"], "largest": ["--device", "cpu", "--budget-mib", "200"]}
+WITH_JOBS = ["compare", "pipeline", "checkpoint", "largest"]
+COUNTS = {
+    "compare": ["rounds", "steps", "ranks", "threads", "microbatch", "memory-steps"],
+    "pipeline": ["microbatches", "rounds", "steps", "threads", "rows", "memory-steps"],
+    "checkpoint": ["rounds", "repeats", "ranks", "threads"],
+    "largest": ["budget-mib", "start-layers", "max-layers", "timed-steps", "ranks", "threads", "microbatch"],
+    "offload_io": ["size", "unit", "block", "io-threads", "work-threads", "rounds"],
+    "cpu_optimizer": ["numel", "threads", "rounds"],
+}
+REFUSED = [
+    ("compare", "--warmup -1", "--warmup: expected at least 0, found -1"),
+    ("compare", "--size 11M", "argument --size: invalid choice: '11M'"),
+    ("pipeline", "--ranks 2 1", "--ranks: expected at least 2, found 1"),
+    ("pipeline", "--warmup 0", "--warmup: expected at least 1, the step in which shapes are learned; found 0"),
+    ("largest", "--steps 1", "--steps: expected at least 2, found 1"),
+    ("largest", "--resolution 0", "--resolution: expected a share between 0 and 1, such as 0.05, found 0"),
+    ("largest", "--resolution 5", "--resolution: expected a share between 0 and 1, such as 0.05, found 5"),
+    ("largest", "--start-layers 9 --max-layers 8", "--max-layers: expected at least --start-layers (9), found 8"),
+    ("largest", "--offload-folder no/such", "--offload-folder: expected a folder, found none at no/such"),
+    ("offload_io", "--size 96 --unit 32", "--size: expected more than 3 pieces of --unit, found 96 of 32"),
+    ("cpu_optimizer", "--contenders deepspeed", "deepspeed: expected --deepspeed-python and --rule adamw"),
+    ("cpu_optimizer", "--contenders kernl", "argument --contenders: invalid choice: 'kernl' (choose from kernel,"),
+]
+
+
+def error_of(script: ModuleType, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The last line of what the script says when it refuses its command line."""
+    with pytest.raises(SystemExit, match=r"^2$"):
+        script.parse_arguments(arguments)
+    return re.sub(r"'(\w+)'(?=[,)])", r"\1", capsys.readouterr().err.splitlines()[-1])  # Python 3.11 quotes choices
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_are_at_least_one(script: Script, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded = script(name)
+    for count in COUNTS[name]:
+        said = error_of(loaded, [*NEEDED.get(name, []), f"--{count}", "0"], capsys)
+        assert said.endswith(f"error: --{count}: expected at least 1, found 0")
+
+
+@pytest.mark.parametrize(("name", "arguments", "expected"), REFUSED)
+def test_what_is_impossible_is_said(
+    script: Script, name: str, arguments: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"error: {expected}" in error_of(script(name), [*NEEDED.get(name, []), *arguments.split()], capsys)
+
+
+@pytest.mark.parametrize("name", WITH_JOBS)
+def test_an_unknown_contender_is_named_beside_those_there_are(
+    script: Script, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*NEEDED.get(name, []), "--contenders", "dpp"]
+    said = error_of(script(name), arguments, capsys).replace("'", "")
+    assert re.search(r"--contenders: expected (one|some) of \S.*(lowtide-3|1f1b).*; found dpp$", said)
+
+
+@pytest.mark.parametrize("name", WITH_JOBS)
+def test_deepspeed_needs_an_interpreter_that_has_it(
+    script: Script, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = script(name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    contender = "deepspeed" if name == "pipeline" else "deepspeed-3"
+    said = error_of(loaded, [*NEEDED.get(name, []), "--contenders", contender], capsys)
+    assert "--contenders: " in said and "--deepspeed-python" in said
+
+
+@pytest.mark.parametrize("name", [*WITH_JOBS, "cpu_optimizer"])
+def test_an_interpreter_that_is_not_there_is_said(
+    script: Script, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bin" / "python"
+    said = error_of(script(name), [*NEEDED.get(name, []), "--deepspeed-python", str(path)], capsys)
+    assert said.endswith(f"--deepspeed-python: expected an interpreter, found nothing to run at {path}")
+
+
+@pytest.mark.parametrize("name", WITH_JOBS)
+def test_a_system_that_does_not_tell_its_memory_is_refused(
+    script: Script,
+    helper: Callable[[str], ModuleType],
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    loaded = script(name)
+    monkeypatch.setattr(helper("_memory"), "supported", lambda: False)
+    said = error_of(loaded, NEEDED.get(name, []), capsys)
+    assert "/proc/self/smaps_rollup with Pss_Shmem (Linux 5.0 or newer)" in said
+    if name != "largest":
+        assert said.endswith("use --memory none")
+        assert loaded.parse_arguments([*NEEDED.get(name, []), "--memory", "none"]).memory == "none"
+
+
+def test_the_largest_model_needs_a_gpu_for_each_rank_or_a_budget(
+    script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    largest = script("largest")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert error_of(largest, ["--ranks", "2"], capsys).endswith(
+        "--device cuda: expected a GPU for each rank (2), found 1; take fewer --ranks, or --device cpu"
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert error_of(largest, [], capsys).endswith(
+        "--budget-mib: must be given on a CPU: MiB that a rank may take, such as 200"
+    )
+
+
+def test_states_on_the_cpu_are_compared_on_a_gpu_alone(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = script("largest")
+    options = largest.parse_arguments(["--device", "cpu", "--budget-mib", "200"])
+    names = [contender.name for contender in options.contenders if contender.kind != "deepspeed"]
+    assert names[:3] == ["ddp", "fsdp2", "lowtide-0"] and "lowtide-3-nvme" in names
+    assert "lowtide-3-states-cpu" not in names and options.ranks == 2
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    options = largest.parse_arguments(["--budget-mib", "200"])
+    assert "lowtide-3-states-cpu" in [contender.name for contender in options.contenders]
+    assert options.device == "cuda" and options.ranks == 3
+
+
+def test_names_may_end_in_a_star(script: Script) -> None:
+    options = script("compare").parse_arguments(["--contenders", "lowtide-3-n*", "ddp", "--memory", "none"])
+    assert [one.name for one in options.contenders] == ["ddp", "lowtide-3-nvme", "lowtide-3-nvme-overlap"]
+    options = script("pipeline").parse_arguments(["--mode", "sleep", "--contenders", "torch-*b*", "zb-v"])
+    assert [one.name for one in options.contenders] == ["torch-1f1b", "torch-interleaved-zb", "torch-zb-v", "zb-v"]
+
+
+def test_a_disk_that_is_too_small_is_said(script: Script, tmp_path: Path) -> None:
+    checkpoint = script("checkpoint")
+    with (
+        pytest.raises(OSError, match=r"expected 1000000000.0 GB of free space, found [\d.]+; name another place with"),
+        checkpoint.scratch_folder(tmp_path, 10**18),
+    ):
+        pass
+    with checkpoint.scratch_folder(tmp_path / "new", 1) as folder:
+        assert folder.parent == tmp_path / "new"
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_folder_that_offload_cannot_use_is_said(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offload_io = script("offload_io")
+    file = tmp_path / "file"
+    file.touch()
+    threads = str(torch.get_num_threads())
+    monkeypatch.setattr("sys.argv", ["offload_io.py", "--folder", str(file), "--work-threads", threads])
+    monkeypatch.setattr(offload_io.shutil, "which", lambda name: None)
+    assert offload_io.main() == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("offload_io.py: ") and str(file) in said.err
+    assert "fio is not installed (Debian: apt install fio)" in said.out

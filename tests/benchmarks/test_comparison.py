@@ -1,0 +1,92 @@
+"""A comparison's numbers: a ratio is of one round, a time is a median, and losses that differ fail."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+Helper = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def row(helper: Helper) -> Callable[..., Any]:
+    """A row whose rounds took these seconds, each step by step, and which always had the same losses."""
+    report, contenders, job = helper("_report"), helper("_contenders"), helper("_job")
+
+    def make(name: str, rounds: dict[int, list[float]], losses: list[float] | None = None) -> Any:
+        timed = {number: job.JobResult(losses or [5.0, 4.0], seconds) for number, seconds in rounds.items()}
+        return report.Row(contenders.CONTENDERS[name], timed=timed)
+
+    return make
+
+
+def comparison_of(helper: Helper, *rows: Any) -> Any:
+    return helper("_report").Comparison(list(rows), {"title": "a machine"}, 1e-4)
+
+
+def test_times_are_medians_and_ratios_are_of_rounds_that_both_finished(row: Callable[..., Any]) -> None:
+    ours = row("lowtide-3", {0: [1.0, 9.0, 2.0], 1: [4.0], 2: [6.0]})
+    ddp = row("ddp", {0: [4.0, 4.0, 100.0], 2: [3.0]})
+    assert ours.step_seconds == 4.0
+    assert ours.ratios(ddp) == [0.5, 2.0]
+    assert ours.ratios(None) == [] and row("ddp", {}).step_seconds is None
+
+
+def test_losses_that_differ_fail(helper: Helper, row: Callable[..., Any]) -> None:
+    same, close = row("ddp", {0: [1.0]}), row("fsdp2", {0: [1.0]}, [5.0, 4.0001])
+    other = row("lowtide-3", {0: [1.0]}, [5.0, 4.001])
+    found = comparison_of(helper, same, close, other)
+    found.judge_losses()
+    assert found.failures == [
+        "lowtide-3 FAILED: losses differ: expected at most 0.0001 (relative) from DDP, found 2.5e-04"
+    ]
+
+
+def test_the_losses_of_one_process_are_right_by_definition(helper: Helper, row: Callable[..., Any]) -> None:
+    ddp, ours = row("ddp", {0: [1.0]}), row("lowtide-3", {0: [1.0]}, [5.0, 4.5])
+    single = row("single", {0: [1.0]}, [5.0, 4.5])
+    found = comparison_of(helper, ddp, ours, single)
+    found.judge_losses()
+    assert [line.split()[0] for line in found.failures] == ["ddp"]
+    assert comparison_of(helper, ours, ddp).loss_reference is ddp
+    assert comparison_of(helper, row("ddp", {}), ours).loss_reference is ours
+
+
+def test_an_earlier_failure_is_kept(helper: Helper, row: Callable[..., Any]) -> None:
+    other = row("lowtide-3", {0: [1.0]}, [5.0, 9.0])
+    other.failure = "round 2: rank 0 ended with status 1: no output"
+    found = comparison_of(helper, row("ddp", {0: [1.0]}), other)
+    found.judge_losses()
+    assert found.failures == ["lowtide-3 FAILED: round 2: rank 0 ended with status 1: no output"]
+
+
+def test_peaks_of_ranks_become_the_largest_and_warm_up_is_left_out(helper: Helper) -> None:
+    ranks = [
+        {"losses": [2.0, 4.0], "seconds": [9.0, 1.0], "peak_bytes": 3, "rest_bytes": 1, "baseline_bytes": None},
+        {"losses": [4.0, 5.0], "seconds": [8.0, 2.0], "peak_bytes": 2, "rest_bytes": 2, "baseline_bytes": None},
+    ]
+    found = helper("_job")._gathered(ranks, 1, 7.5)
+    assert found == helper("_job").JobResult([3.0, 4.5], [2.0], 3, 2, 0, 7.5)
+
+
+def test_the_table_and_the_files_say_what_was_found(helper: Helper, row: Callable[..., Any], tmp_path: Path) -> None:
+    ours, ddp = row("lowtide-3", {0: [1.0], 1: [3.0]}), row("ddp", {0: [2.0], 1: [2.0]})
+    ours.memory["exact"] = helper("_job").JobResult([5.0, 4.0], [1.0], peak_bytes=3 << 20, baseline_bytes=2 << 20)
+    ddp.failure = "memory exact: rank 0 ended with status 1: no output"
+    found = comparison_of(helper, ddp, ours)
+    console = Console(width=140, record=True)
+    console.print(helper("_report").make_table(found, ["exact"]))
+    lines = {
+        line.split("│")[1].strip(): line.split("│")[2:] for line in console.export_text().splitlines() if "│" in line
+    }
+    assert [cell.strip() for cell in lines["lowtide stage 3"]][:5] == ["2.000", "1.00 (0.50-1.50)", "-", "3", "-"]
+    assert lines["DDP FAILED"][3].strip() == "-"
+    found.write_json(tmp_path / "found.json")
+    read = json.loads((tmp_path / "found.json").read_text())
+    assert read["contenders"][1]["ratios_to_ddp"] == [0.5, 1.5] and read["baseline_bytes"] == 2 << 20
+    helper("_report").write_chart(found, ["exact"], tmp_path / "found.png")
+    assert (tmp_path / "found.png").stat().st_size > 0

@@ -1,0 +1,110 @@
+"""A rank that fails ends its job at once, with the rank's own last error; no process is left behind."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+Helper = Callable[[str], ModuleType]
+Run = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def run(helper: Helper, tmp_path: Path) -> Run:
+    """Runs lines of Python as the worker of two ranks; they know `rank`, `job` and the `file` of their answer."""
+    job = helper("_job")
+
+    def run_lines(lines: str, timeout_seconds: float = 30.0) -> list[dict[str, Any]]:
+        worker = tmp_path / "worker.py"
+        worker.write_text(
+            "import json, os, sys, time, pathlib\n"
+            "rank, description = os.environ['RANK'], pathlib.Path(sys.argv[1])\n"
+            "job, file = json.loads(description.read_text()), description.with_name(f'rank{rank}.json')\n" + lines
+        )
+        environment = job.environment_of(1, None)
+        found: list[dict[str, Any]] = job.run_ranks(worker, {"a": 7}, 2, sys.executable, environment, timeout_seconds)
+        return found
+
+    return run_lines
+
+
+def test_every_rank_answers(run: Run) -> None:
+    found = run("file.write_text(json.dumps(job | {name: os.environ[name] for name in ('RANK', 'WORLD_SIZE')}))\n")
+    assert found == [{"a": 7, "RANK": "0", "WORLD_SIZE": "2"}, {"a": 7, "RANK": "1", "WORLD_SIZE": "2"}]
+
+
+def test_the_error_of_a_rank_is_told_and_the_others_are_ended(run: Run, helper: Helper, tmp_path: Path) -> None:
+    pids = tmp_path / "pid"
+    started = time.monotonic()
+    with pytest.raises(helper("_job").JobError) as failed:
+        run(
+            f"pid = pathlib.Path({str(pids)!r})\n"
+            "if rank == '0': pid.write_text(str(os.getpid())); time.sleep(60)\n"
+            "while not pid.exists() or not pid.read_text(): time.sleep(0.01)\n"
+            "sys.stderr.write('ValueError: an earlier line\\n')\n"
+            "raise ValueError('stage: expected 0, 1, 2 or 3, found 4')\n"
+        )
+    assert str(failed.value) == "rank 1 ended with status 1: ValueError: stage: expected 0, 1, 2 or 3, found 4"
+    assert time.monotonic() - started < 20
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pids.read_text()), 0)
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("print('a sentence without an error'); sys.exit(3)", "ended with status 3: a sentence without an error"),
+        ("sys.exit(3)", "ended with status 3: no output"),
+        ("import signal; os.kill(os.getpid(), signal.SIGKILL)", "ended with status -9: no output"),
+    ],
+)
+def test_a_rank_that_names_no_error_is_told_by_its_status(run: Run, helper: Helper, lines: str, expected: str) -> None:
+    with pytest.raises(helper("_job").JobError, match=expected):
+        run(lines)
+
+
+def test_a_job_that_takes_too_long_is_ended(run: Run, helper: Helper) -> None:
+    with pytest.raises(helper("_job").JobError) as failed:
+        run("if rank == '1': time.sleep(60)\n", timeout_seconds=1.5)
+    assert str(failed.value) == "not done after 2 s (--timeout); ranks [1] still ran"
+
+
+def test_a_rank_over_its_budget_counts_before_those_that_lose_it(run: Run, helper: Helper) -> None:
+    job = helper("_job")
+    ended = [SimpleNamespace(poll=lambda: 1), SimpleNamespace(poll=lambda: 75)]
+    with pytest.raises(job.OverBudget, match=r"^rank 1 needs more memory than it may take$"):
+        job._wait(ended, [], 30.0)
+    with pytest.raises(job.OverBudget, match=r"^rank 0 needs more memory than it may take$"):
+        run("sys.exit(75) if rank == '0' else time.sleep(60)\n")
+
+
+def test_settings_of_the_allocator_are_the_jobs_own(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    job = helper("_job")
+    plain, exact, on_gpu = (job.environment_of(4, *more) for more in ([None], ["exact"], [None, "cuda"]))
+    assert not [name for name in plain if name.startswith("MALLOC_")] and plain["OMP_NUM_THREADS"] == "4"
+    assert exact["MALLOC_MMAP_THRESHOLD_"] == "65536" and "MALLOC_ARENA_MAX" not in exact
+    assert plain["CUDA_VISIBLE_DEVICES"] == "" and on_gpu["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+def test_deepspeeds_optimizer_says_what_its_process_said(script: Helper, tmp_path: Path) -> None:
+    cpu_optimizer = script("cpu_optimizer")
+    python = tmp_path / "python"
+    options = SimpleNamespace(numel=8, threads=1, out="none", gradient="float32", deepspeed_python=python)
+    for line, expected in [
+        ("echo no compiler >&2", "deepspeed: its worker failed:\nno compiler\n"),
+        ("echo hello", "deepspeed: expected its worker to get ready, found another answer"),
+    ]:
+        python.write_text(f"#!/bin/sh\n{line}\n")
+        python.chmod(0o755)
+        peer = cpu_optimizer.DeepSpeed.__new__(cpu_optimizer.DeepSpeed)
+        with pytest.raises(SystemExit) as failed:
+            peer.__init__(options)
+        assert str(failed.value) == expected
+        peer._process.communicate()

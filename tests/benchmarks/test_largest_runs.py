@@ -1,0 +1,130 @@
+"""The largest models: who is tried, timed and compared with what, with jobs that are made up."""
+
+import dataclasses
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+Helper = Callable[[str], ModuleType]
+MIB = 1 << 20
+
+# MiB of a layer. Beside its layers every model of these tests needs 10 MiB.
+MIB_OF_A_LAYER = {"ddp": 20, "fsdp2": 8, "lowtide-0": 19, "lowtide-3": 10}
+
+
+@pytest.fixture
+def largest(script: Helper, helper: Helper, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, whose jobs take memory as `MIB_OF_A_LAYER` says and 10 ms a layer."""
+    loaded, jobs, job = script("largest"), helper("_largest_job"), helper("_job")
+
+    def run(contender: Any, work: Any, python: str, folder: Path, allocator: str | None) -> Any:
+        if contender.name not in MIB_OF_A_LAYER:
+            raise job.JobError("rank 0 ended with status 1: ValueError: no")
+        peak_bytes = (10 + MIB_OF_A_LAYER[contender.name] * work.num_layers) * MIB
+        if peak_bytes > 2 * work.budget_bytes:
+            raise job.OverBudget("rank 0 needs more memory than it may take")
+        measured = peak_bytes if allocator else None
+        return jobs.BudgetResult([5.0, 4.0], [0.01 * work.num_layers] * work.steps, measured, 1.0)
+
+    monkeypatch.setattr(loaded, "run_budget_job", run)
+    return loaded
+
+
+def run(largest: ModuleType, arguments: str, contenders: list[str]) -> tuple[Any, str]:
+    """What was found, and what was said meanwhile."""
+    given = ["--device", "cpu", "--budget-mib", "200", *arguments.split(), "--contenders", *contenders]
+    console = Console(file=io.StringIO(), width=200)
+    runner = largest.Runner(largest.parse_arguments(given), console)
+    runner.run()
+    return runner.found, console.file.getvalue()
+
+
+def layers_of(found: Any) -> list[int | None]:
+    return [row.largest.num_layers if row.largest else None for row in found.rows]
+
+
+def test_every_contender_is_searched_and_timed(largest: ModuleType) -> None:
+    found, said = run(largest, "--size tiny", [*MIB_OF_A_LAYER])
+    assert layers_of(found) == [9, 23, 10, 19]
+    assert found.peer.contender.name == "ddp" and not found.failures
+    assert "DDP  8 layers, 0.4 M parameters: peak 170 MiB, fits (job 0 s)" in said
+    assert "DDP  16 layers, 0.8 M parameters: over 200 MiB, does not fit (job 0 s)" in said  # over, and not stopped
+    assert "FSDP2  32 layers, 1.6 M parameters: over 200 MiB, does not fit (job 0 s)" in said
+    ddp, fsdp2 = found.rows[:2]
+    assert found.tokens_per_second(fsdp2.own) == pytest.approx(2 * 32 / 0.23)
+    assert found.tokens_per_second(fsdp2.common) == pytest.approx(2 * 32 / 0.09)
+    assert ddp.common is ddp.own
+    assert found.ratio(fsdp2) == fsdp2.largest.num_parameters / ddp.largest.num_parameters
+
+
+def test_who_trains_less_than_the_peer_is_not_timed_at_its_size(largest: ModuleType) -> None:
+    found, _ = run(largest, "", ["fsdp2", "lowtide-0"])
+    assert found.rows[0].common is not None and found.rows[1].common is None and found.rows[1].own is not None
+
+
+def test_a_contender_that_fails_is_left_out_and_told(largest: ModuleType, tmp_path: Path) -> None:
+    found, said = run(largest, "--start-layers 4", ["ddp", "lowtide-1", "lowtide-3"])
+    reason = "4 layers: rank 0 ended with status 1: ValueError: no"
+    assert found.failures == [f"lowtide-1 FAILED: {reason}"] and reason in said
+    assert layers_of(found) == [9, None, 19] and found.rows[1].own is None
+    found.write_json(tmp_path / "found.json")
+    read = json.loads((tmp_path / "found.json").read_text())["contenders"]
+    assert read[1]["failure"] == reason and read[1]["largest"] is None
+    assert read[2]["ratio_to_peer"] == found.ratio(found.rows[2])
+    assert {one["num_layers"]: one["fits"] for one in read[0]["tries"]} == {4: True, 8: True, 16: False} | {
+        12: False,
+        10: False,
+        9: True,
+    }
+
+
+def test_the_table_tells_the_cap_from_what_was_found(largest: ModuleType, tmp_path: Path) -> None:
+    found, _ = run(largest, "--max-layers 20 --size tiny", [*MIB_OF_A_LAYER, "lowtide-2"])
+    console = Console(file=io.StringIO(), width=200)
+    console.print(largest.make_table(found))
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in console.file.getvalue().splitlines()]
+    rows = {line[0]: line[1:] for line in cells if line}
+    assert rows["DDP"] == ["9", "0.5 M", "1.00", "190", "711", "711"]
+    assert rows["FSDP2"] == [">= 20", ">= 1.0 M", "2.13", "170", "320", "711"]
+    assert rows["lowtide stage 2 FAILED"] == ["-"] * 6
+    largest.write_chart(found, tmp_path / "found.png")
+    assert (tmp_path / "found.png").stat().st_size > 0
+
+
+def test_a_budget_that_is_too_small_for_one_layer_is_told(largest: ModuleType) -> None:
+    found, _ = run(largest, "--budget-mib 25", ["ddp", "fsdp2", "lowtide-3"])
+    assert layers_of(found) == [None, 1, 1] and found.peer.contender.name == "fsdp2"
+    console = Console(file=io.StringIO(), width=200)
+    console.print(largest.make_table(found))
+    assert "none fits" in console.file.getvalue() and "x FSDP2" in console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([5.5, float("nan")], "expected finite losses, found 5.5, nan"),
+        ([5.5, 5.5, 5.5], "expected losses that change from step to step on one batch, found 5.5, 5.5, 5.5"),
+    ],
+)
+def test_losses_of_a_model_that_is_not_trained_fail(helper: Helper, losses: list[float], expected: str) -> None:
+    check = helper("_largest_job").check_losses
+    check([5.5, 5.5, 5.4])
+    with pytest.raises(helper("_job").JobError, match=f"^{expected}$"):
+        check(losses)
+
+
+def test_ranks_are_as_slow_as_the_slowest_and_as_large_as_the_largest(helper: Helper) -> None:
+    jobs = helper("_largest_job")
+    ranks = [
+        {"losses": [2.0, 4.0], "seconds": [9.0, 1.0], "peak_bytes": 3},
+        {"losses": [4.0, 5.0], "seconds": [8.0, 2.0], "peak_bytes": 5},
+    ]
+    assert jobs._gathered(ranks, 1, 7.5) == jobs.BudgetResult([3.0, 4.5], [2.0], 5, 7.5)
+    timed = [one | {"peak_bytes": None} for one in ranks]
+    assert dataclasses.asdict(jobs._gathered(timed, 0, 7.5))["peak_bytes"] is None

@@ -1,0 +1,52 @@
+"""The search finds the largest model that fits, to the resolution asked for, and tries no model twice."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+
+Helper = Callable[[str], ModuleType]
+
+
+def search(
+    helper: Helper, truth: int, start: int = 2, most: int = 1024, resolution: float = 0.05
+) -> tuple[int, list[int]]:
+    """What is found where models of so many layers fit, and what was tried."""
+    tried: list[int] = []
+
+    def fits(layers: int) -> bool:
+        tried.append(layers)
+        return layers <= truth
+
+    return helper("_largest_search").most_layers(fits, start, most, resolution), tried
+
+
+def test_layers_are_doubled_and_then_bisected(helper: Helper) -> None:
+    assert search(helper, 11) == (11, [2, 4, 8, 16, 12, 10, 11])
+
+
+@pytest.mark.parametrize("resolution", [0.01, 0.05, 0.5])
+@pytest.mark.parametrize("start", [1, 2, 7, 100])
+def test_what_is_found_fits_and_is_within_the_resolution(helper: Helper, start: int, resolution: float) -> None:
+    for truth in [*range(24), 99, 100, 101, 250, 999]:
+        found, tried = search(helper, truth, start, resolution=resolution)
+        assert found == truth or 0 < truth - found < resolution * found
+        assert len(set(tried)) == len(tried) <= 20 and 0 not in tried
+
+
+def test_none_fits(helper: Helper) -> None:
+    assert search(helper, 0, start=8) == (0, [8, 4, 2, 1])
+
+
+def test_no_more_than_the_most_is_tried(helper: Helper) -> None:
+    assert search(helper, 10**6, most=11) == (11, [2, 4, 8, 11])
+    assert search(helper, 10, most=11) == (10, [2, 4, 8, 11, 9, 10])
+    assert search(helper, 10**6, start=3, most=3) == (3, [3])
+
+
+def test_a_failure_ends_the_search(helper: Helper) -> None:
+    def fits(layers: int) -> bool:
+        raise RuntimeError(f"{layers} layers")
+
+    with pytest.raises(RuntimeError, match="2 layers"):
+        helper("_largest_search").most_layers(fits, 2, 8, 0.05)

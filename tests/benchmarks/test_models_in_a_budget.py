@@ -1,0 +1,79 @@
+"""What a rank of a try does by itself: the model's size and values, the budget, errors of a GPU without memory."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+
+Helper = Callable[[str], ModuleType]
+
+
+@pytest.mark.parametrize(("size", "layers"), [("tiny", 1), ("tiny", 5), ("10M", 2)])
+def test_parameters_are_counted_without_a_model(helper: Helper, size: str, layers: int) -> None:
+    model = helper("_model")
+    shape = model.sized(size, layers)
+    with torch.device("meta"):
+        built = model.GPT(shape)
+    assert shape.num_parameters == sum(param.numel() for param in built.parameters())
+    assert len(built.blocks) == layers
+
+
+def test_a_model_without_values_gets_those_of_the_constructor(helper: Helper) -> None:
+    model = helper("_model")
+    torch.manual_seed(1)
+    built = model.GPT(model.sized("tiny", 2))
+    with torch.device("meta"):
+        filled = model.GPT(model.sized("tiny", 2))
+    filled.to_empty(device="cpu")
+    for param in filled.parameters():
+        param.data.fill_(torch.nan)
+    model.initialize_in_place(filled)
+    for (name, param), other in zip(built.named_parameters(), filled.parameters(), strict=True):
+        spread, expected = float(other.detach().std()), float(param.detach().std())
+        assert abs(spread - expected) < 0.3 * expected + 1e-9, name
+        assert abs(float((other - param).detach().mean())) < 0.02, name
+
+
+def test_every_new_peak_is_told_once(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = helper("_memory")
+    samples = iter([5, 0, 7, 7, 9])
+    monkeypatch.setattr(memory, "rank_bytes", lambda ranks, above: next(samples))
+    told: list[int] = []
+    sampler = memory.PeakSampler(2, on_peak=told.append)
+    for _ in range(5):
+        sampler.sample()
+    assert told == [5, 7, 9] and sampler.peak_bytes == 9
+
+
+def test_a_rank_leaves_as_soon_as_it_is_over_its_budget(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, memory = helper("_largest_worker"), helper("_memory")
+    left: list[int] = []
+    monkeypatch.setattr(worker, "_leave", left.append)
+    samples = iter([120, 151])
+    monkeypatch.setattr(memory, "rank_bytes", lambda ranks, above: next(samples))
+    sampler = worker._sampler(2, 150)
+    sampler.sample()
+    assert left == []
+    sampler.sample()
+    assert left == [memory.OVER_BUDGET_STATUS]
+
+
+def test_a_gpu_without_memory_is_told_from_other_errors(helper: Helper) -> None:
+    is_out_of_memory = helper("_largest_worker").is_out_of_memory
+    wrapped = RuntimeError("the step failed")
+    wrapped.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")) and is_out_of_memory(wrapped)
+    assert not is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
+
+
+def test_a_rank_takes_no_more_of_its_gpu_than_the_budget(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = helper("_largest_worker")
+    chosen: list[float] = []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3, 8 << 30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", chosen.append)
+    worker.limit_gpu(2 << 30)
+    worker.limit_gpu(9 << 30)
+    assert chosen == [1, 0.25, 1, 1.0]

@@ -1,0 +1,244 @@
+"""Gradients of large weights are made where they are reduced from: the same bits, and nothing that a user notices."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lowtide
+from lowtide.kernels.linear_layers import LinearLayers, bias_gradient, weight_gradient
+from lowtide.zero import direct_gradients
+from tests.ranks import RankPool
+from tests.zero.training import ADAMW, Case, Outcome, train_all
+
+WIDTH, BLOCKS = 24, 3
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"accumulation": 2},
+    {"config": {"bf16": {"enabled": True}, "communication_data_type": "bf16"}},
+    {"config": {"zero_optimization": {"update_in_backward": True}}},
+    {"config": {"bf16": {"enabled": True}, "communication_data_type": "bf16"}, "accumulation": 2},
+    {"config": {"activation_checkpointing": {"every": 1}}},
+]
+
+
+class Block(nn.Module):
+    """A layer without bias, one that is used twice, one in a reentrant checkpoint, one with a hook on its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.narrow = nn.Linear(3 * WIDTH, WIDTH)
+        self.twice = nn.Linear(WIDTH, WIDTH)
+        self.recomputed = nn.Linear(WIDTH, WIDTH)
+        self.hooked = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.narrow(torch.tanh(self.wide(x)))
+        x = self.twice(torch.tanh(self.twice(x)))
+        x = x + checkpoint(self.recomputed, x, use_reentrant=True)
+        return self.hooked(x)  # type: ignore[no-any-return]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        for block in self.blocks:
+            block.hooked.weight.register_hook(lambda gradient: gradient * 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.float().square().mean()
+
+
+def batch(step: int, rows: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(step)
+    return (torch.randn(rows, 5, WIDTH, generator=generator),)
+
+
+@contextmanager
+def direct(is_on: bool) -> Iterator[list[bool]]:
+    """All linear layers, or none. Gives for each weight's gradient whether there was a place for it."""
+    found: list[bool] = []
+
+    def noted(dy: Tensor, x: Tensor, is_transposed: bool, out: Tensor | None = None) -> Tensor:
+        found.append(out is not None)
+        return weight_gradient(dy, x, is_transposed, out)
+
+    with (
+        mock.patch.object(direct_gradients, "_MIN_NUMEL", 1 if is_on else 1 << 60),
+        mock.patch.object(direct_gradients, "weight_gradient", noted),
+    ):
+        yield found
+
+
+def train_both_ways(cases: list[Case]) -> tuple[list[Outcome], list[Outcome], int]:
+    """With and without; and for how many gradients there was a place."""
+    with direct(True) as found:
+        with_places = train_all(cases)
+    with direct(False) as nothing:
+        without = train_all(cases)
+    assert not nothing
+    return with_places, without, sum(found)
+
+
+@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: str(settings))
+def test_the_bits_are_those_of_copied_gradients(ranks: RankPool, route: str, settings: dict[str, Any]) -> None:
+    base = Case(Net, batch, clip=0.1, config={"communication": {"route": route}})
+    if "zero_optimization" in settings.get("config", {}):
+        base = Case(Net, batch, config={"communication": {"route": route}})
+    cases = [base.at(stage, **settings) for stage in (0, 1, 2, 3)]
+    for with_places, without, num_placed in ranks(2, train_both_ways, cases):
+        assert num_placed > 0
+        assert [one.differences(other) for one, other in zip(with_places, without, strict=True)] == [[]] * 4
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_with_other_numbers_of_ranks(ranks: RankPool, world_size: int) -> None:
+    cases = [Case(Net, batch, clip=0.1).at(stage) for stage in (0, 3)]
+    for with_places, without, num_placed in ranks(world_size, train_both_ways, cases):
+        assert num_placed > 0
+        assert [one.differences(other) for one, other in zip(with_places, without, strict=True)] == [[]] * 2
+
+
+def test_where_gradients_are_cast_they_are_copied(ranks: RankPool) -> None:
+    case = Case(Net, batch, config={"bf16": {"enabled": True}})  # reduced in fp32
+    for with_places, without, num_placed in ranks(2, train_both_ways, [case]):
+        assert num_placed == 0
+        assert with_places[0].differences(without[0]) == []
+
+
+def places_in_a_step(stage: int) -> tuple[int, int]:
+    """(gradients with a place, all) of the weights of all blocks, each of one large layer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS)))
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAMW, "steps_per_print": 0}
+    with direct(True) as found:
+        zero = {"stage": stage, "units": ["?"]}
+        engine = lowtide.initialize(
+            model, {**config, "zero_optimization": zero}, loss_fn=lambda output, batch: output.square().mean()
+        )
+        engine.train_step(*batch(0, 2))
+        engine.close()
+    return sum(found), len(found)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_rank_has_a_place_for_every_gradient(ranks: RankPool, stage: int) -> None:
+    assert ranks(1, places_in_a_step, stage) == [(BLOCKS, BLOCKS)]
+
+
+def engine_of(model: nn.Module) -> Any:
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAMW, "steps_per_print": 0}
+    return lowtide.initialize(model, config)
+
+
+def test_a_closed_engine_leaves_the_layers_as_they_were() -> None:
+    with direct(True):
+        engine = engine_of(Net())
+        assert "forward" in engine.module.blocks[0].wide.__dict__
+        engine.close()
+    assert not any("forward" in module.__dict__ for module in engine.module.modules())
+
+
+def test_layers_that_have_a_forward_of_their_own_keep_it() -> None:
+    model = Net()
+    model.first.forward = lambda x: 2 * x  # type: ignore[method-assign]
+    with direct(True):
+        engine = engine_of(model)
+        engine.train_step(*batch(0, 2))
+        engine.close()
+    assert torch.equal(model.first(torch.ones(1)), 2 * torch.ones(1))
+
+
+def test_small_layers_are_left_alone() -> None:
+    engine = engine_of(Net())
+    assert not any("forward" in module.__dict__ for module in engine.module.modules())
+    engine.close()
+
+
+def layers_of(model: nn.Module) -> LinearLayers:
+    return LinearLayers(
+        model.modules(),
+        lambda param, dy, x, is_transposed: bias_gradient(dy) if x is None else weight_gradient(dy, x, is_transposed),
+    )
+
+
+def test_a_copy_of_a_layer_computes_with_its_own_weights() -> None:
+    layer = nn.Linear(WIDTH, WIDTH)
+    layers_of(layer)
+    other = copy.deepcopy(layer)
+    with torch.no_grad():
+        other.weight.zero_()
+    x = torch.randn(2, WIDTH)
+    assert torch.equal(other(x), layer.bias.expand(2, WIDTH))
+    other(x).sum().backward()
+    assert other.weight.grad is not None and layer.weight.grad is None
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_and_gradients_are_those_of_autograd(dtype: torch.dtype, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(WIDTH, 2 * WIDTH, bias=has_bias, dtype=dtype)
+    x = torch.randn(2, 5, WIDTH, dtype=dtype, requires_grad=True)
+    dy = torch.randn(2, 5, 2 * WIDTH, dtype=dtype)
+    inputs = [x, *layer.parameters()]
+    expected_y = layer(x)
+    expected = torch.autograd.grad(expected_y, inputs, dy)
+    layers = layers_of(layer)
+    found_y = layer(x)
+    found = torch.autograd.grad(found_y, inputs, dy)
+    assert "forward" in layer.__dict__ and torch.equal(found_y, expected_y)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    layers.remove()
+    assert "forward" not in layer.__dict__
+
+
+def test_under_autocast_the_products_are_those_of_torch() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(WIDTH, WIDTH)
+    x = torch.randn(3, WIDTH, requires_grad=True)
+
+    def gradients() -> list[Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = layer(x)
+        return [y, *torch.autograd.grad(y.float().sum(), [x, layer.weight, layer.bias])]
+
+    expected = gradients()
+    layers_of(layer)
+    assert all(torch.equal(one, other) for one, other in zip(gradients(), expected, strict=True))
+
+
+def test_a_backward_may_be_differentiated() -> None:
+    """As in a gradient penalty."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    x = torch.randn(3, WIDTH, requires_grad=True)
+
+    def gradients() -> tuple[Tensor, ...]:
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), list(model.parameters()), materialize_grads=True)
+
+    expected = gradients()
+    layers_of(model)
+    for found, wanted in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_without_gradients_the_layer_is_torchs_own() -> None:
+    layer, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
+    layers_of(layer)
+    with torch.no_grad(), mock.patch.object(nn.Linear, "forward", lambda self, x: "torch's own"):
+        assert layer(x) == "torch's own"

@@ -11,6 +11,7 @@ from typing import Any
 
 from _pipeline_contenders import PipelineContender
 from _pipeline_job import PipelineResult, bubble, makespan
+from _report import loss_difference
 from rich.table import Table
 
 MIB = 1024 * 1024
@@ -56,9 +57,8 @@ class PipelineRow:
         return [self.timed[number].step_seconds / other.timed[number].step_seconds for number in rounds]
 
     def loss_difference(self, reference: PipelineRow) -> float | None:
-        """The largest relative difference to the reference's loss, over all steps of all jobs."""
-        pairs = [pair for losses in self.losses for pair in zip(losses, reference.losses[0], strict=False)]
-        return max((abs(loss - expected) / abs(expected) for loss, expected in pairs), default=None)
+        """`loss_difference` to the reference's first job, None where this row has no losses."""
+        return loss_difference(self.losses, reference.losses[0]) if self.losses else None
 
 
 def peer_of(rows: Sequence[PipelineRow], row: PipelineRow) -> PipelineRow | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,6 +14,12 @@ from _job import JobResult
 from rich.table import Table
 
 MIB = 1024 * 1024
+
+
+def loss_difference(jobs: list[list[float]], expected: list[float]) -> float | None:
+    """Gives the largest relative difference to the expected losses, over all steps of all jobs; NaN is the largest."""
+    differences = [abs(loss - one) / abs(one) for losses in jobs for loss, one in zip(losses, expected, strict=False)]
+    return max(differences, key=lambda difference: (math.isnan(difference), difference), default=None)
 
 
 @dataclass
@@ -35,14 +42,8 @@ class Row:
         return [self.timed[r].step_seconds / other.timed[r].step_seconds for r in rounds] if other else []
 
     def loss_difference(self, reference: Row | None) -> float | None:
-        """Gives the largest relative difference to the reference's loss, over all steps of all jobs."""
-        if reference is None or not reference.losses or not self.losses:
-            return None
-        return max(
-            abs(loss - expected) / abs(expected)
-            for losses in self.losses
-            for loss, expected in zip(losses, reference.losses[0], strict=False)
-        )
+        """Gives `loss_difference` to the reference's first job, None where one of both has no losses."""
+        return loss_difference(self.losses, reference.losses[0]) if reference and reference.losses else None
 
     @property
     def losses(self) -> list[list[float]]:

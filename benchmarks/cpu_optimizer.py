@@ -207,15 +207,21 @@ class DeepSpeed:
             env=environment,
         )
         if self._answer() != "ready":
-            raise SystemExit("deepspeed: expected its worker to get ready, found another answer")
+            raise self._failed("expected its worker to get ready, found another answer")
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             assert self._process.stderr is not None
-            raise SystemExit(f"deepspeed: its worker failed:\n{self._process.stderr.read()[-2000:]}")
+            raise self._failed(f"its worker failed:\n{self._process.stderr.read()[-2000:]}")
         return line.strip()
+
+    def _failed(self, reason: str) -> SystemExit:
+        """Ends the process, and gives what ends the program."""
+        with self._process:  # which reaps it, and closes its pipes
+            self._process.kill()
+        return SystemExit(f"deepspeed: {reason}")
 
     def step(self) -> float:
         assert self._process.stdin is not None

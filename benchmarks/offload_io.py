@@ -7,10 +7,13 @@ A round does each of these once, one right after the other, so that they meet th
   save, load            a FileStore, in pieces of --unit
   work                  passes over a buffer in memory, as many for a piece as take about as long as its load and save;
                         with --idle nothing but the time: as if another device worked
+  beside                fio, half reads and half writes, and the work, both at the same time
   window                load, work and save of every piece by `run_window`
 
-The ideal time of the window is the longer one of load + save and work, each as it was alone in the same round; the
-first load and the last save, which nothing can hide, are not in it. Ratios are by round; shown is their median.
+The ideal time of the window is the longer one of load + save and work; the first load and the last save, which nothing
+can hide, are not in it. Once each is taken as it was alone in the same round, and once as fio and the work were beside
+each other: then they have slowed each other down already, as the machine has it, and what is missing is the window's
+own. Ratios are by round; shown is their median.
 
 Example:
 
@@ -42,6 +45,7 @@ from lowtide.offload import AioOptions, FileStore, HostPool, OffloadError, Trans
 
 MIB = 1 << 20
 _NUM_BUFFERS = 3
+_BESIDE_SECONDS = 3
 _DEFAULTS = AioOptions()
 
 
@@ -62,9 +66,14 @@ class Rounds:
         return [other / own for own, other in zip(self.seconds[name], self.seconds[reference], strict=True)]
 
     def ideal_shares(self) -> list[float]:
-        """Ideal time by the window's time, by round."""
+        """Ideal time by the window's time, by round: of what was measured alone."""
         columns = [self.seconds[name] for name in ("load", "save", "work", "window")]
         return [max(load + save, work) / window for load, save, work, window in zip(*columns, strict=True)]
+
+    def ideal_shares_beside(self) -> list[float]:
+        """The same, of what was measured at the same time."""
+        columns = [self.seconds[name] for name in ("fio beside", "work beside", "window")]
+        return [max(transfers, work) / window for transfers, work, window in zip(*columns, strict=True)]
 
 
 class Disk:
@@ -92,6 +101,21 @@ class Disk:
 
     def run_fio(self, kind: str) -> float:
         """Seconds that fio needs to write or read its whole file."""
+        return float(self.nbytes / self._bytes_per_second(self._start_fio(kind))[kind])
+
+    def run_beside(self) -> tuple[float, float]:
+        """Seconds that fio needs to read and to write its whole file, and the work for all pieces, side by side."""
+        self.work(0, self.buffers[0])
+        process = self._start_fio("rw", f"--runtime={_BESIDE_SECONDS}", "--time_based")
+        begin, num_pieces = time.perf_counter(), 0
+        while process.poll() is None:
+            self.work(num_pieces, self.buffers[num_pieces % _NUM_BUFFERS])
+            num_pieces += 1
+        work = (time.perf_counter() - begin) / num_pieces * len(self.keys)
+        found = self._bytes_per_second(process)
+        return 2 * self.nbytes / (found["read"] + found["write"]), work
+
+    def _start_fio(self, kind: str, *more: str) -> subprocess.Popen[str]:
         options = self.options
         assert self.fio is not None
         command = [self.fio, "--name=disk", f"--filename={self.scratch}", f"--rw={kind}", f"--size={self.nbytes}"]
@@ -101,12 +125,19 @@ class Disk:
             "--ioengine=libaio",
             f"--iodepth={max(options.io_threads, 4)}",
         ]
-        command += ["--output-format=json"]
+        command += ["--output-format=json", *more]
         # Huge pages, as a HostPool has them: with small ones fio, too, reaches half of it, and is no yardstick.
         environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-        report = json.loads(done.stdout[done.stdout.index("{") :])
-        return float(self.nbytes / report["jobs"][0][kind]["bw_bytes"])
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+    @staticmethod
+    def _bytes_per_second(process: subprocess.Popen[str]) -> dict[str, float]:
+        """Of reads and of writes, when fio has ended."""
+        output, _ = process.communicate()
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, process.args, output)
+        (job,) = json.loads(output[output.index("{") :])["jobs"]
+        return {kind: float(job[kind]["bw_bytes"]) for kind in ("read", "write")}
 
     def run_transfers(self, start: Callable[[str, Tensor], Transfer]) -> float:
         """Seconds to save or to load every piece, as many at a time as there are buffers."""
@@ -164,6 +195,9 @@ class Disk:
         rounds.add("load", self.run_transfers(self.store.load))
         self.choose_work(rounds.seconds["load"][-1] + rounds.seconds["save"][-1])
         rounds.add("work", self.run_work())
+        if self.fio is not None:
+            for name, seconds in zip(("fio beside", "work beside"), self.run_beside(), strict=True):
+                rounds.add(name, seconds)
         rounds.add("window", self.run_window())
 
 
@@ -210,14 +244,19 @@ def make_table(rounds: Rounds, nbytes: int, title: str) -> Table:
             "save": ("fio write", rounds.ratios("save", "fio write")),
             "load": ("fio read", rounds.ratios("load", "fio read")),
         }
-    for name in [
-        name for name in ("fio write", "save", "fio read", "load", "work", "window") if name in rounds.seconds
-    ]:
+    names = ("fio write", "save", "fio read", "load", "work", "fio beside", "work beside", "window")
+    for name in [name for name in names if name in rounds.seconds]:
         speeds = rounds.gigabytes_per_second(name, nbytes)
         against, values = shares.get(name, ("", []))
-        share = [f"{100 * statistics.median(values):.0f} %", f"{100 * max(values):.0f} %"] if values else ["", ""]
-        table.add_row(name, f"{statistics.median(speeds):.2f}", f"{max(speeds):.2f}", against, *share)
+        table.add_row(name, f"{statistics.median(speeds):.2f}", f"{max(speeds):.2f}", against, *_in_percent(values))
+    if "fio beside" in rounds.seconds:
+        table.add_row("", "", "", "fio and work beside", *_in_percent(rounds.ideal_shares_beside()))
     return table
+
+
+def _in_percent(values: Sequence[float]) -> list[str]:
+    """The median and the best."""
+    return [f"{100 * value:.0f} %" for value in (statistics.median(values), max(values))] if values else ["", ""]
 
 
 def write_json(path: Path, rounds: Rounds, disk: Disk) -> None:

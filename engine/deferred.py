@@ -5,6 +5,16 @@ Under a dispatch mode every operation of the constructor runs on meta tensors an
 it reads and writes. `values` runs the same operations on the real device in the same order, so that random numbers come
 out as if the model had been built at once; a storage lives from its first operation to its last. A parameter is handed
 over after its last operation and then forgotten: what is alive at a time is about one parameter.
+
+[Note: weights drawn twice]
+Many models draw their weights in a second pass over all modules (`apply(init_weights)`). The replay has to draw what
+the first pass drew, since the random numbers that follow depend on it, but need not keep it until the second pass: a
+storage is also forgotten after the last operation that uses it before another one fills it.
+
+    operation          empty a   uniform a   empty b   uniform b   normal a   normal b
+    a is alive         xxxxxxxxxxxxxxxxxxx                          xxxxxxxx
+    b is alive                               xxxxxxxxxxxxxxxxxxx              xxxxxxxx
+
 Idea: deferred initialization, as in torchdistx.
 """
 
@@ -24,6 +34,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.from_numpy)
+_FILLS = {
+    torch.ops.aten.copy_.default,
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.fill_.Tensor,
+    torch.ops.aten.normal_.default,
+    torch.ops.aten.uniform_.default,
+    torch.ops.aten.zero_.default,
+}
+"""Operations that write every element of their first argument, whatever it holds, and return it."""
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
@@ -44,6 +63,7 @@ class _Operation:
     args: Any
     kwargs: dict[str, Any]
     outputs: list[_View]
+    filled: int | None  # the storage of which it writes every byte and reads none
 
 
 class DeferredModel:
@@ -53,7 +73,7 @@ class DeferredModel:
         """build: constructs the model. Raises ValueError where it reads values of tensors while it constructs."""
         self._operations: list[_Operation] = []
         self._constants: dict[int, Tensor] = {}
-        self._alive: list[Tensor] = []  # keeps storages, and so their identities, until the end
+        self._alive: list[torch.UntypedStorage] = []  # so that none gets the identity of an earlier one
         try:
             with _OnMeta(), _DataRecorder(self), _OperationRecorder(self), _trunc_normal_recorded(self):
                 module = build()
@@ -80,12 +100,15 @@ class DeferredModel:
         ending: dict[int, list[int]] = {}
         for storage, index in last_use.items():
             ending.setdefault(index, []).append(storage)
+        overwritten = self._overwritten()
         real = dict(self._constants)
         for storage in [key for key in real if key not in last_use]:
             yield from self._hand_over(real, storage, waiting)
         for index, operation in enumerate(self._operations):
             self._run(operation, real)
             self.peak_bytes = max(self.peak_bytes, sum(t.untyped_storage().nbytes() for t in real.values()))
+            for storage in overwritten.get(index, ()):
+                del real[storage]
             for storage in ending.get(index, ()):
                 yield from self._hand_over(real, storage, waiting)
         if waiting:
@@ -94,7 +117,23 @@ class DeferredModel:
                 "pass the constructed module to initialize in its place"
             )
 
+    def _overwritten(self) -> dict[int, list[int]]:
+        """By operation: the storages whose next use is to be filled as a whole. See [Note: weights drawn twice]."""
+        found: dict[int, list[int]] = {}
+        latest_use: dict[int, int] = {}
+        for index, operation in enumerate(self._operations):
+            storage = operation.filled
+            if storage is not None and storage in latest_use:
+                found.setdefault(latest_use[storage], []).append(storage)
+            for view in _views_in((operation.args, operation.kwargs, operation.outputs)):
+                latest_use[view.storage] = index
+        return found
+
     def _run(self, operation: _Operation, real: dict[int, Tensor]) -> None:
+        if operation.filled is not None and operation.filled not in real:
+            whole: _View = operation.args[0]
+            real[operation.filled] = torch.empty_strided(whole.shape, whole.strides, dtype=whole.dtype)
+
         def materialize(value: Any) -> Any:
             if isinstance(value, _View):
                 return _view_of(real[value.storage], value)
@@ -136,28 +175,34 @@ class DeferredModel:
                     nothing = torch.zeros((), dtype=param.dtype, device="cpu").expand(param.shape)
                     shell = shells[id(param)] = nn.Parameter(nothing, requires_grad=param.requires_grad)
                     sources.append((shell, lambda value: None, _describe(param)))
-                    self._alive.append(param)
+                    self._alive.append(param.untyped_storage())
                 module._parameters[name] = shells[id(param)]
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     sources.append((None, _setter(module, name), _describe(buffer)))
-                    self._alive.append(buffer)
+                    self._alive.append(buffer.untyped_storage())
         return sources
 
-    def record(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        """Writes an operation down, if it has to do with meta tensors."""
+    def record(
+        self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any, fills: bool = False
+    ) -> None:
+        """Writes an operation down, if it has to do with meta tensors.
+
+        fills: it writes every element of its first argument, whatever that holds.
+        """
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not any(tensor.is_meta for tensor in outputs + inputs):
             return
-        self._alive.extend(outputs)
+        self._alive.extend(tensor.untyped_storage() for tensor in outputs)
         described = tree_map(lambda leaf: _describe(leaf) if isinstance(leaf, Tensor) and leaf.is_meta else leaf, args)
         options = tree_map(lambda leaf: _describe(leaf) if isinstance(leaf, Tensor) and leaf.is_meta else leaf, kwargs)
-        self._operations.append(_Operation(function, described, options, [_describe(t) for t in outputs]))
+        filled = _whole_storage(inputs) if fills else None
+        self._operations.append(_Operation(function, described, options, [_describe(t) for t in outputs], filled))
 
     def record_constant(self, meta: Tensor, value: Tensor) -> None:
         """A tensor made from Python data: its values are kept as they are."""
-        self._alive.append(meta)
+        self._alive.append(meta.untyped_storage())
         self._constants[_describe(meta).storage] = value
 
 
@@ -169,7 +214,7 @@ def _trunc_normal_recorded(owner: DeferredModel) -> Iterator[None]:
     def record(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not tensor.is_meta:
             return original(tensor, *args, **kwargs)
-        owner.record(original, (tensor, *args), kwargs, tensor)
+        owner.record(original, (tensor, *args), kwargs, tensor, fills=True)
         return tensor
 
     nn.init._no_grad_trunc_normal_ = record
@@ -200,8 +245,11 @@ class _OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._owner.record(func, args, kwargs or {}, result)
+        kwargs, fills = kwargs or {}, func in _FILLS
+        # A fill leaves a meta tensor as it is; and the kernel of normal_ for them imports torch's compiler, 105 MiB.
+        result = args[0] if fills and args[0].is_meta else func(*args, **kwargs)
+        if not func.is_view:  # a view is described by its storage, and has no values of its own to wait for
+            self._owner.record(func, args, kwargs, result, fills)
         return result
 
 
@@ -234,6 +282,14 @@ def _describe(tensor: Tensor) -> _View:
         int(tensor.storage_offset()),
         tensor.dtype,
     )
+
+
+def _whole_storage(inputs: list[Tensor]) -> int | None:
+    """The storage of the first input, if that is all of it, row by row, and no other input lies in it."""
+    target, others = _describe(inputs[0]), [_describe(tensor) for tensor in inputs[1:]]
+    if target.offset or not inputs[0].is_contiguous() or inputs[0].nbytes != inputs[0].untyped_storage().nbytes():
+        return None
+    return None if any(other.storage == target.storage for other in others) else target.storage
 
 
 def _laid_out_as(view: _View, tensor: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """A comparison's numbers: a ratio is of one round, a time is a median, and losses that differ fail."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -36,13 +37,14 @@ def test_times_are_medians_and_ratios_are_of_rounds_that_both_finished(row: Call
     assert ours.ratios(None) == [] and row("ddp", {}).step_seconds is None
 
 
-def test_losses_that_differ_fail(helper: Helper, row: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(("loss", "difference"), [(4.001, "2.5e-04"), (math.nan, "nan"), (math.inf, "inf")])
+def test_losses_that_differ_fail(helper: Helper, row: Callable[..., Any], loss: float, difference: str) -> None:
     same, close = row("ddp", {0: [1.0]}), row("fsdp2", {0: [1.0]}, [5.0, 4.0001])
-    other = row("lowtide-3", {0: [1.0]}, [5.0, 4.001])
+    other = row("lowtide-3", {0: [1.0]}, [5.0, loss])
     found = comparison_of(helper, same, close, other)
     found.judge_losses()
     assert found.failures == [
-        "lowtide-3 FAILED: losses differ: expected at most 0.0001 (relative) from DDP, found 2.5e-04"
+        f"lowtide-3 FAILED: losses differ: expected at most 0.0001 (relative) from DDP, found {difference}"
     ]
 
 

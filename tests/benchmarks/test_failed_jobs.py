@@ -95,16 +95,16 @@ def test_settings_of_the_allocator_are_the_jobs_own(helper: Helper, monkeypatch:
 
 def test_deepspeeds_optimizer_says_what_its_process_said(script: Helper, tmp_path: Path) -> None:
     cpu_optimizer = script("cpu_optimizer")
-    python = tmp_path / "python"
+    python, pid = tmp_path / "python", tmp_path / "pid"
     options = SimpleNamespace(numel=8, threads=1, out="none", gradient="float32", deepspeed_python=python)
     for line, expected in [
         ("echo no compiler >&2", "deepspeed: its worker failed:\nno compiler\n"),
-        ("echo hello", "deepspeed: expected its worker to get ready, found another answer"),
+        ("echo hello; exec sleep 60", "deepspeed: expected its worker to get ready, found another answer"),
     ]:
-        python.write_text(f"#!/bin/sh\n{line}\n")
+        python.write_text(f"#!/bin/sh\necho $$ > {pid}\n{line}\n")
         python.chmod(0o755)
-        peer = cpu_optimizer.DeepSpeed.__new__(cpu_optimizer.DeepSpeed)
         with pytest.raises(SystemExit) as failed:
-            peer.__init__(options)
+            cpu_optimizer.DeepSpeed(options)
         assert str(failed.value) == expected
-        peer._process.communicate()
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid.read_text()), 0)

@@ -1,6 +1,7 @@
 """A comparison of pipelines: makespans and bubbles of what was done when, ratios, and losses that differ."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -82,12 +83,13 @@ def test_a_ratio_compares_the_same_schedule_on_as_many_ranks(helper: Helper, row
     assert ours.step_seconds == 1.5 and row("1f1b", 2, {}).step_seconds is None
 
 
-def test_losses_that_differ_fail(helper: Helper, row: Callable[..., Any]) -> None:
-    ours, other = row("zb-v", 2, {0: [1.0]}, [5.0, 4.001]), row("zb-v", 4, {0: [1.0]}, [5.0, 4.001])
+@pytest.mark.parametrize(("loss", "difference"), [(4.001, "2.5e-04"), (math.nan, "nan")])
+def test_losses_that_differ_fail(helper: Helper, row: Callable[..., Any], loss: float, difference: str) -> None:
+    ours, other = row("zb-v", 2, {0: [1.0]}, [5.0, loss]), row("zb-v", 4, {0: [1.0]}, [5.0, 4.001])
     rows = [ours, row("torch-zb-v", 2, {0: [1.0]}), other]
     helper("_pipeline_report").judge_losses(rows, 1e-4)
     assert ours.failure == (
-        "losses differ: expected at most 0.0001 (relative) from torch-zb-v on 2 ranks, found 2.5e-04"
+        f"losses differ: expected at most 0.0001 (relative) from torch-zb-v on 2 ranks, found {difference}"
     )
     assert rows[1].failure is None and other.failure is None
 

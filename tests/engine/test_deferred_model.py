@@ -1,4 +1,4 @@
-"""A model built on the meta device gets the bits that it gets when it is built at once, a parameter at a time."""
+"""A model built on the meta device gets the bits that it gets when it is built at once."""
 
 from collections.abc import Callable
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.engine.deferred import DeferredModel
 from tests import models
+from tests.engine.drawn_twice import DRAWS, DrawnTwice, FilledInPart, RowZeroed, UsedBeforeFilled
 from tests.ranks import RankPool
 from tests.zero.training import ADAMW, Case, share_of
 
@@ -104,6 +105,10 @@ BUILDERS: list[Callable[[], nn.Module]] = [
     half,
     Orthogonal,
     Recurrent,
+    DrawnTwice,
+    RowZeroed,
+    FilledInPart,
+    UsedBeforeFilled,
 ]
 
 
@@ -133,6 +138,16 @@ def test_a_deferred_model_has_the_values_of_the_built_one(build: Callable[[], nn
     assert torch.equal(torch.rand(3), after), "the random numbers that follow are the same too"
 
 
+@pytest.mark.parametrize("draw", DRAWS)
+def test_weights_drawn_twice_have_the_values_of_the_built_ones(draw: str) -> None:
+    torch.manual_seed(7)
+    expected = DrawnTwice(draw)
+    after = torch.rand(3)
+    torch.manual_seed(7)
+    assert_same(DeferredModel(lambda: DrawnTwice(draw)), expected)
+    assert torch.equal(torch.rand(3), after)
+
+
 def test_a_builder_that_reads_values_is_refused() -> None:
     def build() -> nn.Module:
         model = nn.Linear(3, 3)
@@ -148,16 +163,6 @@ def test_a_callable_that_builds_no_module_is_refused() -> None:
         DeferredModel(lambda: 3)  # type: ignore[arg-type,return-value]
     with pytest.raises(ValueError, match=r"model: expected an nn.Module or a callable that builds one, found int"):
         lowtide.initialize(3, {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAMW})  # type: ignore[arg-type]
-
-
-def test_little_more_than_one_parameter_is_alive_at_a_time() -> None:
-    def build() -> nn.Module:
-        return models.TinyGPT(width=64, layers=6)
-
-    deferred = DeferredModel(build)
-    sizes = [value.nbytes for _, value in deferred.values()]
-    assert max(sizes) <= deferred.peak_bytes <= 1.5 * max(sizes)
-    assert sum(sizes) > 8 * max(sizes)
 
 
 def losses_and_state(stage: int, is_deferred: bool) -> tuple[list[float], dict[str, Tensor]]:

@@ -43,6 +43,13 @@ _FILLS = {
     torch.ops.aten.zero_.default,
 }
 """Operations that write every element of their first argument, whatever it holds, and return it."""
+
+_CERTAIN: dict[Any, Callable[..., bool]] = {
+    torch.ops.aten.normal_.default: lambda mean=0.0, std=1.0, **options: std >= 0,
+    torch.ops.aten.fill_.Tensor: lambda value: value.dim() == 0,
+}
+"""Fills -> whether one with these arguments cannot fail, so that a builder never has to hear of an error."""
+
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
@@ -246,8 +253,9 @@ class _OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, fills = kwargs or {}, func in _FILLS
-        # A fill leaves a meta tensor as it is; and the kernel of normal_ for them imports torch's compiler, 105 MiB.
-        result = args[0] if fills and args[0].is_meta else func(*args, **kwargs)
+        # The kernels of these two for meta tensors import torch's compiler, 105 MiB, and leave the tensor as it is.
+        is_certain = func in _CERTAIN and _CERTAIN[func](*args[1:], **kwargs)
+        result = args[0] if is_certain and args[0].is_meta else func(*args, **kwargs)
         if not func.is_view:  # a view is described by its storage, and has no values of its own to wait for
             self._owner.record(func, args, kwargs, result, fills)
         return result

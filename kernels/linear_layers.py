@@ -26,16 +26,20 @@ a bias. See `weight_gradient` and `bias_gradient`."""
 class LinearLayers:
     """Has `make` called for each gradient of a linear layer's own parameters, in place of autograd.
 
-    Everything else is as it was: a forward without gradients, one that is compiled, a backward that is itself
+    Everything else is as it was: a forward without gradients, one that is compiled or transformed (`torch.func`), an
+    input that is no plain tensor (sparse, nested), a weight that is computed (weight norm), a backward that is itself
     differentiated. The layers get a `forward` of their own, so that their class stays what it is for other models.
     """
 
     def __init__(self, modules: Iterable[nn.Module], make: MakeGradient) -> None:
         """modules: linear ones among them (torch's, and GPT-2's transposed Conv1D) are taken; others are left."""
-        self._make = make
-        self._modules = [module for module in modules if _transposes(module) is not None]
-        for module in self._modules:
-            module.forward = partial(self._forward, module, bool(_transposes(module)))
+        self._make: MakeGradient | None = make
+        self._forwards: list[tuple[nn.Module, Callable[..., Tensor]]] = []
+        for module in modules:
+            is_transposed = _transposes(module)
+            if is_transposed is not None:
+                module.forward = partial(self._forward, module, is_transposed)
+                self._forwards.append((module, module.forward))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copied layer computes with its own parameters, of which `make` knows nothing."""
@@ -43,21 +47,21 @@ class LinearLayers:
 
     @property
     def num_layers(self) -> int:
-        return len(self._modules)
+        return len(self._forwards)
 
     def remove(self) -> None:
-        """The layers are as they were."""
-        for module in self._modules:
-            module.__dict__.pop("forward", None)
-        self._modules.clear()
+        """The layers are as they were, and copies of them compute as plain ones."""
+        for module, forward in self._forwards:
+            if module.__dict__.get("forward") is forward:  # else somebody has put his own over it
+                del module.__dict__["forward"]
+        self._forwards.clear()
+        self._make = None
 
-    def _forward(self, module: nn.Module, is_transposed: bool, x: Tensor) -> Tensor:
-        weight, bias = module.weight, module.bias
-        params = [param for param in (weight, bias) if isinstance(param, nn.Parameter)]  # absent in a probe
-        needs_grad = torch.is_grad_enabled() and any(param.requires_grad for param in params)
-        if not needs_grad or torch.compiler.is_compiling():
-            plain: Tensor = type(module).forward(module, x)
+    def _forward(self, module: nn.Module, is_transposed: bool, *args: Any, **kwargs: Any) -> Tensor:
+        if self._make is None or len(args) != 1 or kwargs or not _is_ordinary(module, args[0]):
+            plain: Tensor = type(module).forward(module, *args, **kwargs)
             return plain
+        (x,), weight, bias = args, module.weight, module.bias
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))  # as it is multiplied, so that dw is of the same product
         result: Tensor = _Linear.apply(x, weight, bias, is_transposed, self._make)  # type: ignore[no-untyped-call]
@@ -77,6 +81,11 @@ def weight_gradient(dy: Tensor, x: Tensor, is_transposed: bool, out: Tensor | No
 def bias_gradient(dy: Tensor) -> Tensor:
     """db of y = x w^T + b: (..., out) -> (out,)."""
     return dy.reshape(-1, dy.shape[-1]).sum(0)
+
+
+def gradient_of(dy: Tensor, x: Tensor | None, is_transposed: bool) -> Tensor:
+    """What autograd would have made: of a weight, or of a bias where x is None."""
+    return bias_gradient(dy) if x is None else weight_gradient(dy, x, is_transposed)
 
 
 class _Linear(torch.autograd.Function):
@@ -108,7 +117,23 @@ class _Linear(torch.autograd.Function):
 
 
 def _make_now(param: nn.Parameter, dy: Tensor, x: Tensor | None, is_transposed: bool) -> Tensor:
-    return bias_gradient(dy) if x is None else weight_gradient(dy, x, is_transposed)
+    return gradient_of(dy, x, is_transposed)
+
+
+def _is_ordinary(module: nn.Module, x: Any) -> bool:
+    """Whether a backward of two products is all there is to it."""
+    params = [param for param in (module.weight, module.bias) if param is not None]
+    return (
+        torch.is_grad_enabled()
+        and all(isinstance(param, nn.Parameter) for param in params)  # else computed, or absent in a probe
+        and any(param.requires_grad for param in params)
+        and type(x) in (Tensor, nn.Parameter)
+        and x.layout is torch.strided
+        and not x.is_nested
+        and not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch.autograd.forward_ad._current_level < 0
+    )
 
 
 def _transposes(module: nn.Module) -> bool | None:

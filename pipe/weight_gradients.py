@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..kernels.linear_layers import LinearLayers, bias_gradient, weight_gradient
+from ..kernels.linear_layers import LinearLayers, gradient_of
 
 _Entry = tuple[nn.Parameter, Tensor, Tensor | None, bool]
 """(parameter, dy, x, is its first dimension that of x) of a weight; (parameter, dy, None, False) of a bias."""
@@ -46,7 +46,7 @@ class WeightGradients:
     def make(self, microbatch: int) -> None:
         """Adds to `param.grad` what was put off."""
         for param, dy, x, is_transposed in self._entries.pop(microbatch, []):
-            gradient = _made(dy, x, is_transposed)
+            gradient = gradient_of(dy, x, is_transposed)
             if param.grad is None:
                 param.grad = gradient.to(param.dtype)
             else:
@@ -63,11 +63,7 @@ class WeightGradients:
     def _put(self, param: nn.Parameter, dy: Tensor, x: Tensor | None, is_transposed: bool) -> Tensor | None:
         """None where the gradient is made later."""
         if self._open is None:
-            return _made(dy, x, is_transposed)
+            return gradient_of(dy, x, is_transposed)
         # Kept until W, the graph of x would keep what the stage has received.
         self._open.append((param, dy, None if x is None else x.detach(), is_transposed))
         return None
-
-
-def _made(dy: Tensor, x: Tensor | None, is_transposed: bool) -> Tensor:
-    return bias_gradient(dy) if x is None else weight_gradient(dy, x, is_transposed)

@@ -193,6 +193,7 @@ class UnitSequence:
         self._reductions = Reductions()
         self._num_uses = 0
         self._boundary = True
+        self._graph_task: int | None = None  # autograd's number of the backward that runs, not of one inside of it
         self._expects_backward = False
 
     # -- forward --------------------------------------------------------------------------------------------------
@@ -249,6 +250,7 @@ class UnitSequence:
         """boundary: the last microbatch of an optimizer step."""
         self.phase = Phase.BACKWARD
         self._boundary = boundary
+        self._graph_task = None
         self._reduction_cursor = 0
         # What a forward without gradients has released since; every rank has run the same forwards.
         self.rest.gather()
@@ -262,6 +264,8 @@ class UnitSequence:
         """The gradient of what use number `use` of a unit returned is there: its own backward begins."""
         if self.phase is not Phase.BACKWARD:
             raise StateError(_OUTSIDE_BACKWARD.format(where=f"the backward of {unit.name}"))
+        if self._graph_task is None:
+            self._graph_task = torch._C._current_graph_task_id()
         for other in self.blocks:
             # A unit that seems unused may still be read from outside its forward; where no gather waits for it, it can
             # be left for the end.
@@ -292,7 +296,11 @@ class UnitSequence:
 
     def place_for_gradient(self, param: nn.Parameter) -> Tensor | None:
         """Memory of its shape that the gradient of a parameter can be written to, if it is the turn of its unit."""
-        if self.phase is not Phase.BACKWARD:
+        if self.phase is not Phase.BACKWARD or self._reduction_cursor == len(self.reduction_order):
+            return None
+        if (
+            torch._C._current_graph_task_id() != self._graph_task
+        ):  # of a user's autograd.grad in it, who keeps the result
             return None
         unit = self.reduction_order[self._reduction_cursor]
         if id(param) not in unit.trained:

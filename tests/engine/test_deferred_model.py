@@ -179,3 +179,22 @@ def test_a_callable_trains_as_the_module_does(ranks: RankPool, stage: int) -> No
     expected_losses, expected = ranks(2, losses_and_state, stage, False)[0]
     assert losses == expected_losses and list(state) == list(expected)
     assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+class FallsBack(nn.Module):
+    """Its constructor tries what fails, and does something else then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+        with torch.no_grad():
+            for attempt in (lambda: self.weight.copy_(torch.zeros(3, 3)), lambda: self.weight.normal_(0.0, -1.0)):
+                try:
+                    attempt()
+                except RuntimeError:
+                    self.weight.fill_(2.0)
+
+
+def test_a_builder_hears_of_its_errors() -> None:
+    ((_, value),) = DeferredModel(FallsBack).values()
+    assert torch.equal(value, torch.full((4, 4), 2.0))

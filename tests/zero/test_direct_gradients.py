@@ -1,7 +1,9 @@
 """Gradients of large weights are made where they are reduced from: the same bits, and nothing that a user notices."""
 
 import copy
-from collections.abc import Iterator
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -12,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide.kernels.linear_layers import LinearLayers, bias_gradient, weight_gradient
+from lowtide.kernels.linear_layers import LinearLayers, gradient_of, weight_gradient
+from lowtide.pipe.weight_gradients import WeightGradients
 from lowtide.zero import direct_gradients
 from tests.ranks import RankPool
 from tests.zero.training import ADAMW, Case, Outcome, train_all
@@ -112,6 +115,55 @@ def test_with_other_numbers_of_ranks(ranks: RankPool, world_size: int) -> None:
         assert [one.differences(other) for one, other in zip(with_places, without, strict=True)] == [[]] * 2
 
 
+def norms_with_hook(is_on: bool, kind: str, stage: int) -> tuple[list[float], list[float], int]:
+    """The norms of steps, those of the gradients that a hook has kept, and the places that there were for that weight.
+
+    kind: "adds" gives back the gradient and a part of the one of the step before; the others only keep it.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(2)))
+    kept: list[Tensor] = []
+
+    def keep(gradient: Tensor) -> Tensor | None:
+        kept.append(gradient)
+        return gradient + 0.9 * kept[-2] if kind == "adds" and len(kept) > 1 else None
+
+    weight = model[1][0].weight
+    if kind == "after":
+        weight.register_post_accumulate_grad_hook(lambda param: kept.append(param.grad))
+    elif kind != "grad in backward":
+        weight.register_hook(keep)
+    else:
+
+        def ask(module: nn.Module, before: Any, after: Any) -> None:
+            with torch.enable_grad():
+                x = torch.ones(1, WIDTH)
+                kept.extend(torch.autograd.grad(module[0](x).sum(), weight))
+
+        model[1].register_full_backward_hook(ask)
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAMW, "steps_per_print": 0}
+    with direct(is_on) as found:
+        engine = lowtide.initialize(
+            model,
+            {**config, "zero_optimization": {"stage": stage, "units": ["?"]}},
+            loss_fn=lambda output, batch: output.square().mean(),
+        )
+        norms = [engine.train_step(*batch(step, 2)).grad_norm.item() for step in range(4)]
+        engine.close()
+    return norms, [gradient.norm().item() for gradient in kept], sum(found)
+
+
+@pytest.mark.parametrize("kind", ["keeps", "adds", "after", "grad in backward"])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_that_a_user_keeps_stay_what_they_are(ranks: RankPool, stage: int, kind: str) -> None:
+    for world_size in (1, 2):
+        with_places = ranks(world_size, norms_with_hook, True, kind, stage)
+        without = ranks(world_size, norms_with_hook, False, kind, stage)
+        assert [found[:2] for found in with_places] == [found[:2] for found in without]
+        # For the other weight; with two ranks the slot may still be the one of this weight.
+        assert with_places[0][2] > 0 or world_size > 1
+
+
 def test_where_gradients_are_cast_they_are_copied(ranks: RankPool) -> None:
     case = Case(Net, batch, config={"bf16": {"enabled": True}})  # reduced in fp32
     for with_places, without, num_placed in ranks(2, train_both_ways, [case]):
@@ -162,6 +214,14 @@ def test_layers_that_have_a_forward_of_their_own_keep_it() -> None:
     assert torch.equal(model.first(torch.ones(1)), 2 * torch.ones(1))
 
 
+def test_a_forward_that_came_later_stays() -> None:
+    with direct(True):
+        engine = engine_of(Net())
+        engine.module.first.forward = own = lambda x: 2 * x
+        engine.close()
+    assert engine.module.first.forward is own
+
+
 def test_small_layers_are_left_alone() -> None:
     engine = engine_of(Net())
     assert not any("forward" in module.__dict__ for module in engine.module.modules())
@@ -171,7 +231,7 @@ def test_small_layers_are_left_alone() -> None:
 def layers_of(model: nn.Module) -> LinearLayers:
     return LinearLayers(
         model.modules(),
-        lambda param, dy, x, is_transposed: bias_gradient(dy) if x is None else weight_gradient(dy, x, is_transposed),
+        lambda param, dy, x, is_transposed: gradient_of(dy, x, is_transposed),
     )
 
 
@@ -185,6 +245,61 @@ def test_a_copy_of_a_layer_computes_with_its_own_weights() -> None:
     assert torch.equal(other(x), layer.bias.expand(2, WIDTH))
     other(x).sum().backward()
     assert other.weight.grad is not None and layer.weight.grad is None
+
+
+def test_a_copy_lets_go_of_its_maker() -> None:
+    class Maker:
+        def __call__(self, param: nn.Parameter, dy: Tensor, x: Tensor | None, is_transposed: bool) -> Tensor:
+            return gradient_of(dy, x, is_transposed)
+
+    layer, maker = nn.Linear(WIDTH, WIDTH), Maker()
+    layers, alive = LinearLayers([layer], maker), weakref.ref(maker)
+    other = copy.deepcopy(layer)
+    layers.remove()
+    del maker
+    assert alive() is None
+    assert other(torch.ones(1, WIDTH)).requires_grad
+
+
+def weight_norm(layer: nn.Module) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the old one, which leaves a tensor in the weight's place
+        nn.utils.weight_norm(layer)
+
+
+UNUSUAL: dict[str, tuple[Callable[[nn.Module], None], Callable[[nn.Module, Tensor], Tensor]]] = {
+    "keyword": (lambda layer: None, lambda layer, x: layer(input=x)),
+    "sparse": (lambda layer: None, lambda layer, x: layer(x.to_sparse())),
+    "vmap": (lambda layer: None, lambda layer, x: torch.func.vmap(layer)(x)),
+    "weight norm": (weight_norm, lambda layer, x: layer(x)),
+    "one row": (lambda layer: None, lambda layer, x: layer(x[0])),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_what_a_linear_layer_can_do_it_still_can(name: str) -> None:
+    prepare, call = UNUSUAL[name]
+    torch.manual_seed(0)
+    layer, x = nn.Linear(WIDTH, WIDTH), torch.randn(3, WIDTH)
+    prepare(layer)
+
+    def gradients() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(call(layer, x).square().sum(), list(layer.parameters()))
+
+    expected = gradients()
+    layers_of(layer)
+    assert "forward" in layer.__dict__
+    assert all(torch.equal(one, other) for one, other in zip(gradients(), expected, strict=True))
+
+
+def test_a_computed_weight_is_not_put_off() -> None:
+    layer = nn.Linear(WIDTH, WIDTH)
+    weight_norm(layer)
+    weights = WeightGradients([layer])
+    with weights.put_off(0):
+        layer(torch.ones(2, WIDTH)).sum().backward()
+    weights.make(0)
+    assert all(param.grad is not None for param in layer.parameters())
 
 
 @pytest.mark.parametrize("has_bias", [True, False])

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..offload import allocate_host
 from .fragment import Fragment, TensorInfo, TensorSource
 from .safetensors_files import CHUNK_BYTES, INDEX, WeightsPlan
 
@@ -104,7 +105,7 @@ class ExportFolder:
         Each is written before the next is asked for. Those of one file should follow each other, since a file is
         synced when another one comes. Raises OSError, with the path of the file.
         """
-        staging = torch.empty(CHUNK_BYTES, dtype=torch.uint8)  # takes memory where it is written to
+        staging = allocate_host(CHUNK_BYTES)  # takes memory where it is written to
         for file, group in groupby(fragments, lambda fragment: self._places[fragment.name].file):
             path = self._unfinished / file
             with _opened(path) as descriptor:
@@ -199,7 +200,7 @@ def progress(total_bytes: int, wanted: bool = True) -> Iterator[Advance]:
 
 def _values(source: TensorSource, plan: WeightsPlan) -> Iterator[Fragment]:
     """All tensors in the order of the files, in chunks; each is overwritten by the next."""
-    memory = torch.empty(READ_BYTES, dtype=torch.uint8)
+    memory = allocate_host(READ_BYTES)
     for name, place in plan.places.items():
         numel, dtype = math.prod(place.info.shape), place.info.dtype
         step = READ_BYTES // dtype.itemsize

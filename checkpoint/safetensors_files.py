@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..offload import allocate_host
 from .fragment import Fragment, TensorInfo
 
 SINGLE = "model.safetensors"
@@ -179,7 +180,7 @@ class SafetensorsSource:
             place = self._places[fragment.name]
             assert fragment.shape == place.info.shape, fragment.name
             by_file.setdefault(place.file, []).append(fragment)
-        staging = torch.empty(CHUNK_BYTES, dtype=torch.uint8)  # takes memory where it is written to
+        staging = allocate_host(CHUNK_BYTES)  # takes memory where it is written to
         for file in sorted(by_file):
             descriptor = os.open(file, os.O_RDONLY)
             try:

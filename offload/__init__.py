@@ -6,7 +6,7 @@ from .errors import OffloadError
 from .file_store import AioOptions, FileStore
 from .host_chunks import HostChunks
 from .host_copies import HostCopies, HostCopy, StreamCopies
-from .host_memory import keep_heap
+from .host_memory import allocate_host, keep_heap
 from .host_pool import HostPool
 from .pages import PagedBuffer, PagePool, TransientBuffer, huge_zeros
 from .placement import Placement
@@ -40,6 +40,7 @@ __all__ = [
     "Transfer",
     "TransientBuffer",
     "Window",
+    "allocate_host",
     "huge_zeros",
     "in_storages_of",
     "keep_heap",

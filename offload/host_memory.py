@@ -21,8 +21,10 @@ def host_is_pinned() -> bool:
     return torch.cuda.is_available()
 
 
-def allocate_host(nbytes: int, alignment: int, pinned: bool) -> Tensor:
+def allocate_host(nbytes: int, alignment: int = mmap.PAGESIZE, pinned: bool = False) -> Tensor:
     """(nbytes,) uint8, zero; its address is a multiple of `alignment`. Goes back to the system with its last view.
+
+    Unlike a block of the heap, which may be resident from an earlier use, it takes memory only where it is written to.
 
     Pinned memory is registered page by page, since torch's own pinned allocator rounds every size up to a power of two.
     Raises OffloadError where the system has not enough.

@@ -115,7 +115,7 @@ class SavedMemory:
 
 def _empty(nbytes: int, device: torch.device, alignment: int) -> Tensor:
     if device.type == "cpu" and alignment > _TORCH_ALIGNMENT_BYTES:
-        return allocate_host(nbytes, alignment, pinned=False)
+        return allocate_host(nbytes, alignment)
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 

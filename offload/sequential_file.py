@@ -37,7 +37,7 @@ class SequentialFile:
         self.nbytes = 0
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         for _ in range(_NUM_BLOCKS):
-            self._free.put(allocate_host(BLOCK_BYTES, BLOCK_BYTES, pinned=False).numpy().data)
+            self._free.put(allocate_host(BLOCK_BYTES, BLOCK_BYTES).numpy().data)
         self._full: queue.SimpleQueue[tuple[memoryview, int, int] | None] = queue.SimpleQueue()
         self._block = self._free.get()
         self._filled = 0  # bytes of the block

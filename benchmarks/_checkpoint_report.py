@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -99,15 +98,9 @@ class SaveComparison:
         """Gives the row of a contender, None where it was not run."""
         return next((row for row in self.rows if row.contender.name == name), None)
 
-    @property
-    def failures(self) -> list[str]:
-        """One line for each contender that failed."""
-        return [f"{row.contender.name} FAILED: {row.failure}" for row in self.rows if row.failure]
-
-    def write_json(self, path: Path) -> None:
-        """Writes every raw number and what was made of it."""
-        contenders = [self._row_as_dict(row) for row in self.rows]
-        path.write_text(json.dumps({"settings": self.settings, "contenders": contenders}, indent=1) + "\n")
+    def as_dict(self) -> dict[str, Any]:
+        """Gives every raw number and what was made of it, for JSON."""
+        return {"settings": self.settings, "contenders": [self._row_as_dict(row) for row in self.rows]}
 
     def _row_as_dict(self, row: SaveRow) -> dict[str, Any]:
         return {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -159,8 +158,8 @@ def sleep_table(rows: Sequence[PipelineRow], title: str) -> Table:
     return table
 
 
-def write_json(rows: Sequence[PipelineRow], settings: dict[str, Any], path: Path) -> None:
-    """Writes every raw number."""
+def as_dict(rows: Sequence[PipelineRow], settings: dict[str, Any]) -> dict[str, Any]:
+    """Gives every raw number, for JSON."""
     found = [
         {
             **asdict(row.contender),
@@ -173,7 +172,7 @@ def write_json(rows: Sequence[PipelineRow], settings: dict[str, Any], path: Path
         }
         for row in rows
     ]
-    path.write_text(json.dumps({"settings": settings, "contenders": found}) + "\n")
+    return {"settings": settings, "contenders": found}
 
 
 def write_timelines(rows: Sequence[PipelineRow], title: str, path: Path) -> None:

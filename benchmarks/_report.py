@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from dataclasses import asdict, dataclass, field
@@ -82,11 +81,6 @@ class Comparison:
                 )
 
     @property
-    def failures(self) -> list[str]:
-        """One line for each contender that failed."""
-        return [f"{row.contender.name} FAILED: {row.failure}" for row in self.rows if row.failure]
-
-    @property
     def baseline_bytes(self) -> int | None:
         """What a rank holds after `import torch`, at the median of the memory runs of all ranks."""
         found = [
@@ -113,10 +107,6 @@ class Comparison:
             "rounds": {str(number): asdict(job) for number, job in row.timed.items()},
             "memory": {allocator: asdict(job) for allocator, job in row.memory.items()},
         }
-
-    def write_json(self, path: Path) -> None:
-        """Writes `as_dict` to a file."""
-        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
 
 
 def _spread(values: list[float]) -> str:

@@ -38,6 +38,7 @@ import torch
 from _checkpoint_contenders import DEFAULT_SAVERS, SAVERS, STATE_BYTES_PER_PARAMETER
 from _checkpoint_job import SaveResult, SaveWork, run_save_job
 from _checkpoint_report import SaveComparison, SaveRow, disk_lines, make_table, write_chart
+from _conclusion import conclude
 from _contenders import Contender
 from _job import ALLOCATORS, JobError
 from _model import SIZES, build_model
@@ -214,13 +215,10 @@ def main() -> int:
     for line in disk_lines(comparison):
         console.print(line, highlight=False)
     console.print(f"{runner.num_jobs} jobs in {time.monotonic() - started:.0f} s.", highlight=False)
-    for line in comparison.failures:
-        console.print(line, style="red", markup=False, highlight=False)
-    if options.json:
-        comparison.write_json(options.json)
+    status = conclude(console, comparison.rows, comparison.as_dict(), options.json)
     if options.png:
         write_chart(comparison, options.png)
-    return 1 if comparison.failures else 0
+    return status
 
 
 if __name__ == "__main__":

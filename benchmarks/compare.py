@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import _memory
+from _conclusion import conclude
 from _contenders import CONTENDERS, Contender, choose
 from _job import ALLOCATORS, JobError, JobResult, Work, run_job
 from _report import Comparison, Row, make_table, write_chart
@@ -165,13 +166,10 @@ def main() -> int:
             f"Peaks hold torch itself: {comparison.baseline_bytes / 2**20:.0f} MiB a rank after `import torch`."
         )
     console.print(f"{runner.num_jobs} jobs in {time.monotonic() - started:.0f} s.", highlight=False)
-    for line in comparison.failures:
-        console.print(line, style="red", markup=False, highlight=False)
-    if options.json:
-        comparison.write_json(options.json)
+    status = conclude(console, comparison.rows, comparison.as_dict(), options.json)
     if options.png:
         write_chart(comparison, runner.allocators, options.png)
-    return 1 if comparison.failures else 0
+    return status
 
 
 if __name__ == "__main__":

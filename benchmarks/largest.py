@@ -36,6 +36,7 @@ from typing import Any
 
 import _memory
 import torch
+from _conclusion import conclude
 from _contenders import Contender, choose
 from _job import ALLOCATORS, JobError, OverBudget
 from _largest_job import BudgetResult, BudgetWork, run_budget_job
@@ -244,13 +245,10 @@ def main() -> int:
     found = runner.found
     console.print(make_table(found))
     console.print(f"{runner.num_jobs} jobs in {time.monotonic() - started:.0f} s.", highlight=False)
-    for line in found.failures:
-        console.print(line, style="red", markup=False, highlight=False)
-    if options.json:
-        found.write_json(options.json)
+    status = conclude(console, found.rows, found.as_dict(), options.json)
     if options.png:
         write_chart(found, options.png)
-    return 1 if found.failures else 0
+    return status
 
 
 if __name__ == "__main__":

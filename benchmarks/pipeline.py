@@ -30,11 +30,12 @@ from pathlib import Path
 from typing import Any
 
 import _memory
+from _conclusion import conclude
 from _job import ALLOCATORS, JobError
 from _pipeline_contenders import CONTENDERS, choose
 from _pipeline_job import PipelineResult, PipelineWork, run_pipeline_job
 from _pipeline_models import PIPELINE_SIZES, SLEEPING_ROWS
-from _pipeline_report import PipelineRow, judge_losses, sleep_table, work_table, write_json, write_timelines
+from _pipeline_report import PipelineRow, as_dict, judge_losses, sleep_table, work_table, write_timelines
 from rich.console import Console
 
 
@@ -171,14 +172,10 @@ def main() -> int:
         f"{settings['load_average'][1]:.1f} after.",
         highlight=False,
     )
-    failures = [row for row in runner.rows if row.failure]
-    for row in failures:
-        console.print(f"{row.contender.name} FAILED: {row.failure}", style="red", markup=False, highlight=False)
-    if options.json:
-        write_json(runner.rows, settings, options.json)
+    status = conclude(console, runner.rows, as_dict(runner.rows, settings), options.json)
     if options.mode == "sleep" and options.png:
         write_timelines(runner.rows, settings["title"], options.png)
-    return 1 if failures else 0
+    return status
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def test_losses_that_differ_fail(helper: Helper, row: Callable[..., Any], loss: 
     other = row("lowtide-3", {0: [1.0]}, [5.0, loss])
     found = comparison_of(helper, same, close, other)
     found.judge_losses()
-    assert found.failures == [
+    assert helper("_conclusion").failures(found.rows) == [
         f"lowtide-3 FAILED: losses differ: expected at most 0.0001 (relative) from DDP, found {difference}"
     ]
 
@@ -53,7 +53,7 @@ def test_the_losses_of_one_process_are_right_by_definition(helper: Helper, row: 
     single = row("single", {0: [1.0]}, [5.0, 4.5])
     found = comparison_of(helper, ddp, ours, single)
     found.judge_losses()
-    assert [line.split()[0] for line in found.failures] == ["ddp"]
+    assert [line.split()[0] for line in helper("_conclusion").failures(found.rows)] == ["ddp"]
     assert comparison_of(helper, ours, ddp).loss_reference is ddp
     assert comparison_of(helper, row("ddp", {}), ours).loss_reference is ours
 
@@ -63,7 +63,7 @@ def test_an_earlier_failure_is_kept(helper: Helper, row: Callable[..., Any]) -> 
     other.failure = "round 2: rank 0 ended with status 1: no output"
     found = comparison_of(helper, row("ddp", {0: [1.0]}), other)
     found.judge_losses()
-    assert found.failures == ["lowtide-3 FAILED: round 2: rank 0 ended with status 1: no output"]
+    assert other.failure == "round 2: rank 0 ended with status 1: no output"
 
 
 def test_peaks_of_ranks_become_the_largest_and_warm_up_is_left_out(helper: Helper) -> None:
@@ -87,7 +87,8 @@ def test_the_table_and_the_files_say_what_was_found(helper: Helper, row: Callabl
     }
     assert [cell.strip() for cell in lines["lowtide stage 3"]][:5] == ["2.000", "1.00 (0.50-1.50)", "-", "3", "-"]
     assert lines["DDP FAILED"][3].strip() == "-"
-    found.write_json(tmp_path / "found.json")
+    assert helper("_conclusion").conclude(console, found.rows, found.as_dict(), tmp_path / "found.json") == 1
+    assert console.export_text().strip() == "ddp FAILED: memory exact: rank 0 ended with status 1: no output"
     read = json.loads((tmp_path / "found.json").read_text())
     assert read["contenders"][1]["ratios_to_ddp"] == [0.5, 1.5] and read["baseline_bytes"] == 2 << 20
     helper("_report").write_chart(found, ["exact"], tmp_path / "found.png")

@@ -1,11 +1,7 @@
-"""Starts one checkpoint job, one fresh process a rank, waits for it and gathers what its ranks wrote."""
+"""One job of a contender that saves, loads and exports, and what it gave."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -13,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from _contenders import Contender
-from _job import ALLOCATORS, _free_port, _stop, _wait
+from _ranks import environment_of, run_ranks
 
 WORKER = Path(__file__).with_name("_checkpoint_worker.py")
 
@@ -57,39 +53,8 @@ def run_save_job(
     """
     started = time.monotonic()
     job = {**asdict(work), **contender.as_dict(), "allocator": allocator, "folder": str(folder)}
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
-    environment = {
-        **inherited,
-        **(ALLOCATORS[allocator] if allocator else {}),
-        "OMP_NUM_THREADS": str(work.threads),
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONUNBUFFERED": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "WORLD_SIZE": str(work.ranks),
-        "LOCAL_WORLD_SIZE": str(work.ranks),
-    }
-    with tempfile.TemporaryDirectory(prefix="checkpoint-job-") as name:
-        description = Path(name) / "job.json"
-        description.write_text(json.dumps(job))
-        logs = [description.with_name(f"rank{rank}.log") for rank in range(work.ranks)]
-        processes: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank, log in enumerate(logs):
-                with log.open("wb") as stream:
-                    processes.append(
-                        subprocess.Popen(
-                            [python, str(WORKER), str(description)],
-                            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                            stdout=stream,
-                            stderr=stream,
-                            start_new_session=True,
-                        )
-                    )
-            _wait(processes, logs, work.timeout_seconds)
-        finally:
-            _stop(processes)
-        found = [json.loads(description.with_name(f"rank{rank}.json").read_text()) for rank in range(work.ranks)]
+    environment = environment_of(work.threads, allocator)
+    found = run_ranks(WORKER, job, work.ranks, python, environment, work.timeout_seconds)
     return _gathered(found, time.monotonic() - started)
 
 

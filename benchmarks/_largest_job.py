@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from _contenders import Contender
-from _job import JobError, environment_of, run_ranks
+from _ranks import JobError, environment_of, run_ranks
 from _trainers import OFFLOAD_FOLDER
 
 WORKER = Path(__file__).with_name("_largest_worker.py")

@@ -1,19 +1,15 @@
-"""Starts one job over a pipeline, one fresh process a rank, waits for it and gathers what its ranks wrote."""
+"""One job of a contender over a pipeline, and what it gave."""
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from _job import ALLOCATORS, _free_port, _stop, _wait
 from _pipeline_contenders import PipelineContender
+from _ranks import environment_of, run_ranks
 
 WORKER = Path(__file__).with_name("_pipeline_worker.py")
 Timeline = list[tuple[str, int, int, float, float]]  # (op, stage, microbatch, start, end)
@@ -81,40 +77,9 @@ def run_pipeline_job(
     Raises JobError when a rank fails or the time is over; no process is left behind.
     """
     started = time.monotonic()
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
-    environment = {
-        **inherited,
-        **(ALLOCATORS[allocator] if allocator else {}),
-        "OMP_NUM_THREADS": str(work.threads),
-        "MKL_NUM_THREADS": str(work.threads),
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONUNBUFFERED": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "WORLD_SIZE": str(work.ranks),
-        "LOCAL_WORLD_SIZE": str(work.ranks),
-    }
-    with tempfile.TemporaryDirectory(prefix="pipeline-job-") as name:
-        description = Path(name) / "job.json"
-        description.write_text(json.dumps({**asdict(work), "contender": contender.name, "allocator": allocator}))
-        logs = [description.with_name(f"rank{rank}.log") for rank in range(work.ranks)]
-        processes: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank, log in enumerate(logs):
-                with log.open("wb") as stream:
-                    processes.append(
-                        subprocess.Popen(
-                            [python, str(WORKER), str(description)],
-                            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                            stdout=stream,
-                            stderr=stream,
-                            start_new_session=True,
-                        )
-                    )
-            _wait(processes, logs, work.timeout_seconds)
-        finally:
-            _stop(processes)
-        found = [json.loads(description.with_name(f"rank{rank}.json").read_text()) for rank in range(work.ranks)]
+    job = {**asdict(work), "contender": contender.name, "allocator": allocator}
+    environment = environment_of(work.threads, allocator)
+    found = run_ranks(WORKER, job, work.ranks, python, environment, work.timeout_seconds)
     return _gathered(found, work, time.monotonic() - started)
 
 

@@ -40,8 +40,8 @@ from _checkpoint_job import SaveResult, SaveWork, run_save_job
 from _checkpoint_report import SaveComparison, SaveRow, disk_lines, make_table, write_chart
 from _conclusion import conclude
 from _contenders import Contender
-from _job import ALLOCATORS, JobError
 from _model import SIZES, build_model
+from _ranks import ALLOCATORS, JobError
 from rich.console import Console
 
 _COPIES = 4  # of the state that are on the disk at once, at most: two checkpoints, their exports, a scratch file

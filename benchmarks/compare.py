@@ -29,7 +29,8 @@ from typing import Any
 import _memory
 from _conclusion import conclude
 from _contenders import CONTENDERS, Contender, choose
-from _job import ALLOCATORS, JobError, JobResult, Work, run_job
+from _job import JobResult, Work, run_job
+from _ranks import ALLOCATORS, JobError
 from _report import Comparison, Row, make_table, write_chart
 from rich.console import Console
 

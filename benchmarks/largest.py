@@ -38,11 +38,11 @@ import _memory
 import torch
 from _conclusion import conclude
 from _contenders import Contender, choose
-from _job import ALLOCATORS, JobError, OverBudget
 from _largest_job import BudgetResult, BudgetWork, run_budget_job
 from _largest_report import MIB, Largest, LargestRow, Try, make_table, write_chart
 from _largest_search import most_layers
 from _model import SIZES, sized
+from _ranks import ALLOCATORS, JobError, OverBudget
 from rich.console import Console
 
 PEERS = ["ddp", "fsdp2"]

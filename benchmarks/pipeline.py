@@ -31,11 +31,11 @@ from typing import Any
 
 import _memory
 from _conclusion import conclude
-from _job import ALLOCATORS, JobError
 from _pipeline_contenders import CONTENDERS, choose
 from _pipeline_job import PipelineResult, PipelineWork, run_pipeline_job
 from _pipeline_models import PIPELINE_SIZES, SLEEPING_ROWS
 from _pipeline_report import PipelineRow, as_dict, judge_losses, sleep_table, work_table, write_timelines
+from _ranks import ALLOCATORS, JobError
 from rich.console import Console
 
 

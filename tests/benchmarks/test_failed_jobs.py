@@ -17,7 +17,7 @@ Run = Callable[..., list[dict[str, Any]]]
 @pytest.fixture
 def run(helper: Helper, tmp_path: Path) -> Run:
     """Runs lines of Python as the worker of two ranks; they know `rank`, `job` and the `file` of their answer."""
-    job = helper("_job")
+    ranks = helper("_ranks")
 
     def run_lines(lines: str, timeout_seconds: float = 30.0) -> list[dict[str, Any]]:
         worker = tmp_path / "worker.py"
@@ -26,8 +26,8 @@ def run(helper: Helper, tmp_path: Path) -> Run:
             "rank, description = os.environ['RANK'], pathlib.Path(sys.argv[1])\n"
             "job, file = json.loads(description.read_text()), description.with_name(f'rank{rank}.json')\n" + lines
         )
-        environment = job.environment_of(1, None)
-        found: list[dict[str, Any]] = job.run_ranks(worker, {"a": 7}, 2, sys.executable, environment, timeout_seconds)
+        environment = ranks.environment_of(1, None)
+        found: list[dict[str, Any]] = ranks.run_ranks(worker, {"a": 7}, 2, sys.executable, environment, timeout_seconds)
         return found
 
     return run_lines
@@ -41,7 +41,7 @@ def test_every_rank_answers(run: Run) -> None:
 def test_the_error_of_a_rank_is_told_and_the_others_are_ended(run: Run, helper: Helper, tmp_path: Path) -> None:
     pids = tmp_path / "pid"
     started = time.monotonic()
-    with pytest.raises(helper("_job").JobError) as failed:
+    with pytest.raises(helper("_ranks").JobError) as failed:
         run(
             f"pid = pathlib.Path({str(pids)!r})\n"
             "if rank == '0': pid.write_text(str(os.getpid())); time.sleep(60)\n"
@@ -64,30 +64,30 @@ def test_the_error_of_a_rank_is_told_and_the_others_are_ended(run: Run, helper: 
     ],
 )
 def test_a_rank_that_names_no_error_is_told_by_its_status(run: Run, helper: Helper, lines: str, expected: str) -> None:
-    with pytest.raises(helper("_job").JobError, match=expected):
+    with pytest.raises(helper("_ranks").JobError, match=expected):
         run(lines)
 
 
 def test_a_job_that_takes_too_long_is_ended(run: Run, helper: Helper) -> None:
-    with pytest.raises(helper("_job").JobError) as failed:
+    with pytest.raises(helper("_ranks").JobError) as failed:
         run("if rank == '1': time.sleep(60)\n", timeout_seconds=1.5)
     assert str(failed.value) == "not done after 2 s (--timeout); ranks [1] still ran"
 
 
 def test_a_rank_over_its_budget_counts_before_those_that_lose_it(run: Run, helper: Helper) -> None:
-    job = helper("_job")
+    ranks = helper("_ranks")
     ended = [SimpleNamespace(poll=lambda: 1), SimpleNamespace(poll=lambda: 75)]
-    with pytest.raises(job.OverBudget, match=r"^rank 1 needs more memory than it may take$"):
-        job._wait(ended, [], 30.0)
-    with pytest.raises(job.OverBudget, match=r"^rank 0 needs more memory than it may take$"):
+    with pytest.raises(ranks.OverBudget, match=r"^rank 1 needs more memory than it may take$"):
+        ranks._wait(ended, [], 30.0)
+    with pytest.raises(ranks.OverBudget, match=r"^rank 0 needs more memory than it may take$"):
         run("sys.exit(75) if rank == '0' else time.sleep(60)\n")
 
 
 def test_settings_of_the_allocator_are_the_jobs_own(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    job = helper("_job")
-    plain, exact, on_gpu = (job.environment_of(4, *more) for more in ([None], ["exact"], [None, "cuda"]))
+    ranks = helper("_ranks")
+    plain, exact, on_gpu = (ranks.environment_of(4, *more) for more in ([None], ["exact"], [None, "cuda"]))
     assert not [name for name in plain if name.startswith("MALLOC_")] and plain["OMP_NUM_THREADS"] == "4"
     assert exact["MALLOC_MMAP_THRESHOLD_"] == "65536" and "MALLOC_ARENA_MAX" not in exact
     assert plain["CUDA_VISIBLE_DEVICES"] == "" and on_gpu["CUDA_VISIBLE_DEVICES"] == "3"

@@ -21,14 +21,14 @@ MIB_OF_A_LAYER = {"ddp": 20, "fsdp2": 8, "lowtide-0": 19, "lowtide-3": 10}
 @pytest.fixture
 def largest(script: Helper, helper: Helper, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script, whose jobs take memory as `MIB_OF_A_LAYER` says and 10 ms a layer."""
-    loaded, jobs, job = script("largest"), helper("_largest_job"), helper("_job")
+    loaded, jobs, started = script("largest"), helper("_largest_job"), helper("_ranks")
 
     def run(contender: Any, work: Any, python: str, folder: Path, allocator: str | None) -> Any:
         if contender.name not in MIB_OF_A_LAYER:
-            raise job.JobError("rank 0 ended with status 1: ValueError: no")
+            raise started.JobError("rank 0 ended with status 1: ValueError: no")
         peak_bytes = (10 + MIB_OF_A_LAYER[contender.name] * work.num_layers) * MIB
         if peak_bytes > 2 * work.budget_bytes:
-            raise job.OverBudget("rank 0 needs more memory than it may take")
+            raise started.OverBudget("rank 0 needs more memory than it may take")
         measured = peak_bytes if allocator else None
         return jobs.BudgetResult([5.0, 4.0], [0.01 * work.num_layers] * work.steps, measured, 1.0)
 
@@ -114,7 +114,7 @@ def test_a_budget_that_is_too_small_for_one_layer_is_told(largest: ModuleType) -
 def test_losses_of_a_model_that_is_not_trained_fail(helper: Helper, losses: list[float], expected: str) -> None:
     check = helper("_largest_job").check_losses
     check([5.5, 5.5, 5.4])
-    with pytest.raises(helper("_job").JobError, match=f"^{expected}$"):
+    with pytest.raises(helper("_ranks").JobError, match=f"^{expected}$"):
         check(losses)
 
 

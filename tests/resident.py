@@ -7,12 +7,24 @@ from pathlib import Path
 
 def peak_growth(action: Callable[[], object]) -> int:
     """Bytes by which the process's resident memory grew at most during a second call; the first one warms up."""
-    action()
-    ctypes.CDLL(None).malloc_trim(0)  # what the first call has freed must be taken again
+    _warm_up(action)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
     before = _bytes_of("VmRSS")
     action()
     return _bytes_of("VmHWM") - before
+
+
+def lasting_growth(action: Callable[[], object]) -> int:
+    """Bytes of the process's own that are resident after a second call and were not before it."""
+    _warm_up(action)
+    before = _bytes_of("RssAnon")
+    action()
+    return _bytes_of("RssAnon") - before
+
+
+def _warm_up(action: Callable[[], object]) -> None:
+    action()
+    ctypes.CDLL(None).malloc_trim(0)  # what the first call has freed must be taken again
 
 
 def _bytes_of(key: str) -> int:

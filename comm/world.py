@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import HashStore
 
 from ..launch.progress import Activity, Progress
 from ..launch.record import NUM_CHANNELS
+from .loopback_store import loopback_store
 from .watchdog import Watchdog
 
 # How many worlds use a process group that `join` made. As global as the default process group itself, whose end it
@@ -188,7 +189,12 @@ def _make_process_group(device: torch.device, timeout_seconds: float) -> None:
             f"the launcher's environment is incomplete: found {', '.join(present)}; missing {', '.join(missing)}. "
             "Start the script with `lowtide launch` or torchrun, or set all four, or none for a world of one."
         )
-    dist.init_process_group(backend, timeout=timeout)
+    store = loopback_store(timeout)
+    if store is None:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def _host_identity() -> str:

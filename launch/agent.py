@@ -140,8 +140,8 @@ class Agent:
         match message:
             case Challenge():
                 self._channel.send(self._hello(message))
-            case Hold(port):
-                self._hold(port)
+            case Hold():
+                self._hold(message)
             case Reach(addresses, port):
                 self._in_thread(lambda: reachable(addresses, port), Reached)
             case Check(request):
@@ -172,11 +172,11 @@ class Agent:
             report=report_host(),
         )
 
-    def _hold(self, port: int | None) -> None:
+    def _hold(self, message: Hold) -> None:
         try:
             if self._held is not None:
                 self._held.release()
-            self._held = HeldPort(port)
+            self._held = HeldPort(message.port, message.is_local)
         except LaunchError as error:
             self._channel.send(Held(0, str(error)))
         else:

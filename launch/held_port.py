@@ -23,10 +23,13 @@ class HeldPort:
     Whoever connects gets BANNER, by which it is known from other programs. Uses a thread.
     """
 
-    def __init__(self, port: int | None = None) -> None:
-        """port: None finds a free one. Raises LaunchError where it is taken, with the process that has it."""
+    def __init__(self, port: int | None = None, is_local: bool = False) -> None:
+        """port: None finds a free one. is_local: for this host alone, at its loopback address.
+
+        Raises LaunchError where it is taken, with the process that has it.
+        """
         try:
-            self._socket = _listen(port or 0)
+            self._socket = _listen(port or 0, is_local)
         except OSError as error:
             raise LaunchError(_why(port, error)) from error
         self.port: int = self._socket.getsockname()[1]
@@ -70,8 +73,10 @@ def seconds_to_reach(address: str, port: int, limit_seconds: float) -> float:
     return time.monotonic() - start
 
 
-def _listen(port: int) -> socket.socket:
-    """On all addresses, as torch's store does."""
+def _listen(port: int, is_local: bool) -> socket.socket:
+    """Where the store will: on all addresses, as torch does it, or on that of comm/loopback_store.py."""
+    if is_local:
+        return socket.create_server(("127.0.0.1", port), backlog=_BACKLOG)
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)

@@ -53,9 +53,13 @@ class Challenge:
 
 @dataclass(frozen=True)
 class Hold:
-    """Take `port` (None: a free one) for the ranks' store and keep it until Start; the answer is Held."""
+    """Take `port` (None: a free one) for the ranks' store and keep it until Start; the answer is Held.
+
+    is_local: no other host has ranks.
+    """
 
     port: int | None
+    is_local: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """What is settled with the agents before a rank starts: the plan, the place of rank 0's store, that all is well."""
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +13,13 @@ from .plan import Plan, make_plan
 from .preflight import HostChecks, clock_offset, faults, folders_of_config, request_for, table
 from .request import Request
 
+# gloo would listen at the address that the host's name leads to. "": its choice, where the name is not known.
+_LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else ""
+
 
 @dataclass(frozen=True)
 class Prepared:
-    """port: of rank 0's store. interfaces: host -> its interface that leads there, where there are several hosts."""
+    """port: of rank 0's store. interfaces: host -> its interface that leads there; "": not known."""
 
     plan: Plan
     port: int
@@ -42,14 +46,15 @@ class Preparation:
     def run(self) -> Prepared | None:
         """None where it was cut short. Raises LaunchError where the job cannot run like this."""
         plan = plan_of(self._peers, self._request, self._allocation)
-        held = self._peers.ask({0: Hold(self._request.master_port)}, Held, self._is_cut_short)
+        is_local = len(plan.hosts) == 1
+        held = self._peers.ask({0: Hold(self._request.master_port, is_local)}, Held, self._is_cut_short)
         if self._is_cut_short():
             return None
         if held[0].error:
             raise LaunchError(f"{self._peers.all[0].name}: {held[0].error}")
         port = held[0].port
-        interfaces: dict[int, str] = {}
-        if len(plan.hosts) > 1:
+        interfaces = {0: _LOOPBACK_INTERFACE}
+        if not is_local:
             address, interfaces = self._meeting_point(plan, port)
             if address != plan.master_address:
                 plan = plan_of(self._peers, self._request, self._allocation, address)

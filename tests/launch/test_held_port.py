@@ -19,6 +19,13 @@ def test_a_released_port_can_be_listened_to_at_once() -> None:
     held.release()  # a second time does nothing
 
 
+def test_a_local_one_is_held_at_the_loopback_address_only() -> None:
+    held = HeldPort(is_local=True)
+    seconds_to_reach("127.0.0.1", held.port, 5)
+    socket.create_server(("127.0.0.2", held.port)).close()  # nobody listens on all addresses
+    held.release()
+
+
 def test_many_hosts_reach_it_at_the_same_time() -> None:
     held = HeldPort()
     with ThreadPoolExecutor(32) as pool:

@@ -74,7 +74,7 @@ def test_each_rank_has_the_environment_of_torchrun(tmp_path: Path) -> None:
         assert arguments == ["--lr", "1", "--", "x"]
         expected = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         assert {name: environ[name] for name in expected} == expected
-        assert environ["MASTER_ADDR"] == "127.0.0.1"
+        assert (environ["MASTER_ADDR"], environ["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")
         assert environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"  # rank 0 opens the store
         ports.add(int(environ["MASTER_PORT"]))
     assert len(ports) == 1 and ports.pop() > 1023

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from ..launch.agent import SILENCE_SECONDS
+from ..launch.agent import SILENCE_SECONDS, TOKEN_VARIABLE
 from ..launch.allocation import AllocationRequest, find_allocation
 from ..launch.display import say
 from ..launch.elastic import Attempts, Elastic, planned
@@ -114,8 +114,9 @@ def _run(options: argparse.Namespace, allocation: Allocation, request: Request) 
     def make_transport(allocation: Allocation) -> Transport:
         return transport_for(allocation, transport_options, os.environ)
 
+    notes = (*allocation.notes, *_notes(options, allocation))
     if allocation.part == "agent" and allocation.meeting is not None:  # for a plan too: the first host asks for it
-        for note in allocation.notes:
+        for note in notes:
             say(note)
         become_agent(allocation.meeting, JOIN_SECONDS, options.lost_after)
     if options.print_plan:
@@ -124,7 +125,7 @@ def _run(options: argparse.Namespace, allocation: Allocation, request: Request) 
         else:
             print(printed_plan(planned(request, allocation, make_transport(allocation))))
         return 0
-    for note in (*allocation.notes, *_notes(options, allocation)):
+    for note in notes:
         say(note)
     if allocation.part == "rank":
         environment = {**os.environ, **request.environment, **allocation.rank_environment}
@@ -134,15 +135,22 @@ def _run(options: argparse.Namespace, allocation: Allocation, request: Request) 
 
 
 def _notes(options: argparse.Namespace, allocation: Allocation) -> list[str]:
-    """Of options that have no effect."""
+    """Of options that have no effect, and of a token that is none."""
     defaults = parser()
     given = [name for name in _OF_A_JOB if getattr(options, name) != defaults.get_default(name)]
     if allocation.part == "rank" and given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         return [f"no effect on a rank that somebody else has started: {names}"]
+    notes = []
     if options.min_hosts is not None and not options.max_restarts:
-        return ["--min-hosts has no effect without --max-restarts"]
-    return []
+        notes.append("--min-hosts has no effect without --max-restarts")
+    if allocation.part != "rank" and allocation.meeting is not None and not os.environ.get(TOKEN_VARIABLE):
+        place = f"{allocation.meeting.address}:{allocation.meeting.port}"
+        notes.append(
+            f"LOWTIDE_TOKEN is not set: whoever reaches {place}, or listens there first, can run commands on the hosts "
+            "of this job; set it to the same secret on all of them"
+        )
+    return notes
 
 
 def _allocation_request(options: argparse.Namespace) -> AllocationRequest:

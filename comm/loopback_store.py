@@ -9,7 +9,7 @@ import os
 import socket
 from datetime import timedelta
 
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 # The address of the host itself, literally: a name may lead elsewhere on other hosts.
 _LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "::1"}

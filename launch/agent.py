@@ -12,25 +12,24 @@ Beats and other messages are not held up. What a rank printed last is sent all t
 
 import argparse
 import contextlib
-import itertools
 import os
 import platform
 import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 from . import stacks
 from .channel import MAGIC, Channel
 from .checks import HeldPort, run_checks
+from .connection import connected
 from .guard import KILLED_SECONDS, guarded
+from .handshake import Seal
 from .host import LaunchError
 from .loop import Loop
 from .messages import (
-    Challenge,
     Check,
     Checked,
     Ended,
@@ -53,7 +52,7 @@ from .messages import (
     Start,
     Started,
     Stopped,
-    proof_of,
+    Welcome,
 )
 from .process_tree import kill_descendants, reap_all
 from .ranks import HostRanks
@@ -68,7 +67,7 @@ _FLUSH_SECONDS = 5.0
 
 
 class Agent:
-    """From the launcher's Challenge to its Leave, or to the loss of it; then nothing of the job is left here."""
+    """From the launcher's Welcome to its Leave, or to the loss of it; then nothing of the job is left here."""
 
     def __init__(
         self,
@@ -76,19 +75,20 @@ class Agent:
         read_fd: int,
         write_fd: int,
         silence_seconds: float | None,
-        token: str = "",
+        seal: Seal | None = None,
         index: int | None = None,
         names: tuple[str, ...] = (),
     ) -> None:
         self._loop = loop
-        self._token = token
         self._index = index
         self._names = names
         self._ranks: HostRanks | None = None
         self._held: HeldPort | None = None
         self._may_send = WINDOW_BYTES
         self._status: int | None = None
-        self._channel = Channel(loop, read_fd, write_fd, self._take, self._lose, silence_seconds, sends_beats=False)
+        self._channel = Channel(
+            loop, read_fd, write_fd, self._take, self._lose, silence_seconds, sends_beats=False, seal=seal
+        )
         for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to the launcher too
             loop.on_signal(number, lambda: None)
         loop.on_signal(signal.SIGTERM, lambda: self._channel.send(Stopped(signal.SIGTERM)))
@@ -138,7 +138,7 @@ class Agent:
 
     def _take(self, message: Message) -> None:
         match message:
-            case Challenge():
+            case Welcome():
                 self._channel.send(self._hello(message))
             case Hold():
                 self._hold(message)
@@ -162,13 +162,12 @@ class Agent:
             case Leave(status):
                 self._end(status)
 
-    def _hello(self, challenge: Challenge) -> Hello:
+    def _hello(self, welcome: Welcome) -> Hello:
         return Hello(
-            proof=proof_of(self._token, challenge.nonce),
             index=self._index,
             names=self._names,
             pid=os.getpid(),
-            addresses=own_addresses(os.environ) if challenge.wants_addresses else (),
+            addresses=own_addresses(os.environ) if welcome.wants_addresses else (),
             report=report_host(),
         )
 
@@ -237,29 +236,34 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--silence", type=float, default=SILENCE_SECONDS, help="seconds after which the peer is lost")
     parser.add_argument("--wait", type=float, default=60.0, help="seconds to try to connect")
     options = parser.parse_args(argv)
-    token = os.environ.pop(TOKEN_VARIABLE, "")
     if options.stdio:
-        read_fd = _take_stdin()
-    else:
-        try:
-            read_fd = _connected(options.connect, options.wait)
-        except LaunchError as error:
-            print(f"lowtide launch: {error}", file=sys.stderr, flush=True)
-            return 1
-    write_fd = _take_stdout() if options.stdio else os.dup(read_fd)
-    return serve(read_fd, write_fd, options.silence, token, options.index)
+        return serve(_take_stdin(), _take_stdout(), options.silence, options.index)
+    try:
+        fd, seal = connected(options.connect, os.environ.get(TOKEN_VARIABLE, ""), options.wait, _say)
+    except LaunchError as error:
+        _say(str(error))
+        return 1
+    return serve(fd, os.dup(fd), options.silence, options.index, seal)
 
 
-def serve(read_fd: int, write_fd: int, silence_seconds: float | None, token: str = "", index: int | None = None) -> int:
+def serve(
+    read_fd: int,
+    write_fd: int,
+    silence_seconds: float | None,
+    index: int | None = None,
+    seal: Seal | None = None,
+) -> int:
     """Is the agent until the job has ended; the exit status is that of `Agent.run`. To be called in the main thread.
 
     read_fd, write_fd: of the channel to the launcher. silence_seconds: None where the end of the channel tells enough:
-    on the launcher's own host, which may be stopped by Ctrl-Z, and we with it.
+    on the launcher's own host, which may be stopped by Ctrl-Z, and we with it. seal: None where nobody else can speak
+    on the channel.
     """
+    os.environ.pop(TOKEN_VARIABLE, None)  # the ranks have this environment, and their scripts may show it
 
     def work(guard_alive: int, signs_of_life: int) -> int:
         loop = Loop()
-        agent = Agent(loop, read_fd, write_fd, silence_seconds, token, index, _names())
+        agent = Agent(loop, read_fd, write_fd, silence_seconds, seal, index, _names())
         loop.on_readable(guard_alive, lambda: _lose_guard(loop, guard_alive, agent))
         _give_signs(loop, signs_of_life)
         return agent.run()
@@ -295,32 +299,8 @@ def _take_stdout() -> int:
     return taken
 
 
-def _connected(peers: str, wait_seconds: float) -> int:
-    """A connection to the launcher, which may start later than its agents, at the first address that answers.
-
-    peers: HOST:PORT, several with commas. Raises LaunchError when the wait is over.
-    """
-    deadline = time.monotonic() + wait_seconds
-    said = time.monotonic()
-    for peer in itertools.cycle(peers.split(",")):
-        address, _, port = peer.rpartition(":")
-        try:
-            connection = socket.create_connection((address.strip("[]"), int(port)), timeout=5)
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"there is no launcher at {peers} after {wait_seconds:g} s ({error}); has it been started on the "
-                    "first host, and does this host reach it?"
-                ) from error
-            if time.monotonic() - said > 10:
-                said = time.monotonic()
-                print(f"lowtide launch: waiting for the launcher at {peer} ({error})", file=sys.stderr, flush=True)
-            time.sleep(0.2)
-        else:
-            connection.settimeout(None)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return connection.detach()
-    raise AssertionError("the cycle has no end")
+def _say(text: str) -> None:
+    print(f"lowtide launch: {text}", file=sys.stderr, flush=True)
 
 
 def _names() -> tuple[str, ...]:

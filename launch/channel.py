@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 
+from .handshake import HandshakeError, Seal
 from .loop import Loop, Timer
 from .messages import Beat, Message, decode, encode
 
@@ -26,7 +27,8 @@ class Channel:
 
     received: called for each message but beats. lost: called once, with the reason, when the peer is gone; never after
     `close`. silence_seconds: None: only the end of the stream tells, and before MAGIC too. sends_beats: the launcher's
-    side. talk: called for each line before MAGIC; None: the stream begins with messages.
+    side. talk: called for each line before MAGIC; None: the stream begins with messages. seal: of each line both ways;
+    None where nobody else can speak on the descriptors.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Channel:
         silence_seconds: float | None,
         sends_beats: bool,
         talk: Callable[[str], None] | None = None,
+        seal: Seal | None = None,
     ) -> None:
         self.clock_offset = 0.0  # the peer's time.monotonic() minus ours
         self.clock_uncertainty = float("inf")  # of clock_offset; infinite until a beat was answered
@@ -53,6 +56,7 @@ class Channel:
         self._silence_seconds = silence_seconds
         self._sends_beats = sends_beats
         self._talk = talk
+        self._seal = seal
         self._silent_seconds = 0.0
         self._num_ticks = 0
         self._rest = bytearray()
@@ -78,7 +82,8 @@ class Channel:
     def send(self, message: Message) -> None:
         """Never blocks; what the peer does not take now is kept and sent when it does. Nothing once it is gone."""
         if self._open and not self._cannot_write:
-            self._unsent += encode(message)
+            line = encode(message)
+            self._unsent += (line if self._seal is None else self._seal.signed(line)) + b"\n"
             self._write()
 
     def close(self) -> None:
@@ -123,7 +128,10 @@ class Channel:
                 self._talk(line.decode(errors="replace").rstrip("\r"))
             return
         try:
-            message = decode(line)
+            message = decode(line if self._seal is None else self._seal.verified(line))
+        except HandshakeError as error:
+            self._lose(str(error))
+            return
         except ValueError as error:
             self._lose(f"it does not speak this launcher's protocol ({error}); is its lowtide of the same version?")
             return

@@ -5,12 +5,14 @@ import errno
 import socket
 import threading
 import time
+from collections import deque
 
 from .host import LaunchError
 
 BANNER = b"lowtide holds this port\n"
 _BACKLOG = 1024  # every host of the job connects at the same time
 _PATIENCE_SECONDS = 0.5
+_KEPT = 64  # connections that were answered and are still open
 
 
 class UnreachableError(Exception):
@@ -44,16 +46,25 @@ class HeldPort:
         self._thread.join(2 * _PATIENCE_SECONDS)
 
     def _answer(self) -> None:
+        """Who closes first keeps the connection for a minute (TIME_WAIT): the other end has some time to be it."""
+        answered: deque[tuple[float, socket.socket]] = deque()  # one that stays does not hold up the next one
         while True:
             try:
+                self._socket.settimeout(_PATIENCE_SECONDS if answered else None)
                 link, _ = self._socket.accept()
+            except TimeoutError:
+                pass
             except OSError:
-                return
-            with link, contextlib.suppress(OSError):
-                link.settimeout(_PATIENCE_SECONDS)
-                link.sendall(BANNER)
-                # Who closes first keeps the connection for a minute (TIME_WAIT): let it be the other end.
-                link.recv(1)
+                break
+            else:
+                link.setblocking(False)
+                with contextlib.suppress(OSError):
+                    link.send(BANNER)
+                answered.append((time.monotonic(), link))
+            while answered and (len(answered) > _KEPT or time.monotonic() - answered[0][0] > _PATIENCE_SECONDS):
+                answered.popleft()[1].close()
+        for _, link in answered:
+            link.close()
 
 
 def seconds_to_reach(address: str, port: int, limit_seconds: float) -> float:
@@ -64,6 +75,7 @@ def seconds_to_reach(address: str, port: int, limit_seconds: float) -> float:
         with socket.create_connection((address, port), limit_seconds) as link:
             while len(answer) < len(BANNER) and (part := link.recv(len(BANNER) - len(answer))):
                 answer += part
+                link.settimeout(max(0.001, start + limit_seconds - time.monotonic()))  # of all of it together
     except TimeoutError as error:
         raise UnreachableError(f"no answer within {limit_seconds:g} s") from error
     except OSError as error:

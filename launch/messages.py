@@ -1,14 +1,14 @@
 """What launcher and agents say to each other: one JSON object a line, `kind` and the fields of a dataclass below.
 
-    launcher -> agent    Challenge, Hold, Reach, Check, Start, Signal, Kill, Stacks, Shown, Beat, Leave
+    launcher -> agent    Welcome, Hold, Reach, Check, Start, Signal, Kill, Stacks, Shown, Beat, Leave
     agent -> launcher    Hello, Held, Reached, Checked, Started, Refused, Output, Ended, Stopped, Progress, StackDump,
                          Note, Beat
+
+On a TCP connection handshake.py comes before, and seals every line.
 
 Bytes that ranks print travel as text in which each byte is the character of its number (latin-1).
 """
 
-import hashlib
-import hmac
 import json
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -41,13 +41,12 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Challenge:
-    """The first message of a launcher; the answer is Hello. nonce: goes into the proof that the agent has the token.
+class Welcome:
+    """The first message of a launcher; the answer is Hello.
 
     wants_addresses: false where no other host is to reach this one.
     """
 
-    nonce: str
     wants_addresses: bool = True
 
 
@@ -133,14 +132,13 @@ class Leave:
 
 @dataclass(frozen=True)
 class Hello:
-    """The first message of an agent. proof: `proof_of` of the token and the launcher's nonce.
+    """The first message of an agent.
 
     index: of its host among those of the job, where it was told; else names: those that the host may be known by.
     pid: of the agent. addresses: those of the host's interfaces, and first the one at which the launcher has reached it
     where that is known; none where none was wanted.
     """
 
-    proof: str
     index: int | None
     names: tuple[str, ...]
     pid: int
@@ -235,7 +233,7 @@ class Note:
 
 
 Message = (
-    Challenge
+    Welcome
     | Hold
     | Reach
     | Check
@@ -262,15 +260,10 @@ Message = (
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
-def proof_of(token: str, nonce: str) -> str:
-    """What only one who has the token can say about the nonce; ASCII."""
-    return hmac.new(token.encode(), nonce.encode(), hashlib.sha256).hexdigest()
-
-
 def encode(message: Message) -> bytes:
-    """One line with its end. Text that is no Unicode (surrogates of odd file names) travels unchanged too."""
+    """One line without its end. Text that is no Unicode (surrogates of odd file names) travels unchanged too."""
     plain = {"kind": type(message).__name__, **to_plain(message)}
-    return json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass") + b"\n"
+    return json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
 
 def decode(line: bytes) -> Message:

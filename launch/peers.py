@@ -1,7 +1,5 @@
 """The agents of a job as the launcher has them: linked, known by their Hello, spoken to, and lost."""
 
-import hmac
-import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +8,7 @@ from typing import TypeVar
 from .channel import Channel
 from .host import LaunchError
 from .loop import Loop
-from .messages import Challenge, Checked, Held, Hello, Leave, Message, Note, Reached, proof_of
+from .messages import Checked, Held, Hello, Leave, Message, Note, Reached, Welcome
 from .transports.link import Link, Transport
 
 ANSWER_SECONDS = 30.0  # for an agent to answer a question
@@ -87,6 +85,7 @@ class Peers:
             timeout_seconds,
         )
         self._reminder.cancel()
+        self._transport.admit_no_more()
         if is_stopped():
             return
         for peer in self.all:
@@ -106,7 +105,6 @@ class Peers:
 
     def linked(self, link: Link) -> None:
         """See Events."""
-        nonce = secrets.token_hex(16)
         peer = None if link.index is None else self.all[link.index]
 
         def received(message: Message) -> None:
@@ -114,7 +112,7 @@ class Peers:
             if peer is not None and peer.hello is not None:
                 self._take(peer, message)
             elif isinstance(message, Hello):
-                peer = self._welcome(channel, message, peer, nonce)
+                peer = self._welcome(channel, message, peer)
             elif isinstance(message, Note):
                 self._say(message.text)
 
@@ -128,19 +126,31 @@ class Peers:
             name = peer.name
             talk = lambda line: self.talk(name, line)  # noqa: E731
         channel = Channel(
-            self._loop, link.read_fd, link.write_fd, received, lost, link.silence_seconds, sends_beats=True, talk=talk
+            self._loop,
+            link.read_fd,
+            link.write_fd,
+            received,
+            lost,
+            link.silence_seconds,
+            sends_beats=True,
+            talk=talk,
+            seal=link.seal,
         )
         if peer is None:
             self._unknown.add(channel)
         else:
             peer.channel = channel
-        channel.send(Challenge(nonce, wants_addresses=len(self.all) > 1))
+        channel.send(Welcome(wants_addresses=len(self.all) > 1))
 
     def unreachable(self, index: int | None, reason: str) -> None:
         """See Events."""
         for peer in self.all:
             if peer.hello is None and peer.lost is None and index in (None, peer.index):
                 peer.lost = reason
+
+    def say(self, text: str) -> None:
+        """See Events."""
+        self._say(text)
 
     def talk(self, host: str, line: str) -> None:
         """See Events. Kept until the host is there: should it not come, its reason has the same lines."""
@@ -198,13 +208,9 @@ class Peers:
         else:
             self._received(peer, message)
 
-    def _welcome(self, channel: Channel, hello: Hello, peer: Peer | None, nonce: str) -> Peer | None:
+    def _welcome(self, channel: Channel, hello: Hello, peer: Peer | None) -> Peer | None:
         """Takes the agent for its host; None: it is none of this job's."""
         if peer is None:
-            expected = proof_of(self._transport.token, nonce)
-            if not (hello.proof.isascii() and hmac.compare_digest(hello.proof, expected)):
-                self._refuse(channel, hello, "it does not have this job's token")
-                return None
             self._unknown.discard(channel)
             peer = host_of(hello, [other for other in self.all if other.channel is None])
             if peer is None:

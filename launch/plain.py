@@ -1,6 +1,7 @@
 """Frozen dataclasses as plain JSON values and back, by their type hints."""
 
 import dataclasses
+import reprlib
 import types
 from collections.abc import Mapping
 from functools import cache
@@ -25,51 +26,68 @@ def from_plain(kind: Any, value: Any) -> Any:
     Raises ValueError where `value` is something else.
     """
     if dataclasses.is_dataclass(kind):
-        if not isinstance(value, dict):
-            raise ValueError(f"expected an object for {getattr(kind, '__name__', kind)}, found {value!r}")
-        hints = _hints(kind)  # type: ignore[arg-type]  # a dataclass, not an instance of one
-        known = {name: from_plain(hints[name], item) for name, item in value.items() if name in hints}
-        try:
-            return kind(**known)  # type: ignore[operator]  # a dataclass, not an instance of one
-        except TypeError as error:
-            raise ValueError(str(error)) from None
+        return _from_object(kind, value)
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return _from_union(arguments, value)
     if origin is tuple:
         return _from_tuple(arguments, value)
-    if origin is not None and origin is not Literal:
-        return {from_plain(_key(arguments[0]), key): from_plain(arguments[1], item) for key, item in value.items()}
-    if kind is float and isinstance(value, int):
-        return float(value)
-    if kind is int and isinstance(value, str):  # a key of an object
-        return int(value)
-    if isinstance(kind, type) and not isinstance(value, kind):
-        raise ValueError(f"expected {kind.__name__}, found {value!r}")
+    if origin is Literal:
+        if value not in arguments:
+            raise _unexpected(f"one of {arguments}", value)
+        return value
+    if origin is not None:
+        _check_type(dict, value)
+        return {_from_key(arguments[0], key): from_plain(arguments[1], item) for key, item in value.items()}
+    if kind is float and type(value) is int:
+        try:
+            return float(value)
+        except OverflowError:
+            raise _unexpected("float", value) from None
+    _check_type(kind, value)
     return value
 
 
+def _check_type(kind: type, value: Any) -> None:
+    if type(value) is not kind:  # a bool is no int here
+        raise _unexpected(kind.__name__, value)
+
+
+def _unexpected(what: str, value: Any) -> ValueError:
+    return ValueError(f"expected {what}, found {reprlib.repr(value)}")
+
+
+def _from_object(kind: Any, value: Any) -> Any:
+    _check_type(dict, value)
+    hints = _hints(kind)
+    known = {name: from_plain(hints[name], item) for name, item in value.items() if name in hints}
+    try:
+        return kind(**known)
+    except TypeError as error:  # a field is missing
+        raise ValueError(str(error)) from None
+
+
 def _from_union(kinds: tuple[Any, ...], value: Any) -> Any:
-    if value is None:
+    if value is None and type(None) in kinds:
         return None
     others = [kind for kind in kinds if kind is not type(None)]
     if len(others) == 1:
         return from_plain(others[0], value)
     if type(value) not in others:
-        raise ValueError(f"expected one of {others}, found {value!r}")
+        raise _unexpected(f"one of {others}", value)
     return value
 
 
 def _from_tuple(kinds: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, list):
-        raise ValueError(f"expected a list, found {value!r}")
+    _check_type(list, value)
     if len(kinds) == 2 and kinds[1] is Ellipsis:
         return tuple(from_plain(kinds[0], item) for item in value)
     return tuple(from_plain(kind, item) for kind, item in zip(kinds, value, strict=True))
 
 
-def _key(kind: Any) -> Any:
-    return kind if kind in (int, str) else str
+def _from_key(kind: Any, key: str) -> Any:
+    """Keys of objects are text."""
+    return int(key) if kind is int else key
 
 
 @cache

@@ -12,7 +12,8 @@ from typing import NoReturn
 from ..agent import TOKEN_VARIABLE
 from ..host import LaunchError, Meeting
 from ..loop import Loop
-from .link import Events, Listener, agent_command
+from .link import Events, agent_command
+from .listener import Listener
 from .local import LocalTransport
 
 
@@ -26,7 +27,7 @@ class JoinTransport:
     def __init__(
         self, meeting: Meeting, silence_seconds: float, environ: Mapping[str, str], needs_terminal: bool
     ) -> None:
-        self.token = token_of(meeting, environ)
+        self._token = token_of(meeting, environ)
         self._meeting = meeting
         self._silence_seconds = silence_seconds
         self._own = LocalTransport(meeting.index, needs_terminal)
@@ -36,7 +37,7 @@ class JoinTransport:
     def start(self, loop: Loop, hosts: Sequence[str], events: Events) -> None:
         """See Transport. Raises LaunchError where the port is taken."""
         try:
-            self._listener = Listener(loop, self._meeting.port, events.linked, self._silence_seconds)
+            self._listener = Listener(loop, self._meeting.port, self._token, events, self._silence_seconds)
         except OSError as error:
             raise LaunchError(
                 f"the agents of the other hosts are to connect to port {self._meeting.port} of this one, which cannot "
@@ -44,6 +45,11 @@ class JoinTransport:
                 "for all hosts (MASTER_PORT, or --meet HOST:PORT)"
             ) from error
         self._own.start(loop, hosts, events)
+
+    def admit_no_more(self) -> None:
+        """See Transport."""
+        if self._listener is not None:
+            self._listener.close()
 
     def why_lost(self, index: int) -> str:
         """See Transport."""
@@ -57,8 +63,7 @@ class JoinTransport:
 
     def close(self) -> None:
         """See Transport."""
-        if self._listener is not None:
-            self._listener.close()
+        self.admit_no_more()
         self._own.close()
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections import deque
@@ -11,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..handshake import Seal
 from ..loop import Loop
 from ..process_tree import die_with_parent
 
@@ -23,7 +23,8 @@ END_SECONDS = 2.0
 class Link:
     """A connection to an agent. index: of its host; None: the agent's Hello tells. has_talk: MAGIC comes first.
 
-    silence_seconds: see `Channel`; None where a loss is always told by the end of the stream.
+    silence_seconds: see `Channel`; None where a loss is always told by the end of the stream. seal: None where nobody
+    else can speak on it: it is a pipe to a process that we have started.
     """
 
     index: int | None
@@ -31,6 +32,7 @@ class Link:
     write_fd: int
     has_talk: bool
     silence_seconds: float | None
+    seal: Seal | None = None
 
 
 class Events(Protocol):
@@ -45,20 +47,25 @@ class Events(Protocol):
     def talk(self, host: str, line: str) -> None:
         """Something on the way to the host, such as ssh, says this to the user."""
 
+    def say(self, text: str) -> None:
+        """A line for the user."""
+
 
 class Transport(Protocol):
     """Starts agents.
 
-    inherits_terminal: the agent of host 0 has this process's own stdin, stdout and stderr. token: what an agent that
-    connects by itself must have. advice: for the user, where a host does not come.
+    inherits_terminal: the agent of host 0 has this process's own stdin, stdout and stderr. advice: for the user, where
+    a host does not come.
     """
 
     inherits_terminal: bool
-    token: str
     advice: str
 
     def start(self, loop: Loop, hosts: Sequence[str], events: Events) -> None:
         """Starts an agent on every host, all at once, and comes back at once."""
+
+    def admit_no_more(self) -> None:
+        """Every host has its agent: no other connection is taken."""
 
     def why_lost(self, index: int) -> str:
         """What is known about the end of a link; "" if nothing is. Waits a moment for the end of what held it."""
@@ -185,34 +192,3 @@ class Client:
                 text = line.decode(errors="replace").rstrip("\r")
                 self._last.append(text)
                 self._talk(self._host, text)
-
-
-class Listener:
-    """Takes the connections of agents at a port of this host."""
-
-    def __init__(self, loop: Loop, port: int, linked: Callable[[Link], None], silence_seconds: float) -> None:
-        """port: 0 for a free one. Raises OSError where it is taken."""
-        self._loop = loop
-        self._linked = linked
-        self._silence_seconds = silence_seconds
-        self._socket = socket.create_server(
-            ("", port),
-            family=socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET,
-            backlog=1024,
-            dualstack_ipv6=socket.has_dualstack_ipv6(),
-        )
-        self._socket.setblocking(False)
-        self.port: int = self._socket.getsockname()[1]
-        loop.on_readable(self._socket.fileno(), self._accept)
-
-    def close(self) -> None:
-        """Nobody may connect any more."""
-        self._loop.forget(self._socket.fileno())
-        self._socket.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            connection, _ = self._socket.accept()
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            fd = connection.detach()
-            self._linked(Link(None, fd, os.dup(fd), False, self._silence_seconds))

@@ -21,7 +21,6 @@ class LocalTransport:
     needs_terminal: rank 0 writes to them itself.
     """
 
-    token = ""
     advice = "Above stands what it has said."
 
     def __init__(self, index: int = 0, needs_terminal: bool = True) -> None:
@@ -39,6 +38,9 @@ class LocalTransport:
             os.close(write_fd)
         own_write_fd = os.dup(ours.fileno())
         events.linked(Link(self._index, ours.detach(), own_write_fd, False, None))
+
+    def admit_no_more(self) -> None:
+        """See Transport: nobody else can."""
 
     def why_lost(self, index: int) -> str:
         """See Transport."""

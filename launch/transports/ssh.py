@@ -34,7 +34,6 @@ class SshTransport:
     """See the module."""
 
     inherits_terminal = False
-    token = ""
     advice = (
         "Try `ssh HOST true` by hand: it must work without a password (keys, known_hosts). The same Python, with "
         f"lowtide, must be there: {sys.executable}. Leave hosts out with --exclude."
@@ -54,6 +53,9 @@ class SshTransport:
             client = Client(loop, host, self._command(host, remote), events.talk, is_link=True)
             self._clients.append(client)
             events.linked(client.link(index, self._silence_seconds))
+
+    def admit_no_more(self) -> None:
+        """See Transport: nobody else can."""
 
     def why_lost(self, index: int) -> str:
         """See Transport."""

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from ..agent import TOKEN_VARIABLE
 from ..loop import Loop
 from ..reach import own_addresses
-from .link import Client, Events, Listener, agent_command
+from .link import Client, Events, agent_command
+from .listener import Listener
 
 _POLL_SECONDS = 0.5
 
@@ -22,7 +23,7 @@ class StepTransport:
     advice = "The command that starts the agents must reach every host, and every host must reach this one by TCP."
 
     def __init__(self, command: Callable[[Sequence[str], Sequence[str]], list[str]], silence_seconds: float) -> None:
-        self.token = secrets.token_hex(16)
+        self._token = secrets.token_hex(16)
         self._command = command
         self._silence_seconds = silence_seconds
         self._client: Client | None = None
@@ -30,14 +31,19 @@ class StepTransport:
 
     def start(self, loop: Loop, hosts: Sequence[str], events: Events) -> None:
         """See Transport."""
-        self._listener = Listener(loop, 0, events.linked, self._silence_seconds)
+        self._listener = Listener(loop, 0, self._token, events, self._silence_seconds)
         own = own_addresses(os.environ) or ("127.0.0.1",)
         where = ",".join(f"[{address}]:{self._listener.port}" for address in own)
         agent = agent_command("--connect", where, "--silence", f"{self._silence_seconds:g}")
         command = self._command(agent, hosts)
-        environment = {**os.environ, TOKEN_VARIABLE: self.token}
+        environment = {**os.environ, TOKEN_VARIABLE: self._token}
         self._client = Client(loop, command[0], command, events.talk, is_link=False, environment=environment)
         loop.after(_POLL_SECONDS, lambda: self._look(loop, events))
+
+    def admit_no_more(self) -> None:
+        """See Transport."""
+        if self._listener is not None:
+            self._listener.close()
 
     def why_lost(self, index: int) -> str:
         """See Transport."""
@@ -51,8 +57,7 @@ class StepTransport:
 
     def close(self) -> None:
         """See Transport."""
-        if self._listener is not None:
-            self._listener.close()
+        self.admit_no_more()
         if self._client is not None:
             self._client.close()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lowtide.launch.channel import Channel
 from lowtide.launch.loop import Loop
-from lowtide.launch.messages import Hello, Message, proof_of
+from lowtide.launch.messages import Hello, Message
 from lowtide.launch.report import report_host
 from lowtide.launch.transports.link import Events, Link
 
@@ -71,7 +71,6 @@ class ScriptedTransport:
     """
 
     inherits_terminal = False
-    token = ""
     advice = "This is the advice."
 
     def __init__(self, answer: Callable[[str, Message], Message | None]) -> None:
@@ -84,6 +83,9 @@ class ScriptedTransport:
             ours, theirs = (end.detach() for end in socket.socketpair())
             self._channels.append(self._agent(loop, host, theirs))
             events.linked(Link(index, ours, os.dup(ours), False, None))
+
+    def admit_no_more(self) -> None:
+        """See Transport."""
 
     def why_lost(self, index: int) -> str:
         """See Transport."""
@@ -111,4 +113,4 @@ class ScriptedTransport:
 
 def hello(host: str) -> Hello:
     """That of an agent on the host `n1`, say, whose address is 10.0.0.1."""
-    return Hello(proof_of("", ""), None, (host,), 1, (f"10.0.0.{host[-1]}",), report_host({}, list_nvidia=lambda: None))
+    return Hello(None, (host,), 1, (f"10.0.0.{host[-1]}",), report_host({}, list_nvidia=lambda: None))

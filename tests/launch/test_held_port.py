@@ -1,12 +1,14 @@
 """The port of the ranks' store is taken early, known by its answer, and free the moment it is released."""
 
+import contextlib
 import os
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lowtide.launch.held_port import HeldPort, UnreachableError, seconds_to_reach
+from lowtide.launch.held_port import BANNER, HeldPort, UnreachableError, seconds_to_reach
 from lowtide.launch.host import LaunchError
 
 
@@ -32,6 +34,29 @@ def test_many_hosts_reach_it_at_the_same_time() -> None:
         times = list(pool.map(lambda _: seconds_to_reach("127.0.0.1", held.port, 5), range(100)))
     held.release()
     assert len(times) == 100 and max(times) < 5
+
+
+def test_strangers_who_stay_do_not_hold_up_a_host() -> None:
+    held = HeldPort()
+    idle = [socket.create_connection(("127.0.0.1", held.port), 5) for _ in range(100)]
+    assert seconds_to_reach("127.0.0.1", held.port, 5) < 0.4
+    held.release()
+    for stranger in idle:
+        stranger.close()
+
+
+def test_an_answer_in_drips_has_no_more_time_than_another_one() -> None:
+    def drip(server: socket.socket) -> None:
+        link, _ = server.accept()
+        with link, contextlib.suppress(OSError):
+            for byte in BANNER:
+                link.sendall(bytes([byte]))
+                time.sleep(0.1)
+
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        pool.submit(drip, server)
+        with pytest.raises(UnreachableError, match=r"no answer within 0\.3 s"):
+            seconds_to_reach("127.0.0.1", server.getsockname()[1], 0.3)
 
 
 def test_a_wanted_port_is_held() -> None:

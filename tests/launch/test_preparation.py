@@ -1,5 +1,6 @@
 """Agents that do not come, do not answer or do not reach each other: the user is told which, and nothing is started."""
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ import pytest
 from lowtide.launch import peers
 from lowtide.launch.host import Allocation, Host, LaunchError
 from lowtide.launch.loop import Loop
-from lowtide.launch.messages import Challenge, Check, Held, Hold, Leave, Message, Reach, Reached
+from lowtide.launch.messages import Check, Checked, Held, Hold, Leave, Message, Reach, Reached, Welcome
 from lowtide.launch.peers import Peers
 from lowtide.launch.preparation import Preparation, Prepared
 from lowtide.launch.request import Request
@@ -28,11 +29,13 @@ def loop() -> Iterator[Loop]:
     loop.close()
 
 
-def prepared(loop: Loop, answer: Answer, said: list[str], seconds: float = 5.0) -> Prepared | None:
+def prepared(
+    loop: Loop, answer: Answer, said: list[str], seconds: float = 5.0, hosts: tuple[str, ...] = HOSTS
+) -> Prepared | None:
     """What comes of agents with these answers."""
     transport = ScriptedTransport(answer)
-    allocation = Allocation("a test", "ssh", tuple(Host(name, (0,)) for name in HOSTS))
-    found = Peers(loop, HOSTS, transport, lambda peer, message: found.answered(peer, message), _unexpected, said.append)
+    allocation = Allocation("a test", "ssh", tuple(Host(name, (0,)) for name in hosts))
+    found = Peers(loop, hosts, transport, lambda peer, message: found.answered(peer, message), _unexpected, said.append)
     try:
         found.connect(seconds, lambda: False)
         return Preparation(found, Request(("python", "x"), "/"), allocation, lambda: False, said.append).run()
@@ -47,13 +50,26 @@ def _unexpected(peer: peers.Peer, reason: str) -> None:
 def well(host: str, message: Message) -> Message | None:
     """The answer of an agent whose host is fine, but to Check."""
     match message:
-        case Challenge():
+        case Welcome():
             return hello(host)
         case Hold():
             return Held(2345)
         case Reach():
             return Reached(dict.fromkeys(message.addresses, "eth0"))
     return None
+
+
+@pytest.mark.parametrize("hosts", [HOSTS, HOSTS[:1]])
+def test_the_port_of_a_job_of_one_host_is_held_for_that_host_alone(loop: Loop, hosts: tuple[str, ...]) -> None:
+    asked: list[Message] = []
+
+    def answer(host: str, message: Message) -> Message | None:
+        asked.extend([message] if isinstance(message, Hold) else [])
+        return Checked(()) if isinstance(message, Check) else well(host, message)
+
+    with contextlib.suppress(LaunchError):  # of checks that found nothing
+        prepared(loop, answer, [], hosts=hosts)
+    assert asked == [Hold(None, is_local=len(hosts) == 1)]
 
 
 def test_no_hello_in_time_names_the_hosts(loop: Loop) -> None:

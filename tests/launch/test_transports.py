@@ -1,5 +1,6 @@
 """Every transport gives the same job: ranks, environment, output, signals."""
 
+import contextlib
 import json
 import os
 import signal
@@ -12,17 +13,22 @@ from unittest.mock import Mock
 
 import pytest
 
+from lowtide.launch.agent import TOKEN_VARIABLE
+from lowtide.launch.handshake import ANSWER_BYTES, LauncherHandshake
 from lowtide.launch.host import LaunchError
 from lowtide.launch.loop import Loop
-from lowtide.launch.messages import Hello, encode
+from lowtide.launch.messages import Hello, Start, Welcome, encode
+from lowtide.launch.messages import Job as MessageOfJob
+from lowtide.launch.plan import HostPlan, RankPlan
 from lowtide.launch.report import report_host
 from lowtide.launch.transports import mpirun
-from lowtide.launch.transports.link import END_SECONDS
+from lowtide.launch.transports.link import END_SECONDS, agent_command
 from lowtide.launch.transports.srun import srun_command
 from lowtide.launch.transports.ssh import SshOptions, SshTransport
 from tests.launch import fakes
 from tests.launch.jobs import Job
 from tests.launch.test_local import SAVES_ON_SIGNAL, WRITES_ENVIRONMENT
+from tests.ranks import free_port
 
 PROGRAMS = {"ssh": fakes.SSH, "srun": fakes.SRUN, "mpirun": fakes.MPIRUN}
 NOTE = "two words, \"quotes\" and 'more',\na second line; $HOME `ls` \\ é"
@@ -97,17 +103,37 @@ def test_a_program_that_is_not_there_is_named(tmp_path: Path, transport: str, pr
     assert f"expected the program '{program}' on the PATH of this host, found none; install it, load its module" in err
 
 
-def joined(folder: Path, source: str, *options: str) -> tuple[Job, Job, int]:
-    """Launchers of two hosts that somebody has started: the first one's, the other's, and the port where they meet."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    jobs = []
-    for index in (1, 0):
-        (folder / str(index)).mkdir()
-        by_hand = ("--num-hosts", "2", "--host-index", str(index), "--meet", f"127.0.0.1:{port}", "--nproc", "1")
-        jobs.append(Job(folder / str(index), source, *by_hand, *options, "--no-preflight"))
-    return jobs[1], jobs[0], port
+WAITS = """
+import os, pathlib, time
+pathlib.Path("../ready" + os.environ["RANK"]).touch()
+while not os.path.exists("../go"):
+    time.sleep(0.01)
+"""
+
+
+def by_hand(folder: Path, source: str, index: int, port: int, *options: str, token: str = "") -> Job:
+    """The launcher of one of two hosts that somebody has started."""
+    where = ("--num-hosts", "2", "--host-index", str(index), "--meet", f"127.0.0.1:{port}", "--nproc", "1")
+    (folder / str(index)).mkdir()
+    return Job(folder / str(index), source, *where, *options, "--no-preflight", variables={TOKEN_VARIABLE: token})
+
+
+def joined(folder: Path, source: str, *options: str, token: str = "") -> tuple[Job, Job]:
+    """The first host's and the other's."""
+    port = free_port()
+    other = by_hand(folder, source, 1, port, *options, token=token)
+    return by_hand(folder, source, 0, port, *options, token=token), other
+
+
+def reached(port: int) -> socket.socket:
+    """A connection to a port of this host, as soon as somebody listens there."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), 10)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
 
 
 def test_launchers_that_were_started_on_every_host_join(tmp_path: Path) -> None:
@@ -120,49 +146,78 @@ while not pathlib.Path("../said0").exists():
     time.sleep(0.01)
 raise SystemExit(3 * int(rank))
 """
-    first, other, _ = joined(tmp_path, source)
+    first, other = joined(tmp_path, source)
     status, out, err = first.finish()
     assert status == 3, err
     assert "rank 0 of 2" in out and "rank 1 of 2" in out
     assert other.finish()[0] == 3  # every launcher ends with the status of the job
 
 
-def test_a_stranger_without_the_token_is_sent_away(tmp_path: Path) -> None:
-    source = """
-import os, pathlib, time
-pathlib.Path("../ready" + os.environ["RANK"]).touch()
-while not os.path.exists("../go"):
-    time.sleep(0.01)
-"""
-    first, other, port = joined(tmp_path, source)
+@pytest.mark.parametrize("token", ["", "secret"])
+def test_launchers_tell_that_there_is_no_token_and_ranks_never_have_it(tmp_path: Path, token: str) -> None:
+    source = "import os, sys; sys.exit('LOWTIDE_TOKEN' in os.environ)"
+    for job in joined(tmp_path, source, token=token):
+        status, _, err = job.finish()
+        assert status == 0
+        said = "LOWTIDE_TOKEN is not set: whoever reaches 127.0.0.1:" in err
+        assert said == (not token)
+
+
+def test_strangers_at_the_meeting_port_harm_nothing(tmp_path: Path) -> None:
+    port = free_port()
+    first = by_hand(tmp_path, WAITS, 0, port)
+    words = [b"", b"x" * 10_000, encode(Hello(1, ("\x1b[2J",), 1, (), report_host())) + b"\n", b"\x1b[31m\n"]
+    strangers = [reached(port) for _ in range(300)]
+    for number, stranger in enumerate(strangers):
+        with contextlib.suppress(ConnectionError):
+            stranger.sendall(words[number % len(words)])
+    agent = [*agent_command("--connect", f"127.0.0.1:{port}", "--index", "1", "--wait", "0.5")]
+    done = subprocess.run(agent, env={**os.environ, TOKEN_VARIABLE: "wrong"}, capture_output=True, text=True)
+    assert done.returncode == 1 and "is LOWTIDE_TOKEN the same on all hosts?" in done.stderr
+    other = by_hand(tmp_path, WAITS, 1, port)
     first.wait_for_files("../ready0", "../ready1")
-    agent = [sys.executable, "-P", "-m", "lowtide.launch.agent", "--connect", f"127.0.0.1:{port}", "--index", "1"]
-    done = subprocess.run(agent, env={**os.environ, "LOWTIDE_TOKEN": "wrong"}, capture_output=True, timeout=20)
+    with pytest.raises(ConnectionRefusedError):  # all hosts are there: nobody else may come
+        socket.create_connection(("127.0.0.1", port), 10)
+    (tmp_path / "go").touch()
+    status, _, err = first.finish()
+    assert status == 0 and "a connection from 127.0.0.1 was sent away: it does not speak" in err
+    assert "\x1b" not in err and len(err.splitlines()) < 10
+    assert other.finish()[0] == 0
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_an_agent_obeys_nobody_who_listens_at_the_meeting_port_before_the_launcher(tmp_path: Path) -> None:
+    heard = b""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        other = by_hand(tmp_path, "pass", 1, port)
+        link, _ = listener.accept()
+        with link:
+            job = MessageOfJob("id", (sys.executable, "-c", f"open({str(tmp_path / 'owned')!r}, 'w')"), "/", {})
+            start = encode(Start(HostPlan("h", 1, (RankPlan(1, 0, None, (), {}),)), job, {}, {}))
+            link.sendall(LauncherHandshake("guess").greeting + encode(Welcome()) + b"\n" + start + b"\n")
+            link.settimeout(10)
+            with contextlib.suppress(ConnectionError):  # it closes what it has not read
+                while said := link.recv(1 << 16):
+                    heard += said
+    first = by_hand(tmp_path, "pass", 0, port)
+    assert first.finish()[0] == 0
+    status, _, err = other.finish()
+    assert status == 0 and f"what listens at 127.0.0.1:{port} is not obeyed (it does not have this job's token)" in err
+    assert len(heard) == ANSWER_BYTES and not (tmp_path / "owned").exists()
+
+
+def test_an_agent_without_a_token_connects_to_nobody() -> None:
+    environ = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    agent = agent_command("--connect", "127.0.0.1:1", "--wait", "0.5")
+    done = subprocess.run(agent, env=environ, capture_output=True, text=True, timeout=20)
     assert done.returncode == 1
-    (tmp_path / "go").touch()
-    status, _, err = first.finish()
-    assert status == 0 and "was sent away: it does not have this job's token" in err
-    assert other.finish()[0] == 0
-
-
-def test_a_stranger_with_an_odd_proof_harms_nothing(tmp_path: Path) -> None:
-    source = "import os, pathlib, time\npathlib.Path('../ready' + os.environ['RANK']).touch()\n"
-    source += "while not os.path.exists('../go'):\n    time.sleep(0.01)\n"
-    first, other, port = joined(tmp_path, source)
-    first.wait_for_files("../ready0", "../ready1")
-    with socket.create_connection(("127.0.0.1", port), 10) as link:
-        link.recv(1 << 16)
-        link.sendall(encode(Hello("proof \u00e9", 1, ("h",), 1, (), report_host())))
-        while link.recv(1 << 16):
-            pass
-    (tmp_path / "go").touch()
-    status, _, err = first.finish()
-    assert status == 0 and "was sent away: it does not have this job's token" in err
-    assert other.finish()[0] == 0
+    assert "expected one in LOWTIDE_TOKEN, found nothing; what starts the agents (srun, mpirun) must" in done.stderr
 
 
 def test_the_plan_of_launchers_on_every_host_is_that_of_all(tmp_path: Path) -> None:
-    first, other, _ = joined(tmp_path, "raise SystemExit(1)", "--print-plan")
+    first, other = joined(tmp_path, "raise SystemExit(1)", "--print-plan")
     status, out, err = first.finish()
     assert status == 0 and "2 hosts, 2 ranks; hosts from --host-index 0" in out, err
     assert other.finish()[:2] == (0, "")
@@ -186,8 +241,9 @@ def test_clients_of_ssh_that_hang_are_ended_together(monkeypatch: pytest.MonkeyP
 
 
 def test_an_agent_gives_up_where_no_launcher_listens() -> None:
-    agent = [sys.executable, "-P", "-m", "lowtide.launch.agent", "--connect", "127.0.0.1:1", "--wait", "0.5"]
-    done = subprocess.run(agent, capture_output=True, text=True, timeout=20)
+    agent = agent_command("--connect", "127.0.0.1:1", "--wait", "0.5")
+    environ = {**os.environ, TOKEN_VARIABLE: "token"}
+    done = subprocess.run(agent, env=environ, capture_output=True, text=True, timeout=20)
     assert done.returncode == 1
     assert "there is no launcher at 127.0.0.1:1 after 0.5 s" in done.stderr
     assert "has it been started on the first host" in done.stderr

@@ -1,0 +1,189 @@
+"""The port at which agents connect, and what may happen there before they have proved that they have the token.
+
+Everybody who reaches the port is a stranger first; [Note: nothing before proof] in handshake.py. One may have a
+connection for PROOF_SECONDS, whatever it sends meanwhile, and say ANSWER_BYTES. All strangers together may have
+MAX_STRANGERS connections: another one takes the place of the oldest of the address that has the most, so that an agent,
+which needs milliseconds, comes in beside a host that does nothing but connect.
+"""
+
+import contextlib
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable
+
+from ..handshake import ANSWER_BYTES, PROOF_SECONDS, HandshakeError, LauncherHandshake, Seal
+from ..loop import Loop
+from .link import Events, Link
+
+MAX_STRANGERS = 128
+_SAY_SECONDS = 10.0
+_PAUSE_SECONDS = 0.5  # where the system gives no more connections
+
+
+class Listener:
+    """Takes the connections of agents at a port of this host, and tells `events` of those that have the token."""
+
+    def __init__(self, loop: Loop, port: int, token: str, events: Events, silence_seconds: float) -> None:
+        """port: 0 for a free one. silence_seconds: of a `Link`. Raises OSError where the port is taken."""
+        self._loop = loop
+        self._token = token
+        self._events = events
+        self._silence_seconds = silence_seconds
+        self._strangers: list[_Stranger] = []  # oldest first
+        self._refusals = _Refusals(loop, events.say)
+        self._is_open = True
+        self._socket = socket.create_server(
+            ("", port),
+            family=socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET,
+            backlog=1024,
+            dualstack_ipv6=socket.has_dualstack_ipv6(),
+        )
+        self._socket.setblocking(False)
+        self.port: int = self._socket.getsockname()[1]
+        loop.on_readable(self._socket.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Nobody may connect any more, and strangers are sent away. To be called any number of times."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._loop.forget(self._socket.fileno())
+        self._socket.close()
+        for stranger in self._strangers:
+            stranger.close()
+        self._strangers.clear()
+        self._refusals.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, place = self._socket.accept()
+        except (BlockingIOError, ConnectionError):  # it is gone again
+            return
+        except OSError as error:
+            self._pause(error)
+            return
+        if len(self._strangers) >= MAX_STRANGERS:
+            address = Counter(stranger.address for stranger in self._strangers).most_common(1)[0][0]
+            oldest = next(stranger for stranger in self._strangers if stranger.address == address)
+            self._refuse(oldest, f"{MAX_STRANGERS} connections wait for their proof, and it is the oldest")
+        address = str(place[0]).removeprefix("::ffff:")
+        self._strangers.append(_Stranger(self._loop, connection, address, self._token, self._admit, self._refuse))
+
+    def _pause(self, error: OSError) -> None:
+        """No descriptor is left, say: those of strangers are given back, and others wait in the queue for a moment."""
+        for stranger in [*self._strangers]:
+            self._refuse(stranger, f"this host gives no more connections ({error.strerror})")
+        self._loop.forget(self._socket.fileno())
+        self._loop.after(_PAUSE_SECONDS, self._resume)
+
+    def _resume(self) -> None:
+        if self._is_open:
+            self._loop.on_readable(self._socket.fileno(), self._accept)
+
+    def _admit(self, stranger: "_Stranger", fd: int, seal: Seal) -> None:
+        self._strangers.remove(stranger)
+        self._events.linked(Link(None, fd, os.dup(fd), False, self._silence_seconds, seal))
+
+    def _refuse(self, stranger: "_Stranger", why: str) -> None:
+        stranger.close()
+        self._strangers.remove(stranger)
+        if why:
+            self._refusals.add(stranger.address, why)
+
+
+class _Stranger:
+    """A connection that has proved nothing. Ends with `admit`, which owns its descriptor then, or with `refuse`.
+
+    refuse: called with the reason, "" where it has gone again without a word, as probes of ports do.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        connection: socket.socket,
+        address: str,
+        token: str,
+        admit: Callable[["_Stranger", int, Seal], None],
+        refuse: Callable[["_Stranger", str], None],
+    ) -> None:
+        self.address = address
+        self._loop = loop
+        self._connection = connection
+        self._handshake = LauncherHandshake(token)
+        self._admit = admit
+        self._refuse = refuse
+        self._said = b""
+        connection.setblocking(False)
+        loop.on_readable(connection.fileno(), self._read)
+        in_time = f"it did not prove within {PROOF_SECONDS:g} s that it has this job's token"
+        self._timer = loop.after(PROOF_SECONDS, lambda: refuse(self, in_time))
+        with contextlib.suppress(OSError):  # its end is read
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.send(self._handshake.greeting)
+
+    def close(self) -> None:
+        """Sends it away."""
+        self._forget()
+        self._connection.close()
+
+    def _forget(self) -> None:
+        self._timer.cancel()
+        self._loop.forget(self._connection.fileno())
+
+    def _read(self) -> None:
+        try:
+            said = self._connection.recv(ANSWER_BYTES - len(self._said))
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        self._said += said
+        if not said and not self._said:
+            self._refuse(self, "")
+        elif not said or b"\n" in said or len(self._said) == ANSWER_BYTES:
+            self._finish()
+
+    def _finish(self) -> None:
+        try:
+            welcome, seal = self._handshake.welcome(self._said)
+            self._connection.send(welcome)
+        except HandshakeError as error:
+            self._refuse(self, str(error))
+        except OSError:
+            self._refuse(self, "")
+        else:
+            self._forget()
+            self._admit(self, self._connection.detach(), seal)
+
+
+class _Refusals:
+    """Says who was sent away, and at most every _SAY_SECONDS: a flood of strangers must not become one of lines."""
+
+    def __init__(self, loop: Loop, say: Callable[[str], None]) -> None:
+        self._loop = loop
+        self._say = say
+        self._num_unsaid = 0
+        self._last = ("", "")
+        self._is_quiet = False
+
+    def add(self, address: str, why: str) -> None:
+        """A connection from `address` was sent away."""
+        if self._is_quiet:
+            self._num_unsaid += 1
+            self._last = (address, why)
+            return
+        self._say(f"a connection from {address} was sent away: {why}")
+        self._is_quiet = True
+        self._loop.after(_SAY_SECONDS, self._speak)
+
+    def close(self) -> None:
+        """Says what is unsaid."""
+        if self._num_unsaid:
+            address, why = self._last
+            self._say(f"{self._num_unsaid} more connections were sent away, the last from {address}: {why}")
+            self._num_unsaid = 0
+
+    def _speak(self) -> None:
+        self.close()
+        self._is_quiet = False

@@ -1,0 +1,255 @@
+"""What strangers may do at the port where agents connect: little, for a short time, beside agents that come in."""
+
+import contextlib
+import itertools
+import os
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lowtide.launch.channel import Channel
+from lowtide.launch.connection import connected
+from lowtide.launch.handshake import ANSWER_BYTES
+from lowtide.launch.loop import Loop
+from lowtide.launch.messages import Kill, Message, Note, encode
+from lowtide.launch.transports import listener as listener_module
+from lowtide.launch.transports.link import Link
+from lowtide.launch.transports.listener import MAX_STRANGERS, Listener
+
+
+class Hall:
+    """A listener in a loop, whom it let in, and what it said."""
+
+    def __init__(self) -> None:
+        self.loop = Loop()
+        self.links: list[Link] = []
+        self.lines: list[str] = []
+        self.listener = Listener(self.loop, 0, "token", self, 4.0)
+        self.strangers: list[socket.socket] = []
+
+    def linked(self, link: Link) -> None:
+        """See Events."""
+        self.links.append(link)
+
+    def unreachable(self, index: int | None, reason: str) -> None:
+        """See Events."""
+
+    def talk(self, host: str, line: str) -> None:
+        """See Events."""
+
+    def say(self, text: str) -> None:
+        """See Events."""
+        self.lines.append(text)
+
+    def visit(self, words: bytes = b"") -> socket.socket:
+        """A stranger who says something."""
+        stranger = socket.create_connection(("127.0.0.1", self.listener.port), 5)
+        self.strangers.append(stranger)
+        with contextlib.suppress(OSError):
+            stranger.sendall(words)
+        return stranger
+
+    def admit(self, token: str = "token", seconds: float = 5.0) -> Channel:
+        """An agent's end of a connection, made while the loop runs."""
+        ends: list[Channel] = []
+
+        def come() -> None:
+            fd, seal = connected(f"127.0.0.1:{self.listener.port}", token, seconds, lambda text: None)
+            self.loop.post(
+                lambda: ends.append(Channel(self.loop, fd, os.dup(fd), print, print, None, False, seal=seal))
+            )
+
+        thread = threading.Thread(target=come)
+        thread.start()
+        assert self.loop.run(lambda: bool(ends and self.links), seconds)
+        thread.join()
+        return ends[0]
+
+    def close(self) -> None:
+        self.listener.close()
+        for stranger in self.strangers:
+            stranger.close()
+        self.loop.close()
+
+
+@pytest.fixture
+def hall() -> Iterator[Hall]:
+    hall = Hall()
+    yield hall
+    hall.close()
+
+
+def is_sent_away(stranger: socket.socket) -> bool:
+    """Whether its connection has ended; after the greeting that everybody gets."""
+    stranger.setblocking(False)
+    try:
+        while stranger.recv(4096):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (b"GET / HTTP/1.1\r\n", "it does not speak this launcher's protocol; is its lowtide of the same version?"),
+        (encode(Kill()) + b"\n", "it does not speak this launcher's protocol"),
+        (b'{"kind":"Hello","pid":' + b"9" * 400 + b"}\n", "it does not speak this launcher's protocol"),
+        (b"\x1b]0;owned\x07\x1b[2J\n", "it does not speak this launcher's protocol"),
+        (b"0" * 64 + b" " + b"0" * 64 + b"\n", "it does not have this job's token"),
+        (b"x" * 1_000_000, "it does not speak this launcher's protocol"),
+    ],
+    ids=["http", "command", "integer", "escapes", "proof", "endless"],
+)
+def test_a_wrong_word_ends_the_connection(hall: Hall, words: bytes, why: str) -> None:
+    stranger = hall.visit(words[: 1 << 16])
+    assert hall.loop.run(lambda: is_sent_away(stranger), 5)
+    (line,) = hall.lines
+    assert line.startswith(f"a connection from 127.0.0.1 was sent away: {why}") and line.isprintable()
+    assert hall.links == []
+
+
+def test_one_that_goes_without_a_word_is_not_told(hall: Hall) -> None:
+    hall.visit().close()
+    hall.loop.run(lambda: False, 0.1)
+    assert hall.lines == []
+
+
+def test_a_byte_now_and_then_does_not_prolong_the_time(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "PROOF_SECONDS", 0.4)
+    stranger = hall.visit()
+
+    def drip() -> None:
+        with contextlib.suppress(OSError):
+            stranger.send(b"0")
+        hall.loop.after(0.05, drip)
+
+    drip()
+    start = time.monotonic()
+    assert hall.loop.run(lambda: is_sent_away(stranger), 5)
+    assert 0.3 < time.monotonic() - start < 2
+    assert hall.lines[0].endswith("it did not prove within 0.4 s that it has this job's token")
+
+
+def test_an_agent_comes_in_beside_idle_strangers_of_which_few_are_kept(hall: Hall) -> None:
+    for _ in range(300):
+        hall.visit()
+        hall.loop.run(lambda: False, 0.001)
+    hall.admit().close()
+    kept = [stranger for stranger in hall.strangers if not is_sent_away(stranger)]
+    assert 0 < len(kept) <= MAX_STRANGERS and kept[-1] is hall.strangers[-1]
+    assert len(hall.lines) == 1 and "128 connections wait for their proof, and it is the oldest" in hall.lines[0]
+    hall.listener.close()
+    assert len(hall.lines) == 2 and "more connections were sent away, the last from 127.0.0.1" in hall.lines[1]
+
+
+def test_where_no_descriptor_is_left_strangers_give_theirs_back(hall: Hall) -> None:
+    hall.visit()
+    hall.loop.run(lambda: False, 0.05)
+    waiting = hall.visit()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    next_fd = os.dup(0)
+    os.close(next_fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next_fd, before[1]))
+    try:
+        hall.loop.run(lambda: False, 0.05)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert is_sent_away(hall.strangers[0]) and not is_sent_away(waiting)
+    assert hall.lines == [
+        "a connection from 127.0.0.1 was sent away: this host gives no more connections (Too many open files)"
+    ]
+    hall.admit().close()
+
+
+def test_a_flood_leaves_the_rest_of_the_loop_alone(hall: Hall) -> None:
+    ticks: list[float] = []
+    is_over = threading.Event()
+
+    def flood() -> None:
+        while not is_over.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", hall.listener.port), 5) as link:
+                link.sendall(b"\x1b[31m" * 100)
+
+    def tick() -> None:
+        ticks.append(time.monotonic())
+        hall.loop.after(0.02, tick)
+
+    tick()
+    flooders = [threading.Thread(target=flood) for _ in range(4)]
+    for flooder in flooders:
+        flooder.start()
+    hall.loop.run(lambda: False, 0.5)
+    hall.admit().close()
+    is_over.set()
+    hall.listener.close()
+    for flooder in flooders:
+        flooder.join()
+    assert max(after - before for before, after in itertools.pairwise(ticks)) < 0.5
+    assert len(hall.lines) <= 2
+
+
+Meddle = Callable[[bytes], bytes]
+
+
+@pytest.mark.parametrize(
+    ("meddle", "received", "reason"),
+    [
+        (lambda said: said, [Note("one"), Note("two")], ""),
+        (lambda said: said + encode(Kill()) + b"\n", [Note("one"), Note("two")], "a line has no valid tag"),
+        (lambda said: said + said, [Note("one"), Note("two")], "a line has no valid tag"),
+        (lambda said: said.replace(b"two", b"six"), [Note("one")], "a line has no valid tag"),
+    ],
+    ids=["passes_on", "adds", "repeats", "changes"],
+)
+def test_somebody_in_between_can_pass_on_and_nothing_else(
+    hall: Hall, meddle: Meddle, received: list[Message], reason: str
+) -> None:
+    """The agent connects to a relay, which has the launcher's proof for it, and commands of its own."""
+    got: list[Message] = []
+    lost: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as between:
+
+        def relay() -> None:
+            agent, _ = between.accept()
+            with agent, socket.create_connection(("127.0.0.1", hall.listener.port), 5) as launcher:
+                agent.sendall(launcher.recv(1 << 16))
+                launcher.sendall(agent.recv(ANSWER_BYTES))
+                agent.sendall(launcher.recv(1 << 16))
+                said = b""
+                while said.count(b"\n") < 2:
+                    said += launcher.recv(1 << 16)
+                agent.sendall(meddle(said))
+                agent.settimeout(5)
+                agent.recv(1)
+
+        def come() -> None:
+            fd, seal = connected(f"127.0.0.1:{between.getsockname()[1]}", "token", 5, lambda text: None)
+            hall.loop.post(
+                lambda: agents.append(
+                    Channel(hall.loop, fd, os.dup(fd), got.append, lost.append, None, False, seal=seal)
+                )
+            )
+
+        agents: list[Channel] = []
+        threads = [threading.Thread(target=target) for target in (relay, come)]
+        for thread in threads:
+            thread.start()
+        assert hall.loop.run(lambda: bool(agents and hall.links), 5)
+        link = hall.links[0]
+        launcher = Channel(hall.loop, link.read_fd, link.write_fd, print, print, None, False, seal=link.seal)
+        launcher.send(Note("one"))
+        launcher.send(Note("two"))
+        assert hall.loop.run(lambda: len(got) == len(received) and bool(lost) == bool(reason), 5), (got, lost)
+        for channel in (*agents, launcher):
+            channel.close()
+        for thread in threads:
+            thread.join()
+    assert got == received and [text.partition(":")[0] for text in lost] == ([reason] if reason else [])

@@ -73,7 +73,7 @@ class Listener:
     def _pause(self, error: OSError) -> None:
         """No descriptor is left, say: those of strangers are given back, and others wait in the queue for a moment."""
         for stranger in [*self._strangers]:
-            self._refuse(stranger, f"this host gives no more connections ({error.strerror})")
+            self._refuse(stranger, _none_left(error))
         self._loop.forget(self._socket.fileno())
         self._loop.after(_PAUSE_SECONDS, self._resume)
 
@@ -81,9 +81,9 @@ class Listener:
         if self._is_open:
             self._loop.on_readable(self._socket.fileno(), self._accept)
 
-    def _admit(self, stranger: "_Stranger", fd: int, seal: Seal) -> None:
+    def _admit(self, stranger: "_Stranger", fds: tuple[int, int], seal: Seal) -> None:
         self._strangers.remove(stranger)
-        self._events.linked(Link(None, fd, os.dup(fd), False, self._silence_seconds, seal))
+        self._events.linked(Link(None, *fds, False, self._silence_seconds, seal))
 
     def _refuse(self, stranger: "_Stranger", why: str) -> None:
         stranger.close()
@@ -93,9 +93,10 @@ class Listener:
 
 
 class _Stranger:
-    """A connection that has proved nothing. Ends with `admit`, which owns its descriptor then, or with `refuse`.
+    """A connection that has proved nothing. Ends with a call of `admit` or of `refuse`.
 
-    refuse: called with the reason, "" where it has gone again without a word, as probes of ports do.
+    admit: owns the descriptors that it is given, one to read and one to write. refuse: takes the reason, "" where it
+    has gone again without a word, as probes of ports do.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class _Stranger:
         connection: socket.socket,
         address: str,
         token: str,
-        admit: Callable[["_Stranger", int, Seal], None],
+        admit: Callable[["_Stranger", tuple[int, int], Seal], None],
         refuse: Callable[["_Stranger", str], None],
     ) -> None:
         self.address = address
@@ -147,14 +148,20 @@ class _Stranger:
     def _finish(self) -> None:
         try:
             welcome, seal = self._handshake.welcome(self._said)
-            self._connection.send(welcome)
+            write_fd = os.dup(self._connection.fileno())
         except HandshakeError as error:
             self._refuse(self, str(error))
-        except OSError:
-            self._refuse(self, "")
+        except OSError as error:
+            self._refuse(self, _none_left(error))
         else:
             self._forget()
-            self._admit(self, self._connection.detach(), seal)
+            with contextlib.suppress(OSError):  # the channel reads that it has ended
+                self._connection.send(welcome)
+            self._admit(self, (self._connection.detach(), write_fd), seal)
+
+
+def _none_left(error: OSError) -> str:
+    return f"this host gives no more connections ({error.strerror})"
 
 
 class _Refusals:

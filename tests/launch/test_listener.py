@@ -169,6 +169,19 @@ def test_where_no_descriptor_is_left_strangers_give_theirs_back(hall: Hall) -> N
     hall.admit().close()
 
 
+def test_an_agent_for_whom_no_descriptor_is_left_comes_again(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+    dup, full = os.dup, [OSError(24, "Too many open files")]
+
+    def dup_once_full(fd: int) -> int:
+        if full:
+            raise full.pop()
+        return dup(fd)
+
+    monkeypatch.setattr(os, "dup", dup_once_full)
+    hall.admit().close()
+    assert hall.lines[0].endswith("this host gives no more connections (Too many open files)")
+
+
 def test_a_flood_leaves_the_rest_of_the_loop_alone(hall: Hall) -> None:
     ticks: list[float] = []
     is_over = threading.Event()

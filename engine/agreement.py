@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -31,6 +32,11 @@ def raise_together(world: World, error: BaseException | None, what: str, hint: s
         return
     lines = "; ".join(f"{_ranks(members)}: {text}" for text, members in ranks.items())
     raise CheckpointError(f"{what} failed on {lines}" + (f". {hint}" if hint else "")) from error
+
+
+def shown(path: str | os.PathLike[str]) -> str:
+    """A path as messages have it; the caller's own, before anything is known of it."""
+    return os.fspath(path) or '""'
 
 
 def _text(error: BaseException) -> str:

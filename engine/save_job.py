@@ -76,16 +76,17 @@ class SaveJob:
             self.write_error = error
         finally:
             self._is_written.set()
-        if self._commit is None or self.write_error is not None:
-            return
-        try:
-            self._wait_for_others()
-            if not self._is_cancelled.is_set():
-                self._commit()
-        except BaseException as error:
-            self.commit_error = error
-        if self.commit_error is not None and not threading.main_thread().is_alive():
-            logger.error("%s could not be completed: %s", self._folder, self.commit_error)  # nobody else will say so
+        if self._commit is not None and self.write_error is None:
+            try:
+                self._wait_for_others()
+                if not self._is_cancelled.is_set():
+                    self._commit()
+            except BaseException as error:
+                self.commit_error = error
+        if (
+            self.has_failed
+        ):  # said here too: a script that ends without another step or `close` hears of it nowhere else
+            logger.error("%s could not be completed: %s", self._folder, self.write_error or self.commit_error)
 
     def _wait_for_others(self) -> None:
         """Raises CheckpointError where a part will not come."""

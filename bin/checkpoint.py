@@ -185,7 +185,7 @@ def list_table(folder: CheckpointFolder, entries: Sequence[Entry], latest: str |
     table.add_column("health")
     for entry in entries:
         is_latest = entry.tag == latest and entry.path is not None
-        tag = Text(entry.tag + (" (latest)" if is_latest else ""), "bold" if is_latest else "")
+        tag = Text(_printable(entry.tag) + (" (latest)" if is_latest else ""), "bold" if is_latest else "")
         health = Text(entry.health, _STYLES[entry.health])
         table.add_row(tag, *(Text(cell) for cell in _cells(entry.manifest)), health)
     return table

@@ -228,7 +228,7 @@ def test_what_a_later_version_adds_is_left_out(folder: Path) -> None:
 
 # -- mutations of all kinds --------------------------------------------------------------------------------------------
 
-MUTATIONS = 2500
+MUTATIONS = 3000
 JUNK: list[Any] = [
     None,
     True,

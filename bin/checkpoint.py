@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,9 +20,10 @@ from rich.text import Text
 from ..checkpoint.checkpoint import MODEL, Checkpoint
 from ..checkpoint.errors import CheckpointError, NoCheckpointError
 from ..checkpoint.folder import CheckpointFolder
-from ..checkpoint.index import DCP_METADATA, MANIFEST, Manifest, data_name
-from ..checkpoint.values import decode
+from ..checkpoint.index import Manifest
+from ..checkpoint.names import DCP_METADATA, MANIFEST, check_tag, data_name, folder_path
 from ..engine.config import Config
+from ..engine.run_state import read_training
 from .arguments import Parser
 
 HELP = "list checkpoints, show what is in one, verify that they are whole"
@@ -58,17 +60,18 @@ def main(argv: Sequence[str]) -> int:
     if arguments.action is None:
         command_line.print_help()
         return 2
-    folder, tag = _place(Path(arguments.folder), arguments.tag)
-    if not folder.path.is_dir():
-        show.error(f"expected a folder of checkpoints, found no folder {folder.path}")
     try:
+        folder, tag = _place(folder_path(arguments.folder), arguments.tag)
+        if not folder.path.is_dir():
+            show.error(f"expected a folder of checkpoints, found no folder {folder.path}")
         entries = find_entries(folder, arguments.verify, tag)
-    except NoCheckpointError as error:
+    except (NoCheckpointError, ValueError) as error:
         show.error(str(error))
     if not entries:
         show.error(f"{folder.path}: expected a folder of checkpoints, found no checkpoint in it")
-    latest = folder.latest()
-    is_missing = tag is None and latest is not None and latest not in [entry.tag for entry in entries if entry.path]
+    latest, fault = _latest(folder)
+    if tag is None and latest is not None and latest not in [entry.tag for entry in entries if entry.path]:
+        fault = f"{folder.path}: `latest` names '{latest}', which is not there; name another as `tag` to load it"
     # A file or a pipe gets whole lines, however wide; a terminal its own width.
     console = Console() if Console().is_terminal else Console(width=160)
     if tag is None:
@@ -78,12 +81,11 @@ def main(argv: Sequence[str]) -> int:
     for entry in entries:
         if entry.reason:
             console.print(Text(f"{entry.tag} is damaged: {entry.reason}", _STYLES["damaged"]), soft_wrap=True)
-    if is_missing:
-        names = f"{folder.path}: `latest` names '{latest}', which is not there"
-        console.print(Text(f"{names}; name another as `tag` to load it", _STYLES["damaged"]), soft_wrap=True)
+    if fault:
+        console.print(Text(fault, _STYLES["damaged"]), soft_wrap=True)
     elif tag is None and latest is None:
         console.print(Text(f"{folder.path}: there is no file `latest`; name a `tag` to load"), soft_wrap=True)
-    return 1 if is_missing or any(entry.health == "damaged" for entry in entries) else 0
+    return 1 if fault or any(entry.health == "damaged" for entry in entries) else 0
 
 
 # -- what there is --------------------------------------------------------------------------------------------------
@@ -107,23 +109,37 @@ def find_entries(folder: CheckpointFolder, verifies: bool, tag: str | None = Non
     return entries + [Entry(tag, "unfinished") for tag in unfinished]
 
 
+def _latest(folder: CheckpointFolder) -> tuple[str | None, str]:
+    """The tag that `latest` names, and what is wrong with the file."""
+    try:
+        return folder.latest(), ""
+    except CheckpointError as error:
+        return None, str(error)
+
+
 def _undated(folder: CheckpointFolder, known: Sequence[str]) -> list[str]:
     """Folders that hold files of a checkpoint, but no description of it that can be read."""
     files = (MANIFEST, DCP_METADATA, data_name(0))
     return sorted(
         path.name
         for path in folder.path.iterdir()
-        if path.is_dir()
-        and not path.name.startswith(".")
-        and path.name not in known
-        and any((path / file).exists() for file in files)
+        if _is_tag(path.name) and path.name not in known and any(os.path.lexists(path / file) for file in files)
     )
+
+
+def _is_tag(name: str) -> bool:
+    try:
+        check_tag(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _entry(folder: CheckpointFolder, tag: str) -> Entry:
     try:
         checkpoint = folder.open(tag)
-    except (CheckpointError, OSError) as error:
+        read_training(checkpoint.manifest.training)
+    except (CheckpointError, OSError, ValueError) as error:
         return _damaged(folder.path / tag, tag, error)
     return Entry(tag, "complete", checkpoint.manifest, checkpoint.path)
 
@@ -139,14 +155,16 @@ def _verified(entry: Entry, advance: Advance) -> Entry:
 
 def _damaged(path: Path, tag: str, error: Exception) -> Entry:
     manifest = None
-    with contextlib.suppress(CheckpointError, OSError):
-        manifest = Manifest.read(path / MANIFEST)
+    with contextlib.suppress(CheckpointError, ValueError):
+        found = Manifest.read(path / MANIFEST)
+        read_training(found.training)
+        manifest = found
     return Entry(tag, "damaged", manifest, path, str(error))
 
 
 def _place(path: Path, tag: str | None) -> tuple[CheckpointFolder, str | None]:
     """The folder of checkpoints, and the tag where one is meant: by name, or because the path is a checkpoint."""
-    if tag is None and (path / MANIFEST).is_file():
+    if tag is None and os.path.lexists(path / MANIFEST):
         path = path.resolve()
         return CheckpointFolder(path.parent), path.name
     return CheckpointFolder(path), tag
@@ -167,7 +185,7 @@ def list_table(folder: CheckpointFolder, entries: Sequence[Entry], latest: str |
     table.add_column("health")
     for entry in entries:
         is_latest = entry.tag == latest and entry.path is not None
-        tag = Text(entry.tag + (" (latest)" if is_latest else ""), "bold" if is_latest else "")
+        tag = Text(_printable(entry.tag) + (" (latest)" if is_latest else ""), "bold" if is_latest else "")
         health = Text(entry.health, _STYLES[entry.health])
         table.add_row(tag, *(Text(cell) for cell in _cells(entry.manifest)), health)
     return table
@@ -194,7 +212,7 @@ def print_details(console: Console, entry: Entry, is_latest: bool) -> None:
     table.add_column(style="bold")
     table.add_column()
     for name, value in _facts(manifest, entry.path).items():
-        table.add_row(name, Text(value))
+        table.add_row(name, Text(_printable(value)))
     table.add_row("health", Text(entry.health, _STYLES[entry.health]))
     console.print(table)
     console.print(_tensor_table(manifest))
@@ -202,7 +220,7 @@ def print_details(console: Console, entry: Entry, is_latest: bool) -> None:
 
 
 def _facts(manifest: Manifest, path: Path | None) -> dict[str, str]:
-    training = decode(manifest.training)
+    training = read_training(manifest.training)
     groups = training["learning_rates"]["options"]
     buffers = sum(name.startswith(MODEL) for name in manifest.tensors) - len(manifest.compute_dtypes)
     dtypes = sorted({str(dtype).removeprefix("torch.") for dtype in manifest.compute_dtypes.values()})
@@ -241,7 +259,7 @@ def _tensor_table(manifest: Manifest) -> Table:
     table.add_column("size", justify="right")
     for name, info in largest:
         shape = " x ".join(map(str, info.shape)) or "one number"
-        table.add_row(Text(name), shape, str(info.dtype).removeprefix("torch."), _size(info.nbytes))
+        table.add_row(Text(_printable(name)), shape, str(info.dtype).removeprefix("torch."), _size(info.nbytes))
     return table
 
 
@@ -287,6 +305,11 @@ def _moment(seconds: float) -> str:
 
 def _as_text(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in options.items())
+
+
+def _printable(text: str) -> str:
+    """Text out of a file without what would steer the terminal; lines stay lines."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _count(number: int) -> str:

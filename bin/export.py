@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.export import export_source, parse_bytes, parse_dtype
 from ..checkpoint.folder import CheckpointFolder
-from ..checkpoint.index import MANIFEST
+from ..checkpoint.names import MANIFEST, folder_path
 from .arguments import Parser
 
 HELP = "write the weights of a checkpoint as safetensors, in the model's own names"
@@ -44,9 +43,10 @@ def main(argv: Sequence[str]) -> int:
 
 def open_checkpoint(path: str, tag: str | None) -> Checkpoint:
     """The checkpoint of that tag, or the latest, in a folder of checkpoints; or the one that the path itself is."""
-    if tag is None and (Path(path) / MANIFEST).is_file():
-        return Checkpoint(Path(path))
-    return CheckpointFolder(path).open(tag)
+    folder = folder_path(path)
+    if tag is None and (folder / MANIFEST).exists():
+        return Checkpoint(folder)
+    return CheckpointFolder(folder).open(tag)
 
 
 def files_for(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def files_for(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, An
     files = dict(checkpoint.model_files)
     own = next((d for d in checkpoint.compute_dtypes.values() if d.is_floating_point), None)
     written = dtype or own
-    if "config.json" in files and written is not None:
+    if isinstance(files.get("config.json"), Mapping) and written is not None:
         name = str(written).removeprefix("torch.")
         files["config.json"] = {"dtype": name, **_with_dtype(files["config.json"], name)}
     return files

@@ -27,6 +27,17 @@ class Box:
     def numel(self) -> int:
         return math.prod(self.sizes)
 
+    def is_range_of(self, shape: tuple[int, ...]) -> bool:
+        """True where its elements are some of a tensor of that shape, and follow each other when it is flattened."""
+        if not len(self.offsets) == len(self.sizes) == len(shape):
+            return False
+        is_inner = False  # behind the first dimension that it has more than one index of
+        for offset, size, dim in zip(self.offsets, self.sizes, shape, strict=True):
+            if not 0 < size <= dim - offset or (is_inner and size != dim):
+                return False
+            is_inner = is_inner or size > 1
+        return True
+
     def start_in(self, shape: tuple[int, ...]) -> int:
         """The place of its first element in the flattened tensor."""
         start = 0

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .coverage import check_coverage
 from .errors import CheckpointError
 from .fragment import TensorInfo
-from .index import MANIFEST, FileEntry, Manifest, RankIndex, Row, index_name
+from .index import FileEntry, Manifest, RankIndex, Row, check_regular, read_regular, rows_by_name
+from .names import MANIFEST, data_name, index_name
 from .reader import CheckpointReader
 
 MODEL = "model."
@@ -20,9 +22,11 @@ STATE = "optim.state."
 
 
 class Checkpoint:
-    """A checkpoint for reading. Raises CheckpointError where a file is missing, of another size, or altered.
+    """A checkpoint for reading. Raises CheckpointError where a file is missing, of another size, altered, or says what
+    cannot be.
 
-    Values of tensors are verified as they are read; `verify` reads and verifies all.
+    That there is a place for every element is proved before any is read: `weights`, `states`, `own_state` and `verify`
+    begin with it. Values are verified as they are read; `verify` reads and verifies all.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,7 +66,7 @@ class Checkpoint:
 
     def own_state(self, rank: int) -> Any:
         """What the rank said of itself alone, encoded by `values`."""
-        return self._indexes[rank].own_state
+        return self._contents[0][rank].own_state
 
     def verify(self, advance: Callable[[int], None] = lambda nbytes: None) -> None:
         """Reads every value. Raises CheckpointError for the first that is not as it was written.
@@ -72,43 +76,58 @@ class Checkpoint:
         for entry in self.manifest.files:
             if entry.crc32 is not None:
                 self._read_small(entry)
-        CheckpointReader(self.path, self.manifest.tensors, self._rows("")).verify(advance)
+        CheckpointReader(self.path, self.manifest.tensors, self._contents[1]).verify(advance)
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
     def _check_size(self, name: str, nbytes: int) -> None:
         file = self.path / name
         try:
-            found = file.stat().st_size
+            status = file.stat()
+            check_regular(status, file)
         except OSError as error:
             raise CheckpointError(f"{file}: expected a file of {nbytes} bytes, found: {error.strerror}") from error
+        found = status.st_size
         if found != nbytes:
             kind = "truncated" if found < nbytes else "altered"
             raise CheckpointError(f"{file}: expected {nbytes} bytes, found {found}: the file is {kind}")
 
     @cached_property
-    def _indexes(self) -> list[RankIndex]:
+    def _contents(self) -> tuple[list[RankIndex], Mapping[str, Sequence[tuple[int, Row]]]]:
+        """What each rank has written, and all rows by name, which fit each other and the description."""
         entries = {entry.name: entry for entry in self.manifest.files}
-        return [RankIndex.parse(self._read_small(entries[index_name(rank)])) for rank in range(self.manifest.num_files)]
+        indexes = [self._index(entries[index_name(rank)]) for rank in range(self.manifest.num_files)]
+        rows = rows_by_name(indexes)
+        try:
+            sizes = [entries[data_name(rank)].nbytes for rank in range(len(indexes))]
+            check_coverage(self.manifest.tensors, rows, sizes)
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: {error}; an index file does not fit the others") from None
+        return indexes, rows
+
+    def _index(self, entry: FileEntry) -> RankIndex:
+        text = self._read_small(entry)
+        try:
+            return RankIndex.parse(text)
+        except ValueError as error:
+            raise CheckpointError(f"{self.path / entry.name}: expected what a rank has written; {error}") from None
 
     def _read_small(self, entry: FileEntry) -> bytes:
-        text = (self.path / entry.name).read_bytes()
+        try:
+            text = read_regular(self.path / entry.name)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path / entry.name}: expected a file of the checkpoint, found: {error.strerror}"
+            ) from error
         if zlib.crc32(text) != entry.crc32:
             raise CheckpointError(
                 f"{self.path / entry.name}: expected the file as it was written, found it altered (the CRC-32 differs)"
             )
         return text
 
-    def _rows(self, prefix: str) -> dict[str, list[tuple[int, Row]]]:
-        rows: dict[str, list[tuple[int, Row]]] = {}
-        for rank, index in enumerate(self._indexes):
-            for row in index.rows:
-                if row.name.startswith(prefix):
-                    rows.setdefault(row.name.removeprefix(prefix), []).append((rank, row))
-        return rows
-
     def _reader(self, prefix: str) -> CheckpointReader:
         tensors: dict[str, TensorInfo] = {
             name.removeprefix(prefix): info for name, info in self.manifest.tensors.items() if name.startswith(prefix)
         }
-        return CheckpointReader(self.path, tensors, self._rows(prefix))
+        rows = self._contents[1]
+        return CheckpointReader(self.path, tensors, {name: rows.get(prefix + name, ()) for name in tensors})

@@ -23,13 +23,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .fragment import TensorInfo
-from .index import RankIndex, Row, data_name
+from .index import Row
+from .names import data_name
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-_PARAM_GROUPS = "optim.param_groups"
+PARAM_GROUPS = "optim.param_groups."
+"""What the names of the options of parameter groups begin with, which are no tensors."""
 _STATE = "optim.state."
 STEP = "optim.step"
 """The tensor to which all `optim.state.NAME.step` refer."""
@@ -60,7 +62,7 @@ def option_blobs(kind: str, groups: Sequence[Mapping[str, Any]], names: Optimize
         for key, value in {**_torch_options(kind), **group, "params": list(params)}.items():
             buffer = io.BytesIO()
             torch.save(value, buffer)
-            blobs.append((f"{_PARAM_GROUPS}.{index}.{key}", buffer.getvalue()))
+            blobs.append((f"{PARAM_GROUPS}{index}.{key}", buffer.getvalue()))
     return blobs
 
 
@@ -68,16 +70,12 @@ def metadata_bytes(
     tensors: Mapping[str, TensorInfo],
     aliases: Mapping[str, str],
     optimizer: OptimizerNames,
-    ranks: Sequence[RankIndex],
+    rows: Mapping[str, Sequence[tuple[int, Row]]],
 ) -> bytes:
     """The content of `.metadata`.
 
-    tensors: by full name, as above. aliases: further full name -> full name.
+    tensors: by full name, as above. aliases: further full name -> full name. rows: of all ranks, by name.
     """
-    rows: dict[str, list[tuple[int, Row]]] = {}
-    for rank, index in enumerate(ranks):
-        for row in index.rows:
-            rows.setdefault(row.name, []).append((rank, row))
     built = _Builder(rows)
     for name, info in tensors.items():
         if name != STEP:
@@ -87,7 +85,7 @@ def metadata_bytes(
     for name in optimizer.stepped:
         built.add_tensor(f"{_STATE}{name}.step", tensors[STEP], source=STEP)
     for name in rows:
-        if name.startswith(_PARAM_GROUPS + "."):
+        if name.startswith(PARAM_GROUPS):
             built.add_option(name, optimizer)
     return pickle.dumps(built.build())
 
@@ -119,10 +117,10 @@ class _Builder:
 
     def add_option(self, name: str, optimizer: OptimizerNames) -> None:
         """Under both of its names. Both have the same path, so that a reader of everything finds it once."""
-        number, option = name.removeprefix(_PARAM_GROUPS + ".").split(".", 1)
+        number, option = name.removeprefix(PARAM_GROUPS).split(".", 1)
         others = optimizer.groups[int(number)] if option != "params" else ()
         for rank, row in self._rows[name]:
-            for key in (name, *(f"{_PARAM_GROUPS}.{param}.{option}" for param in others)):
+            for key in (name, *(f"{PARAM_GROUPS}{param}.{option}" for param in others)):
                 self._storage[self._types.MetadataIndex(key)] = self._storage_of(rank, row)
                 self._metadata[key] = self._types.BytesStorageMetadata()
                 self._paths[key] = ("optim", "param_groups", int(number), option)

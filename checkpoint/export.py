@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..offload import allocate_host
 from .fragment import Fragment, TensorInfo, TensorSource
-from .safetensors_files import CHUNK_BYTES, INDEX, WeightsPlan
+from .names import INDEX, folder_path
+from .safetensors_files import CHUNK_BYTES, WeightsPlan
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 READ_BYTES = 16 << 20  # of a source at a time; a checkpoint is read in whole boxes of 4 MiB, of which two are at edges
@@ -71,7 +72,7 @@ class ExportFolder:
     """
 
     def __init__(self, folder: str | os.PathLike[str], plan: WeightsPlan) -> None:
-        self.folder = Path(folder)
+        self.folder = folder_path(folder)
         self._unfinished = self.folder / UNFINISHED
         self._plan = plan
         self._places = plan.places

@@ -3,44 +3,53 @@
     folder/latest                   the tag of the newest complete checkpoint
     folder/global_step100/          a complete checkpoint
     folder/.saving-global_step200/  one that is being written, or was when its job died
+    folder/.owner-global_step200    the process that writes it; before it and after it, so that whoever dies is known
 
 [Note: never half]
 A checkpoint is written into a folder of another name. When every file is on the disk, the folder is renamed, and then
 `latest` is replaced; each of the two is one atomic step, made durable before the next. So whatever moment a job dies
 at, what has a tag's name is complete. A tag that exists is replaced in two renames: the old one gets another name
 first, and goes by that if the job dies in between.
+
+[Note: neighbours]
+What else lies in the folder must neither stop a save nor a load: what cannot be read or deleted is left as it is, and a
+warning says so. It counts for nothing then: it is not one of `keep_last`, and is never offered.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import time
 import zlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
-
 from .checkpoint import Checkpoint
+from .coverage import check_coverage
 from .dcp import OptimizerNames, metadata_bytes
 from .errors import CheckpointError, NoCheckpointError
-from .index import DCP_METADATA, MANIFEST, FileEntry, Manifest, RankIndex, data_name, index_name, write_durably
+from .index import LAST_MOMENT, FileEntry, Manifest, RankIndex, read_regular, rows_by_name, write_durably
+from .names import DCP_METADATA, LATEST, MANIFEST, check_tag, data_name, folder_path, index_name
+from .writing_process import WritingProcess
 
-LATEST = "latest"
 _SAVING = ".saving-"
 _REPLACED = ".replaced-"
 _DELETED = ".deleted-"
-_OWNER = "owner.json"
+_OWNER = ".owner-"
+_logger = logging.getLogger("lowtide")
 
 
 class CheckpointFolder:
     """The checkpoints below one folder."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        """Raises ValueError for the path ""."""
+        self.path = folder_path(path)
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -53,11 +62,19 @@ class CheckpointFolder:
         return sorted(entry.name.removeprefix(_SAVING) for entry in self._entries(_SAVING))
 
     def latest(self) -> str | None:
-        """The tag that `latest` names; None where there is no checkpoint yet."""
+        """The tag that `latest` names; None where there is no checkpoint yet. Raises CheckpointError for no tag."""
+        path = self.path / LATEST
         try:
-            return (self.path / LATEST).read_text(encoding="utf-8").strip() or None
+            tag = read_regular(path).decode().strip()
+            if tag:
+                check_tag(tag)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror}; name the `tag` of a checkpoint") from error
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}; name the `tag` of a checkpoint") from None
+        return tag or None
 
     def open(self, tag: str | None = None) -> Checkpoint:
         """The checkpoint of a tag, or the latest. Raises NoCheckpointError, or CheckpointError for a damaged one."""
@@ -65,7 +82,12 @@ class CheckpointFolder:
         return Checkpoint(next(path for path in self._paths_of(chosen) if path.is_dir()))
 
     def find(self, tag: str | None = None) -> str:
-        """The tag, or that of the latest. Raises NoCheckpointError, which names the tags that there are."""
+        """The tag, or that of the latest. Raises NoCheckpointError, which names the tags that there are.
+
+        Raises ValueError for what can be no tag, and CheckpointError where `latest` names no folder beside it.
+        """
+        if tag is not None:
+            check_tag(tag)
         chosen = tag if tag is not None else self.latest()
         if chosen is None:
             known = self.tags()
@@ -80,7 +102,7 @@ class CheckpointFolder:
 
     def alternative_to(self, tag: str) -> str | None:
         """The newest complete checkpoint with another tag."""
-        return next((other for other in reversed(self.tags()) if other != tag), None)
+        return next((other for other in reversed(self._manifests(warns=True)) if other != tag), None)
 
     # -- writing --------------------------------------------------------------------------------------------------
 
@@ -90,23 +112,24 @@ class CheckpointFolder:
 
     def begin(self, tag: str) -> Path:
         """An empty folder that the checkpoint is written into. Clears what dead jobs have left. Raises OSError."""
-        if not tag.isprintable() or tag.strip() != tag or tag[:1] in ("", ".") or {*"/\\"} & {*tag} or tag == LATEST:
-            raise ValueError(
-                "tag: expected a name for a folder, without slashes, with no dot in front and no space around, "
-                f"and not '{LATEST}'; found {tag!r}"
-            )
+        check_tag(tag)
         self.path.mkdir(parents=True, exist_ok=True)
         self._clear_remains()
         target = self.saving_folder(tag)
         shutil.rmtree(target, ignore_errors=True)
-        target.mkdir()
-        (target / _OWNER).write_text(json.dumps(_this_process()))
+        try:
+            self._owner_of(tag).write_text(json.dumps(WritingProcess.this().as_dict()))
+            target.mkdir()
+        except OSError:
+            self.discard(tag)
+            raise
         return target
 
     def commit(self, manifest: Manifest, optimizer: OptimizerNames, keep_last: int | None) -> None:
         """Completes what every rank has written, gives it its name, and deletes what is above `keep_last`.
 
-        Raises OSError and CheckpointError; the checkpoints that there were are as they were then.
+        Raises OSError, and ValueError where the parts are not the whole; the checkpoints that there were are as they
+        were then.
         """
         saving = self.saving_folder(manifest.tag)
         files = []
@@ -117,20 +140,25 @@ class CheckpointFolder:
             files.append(FileEntry(data_name(rank), ranks[-1].file_nbytes, None))
             files.append(FileEntry(index_name(rank), len(text), zlib.crc32(text)))
         prefixed = {f"model.{alias}": f"model.{name}" for alias, name in manifest.aliases.items()}
-        metadata = metadata_bytes(manifest.tensors, prefixed, optimizer, ranks)
+        rows = rows_by_name(ranks)
+        check_coverage(manifest.tensors, rows, [index.file_nbytes for index in ranks])
+        metadata = metadata_bytes(manifest.tensors, prefixed, optimizer, rows)
         write_durably(saving / DCP_METADATA, metadata)
         files.append(FileEntry(DCP_METADATA, len(metadata), zlib.crc32(metadata)))
-        replace(manifest, files=tuple(files), saved_at=time.time()).write(saving / MANIFEST)
+        replace(manifest, files=tuple(files), saved_at=self._next_moment()).write(saving / MANIFEST)
         _sync_folder(saving)
         self._take_name(saving, manifest.tag)
-        (self.path / manifest.tag / _OWNER).unlink(missing_ok=True)  # the last moment: without it nobody clears up
         self._write_latest(manifest.tag)
+        with _tolerated(self._owner_of(manifest.tag)):
+            self._owner_of(manifest.tag).unlink(missing_ok=True)
         if keep_last is not None:
             self._keep_last(keep_last, manifest.tag)
 
     def discard(self, tag: str) -> None:
         """Removes what was written of a checkpoint that could not be completed."""
         shutil.rmtree(self.saving_folder(tag), ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self._owner_of(tag).unlink()
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
@@ -145,7 +173,19 @@ class CheckpointFolder:
             return []
         if prefix:
             return [entry for entry in entries if entry.name.startswith(prefix)]
-        return [entry for entry in entries if not entry.name.startswith((_SAVING, _DELETED))]
+        return [entry for entry in entries if not entry.name.startswith((_SAVING, _OWNER, _DELETED))]
+
+    def _owner_of(self, tag: str) -> Path:
+        return self.path / (_OWNER + tag)
+
+    def _next_moment(self) -> float:
+        """Now, or just after the latest was saved where a clock was set back: what is newer is saved later."""
+        now = time.time()
+        with contextlib.suppress(CheckpointError):
+            latest = self.latest()
+            if latest is not None:
+                return max(now, min(Manifest.read(self.path / latest / MANIFEST).saved_at + 0.001, LAST_MOMENT - 1))
+        return now
 
     def _take_name(self, saving: Path, tag: str) -> None:
         target, replaced = self._paths_of(tag)
@@ -159,28 +199,36 @@ class CheckpointFolder:
                 os.rename(replaced, target)
             raise
         _sync_folder(self.path)
-        self._delete(replaced)
+        with _tolerated(replaced):
+            self._delete(replaced)
 
     def _write_latest(self, tag: str) -> None:
         write_durably(self.path / LATEST, (tag + "\n").encode())
         _sync_folder(self.path)
 
-    def _manifests(self) -> dict[str, Manifest]:
-        """What each complete checkpoint says of itself, by tag, oldest first."""
+    def _manifests(self, warns: bool = False) -> dict[str, Manifest]:
+        """What each complete checkpoint says of itself, by tag, oldest first; see [Note: neighbours]."""
         found: dict[str, Manifest] = {}
         replaced_first = sorted(self._entries(), key=lambda entry: not entry.name.startswith(_REPLACED))
         for entry in replaced_first:
-            if (entry / MANIFEST).is_file():
-                with contextlib.suppress(CheckpointError):
-                    found[entry.name.removeprefix(_REPLACED)] = Manifest.read(entry / MANIFEST)
-        return dict(sorted(found.items(), key=lambda item: item[1].saved_at))
+            if not os.path.lexists(entry / MANIFEST):
+                continue
+            tag = entry.name.removeprefix(_REPLACED)
+            try:
+                check_tag(tag)
+                found[tag] = Manifest.read(entry / MANIFEST)
+            except (CheckpointError, ValueError) as error:
+                if warns:
+                    _logger.warning("a checkpoint in %s is damaged, and left out: %s", self.path, error)
+        return dict(sorted(found.items(), key=lambda item: (item[1].saved_at, item[1].step, item[0])))
 
     def _keep_last(self, count: int, newest: str) -> None:
-        """newest: comes last whatever the clocks say; they may differ between this machine and an earlier one."""
-        automatic = [tag for tag, manifest in self._manifests().items() if not manifest.has_own_tag]
+        """newest: comes last, also where `latest` could not say when the one before was saved."""
+        automatic = [tag for tag, manifest in self._manifests(warns=True).items() if not manifest.has_own_tag]
         automatic.sort(key=lambda tag: tag == newest)
         for tag in automatic[:-count]:
-            self._delete(self.path / tag)
+            with _tolerated(self.path / tag):
+                self._delete(self.path / tag)
 
     def _delete(self, folder: Path) -> None:
         """Under another name first: what is half deleted must not look like a checkpoint."""
@@ -197,35 +245,31 @@ class CheckpointFolder:
             shutil.rmtree(entry, ignore_errors=True)
         for entry in self._entries(_REPLACED):  # a job has died between two renames, or before it deleted this
             target = self.path / entry.name.removeprefix(_REPLACED)
-            self._delete(entry) if target.exists() else os.rename(entry, target)
-        for entry in self._entries(_SAVING):
-            try:
-                owner = json.loads((entry / _OWNER).read_text())
-            except (OSError, ValueError):
-                continue
-            if _is_dead(owner):
-                shutil.rmtree(entry, ignore_errors=True)
+            with _tolerated(entry):
+                self._delete(entry) if target.exists() else os.rename(entry, target)
+        for entry in self._entries(_OWNER):
+            saving = self.saving_folder(entry.name.removeprefix(_OWNER))
+            with _tolerated(entry):
+                if _is_abandoned(entry, saving):
+                    shutil.rmtree(saving, ignore_errors=True)
+                    entry.unlink()
 
 
-def _this_process() -> dict[str, object]:
-    return {"boot": _boot(), "pid": os.getpid(), "started": psutil.Process().create_time()}
-
-
-def _is_dead(owner: dict[str, object]) -> bool:
-    """True where it is known: a process of this host that is gone, or had its number before another."""
-    if owner.get("boot") != _boot() or not owner.get("boot"):
-        return False
+def _is_abandoned(owner: Path, saving: Path) -> bool:
+    """True where the process is known to be gone, or has died before it had written who it is, and anything else."""
     try:
-        return psutil.Process(int(str(owner["pid"]))).create_time() != owner["started"]
-    except psutil.NoSuchProcess:
-        return True
+        return WritingProcess.of(json.loads(read_regular(owner))).is_dead
+    except (ValueError, RecursionError):
+        return not saving.exists()
 
 
-def _boot() -> str:
+@contextlib.contextmanager
+def _tolerated(path: Path) -> Iterator[None]:
+    """See [Note: neighbours]."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
+        yield
+    except OSError as error:
+        _logger.warning("%s could not be cleared away, and stays: %s", path, error.strerror)
 
 
 def _sync_folder(folder: Path) -> None:

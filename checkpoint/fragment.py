@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..offload import Memory
+from .names import shortened
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,21 @@ class Fragment:
         """Its elements [low, high), counted from its own start."""
         memory = self.memory[low:high] if isinstance(self.memory, Tensor) else self.memory.part(low, high)
         return Fragment(self.name, self.shape, self.start + low, memory)
+
+
+@cache
+def _dtypes() -> Mapping[str, torch.dtype]:
+    """By name, without those whose elements are no plain bytes."""
+    found = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+    return {name: dtype for name, dtype in found.items() if not name.startswith(("q", "bits"))}
+
+
+def dtype_named(name: str, where: str) -> torch.dtype:
+    """The dtype of a name such as "float32". Raises ValueError, which names the place."""
+    dtype = _dtypes().get(name)
+    if dtype is None:
+        raise ValueError(f"{shortened(where)}: expected a dtype such as 'float32', found {shortened(name)}")
+    return dtype
 
 
 @dataclass(frozen=True)

@@ -6,38 +6,66 @@
     .metadata           the same once more for the readers of torch.distributed.checkpoint, who know no JSON
 
 `lowtide.json` carries a CRC-32 of its own content, and those of the small files; a row has a checksum of its values.
+That finds what disks do. Against what was written so on purpose, every value is checked for its type and its bounds
+when it is read (`FileContent`), every name for where it leads (`names`), and all rows for being the tensors
+(`coverage`).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .archive import Place
 from .boxes import Box
 from .errors import CheckpointError
-from .fragment import TensorInfo
+from .fragment import TensorInfo, dtype_named
+from .names import DCP_METADATA, check_model_file, check_tag, data_name, index_name, shortened
+from .values import check_depth
 
 FORMAT = 1
-MANIFEST = "lowtide.json"
-DCP_METADATA = ".metadata"
+
+Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
+_Checksum = Annotated[int, Field(strict=True, ge=0, lt=1 << 64)]
+Flag = Annotated[bool, Field(strict=True)]
+Number = Annotated[float, Field(strict=True)]
+Text = Annotated[str, Field(strict=True)]
+_TOPOLOGY = frozenset({"world_size", "stage", "shard_size", "replicas"})
+LAST_MOMENT = 1 << 37  # seconds since 1970: of the years that a calendar can show
+_Seconds = Annotated[float, Field(strict=True, ge=0, lt=LAST_MOMENT)]
 
 
-def data_name(rank: int) -> str:
-    """The file that a rank writes its boxes to; the name that torch.distributed.checkpoint gives it too."""
-    return f"__{rank}_0.distcp"
+class FileContent(BaseModel):
+    """An object out of a file, each value of its type. What a later version adds is left out."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    @classmethod
+    def parse(cls, content: Any) -> Any:
+        """Raises ValueError, which names the place of the first fault."""
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            raise ValueError(first_fault(error)) from None
 
 
-def index_name(rank: int) -> str:
-    """The file that says what is in it."""
-    return f"rank{rank}.json"
+def first_fault(error: ValidationError) -> str:
+    """Where it is, what was expected, and what was found."""
+    fault = error.errors(include_url=False)[0]
+    place = ".".join(shortened(part)[1:-1] if isinstance(part, str) else str(part) for part in fault["loc"])
+    return f"{place or 'content'}: {fault['msg']}, found {shortened(fault['input'])}"
+
+
+# -- of one rank ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -66,6 +94,15 @@ class Row:
         return cls(name, Box(tuple(offsets), tuple(sizes)), Place(*place))
 
 
+_RowContent = tuple[Text, tuple[Count, ...], tuple[Count, ...], Count, Count, Count, _Checksum]
+
+
+class _IndexContent(FileContent):
+    file_nbytes: Count
+    rows: list[_RowContent]
+    own_state: Any
+
+
 @dataclass(frozen=True)
 class RankIndex:
     """What one rank's file holds, and what this rank alone knows (its random state, its place in the data)."""
@@ -84,8 +121,22 @@ class RankIndex:
 
     @classmethod
     def parse(cls, text: bytes) -> RankIndex:
-        content = json.loads(text)
-        return cls(content["file_nbytes"], tuple(map(Row.from_list, content["rows"])), content["own_state"])
+        """Raises ValueError where it is not sound in itself."""
+        content: _IndexContent = _IndexContent.parse(_parsed(text))
+        check_depth(content.own_state, "own_state")
+        return cls(content.file_nbytes, tuple(map(Row.from_list, content.rows)), content.own_state)
+
+
+def rows_by_name(ranks: Sequence[RankIndex]) -> dict[str, list[tuple[int, Row]]]:
+    """The boxes of each tensor, each with the rank in whose file it is."""
+    rows: dict[str, list[tuple[int, Row]]] = {}
+    for rank, index in enumerate(ranks):
+        for row in index.rows:
+            rows.setdefault(row.name, []).append((rank, row))
+    return rows
+
+
+# -- of all -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -97,13 +148,36 @@ class FileEntry:
     crc32: int | None
 
 
+class _EntryContent(FileContent):
+    name: Text
+    nbytes: Count
+    crc32: Count | None
+
+
+class _ManifestContent(FileContent):
+    format: Count
+    tag: Text
+    step: Count
+    saved_at: _Seconds
+    has_own_tag: Flag
+    versions: dict[str, Text]
+    topology: dict[str, Count]
+    tensors: dict[str, tuple[Text, tuple[Count, ...]]]
+    compute_dtypes: dict[str, Text]
+    aliases: dict[str, Text]
+    training: Any
+    config: dict[str, Any]
+    model_files: dict[str, Any]
+    files: list[_EntryContent]
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What a checkpoint holds. Tensors go by "model.NAME" and "optim.state.NAME.STATE"."""
 
     tag: str
     step: int
-    saved_at: float  # seconds since 1970
+    saved_at: float  # seconds since 1970, later than that of the latest checkpoint before it
     has_own_tag: bool  # the caller's; such a checkpoint is never deleted to make room
     versions: dict[str, str]
     topology: dict[str, int]  # world_size, stage, shard_size, replicas
@@ -125,35 +199,81 @@ class Manifest:
         return sum(entry.nbytes for entry in self.files)
 
     def write(self, path: Path) -> None:
+        """Raises OSError, and ValueError for what could not be read again."""
         content = {**asdict(self), "format": FORMAT}
         content["tensors"] = {name: [_text(info.dtype), info.shape] for name, info in self.tensors.items()}
         content["compute_dtypes"] = {name: _text(dtype) for name, dtype in self.compute_dtypes.items()}
         text = _canonical(content)
+        self._parse(json.loads(text))
         write_durably(path, b'{"crc32": %d, "content": %s}\n' % (zlib.crc32(text), text))
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Raises CheckpointError where the file is missing, damaged, or of a later format."""
+        """Raises CheckpointError where the file is missing, damaged, of a later format, or says impossible things."""
         try:
-            text = path.read_bytes()
+            text = read_regular(path)
         except FileNotFoundError:
             raise CheckpointError(f"{path}: expected the description of a checkpoint, found no such file") from None
+        except OSError as error:
+            raise CheckpointError(f"{path}: expected the description of a checkpoint: {error.strerror}") from error
         try:
-            outer = json.loads(text)
+            outer = _parsed(text)
             content = outer["content"]
             is_intact = zlib.crc32(_canonical(content)) == outer["crc32"]
-        except (ValueError, KeyError, TypeError):
+            found = content["format"]
+        except (ValueError, KeyError, TypeError, RecursionError):
             is_intact = False
         if not is_intact:
             raise CheckpointError(f"{path}: expected a file as it was written, found it truncated or altered")
-        if content.pop("format") > FORMAT:
+        if isinstance(found, int) and found > FORMAT:
             raise CheckpointError(f"{path}: written by a later version of lowtide; found a format above {FORMAT}")
-        content["tensors"] = {
-            name: TensorInfo(tuple(shape), getattr(torch, dtype)) for name, (dtype, shape) in content["tensors"].items()
+        try:
+            return cls._parse(content)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: expected the description of a checkpoint; {error}") from None
+
+    @classmethod
+    def _parse(cls, found: Any) -> Manifest:
+        """Raises ValueError, which names the place."""
+        content: _ManifestContent = _ManifestContent.parse(found)
+        check_tag(content.tag)
+        for name in content.model_files:
+            check_model_file(name)
+        check_depth([content.training, content.config, content.model_files], "training, config or model_files")
+        tensors = {
+            name: TensorInfo(shape, dtype_named(dtype, name)) for name, (dtype, shape) in content.tensors.items()
         }
-        content["compute_dtypes"] = {name: getattr(torch, text) for name, text in content["compute_dtypes"].items()}
-        content["files"] = tuple(FileEntry(**entry) for entry in content["files"])
-        return cls(**content)
+        compute_dtypes = {name: dtype_named(text, name) for name, text in content.compute_dtypes.items()}
+        for name in (*compute_dtypes, *content.aliases.values()):
+            if f"model.{name}" not in tensors:
+                raise ValueError(f"compute_dtypes and aliases: expected names of tensors, found {shortened(name)}")
+        if not content.topology.keys() >= _TOPOLOGY or not content.topology["world_size"]:
+            found = shortened(content.topology)
+            raise ValueError(f"topology: expected {', '.join(sorted(_TOPOLOGY))}, ranks of at least 1; found {found}")
+        files = tuple(FileEntry(entry.name, entry.nbytes, entry.crc32) for entry in content.files)
+        _check_files(files, content.topology["world_size"])
+        values = {**dict(content), "tensors": tensors, "compute_dtypes": compute_dtypes, "files": files}
+        del values["format"]
+        return cls(**values)
+
+
+def _check_files(files: Sequence[FileEntry], num_ranks: int) -> None:
+    """Raises ValueError unless these are the files of so many ranks, each once, small ones with a checksum."""
+    expected: dict[str, bool] = {}
+    if len(files) == 2 * num_ranks + 1:
+        expected = {DCP_METADATA: True}
+        for rank in range(num_ranks):
+            expected.update({data_name(rank): False, index_name(rank): True})
+    found = {entry.name: entry.crc32 is not None for entry in files}
+    if not expected or found != expected:
+        names = shortened(sorted(found.items() - expected.items()) or sorted(expected.keys() - found.keys()))
+        raise ValueError(
+            f"files: expected {data_name(0)}, {index_name(0)} and so on of {num_ranks} ranks, and {DCP_METADATA}, "
+            f"each with its kind of checksum; found {len(files)} files, and other than expected {names}"
+        )
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -164,6 +284,35 @@ def write_durably(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(new, path)
+
+
+def read_regular(path: Path) -> bytes:
+    """All of a file. Raises OSError; a pipe or a device, from which reading might never end, is not read."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        check_regular(os.fstat(descriptor), path)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
+
+
+def check_regular(status: os.stat_result, path: Path) -> None:
+    """Raises OSError for what is not a regular file."""
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(0, f"expected a regular file, found a {_kind(status.st_mode)}", str(path))
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
+    return kinds.get(stat.S_IFMT(mode), "device")
+
+
+def _parsed(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
 def _canonical(content: Any) -> bytes:

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from ..offload import allocate_host
 from .fragment import Fragment, TensorInfo
+from .names import INDEX, SINGLE, check_weights_file
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 CHUNK_BYTES = 4 << 20  # of values that are converted at a time
 MAX_HEADER_BYTES = 100_000_000  # what the library accepts
 DTYPE_NAMES = {
@@ -258,8 +257,10 @@ def _find_in_folder(folder: Path) -> dict[str, Place]:
 def _find_by_index(index: Path) -> dict[str, Place]:
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
+        for file in weight_map.values():
+            check_weights_file(file)
         files = dict.fromkeys(weight_map.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"'{index}': expected JSON with a weight_map from tensors to files; {error!r}") from error
     absent = [file for file in files if not (index.parent / file).is_file()]
     if absent:
@@ -273,6 +274,8 @@ def _find_by_index(index: Path) -> dict[str, Place]:
 
 def read_header(file: Path) -> dict[str, Place]:
     """Where the tensors of one file lie. Raises ValueError, which names the file, where it is not sound."""
+    if not file.is_file():
+        raise ValueError(f"'{file}' is not a safetensors file: expected a regular file, found a pipe or a device")
     size = file.stat().st_size
     with file.open("rb") as opened:
         start = opened.read(8)
@@ -287,7 +290,7 @@ def read_header(file: Path) -> dict[str, Place]:
         entries = json.loads(text)
         entries.pop("__metadata__", None)
         places = {name: _place(file, name, entry, 8 + length) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, _UnsoundError):
             raise
         raise ValueError(f"'{file}' is not a safetensors file: its header cannot be read; {error!r}") from error

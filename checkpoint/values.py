@@ -15,7 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .fragment import dtype_named
+from .names import shortened
+
 MAX_TENSOR_BYTES = 64 << 20
+MAX_DEPTH = 100  # of JSON in JSON; Python itself gives up at about four times that
 _TAG = "$type"
 
 
@@ -23,8 +27,44 @@ def encode(value: Any, where: str) -> Any:
     """The value as JSON has it.
 
     None, bool, int, float, str, bytes, list, tuple, dict, set, NumPy arrays and scalars, tensors up to 64 MiB.
-    Raises ValueError, which names the place below `where`, for anything else.
+    Raises ValueError, which names the place below `where`, for anything else, and for what is nested too deep.
     """
+    try:
+        encoded = _encode(value, where)
+    except RecursionError:
+        raise _too_deep(where) from None
+    check_depth(encoded, where)
+    return encoded
+
+
+def decode(content: Any, where: str) -> Any:
+    """What `encode` was given. Sub-classes come back as what they are made of: a named tuple as a tuple.
+
+    Raises ValueError for what `encode` has not made.
+    """
+    check_depth(content, where)
+    try:
+        return _decode(content)
+    except Exception as error:  # whatever NumPy and torch make of what a file says
+        raise ValueError(f"{where}: expected plain values as JSON; {shortened(str(error))}") from error
+
+
+def check_depth(content: Any, where: str) -> None:
+    """Raises ValueError for JSON that is nested in more than MAX_DEPTH levels."""
+    level = [content]
+    for _ in range(MAX_DEPTH + 1):
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))]
+        level = [item for items in inner for item in items if isinstance(item, (dict, list))]
+        if not level:
+            return
+    raise _too_deep(where)
+
+
+def _too_deep(where: str) -> ValueError:
+    return ValueError(f"{where}: expected at most {MAX_DEPTH} levels of values in values, found more")
+
+
+def _encode(value: Any, where: str) -> Any:
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
@@ -32,12 +72,12 @@ def encode(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
         return _encode_mapping(value, where)
     if type(value) is list:
-        return [encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return [_encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, tuple):
-        return {_TAG: "tuple", "items": [encode(item, f"{where}[{index}]") for index, item in enumerate(value)]}
+        return {_TAG: "tuple", "items": [_encode(item, f"{where}[{index}]") for index, item in enumerate(value)]}
     if isinstance(value, (set, frozenset)):
         kind = "set" if isinstance(value, set) else "frozenset"
-        return {_TAG: kind, "items": [encode(item, where) for item in sorted(value, key=repr)]}
+        return {_TAG: kind, "items": [_encode(item, where) for item in sorted(value, key=repr)]}
     if isinstance(value, (bytes, bytearray)):
         return {_TAG: "bytes", "base64": base64.b64encode(value).decode()}
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
@@ -49,20 +89,19 @@ def encode(value: Any, where: str) -> Any:
     )
 
 
-def decode(value: Any) -> Any:
-    """What `encode` was given. Sub-classes come back as what they are made of: a named tuple as a tuple."""
+def _decode(value: Any) -> Any:
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [_decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     kind = value.get(_TAG)
-    return {key: decode(item) for key, item in value.items()} if kind is None else _DECODERS[kind](value)
+    return {key: _decode(item) for key, item in value.items()} if kind is None else _DECODERS[kind](value)
 
 
 def _encode_mapping(value: Mapping[Any, Any], where: str) -> Any:
     if all(type(key) is str for key in value) and _TAG not in value:
-        return {key: encode(item, f"{where}.{key}") for key, item in value.items()}
-    pairs = [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
+        return {key: _encode(item, f"{where}.{key}") for key, item in value.items()}
+    pairs = [[_encode(key, where), _encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
     return {_TAG: "dict", "items": pairs}
 
 
@@ -85,24 +124,24 @@ def _encode_array(value: Any, where: str) -> dict[str, Any]:
 
 
 def _decode_tensor(value: dict[str, Any]) -> Tensor:
-    dtype = getattr(torch, value["dtype"])
-    data = bytearray(base64.b64decode(value["base64"]))
+    dtype = dtype_named(value["dtype"], "dtype")
+    data = bytearray(base64.b64decode(value["base64"], validate=True))
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
     return flat.reshape(value["shape"])
 
 
 def _decode_array(value: dict[str, Any]) -> Any:
-    flat = np.frombuffer(bytearray(base64.b64decode(value["base64"])), dtype=np.dtype(value["dtype"]))
+    flat = np.frombuffer(bytearray(base64.b64decode(value["base64"], validate=True)), dtype=np.dtype(value["dtype"]))
     return flat.reshape(value["shape"])
 
 
 _DECODERS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "float": lambda value: float(value["value"]),
-    "tuple": lambda value: tuple(decode(item) for item in value["items"]),
-    "set": lambda value: {decode(item) for item in value["items"]},
-    "frozenset": lambda value: frozenset(decode(item) for item in value["items"]),
-    "dict": lambda value: {decode(key): decode(item) for key, item in value["items"]},
-    "bytes": lambda value: base64.b64decode(value["base64"]),
+    "tuple": lambda value: tuple(_decode(item) for item in value["items"]),
+    "set": lambda value: {_decode(item) for item in value["items"]},
+    "frozenset": lambda value: frozenset(_decode(item) for item in value["items"]),
+    "dict": lambda value: {_decode(key): _decode(item) for key, item in value["items"]},
+    "bytes": lambda value: base64.b64decode(value["base64"], validate=True),
     "tensor": _decode_tensor,
     "array": _decode_array,
     "scalar": lambda value: _decode_array(value)[()],

@@ -13,7 +13,8 @@ from ..offload import SequentialFile, TransientBuffer
 from .archive import MAX_VALUES_BYTES, Place, checksum_of, write_tensor
 from .boxes import Box, boxes_of_range
 from .fragment import Fragment
-from .index import RankIndex, Row, data_name, index_name
+from .index import RankIndex, Row
+from .names import data_name, index_name
 
 _ALIGNMENT_BYTES = 64
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..checkpoint.errors import CheckpointError
-from ..comm import World
+from ..comm import CollectiveError, World
 
 
 @contextmanager
@@ -21,8 +22,16 @@ def all_or_none(world: World, what: str, hint: str = "") -> Iterator[None]:
 
 
 def raise_together(world: World, error: BaseException | None, what: str, hint: str = "") -> None:
-    """Raises CheckpointError on every rank where any has an error. A collective."""
-    texts = world.gather_objects(None if error is None else _text(error))
+    """Raises CheckpointError on every rank where any has an error. A collective; CollectiveError where one is lost."""
+    own = None if error is None else _text(error)
+    try:
+        texts = world.gather_objects(own)
+    except RuntimeError as lost:  # the backend speaks of sockets
+        here = f" On this rank it failed: {own}." if own is not None else ""
+        raise CollectiveError(
+            f"{what}: rank {world.rank} asked the others whether they could, and one is gone: it died, or left "
+            f"({lost}).{here}"
+        ) from lost
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text is not None:
@@ -31,6 +40,11 @@ def raise_together(world: World, error: BaseException | None, what: str, hint: s
         return
     lines = "; ".join(f"{_ranks(members)}: {text}" for text, members in ranks.items())
     raise CheckpointError(f"{what} failed on {lines}" + (f". {hint}" if hint else "")) from error
+
+
+def shown(path: str | os.PathLike[str]) -> str:
+    """A path as messages have it; the caller's own, before anything is known of it."""
+    return os.fspath(path) or '""'
 
 
 def _text(error: BaseException) -> str:

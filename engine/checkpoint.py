@@ -6,6 +6,7 @@ import math
 import os
 import platform
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
@@ -19,18 +20,29 @@ from ..checkpoint.errors import CheckpointError, NoCheckpointError
 from ..checkpoint.folder import CheckpointFolder
 from ..checkpoint.fragment import Fragment, TensorInfo
 from ..checkpoint.index import Manifest
+from ..checkpoint.names import shortened
 from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.values import decode, encode
+from ..checkpoint.values import encode
 from ..checkpoint.writer import RankWriter, Snapshot
+from ..checkpoint.writing_process import WritingProcess
 from ..comm import Mesh
 from ..zero.optimizer import ShardedOptimizer, StateKey
-from .agreement import all_or_none, raise_together
+from .agreement import all_or_none, raise_together, shown
 from .config import Config
 from .log import logger
 from .named_state import NamedState
-from .run_state import encode_client_state, random_state, set_random_state
+from .run_state import (
+    OwnState,
+    check_options,
+    encode_client_state,
+    load_states,
+    random_state,
+    read_scalars,
+    read_training,
+    set_random_state,
+)
 from .save_job import SaveJob
-from .weights import model_files
+from .weights import kind_of, model_files
 
 _INTACT = "What was saved before is as it was, and training can go on."
 _WITHOUT_STEP = ("sgd", "lion")  # torch's own keep no step either
@@ -81,11 +93,11 @@ class Checkpointer:
         later call of this or of `finish`.
         """
         self.finish()
-        target = CheckpointFolder(os.fspath(folder))
         has_own_tag = tag is not None
         tag = str(self._world.broadcast_object(tag if tag is not None else f"global_step{step}"))
-        what = f"saving checkpoint '{tag}' to {target.path}"
+        what = f"saving checkpoint '{tag}' to {shown(folder)}"
         with all_or_none(self._world, what, _INTACT):
+            target = CheckpointFolder(folder)
             own_state = {
                 "random": random_state(),
                 "client_state": encode_client_state(client_state),
@@ -129,7 +141,8 @@ class Checkpointer:
                 writer.write(snapshot.fragments, options, own_state)
                 snapshot.drop()
 
-            self._job = SaveJob(saving, self._world.size, write, commit if is_first else None)
+            processes = self._world.gather_objects(WritingProcess.this())
+            self._job = SaveJob(saving, processes, write, commit if is_first else None)
             self._job_folder = (target, tag)
         return tag
 
@@ -167,33 +180,46 @@ class Checkpointer:
 
     # -- loading --------------------------------------------------------------------------------------------------
 
-    def load(self, folder: str | os.PathLike[str], tag: str | None) -> Restored:
+    def load(
+        self, folder: str | os.PathLike[str], tag: str | None, registered: Mapping[str, Any], scheduler: Any
+    ) -> Restored:
         """Brings parameters, optimizer states and random states back, and returns the rest.
 
+        registered: by the caller as client state. What of it has a `load_state_dict` is given its state before anything
+        else is changed, as is the scheduler, and has its own back where that fails on any rank.
         Raises NoCheckpointError where there is none, CheckpointError where one is damaged or of another model.
         """
         self.finish()
-        target = CheckpointFolder(os.fspath(folder))
-        tag, other = self._find(target, tag)
+        target, tag, other = self._find(folder, tag)
+        what = f"loading checkpoint '{tag}' from {target.path}"
         hint = f"The newest other checkpoint is '{other}': load_checkpoint(folder, tag=\"{other}\"). " if other else ""
-        with all_or_none(self._world, f"loading checkpoint '{tag}' from {target.path}", hint + "Nothing was changed."):
-            checkpoint = target.open(tag)
-            weights, states = checkpoint.weights, checkpoint.states
-            own = checkpoint.own_state(self._rank_of_origin(checkpoint))
-            self._check_fits(checkpoint)
+        undo = ExitStack()
+        try:
+            with all_or_none(self._world, what, hint + "Nothing was changed."):
+                checkpoint = target.open(tag)
+                weights, states = checkpoint.weights, checkpoint.states
+                training = read_training(checkpoint.manifest.training)
+                scalars: dict[int, dict[str, Any]] = {}
+                for rank in range(checkpoint.manifest.num_files):  # one may have had no element of a parameter group
+                    scalars.update(read_scalars(checkpoint.own_state(rank)))
+                own = OwnState.read(checkpoint.own_state(self._rank_of_origin(checkpoint)))
+                self._check_fits(checkpoint, training)
+                load_states(registered, own.client_state, undo)
+                load_states({"": scheduler}, {"": training["learning_rates"]["scheduler"]}, undo)
+        except CheckpointError:
+            undo.close()
+            raise
         changed = "Parameters were read in part: load another checkpoint before you train on."
-        with all_or_none(self._world, f"loading checkpoint '{tag}' from {target.path}", hint + changed):
-            training = decode(checkpoint.manifest.training)
-            scalars = self._scalars_of(checkpoint)
+        with all_or_none(self._world, what, hint + changed):
             self._optimizer.make_states(training["num_steps"], _states_in(checkpoint), scalars)
             shared = self._mesh.replica.size > 1  # replicas read the same values, perhaps on this host
             weights.read(self._named.weights(changes=True), shared)
             self._read_buffers(weights)
             states.read(self._named.states(changes=True), shared)
         self._named.publish()
-        self._restore_random(checkpoint, own["random"])
+        self._restore_random(checkpoint, own.random)
         logger.info("checkpoint '%s' (step %d) loaded from %s", tag, checkpoint.manifest.step, target.path)
-        return Restored(tag, training, checkpoint.manifest.config, decode(own["client_state"]))
+        return Restored(tag, training, checkpoint.manifest.config, own.client_state)
 
     # -- what is saved --------------------------------------------------------------------------------------------
 
@@ -255,11 +281,12 @@ class Checkpointer:
 
     # -- what is loaded -------------------------------------------------------------------------------------------
 
-    def _find(self, folder: CheckpointFolder, tag: str | None) -> tuple[str, str | None]:
-        """The tag to load and the newest other one, as rank 0 sees the folder."""
+    def _find(self, path: str | os.PathLike[str], tag: str | None) -> tuple[CheckpointFolder, str, str | None]:
+        """The folder, the tag to load and the newest other one, as rank 0 sees the folder."""
         found: tuple[str, str | None] | None = None
         absent = ""
-        with all_or_none(self._world, f"looking for a checkpoint in {folder.path}"):
+        with all_or_none(self._world, f"looking for a checkpoint in {shown(path)}"):
+            folder = CheckpointFolder(path)
             if self._world.rank == 0:
                 try:
                     chosen = folder.find(tag)
@@ -269,26 +296,21 @@ class Checkpointer:
         found, absent = self._world.broadcast_object((found, absent))
         if found is None:
             raise NoCheckpointError(absent)
-        chosen, other = found
-        return chosen, other
+        return folder, *found
 
-    def _check_fits(self, checkpoint: Checkpoint) -> None:
+    def _check_fits(self, checkpoint: Checkpoint, training: Mapping[str, Any]) -> None:
         """Raises CheckpointError, with every difference, where the checkpoint is of another model or optimizer."""
-        found = checkpoint.weights.tensors
         catalog = self._named.catalog
-        expected = {name: info.shape for name, info in (*catalog.parameters.items(), *catalog.buffers.items())}
-        faults = [f"'{name}' is not in it" for name in expected if name not in found]
-        faults += [f"'{name}' is not in the model" for name in found if name not in expected]
+        faults = _differences(checkpoint.weights.tensors, {**catalog.parameters, **catalog.buffers})
         faults += [
-            f"'{name}' has shape {found[name].shape} in it, {shape} in the model"
-            for name, shape in expected.items()
-            if name in found and found[name].shape != shape
+            f"the state '{name}' has shape {info.shape} in it"
+            for name, info in checkpoint.states.tensors.items()
+            if (own := catalog.parameters.get(name.rpartition(".")[0])) is not None and own.shape != info.shape
         ]
-        training = decode(checkpoint.manifest.training)
-        groups = len(self._optimizer.param_groups)
-        saved = len(training["learning_rates"]["options"])
-        if saved != groups:
-            faults.append(f"it has {saved} parameter groups, the optimizer {groups}")
+        try:
+            check_options(self._optimizer.param_groups, training, checkpoint.manifest.config)
+        except ValueError as error:
+            faults.append(str(error))
         by_name = _states_in(checkpoint)
         states = {state for one in by_name.values() for state in one}
         if training["num_steps"] and not self._optimizer.can_take(training["optimizer"], states):
@@ -297,14 +319,17 @@ class Checkpointer:
                 f"run has optimizer {self._optimizer.kind}; engine.load_weights(folder) takes the parameters alone"
             )
         elif training["num_steps"]:
-            faults += self._parameters_without_states(by_name)
+            faults += self._parameters_without_states(by_name, training["optimizer"])
         if faults:
             raise CheckpointError(f"{checkpoint.path} does not fit: " + "; ".join(faults))
 
-    def _parameters_without_states(self, found: Mapping[str, Mapping[str, torch.dtype]]) -> list[str]:
+    def _parameters_without_states(self, found: Mapping[str, Mapping[str, torch.dtype]], kind: str) -> list[str]:
         """Those that others of the same parameter group have: they were frozen, or in another group."""
         faults = []
-        for group in self._optimizer_names(False).groups:
+        groups = self._optimizer_names(False).groups
+        if not self._optimizer.can_take(kind, ()):  # each parameter has all states, in any group
+            groups = (tuple(name for group in groups for name in group),)
+        for group in groups:
             expected = {state for name in group for state in found.get(name, {})}
             faults += [
                 f"'{name}' has no optimizer state in it ({', '.join(sorted(missing))}): it was not trained then"
@@ -313,13 +338,6 @@ class Checkpointer:
                 and math.prod(self._named.catalog.parameters[name].shape)
             ]
         return faults
-
-    def _scalars_of(self, checkpoint: Checkpoint) -> dict[int, dict[str, Any]]:
-        """Of all ranks that wrote: one may have had no element of a parameter group."""
-        merged: dict[int, dict[str, Any]] = {}
-        for rank in range(checkpoint.manifest.num_files):
-            merged.update(decode(checkpoint.own_state(rank)["scalars"]))
-        return merged
 
     def _read_buffers(self, source: CheckpointReader) -> None:
         for name, buffer in self._named.buffers().items():
@@ -332,15 +350,27 @@ class Checkpointer:
         """The rank whose own state this one takes over."""
         return self._world.rank if checkpoint.manifest.num_files == self._world.size else 0
 
-    def _restore_random(self, checkpoint: Checkpoint, encoded: Any) -> None:
+    def _restore_random(self, checkpoint: Checkpoint, states: Mapping[str, Any]) -> None:
         if checkpoint.manifest.num_files == self._world.size:
-            set_random_state(encoded)
+            set_random_state(states)
         else:
             logger.info(
                 "random generators go on as they are: the checkpoint has the states of %d ranks, there are %d",
                 checkpoint.manifest.num_files,
                 self._world.size,
             )
+
+
+def _differences(found: Mapping[str, TensorInfo], expected: Mapping[str, TensorInfo]) -> list[str]:
+    """Tensors that are missing, of none, of another shape, or of another kind of numbers."""
+    faults = [f"'{name}' is not in it" for name in expected if name not in found]
+    faults += [f"{shortened(name)} is not in the model" for name in found if name not in expected]
+    for name, own in expected.items():
+        if name in found and found[name].shape != own.shape:
+            faults.append(f"'{name}' has shape {found[name].shape} in it, {own.shape} in the model")
+        elif name in found and kind_of(found[name].dtype) != kind_of(own.dtype):
+            faults.append(f"'{name}' is {found[name].dtype} in it, {own.dtype} in the model")
+    return faults
 
 
 def _states_in(checkpoint: Checkpoint) -> dict[str, dict[str, torch.dtype]]:

@@ -31,7 +31,6 @@ from .parts import Parts
 from .pipeline import Pipeline
 from .preemption import Preemption
 from .reporting import reported
-from .run_state import restore_client_state
 from .step_sums import non_finite_error, sum_step
 from .step_update import StepUpdate, Timing
 
@@ -364,10 +363,12 @@ class Engine:
             self._update.settle()
         except OffloadError as error:  # what it has left is overwritten
             logger.warning("%s", error)
-        restored = self._checkpointer.load(folder, tag)
+        restored = self._checkpointer.load(folder, tag, self.client_state, self.lr_scheduler)
         self._update.forget_failure()
         self._restore_training_state(restored.training, restored.config)
-        restore_client_state(self.client_state, restored.client_state)
+        for key, value in restored.client_state.items():
+            if key in self.client_state and not hasattr(self.client_state[key], "load_state_dict"):
+                self.client_state[key] = value
         return restored.client_state
 
     def close(self) -> None:

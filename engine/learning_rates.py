@@ -52,12 +52,10 @@ class LearningRates:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken, after the optimizer's number of steps was restored.
+        """Goes on where `state_dict` was taken, after the optimizer's number of steps and the scheduler were restored.
 
         then, now: the optimizer's options in the config of the saved run, and of this one; what differs stays as it is.
         """
-        if saved["scheduler"] is not None and hasattr(self.scheduler, "load_state_dict"):
-            self.scheduler.load_state_dict(saved["scheduler"])
         if "lr" not in restore_options(self._optimizer.param_groups, saved["options"], then, now):
             self._base = list(saved["base"])
         elif hasattr(self.scheduler, "base_lrs"):

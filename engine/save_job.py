@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..checkpoint.errors import CheckpointError
-from ..checkpoint.index import index_name
+from ..checkpoint.names import index_name
+from ..checkpoint.writing_process import WritingProcess
+from ..comm import CollectiveError
 from .log import logger
 
 _POLL_SECONDS = 0.005
+_LIVENESS_SECONDS = 0.2
 _SECONDS_AFTER_EXIT = 60.0
+_SECONDS_AFTER_LOST_RANKS = 5.0
 
 
 class SaveJob:
@@ -22,13 +27,21 @@ class SaveJob:
         rank 1   [write]
 
     The ranks meet in the folder and not in a collective, so that training goes on meanwhile. The thread outlives a
-    script that ends: no checkpoint is lost because nobody waited for it.
+    script that ends: no checkpoint is lost because nobody waited for it. A part whose process has died is not waited
+    for. Of one on another host that is not known: its part is given up some time after this script has ended, and soon
+    where it has ended because ranks were lost.
     """
 
-    def __init__(self, folder: Path, num_ranks: int, write: Callable[[], None], commit: Callable[[], None] | None):
-        """commit: on rank 0 only."""
+    def __init__(
+        self,
+        folder: Path,
+        processes: Sequence[WritingProcess],
+        write: Callable[[], None],
+        commit: Callable[[], None] | None,
+    ) -> None:
+        """processes: of all ranks. commit: on rank 0 only."""
         self._folder = folder
-        self._num_ranks = num_ranks
+        self._processes = processes
         self._write = write
         self._commit = commit
         self._is_written = threading.Event()
@@ -63,23 +76,35 @@ class SaveJob:
             self.write_error = error
         finally:
             self._is_written.set()
-        if self._commit is None or self.write_error is not None or not self._wait_for_others():
-            return
-        try:
-            self._commit()
-        except BaseException as error:
-            self.commit_error = error
-        if self.commit_error is not None and not threading.main_thread().is_alive():
-            logger.error("%s could not be completed: %s", self._folder, self.commit_error)  # nobody else will say so
+        if self._commit is not None and self.write_error is None:
+            try:
+                self._wait_for_others()
+                if not self._is_cancelled.is_set():
+                    self._commit()
+            except BaseException as error:
+                self.commit_error = error
+        if (
+            self.has_failed
+        ):  # said here too: a script that ends without another step or `close` hears of it nowhere else
+            logger.error("%s could not be completed: %s", self._folder, self.write_error or self.commit_error)
 
-    def _wait_for_others(self) -> bool:
+    def _wait_for_others(self) -> None:
+        """Raises CheckpointError where a part will not come."""
         deadline: float | None = None
-        while missing := [r for r in range(self._num_ranks) if not (self._folder / index_name(r)).exists()]:
-            if self._is_cancelled.wait(_POLL_SECONDS):
-                return False
+        next_look = time.monotonic()
+        while self._missing() and not self._is_cancelled.wait(_POLL_SECONDS):
+            if time.monotonic() < next_look:
+                continue
+            next_look = time.monotonic() + _LIVENESS_SECONDS
+            dead = [rank for rank in self._missing() if self._processes[rank].is_dead]
+            if lost := sorted({*dead} & {*self._missing()}):  # what one wrote before it died is there by now
+                raise CheckpointError(f"ranks {lost} died before their parts were written")
             if deadline is None and not threading.main_thread().is_alive():
-                deadline = time.monotonic() + _SECONDS_AFTER_EXIT
+                has_lost_ranks = isinstance(getattr(sys, "last_value", None), CollectiveError)
+                deadline = time.monotonic() + (_SECONDS_AFTER_LOST_RANKS if has_lost_ranks else _SECONDS_AFTER_EXIT)
             if deadline is not None and time.monotonic() > deadline:
-                self.commit_error = CheckpointError(f"{self._folder}: the parts of ranks {missing} never came")
-                return False
-        return True
+                raise CheckpointError(f"the parts of ranks {self._missing()} never came")
+
+    def _missing(self) -> list[int]:
+        """The ranks whose parts are not complete."""
+        return [rank for rank in range(len(self._processes)) if not (self._folder / index_name(rank)).exists()]

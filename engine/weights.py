@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.export import DEFAULT_SHARD_BYTES, ExportFolder, exported_infos, parse_bytes, parse_dtype, progress
-from ..checkpoint.folder import LATEST, CheckpointFolder
+from ..checkpoint.folder import CheckpointFolder
 from ..checkpoint.fragment import Fragment, TensorInfo, TensorSource
-from ..checkpoint.index import MANIFEST
+from ..checkpoint.names import LATEST, MANIFEST, folder_path
 from ..checkpoint.safetensors_files import SafetensorsSource, WeightsPlan
 from ..comm import World
-from .agreement import all_or_none
+from .agreement import all_or_none, shown
 from .log import logger
 from .named_state import NamedState
 
@@ -41,10 +41,11 @@ def export(
     """
     infos = exported_infos(_tensors_of(state), parse_dtype(dtype), state.catalog.compute_dtypes)
     plan = WeightsPlan.of(infos, parse_bytes(shard_bytes))
-    target = ExportFolder(folder, plan)
-    what = f"export to {target.folder}"
-    hint = f"Nothing else in {target.folder} has changed"
+    what = f"export to {shown(folder)}"
+    hint = f"Nothing else in {shown(folder)} has changed"
     is_first = world.rank == 0
+    with all_or_none(world, what):
+        target = ExportFolder(folder, plan)
     try:
         with all_or_none(world, what, f"{hint}."):
             if is_first:
@@ -65,7 +66,7 @@ def load_weights(state: NamedState, world: World, path: str | os.PathLike[str], 
 
     Each rank reads the ranges of its own shards alone, and all buffers. A collective. See `Engine.load_weights`.
     """
-    what = f"load_weights from {os.fspath(path)}"
+    what = f"load_weights from {shown(path)}"
     with all_or_none(world, what, "Nothing was loaded."):
         source = open_source(path)
         buffers = state.buffers()
@@ -95,9 +96,10 @@ def open_source(path: str | os.PathLike[str]) -> TensorSource:
 
     Raises OSError, ValueError and CheckpointError.
     """
-    if (Path(path) / MANIFEST).is_file():
-        return Checkpoint(Path(path)).weights
-    if (Path(path) / LATEST).is_file():
+    folder = folder_path(path)
+    if (folder / MANIFEST).exists():
+        return Checkpoint(folder).weights
+    if (folder / LATEST).exists():
         return CheckpointFolder(path).open().weights
     return SafetensorsSource(path)
 
@@ -156,7 +158,7 @@ class Match:
             match.misshaped += [
                 f"{name}: expected {_describe(info)}, found {_describe(found[name])}"
                 for name in present
-                if found[name].shape != info.shape or _kind(found[name].dtype) != _kind(info.dtype)
+                if found[name].shape != info.shape or kind_of(found[name].dtype) != kind_of(info.dtype)
             ]
         known = {*expected, *aliases}
         match.extra = [f"{name}: found {_describe(info)}" for name, info in found.items() if name not in known]
@@ -181,7 +183,7 @@ def _describe(info: TensorInfo) -> str:
     return f"{info.shape} {str(info.dtype).removeprefix('torch.')}"
 
 
-def _kind(dtype: torch.dtype) -> str:
+def kind_of(dtype: torch.dtype) -> str:
     """Values of one kind are cast to each other; of two kinds, a file with other contents is meant."""
     return "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
 

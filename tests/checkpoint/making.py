@@ -1,6 +1,8 @@
 """Checkpoints written by hand, without an engine and without ranks."""
 
-from collections.abc import Mapping, Sequence
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from lowtide.checkpoint.dcp import STEP, OptimizerNames
 from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.checkpoint.fragment import Fragment, TensorInfo
 from lowtide.checkpoint.index import Manifest
+from lowtide.checkpoint.names import MANIFEST
 from lowtide.checkpoint.writer import RankWriter
 
 NO_OPTIMIZER = OptimizerNames((), ())
@@ -26,7 +29,7 @@ def manifest_of(tensors: Mapping[str, Tensor], tag: str, world_size: int, **chan
         "saved_at": 0.0,
         "has_own_tag": False,
         "versions": {},
-        "topology": {"world_size": world_size},
+        "topology": {"world_size": world_size, "stage": 0, "shard_size": 1, "replicas": world_size},
         "tensors": {**infos, STEP: TensorInfo((), torch.float32)},
         "compute_dtypes": {},
         "aliases": {},
@@ -77,3 +80,20 @@ def read_whole(target: CheckpointFolder, name: str, tag: str | None = None) -> T
     values = torch.empty(info.nbytes // info.dtype.itemsize, dtype=info.dtype)
     source.read([Fragment(name, info.shape, 0, values)])
     return values.view(info.shape)
+
+
+def resign(folder: Path, change: Callable[[Any], None], name: str = MANIFEST) -> None:
+    """Changes what a file of a checkpoint says, and all checksums and sizes that would tell."""
+    outer = json.loads((folder / MANIFEST).read_text())
+    content = outer["content"]
+    if name == MANIFEST:
+        change(content)
+    else:
+        inner = json.loads((folder / name).read_text())
+        change(inner)
+        text = json.dumps(inner).encode()
+        (folder / name).write_bytes(text)
+        (entry,) = [entry for entry in content["files"] if entry["name"] == name]
+        entry.update(nbytes=len(text), crc32=zlib.crc32(text))
+    outer["crc32"] = zlib.crc32(json.dumps(content, separators=(",", ":")).encode())
+    (folder / MANIFEST).write_text(json.dumps(outer))

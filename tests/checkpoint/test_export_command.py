@@ -10,7 +10,9 @@ from torch import Tensor
 
 import lowtide
 from lowtide.bin.main import main
-from lowtide.checkpoint.index import RankIndex, data_name, index_name
+from lowtide.checkpoint.index import RankIndex
+from lowtide.checkpoint.names import data_name, index_name
+from tests.checkpoint.making import resign, write
 from tests.engine.plain_weights import differences, engine_of, export, load_weights, saved_once
 from tests.engine.test_hugging_face import MODELS, batch_of, config_of
 from tests.ranks import RankPool
@@ -122,6 +124,37 @@ def test_from_pretrained_loads_it(ranks: RankPool, tmp_path: Path, name: str, dt
 def test_no_checkpoint_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(tmp_path / "absent"), str(tmp_path / "out")]) == 1
     assert capsys.readouterr().err.startswith(f"lowtide export: {tmp_path}/absent: expected a file `latest`")
+
+
+def test_names_out_of_a_checkpoint_lead_nowhere_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "in", {"w": torch.ones(3)}, "a", compute_dtypes={"w": torch.float32})
+    for number, name in enumerate(("../../x.json", f"{tmp_path}/x.json", "model.safetensors.index.json")):
+        write(tmp_path / "in", {"w": torch.ones(3)}, f"a{number}", compute_dtypes={"w": torch.float32})
+        resign(tmp_path / "in" / f"a{number}", lambda content, name=name: content["model_files"].update({name: {}}))
+        assert main(["export", str(tmp_path / "in"), str(tmp_path / "out" / "deep")]) == 1
+        assert "expected a file name that ends in .json, without slashes and" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"in"}
+    assert main(["export", str(tmp_path / "in"), str(tmp_path / "out"), "--tag", "a"]) == 0
+
+
+@pytest.mark.parametrize("content", [3, [], {"dtype": {"dtype": 3}}])
+def test_a_model_configuration_may_be_odd(tmp_path: Path, content: Any) -> None:
+    write(
+        tmp_path / "in", {"w": torch.ones(3)}, compute_dtypes={"w": torch.float32}, model_files={"config.json": content}
+    )
+    assert main(["export", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+
+
+@pytest.mark.parametrize("paths", [("", "out"), ("in", "")])
+def test_no_path_is_not_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], paths: tuple[str, str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "in", {"w": torch.ones(3)})
+    assert main(["export", *paths]) == 1
+    expected = "lowtide export: expected the path of a folder (\".\" for the working directory), found ''\n"
+    assert capsys.readouterr().err == expected
+    assert {path.name for path in tmp_path.iterdir()} == {"in"}
 
 
 def test_what_cannot_be_written_is_said(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """`lowtide checkpoint show`: every state in which a folder of checkpoints can be, and what the command says of it."""
 
 import io
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -13,7 +14,8 @@ import lowtide
 from lowtide.bin.checkpoint import find_entries
 from lowtide.bin.main import main as lowtide_main
 from lowtide.checkpoint.folder import CheckpointFolder
-from lowtide.checkpoint.index import MANIFEST
+from lowtide.checkpoint.names import MANIFEST
+from tests.checkpoint.making import resign
 from tests.models import tiny_gpt, token_batch
 from tests.ranks import RankPool
 from tests.zero.training import Case
@@ -236,7 +238,8 @@ def test_a_file_that_cannot_be_read_is_damage(folder: Path, capsys: pytest.Captu
     (folder / "best" / MANIFEST).unlink()
     (folder / "best" / MANIFEST).mkdir()
     status, out = show(capsys, folder)
-    assert status == 1 and "best is damaged: [Errno 21] Is a directory: " in out
+    text = "expected the description of a checkpoint: expected a regular file, found a folder"
+    assert status == 1 and f"best is damaged: {folder / 'best' / MANIFEST}: {text}" in out
 
 
 def test_latest_that_names_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,6 +248,37 @@ def test_latest_that_names_nothing(folder: Path, capsys: pytest.CaptureFixture[s
     assert status == 1
     assert f"{folder}: `latest` names 'best', which is not there; name another as `tag` to load it" in out
     assert list(rows(out)) == ["global_step1", "global_step2"]
+
+
+def test_latest_that_points_elsewhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "latest").write_text("../run/best")
+    status, out = show(capsys, folder)
+    assert status == 1 and list(rows(out)) == TAGS
+    assert f"{folder / 'latest'}: tag: expected a name for a folder, of at most 200 bytes, without slashes" in out
+
+
+def test_odd_training_and_texts_for_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    resign(folder / "global_step1", lambda content: content.update(training={"global_step": "many"}))
+    resign(folder / "global_step2", lambda content: content["versions"].update(torch="\x1b[31mred", red="\x07"))
+    status, out = show(capsys, folder, "--verify")
+    assert status == 1 and health(out)["global_step1"] == "damaged" and health(out)["global_step2"] == "verified"
+    assert "global_step1 is damaged: global_step: Input should be a valid integer, found 'many'" in out
+    assert show(capsys, folder, "--tag", "global_step1")[0] == 1
+    status, out = show(capsys, folder, "--tag", "global_step2")
+    assert status == 0 and r"torch \x1b[31mred" in out and "\x1b" not in out and "\x07" not in out
+
+
+def test_a_pipe_among_the_files_is_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for tag, name in (("global_step1", "__0_0.distcp"), ("global_step2", MANIFEST)):
+        (folder / tag / name).unlink()
+        os.mkfifo(folder / tag / name)
+    status, out = show(capsys, folder, "--verify")
+    assert status == 1 and health(out) == {
+        "best (latest)": "verified",
+        "global_step1": "damaged",
+        "global_step2": "damaged",
+    }
+    assert out.count("expected a regular file, found a pipe") == 2
 
 
 def test_a_folder_without_latest_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,6 +311,11 @@ def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_folder_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = f"{tmp_path}: expected a folder of checkpoints, found no checkpoint in it"
     assert text in refusal(capsys, tmp_path)
+
+
+def test_no_path_and_no_tag(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "expected the path of a folder (\".\" for the working directory), found ''" in refusal(capsys, "")
+    assert "tag: expected a name for a folder" in refusal(capsys, folder, "--tag", "../run")
 
 
 def test_a_tag_that_is_not_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ Pair = namedtuple("Pair", "first second")
 
 def there_and_back(value: Any) -> Any:
     """Through the text of a file."""
-    return decode(json.loads(json.dumps(encode(value, "here"), allow_nan=False)))
+    return decode(json.loads(json.dumps(encode(value, "here"), allow_nan=False)), "here")
 
 
 @pytest.mark.parametrize(

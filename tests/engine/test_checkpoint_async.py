@@ -2,8 +2,11 @@
 
 import errno
 import os
+import subprocess
+import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +15,15 @@ import torch
 import lowtide
 from lowtide.checkpoint.errors import CheckpointError
 from lowtide.checkpoint.folder import CheckpointFolder
+from lowtide.checkpoint.writing_process import WritingProcess
+from lowtide.comm import CollectiveError
+from lowtide.engine import save_job
+from lowtide.engine.save_job import SaveJob
 from lowtide.offload import SequentialFile
 from tests.engine.saving import engine_for, run_steps, saved_tensors
 from tests.launch.jobs import Job
 from tests.models import mlp, tiny_gpt, token_batch, vector_batch
-from tests.ranks import RankPool
+from tests.ranks import RankPool, environment, free_port
 from tests.zero.training import Case
 
 ASYNC = {"checkpoint": {"async": True}}
@@ -202,6 +209,83 @@ def test_a_script_that_ends_right_after_a_save_completes_it(
     target = CheckpointFolder(tmp_path / "checkpoints")
     assert target.latest() == "global_step1" and target.unfinished() == []
     target.open().verify()
+
+
+LEFT_ALONE = """
+import os, signal, sys, time, torch, lowtide
+from lowtide.checkpoint.writer import RankWriter
+from tests.models import mlp, vector_batch
+
+def never_written(*arguments):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+torch.manual_seed(0)
+config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "adamw"}, "checkpoint": {"async": True}}
+engine = lowtide.initialize(mlp(), config)
+engine.train_step(vector_batch(0, 4))
+if engine.rank == 1:
+    RankWriter.write = never_written
+engine.save_checkpoint("checkpoints")
+try:
+    engine.close()
+except RuntimeError as error:
+    print(type(error).__name__, error, file=sys.stderr)
+"""
+
+
+def test_without_a_launcher_a_rank_whose_peer_has_died_leaves_at_once(tmp_path: Path) -> None:
+    port = free_port()
+    variables = {"PYTHONPATH": str(Path(__file__).parents[2]), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", LEFT_ALONE]
+    ranks = [
+        subprocess.Popen(
+            command,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, **variables, **environment(rank, 2, port)},
+        )
+        for rank in range(2)
+    ]
+    ranks[1].communicate(timeout=90)
+    start = time.monotonic()
+    _, err = ranks[0].communicate(timeout=30)
+    assert time.monotonic() - start < 10, err
+    assert "CollectiveError saving checkpoint 'global_step1' to checkpoints: rank 0 asked the others" in err
+    assert "could not be completed: ranks [1] died before their parts were written" in err
+    assert CheckpointFolder(tmp_path / "checkpoints").latest() is None
+
+
+def job_of(folder: Path, other: WritingProcess) -> SaveJob:
+    """On rank 0 of two ranks: it has written its part."""
+    return SaveJob(folder, [WritingProcess.this(), other], (folder / "rank0.json").touch, lambda: None)
+
+
+def test_a_part_whose_process_has_died_is_not_waited_for_unless_it_is_there(tmp_path: Path) -> None:
+    dead = replace(WritingProcess.this(), started=0.0)
+    job = job_of(tmp_path, dead)
+    job.wait_committed()
+    assert job.has_failed and str(job.commit_error) == "ranks [1] died before their parts were written"
+    (tmp_path / "rank1.json").touch()
+    job = job_of(tmp_path, dead)
+    job.wait_committed()
+    assert not job.has_failed
+
+
+@pytest.mark.parametrize("error", [CollectiveError("rank 1 died"), KeyError("mine")])
+def test_a_part_from_elsewhere_is_given_up_after_the_script_soon_where_ranks_were_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(save_job, "_SECONDS_AFTER_EXIT", 0.6)
+    monkeypatch.setattr(save_job, "_SECONDS_AFTER_LOST_RANKS", 0.0)
+    ended = threading.Thread()
+    monkeypatch.setattr(threading, "main_thread", lambda: ended)
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    start = time.monotonic()
+    job = job_of(tmp_path, WritingProcess("another host", 1, 0.0))
+    job.wait_committed()
+    assert str(job.commit_error) == "the parts of ranks [1] never came"
+    assert (time.monotonic() - start > 0.6) == isinstance(error, KeyError)
 
 
 def test_an_error_in_the_with_block_waits_for_the_part_of_this_rank(tmp_path: Path) -> None:

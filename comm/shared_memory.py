@@ -66,6 +66,17 @@ def free_shared_bytes() -> int:
     return stat.f_bavail * stat.f_frsize
 
 
+def shared_memory_fault(nbytes: int) -> str:
+    """Why nbytes cannot be taken from shared memory by this process; "" where they can."""
+    free = free_shared_bytes()
+    if free <= nbytes:
+        return f"{FOLDER} has {free:,} bytes free, and {nbytes:,} are needed"
+    path, fault = _create_file(_PAGE_BYTES, "a first page")  # it may be read-only
+    if path:
+        os.unlink(path)
+    return fault
+
+
 class SharedMemoryRoute:
     """Collectives between ranks that map the same memory. See the notes at the top of the file."""
 
@@ -132,10 +143,19 @@ class SharedMemoryRoute:
         path, fault = self._exchange((path, fault))[0]
         if fault:
             raise CollectiveError(fault)
-        memory = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
-        self._exchange(None)
+        memory = torch.empty(0, dtype=torch.uint8)
+        try:
+            memory = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            fault = (
+                f"shared memory for {purpose}: rank {self.ranks[self.rank]} cannot map {path} "
+                f"({str(error).splitlines()[0]}); use the sockets route"
+            )
+        faults = [fault for fault in self._exchange(fault) if fault]
         if self.rank == 0:
             os.unlink(path)
+        if faults:
+            raise CollectiveError(faults[0])
         return memory
 
     # -- collectives ----------------------------------------------------------------------------------------------

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from ..checkpoint.errors import CheckpointError
 from ..comm import World
+from ..offload import OffloadError
 
 
 @contextmanager
@@ -22,21 +23,45 @@ def all_or_none(world: World, what: str, hint: str = "") -> Iterator[None]:
 
 def raise_together(world: World, error: BaseException | None, what: str, hint: str = "") -> None:
     """Raises CheckpointError on every rank where any has an error. A collective."""
-    texts = world.gather_objects(None if error is None else _text(error))
+    causes = _causes(world.gather_objects(None if error is None else _text(error)))
+    if causes:
+        raise CheckpointError(f"{what} failed on {causes}" + (f". {hint}" if hint else "")) from error
+
+
+@contextmanager
+def no_rank_alone(world: World, what: str) -> Iterator[None]:
+    """A block that every rank enters, without collectives in it. Where it fails on any, none goes on.
+
+    A rank that fails raises its own error; the others OffloadError where that is the cause, else RuntimeError, with the
+    texts of those that failed.
+    """
+    found: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        found = error
+    reports = world.gather_objects(None if found is None else (_text(found), isinstance(found, OffloadError)))
+    if found is not None:
+        raise found
+    failed = [report for report in reports if report is not None]
+    if failed:
+        kind = OffloadError if all(is_offload for _, is_offload in failed) else RuntimeError
+        raise kind(f"{what} failed on {_causes([report and report[0] for report in reports])}")
+
+
+def _causes(texts: Iterable[str | None]) -> str:
+    """texts: of each rank, None where it has not failed."""
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text is not None:
             ranks.setdefault(text, []).append(rank)
-    if not ranks:
-        return
-    lines = "; ".join(f"{_ranks(members)}: {text}" for text, members in ranks.items())
-    raise CheckpointError(f"{what} failed on {lines}" + (f". {hint}" if hint else "")) from error
+    return "; ".join(f"{_ranks(members)}: {text}" for text, members in ranks.items())
 
 
 def _text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    is_clear = isinstance(error, (OSError, ValueError, CheckpointError))
+    is_clear = isinstance(error, (OSError, ValueError, CheckpointError, OffloadError))
     return str(error) if is_clear else f"{type(error).__name__}: {error}"
 
 

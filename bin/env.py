@@ -137,7 +137,7 @@ def _machine(report: HostReport, facts: Mapping[str, object]) -> Section:
 
 def _abilities(report: HostReport, facts: Mapping[str, object]) -> dict[str, Ability]:
     shared = facts.get("free_shared_memory_bytes")
-    room = isinstance(shared, int) and shared > 0
+    room = isinstance(shared, int) and shared > 0 and os.access("/dev/shm", os.W_OK)
     pages = PagePool.is_possible()
     return {
         "cuda": _cuda(report),
@@ -146,7 +146,7 @@ def _abilities(report: HostReport, facts: Mapping[str, object]) -> dict[str, Abi
         "c++ compiler": _compiler(),
         "cpu update kernel": _cpu_kernel(),
         "shared-memory route": Ability(
-            room, f"{size_text(int(str(shared)))} free in /dev/shm" if room else "there is no room in /dev/shm"
+            room, f"{size_text(int(str(shared)))} free in /dev/shm" if room else "/dev/shm has no room, or is read-only"
         ),
         "parameters on nvme": Ability(
             pages, "pages can be moved" if pages else f"needs Linux 5.7 or newer, found {platform.release()}"

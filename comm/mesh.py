@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +14,13 @@ from ..launch.record import NUM_CHANNELS
 from .axis import Axis, Route
 from .native import NativeRoute
 from .peers import Peers
-from .shared_memory import SharedMemoryRoute, free_shared_bytes
+from .shared_memory import SharedMemoryRoute, shared_memory_fault
 from .sockets import SocketRoute
 from .solo import SoloRoute
 from .trail import Channel, Trail
 from .world import World
+
+logger = logging.getLogger("lowtide")
 
 _TAGS_PER_AXIS = 1 << 21
 _CHANNELS_PER_ENGINE = 4  # three axes, and the messages between pipeline stages
@@ -48,8 +51,8 @@ class Mesh:
         """Arranges the world's ranks with `pipe_size` places on the pipe axis and `shard_size` on each shard axis.
 
         route: auto, shared_memory, sockets or native. shared_bytes: what one engine takes of a host's shared memory;
-        `auto` does without the shared-memory route where the host has less. Raises ValueError where the sizes do not
-        divide, or the route is not possible here.
+        `auto` does without the shared-memory route where a rank cannot have as much, and the log says why. Raises
+        ValueError where the sizes do not divide, or the route is not possible here.
         """
         if world.size % (pipe_size * shard_size):
             pipe = f"pipe({pipe_size}) x " if pipe_size > 1 else ""
@@ -119,7 +122,6 @@ def _choose_route(world: World, route: str, shared_bytes: int) -> str:
         return "native"
     if route == "sockets":
         return "sockets"
-    reports = world.gather_objects(free_shared_bytes())
     hosts = world.hosts()
     one_host = len(set(hosts)) == 1
     if route == "shared_memory":
@@ -129,7 +131,12 @@ def _choose_route(world: World, route: str, shared_bytes: int) -> str:
                 f'{len(set(hosts))} hosts; use "auto" or "sockets"'
             )
         return "shared_memory"
-    return "shared_memory" if one_host and min(reports) > shared_bytes else "sockets"
+    faults = [
+        (rank, fault) for rank, fault in enumerate(world.gather_objects(shared_memory_fault(shared_bytes))) if fault
+    ]
+    if one_host and faults and world.rank == 0:
+        logger.warning('communication.route: "auto" takes sockets, since on rank %d %s', *faults[0])
+    return "shared_memory" if one_host and not faults else "sockets"
 
 
 def _count_engines(world: World) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import CollectiveError
+from .errors import CollectiveError, no_answer
 from .pending import Inspect, Pending, Reduction, regions_of
 from .trail import Channel
 
@@ -106,10 +107,14 @@ class NativeRoute:
 
         def finish() -> None:
             self._channel.wait(what, sequence)
+            started = time.monotonic()
             try:
                 work.wait()
             except RuntimeError as error:
-                raise CollectiveError(f"rank {self.ranks[self.rank]} in {what}: {error}") from error
+                here, seconds = self.ranks[self.rank], time.monotonic() - started
+                others = [rank for rank in self.ranks if rank != here]
+                text = no_answer(here, what, others, seconds, error)
+                raise CollectiveError(text + self._channel.compare(others)) from error
             # On CUDA only the stream waits now, and this thread will somewhere later: the record says in what until
             # the next unit or activity begins.
             if self._device.type == "cpu":

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..launch.progress import Progress
-from .errors import CollectiveError
+from .errors import CollectiveError, no_answer
 from .pending import Pending
 from .trail import Trail
 from .world import World
@@ -118,8 +118,5 @@ class Peers:
 
     def _error(self, place: int, what: str, waited_seconds: float, error: RuntimeError) -> CollectiveError:
         rank = self._ranks[place]
-        return CollectiveError(
-            f"rank {self._world.rank} in {what}: no answer from rank {rank} after {waited_seconds:.1f} s "
-            f"({str(error).splitlines()[0]}). A rank died, or the ranks make different calls of the engine; "
-            "a slow rank needs a larger communication.timeout_seconds." + self._trail.compare([rank])
-        )
+        text = no_answer(self._world.rank, what, [rank], waited_seconds, error)
+        return CollectiveError(text + self._trail.compare([rank]))

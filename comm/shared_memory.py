@@ -25,8 +25,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -34,7 +37,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from .errors import CollectiveError
+from .errors import UNEVEN, CollectiveError
 from .pending import Inspect, Pending, Reduction, regions_of
 from .summation import sum_with_held
 from .trail import Channel
@@ -43,9 +46,10 @@ FOLDER = "/dev/shm"
 _PAGE_BYTES = 4096
 _LINE_BYTES = 64  # of the cache
 _MAIL_NUMEL = 256
-_POSTED, _REDUCED, _CONSUMED, _MAILED, _FENCED = range(5)
+_POSTED, _REDUCED, _CONSUMED, _MAILED, _FENCED, _LEFT = range(6)
 _ROW_NUMEL = 64  # one rank's counters fill lines of the cache that no other rank writes
 _LIVENESS_SECONDS = 0.2
+_IN_PEACE, _AFTER_ERROR = 1, 2  # values of _LEFT
 
 
 def page_aligned(nbytes: int) -> int:
@@ -60,6 +64,17 @@ def free_shared_bytes() -> int:
     except OSError:
         return 0
     return stat.f_bavail * stat.f_frsize
+
+
+def shared_memory_fault(nbytes: int) -> str:
+    """Why nbytes cannot be taken from shared memory by this process; "" where they can."""
+    free = free_shared_bytes()
+    if free <= nbytes:
+        return f"{FOLDER} has {free:,} bytes free, and {nbytes:,} are needed"
+    path, fault = _create_file(_PAGE_BYTES, "a first page")  # it may be read-only
+    if path:
+        os.unlink(path)
+    return fault
 
 
 class SharedMemoryRoute:
@@ -88,6 +103,8 @@ class SharedMemoryRoute:
         control = self._map(page_aligned(8 * self.size * (_ROW_NUMEL + 2 * _MAIL_NUMEL)), "counters").view(torch.int64)
         counters_numel = self.size * _ROW_NUMEL
         self._counters = control[:counters_numel].numpy().reshape(self.size, _ROW_NUMEL)
+        # Called by `close`, and at the end of a script that has not closed its engine.
+        self._say_goodbye = weakref.finalize(self, _say_goodbye, self._counters[rank], os.getpid())
         mail_end = counters_numel + 2 * self.size * _MAIL_NUMEL
         self._mail = control[counters_numel:mail_end].view(2, self.size, _MAIL_NUMEL)
         self._slots: list[list[Tensor]] = []  # [slot][rank]: (capacity_bytes,) uint8
@@ -126,10 +143,19 @@ class SharedMemoryRoute:
         path, fault = self._exchange((path, fault))[0]
         if fault:
             raise CollectiveError(fault)
-        memory = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
-        self._exchange(None)
+        memory = torch.empty(0, dtype=torch.uint8)
+        try:
+            memory = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            fault = (
+                f"shared memory for {purpose}: rank {self.ranks[self.rank]} cannot map {path} "
+                f"({str(error).splitlines()[0]}); use the sockets route"
+            )
+        faults = [fault for fault in self._exchange(fault) if fault]
         if self.rank == 0:
             os.unlink(path)
+        if faults:
+            raise CollectiveError(faults[0])
         return memory
 
     # -- collectives ----------------------------------------------------------------------------------------------
@@ -227,6 +253,7 @@ class SharedMemoryRoute:
     def close(self) -> None:
         """Lets go of the process group that it was set up with; the mapped memory stays with those who hold it."""
         self._exchange = list
+        self._say_goodbye()
 
     # -- counters -------------------------------------------------------------------------------------------------
 
@@ -276,23 +303,53 @@ class SharedMemoryRoute:
                 now = time.monotonic()
                 if now - checked > _LIVENESS_SECONDS:
                     checked = now
-                    self._check_peers(np.flatnonzero(column < target).tolist(), now - started, what)
+                    self._check_peers(column, target, now - started, what)
         finally:
             self._channel.go_on()
 
-    def _check_peers(self, late: Sequence[int], waited_seconds: float, what: str) -> None:
+    def _check_peers(self, column: np.ndarray[Any, Any], target: int, waited_seconds: float, what: str) -> None:
+        fates = {rank: self._fate(rank) for rank in np.flatnonzero(column < target).tolist()}
+        # Looked at again: a rank may have come here, and gone, since.
+        late = {self.ranks[rank]: fate for rank, fate in fates.items() if column[rank] < target}
         here = f"rank {self.ranks[self.rank]} in {what}"
-        dead = [self.ranks[rank] for rank in late if not _is_alive(self._processes[rank])]
-        if dead:
-            raise CollectiveError(f"{here}: rank {', '.join(map(str, dead))} died. Its own output says why.")
-        if waited_seconds > self._timeout_seconds:
-            names = ", ".join(str(self.ranks[rank]) for rank in late)
+        for fate in _Fate:
+            gone = ", ".join(str(rank) for rank, found in late.items() if found is fate)
+            if gone:
+                raise CollectiveError(f"{here}: rank {gone} {fate.value}")
+        if late and waited_seconds > self._timeout_seconds:
             raise CollectiveError(
-                f"{here}: waited {waited_seconds:.0f} s for rank {names}, which is alive but elsewhere. "
-                "Do all ranks run the same calls of the engine in the same order? "
-                "A slow rank needs a larger communication.timeout_seconds."
-                + self._channel.compare([self.ranks[rank] for rank in late])
+                f"{here}: waited {waited_seconds:.0f} s for rank {', '.join(map(str, late))}, which is alive but "
+                "elsewhere. Do all ranks run the same calls of the engine in the same order? "
+                f"A slow rank needs a larger communication.timeout_seconds. {UNEVEN}"
+                + self._channel.compare(list(late))
             )
+
+    def _fate(self, rank: int) -> _Fate | None:
+        """Why nothing more can come from a rank of the axis; None: it is alive, and has not left."""
+        if goodbye := self._counters[rank, _LEFT]:
+            return _Fate.FAILED if goodbye == _AFTER_ERROR else _Fate.LEFT
+        return None if _is_alive(self._processes[rank]) else _Fate.DIED
+
+
+class _Fate(Enum):
+    """What has become of a rank that others wait for; the value is how users read it. The likely cause stands first."""
+
+    DIED = "died. Its own output says why."
+    FAILED = "left after an error. Its own output says which."
+    LEFT = f"has left: it closed its engine, or its script came to an end. {UNEVEN}"
+
+
+def _say_goodbye(counters: np.ndarray[Any, Any], pid: int) -> None:
+    """counters: this rank's row. Does nothing in a process that was forked from the rank's own."""
+    if os.getpid() == pid:
+        counters[_LEFT] = _AFTER_ERROR if _is_failing() else _IN_PEACE
+
+
+def _is_failing() -> bool:
+    """Whether an exception ends this program, or the block in which the engine is closed."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    is_end = isinstance(error, StopIteration) or (isinstance(error, SystemExit) and not error.code)
+    return error is not None and not is_end
 
 
 def _create_file(nbytes: int, purpose: str) -> tuple[str, str]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import CollectiveError
+from .errors import CollectiveError, no_answer
 from .pending import Inspect, Pending, Reduction, regions_of
 from .summation import sum_with_held
 from .trail import Channel
@@ -65,8 +65,8 @@ class SocketRoute:
         """full[part q] = the `part` of rank q, for every q. full: (size * part.numel(),)."""
         numel = part.numel()
         tag, sequence = self._next_operation(what)
-        works = self._receive({peer: full[peer * numel : (peer + 1) * numel] for peer in self._peers}, tag)
-        works += self._send(dict.fromkeys(self._peers, part), tag)
+        works = self._receive({peer: full[peer * numel : (peer + 1) * numel] for peer in self._peers}, tag, what)
+        works += self._send(dict.fromkeys(self._peers, part), tag, what)
         own = full[self.rank * numel : (self.rank + 1) * numel]
         if own.data_ptr() != part.data_ptr():
             own.copy_(part)
@@ -121,8 +121,8 @@ class SocketRoute:
             sum_with_held(contributions, self.rank, mine, held, accumulate=False)
             if inspect is not None:
                 inspect(bounds[self.rank].start, mine, contributions)
-            second.extend(self._receive({peer: regions[peer] for peer in self._peers}, tag))
-            second.extend(self._send(dict.fromkeys(self._peers, mine), tag))
+            second.extend(self._receive({peer: regions[peer] for peer in self._peers}, tag, what))
+            second.extend(self._send(dict.fromkeys(self._peers, mine), tag, what))
 
         return Reduction([reduce, lambda: self._wait(second, what, sequence)])
 
@@ -132,8 +132,8 @@ class SocketRoute:
         tag, sequence = self._next_operation(what)
         everyone = torch.empty(self.size, values.numel(), dtype=values.dtype)
         everyone[self.rank].copy_(values)
-        works = self._receive({peer: everyone[peer] for peer in self._peers}, tag)
-        works += self._send(dict.fromkeys(self._peers, everyone[self.rank]), tag)
+        works = self._receive({peer: everyone[peer] for peer in self._peers}, tag, what)
+        works += self._send(dict.fromkeys(self._peers, everyone[self.rank]), tag, what)
         self._wait(works, what, sequence)
         return everyone.sum(dim=0)
 
@@ -158,8 +158,8 @@ class SocketRoute:
         contributions = [slot[mine]] * self.size
         for index, peer in enumerate(self._peers):
             contributions[peer] = received[index]
-        works = self._receive({peer: contributions[peer] for peer in self._peers}, tag)
-        works += self._send({peer: slot[bounds[peer]] for peer in self._peers}, tag)
+        works = self._receive({peer: contributions[peer] for peer in self._peers}, tag, what)
+        works += self._send({peer: slot[bounds[peer]] for peer in self._peers}, tag, what)
         return contributions, works, sequence
 
     def _buffer(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
@@ -181,16 +181,21 @@ class SocketRoute:
         self._num_operations += 1
         return tag, sequence
 
-    def _send(self, tensors: dict[int, Tensor], tag: int) -> list[dist.Work]:
-        works = [
-            dist.isend(tensor, self.ranks[peer], self._group, tag) for peer, tensor in tensors.items() if tensor.numel()
-        ]
-        return [work for work in works if work is not None]
+    def _send(self, tensors: dict[int, Tensor], tag: int, what: str) -> list[dist.Work]:
+        return self._started(dist.isend, tensors, tag, what)
 
-    def _receive(self, tensors: dict[int, Tensor], tag: int) -> list[dist.Work]:
-        works = [
-            dist.irecv(tensor, self.ranks[peer], self._group, tag) for peer, tensor in tensors.items() if tensor.numel()
-        ]
+    def _receive(self, tensors: dict[int, Tensor], tag: int, what: str) -> list[dist.Work]:
+        return self._started(dist.irecv, tensors, tag, what)
+
+    def _started(
+        self, start: Callable[..., dist.Work | None], tensors: dict[int, Tensor], tag: int, what: str
+    ) -> list[dist.Work]:
+        try:
+            works = [
+                start(tensor, self.ranks[peer], self._group, tag) for peer, tensor in tensors.items() if tensor.numel()
+            ]
+        except RuntimeError as error:  # the other end of a connection is gone
+            raise self._error(what, 0.0, error) from error
         return [work for work in works if work is not None]
 
     def _wait(self, works: Sequence[dist.Work], what: str, sequence: int) -> None:
@@ -200,13 +205,11 @@ class SocketRoute:
             for work in works:
                 work.wait(timedelta(seconds=self._timeout_seconds))
         except RuntimeError as error:
-            waited_seconds = time.monotonic() - started
-            peers = ", ".join(str(self.ranks[peer]) for peer in self._peers)
-            raise CollectiveError(
-                f"rank {self.ranks[self.rank]} in {what}: no answer from rank {peers} after {waited_seconds:.1f} s "
-                f"({str(error).splitlines()[0]}). A rank died, or the ranks make different calls of the engine; "
-                "a slow rank needs a larger communication.timeout_seconds."
-                + self._channel.compare([self.ranks[peer] for peer in self._peers])
-            ) from error
+            raise self._error(what, time.monotonic() - started, error) from error
         finally:
             self._channel.go_on()
+
+    def _error(self, what: str, waited_seconds: float, error: RuntimeError) -> CollectiveError:
+        peers = [self.ranks[peer] for peer in self._peers]
+        text = no_answer(self.ranks[self.rank], what, peers, waited_seconds, error)
+        return CollectiveError(text + self._channel.compare(peers))

@@ -5,14 +5,22 @@ The threads of a gloo group end when its last reference goes. One that lives on 
 tensor of a finished collective in its hands, aborts the process. So `leave` must drop the last reference: routes let go
 of their group in `close`, and `torch.distributed.nn.functional`, which binds the default group as a default argument
 when it is imported, is imported here, before there is one.
+
+[Note: one store, many groups]
+A process may make a group, leave it and make the next while another rank has not left the first one. So the store in
+which ranks find each other is kept from group to group, and each group has a part of it to itself: nobody reads what an
+earlier group has written, and whoever is first waits for the others. With a store for each group, the early rank finds
+the old one, whose owner is about to close it; a store that torchrun keeps would have the addresses of the old group.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import time
 import weakref
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -20,16 +28,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from ..launch.progress import Activity, Progress
 from ..launch.record import NUM_CHANNELS
+from .errors import CollectiveError, no_answer
 from .loopback_store import loopback_store
 from .watchdog import Watchdog
 
 # How many worlds use a process group that `join` made. As global as the default process group itself, whose end it
 # decides; weak, because a last reference would keep the group's threads alive.
 _USERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+# The launcher's variables -> the store that they lead to, and how many groups were made in it. One entry, as global as
+# the default process group; see [Note: one store, many groups].
+_STORES: dict[tuple[str, ...], tuple[Any, int]] = {}
 
 _CHANNEL = NUM_CHANNELS - 1  # of the record of the progress; the others are those of axes
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -57,7 +70,8 @@ class World:
         """Uses the default process group that exists, or makes one from the launcher's environment variables.
 
         With neither it is a world of one, for which a process group without network is made.
-        Raises ValueError where some of the launcher's variables are set and others are missing.
+        Raises ValueError where some of the launcher's variables are set and others are missing, CollectiveError where
+        another rank does not come.
         """
         chosen = _choose_device(device)
         progress = Progress.of_this_process()
@@ -141,8 +155,16 @@ class World:
             self.progress.set_limit(step_timeout_seconds)
             self.watchdog.start(self.progress, step_timeout_seconds)
 
-    def _waiting(self, what: str) -> AbstractContextManager[None]:
-        return self.progress.waiting(what, _CHANNEL, self.size)
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        started = time.monotonic()
+        with self.progress.waiting(what, _CHANNEL, self.size):
+            try:
+                yield
+            except RuntimeError as error:
+                others = [rank for rank in range(self.size) if rank != self.rank]
+                seconds = time.monotonic() - started
+                raise CollectiveError(no_answer(self.rank, what, others, seconds, error)) from error
 
     def hosts(self) -> list[str]:
         """The identity of the host of each rank: boot identity and memory namespace, not only a name."""
@@ -189,12 +211,29 @@ def _make_process_group(device: torch.device, timeout_seconds: float) -> None:
             f"the launcher's environment is incomplete: found {', '.join(present)}; missing {', '.join(missing)}. "
             "Start the script with `lowtide launch` or torchrun, or set all four, or none for a world of one."
         )
-    store = loopback_store(timeout)
-    if store is None:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    started = time.monotonic()
+    try:
+        dist.init_process_group(backend, store=_next_store(timeout), rank=rank, world_size=size, timeout=timeout)
+    except dist.DistError as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise CollectiveError(
+            f"rank {rank} of {size}: not all ranks came to {place}, in {time.monotonic() - started:.1f} s "
+            f"({str(error).splitlines()[0]}). A rank died or has left, another program listens there, or the ranks "
+            "make different numbers of engines; a slow rank needs a larger communication.timeout_seconds."
+        ) from error
+
+
+def _next_store(timeout: timedelta) -> Any:
+    """Where the ranks of the next process group find each other: see [Note: one store, many groups]."""
+    variables = tuple(os.environ[name] for name in _LAUNCHER_VARIABLES)
+    if variables not in _STORES:
+        _STORES.clear()
+        _STORES[variables] = loopback_store(timeout) or next(dist.rendezvous("env://", timeout=timeout))[0], 0
+    store, number = _STORES[variables]
+    _STORES[variables] = store, number + 1
+    store.set_timeout(timeout)
+    return PrefixStore(f"lowtide/group{number}", store)
 
 
 def _host_identity() -> str:

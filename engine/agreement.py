@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from ..checkpoint.errors import CheckpointError
 from ..comm import CollectiveError, World
+from ..offload import OffloadError
 
 
 @contextmanager
@@ -25,21 +26,41 @@ def raise_together(world: World, error: BaseException | None, what: str, hint: s
     """Raises CheckpointError on every rank where any has an error. A collective; CollectiveError where one is lost."""
     own = None if error is None else _text(error)
     try:
-        texts = world.gather_objects(own)
-    except RuntimeError as lost:  # the backend speaks of sockets
-        here = f" On this rank it failed: {own}." if own is not None else ""
-        raise CollectiveError(
-            f"{what}: rank {world.rank} asked the others whether they could, and one is gone: it died, or left "
-            f"({lost}).{here}"
-        ) from lost
+        causes = _causes(world.gather_objects(own))
+    except CollectiveError as lost:
+        raise CollectiveError(f"{what}: {lost}" + (f" On this rank it failed: {own}." if own else "")) from lost
+    if causes:
+        raise CheckpointError(f"{what} failed on {causes}" + (f". {hint}" if hint else "")) from error
+
+
+@contextmanager
+def no_rank_alone(world: World, what: str) -> Iterator[None]:
+    """A block that every rank enters, without collectives in it. Where it fails on any, none goes on.
+
+    A rank that fails raises its own error; the others OffloadError where that is the cause, else RuntimeError, with the
+    texts of those that failed.
+    """
+    found: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        found = error
+    reports = world.gather_objects(None if found is None else (_text(found), isinstance(found, OffloadError)))
+    if found is not None:
+        raise found
+    failed = [report for report in reports if report is not None]
+    if failed:
+        kind = OffloadError if all(is_offload for _, is_offload in failed) else RuntimeError
+        raise kind(f"{what} failed on {_causes([report and report[0] for report in reports])}")
+
+
+def _causes(texts: Iterable[str | None]) -> str:
+    """texts: of each rank, None where it has not failed."""
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text is not None:
             ranks.setdefault(text, []).append(rank)
-    if not ranks:
-        return
-    lines = "; ".join(f"{_ranks(members)}: {text}" for text, members in ranks.items())
-    raise CheckpointError(f"{what} failed on {lines}" + (f". {hint}" if hint else "")) from error
+    return "; ".join(f"{_ranks(members)}: {text}" for text, members in ranks.items())
 
 
 def shown(path: str | os.PathLike[str]) -> str:
@@ -50,7 +71,7 @@ def shown(path: str | os.PathLike[str]) -> str:
 def _text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    is_clear = isinstance(error, (OSError, ValueError, CheckpointError))
+    is_clear = isinstance(error, (OSError, ValueError, CheckpointError, OffloadError))
     return str(error) if is_clear else f"{type(error).__name__}: {error}"
 
 

@@ -29,6 +29,7 @@ from ..zero.scheduled_units import ScheduledUnits
 from ..zero.sequence import Unit, UnitSequence
 from ..zero.shard_rest import ShardRest
 from ..zero.units import UnitPlan, plan_units
+from .agreement import no_rank_alone
 from .config import Config
 from .config_elastic import first_world_size
 from .deferred import DeferredModel
@@ -70,10 +71,27 @@ def initialize(
     sample_batch: a batch, small or not, with which a pipeline sees how the model runs: needed for pipeline.balance
     "time" alone.
 
-    Raises ConfigError (config), ValueError (model, optimizer) and RuntimeError (ranks that do not fit together).
+    Raises ConfigError (config), ValueError (model, optimizer), OffloadError (room for what is offloaded) and
+    RuntimeError (ranks that do not fit together). What one rank cannot do is an error on all.
     """
     checked = Config.load(config)
     world = World.join(checked.device, checked.communication.timeout_seconds)
+    try:
+        return _make_engine(checked, world, model, loss_fn, optimizer, lr_scheduler, sample_batch)
+    except BaseException:
+        world.leave()  # the others hear of it where they wait for this rank, and the next engine starts anew
+        raise
+
+
+def _make_engine(
+    checked: Config,
+    world: World,
+    model: nn.Module | Callable[[], nn.Module],
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+    optimizer: OptimizerChoice,
+    lr_scheduler: Any,
+    sample_batch: Any,
+) -> Engine:
     if world.device.type == "cpu":
         keep_heap()
     resolved = checked.resolve(world.size, first_world_size(os.environ, world.size))
@@ -102,17 +120,22 @@ def initialize(
     shared_bytes = plan.shared_bytes(dtypes, world.size, shares_gradients)
     if pipe_size > 1:
         shared_bytes = sum(world.gather_objects(shared_bytes)) // (world.size // pipe_size)
-    rest = shard_rest(resolved, world)
+    with no_rank_alone(world, "lowtide.initialize"):
+        rest = shard_rest(resolved, world)
+        if rest is not None:
+            rest.reserve(plan.shard_bytes)
     moves_pages = rest is not None and not model_is_apart(world)
     route = "sockets" if moves_pages and world.size > 1 else resolved.communication.route
     mesh = Mesh.create(world, shard_size, route, shared_bytes, pipe_size)
     units = build_units(plan, mesh, policy, dtypes, rest, shares_gradients)
-    sharded_optimizer, schedule, scheduler = _make_optimizer(
-        resolved, world, units, module, optimizer, lr_scheduler, rest
-    )
+    with no_rank_alone(world, "lowtide.initialize"):
+        sharded_optimizer, schedule, scheduler = _make_optimizer(
+            resolved, world, units, module, optimizer, lr_scheduler, rest
+        )
     _fill(module, units, sharded_optimizer, mesh, values, dtypes)
     _checkpoint_activations(unit_plans, resolved.activation_checkpointing.every)
-    activation_offload, close_last = _offload_activations(resolved, world, module, units)
+    with no_rank_alone(world, "lowtide.initialize"):
+        activation_offload, close_last = _offload_activations(resolved, world, module, units)
     if pipeline_plan is not None:
         pipeline = Pipeline(pipeline_plan, resolved, mesh, module, units, policy.frees_parameters, loss_fn)
         sequence: UnitSequence | ScheduledUnits = pipeline.units

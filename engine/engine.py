@@ -33,6 +33,7 @@ from .preemption import Preemption
 from .reporting import reported
 from .step_sums import non_finite_error, sum_step
 from .step_update import StepUpdate, Timing
+from .turn import Turn, in_turn
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Engine:
         self.client_state: dict[str, Any] = {}
         """Saved with every checkpoint and restored with it: numbers, strings, ..., or what has a `state_dict()` and a
         `load_state_dict()`, such as a loader that knows its place in the data."""
-        self._is_closed = False
+        self._turn = Turn()
         self._parts = parts
         self._mesh = parts.mesh
         self._progress = parts.mesh.world.progress
@@ -140,6 +141,7 @@ class Engine:
 
     # -- training -------------------------------------------------------------------------------------------------
 
+    @in_turn
     def train_step(self, batch: Any) -> StepResult:
         """One optimizer step on this rank's share of a global batch, or on an iterator of microbatches.
 
@@ -150,19 +152,20 @@ class Engine:
             parts = self._progress.drawn(microbatches(batch, self._accumulation, self._parts.rows_per_microbatch))
             if self._pipeline is not None:
                 self._run_pipeline(self._pipeline, list(parts))
-                return self.step()
+                return self._step()
             for microbatch in parts:
                 ready = self._prepare(microbatch)
                 self._guard.check()
                 with self._saving:
                     output = call_for_loss(self.module, ready, self._parts.loss_fn)
                     loss = loss_of(output, ready, self._parts.loss_fn)
-                self.backward(loss)
+                self._backward(loss)
         except BaseException:
             self._forget_gradients()
             raise
-        return self.step()
+        return self._step()
 
+    @in_turn
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, with inputs on the device and in the compute dtype."""
         self._check_has_whole("engine(batch)", "engine.eval_step(batch)")
@@ -170,11 +173,15 @@ class Engine:
         with self._saving, self._progress.forward(self._num_microbatches, torch.is_grad_enabled()):
             return self.module(*self._prepare(args), **self._prepare(kwargs))
 
+    @in_turn
     def backward(self, loss: Tensor) -> None:
         """Computes gradients of loss / gradient_accumulation_steps and reduces them as the ZeRO stage says.
 
         An error in it ends the step: its gradients are forgotten, and the next microbatch is the first of a new one.
         """
+        self._backward(loss)
+
+    def _backward(self, loss: Tensor) -> None:
         self._check_has_whole("engine.backward(loss)", "engine.train_step(batch)")
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise ValueError(
@@ -196,8 +203,12 @@ class Engine:
         self._losses.append(loss.detach())
         self._num_microbatches += 1
 
+    @in_turn
     def step(self) -> StepResult:
         """Updates the parameters at the accumulation boundary; before it, only returns the last result."""
+        return self._step()
+
+    def _step(self) -> StepResult:
         if self._num_microbatches % self._accumulation or not self._num_microbatches:
             return self._last
         self._progress.enter(Activity.UPDATE)
@@ -242,6 +253,7 @@ class Engine:
         self._save_if_due(bool(save_failed), bool(is_preempted))
         return self._last
 
+    @in_turn
     @torch.no_grad()
     @reported(Activity.EVALUATION)
     def eval_step(self, batch: Any) -> Tensor:
@@ -274,6 +286,7 @@ class Engine:
 
         modify: they may also be changed, on every rank alike; the changes reach shards and master weights at the end.
         """
+        self._turn.check("engine.gathered()")
         if modify:
             self._update.settle()
         else:
@@ -282,6 +295,7 @@ class Engine:
             yield
         self._guard.remember()
 
+    @in_turn
     @reported(Activity.WEIGHTS)
     def state_dict(self) -> dict[str, Tensor]:
         """Full parameters and buffers under the model's own names, on the CPU, on rank 0; empty on other ranks.
@@ -291,6 +305,7 @@ class Engine:
         self._update.settle()
         return self._values.state_dict()
 
+    @in_turn
     @reported(Activity.WEIGHTS)
     def export(
         self,
@@ -307,6 +322,7 @@ class Engine:
         self._update.settle()
         weights.export(self.module, self._named, self._mesh.world, folder, dtype, shard_bytes)
 
+    @in_turn
     @reported(Activity.WEIGHTS)
     def load_weights(self, path: str | os.PathLike[str], strict: bool = True) -> None:
         """Takes over the tensors of safetensors files, or of a checkpoint; each rank reads only what its shards hold.
@@ -321,7 +337,7 @@ class Engine:
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
-    @reported(Activity.SAVING)
+    @in_turn
     def save_checkpoint(
         self,
         folder: str | os.PathLike[str],
@@ -337,6 +353,15 @@ class Engine:
         Raises CheckpointError on every rank if any fails (what was saved before is intact), and ValueError between the
         microbatches of a step.
         """
+        return self._save_checkpoint(folder, tag, client_state)
+
+    @reported(Activity.SAVING)
+    def _save_checkpoint(
+        self,
+        folder: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+    ) -> str:
         if self._num_microbatches:
             raise ValueError(
                 f"save_checkpoint: expected a whole step, found {self._num_microbatches} of "
@@ -347,6 +372,7 @@ class Engine:
         state = {**self.client_state, **(client_state or {})}
         return self._checkpointer.save(folder, tag, state, self.global_step, self._training_state())
 
+    @in_turn
     @reported(Activity.LOADING)
     def load_checkpoint(self, folder: str | os.PathLike[str], tag: str | None = None) -> dict[str, Any]:
         """Goes on where a checkpoint was saved, whatever its number of ranks and ZeRO stage; returns its client state.
@@ -372,20 +398,23 @@ class Engine:
         return restored.client_state
 
     def close(self) -> None:
-        """Takes the hooks off and leaves the process group, where an engine made it. The engine is of no use then.
+        """Takes the hooks off and leaves the process group, where an engine made it. No call is possible then.
 
         A checkpoint that is being written is waited for, and an update that is made in the background; raises
         CheckpointError or OffloadError if it failed.
         """
-        if self._is_closed:
-            return
+        if not self._turn.is_over:
+            with self._turn.of("engine.close()"):
+                self._close()
+
+    def _close(self) -> None:
         with ExitStack() as ending:
             ending.callback(self._leave)
             ending.callback(self._checkpointer.finish)
             self._update.close()
 
     def _leave(self) -> None:
-        self._is_closed = True
+        self._turn.close()
         self._preemption.disarm()
         self._parts.hooks.remove()
         self.optimizer.close()
@@ -401,7 +430,7 @@ class Engine:
     ) -> None:
         if error is None:
             self.close()
-        elif not self._is_closed:
+        elif not self._turn.is_over:
             self._checkpointer.abandon()  # the other ranks may be lost: nothing is waited for together
             self._leave()
 
@@ -487,9 +516,9 @@ class Engine:
                 logger.error("%s", error)  # the last save is still to be tried
         is_due = wanted.every_steps and self.global_step % wanted.every_steps == 0
         if wanted.folder is not None and (is_due or is_preempted):
-            self.save_checkpoint(wanted.folder)
+            self._save_checkpoint(wanted.folder)
         if is_preempted:
-            self.close()
+            self._close()
             logger.info("SIGTERM: step %d is saved in %s, leaving", self.global_step, wanted.folder)
             raise SystemExit(0)
 

@@ -113,7 +113,8 @@ class Attempts:
             say(f"stopped by {signal.Signals(outcome.stopped_by).name}; no rank is left")
         elif outcome.failure is not None:
             size = launcher.plan.world_size if launcher.plan is not None else 0
-            say(obituary(outcome.failure, size, has_many_hosts=self._allocation.transport != "local"))
+            many = self._allocation.transport != "local"
+            say(obituary(outcome.failure, size, has_many_hosts=many, ended=outcome.ended))
 
     def _leave_out(self, outcome: Outcome) -> None:
         """See [Note: which hosts go on]."""

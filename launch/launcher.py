@@ -52,7 +52,8 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Outcome:
     """status: for the shell. failure: the first, None where none was, or where a signal stopped the job.
 
-    lost_hosts: whose agents were lost. was_started: whether ranks ran.
+    lost_hosts: whose agents were lost. was_started: whether ranks ran. ended: those that had ended with exit status 0
+    before the failure.
     """
 
     status: int
@@ -60,6 +61,7 @@ class Outcome:
     stopped_by: int | None = None
     lost_hosts: tuple[str, ...] = ()
     was_started: bool = False
+    ended: tuple[int, ...] = ()
 
 
 class Launcher:
@@ -99,6 +101,7 @@ class Launcher:
         self._host_of: dict[int, int] = {}  # rank -> host
         self._owed: Counter[int] = Counter()  # host -> bytes that were shown and not told to its agent
         self._failures: list[Failure] = []
+        self._ended: list[int] = []  # ranks, with exit status 0 before any failure
         self._signal: int | None = None
         self._signal_time = 0.0
         self._num_signals = 0
@@ -244,7 +247,9 @@ class Launcher:
     def _bury(self, peer: Peer, message: Ended) -> None:
         peer.running.discard(message.rank)
         if self._stall is not None:
-            self._stall.gone(message.rank)
+            self._stall.gone(message.rank, message.status == 0)
+        if message.status == 0 and not self._failures:
+            self._ended.append(message.rank)
         if message.status != 0:
             assert peer.channel is not None
             self._failures.append(
@@ -273,7 +278,7 @@ class Launcher:
         text = f"lost {what}: {reason}{ranks}"
         for rank in peer.running:
             if self._stall is not None:
-                self._stall.gone(rank)
+                self._stall.gone(rank, has_ended=False)
         peer.running.clear()
         if self._display is not None:  # the ranks were started
             self._sweeps.begin(peer.index, peer.name, peer.channel.was_silent)
@@ -339,4 +344,4 @@ class Launcher:
         was_signalled = self._signal is not None and latest > self._signal_time
         if self._signal is not None and was_signalled and (failure is not None or not started):
             return Outcome(128 + self._signal, None, self._signal, lost, started)
-        return Outcome(0 if failure is None else failure.exit_status, failure, None, lost, started)
+        return Outcome(0 if failure is None else failure.exit_status, failure, None, lost, started, tuple(self._ended))

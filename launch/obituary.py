@@ -5,6 +5,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .waiting import named
+
 _LEAST_WIDTH, _MOST_WIDTH = 40, 120
 
 
@@ -43,14 +45,20 @@ def first_of(failures: Sequence[Failure]) -> Failure | None:
     return first
 
 
-def obituary(failure: Failure, world_size: int, has_many_hosts: bool) -> str:
-    """The closing message."""
+def obituary(failure: Failure, world_size: int, has_many_hosts: bool, ended: Sequence[int] = ()) -> str:
+    """The closing message. ended: the ranks that had ended with exit status 0 before the failure."""
     if failure.rank is None:
         return failure.text
     where = f"host {failure.host}, process {failure.pid}" if has_many_hosts else f"process {failure.pid}"
     text = f"rank {failure.rank} of {world_size} ({where}) {_reason(failure.status)}"
     if world_size > 1:
-        text += "; the other ranks were stopped"
+        text += "; the other ranks were stopped" if len(ended) < world_size - 1 else ""
+    if ended:
+        text += (
+            f". {named(ended)} had ended before, with exit status 0: if rank {failure.rank} still trained, the ranks "
+            "have different numbers of batches; let a DistributedSampler pad them, or end all ranks at the smallest "
+            "number"
+        )
     if failure.last_lines is None:
         return text + ". Its output is above."
     if not failure.last_lines:

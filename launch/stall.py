@@ -1,6 +1,8 @@
 """Notices when ranks make no step for too long, and collects who waits for whom and their Python stacks."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from .loop import Loop
 from .messages import Progress, StackDump, Stacks
@@ -10,6 +12,7 @@ from .waiting import stalled, who_waits_for_whom
 
 _LOOK_SECONDS = 1.0
 _STACK_SECONDS = 5.0
+_ENDED = "ended with exit status 0"  # in the place of an activity
 
 
 class StallWatch:
@@ -35,6 +38,7 @@ class StallWatch:
         self._report = report
         self._ended = ended
         self._newest: dict[int, RankProgress | None] = dict.fromkeys(hosts)
+        self._left: dict[int, tuple[float, RankProgress]] = {}  # when, and what was last heard
         self._reported: set[int] = set()
         self._stacks: dict[int, str] = {}
         self._awaited: set[int] = set()
@@ -50,9 +54,11 @@ class StallWatch:
         self._stacks[message.rank] = message.text
         self._awaited.discard(message.rank)
 
-    def gone(self, rank: int) -> None:
-        """A rank has ended: it is not waited for."""
-        self._newest.pop(rank, None)
+    def gone(self, rank: int, has_ended: bool) -> None:
+        """A rank's process is gone. has_ended: with exit status 0; then others may still wait for it."""
+        report = self._newest.pop(rank, None)
+        if report is not None and has_ended:
+            self._left[rank] = time.monotonic(), replace(report, activity=_ENDED, unit="", microbatch=None, wait=None)
         self._awaited.discard(rank)
 
     def close(self) -> None:
@@ -71,7 +77,9 @@ class StallWatch:
 
     def _ask(self, late: Sequence[int]) -> None:
         many = len(set(self._hosts.values())) > 1
-        text = who_waits_for_whom(self._newest, self._hosts if many else None)
+        now = time.monotonic()
+        ended = {rank: replace(report, activity_seconds=now - clock) for rank, (clock, report) in self._left.items()}
+        text = who_waits_for_whom({**self._newest, **ended}, self._hosts if many else None)
         longest = max(report.step_seconds or 0 for report in self._newest.values() if report is not None)
         self._report(f"no step for {longest:.0f} s:\n{_indented(text)}")
         self._stacks = {}

@@ -65,6 +65,11 @@ class ModelPlan:
     def groups(self) -> list[GroupPlan]:
         return [group for _, groups in self.units for group in groups]
 
+    @property
+    def shard_bytes(self) -> dict[str, int]:
+        """Bytes of a rank's shard of each group, by name."""
+        return {group.name: group.layout.shard_numel * group.dtype.itemsize for group in self.groups}
+
     def shared_bytes(self, dtypes: Dtypes, num_ranks: int, shares_gradients: bool) -> int:
         """An upper bound of what the ranks of one host take of its shared memory: one copy, and the ring of slots.
 
@@ -90,7 +95,7 @@ def build_units(
 ) -> list[Unit]:
     """Takes the memory of every group. Parameters still are what they were; `fill` comes next.
 
-    rest: where shards are while nobody needs them; None: in memory. Raises OffloadError where it has no room.
+    rest: where shards are while nobody needs them, with room for `plan.shard_bytes`; None: in memory.
     shares_gradients: replicas that share memory have one sum of their gradients, and nobody changes it.
     """
     plans = plan.groups
@@ -134,10 +139,6 @@ def _memory_for(
     """What gives each group, in order, the memory that its full buffer lives in."""
     route = mesh.shard.route
     specs = [(plan.layout.padded_numel, plan.dtype) for plan in plans]
-    if rest is not None:
-        for plan in plans:
-            rest.announce(plan.name, plan.layout.shard_numel * plan.dtype.itemsize)
-        rest.reserve()
     frees_memory = rest is not None or (policy.frees_parameters and mesh.shard.size > 1 and not route.copies_are_shared)
     device = mesh.world.device
     if not frees_memory and device.type == "cpu" and not route.copies_are_shared:

@@ -7,7 +7,7 @@ backward    load | gather | use | release others | reduce | update | save      w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,12 +38,9 @@ class ShardRest:
         """Bytes in the store."""
         return sum(self._sizes.values())
 
-    def announce(self, name: str, nbytes: int) -> None:
-        """Says how much room the shard of the group `name` takes."""
-        self._sizes[name] = nbytes
-
-    def reserve(self) -> None:
-        """Takes room for all shards that were announced. Raises OffloadError, with the numbers."""
+    def reserve(self, sizes: Mapping[str, int]) -> None:
+        """Takes room for all shards: bytes by the name of the group. Raises OffloadError, with the numbers."""
+        self._sizes.update(sizes)
         if isinstance(self._store, FileStore | StagedStore):
             self._store.reserve(FileStore.bytes_needed(self._sizes.values()))
 

@@ -1,9 +1,13 @@
 """Too little shared memory: an error on every rank where that route was asked for, sockets where none was."""
 
 import errno
+import logging
 import os
 from typing import Any
 from unittest import mock
+
+import pytest
+import torch
 
 from lowtide.comm import CollectiveError, Mesh, World
 from tests.ranks import RankPool
@@ -45,6 +49,64 @@ def test_shared_memory_that_cannot_be_made_is_an_error_on_every_rank(ranks: Rank
         assert "cannot create a file in /dev/shm" in text and "Permission denied" in text
 
 
-def test_auto_takes_sockets_where_shared_memory_has_no_room(ranks: RankPool) -> None:
-    found = ranks(2, create, "auto", "lowtide.comm.mesh.free_shared_bytes", nothing_free)
-    assert [name for name, _, _ in found] == ["sockets", "sockets"]
+def is_read_only(path: str, *args: Any) -> int:
+    if path.startswith("/dev/shm/lowtide-"):
+        raise OSError(errno.EROFS, "Read-only file system")
+    return REAL_OPEN(path, *args)
+
+
+REAL_OPEN = os.open
+
+
+def create_with_log(patched: str, replacement: Any) -> tuple[str, list[str]]:
+    """(route of the mesh, what was logged), on rank 1 with one function replaced."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lowtide").addHandler(handler)
+    try:
+        if os.environ["RANK"] == "0":
+            return Mesh.create(World.join("cpu", 20.0), 2, "auto", 1 << 20).shard.route.name, said
+        return create("auto", patched, replacement)[0], said
+    finally:
+        logging.getLogger("lowtide").removeHandler(handler)
+
+
+@pytest.mark.parametrize(
+    ("patched", "replacement", "why"),
+    [
+        ("free_shared_bytes", nothing_free, "/dev/shm has 0 bytes free, and 1,048,576 are needed"),
+        ("FOLDER", "/nowhere", "/nowhere has 0 bytes free, and 1,048,576 are needed"),
+        (
+            "os.open",
+            is_read_only,
+            "shared memory for a first page: cannot create a file in /dev/shm ([Errno 30] Read-o",
+        ),
+        (
+            "os.posix_fallocate",
+            has_no_room,
+            "shared memory for a first page: expected 4096 free bytes in /dev/shm, found",
+        ),
+    ],
+)
+def test_auto_takes_sockets_on_all_ranks_where_one_gets_no_shared_memory(
+    ranks: RankPool, patched: str, replacement: Any, why: str
+) -> None:
+    found = ranks(2, create_with_log, f"lowtide.comm.shared_memory.{patched}", replacement)
+    assert [name for name, _ in found] == ["sockets", "sockets"]
+    assert [len(said) for _, said in found] == [1, 0]
+    assert found[0][1][0].startswith(f'communication.route: "auto" takes sockets, since on rank 1 {why}')
+
+
+def cannot_map(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("unable to open file: Permission denied (13)")
+
+
+def test_shared_memory_that_one_rank_cannot_map_is_an_error_on_every_rank(ranks: RankPool) -> None:
+    for _, text, left in ranks(2, create_on_rank_1, cannot_map):
+        assert text.startswith("shared memory for counters: rank 1 cannot map /dev/shm/lowtide-") and left == []
+        assert text.endswith("(unable to open file: Permission denied (13)); use the sockets route")
+
+
+def create_on_rank_1(replacement: Any) -> tuple[str, str, list[str]]:
+    return create("shared_memory", "torch.from_file", replacement if os.environ["RANK"] == "1" else torch.from_file)

@@ -2,7 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
-from tests.ranks import RankError, RankPool
+from tests.ranks import RankError, RankPool, environment, free_port
 
 ROUTES = ["shared_memory", "sockets"]
 TIMEOUT_SECONDS = 1.5
@@ -27,19 +30,25 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def train_until_rank_1_is_lost(stage: int, route: str, dies: bool) -> tuple[str, str, float]:
-    """On rank 0: class and text of the error, and seconds until it came."""
+def train_until_rank_1_is_lost(stage: int, route: str, how: str) -> tuple[str, str, float]:
+    """On rank 0: class and text of the error, and seconds until it came. how: late, dies, closes, or fails."""
     config = {
         "optimizer": {"type": "sgd"},
         "zero_optimization": {"stage": stage},
-        "communication": {"route": route, "timeout_seconds": 60 if dies else TIMEOUT_SECONDS},
+        "communication": {"route": route, "timeout_seconds": TIMEOUT_SECONDS if how == "late" else 60},
         "steps_per_print": 0,
     }
     engine = lowtide.initialize(Net(), config)
     engine.train_step((torch.ones(2, 8),))
     if dist.get_rank() == 1:
-        if dies:
+        if how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "fails":
+            with engine:
+                raise ArithmeticError("a fault of rank 1 alone")
+        if how == "closes":
+            engine.close()
+            return "closed", "", 0.0
         time.sleep(TIMEOUT_SECONDS + 1)
         return "late", "", 0.0
     started = time.monotonic()
@@ -53,7 +62,7 @@ def train_until_rank_1_is_lost(stage: int, route: str, dies: bool) -> tuple[str,
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(ranks: RankPool, route: str, stage: int) -> None:
-    kind, text, seconds = ranks.fails(2, train_until_rank_1_is_lost, stage, route, False)[0]
+    kind, text, seconds = ranks.fails(2, train_until_rank_1_is_lost, stage, route, "late")[0]
     assert kind == "CollectiveError" and text.startswith("rank 0 in ") and "rank 1" in text
     assert "communication.timeout_seconds" in text
     assert TIMEOUT_SECONDS - 0.1 <= seconds < TIMEOUT_SECONDS + 1
@@ -61,11 +70,78 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(ranks: RankPool
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_rank_that_died_is_an_error_at_once(ranks: RankPool, route: str) -> None:
-    survivor, dead = ranks.fails(2, train_until_rank_1_is_lost, 3, route, True)
+    survivor, dead = ranks.fails(2, train_until_rank_1_is_lost, 3, route, "dies")
     assert isinstance(dead, RankError) and dead.kind == "Died"
     kind, text, seconds = survivor
     assert kind == "CollectiveError" and text.startswith("rank 0 in ") and "rank 1" in text and "died" in text
     assert seconds < 5
+
+
+@pytest.mark.parametrize(
+    ("route", "how", "told"),
+    [
+        (
+            "shared_memory",
+            "closes",
+            "rank 1 has left: it closed its engine, or its script came to an end. All ranks must",
+        ),
+        ("shared_memory", "fails", "rank 1 left after an error. Its own output says which."),
+        ("sockets", "closes", "A rank died, has left, or the ranks make different calls of the engine; "),
+        ("native", "closes", "A rank died, has left, or the ranks make different calls of the engine; "),
+    ],
+)
+def test_a_rank_that_left_is_an_error_at_once(ranks: RankPool, route: str, how: str, told: str) -> None:
+    found, _ = ranks.fails(2, train_until_rank_1_is_lost, 3, route, how, process_group=False)
+    kind, text, seconds = found
+    assert kind == "CollectiveError" and text.startswith("rank 0 in ") and told in text
+    assert ("end all ranks at the smallest number of batches." in text) == (how == "closes")
+    assert "GLHF" not in text and seconds < 5
+
+
+SCRIPT = """
+import sys, torch, lowtide
+config = {"optimizer": {"type": "sgd"}}
+engine = lowtide.initialize(torch.nn.Linear(2, 1), config, loss_fn=lambda output, batch: output.mean())
+for step in range(2 - engine.rank):
+    engine.train_step(torch.ones(2, 2))
+sys.exit(0)
+"""
+
+
+def test_a_script_that_ends_on_one_rank_is_told_on_the_others(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "script.py"],
+            cwd=tmp_path,
+            env=os.environ | environment(rank, 2, port),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 0], errors
+    assert "rank 1 has left: it closed its engine, or its script came to an end. All ranks must make the" in errors[0]
+
+
+def ask_after_rank_1_has_left() -> str:
+    """The error of rank 0 in what is no step, and is made of the backend's own collectives."""
+    engine = lowtide.initialize(Net(), {"optimizer": {"type": "sgd"}, "communication": {"timeout_seconds": 60}})
+    if dist.get_rank() == 1:
+        engine.close()
+        return ""
+    try:
+        engine.save_checkpoint("nowhere")
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_rank_that_left_is_an_error_outside_of_steps_too(ranks: RankPool) -> None:
+    text = ranks(2, ask_after_rank_1_has_left, process_group=False)[0]
+    assert text.startswith("CollectiveError: rank 0 in a") and "no answer from rank 1 after" in text
 
 
 class OwnOrder(nn.Module):

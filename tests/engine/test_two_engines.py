@@ -1,7 +1,12 @@
-"""Two engines in one process, taking turns, train as each would alone."""
+"""Two engines in one process, taking turns or one after the other, train as each would alone."""
+
+import os
+import time
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import lowtide
@@ -84,3 +89,43 @@ def one_closes_first() -> list[float]:
 def test_an_engine_goes_on_when_the_one_that_made_the_process_group_is_closed(ranks: RankPool) -> None:
     both = ranks(2, one_closes_first, process_group=False)
     assert both[0] == both[1] and len(both[0]) == 2
+
+
+def one_after_the_other(late_rank: int) -> list[float]:
+    """Each engine makes the process group anew, while one rank has not left that of the engine before."""
+    leave, losses = dist.destroy_process_group, []
+
+    def leave_late() -> None:
+        time.sleep(0.3 * (dist.get_rank() == late_rank))
+        leave()
+
+    with mock.patch("torch.distributed.destroy_process_group", leave_late):
+        for _ in range(3):
+            torch.manual_seed(0)
+            engine = lowtide.initialize(models.mlp(), SECOND.as_config())
+            losses.append(engine.train_step(share_of(SECOND.global_batch(0, engine.world_size))).loss.item())
+            engine.close()
+    return losses
+
+
+@pytest.mark.parametrize("late_rank", [0, 1])
+def test_a_rank_may_come_to_the_next_engine_before_another_has_left_the_last(ranks: RankPool, late_rank: int) -> None:
+    both = ranks(2, one_after_the_other, late_rank, process_group=False)
+    assert both[0] == both[1] == 3 * both[0][:1]
+
+
+def with_a_store_that_outlives_groups() -> list[float]:
+    """As under torchrun, whose agent keeps the store that the ranks meet in."""
+    port, rank = int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    with mock.patch.dict(os.environ, {"TORCHELASTIC_USE_AGENT_STORE": "True"}):
+        losses = one_after_the_other(late_rank=0)
+    store.add("left", 1)
+    while rank == 0 and store.add("left", 0) < 2:
+        time.sleep(0.01)
+    return losses
+
+
+def test_engines_follow_each_other_where_the_launcher_keeps_the_store(ranks: RankPool) -> None:
+    both = ranks(2, with_a_store_that_outlives_groups, process_group=False, timeout=10)
+    assert both[0] == both[1] == 3 * both[0][:1]

@@ -144,3 +144,16 @@ def test_a_command_that_cannot_run_is_explained(tmp_path: Path) -> None:
     status, _, err = Job(tmp_path, "", "--nproc", "1", "--log-dir", "folder/logs").finish()
     assert status == 1
     assert "the ranks cannot be started: " in err and "folder/logs" in err and "must be there on every host" in err
+
+
+MISSES_RANK_1 = """
+import os, sys, time
+time.sleep(0.5 * (os.environ["RANK"] == "0"))
+sys.exit(os.environ["RANK"] == "0")
+"""
+
+
+def test_a_rank_that_ended_before_another_failed_is_told(tmp_path: Path) -> None:
+    status, _, err = Job(tmp_path, MISSES_RANK_1, "--nproc", "2").finish()
+    assert status == 1
+    assert "failed with exit status 1. rank 1 had ended before, with exit status 0: if rank 0 still trained, " in err

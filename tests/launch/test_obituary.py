@@ -28,6 +28,29 @@ def test_a_signal_without_a_name_is_told_by_its_number() -> None:
     assert text == "rank 0 of 1 (process 10) was ended by signal 40. It printed nothing."
 
 
+@pytest.mark.parametrize(
+    ("world_size", "ended", "told"),
+    [
+        (
+            2,
+            [1],
+            "1. rank 1 had ended before, with exit status 0: if rank 0 still trained, the ranks have different num",
+        ),
+        (
+            4,
+            [1, 2],
+            "1; the other ranks were stopped. ranks 1-2 had ended before, with exit status 0: if rank 0 still ",
+        ),
+    ],
+)
+def test_ranks_that_had_ended_are_told_with_what_to_do(world_size: int, ended: list[int], told: str) -> None:
+    text = obituary(failure(0, 1.0), world_size, has_many_hosts=False, ended=ended)
+    assert text.startswith(f"rank 0 of {world_size} (process 10) failed with exit status {told}")
+    assert text.endswith(
+        "let a DistributedSampler pad them, or end all ranks at the smallest number. It printed nothing."
+    )
+
+
 def test_restarts_of_joined_launchers_are_refused() -> None:
     allocation = Allocation("Kubernetes", "join", (Host("a"), Host("b")))
     with pytest.raises(LaunchError, match="--max-restarts needs a transport that can start agents again, found launch"):

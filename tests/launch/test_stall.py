@@ -1,7 +1,11 @@
 """A step that takes too long: who waits for whom, the stacks of all ranks, and going on or stopping."""
 
 from pathlib import Path
+from unittest import mock
 
+from lowtide.launch.messages import Progress
+from lowtide.launch.progress import RankProgress, Wait
+from lowtide.launch.stall import StallWatch
 from tests.launch.jobs import Job
 
 # What the engine records of a rank; rank 1 stays away from the collective that rank 0 waits in.
@@ -50,3 +54,21 @@ def test_the_job_is_stopped_where_that_is_asked(tmp_path: Path) -> None:
 def test_without_a_limit_nothing_is_said(tmp_path: Path) -> None:
     status, _, err = Job(tmp_path, STALLS, "--nproc", "2", arguments=("2",)).finish()
     assert (status, err) == (0, "")
+
+
+def test_a_rank_that_has_ended_is_one_that_others_wait_for() -> None:
+    waits = Wait("gather of layers.7", 0, 120, 0, 1, 2, 9.0)
+    loop, said = mock.Mock(), list[str]()
+    watch = StallWatch(loop, mock.Mock(all=[]), {0: "a", 1: "a"}, 5.0, said.append, mock.Mock())
+    reports = (
+        RankProgress(0, 2, 10, 12, "forward", 9.0, step_seconds=9.0, wait=waits, begun=((0, 120),)),
+        RankProgress(1, 2, 11, 12, "between steps", 9.0, step_seconds=9.0, begun=((0, 119),)),
+    )
+    watch.progress(Progress(reports))
+    watch.gone(1, has_ended=True)
+    look = loop.after.call_args.args[1]
+    look()
+    assert said[0].splitlines()[2:] == [
+        "    rank 1: step 12, ended with exit status 0 for 0 s",
+        "    rank 0 waits for rank 1.",
+    ]

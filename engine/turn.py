@@ -1,0 +1,95 @@
+"""Whose turn it is in an engine: it makes one call at a time, for one thread, until it is closed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from ..zero.sequence import StateError
+
+
+class Turn:
+    """The call that an engine makes now. `what` is how users read it: "engine.step()"."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._lock = threading.Lock()
+        self._what = ""
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        """Raises StateError where another call is made, of this thread or of another one, or the engine is closed."""
+        self.begin(what)
+        try:
+            yield
+        finally:
+            self.end()
+
+    def begin(self, what: str) -> None:
+        """As `of`, until `end`."""
+        self.check(what)
+        if not self._lock.acquire(blocking=False):
+            raise self._conflict(what)
+        self._what, self._thread = what, threading.current_thread()
+
+    def end(self) -> None:
+        self._what, self._thread = "", None
+        self._lock.release()
+
+    def check(self, what: str) -> None:
+        """For what may be inside of another call of its thread. Raises StateError as `of` does in all other cases."""
+        if self.is_over:
+            raise StateError(
+                f"{what}: expected an open engine, found one after engine.close(); call it before, or make another "
+                "engine with lowtide.initialize"
+            )
+        owner = self._thread
+        if owner is not None and owner is not threading.current_thread():
+            raise self._conflict(what)
+
+    def close(self) -> None:
+        """No call is possible from now on."""
+        self.is_over = True
+
+    def _conflict(self, what: str) -> StateError:
+        here, owner, other = threading.current_thread(), self._thread, self._what
+        if owner is here:
+            return StateError(
+                f"{what}: expected a call between others, found one from inside of {other}, for example from a hook, a "
+                f"loss function or a signal handler; call it when {other} has returned"
+            )
+        whose = f"thread '{owner.name}' in {other}" if owner is not None else "another thread"
+        return StateError(
+            f"{what}: an engine belongs to one thread at a time: expected it free for thread '{here.name}', found "
+            f"{whose}; let one thread make all calls, or hold a lock from the forward to the end of the step"
+        )
+
+
+class HasTurn(Protocol):
+    """An engine."""
+
+    _turn: Turn
+
+
+E = TypeVar("E", bound=HasTurn)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_turn(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
+    """Decorates a public method that must not be called while another call is made: see `Turn.of`."""
+    what = "engine(...)" if method.__name__ == "__call__" else f"engine.{method.__name__}()"
+
+    @wraps(method)
+    def wrapped(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        self._turn.begin(what)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self._turn.end()
+
+    return wrapped

@@ -1,0 +1,75 @@
+"""What one rank alone cannot do at the start is an error on all ranks, which names it; the next start is a new one."""
+
+import contextlib
+import errno
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lowtide
+from lowtide.offload.block_file import BlockFile
+from tests.ranks import RankPool
+
+CONFIG: dict[str, Any] = {"optimizer": {"type": "sgd"}, "steps_per_print": 0}
+
+
+NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
+FAULTS: dict[str, tuple[str, Exception, str]] = {  # what fails on rank 1 and how, and what is told
+    "offload_optimizer": (
+        "reserve",
+        lowtide.OffloadError("the disk: rank 1 needs more"),
+        "the disk: rank 1 needs more",
+    ),
+    "offload_param": ("reserve", lowtide.OffloadError("the disk: rank 1 needs more"), "the disk: rank 1 needs more"),
+    "activations": ("_open", NO_SPACE, "rank 1 expected a folder to write to, and cannot make a file there: No space"),
+}
+
+
+def start_without_room(kind: str, folder: str) -> str:
+    """The error of a start for which rank 1 has no room; afterwards another start must do."""
+    nvme = {"device": "nvme", "nvme_path": folder}
+    section = {"zero_optimization": {"stage": 3, kind: nvme}}
+    if kind == "activations":
+        section = {"activation_checkpointing": {"offload": nvme}}
+    method, fault, _ = FAULTS[kind]
+    fails = mock.patch.object(BlockFile, method, side_effect=fault)
+    said = "nothing"
+    with fails if os.environ["RANK"] == "1" else contextlib.nullcontext():
+        try:
+            lowtide.initialize(nn.Linear(2, 2), CONFIG | section, loss_fn=lambda output, batch: output.mean())
+        except RuntimeError as error:
+            said = f"{type(error).__name__}: {error}"
+    assert not dist.is_initialized()
+    with lowtide.initialize(nn.Linear(2, 2), CONFIG, loss_fn=lambda output, batch: output.mean()) as engine:
+        assert engine.train_step(torch.ones(2, 2)).loss.isfinite()
+    return said
+
+
+@pytest.mark.parametrize("kind", list(FAULTS))
+def test_too_little_room_on_one_rank(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    first, second = ranks(2, start_without_room, kind, str(tmp_path), process_group=False)
+    assert second.startswith("OffloadError: ") and FAULTS[kind][2] in second
+    assert first == "OffloadError: lowtide.initialize failed on rank 1: " + second.removeprefix("OffloadError: ")
+
+
+def make_optimizer(params: Any) -> torch.optim.Optimizer:
+    if dist.get_rank() == 1:
+        raise ArithmeticError("a fault of rank 1 alone")
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def start_with_a_fault() -> None:
+    config = {key: value for key, value in CONFIG.items() if key != "optimizer"}
+    lowtide.initialize(nn.Linear(2, 2), config, optimizer=make_optimizer)
+
+
+def test_a_fault_in_the_script_s_own_part_on_one_rank(ranks: RankPool) -> None:
+    first, second = ranks.fails(2, start_with_a_fault)
+    assert first.kind == "RuntimeError" and second.kind == "ArithmeticError"
+    assert "lowtide.initialize failed on rank 1: ArithmeticError: a fault of rank 1 alone" in first.text

@@ -1,0 +1,105 @@
+"""An engine makes one call at a time, for one thread, until it is closed; anything else is an error that says so."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide import Engine
+from lowtide.zero.sequence import StateError
+
+BATCH = torch.ones(2, 4)
+CALLS: dict[str, Callable[[Engine], Any]] = {
+    "engine.train_step()": lambda engine: engine.train_step(BATCH),
+    "engine(...)": lambda engine: engine(BATCH),
+    "engine.backward()": lambda engine: engine.backward(torch.ones((), requires_grad=True)),
+    "engine.step()": lambda engine: engine.step(),
+    "engine.eval_step()": lambda engine: engine.eval_step(BATCH),
+    "engine.state_dict()": lambda engine: engine.state_dict(),
+    "engine.export()": lambda engine: engine.export("nowhere"),
+    "engine.load_weights()": lambda engine: engine.load_weights("nowhere"),
+    "engine.save_checkpoint()": lambda engine: engine.save_checkpoint("nowhere"),
+    "engine.load_checkpoint()": lambda engine: engine.load_checkpoint("nowhere"),
+}
+CONFIG: dict[str, Any] = {"optimizer": {"type": "sgd"}, "zero_optimization": {"stage": 3}, "steps_per_print": 0}
+
+
+def make_engine() -> Engine:
+    return lowtide.initialize(nn.Linear(4, 2), CONFIG, loss_fn=lambda output, batch: output.square().mean())
+
+
+@pytest.fixture(scope="module")
+def closed() -> Engine:
+    engine = make_engine()
+    engine.close()
+    engine.close()
+    return engine
+
+
+def enter_gathered(engine: Engine) -> None:
+    with engine.gathered():
+        pass
+
+
+@pytest.mark.parametrize("what", [*CALLS, "engine.gathered()"])
+def test_a_closed_engine_makes_no_call(closed: Engine, what: str) -> None:
+    with pytest.raises(StateError) as caught:
+        (CALLS | {"engine.gathered()": enter_gathered})[what](closed)
+    assert str(caught.value).startswith(f"{what}: expected an open engine, found one after engine.close(); call it bef")
+
+
+@pytest.mark.parametrize("what", [*CALLS, "engine.close()"])
+def test_a_hook_cannot_make_a_call_of_the_engine(what: str) -> None:
+    with make_engine() as engine:
+        call = (CALLS | {"engine.close()": Engine.close})[what]
+        for register in (engine.module.register_forward_hook, engine.module.weight.register_post_accumulate_grad_hook):
+            handle = register(lambda *unused: call(engine) and None)
+            with pytest.raises(StateError) as caught:
+                engine.train_step(BATCH)
+            handle.remove()
+            assert str(caught.value).startswith(f"{what}: expected a call between others, found one from inside of ")
+            assert str(caught.value).endswith("or a signal handler; call it when engine.train_step() has returned")
+        assert engine.train_step(BATCH).loss.isfinite()
+
+
+def test_a_hook_may_read_full_values() -> None:
+    seen: list[Tensor] = []
+    with make_engine() as engine:
+
+        def read(*unused: Any) -> None:
+            with engine.gathered(engine.module.weight):
+                seen.append(engine.module.weight.detach().clone())
+
+        engine.module.register_forward_pre_hook(read)
+        engine.eval_step(BATCH)
+    assert seen[0].shape == (2, 4)
+
+
+@pytest.mark.parametrize("what", [*CALLS, "engine.gathered()", "engine.close()"])
+def test_two_threads_cannot_be_in_an_engine_at_once(what: str) -> None:
+    is_inside, may_go_on = threading.Event(), threading.Event()
+
+    def stop(*unused: Any) -> None:
+        is_inside.set()
+        assert may_go_on.wait(20)
+
+    with make_engine() as engine:
+        handle = engine.module.register_forward_hook(stop)
+        thread = threading.Thread(target=engine.train_step, args=(BATCH,), name="trainer")
+        thread.start()
+        assert is_inside.wait(20)
+        with pytest.raises(StateError) as caught:
+            (CALLS | {"engine.gathered()": enter_gathered, "engine.close()": Engine.close})[what](engine)
+        may_go_on.set()
+        thread.join()
+        handle.remove()
+        assert str(caught.value) == (
+            f"{what}: an engine belongs to one thread at a time: expected it free for thread 'MainThread', found "
+            "thread 'trainer' in engine.train_step(); let one thread make all calls, or hold a lock from the forward "
+            "to the end of the step"
+        )
+        assert engine.global_step == 1 and engine.train_step(BATCH).loss.isfinite()

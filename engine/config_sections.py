@@ -39,7 +39,8 @@ class ZeroConfig(Section):
 
     units: Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(_units)] = "auto"
     """The parts that are gathered and reduced as one: "auto" finds the repeated blocks, or a list of patterns
-    (`*`, `?`) of module names, each matching module is one unit."""
+    (`*`, `?`) of module names, each matching module is one unit. Where one has no forward of its own (`ModuleList`,
+    `ModuleDict`), the modules in it that have one are the units."""
 
     update_in_backward: Bool = False
     """Update each unit as soon as its gradient is reduced, so that all gradients are never held together. Needs

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .blocks import has_forward, parameters_read_by
 from .sequence import Phase, Unit, UnitSequence
-from .units import has_forward, parameters_read_by
 
 
 class UnitHooks:

@@ -19,7 +19,7 @@ from ..offload import OffloadError
 from ..zero.gradient import GroupGradient
 from ..zero.sequence import UnitSequence
 from . import weights
-from .batch import call, call_for_loss, loss_of, microbatches, prepared
+from .batch import call, call_for_loss, forward, loss_of, microbatches, prepared
 from .checkpoint import Checkpointer
 from .full_values import FullValues
 from .guard import ModelGuard
@@ -169,7 +169,7 @@ class Engine:
         self._check_has_whole("engine(batch)", "engine.eval_step(batch)")
         self._guard.check()
         with self._saving, self._progress.forward(self._num_microbatches, torch.is_grad_enabled()):
-            return self.module(*self._prepare(args), **self._prepare(kwargs))
+            return forward(self.module, self._prepare(args), self._prepare(kwargs))
 
     def backward(self, loss: Tensor) -> None:
         """Computes gradients of loss / gradient_accumulation_steps and reduces them as the ZeRO stage says.

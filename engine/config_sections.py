@@ -146,4 +146,5 @@ class CheckpointConfig(Section):
     """Write in the background: a step after a save waits only for the copy to host memory."""
 
     on_sigterm: Bool = False
-    """On SIGTERM: finish the step, save a checkpoint, and exit with status 0."""
+    """On SIGTERM or Ctrl-C (SIGINT): finish the step, save a checkpoint, and exit with status 0, after Ctrl-C with 130.
+    A second one acts at once."""

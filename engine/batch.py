@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -61,10 +63,10 @@ def microbatches(batch: Any, count: int, rows: int | None) -> Iterator[Any]:
 
 
 def prepared(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """The batch on the device, float32 tensors in `dtype` where one is given."""
+    """The batch on the device, floating-point tensors in `dtype` where one is given."""
 
     def move(tensor: Tensor) -> Tensor:
-        wants_cast = dtype is not None and tensor.dtype == torch.float32
+        wants_cast = dtype is not None and tensor.is_floating_point()
         return tensor.to(device, dtype if wants_cast else tensor.dtype, non_blocking=True)
 
     return _map_tensors(batch, move)
@@ -73,10 +75,50 @@ def prepared(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any
 def call(model: nn.Module, batch: Any) -> Any:
     """model(**batch) for a mapping, model(*batch) for a tuple or list, model(batch) for anything else."""
     if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, (tuple, list)):
-        return model(*batch)
-    return model(batch)
+        return forward(model, (), batch)
+    return forward(model, batch if isinstance(batch, (tuple, list)) else (batch,), {})
+
+
+def forward(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """model(*args, **kwargs). Raises ValueError where a layer was given another dtype than it computes in."""
+    try:
+        return model(*args, **kwargs)
+    except (RuntimeError, ValueError) as error:
+        if _SPEAKS_OF_DTYPES.search(str(error)) is None:
+            raise
+        mismatch = _mismatch(model, error)
+        if mismatch is None:
+            raise
+        raise ValueError(
+            f"{mismatch}. Of a batch, floating-point tensors are cast (auto_cast) and integers are not, which may be "
+            "indices: give values as floats, for example x.float(). In torch's words: " + str(error).splitlines()[0]
+        ) from error
+
+
+_SPEAKS_OF_DTYPES = re.compile(r"dtype|scalar type|Input type|not implemented for '")
+
+
+def _mismatch(model: nn.Module, error: BaseException) -> str | None:
+    """The innermost module that the error has come through, if one of its inputs has not the dtype of its weights."""
+    calls = [
+        frame.f_locals
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_code is nn.Module._call_impl.__code__
+    ]
+    if not calls:
+        return None
+    module, given = calls[-1]["self"], [*calls[-1]["args"], *calls[-1]["kwargs"].values()]
+    weights = [(name, param) for name, param in module.named_parameters(recurse=False) if param.is_floating_point()]
+    for tensor in _tensors(given):
+        for name, param in weights:
+            if tensor.dtype != param.dtype and not isinstance(module, nn.Embedding):
+                names = {id(part): f"'{part_name}'" for part_name, part in model.named_modules() if part_name}
+                return (
+                    f"batch: expected {param.dtype} for {names.get(id(module), 'the model')} "
+                    f"({type(module).__name__}), the dtype of its {name}, found {tensor.dtype} of shape "
+                    f"{tuple(tensor.shape)}"
+                )
+    return None
 
 
 def call_for_loss(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Any:

@@ -39,7 +39,8 @@ class ZeroConfig(Section):
 
     units: Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(_units)] = "auto"
     """The parts that are gathered and reduced as one: "auto" finds the repeated blocks, or a list of patterns
-    (`*`, `?`) of module names, each matching module is one unit."""
+    (`*`, `?`) of module names, each matching module is one unit. Where one has no forward of its own (`ModuleList`,
+    `ModuleDict`), the modules in it that have one are the units."""
 
     update_in_backward: Bool = False
     """Update each unit as soon as its gradient is reduced, so that all gradients are never held together. Needs
@@ -145,4 +146,5 @@ class CheckpointConfig(Section):
     """Write in the background: a step after a save waits only for the copy to host memory."""
 
     on_sigterm: Bool = False
-    """On SIGTERM: finish the step, save a checkpoint, and exit with status 0."""
+    """On SIGTERM or Ctrl-C (SIGINT): finish the step, save a checkpoint, and exit with status 0, after Ctrl-C with 130.
+    A second one acts at once."""

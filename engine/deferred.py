@@ -50,6 +50,8 @@ _CERTAIN: dict[Any, Callable[..., bool]] = {
 }
 """Fills -> whether one with these arguments cannot fail, so that a builder never has to hear of an error."""
 
+_NUM_NAMED = 3  # in an error; there may be hundreds
+
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
@@ -73,6 +75,16 @@ class _Operation:
     filled: int | None  # the storage of which it writes every byte and reads none
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a value of the model goes: to a parameter, or by `put` to a buffer."""
+
+    name: str
+    param: nn.Parameter | None
+    put: Callable[[Tensor], None]
+    view: _View
+
+
 class DeferredModel:
     """A model on the meta device, whose real values `values` yields one parameter at a time."""
 
@@ -93,7 +105,7 @@ class DeferredModel:
             raise ValueError(f"model: expected a callable that returns an nn.Module, found {type(module).__name__}")
         self.module = module
         self.peak_bytes = 0  # of real values alive at a time, after `values` has run
-        self._sources = self._replace_by_shells()
+        self._places = self._replace_by_shells()
 
     def values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """(parameter, its values on the CPU), each parameter once; buffers are filled on the way."""
@@ -101,9 +113,9 @@ class DeferredModel:
         for index, operation in enumerate(self._operations):
             for view in _views_in((operation.args, operation.kwargs, operation.outputs)):
                 last_use[view.storage] = index
-        waiting: dict[int, list[tuple[nn.Parameter | None, Callable[[Tensor], None], _View]]] = {}
-        for source in self._sources:
-            waiting.setdefault(source[2].storage, []).append(source)
+        waiting: dict[int, list[_Place]] = {}
+        for place in self._places:
+            waiting.setdefault(place.view.storage, []).append(place)
         ending: dict[int, list[int]] = {}
         for storage, index in last_use.items():
             ending.setdefault(index, []).append(storage)
@@ -119,9 +131,12 @@ class DeferredModel:
             for storage in ending.get(index, ()):
                 yield from self._hand_over(real, storage, waiting)
         if waiting:
+            names = [place.name for places in waiting.values() for place in places]
+            more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
             raise ValueError(
-                f"the model builder made {len(waiting)} parameters or buffers in a way that cannot be replayed; "
-                "pass the constructed module to initialize in its place"
+                "the model builder made parameters or buffers in a way that cannot be replayed, for example before it "
+                f"was called: {', '.join(names[:_NUM_NAMED])}{more}; make them within the call, or pass the "
+                "constructed module to initialize in its place"
             )
 
     def _overwritten(self) -> dict[int, list[int]]:
@@ -160,35 +175,36 @@ class DeferredModel:
         self,
         real: dict[int, Tensor],
         storage: int,
-        waiting: dict[int, list[tuple[nn.Parameter | None, Callable[[Tensor], None], _View]]],
+        waiting: dict[int, list[_Place]],
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
         base = real.pop(storage)
-        for param, put, view in waiting.pop(storage, ()):
-            tensor = _view_of(base, view)
-            if param is None:
-                put(tensor.clone())
+        for place in waiting.pop(storage, ()):
+            tensor = _view_of(base, place.view)
+            if place.param is None:
+                place.put(tensor.clone())
             else:
-                yield param, tensor
+                yield place.param, tensor
 
-    def _replace_by_shells(self) -> list[tuple[nn.Parameter | None, Callable[[Tensor], None], _View]]:
+    def _replace_by_shells(self) -> list[_Place]:
         """Parameters become real ones with a shape and no memory. Returns where each value goes."""
         shells: dict[int, nn.Parameter] = {}
-        sources: list[tuple[nn.Parameter | None, Callable[[Tensor], None], _View]] = []
-        for module in self.module.modules():
+        places: list[_Place] = []
+        for owner, module in self.module.named_modules():
+            prefix = f"{owner}." if owner else ""
             for name, param in module._parameters.items():
                 if param is None:
                     continue
                 if id(param) not in shells:
                     nothing = torch.zeros((), dtype=param.dtype, device="cpu").expand(param.shape)
                     shell = shells[id(param)] = nn.Parameter(nothing, requires_grad=param.requires_grad)
-                    sources.append((shell, lambda value: None, _describe(param)))
+                    places.append(_Place(prefix + name, shell, lambda value: None, _describe(param)))
                     self._alive.append(param.untyped_storage())
                 module._parameters[name] = shells[id(param)]
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
-                    sources.append((None, _setter(module, name), _describe(buffer)))
+                    places.append(_Place(prefix + name, None, _setter(module, name), _describe(buffer)))
                     self._alive.append(buffer.untyped_storage())
-        return sources
+        return places
 
     def record(
         self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any, fills: bool = False

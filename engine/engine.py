@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from ..offload import OffloadError
 from ..zero.gradient import GroupGradient
 from ..zero.sequence import UnitSequence
 from . import weights
-from .batch import call, call_for_loss, loss_of, microbatches, prepared
+from .batch import call, call_for_loss, forward, loss_of, microbatches, prepared
 from .checkpoint import Checkpointer
 from .full_values import FullValues
 from .guard import ModelGuard
@@ -94,7 +95,7 @@ class Engine:
         self._checkpointer = Checkpointer(parts.config, parts.mesh, parts.module, parts.optimizer, self._named)
         self._preemption = Preemption()
         if parts.config.checkpoint.on_sigterm:
-            self._preemption.arm()
+            self._preemption.arm(says_so=self.rank == 0)
         delay_after_steps = parts.config.zero_optimization.offload_optimizer.delay_after_steps
         self._update = StepUpdate(
             parts.optimizer, parts.sequence, parts.mesh, self._timing, self._unclipped_factor, delay_after_steps
@@ -171,7 +172,7 @@ class Engine:
         self._check_has_whole("engine(batch)", "engine.eval_step(batch)")
         self._guard.check()
         with self._saving, self._progress.forward(self._num_microbatches, torch.is_grad_enabled()):
-            return self.module(*self._prepare(args), **self._prepare(kwargs))
+            return forward(self.module, self._prepare(args), self._prepare(kwargs))
 
     @in_turn
     def backward(self, loss: Tensor) -> None:
@@ -212,9 +213,10 @@ class Engine:
         if self._num_microbatches % self._accumulation or not self._num_microbatches:
             return self._last
         self._progress.enter(Activity.UPDATE)
-        events = (self._checkpointer.has_failed, self._preemption.is_requested, self._update.has_failed())
+        stop = self._preemption
+        events = (self._checkpointer.has_failed, self._update.has_failed(), stop.is_requested, stop.is_interrupt)
         sums = sum_step(self._mesh, self._gradients, self._losses, events, f"the norm of step {self.global_step}")
-        save_failed, is_preempted, update_failed = sums.events
+        save_failed, update_failed, *stops = sums.events
         if update_failed:
             self._forget_gradients()
             self._update.raise_failure()
@@ -250,7 +252,7 @@ class Engine:
         )
         self._progress.end_step(self.global_step)
         self._log.after_step(self.global_step, self._last, self.config.train_batch_size or 0)
-        self._save_if_due(bool(save_failed), bool(is_preempted))
+        self._save_if_due(bool(save_failed), *stops)
         return self._last
 
     @in_turn
@@ -504,8 +506,12 @@ class Engine:
         )
         raise non_finite_error(self._mesh, self._gradients, self.global_step, outcome)
 
-    def _save_if_due(self, save_failed: bool, is_preempted: bool) -> None:
-        """What the `checkpoint` section asks for at the end of a step; all ranks come to the same answer."""
+    def _save_if_due(self, save_failed: bool, is_preempted: int, is_interrupted: int) -> None:
+        """What the `checkpoint` section asks for at the end of a step; all ranks come to the same answer.
+
+        is_preempted: on how many ranks. is_interrupted: on how many of them by Ctrl-C: what started the job is not to
+        go on as if it were done.
+        """
         wanted = self.config.checkpoint
         if save_failed:
             try:
@@ -519,8 +525,9 @@ class Engine:
             self._save_checkpoint(wanted.folder)
         if is_preempted:
             self._close()
-            logger.info("SIGTERM: step %d is saved in %s, leaving", self.global_step, wanted.folder)
-            raise SystemExit(0)
+            name = "SIGINT" if is_interrupted else "SIGTERM"
+            logger.info("%s: step %d is saved in %s, leaving", name, self.global_step, wanted.folder)
+            raise SystemExit(128 + signal.SIGINT if is_interrupted else 0)
 
     def _training_state(self) -> dict[str, Any]:
         """Where the run stands, beside tensors and what each rank has of its own."""

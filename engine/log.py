@@ -17,6 +17,7 @@ def configure() -> None:
     if not logger.handlers and not logging.getLogger().handlers and logger.level == logging.NOTSET:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("lowtide: %(message)s"))
+        handler.addFilter(lambda record: not logging.getLogger().handlers)  # one that came later shows the line too
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
 

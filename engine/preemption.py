@@ -1,4 +1,4 @@
-"""SIGTERM as a request: it is noted, and acted upon at the end of the step."""
+"""SIGTERM and Ctrl-C as requests: one is noted, and acted upon at the end of the step."""
 
 from __future__ import annotations
 
@@ -7,38 +7,65 @@ import signal
 import threading
 from types import FrameType
 
+_REQUESTS = (signal.SIGTERM, signal.SIGINT)
+
 
 class Preemption:
-    """Notes SIGTERM while it is armed. The second one ends the process as it would without."""
+    """Notes SIGTERM and SIGINT while it is armed. The second one does what it would without.
+
+    A process that ignores SIGINT, as a shell's background jobs do, goes on ignoring it.
+    """
 
     def __init__(self) -> None:
-        self.is_requested = False
-        self._before: signal._HANDLER = None
+        self.noted: int | None = None
+        self._before: dict[int, signal._HANDLER] = {}
         self._is_armed = False
+        self._says_so = False
 
-    def arm(self) -> None:
-        """Raises ValueError outside of the main thread, where Python allows no signal handlers."""
+    @property
+    def is_requested(self) -> bool:
+        """Whether one has come."""
+        return self.noted is not None
+
+    @property
+    def is_interrupt(self) -> bool:
+        """Whether it was Ctrl-C."""
+        return self.noted == signal.SIGINT
+
+    def arm(self, says_so: bool = False) -> None:
+        """says_so: a line on standard error when the signal comes; the step may take a while.
+
+        Raises ValueError outside of the main thread, where Python allows no signal handlers.
+        """
         if threading.current_thread() is not threading.main_thread():
             raise ValueError(
                 "checkpoint.on_sigterm: expected lowtide.initialize in the main thread, found "
                 f"'{threading.current_thread().name}'; only there a signal can be received"
             )
-        self._before = signal.signal(signal.SIGTERM, self._note)
+        self._says_so = says_so
+        for number in _REQUESTS:
+            if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
         self._is_armed = True
 
     def disarm(self) -> None:
-        """Gives the signal back to whoever had it, unless somebody has taken it since."""
+        """Gives the signals back to whoever had them, unless somebody has taken them since."""
         if self._is_armed:
             self._is_armed = False
-            if signal.getsignal(signal.SIGTERM) == self._note:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
+            for number, before in self._before.items():
+                if signal.getsignal(number) == self._note:
+                    signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        before = self._before[number]
         if self._is_armed:
-            self.is_requested = True
+            self.noted = number
             self.disarm()
-        elif callable(self._before):  # given back to us by one who took it from us
-            self._before(number, frame)
-        elif self._before != signal.SIG_IGN:
+            if self._says_so:  # not by the logger: it may be in the middle of a line
+                name = signal.Signals(number).name
+                os.write(2, f"lowtide: {name}: the step is finished and saved; a second one acts at once\n".encode())
+        elif callable(before):  # given back to us by one who took it from us
+            before(number, frame)
+        elif before != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -31,8 +31,8 @@ def summary(folder: Path) -> str:
     return "\n".join(
         [
             "== what this showed",
-            f"the loss {fell}: {trained['first_loss']:.2f} -> {trained['final_loss']:.2f} nats per byte "
-            f"({trained['validation_loss']:.2f} on files that were not trained on), "
+            f"the loss {fell}: {trained['first_loss']:.3f} -> {trained['final_loss']:.3f} nats per byte "
+            f"({trained['validation_loss']:.3f} on files that were not trained on), "
             f"{trained['tokens_per_second']:,.0f} tokens/s",
             "",
             "memory of each process:",

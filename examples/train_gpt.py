@@ -42,7 +42,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sample-bytes", type=int, default=300, help="bytes to generate at the end (default: 300)")
     parser.add_argument("--print-every", type=positive, default=20, help="steps between two lines (default: 20)")
     parser.add_argument("--out", type=Path, default=Path("runs/gpt"), help="folder of the curve (default: runs/gpt)")
-    parser.add_argument("--checkpoints", type=Path, help="save here at the end and on SIGTERM; go on from the latest")
+    parser.add_argument(
+        "--checkpoints", type=Path, help="save here at the end, on Ctrl-C and on SIGTERM; go on from there"
+    )
     parser.add_argument("--save-every", type=positive, help="also save after every so many steps, with --checkpoints")
     parser.add_argument("--report", type=Path, help="a JSON file for the final numbers")
     arguments = parser.parse_args(argv)
@@ -87,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
         "processes": world_size,
         "steps": engine.global_step,
         "first_loss": losses[0],
-        "final_loss": sum(losses[-20:]) / len(losses[-20:]),
+        "final_loss": losses[-1],
         "validation_loss": validation_loss,
         "tokens_per_second": tokens_per_second,
         "parameter_bytes": states.parameter_bytes,
@@ -221,8 +223,8 @@ def finish(report: dict[str, Any], losses: list[float], arguments: argparse.Name
         arguments.report.parent.mkdir(parents=True, exist_ok=True)
         arguments.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(
-        f"training loss {report['first_loss']:.3f} -> {report['final_loss']:.3f} "
-        f"(mean of the last {min(len(losses), 20)} steps), validation loss {report['validation_loss']:.3f}"
+        f"training loss {report['first_loss']:.3f} -> {report['final_loss']:.3f}, "
+        f"validation loss {report['validation_loss']:.3f}"
     )
     print(f"loss curve: {report['curve']}")
     if arguments.sample_bytes:

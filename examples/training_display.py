@@ -28,22 +28,24 @@ class TrainingDisplay:
             disable=not (visible and self.console.is_terminal),
         )
         self.task = self.progress.add_task("training", total=num_steps, numbers="")
-        self.first_step: int | None = None  # of this run; one that goes on from a checkpoint begins later
-        self.first_step_ended = 0.0
+        self.timed_since = time.perf_counter()
+        self.timed_steps = 0
+        self.has_warmed_up = False
         self.tokens_per_second = 0.0
 
     def update(self, step: int, loss: float, memory_bytes: int) -> None:
-        """step: counted from 1. The first step of the run warms up and is left out of the speed."""
+        """step: counted from 1. The first step of the run warms up and is left out of the speed of the later ones."""
         now = time.perf_counter()
-        if self.first_step is None:
-            self.first_step, self.first_step_ended = step, now
-        else:
-            self.tokens_per_second = (step - self.first_step) * self.tokens_per_step / (now - self.first_step_ended)
+        is_first, self.has_warmed_up = not self.has_warmed_up, True
+        self.timed_steps += 1
+        self.tokens_per_second = self.timed_steps * self.tokens_per_step / (now - self.timed_since)
+        if is_first:
+            self.timed_since, self.timed_steps = now, 0
         numbers = (
             f"loss {loss:.3f}  {self.tokens_per_second:,.0f} tokens/s  {memory_bytes / MEBIBYTE:,.0f} MiB per process"
         )
         self.progress.update(self.task, completed=step, numbers=numbers)
-        due = step == self.first_step or step % self.print_every == 0 or step == self.num_steps
+        due = is_first or step % self.print_every == 0 or step == self.num_steps
         if due and self.progress.disable:
             self.say(f"step {step:>5}/{self.num_steps}  {numbers}")
 
@@ -53,6 +55,7 @@ class TrainingDisplay:
 
     def __enter__(self) -> "TrainingDisplay":
         self.progress.start()
+        self.timed_since = time.perf_counter()
         return self
 
     def __exit__(

@@ -16,7 +16,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"zero", "pipe", "comm", "kernels", "configs", "checkpoint", "offload"},
     "checkpoint": {"offload"},
     "zero": {"comm", "kernels", "offload"},
-    "pipe": {"comm", "kernels"},
+    "pipe": {"comm", "kernels", "zero"},
     "comm": {"launch"},
     "kernels": set(),
     "offload": set(),

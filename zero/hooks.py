@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .blocks import has_forward, parameters_read_by
 from .sequence import Phase, Unit, UnitSequence
 
 
@@ -85,7 +86,7 @@ class UnitHooks:
                 rest.release()
 
         for module in rest.module.modules():
-            if module is not rest.module and any(id(p) in members for p in module.parameters(recurse=False)):
+            if module is not rest.module and has_forward(module) and members & set(map(id, parameters_read_by(module))):
                 self._add(module.register_forward_pre_hook(before, prepend=True))
                 self._add(module.register_forward_hook(after))
 

@@ -60,15 +60,17 @@ class ReleasedParameter(nn.Parameter):
         if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        name = next((a.lowtide_name for a in _flatten(args) if isinstance(a, ReleasedParameter)), "?")
+        name = next((a.lowtide_name for a in _flatten((args, kwargs)) if isinstance(a, ReleasedParameter)), None)
+        what = "a parameter" if name is None else f"parameter '{name}'"  # None: it lies in an object that was passed
         operation = getattr(func, "__name__", str(func))
         if operation == "__get__":
             operation = "an attribute that needs values"
         raise ReleasedParameterError(
-            f"parameter '{name}' is released: only its shards exist here, so {operation} cannot read it. Its "
-            "values are there inside the forward and backward of its own module; anywhere else use "
-            f"`with engine.gathered(parameter):`. If another module's forward reads '{name}', list both modules' "
-            "common parent in zero_optimization.units, or leave the owner out of that list."
+            f"{what} is released: only its shards exist here, so {operation} cannot read it. Its values are there "
+            "inside the forward and backward of its own module, when that is called; anywhere else use "
+            "`with engine.gathered(parameter):`. If another module's forward reads it, list both modules' common "
+            "parent in zero_optimization.units, or leave the owner out of that list; if the parts of a Sequential are "
+            "called one by one, list the parts."
         )
 
     def __repr__(self, **ignored: Any) -> str:  # type: ignore[override]
@@ -95,9 +97,11 @@ def mark_present(param: nn.Parameter) -> None:
         param.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
-def _flatten(args: Iterable[Any]) -> Iterable[Any]:
-    for arg in args:
-        if isinstance(arg, (list, tuple)):
-            yield from _flatten(arg)
-        else:
-            yield arg
+def _flatten(value: Any) -> Iterable[Any]:
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _flatten(item)
+    elif isinstance(value, Mapping):
+        yield from _flatten(list(value.values()))
+    else:
+        yield value

@@ -9,8 +9,9 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from .blocks import find_blocks, numel, running_modules
+
 REST = "(rest)"
-_MIN_SHARE_OF_PARAMETERS = 0.05
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,11 @@ def plan_units(model: nn.Module, patterns: Sequence[str] | None = None) -> list[
 
     Without patterns a unit is an element of an outermost `ModuleList` or `Sequential` whose elements repeat one class
     and hold a good part of the model. patterns: shell-style patterns of module names; each match is a unit.
+    For a container it is what runs in it: see [Note: what runs] in `blocks.py`.
     A parameter that several units use belongs to the rest, under its first name.
-    Raises ValueError for a pattern that matches no module, or where units contain each other.
+    Raises ValueError for a pattern that matches no module, or none that runs, or where units contain each other.
     """
-    blocks = _named_blocks(model, patterns) if patterns is not None else _find_blocks(model)
+    blocks = _named_blocks(model, patterns) if patterns is not None else find_blocks(model)
     users: Counter[int] = Counter()
     for _, block in blocks:
         users.update({id(param) for param in block.parameters()})
@@ -49,39 +51,9 @@ def plan_units(model: nn.Module, patterns: Sequence[str] | None = None) -> list[
     return [unit for unit in units if unit.params or unit.is_rest]
 
 
-def _find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    total = sum(param.numel() for param in model.parameters())
-    blocks: list[tuple[str, nn.Module]] = []
-    seen: set[int] = set()
-
-    def visit(name: str, module: nn.Module) -> None:
-        if _repeats_one_class(module) and _numel(module) >= _MIN_SHARE_OF_PARAMETERS * total:
-            for child_name, child in module.named_children():
-                if id(child) not in seen and any(True for _ in child.parameters()):
-                    seen.add(id(child))
-                    blocks.append((f"{name}.{child_name}" if name else child_name, child))
-            return
-        for child_name, child in module.named_children():
-            visit(f"{name}.{child_name}" if name else child_name, child)
-
-    visit("", model)
-    return blocks
-
-
-def _repeats_one_class(module: nn.Module) -> bool:
-    if not isinstance(module, (nn.ModuleList, nn.Sequential)):
-        return False
-    classes = Counter(type(child) for child in module if any(True for _ in child.parameters()))
-    return bool(classes) and max(classes.values()) >= 2 and 2 * max(classes.values()) >= sum(classes.values())
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(param.numel() for param in module.parameters())
-
-
 def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
     modules = [(name, module) for name, module in model.named_modules() if name]
-    blocks = [(n, m) for n, m in modules if any(fnmatchcase(n, pattern) for pattern in patterns)]
+    matches = [(n, m) for n, m in modules if any(fnmatchcase(n, pattern) for pattern in patterns)]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name, _ in modules):
             known = ", ".join(sorted({name.split(".")[0] for name, _ in modules}))
@@ -89,15 +61,25 @@ def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, 
                 f'zero_optimization.units: expected a pattern of module names, found "{pattern}", which matches no '
                 f"module; the model's top modules are: {known or 'none'}"
             )
-    for name, block in blocks:
+    blocks: dict[int, tuple[str, nn.Module]] = {}
+    for name, module in matches:
+        running = running_modules(name, module)
+        if not running and numel(module):
+            raise ValueError(
+                f'zero_optimization.units: expected modules that are called, found "{name}", a {type(module).__name__} '
+                "without a forward, and without modules that have one; name the module around it, whose forward reads "
+                "its parameters"
+            )
+        blocks.update({id(part): (part_name, part) for part_name, part in running})
+    for name, block in blocks.values():
         inner = {id(module) for module in block.modules()} - {id(block)}
-        nested = [other for other, module in blocks if id(module) in inner]
+        nested = [blocks[key][0] for key in blocks if key in inner]
         if nested:
             raise ValueError(
                 f'zero_optimization.units: expected modules that do not contain each other, found "{name}" which '
                 f'contains "{nested[0]}"; name one of them'
             )
-    return blocks
+    return list(blocks.values())
 
 
 def _parameters_outside(model: nn.Module, blocks: set[int]) -> list[nn.Parameter]:

@@ -4,11 +4,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from lowtide.engine.batch import prepared
 from tests.ranks import RankPool
 
 ROUTES = ["shared_memory", "sockets"]
@@ -65,6 +67,14 @@ def initialize(model: Any = None, changes: dict[str, Any] | None = None, **optio
 
 def step_on(rows: int, model: Any = None, changes: dict[str, Any] | None = None) -> None:
     initialize(model, changes).train_step((torch.randn(rows, 4),))
+
+
+def step_on_integers(precision: str, call_it: bool) -> None:
+    engine = initialize(changes={precision: {"enabled": True}, "zero_optimization": {"stage": 3}})
+    rows = torch.ones(2, 4, dtype=torch.uint8)
+    if call_it:
+        engine(x=rows)
+    engine.train_step((rows,))
 
 
 def train_on_short_iterator() -> None:
@@ -230,10 +240,10 @@ MISTAKES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str, str]] = {
     ),
     "nested units": (
         initialize,
-        (None, units("blocks", "blocks.0")),
+        (nn.Sequential(Net()), units("0", "0.head")),
         "ValueError",
-        'zero_optimization.units: expected modules that do not contain each other, found "blocks" which contains '
-        '"blocks.0"; name one of them',
+        'zero_optimization.units: expected modules that do not contain each other, found "0" which contains '
+        '"0.head"; name one of them',
     ),
     "loss.backward()": (
         call_backward_on_the_loss,
@@ -249,6 +259,20 @@ MISTAKES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str, str]] = {
         "ValueError",
         'loss: expected a tensor with one element as the model\'s output, or as its .loss, ["loss"] or [0], found a '
         "tensor of shape (2,); give initialize(..., loss_fn=lambda output, batch: ...)",
+    ),
+    "integers where floats are wanted": (
+        step_on_integers,
+        ("bf16", False),
+        "ValueError",
+        "batch: expected torch.bfloat16 for 'blocks.0' (Linear), the dtype of its weight, found torch.uint8 of shape "
+        "(2, 4). Of a batch, floating-point tensors are cast (auto_cast) and integers are not, which may be indices: "
+        "give values as floats, for example x.float(). In torch's words: mat1 and mat2 must have the same dtype",
+    ),
+    "integers in a call": (
+        step_on_integers,
+        ("fp16", True),
+        "ValueError",
+        "batch: expected torch.float16 for 'blocks.0' (Linear), the dtype of its weight, found torch.uint8",
     ),
     "loss without gradient": (
         backward_of,
@@ -323,3 +347,9 @@ def test_each_mistake_has_its_text(ranks: RankPool) -> None:
     for name, (_, _, kind, text) in MISTAKES.items():
         assert found[name][0] == kind, (name, found[name])
         assert text in found[name][1], name
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_inputs_of_every_floating_point_dtype_are_cast(dtype: torch.dtype) -> None:
+    values, indices = prepared((torch.ones(2, dtype=dtype), torch.ones(2).long()), torch.device("cpu"), torch.bfloat16)
+    assert (values.dtype, indices.dtype) == (torch.bfloat16, torch.int64)

@@ -1,5 +1,6 @@
 """A model built on the meta device gets the bits that it gets when it is built at once."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -156,6 +157,17 @@ def test_a_builder_that_reads_values_is_refused() -> None:
 
     with pytest.raises(ValueError, match="the model builder reads values of tensors while it constructs the model"):
         DeferredModel(build)
+
+
+def test_what_was_not_made_by_the_builder_is_named() -> None:
+    made_before = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    text = (
+        "the model builder made parameters or buffers in a way that cannot be replayed, for example before it was "
+        "called: 0.weight, 0.bias, 1.weight and 1 more; make them within the call, or pass the constructed module to "
+        "initialize in its place"
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        list(DeferredModel(lambda: made_before).values())
 
 
 def test_a_callable_that_builds_no_module_is_refused() -> None:

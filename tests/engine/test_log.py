@@ -1,7 +1,12 @@
 """Steps and notes of the config are seen without any set-up of logging, once every `steps_per_print`."""
 
+import logging
 import subprocess
 import sys
+
+import pytest
+
+from lowtide.engine.log import configure, logger
 
 SCRIPT = """
 import torch, lowtide
@@ -23,3 +28,19 @@ def test_steps_per_print_prints_steps_and_notes() -> None:
     ]
     assert sum(line.startswith(("lowtide: step 2: loss", "lowtide: step 4: loss")) for line in lines) == 2
     assert any("zero_optimization.overlap_comm" in line for line in lines)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
+def test_a_program_that_sets_up_logging_sees_every_line_once(
+    is_first: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = [configure, lambda: logging.basicConfig(level=logging.INFO, format="own: %(message)s")]
+    root = logging.getLogger()
+    for one, level in ((root, root.level), (logger, logging.NOTSET)):  # as in a new process, in what follows
+        monkeypatch.setattr(one, "handlers", [])
+        monkeypatch.setattr(one, "level", level)
+    logger.setLevel(logging.NOTSET)  # forgets what was found out about levels
+    for step in reversed(steps) if is_first else steps:
+        step()
+    logger.info("step 1")
+    assert capsys.readouterr().err == "own: step 1\n"

@@ -1,4 +1,4 @@
-"""SIGTERM with `checkpoint.on_sigterm`: the step is finished, saved, and the job leaves with status 0."""
+"""SIGTERM or Ctrl-C with `checkpoint.on_sigterm`: the step is finished, saved, and the job leaves."""
 
 import os
 import signal
@@ -58,26 +58,27 @@ def assert_goes_on(folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "number", "expected"), [(0, signal.SIGTERM, 0), (1, signal.SIGINT, 130)])
 def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, number: signal.Signals, expected: int
 ) -> None:
     job = job_in(tmp_path, monkeypatch)
-    os.kill(int((tmp_path / f"pid{rank}").read_text()), signal.SIGTERM)
+    os.kill(int((tmp_path / f"pid{rank}").read_text()), number)
     status, out, err = job.finish(60)
-    assert status == 0, out + err
-    assert "SIGTERM: step" in out + err and "is saved in run, leaving" in out + err
+    assert status == expected, out + err
+    assert f"{number.name}: step" in out + err and "is saved in run, leaving" in out + err
     assert_goes_on(tmp_path / "run")
 
 
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_to_the_launcher_ends_the_job_with_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, expected: int
 ) -> None:
     """Saved in the background: it is waited for."""
     job = job_in(tmp_path, monkeypatch, asynchronous=True)
-    job.process.send_signal(signal.SIGTERM)
+    job.process.send_signal(number)
     status, out, err = job.finish(60)
-    assert status == 0, out + err
+    assert status == expected, out + err
     assert_goes_on(tmp_path / "run")
 
 
@@ -116,6 +117,24 @@ def test_a_second_signal_goes_to_whoever_had_it_before(tmp_path: Path, handler: 
     signal.raise_signal(signal.SIGTERM)
     assert handler == [signal.SIGTERM]
     engine.close()
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_that_is_ctrl_c_interrupts_at_once(tmp_path: Path, first: signal.Signals) -> None:
+    with engine_for(preempted_case(tmp_path), 1):
+        signal.raise_signal(first)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert CheckpointFolder(tmp_path).latest() is None
+
+
+def test_an_ignored_ctrl_c_stays_ignored(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with engine_for(preempted_case(tmp_path), 1):
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_the_signal_is_given_back_when_the_engine_is_closed(tmp_path: Path, handler: list[int]) -> None:

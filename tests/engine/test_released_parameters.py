@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import handle_torch_function
 
 import lowtide
 from tests.ranks import RankPool
@@ -56,7 +57,20 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "copy from it": lambda p: torch.zeros(5, 5).copy_(p),
     "isfinite": lambda p: torch.isfinite(p).all(),
     "deepcopy": copy.deepcopy,
+    "layer_norm": lambda p: functional.layer_norm(torch.ones(5, 5), (5, 5), weight=p),
+    "by its name alone": lambda p: torch.add(torch.ones(5, 5), other=p),
+    "in a mapping": lambda p: handle_torch_function(sum_of, (p,), {"weights": [p]}),
 }
+
+
+def sum_of(weights: Any) -> Tensor: ...
+
+
+class Box:
+    """Hides a parameter from those who look for it among arguments."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self.param = param
 
 
 def read_released(route: str) -> tuple[dict[str, tuple[str, str]], list[Any], str, str]:
@@ -72,7 +86,7 @@ def read_released(route: str) -> tuple[dict[str, tuple[str, str]], list[Any], st
     engine.train_step((torch.ones(2, 5),))
     param = model.get_parameter(NAME)
     found = {}
-    for name, read in READS.items():
+    for name, read in {**READS, "in an object": lambda p: handle_torch_function(sum_of, (p,), Box(p))}.items():
         try:
             found[name] = "nothing", str(read(param))
         except Exception as error:
@@ -104,6 +118,9 @@ def read_released(route: str) -> tuple[dict[str, tuple[str, str]], list[Any], st
 @pytest.mark.parametrize("route", ROUTES)
 def test_reading_a_released_parameter_is_an_error_that_names_it(ranks: RankPool, route: str) -> None:
     for found, harmless, text, after in ranks(2, read_released, route):
+        kind, message = found.pop("in an object")
+        assert kind == "ReleasedParameterError"
+        assert message.startswith("a parameter is released: only its shards exist here, so sum_of cannot read it.")
         for name, (kind, message) in found.items():
             assert kind == "ReleasedParameterError", (name, kind, message)
             assert message.startswith(f"parameter '{NAME}' is released"), name
@@ -113,4 +130,5 @@ def test_reading_a_released_parameter_is_an_error_that_names_it(ranks: RankPool,
         assert harmless == [(5, 5), torch.float32, True, 25, 2, 5, shown, True, None, shown, True, True]
         assert text.startswith(f"parameter '{NAME}' is released: only its shards exist here, so sum cannot read it.")
         assert "list both modules' common parent in zero_optimization.units" in text
+        assert text.endswith("if the parts of a Sequential are called one by one, list the parts.")
         assert after == "trains on"

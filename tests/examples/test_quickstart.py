@@ -68,7 +68,8 @@ def test_summary_says_loss_memory_curve_sample_and_what_next(tmp_path: Path) -> 
         (tmp_path / f"{name}.json").write_text(content, encoding="utf-8")
     lines = summary(tmp_path).splitlines()
     assert (
-        "the loss fell: 5.50 -> 1.75 nats per byte (1.88 on files that were not trained on), 12,345 tokens/s" in lines
+        "the loss fell: 5.500 -> 1.750 nats per byte (1.875 on files that were not trained on), 12,345 tokens/s"
+        in lines
     )
     assert [line.split() for line in lines if "stage" in line and "MiB" in line] == [
         ["plain", "data", "parallelism", "(stage", "0)", "400", "MiB", "700", "MiB", "1,000", "MiB"],

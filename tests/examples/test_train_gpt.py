@@ -1,6 +1,7 @@
 """The example script as a user runs it, at a size that takes a second."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 import train_gpt
 from gpt_model import GPTShape
 from loss_curve import smoothed
+
+from lowtide.checkpoint.folder import CheckpointFolder
 
 SIZE = ["--layers", "1", "--heads", "2", "--width", "16", "--context", "16", "--batch-size-per-process", "4"]
 SCRIPT = Path(train_gpt.__file__)
@@ -47,6 +50,9 @@ def test_training_leaves_curve_report_and_text(
         "30/30",
     ]
     assert "loss curve: " in printed
+    assert " 0 tokens/s" not in printed
+    first, *_, last = [line.split("loss ")[1].split()[0] for line in printed.splitlines() if line.startswith("step ")]
+    assert f"training loss {first} -> {last}, validation loss {report['validation_loss']:.3f}" in printed
 
 
 def test_a_second_run_goes_on_where_the_first_has_saved(source: Path, tmp_path: Path) -> None:
@@ -61,6 +67,25 @@ def test_a_second_run_goes_on_where_the_first_has_saved(source: Path, tmp_path: 
     assert after["first_loss"] < before["first_loss"] - 0.1
     with pytest.raises(SystemExit, match="saved is at step 20 already; expected --steps above that, found 20"):
         train_gpt.main([*arguments, "20"])
+
+
+def test_ctrl_c_saves_what_the_next_run_goes_on_from(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shown = train_gpt.TrainingDisplay.update
+
+    def update(display: train_gpt.TrainingDisplay, step: int, *numbers: float) -> None:
+        shown(display, step, *numbers)  # type: ignore[arg-type]  # a loss and a number of bytes
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(train_gpt.TrainingDisplay, "update", update)
+    files = ["--data", str(source), "--out", str(tmp_path / "out"), "--checkpoints", str(tmp_path / "saved")]
+    with pytest.raises(SystemExit) as ended:
+        train_gpt.main([*SIZE, *files, "--steps", "100000"])
+    assert ended.value.code == 130
+    assert "lowtide: SIGINT: the step is finished and saved; a second one acts at once\n" in capfd.readouterr().err
+    assert CheckpointFolder(tmp_path / "saved").tags() == ["global_step3"]
 
 
 def test_the_config_of_a_run_keeps_the_preset_and_takes_the_flags() -> None:

@@ -1,4 +1,4 @@
-"""Layers around and in the blocks may be of any kind: linear stems, computed weights, frozen ones."""
+"""Layers around and in the blocks may be of any kind: linear stems, computed weights, frozen ones, containers."""
 
 from typing import Any
 
@@ -8,7 +8,11 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import lowtide
+from tests import models
+from tests.pipe.pipelines import TOLERANCE_64, pipelined
 from tests.ranks import RankPool
+from tests.zero import containers
+from tests.zero.training import Case, assert_close, train_all, train_plainly
 
 WIDTH = 8
 
@@ -82,3 +86,14 @@ def test_with_parameters_that_are_released(ranks: RankPool, kind: str) -> None:
     expected, _ = ranks(2, train_net, kind, 1, sections)[0]
     found, _ = ranks(4, train_net, kind, 2, sections | {"pipeline": {"schedule": "zb-h1"}})[0]
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_stages_begin_within_blocks_that_are_never_called(ranks: RankPool) -> None:
+    kinds = [containers.Dicts, containers.Lists, containers.ListsOfBlocks, containers.OwnClass, containers.Mixed]
+    cases = [Case(kind, models.vector_batch_float64, accumulation=2) for kind in kinds]
+    grid = [pipelined(case.at(stage), 2, "1f1b") for case in cases for stage in (0, 3)]
+    outcomes = iter(ranks(2, train_all, grid)[0])
+    for case in cases:
+        expected = train_plainly(case, 1, num_parts=2)
+        for _ in range(2):
+            assert_close(next(outcomes), expected, TOLERANCE_64, TOLERANCE_64, case.build.__name__)

@@ -8,6 +8,7 @@ from torch import nn
 from lowtide.pipe.blocks import find_blocks
 from tests import models
 from tests.pipe.test_stage_hugging_face import builder
+from tests.zero.containers import Dicts
 
 
 def names(model: nn.Module) -> list[str]:
@@ -29,9 +30,14 @@ def test_the_elements_with_parameters_of_a_sequential_model_are_the_blocks() -> 
 
 
 def test_lists_inside_blocks_and_small_lists_are_passed_over() -> None:
-    experts = nn.ModuleList(nn.ModuleList(nn.Linear(9, 9) for _ in range(3)) for _ in range(2))
+    experts = nn.ModuleList(nn.Sequential(*(nn.Linear(9, 9) for _ in range(3))) for _ in range(2))
     model = nn.ModuleDict({"experts": experts, "small": nn.ModuleList(nn.Linear(1, 1) for _ in range(2))})
     assert names(model) == ["experts.0", "experts.1"]
+
+
+def test_of_a_container_the_blocks_are_what_runs_in_it() -> None:
+    expected = ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "blocks.2.up", "blocks.2.down"]
+    assert names(Dicts()) == expected
 
 
 def test_a_block_that_stands_in_a_list_twice_is_one_block() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowtide.zero.units import REST, UnitPlan, plan_units
 
@@ -11,6 +11,9 @@ class Block(nn.Module):
     def __init__(self, width: int = 4) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
 
 
 class Gpt(nn.Module):

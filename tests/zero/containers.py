@@ -1,0 +1,154 @@
+"""Models whose blocks are never called, but the modules in them."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests import models
+
+WIDTH = 47
+
+
+class Net(nn.Module):
+    """A list of blocks between two layers, in float64. `run` says how a block's parts are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(models.FEATURES, WIDTH)
+        self.blocks = nn.ModuleList(self.block(index) for index in range(3))
+        self.last = nn.Linear(WIDTH, 3)
+        self.change()
+        self.double()
+
+    def block(self, index: int) -> nn.Module: ...
+
+    def change(self) -> None: ...
+
+    def run(self, block, x: Tensor) -> Tensor: ...  # type: ignore[no-untyped-def]  # a module of another class in each
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            x = x + self.run(block, x)
+        return functional.mse_loss(self.last(x), y)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+class Dicts(Net):
+    """A norm, which is small, stands before each layer."""
+
+    def block(self, index: int) -> nn.Module:
+        return nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "up": linear(), "act": nn.GELU(), "down": linear()})
+
+    def run(self, block, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        return block["down"](block["act"](block["up"](block["norm"](x))))
+
+
+class Lists(Net):
+    """As x-transformers has them: norms of which some are None, what is computed, and what adds it."""
+
+    def block(self, index: int) -> nn.Module:
+        return nn.ModuleList([nn.ModuleList([nn.LayerNorm(WIDTH), None]), linear(), nn.Identity()])
+
+    def run(self, block, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        (before, after), layer, residual = block
+        x = residual(layer(before(x)))
+        return x if after is None else after(x)
+
+
+class ListsOfBlocks(Net):
+    """One, two and three blocks."""
+
+    def block(self, index: int) -> nn.Module:
+        return nn.ModuleList(models.Block(WIDTH - 1) for _ in range(index + 1))
+
+    def run(self, block, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        for layer in block:
+            x = torch.cat([layer(x[:, None, 1:])[:, 0], x[:, :1]], -1)
+        return x
+
+
+class Loose(nn.Module):
+    """A class without a forward, whose own parameters are read by the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+        self.layer = linear()
+        self.more = nn.ParameterList([torch.zeros(WIDTH)])
+
+
+class OwnClass(Net):
+    def block(self, index: int) -> nn.Module:
+        return Loose()
+
+    def run(self, block, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        return block.layer(x) * block.scale + block.more[0]
+
+
+class OnlyParameters(Net):
+    """Nothing in the blocks is ever called."""
+
+    def block(self, index: int) -> nn.Module:
+        return nn.ParameterDict({"weight": 0.1 * torch.randn(WIDTH, WIDTH)})
+
+    def run(self, block, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        return functional.linear(x, block["weight"])
+
+
+class Mixed(Net):
+    """Containers beside what is called, None, and what has no parameters; and a list without anything."""
+
+    def change(self) -> None:
+        inner = nn.ModuleDict({"0": nn.ModuleList([linear(), linear()]), "1": linear(), "none": nn.ModuleList()})
+        blocks = [linear(), None, inner, nn.Identity(), linear(), nn.ModuleList([nn.Sequential(linear(), nn.Tanh())])]
+        self.blocks = nn.ModuleList(blocks)  # type: ignore[arg-type]  # torch takes None, and says so nowhere
+        self.nothing = nn.ModuleList()
+        self.register_module("none", None)
+
+    def block(self, index: int) -> nn.Module:
+        return nn.Identity()
+
+    def run(self, block, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        if block is None:
+            return x
+        if isinstance(block, nn.ModuleDict):
+            return block["1"](block["0"][1](block["0"][0](x)))
+        return block[0](x) if isinstance(block, nn.ModuleList) else block(x)
+
+
+class OneForAll(Net):
+    """The same module in every block, as ALBERT shares its layers."""
+
+    def block(self, index: int) -> nn.Module:
+        self.shared = self.shared if index else linear()
+        return nn.ModuleDict({"shared": self.shared, "own": linear()})
+
+    def run(self, block, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        return block["own"](block["shared"](x))
+
+
+class TwoLists(Net):
+    """The same blocks in a second list."""
+
+    def block(self, index: int) -> nn.Module:
+        return nn.ModuleList([linear()])
+
+    def change(self) -> None:
+        self.others = nn.ModuleList(reversed(list(self.blocks)))
+
+    def run(self, block, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        return block[0](x)
+
+
+class Backwards(Net):
+    """What is registered first runs last."""
+
+    def block(self, index: int) -> nn.Module:
+        return nn.ModuleDict({"down": linear(), "up": linear()})
+
+    def run(self, block, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        return block["down"](torch.tanh(block["up"](x)))

@@ -9,7 +9,7 @@ from ..pipe.errors import ScheduleError
 from ..pipe.registry import make_schedule
 from ..pipe.schedule import Schedule
 from .config_batch import nearest_divisors
-from .config_errors import Fault
+from .config_errors import Fault, printable
 from .config_idle import idle
 from .config_offload import ActivationOffloadConfig
 from .config_sections import ZeroConfig
@@ -83,7 +83,8 @@ def schedule_faults(parallel: ParallelConfig, pipeline: PipelineConfig, num_micr
     try:
         schedule_of(parallel, pipeline, num_microbatches)
     except ScheduleError as error:
-        return [Fault("pipeline.schedule", "value", str(error))]
+        message = "\n".join(map(printable, str(error).split("\n")))
+        return [Fault("pipeline.schedule", "value", message)]
     return []
 
 

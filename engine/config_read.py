@@ -150,8 +150,8 @@ class _Form:
 
     def _clean_object(self, value: Mapping[object, object], path: str, depth: int) -> dict[str, object]:
         repeated = value.repeated if isinstance(value, _Repeating) else []
-        for key in repeated:
-            self._fault(join(path, key), "duplicate", "the key stands twice in one object; keep one")
+        for name in repeated:
+            self._fault(join(path, name), "duplicate", "the key stands twice in one object; keep one")
         clean: dict[str, object] = {}
         for key, item in value.items():
             if not isinstance(key, str):

@@ -204,6 +204,14 @@ def test_the_name_of_a_file_is_printed_without_its_control_characters(tmp_path: 
         Config.load(str(name))
 
 
+def test_the_name_of_a_schedule_is_printed_without_its_control_characters() -> None:
+    for name in ("\x1b[31m", "a\x00b", "/a\x07.txt", "/a\x00.txt", "\x85" * 3000):
+        config = Config.load({"parallel": {"pipeline": 2}, "pipeline": {"schedule": name}})
+        with pytest.raises(ConfigError, match=r"pipeline.schedule: ") as caught:
+            config.resolve(2)
+        assert all(line.isprintable() for line in str(caught.value).split("\n"))
+
+
 def test_a_text_in_place_of_a_file_says_what_to_do() -> None:
     with pytest.raises(
         ConfigError, match=r"cannot be read: File name too long: .*a config as text is json.loads\(text\)"

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from ..engine.config import Config, ConfigError
+from ..engine.config_errors import printable
 from ..engine.config_schema import schema_text
 from .arguments import Parser
 
@@ -31,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     for note in config.notes:
         print(f"note: {note}")
     ranks = f" for {arguments.world_size} ranks" if arguments.world_size is not None else ""
-    print(f"{arguments.config}: no faults{ranks}")
+    print(f"{printable(arguments.config)}: no faults{ranks}")
     return 0
 
 

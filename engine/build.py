@@ -399,7 +399,7 @@ def _dtypes(config: Config) -> Dtypes:
 def _prefetch_numel(config: Config) -> int:
     """Elements that may be gathered ahead of their use; with offloaded parameters within the budget of live ones."""
     zero = config.zero_optimization
-    if zero.offload_param.device == "none" or zero.stage3_max_live_parameters is None:
+    if not zero.offloads_parameters or zero.stage3_max_live_parameters is None:
         return zero.stage3_prefetch_bucket_size
     return min(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters)
 

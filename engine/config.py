@@ -5,20 +5,23 @@ file -> config_read (plain values) -> config_translate (DeepSpeed's other keys, 
 Nothing here imports torch: types are the strings "fp32", "bf16" and "fp16".
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, ValidationError
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 
 from .config_batch import Batch, fill_batch, nearest_divisors
 from .config_elastic import KeptBatch, nothing_kept
 from .config_errors import ConfigError, Fault, FaultKind, shown, unknown_key
+from .config_idle import checkpoint_notes, no_effect, precision_notes, zero_notes
 from .config_kernels import KernelsConfig, idle_kernel_settings
 from .config_offload import ActivationOffloadConfig, AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from .config_offload_checks import offload_faults, offload_notes
 from .config_optimizer import OPTIMIZER_PARAMS, OptimizerConfig, SGDOptimizer
+from .config_origin import other_defaults
 from .config_parallel import (
     ParallelConfig,
     PipelineConfig,
@@ -42,7 +45,14 @@ from .config_sections import (
 from .config_translate import AUTO, BATCH_KEYS, known_rule_keys, translate
 from .config_types import Bool, Dtype, Float, Int, Natural, Positive, Section
 
+MAX_FAULTS = 20  # in a message; looking for what was meant takes a while for each
+
 __all__ = ["Config", "ConfigError", "Fault", "OptimizerConfig", "SchedulerConfig"]
+
+
+def _or_never(value: object) -> object:
+    """0 for the other ways to say never."""
+    return 0 if value is None or value == math.inf else value
 
 
 class Config(Section):
@@ -63,8 +73,8 @@ class Config(Section):
     gradient_clipping: Float = Field(default=0.0, ge=0)
     """The global norm to which gradients are clipped. 0: off."""
 
-    steps_per_print: Int = Field(default=10, ge=0)
-    """A line is logged every so many steps. 0: never."""
+    steps_per_print: Annotated[Int, BeforeValidator(_or_never)] = Field(default=10, ge=0)
+    """A line is logged every so many steps. 0, null or Infinity: never."""
 
     seed: Natural | None = None
     """Seed of the random generators. null: they are left as they are."""
@@ -117,7 +127,9 @@ class Config(Section):
             for path in translation.auto_paths
             if path not in BATCH_KEYS
         ]
-        config._notes = tuple(notes + _idle_settings(config))
+        config._notes = tuple(
+            notes + _idle_settings(config) + other_defaults(raw, config.gradient_clipping, config.optimizer)
+        )
         config._source = name
         config._auto_batch_keys = tuple(path for path in translation.auto_paths if path in BATCH_KEYS)
         return config
@@ -169,6 +181,10 @@ class Config(Section):
         resolved._notes = (*self._notes, *notes)
         resolved._auto_batch_keys = ()
         return resolved
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both ask for the same, wherever they were read and however they were written."""
+        return isinstance(other, Config) and self.__dict__ == other.__dict__
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values that `Config.load` reads back to an equal config."""
@@ -247,8 +263,11 @@ def _validate(values: dict[str, object]) -> tuple[Config | None, list[Fault]]:
         config = Config.model_validate(values)
     except ValidationError as error:
         details = error.errors(include_url=False)
-        faults = [_fault(dict(detail)) for detail in details]
-        rest = {key: value for key, value in values.items() if key not in {detail["loc"][0] for detail in details}}
+        faults = [_fault(dict(detail)) for detail in details[:MAX_FAULTS]]
+        if len(details) > MAX_FAULTS:
+            faults.append(Fault("", "value", f"{MAX_FAULTS} of {len(details):,} faults are listed here"))
+        faulty = {detail["loc"][0] for detail in details}
+        rest = {key: value for key, value in values.items() if key not in faulty}
         return None, faults + _conflicts(Config.model_validate(rest))
     return config, _conflicts(config)
 
@@ -370,16 +389,10 @@ def _update_in_backward_faults(config: Config) -> list[Fault]:
 def _idle_settings(config: Config) -> list[str]:
     """Notes on our own keys that were given and have no effect with the rest of this config."""
     zero = config.zero_optimization
-    notes = []
-    if zero.stage == 0 and zero.shard_size not in (None, 1):
-        notes.append(f"zero_optimization.shard_size: {zero.shard_size} has no effect here: stage 0 shards nothing")
-    if zero.stage < 3 and "stage3_prefetch_bucket_size" in zero.model_fields_set:
-        reason = f"stage {zero.stage} never releases parameters, so nothing is gathered ahead"
-        size = zero.stage3_prefetch_bucket_size
-        notes.append(f"zero_optimization.stage3_prefetch_bucket_size: {size} has no effect here: {reason}")
+    notes = zero_notes(zero) + precision_notes(config.bf16, config.fp16)
     if config.prescale_gradients and config.gradient_predivide_factor != 1:
-        factor = config.gradient_predivide_factor
         reason = "prescale_gradients divides by the ranks before the sum"
-        notes.append(f"gradient_predivide_factor: {factor} has no effect here: {reason}")
+        notes.append(no_effect("gradient_predivide_factor", config.gradient_predivide_factor, reason))
     notes += idle_settings(config.parallel, config.pipeline) + idle_kernel_settings(config.kernels)
-    return notes + offload_notes(zero, config.activation_checkpointing, config.aio, config.optimizer)
+    notes += offload_notes(zero, config.activation_checkpointing, config.aio, config.optimizer)
+    return notes + checkpoint_notes(config.checkpoint)

@@ -6,9 +6,11 @@ something that this engine does not do). Whatever would change numbers or the pl
 Source of the keys: DeepSpeed 0.19 runtime/config.py, runtime/zero/config.py and the files they read.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from .config_deepspeed_sections import unknown_words
 from .config_errors import Fault, shown
 
 Expected = Literal["true or false", "an integer", "a number", "a string", "an object", "any value"]
@@ -18,9 +20,10 @@ Expected = Literal["true or false", "an integer", "a number", "a string", "an ob
 class Rule:
     """What a key of DeepSpeed does here.
 
-    "no_effect": any value of the expected type is fine; a note gives the reason, unless the value is in `agrees`.
+    "no_effect": any value of the expected type is fine; a note gives the reason, unless the value is null (as if the
+    key were left out) or in `agrees`.
     "only": the values in `agrees` are fine, any other is not supported; the reason says what to do.
-    "section": fine while it is empty or switched off by `enabled`, else not supported.
+    "section": fine while it is empty or switched off by `enabled`, else not supported. Its words are known.
     """
 
     outcome: Literal["no_effect", "only", "section"]
@@ -60,6 +63,7 @@ _OWN_RANGES = "each rank reads only what it needs of a checkpoint"
 _PARALLEL_WRITE = "every rank writes its own part, all at the same time"
 _TRACE = "the order of the units is fixed when the engine is built, there is no trace to record"
 _WINDOW = "reading the next unit, updating this one and writing the last one always overlap"
+_WHOLE = "what stages send is whole, there are no tensor-parallel ranks to divide it over"
 _TORCH_ARGUMENT = "the update is one fused pass over each flat shard"
 
 _QUANTIZED = "parameters and gradients are sent in their own types; remove the key"
@@ -73,8 +77,8 @@ RULES: dict[str, Rule] = {
     "disable_allgather": _no_effect(_COLLECTIVES, "true or false", False),
     "disable_python_gc": _no_effect("the garbage collector is left as it is", "true or false", False),
     "dataloader_drop_last": _no_effect("no data loader is built here", "true or false", False),
-    "log_level": _no_effect("set the level of Python's logging in your script", "any value", None),
-    "vocabulary_size": _no_effect("DeepSpeed only warns about its alignment", "any value", None),
+    "log_level": _no_effect("set the level of Python's logging in your script", "any value"),
+    "vocabulary_size": _no_effect("DeepSpeed only warns about its alignment", "any value"),
     "timers": _no_effect(_NO_TIMER, "an object"),
     "aio.queue_depth": _no_effect("each thread has one request in flight; thread_count says how many", "an integer"),
     "aio.single_submit": _no_effect("each thread has one request in flight"),
@@ -115,17 +119,17 @@ RULES: dict[str, Rule] = {
     "pipeline.partition": _only("best", "set pipeline.balance; remove the key", "a string"),
     "pipeline.seed_layers": _only(False, "set seed; remove the key"),
     "pipeline.activation_checkpoint_interval": _only(0, "set activation_checkpointing.every", "an integer"),
-    "pipeline.pipe_partitioned": _only(False, "what stages send is whole; remove the key"),
-    "pipeline.grad_partitioned": _only(False, "what stages send is whole; remove the key"),
+    "pipeline.pipe_partitioned": _no_effect(_WHOLE, "true or false", False),
+    "pipeline.grad_partitioned": _no_effect(_WHOLE, "true or false", False),
     "checkpoint.tag_validation": _no_effect("every rank uses the tag of rank 0", "a string"),
     "checkpoint.load_universal": _no_effect(_ANY_TOPOLOGY, "true or false", False),
     "checkpoint.use_node_local_storage": _only(False, "every rank must see one folder; set false"),
-    "checkpoint.parallel_write": _no_effect(_PARALLEL_WRITE, "an object", None, {}),
-    "checkpoint.writer": _no_effect(_PARALLEL_WRITE, "an object", None, {}),
+    "checkpoint.parallel_write": _no_effect(_PARALLEL_WRITE, "an object", {}),
+    "checkpoint.writer": _no_effect(_PARALLEL_WRITE, "an object", {}),
     "checkpoint.checkpoint_serialization": _no_effect("the format is that of torch.distributed.checkpoint"),
     "data_types.param_dtype": _only(None, "set bf16.enabled or fp16.enabled instead", "any value"),
     "data_types.buffer_dtype": _only(None, "buffers keep their own types; remove the key", "any value"),
-    "data_types.keep_in_fp32_modules": _only([], "all parameters take the compute type; set []", "any value"),
+    "data_types.keep_in_fp32_modules": _no_effect("it is for buffers, which keep their types", "any value", "auto"),
     "bf16.immediate_grad_update": _no_effect("zero_optimization.update_in_backward is the key for that here"),
     "bf16.check_grad_overflow": _no_effect("a gradient that is not finite is an error here, it is never skipped"),
     "bf16.bf16_master_weights_and_grads": _only(False, "master parameters are fp32; remove the key"),
@@ -182,7 +186,7 @@ RULES: dict[str, Rule] = {
     "zero_optimization.leaf_module": _no_effect("skipped modules need no list: the order is fixed", "an object"),
     "activation_checkpointing.partition_activations": _only(False, "set activation_checkpointing.every instead"),
     "activation_checkpointing.contiguous_memory_optimization": _no_effect("it needs partition_activations"),
-    "activation_checkpointing.number_checkpoints": _no_effect("`every` chooses", "any value", None),
+    "activation_checkpointing.number_checkpoints": _no_effect("`every` chooses", "any value"),
     "activation_checkpointing.synchronize_checkpoint_boundary": _no_effect("no step waits for the device"),
     "activation_checkpointing.profile": _no_effect(_NO_TIMER, "true or false", False),
     "optimizer.legacy_fusion": _no_effect(_TORCH_ARGUMENT),
@@ -228,9 +232,10 @@ def _has_type(value: object, expected: Expected) -> bool:
 
 
 def is_on(section: dict[str, object]) -> bool:
-    """Whether a section asks for anything: its own `enabled`, else that of any part, else that it is not empty."""
-    if "enabled" in section:
-        return section["enabled"] is not False
+    """Whether a section asks for anything: its own switch, else that of any part, else that it is not empty."""
+    for switch in ("enabled", "deepcompile"):
+        if switch in section:
+            return section[switch] is not False
     if section.get("disable") is True or section.get("autotp_size") in (0, 1):
         return False
     parts = [part for part in section.values() if isinstance(part, dict)]
@@ -243,19 +248,21 @@ def _mentions_enabled(section: dict[str, object]) -> bool:
     return "enabled" in section or any(isinstance(v, dict) and _mentions_enabled(v) for v in section.values())
 
 
-def judge(path: str, rule: Rule, value: object) -> str | Fault | None:
-    """What a value of one of DeepSpeed's keys gives: None (it holds anyway), a note, or a fault."""
+def judge(path: str, rule: Rule, value: object) -> Sequence[str | Fault]:
+    """What a value of one of DeepSpeed's keys gives: nothing (it holds anyway), a note, or faults."""
+    if value is None and rule.outcome != "only":
+        return ()
     for agreed in rule.agrees:
         if value == agreed and isinstance(value, bool) == isinstance(agreed, bool):
-            return None
-    if rule.outcome == "section" and (value is None or value is False):
-        return None
+            return ()
+    if rule.outcome == "section" and value is False:
+        return ()
     if not _has_type(value, rule.expected) and not (value == "auto" and rule.outcome == "no_effect"):
-        return Fault(path, "type", f"expected {rule.expected}, found {shown(value)}")
+        return [Fault(path, "type", f"expected {rule.expected}, found {shown(value)}")]
     if rule.outcome == "no_effect":
-        return f"{path}: {shown(value)} has no effect here: {rule.reason}"
+        return [f"{path}: {shown(value)} has no effect here: {rule.reason}"]
     if rule.outcome == "section":
         if isinstance(value, dict) and not is_on(value):
-            return None
-        return Fault(path, "unsupported", f"not supported yet; {rule.reason}")
-    return Fault(path, "unsupported", f"{shown(value)} is not supported yet; {rule.reason}")
+            return unknown_words(path, value)
+        return [Fault(path, "unsupported", f"not supported yet; {rule.reason}")]
+    return [Fault(path, "unsupported", f"{shown(value)} is not supported yet; {rule.reason}")]

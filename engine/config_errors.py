@@ -19,6 +19,9 @@ FaultKind = Literal[
 ]
 
 
+_NEAR = 0.6  # of difflib's ratio
+
+
 @dataclass(frozen=True)
 class Fault:
     """One thing that is wrong: its JSON path ("" for the whole config), its kind, and one or two sentences."""
@@ -51,25 +54,46 @@ class ConfigError(ValueError):
 
 
 def shown(value: object) -> str:
-    """The value as JSON, cut at 80 characters; 5e8 as 500000000. For use in messages."""
+    """The value as JSON on one line of plain ASCII, cut at 80 characters; 5e8 as 500000000. For use in messages."""
     if isinstance(value, float) and value.is_integer() and abs(value) >= 1000:
         value = int(value)
+    if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to write more than 4,300 digits
+        return f"an integer of {value.bit_length()} bits"
     try:
-        text = json.dumps(value)
+        text = json.dumps(value[:80] if isinstance(value, str) else value)
     except (TypeError, ValueError):
         text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def printable(text: str) -> str:
+    """The text on one line: control characters and whatever else a terminal may obey are written as escapes."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean "stage"?` for the nearest of the known words, or an empty string."""
     by_lower = {name.lower(): name for name in sorted(known)}
-    near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
-    return f'; did you mean "{by_lower[near[0]]}"?' if near else ""
+    if len(word) > 2 * max(map(len, by_lower), default=0):
+        return ""
+    matcher = difflib.SequenceMatcher(b=word.lower())
+    bounds = {}
+    for name in by_lower:
+        matcher.set_seq1(name)
+        if matcher.real_quick_ratio() >= _NEAR:
+            bounds[name] = matcher.quick_ratio()
+    nearest, best = "", _NEAR
+    for name, bound in sorted(bounds.items(), key=lambda item: -item[1]):
+        if bound < best:  # ratio() costs much more, and is never above quick_ratio()
+            break
+        matcher.set_seq1(name)
+        if (ratio := matcher.ratio()) >= best:
+            nearest, best = name, ratio
+    return f'; did you mean "{by_lower[nearest]}"?' if nearest else ""
 
 
 def unknown_key(path: str, key: str, known: Sequence[str]) -> Fault:
     """The fault of a key that does not exist at `path`. Without a near match it lists the keys that do, if few."""
     listed = f"the keys here are {', '.join(sorted(known))}" if len(known) <= 20 else "docs/config.md lists the keys"
     hint = did_you_mean(key, known) or f"; {listed}"
-    return Fault(path, "unknown", f'unknown key "{key}"{hint}')
+    return Fault(path, "unknown", f"unknown key {shown(key)}{hint}")

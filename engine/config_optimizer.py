@@ -156,9 +156,9 @@ def canonical_optimizer(section: dict[str, object]) -> tuple[dict[str, object] |
     name = SPELLINGS.get(written.lower(), written.lower())
     if name not in OPTIMIZERS:
         what = (
-            f'"{written}" is not supported yet'
+            f"{shown(written)} is not supported yet"
             if name in NOT_DONE
-            else f'unknown optimizer "{written}"{did_you_mean(written, OPTIMIZERS)}'
+            else f"unknown optimizer {shown(written)}{did_you_mean(written, OPTIMIZERS)}"
         )
         fix = f"there is {', '.join(OPTIMIZERS)}; or pass your own elementwise torch optimizer class to initialize"
         return None, [], [Fault("optimizer.type", "unsupported" if name in NOT_DONE else "value", f"{what}; {fix}")]

@@ -9,7 +9,8 @@ from ..pipe.errors import ScheduleError
 from ..pipe.registry import make_schedule
 from ..pipe.schedule import Schedule
 from .config_batch import nearest_divisors
-from .config_errors import Fault
+from .config_errors import Fault, printable
+from .config_idle import idle
 from .config_offload import ActivationOffloadConfig
 from .config_sections import ZeroConfig
 from .config_types import Positive, Section
@@ -82,7 +83,8 @@ def schedule_faults(parallel: ParallelConfig, pipeline: PipelineConfig, num_micr
     try:
         schedule_of(parallel, pipeline, num_microbatches)
     except ScheduleError as error:
-        return [Fault("pipeline.schedule", "value", str(error))]
+        message = "\n".join(map(printable, str(error).split("\n")))
+        return [Fault("pipeline.schedule", "value", message)]
     return []
 
 
@@ -93,7 +95,7 @@ def pipeline_faults(parallel: ParallelConfig, zero: ZeroConfig, activations: Act
     found = []
     if zero.update_in_backward:
         found.append(("zero_optimization.update_in_backward", "a gradient is whole after the last microbatch", "false"))
-    if zero.offload_param.device != "none":
+    if zero.offloads_parameters:
         why = "a stage's parameters are gathered and released by the schedule, from memory"
         found.append(("zero_optimization.offload_param.device", why, '"none"'))
     if zero.offload_optimizer.is_used and zero.offload_optimizer.overlap != "none":
@@ -112,10 +114,4 @@ def idle_settings(parallel: ParallelConfig, pipeline: PipelineConfig) -> list[st
     """One sentence for each setting that is not the default and has no effect without a pipeline."""
     if parallel.pipeline > 1:
         return []
-    shown = {key: getattr(pipeline, key) for key in ("schedule", "chunks", "balance")}
-    default = PipelineConfig()
-    return [
-        f"pipeline.{key}: {value!r} has no effect here: parallel.pipeline is 1".replace("'", '"')
-        for key, value in shown.items()
-        if value != getattr(default, key)
-    ]
+    return idle("pipeline", pipeline, "parallel.pipeline is 1", only=("schedule", "chunks", "balance"))

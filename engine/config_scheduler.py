@@ -127,9 +127,9 @@ def canonical_scheduler(section: dict[str, object]) -> tuple[dict[str, object] |
     if written.lower() not in names:
         not_done = written.lower() in [name.lower() for name in NOT_DONE]
         what = (
-            f'"{written}" is not supported yet'
+            f"{shown(written)} is not supported yet"
             if not_done
-            else f'unknown scheduler "{written}"{did_you_mean(written, SCHEDULERS)}'
+            else f"unknown scheduler {shown(written)}{did_you_mean(written, SCHEDULERS)}"
         )
         fix = f"there is {', '.join(SCHEDULERS)}; or pass your own lr_scheduler to initialize"
         return None, [Fault("scheduler.type", "unsupported" if not_done else "value", f"{what}; {fix}")]

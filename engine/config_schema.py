@@ -6,6 +6,7 @@ from typing import Any
 from .config import Config
 from .config_deepspeed import RULES, Rule
 from .config_optimizer import SPELLINGS
+from .config_read import OR_NEVER
 from .config_translate import ALIASES, AUTO, BATCH_KEYS, CPU_SWITCHES, NULL_IS_DEFAULT, PIN_SWITCH
 
 _HOMES = {  # section: the definitions that describe it
@@ -55,7 +56,7 @@ def json_schema() -> dict[str, Any]:
         _add(schema, path, {"type": ["boolean", "null"], "description": f'true: {section} with device "cpu".'})
     pinned = "pin_memory of what cpu_offload and cpu_offload_params offload."
     _add(schema, PIN_SWITCH, {"type": ["boolean", "null"], "description": pinned})
-    for path in NULL_IS_DEFAULT:
+    for path in [*NULL_IS_DEFAULT, *OR_NEVER]:
         _allow(schema, path, {"type": "null"})
     for path in [*AUTO, *BATCH_KEYS]:
         _allow(schema, path, {"const": "auto"})

@@ -57,6 +57,11 @@ class ZeroConfig(Section):
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
     offload_param: OffloadParamConfig = OffloadParamConfig()
 
+    @property
+    def offloads_parameters(self) -> bool:
+        """Whether offload_param has an effect: below stage 3 every rank holds all parameters at all times."""
+        return self.stage == 3 and self.offload_param.device != "none"
+
 
 class BF16Config(Section):
     """Compute in bfloat16, with fp32 master parameters in the optimizer."""

@@ -1,5 +1,6 @@
 """From the words of a file to the fields of Config: aliases, "auto", DeepSpeed's other keys, one name for each type."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .config_deepspeed import RULES, judge
@@ -66,12 +67,10 @@ class Translation:
     faults: list[Fault] = field(default_factory=list)
     auto_paths: list[str] = field(default_factory=list)
 
-    def add(self, answer: str | Fault | None) -> None:
-        """Files an answer of a rule under notes or faults."""
-        if isinstance(answer, Fault):
-            self.faults.append(answer)
-        elif answer is not None:
-            self.notes.append(answer)
+    def add(self, answers: Sequence[str | Fault]) -> None:
+        """Files the answers of a rule under notes and faults."""
+        self.faults += [answer for answer in answers if isinstance(answer, Fault)]
+        self.notes += [answer for answer in answers if isinstance(answer, str)]
 
 
 def known_rule_keys(section: str) -> list[str]:

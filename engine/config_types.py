@@ -6,6 +6,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
 from pydantic_core import PydanticCustomError
 
 Dtype = Literal["fp32", "bf16", "fp16"]
+MAX_INTEGER = 2**63 - 1
 
 
 class Section(BaseModel):
@@ -25,9 +26,11 @@ class Section(BaseModel):
 def _integer(value: object) -> object:
     """The value as an int. 5e8 is an integer, true and "5" are not."""
     if isinstance(value, float) and value.is_integer():
-        return int(value)
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise PydanticCustomError("int_type", "expected an integer")
+    if abs(value) > MAX_INTEGER:
+        raise PydanticCustomError("int_size", "expected an integer of at most 64 bits")
     return value
 
 
@@ -40,7 +43,7 @@ def _number(value: object) -> object:
 
 def _folder(value: object) -> object:
     """The value unchanged if it is null or a path that is not blank."""
-    if value is not None and (not isinstance(value, str) or not value.strip() or value == "auto"):
+    if value is not None and (not isinstance(value, str) or not value.strip() or value == "auto" or "\0" in value):
         kind = "value_error" if isinstance(value, str) else "string_type"
         raise PydanticCustomError(kind, "expected the path of a folder or null")
     return value

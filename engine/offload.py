@@ -80,7 +80,7 @@ def shard_rest(config: Config, world: World) -> ShardRest | None:
     Raises ValueError where that is not possible here, and OffloadError where the file cannot be made.
     """
     wanted = config.zero_optimization.offload_param
-    if wanted.device == "none":
+    if not config.zero_optimization.offloads_parameters:
         return None
     is_apart = model_is_apart(world)
     if wanted.device == "cpu":

@@ -9,19 +9,42 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .checkpoint.errors import CheckpointError, NoCheckpointError
+    from .comm.errors import CollectiveError
     from .engine.build import initialize
     from .engine.config import Config
+    from .engine.config_errors import ConfigError
     from .engine.engine import Engine, StepResult
+    from .engine.errors import NonFiniteGradientError
     from .offload.errors import OffloadError
+    from .zero.loss_scale import LossScaleError
+    from .zero.released import ReleasedParameterError
 
-__all__ = ["CheckpointError", "Config", "Engine", "NoCheckpointError", "OffloadError", "StepResult", "initialize"]
+__all__ = [
+    "CheckpointError",
+    "CollectiveError",
+    "Config",
+    "ConfigError",
+    "Engine",
+    "LossScaleError",
+    "NoCheckpointError",
+    "NonFiniteGradientError",
+    "OffloadError",
+    "ReleasedParameterError",
+    "StepResult",
+    "initialize",
+]
 
 _HOME = {
     "CheckpointError": ".checkpoint.errors",
-    "NoCheckpointError": ".checkpoint.errors",
+    "CollectiveError": ".comm.errors",
     "Config": ".engine.config",
+    "ConfigError": ".engine.config_errors",
     "Engine": ".engine.engine",
+    "LossScaleError": ".zero.loss_scale",
+    "NoCheckpointError": ".checkpoint.errors",
+    "NonFiniteGradientError": ".engine.errors",
     "OffloadError": ".offload.errors",
+    "ReleasedParameterError": ".zero.released",
     "StepResult": ".engine.engine",
     "initialize": ".engine.build",
 }

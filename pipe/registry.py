@@ -133,7 +133,7 @@ def read_schedule(path: Path) -> Schedule:
     """The schedule in the text file at `path`. Raises ScheduleError if it cannot be read or cannot run."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: no text, or a NUL in the path
         raise ScheduleError(f"schedule file {path} cannot be read: {error}") from error
     try:
         schedule = Schedule.from_text(text)

@@ -11,7 +11,7 @@ import pytest
 CHECKOUT = Path(__file__).parents[1]
 
 MAY_IMPORT: dict[str, set[str]] = {
-    "lowtide": {"engine", "checkpoint", "offload", "launch"},
+    "lowtide": {"engine", "launch", "checkpoint", "comm", "offload", "zero"},  # the last four: errors alone
     "bin": {"engine", "launch", "configs", "checkpoint", "pipe", "kernels", "offload"},
     "engine": {"zero", "pipe", "comm", "kernels", "configs", "checkpoint", "offload"},
     "checkpoint": {"offload"},

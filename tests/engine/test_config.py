@@ -75,8 +75,21 @@ def test_as_dict_loads_to_an_equal_config(kind: str) -> None:
         }
     )
     again = Config.load(json.loads(json.dumps(config.as_dict())))
-    assert again.as_dict() == config.as_dict()
-    assert again.optimizer == config.optimizer
+    assert again == config and hash(again) == hash(config) and again.as_dict() == config.as_dict()
+    assert again != Config.load({"seed": 3}) and again != config.as_dict()
+
+
+def test_configs_that_ask_for_the_same_are_equal_whatever_their_notes(tmp_path: Path) -> None:
+    values = {"gradient_clipping": "auto", "zero_optimization": {"overlap_comm": True}}
+    config = Config.load(write(tmp_path, json.dumps(values)))
+    assert config.notes and config == Config.load({}) == Config.load({}).resolve(1).model_copy(
+        update=dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
+    )
+
+
+def test_notes_speak_of_nothing_that_is_as_it_would_be_anyway() -> None:
+    """So the whole of a config, with every default, has none: the example trains with such a dictionary."""
+    assert Config.load(Config.load({}).as_dict()).notes == ()
 
 
 def test_a_config_survives_pickle() -> None:
@@ -147,7 +160,7 @@ def test_a_file_that_is_not_text_is_an_error(tmp_path: Path) -> None:
         ('{"seed": 1 // no\n}', 'at line 1, column 12: "{\\"seed\\": 1 // no". JSON has no comments'),
         ("", "at line 1. JSON has no comments"),
         ("[1]", "expected a JSON object, found [1]"),
-        ("[" * 100_000, "nested too deeply"),
+        ("[" * 10_000, "not valid here: nested too deeply"),
     ],
 )
 def test_bad_json_is_an_error_with_the_place(tmp_path: Path, text: str, expected: str) -> None:
@@ -225,6 +238,29 @@ def test_settings_that_are_idle_at_this_stage_give_notes() -> None:
         "zero_optimization.stage3_prefetch_bucket_size: 5 has no effect here: "
         "stage 0 never releases parameters, so nothing is gathered ahead",
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "notes"),
+    [
+        ({"fp16": {"enabled": False, "loss_scale": 128}}, ["fp16.loss_scale: 128.0 # fp16.enabled is false"]),
+        (
+            {"fp16": {"loss_scale_window": 9, "hysteresis": 2, "auto_cast": False}, "bf16": {"auto_cast": False}},
+            [
+                "bf16.auto_cast: false # bf16.enabled is false",
+                "fp16.auto_cast: false # fp16.enabled is false",
+                "fp16.loss_scale_window: 9 # fp16.enabled is false",
+            ],
+        ),
+        ({"fp16": {"enabled": True, "loss_scale_window": 9, "auto_cast": False}}, []),
+        (
+            {"fp16": {"enabled": True, "loss_scale": 1024, "initial_scale_power": 8, "auto_cast": False}},
+            ["fp16.initial_scale_power: 8 # fp16.loss_scale is fixed at 1024"],
+        ),
+    ],
+)
+def test_settings_of_a_type_that_is_not_in_use_give_notes(values: dict[str, Any], notes: list[str]) -> None:
+    assert Config.load(values).notes == tuple(note.replace("#", "has no effect here:") for note in notes)
 
 
 def test_a_predivide_factor_beside_prescale_gradients_gives_a_note() -> None:

@@ -88,7 +88,7 @@ def test_an_impossible_triple_shows_the_equation_and_legal_values(
 
 
 def test_a_resolved_auto_has_a_note_with_its_reason() -> None:
-    config = Config.load({TRAIN: "auto", MICRO: 2}).resolve(4)
+    config = Config.load({TRAIN: "auto", MICRO: 2, "gradient_clipping": 1.0}).resolve(4)
     reason = "train_batch_size = microbatch x accumulation x ranks = 2 x 1 x 4 ranks"
     assert config.notes == (f'train_batch_size: "auto" is 8: {reason}',)
     assert config.resolve(4).notes == config.notes

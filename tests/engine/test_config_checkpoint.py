@@ -78,10 +78,17 @@ def test_saving_without_a_call_needs_a_folder(section: dict[str, Any], users: st
     assert Config.load({"checkpoint": {**section, "folder": "runs"}}).checkpoint.folder == "runs"
 
 
-@pytest.mark.parametrize("section", [{"keep_last": 2}, {"async": True}, {"folder": "runs"}, {"every_steps": 0}])
+@pytest.mark.parametrize("section", [{"keep_last": 2}, {"async": True}, {"every_steps": 0}])
 def test_settings_of_save_checkpoint_need_no_folder(section: dict[str, Any]) -> None:
     config = Config.load({"checkpoint": section})
     assert config.notes == () and config.as_dict()["checkpoint"] | section == config.as_dict()["checkpoint"]
+
+
+def test_a_folder_that_nothing_uses_gives_a_note() -> None:
+    reason = "every_steps is 0 and on_sigterm is false; a call of save_checkpoint names its own folder"
+    note = f'checkpoint.folder: "runs" has no effect here: {reason}'
+    assert Config.load({"checkpoint": {"folder": "runs"}}).notes == (note,)
+    assert Config.load({"checkpoint": {"folder": "runs", "every_steps": 5}}).notes == ()
 
 
 def test_a_missing_folder_is_reported_at_the_section_among_the_other_faults() -> None:

@@ -78,7 +78,7 @@ def test_the_documentation_names_every_key() -> None:
 
 def test_check_prints_notes_and_returns_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.json"
-    path.write_text('{"train_batch_size": "auto", "wall_clock_breakdown": true}')
+    path.write_text('{"train_batch_size": "auto", "gradient_clipping": 1, "wall_clock_breakdown": true}')
     assert main(["check", str(path), "--world-size", "2"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "note: wall_clock_breakdown: true has no effect here: read times in your own loop or with torch.profiler",

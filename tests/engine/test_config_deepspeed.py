@@ -1,21 +1,25 @@
 """DeepSpeed's keys have one of four outcomes: works, a note, not supported yet, unknown."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lowtide.engine.config import Config, ConfigError
 from lowtide.engine.config_deepspeed import RULES, is_on
+from lowtide.engine.config_deepspeed_sections import SECTION_WORDS
 from lowtide.engine.config_translate import AUTO, BATCH_KEYS
 
 
 def nested(path: str, value: object) -> dict[str, Any]:
-    """{"a": {"b": value}} for the path a.b, in an optimizer or scheduler that can take it."""
+    """{"a": {"b": value}} for the path a.b, in an optimizer or scheduler that can take it. Clipping is given."""
     for key in reversed(path.split(".")):
         value = {key: value}
     assert isinstance(value, dict)
+    value.setdefault("gradient_clipping", 1.0)
     if "optimizer" in value:
         value["optimizer"]["type"] = "SGD" if path.endswith("momentum") else "AdamW"
+        value["optimizer"].setdefault("params", {}).setdefault("weight_decay", 0.1)
     if "scheduler" in value:
         cosine = path.endswith("ratio")
         value["scheduler"]["type"] = "WarmupCosineLR" if cosine else "WarmupLR"
@@ -52,7 +56,7 @@ def test_every_rule_gives_its_outcome(path: str) -> None:
 
 @pytest.mark.parametrize("path", [path for path, rule in RULES.items() if rule.agrees or rule.outcome == "section"])
 def test_a_value_that_asks_for_what_happens_anyway_is_silent(path: str) -> None:
-    for value in RULES[path].agrees or ({}, {"enabled": False, "x": 1}, None):
+    for value in RULES[path].agrees or ({}, {"enabled": False}, None):
         assert Config.load(nested(path, value)).notes == ()
 
 
@@ -71,7 +75,7 @@ def test_auto_has_a_value_and_a_note(path: str) -> None:
 
 
 def test_auto_batch_sizes_wait_for_the_world_size() -> None:
-    config = Config.load(dict.fromkeys(BATCH_KEYS, "auto"))
+    config = Config.load({**dict.fromkeys(BATCH_KEYS, "auto"), "gradient_clipping": 1.0})
     assert config.notes == () and len(config.resolve(2).notes) == 3
 
 
@@ -100,6 +104,195 @@ def test_auto_with_a_fault_elsewhere_is_no_second_fault(path: str) -> None:
 )
 def test_a_section_asks_for_something_only_when_it_is_on(section: dict[str, object], on: bool) -> None:
     assert is_on(section) is on
+
+
+@pytest.mark.parametrize(
+    ("section", "path", "hint"),
+    [
+        ({"tensorboard": {"enabled": False, "job_nmae": "x"}}, "tensorboard.job_nmae", "job_name"),
+        ({"flops_profiler": {"enabeld": False}}, "flops_profiler.enabeld", "enabled"),
+        (
+            {"data_efficiency": {"enabled": False, "data_sampling": {"num_epoch": 1}}},
+            "data_efficiency.data_sampling.num_epoch",
+            "num_epochs",
+        ),
+        (
+            {"compression_training": {"enabled": False, "row_pruning": {"different_groups": {"mine": {"parms": {}}}}}},
+            "compression_training.row_pruning.different_groups.mine.parms",
+            "params",
+        ),
+        (
+            {"zero_optimization": {"zenflow": {"enabled": False, "topk_ration": 1}}},
+            "zero_optimization.zenflow.topk_ration",
+            "topk_ratio",
+        ),
+        ({"fp16": {"enabled": False, "loss_scael": 1}}, "fp16.loss_scael", "loss_scale"),
+    ],
+)
+def test_a_slip_in_a_section_that_is_off_is_an_error(section: dict[str, Any], path: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.load(section)
+    slip = path.rpartition(".")[2]
+    assert [str(fault) for fault in caught.value.faults] == [f'{path}: unknown key "{slip}"; did you mean "{hint}"?']
+
+
+def test_the_words_of_every_section_are_known() -> None:
+    sections = {path for path, rule in RULES.items() if rule.outcome == "section"}
+    assert sections - SECTION_WORDS.keys() == {"amp"} and SECTION_WORDS.keys() < sections
+    Config.load(
+        {"amp": {"enabled": False, "opt_level": "O1"}, "autotuning": {"enabled": False, "arg_mappings": {"a": 1}}}
+    )
+
+
+DEFAULTS: dict[str, Any] = {  # what DeepSpeed 0.19.8 takes for a key that is left out, where it is no field here
+    **dict.fromkeys(("steps_per_print", "communication_data_type", "log_level", "vocabulary_size", "timers")),
+    **dict.fromkeys(("dump_state", "disable_python_gc", "disable_allgather", "prescale_gradients"), False),
+    **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "zero_allow_untested_optimizer"), False),
+    **dict.fromkeys(("dataloader_drop_last", "use_data_before_expert_parallelism"), False),
+    "train_batch_size": None,
+    "train_micro_batch_size_per_gpu": None,
+    "gradient_accumulation_steps": None,
+    "managed_gradient_accumulation": True,
+    "seq_parallel_communication_data_type": "fp32",
+    "gradient_predivide_factor": 1.0,
+    "gradient_allreduce_op": "mean",
+    "gradient_clipping": 1.0,
+    "zero_force_ds_cpu_optimizer": True,
+    "zero_optimization": {
+        "stage": 0,
+        **dict.fromkeys(("contiguous_gradients", "reduce_scatter", "use_multi_rank_bucket_allreduce"), True),
+        **dict.fromkeys(("allgather_partitions", "compute_grad_norm", "load_from_fp32_weights"), True),
+        **dict.fromkeys(("ignore_unused_parameters", "memory_efficient_linear", "override_module_apply"), True),
+        **dict.fromkeys(("overlap_comm", "offload_param", "offload_optimizer", "zenflow")),
+        **dict.fromkeys(("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory")),
+        **dict.fromkeys(("elastic_checkpoint", "legacy_stage1", "round_robin_gradients"), False),
+        **dict.fromkeys(("parameter_alignment", "zero_quantized_weights", "zero_quantized_gradients"), False),
+        **dict.fromkeys(("zero_quantized_nontrainable_weights", "pipeline_loading_checkpoint"), False),
+        **dict.fromkeys(("log_trace_cache_warnings", "enable_sanity_checks"), False),
+        **dict.fromkeys(("save_muon_momentum_buffer_in_memory", "stage3_gather_16bit_weights_on_model_save"), False),
+        **dict.fromkeys(("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential"), False),
+        **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), 500_000_000),
+        **dict.fromkeys(("sub_group_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"), 1_000_000_000),
+        "stage3_prefetch_bucket_size": 50_000_000,
+        "stage3_param_persistence_threshold": 100_000,
+        "stage3_model_persistence_threshold": 2**63 - 1,
+        "stage3_module_granularity_threshold": 0,
+        "zero_hpz_partition_size": 1,
+        "leaf_module": {"classes": [], "names": [], "name_suffixes": []},
+    },
+    "bf16": {
+        **dict.fromkeys(("enabled", "immediate_grad_update", "bf16_master_weights_and_grads"), False),
+        "bf16_optimizer_states": False,
+        "check_grad_overflow": True,
+    },
+    "fp16": {
+        **dict.fromkeys(("enabled", "auto_cast", "consecutive_hysteresis", "fp16_master_weights_and_grads"), False),
+        "loss_scale": 0,
+        "initial_scale_power": 16,
+        "loss_scale_window": 1000,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "activation_checkpointing": {
+        **dict.fromkeys(("partition_activations", "contiguous_memory_optimization", "cpu_checkpointing"), False),
+        "number_checkpoints": None,
+        "synchronize_checkpoint_boundary": False,
+        "profile": False,
+    },
+    "aio": {
+        "block_size": 1048576,
+        "queue_depth": 8,
+        "intra_op_parallelism": 1,
+        "single_submit": False,
+        "overlap_events": True,
+        "use_gds": False,
+    },
+    "pipeline": {
+        "stages": "auto",
+        "partition": "best",
+        "seed_layers": False,
+        "activation_checkpoint_interval": 0,
+        "pipe_partitioned": True,
+        "grad_partitioned": True,
+    },
+    "data_types": {"grad_accum_dtype": None, "param_dtype": None, "buffer_dtype": None, "keep_in_fp32_modules": "auto"},
+    "checkpoint": {
+        "tag_validation": "WARN",
+        "load_universal": False,
+        "use_node_local_storage": False,
+        "parallel_write": {"pipeline_stage": False},
+        "checkpoint_serialization": True,
+        "writer": None,
+    },
+    "compile": {
+        "deepcompile": False,
+        "free_activation": False,
+        "free_activation_threshold": 10485760,
+        "passes": None,
+        "offload_activation_pin_memory": True,
+        "double_buffer": True,
+        "keep_int_input_tensors": True,
+    },
+    "tensor_parallel": {
+        "dtype": "fp16",
+        "autotp_size": 0,
+        "vocab_parallel_ce_backend": "torch",
+        "tp": {"tp_size": 1},
+        "preset_model": None,
+        "kernel_inject": False,
+    },
+    "expert_parallel": {"enabled": False, "autoep_size": 1, "score_apply": "auto"},
+    "tensorboard": {"enabled": False, "output_path": "", "job_name": "DeepSpeedJobName"},
+    "comet": {"enabled": False, "samples_log_interval": 100, "project": None, "online": None},
+    "flops_profiler": {"enabled": False, "profile_step": 1, "module_depth": -1, "output_file": None},
+    "hybrid_engine": {"enabled": False, "max_out_tokens": 512, "pin_parameters": True},
+    "data_efficiency": {"enabled": False, "seed": 1234, "data_routing": {"enabled": False}},
+    "optimizer": None,
+    "scheduler": None,
+}
+
+
+def test_deepspeeds_own_defaults_load() -> None:
+    config = Config.load(DEFAULTS)
+    assert config.steps_per_print == 0 and config.zero_optimization.stage == 0
+    assert not any(": null " in note for note in config.notes)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "note"),
+    [
+        ("steps_per_print", None, ""),
+        ("steps_per_print", float("inf"), ""),  # Accelerate
+        ("zero_optimization.overlap_comm", None, ""),
+        ("zero_optimization.sub_group_size", None, ""),
+        ("pipeline.pipe_partitioned", False, ""),
+        (
+            "pipeline.grad_partitioned",
+            True,
+            "true has no effect here: what stages send is whole, there are no tensor-parallel ranks to divide it over",
+        ),
+        ("data_types.keep_in_fp32_modules", "auto", ""),
+        (
+            "data_types.keep_in_fp32_modules",
+            ["bias"],
+            '["bias"] has no effect here: it is for buffers, which keep their types',
+        ),
+        ("compile", {"deepcompile": False, "double_buffer": True}, ""),
+    ],
+)
+def test_a_default_of_deepspeed_is_what_happens_or_has_a_note(path: str, value: object, note: str) -> None:
+    assert Config.load(nested(path, value)).notes == ((f"{path}: {note}",) if note else ())
+
+
+def test_a_line_is_never_logged_with_null_and_infinity(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    for text in ("0", "null", "Infinity"):
+        path.write_text(f'{{"steps_per_print": {text}}}')
+        assert Config.load(path).steps_per_print == 0
+    for text in ("-Infinity", "NaN"):
+        path.write_text(f'{{"steps_per_print": {text}}}')
+        with pytest.raises(ConfigError, match="steps_per_print: expected a finite number, found "):
+            Config.load(path)
 
 
 CHECKPOINT_OUTCOMES: list[tuple[str, object, str]] = [
@@ -155,7 +348,7 @@ def test_old_names_work() -> None:
 
 
 def test_reduce_scatter_bucket_note_has_its_text() -> None:
-    assert Config.load({"zero_optimization": {"reduce_bucket_size": 5e8}}).notes == (
+    assert Config.load(nested("zero_optimization.reduce_bucket_size", 5e8)).notes == (
         "zero_optimization.reduce_bucket_size: 500000000 has no effect here: "
         "gradients and parameters travel unit by unit in flat buffers, there are no buckets to size",
     )

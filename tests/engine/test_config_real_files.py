@@ -14,28 +14,29 @@ LOADS = {  # file: the keys that a note explains, in order
     "DeepSpeedExamples__compression__gpt2__config__ds_config.json": "optimizer.type",
     "DeepSpeedExamples__inference__sglang__ds_offload_cpu.json": (
         "z.stage3_param_persistence_threshold z.offload_param.buffer_size z.stage3_prefetch_bucket_size "
-        "z.stage3_max_live_parameters"
+        "z.stage3_max_live_parameters gradient_clipping"
     ),
-    "DeepSpeedExamples__training__autotuning__hf__dsconfigs__ds_config_fp16_z2.json": "",
-    "DeepSpeedExamples__training__autotuning__hf__dsconfigs__ds_config_fp16_z3.json": "",
-    "DeepSpeedExamples__training__autotuning__hf__dsconfigs__ds_config_z2.json": "",
+    "DeepSpeedExamples__training__autotuning__hf__dsconfigs__ds_config_fp16_z2.json": "gradient_clipping",
+    "DeepSpeedExamples__training__autotuning__hf__dsconfigs__ds_config_fp16_z3.json": "gradient_clipping",
+    "DeepSpeedExamples__training__autotuning__hf__dsconfigs__ds_config_z2.json": "gradient_clipping",
     "DeepSpeedExamples__training__bf16_master_weight__configs__baseline.json": (
-        "z.overlap_comm z.reduce_bucket_size z.stage3_param_persistence_threshold"
+        "z.overlap_comm z.reduce_bucket_size z.stage3_param_persistence_threshold gradient_clipping"
     ),
-    "DeepSpeedExamples__training__pipeline_parallelism__ds_config.json": "optimizer.type",
+    "DeepSpeedExamples__training__pipeline_parallelism__ds_config.json": "optimizer.type gradient_clipping",
     "DeepSpeed__deepspeed__autotuning__config_templates__template_zero1.json": (
-        "z.reduce_bucket_size z.allgather_bucket_size"
+        "z.reduce_bucket_size z.allgather_bucket_size gradient_clipping"
     ),
     "DeepSpeed__deepspeed__autotuning__config_templates__template_zero2.json": (
         "z.allgather_partitions z.allgather_bucket_size z.overlap_comm z.reduce_scatter z.reduce_bucket_size "
-        "z.contiguous_gradients"
+        "z.contiguous_gradients gradient_clipping"
     ),
     "DeepSpeed__deepspeed__autotuning__config_templates__template_zero3.json": (
         "z.allgather_partitions z.allgather_bucket_size z.overlap_comm z.reduce_scatter z.reduce_bucket_size "
         "z.contiguous_gradients z.stage3_max_reuse_distance z.stage3_param_persistence_threshold "
-        "z.stage3_gather_16bit_weights_on_model_save z.sub_group_size z.stage3_max_live_parameters"
+        "z.stage3_gather_16bit_weights_on_model_save z.sub_group_size z.stage3_max_live_parameters "
+        "gradient_clipping"
     ),
-    "DeepSpeed__tests__accelerator__ds_config.json": "optimizer.type",
+    "DeepSpeed__tests__accelerator__ds_config.json": "optimizer.type gradient_clipping",
     "DeepSpeed__tests__model__Megatron_GPT2__ds_config_func_bs4_zero2.json": (
         "z.reduce_bucket_size z.allgather_bucket_size z.reduce_scatter"
     ),
@@ -47,7 +48,7 @@ LOADS = {  # file: the keys that a note explains, in order
     ),
     "FastChat__playground__deepspeed_config_s3.json": (
         "z.overlap_comm z.stage3_max_reuse_distance z.stage3_param_persistence_threshold z.sub_group_size "
-        "z.stage3_gather_16bit_weights_on_model_save fp16.enabled"
+        "z.stage3_gather_16bit_weights_on_model_save fp16.enabled gradient_clipping"
     ),
     "LLaMA-Factory__examples__deepspeed__ds_z3_config.json": (
         "zero_allow_untested_optimizer z.overlap_comm z.sub_group_size z.reduce_bucket_size "
@@ -61,13 +62,17 @@ LOADS = {  # file: the keys that a note explains, in order
         "z.stage3_gather_16bit_weights_on_model_save gradient_clipping fp16.enabled bf16.enabled "
         "z.stage3_prefetch_bucket_size"
     ),
+    "LLaVA-NeXT__scripts__zero2_offload.json": (
+        "z.overlap_comm z.sub_group_size z.reduce_bucket_size fp16.enabled bf16.enabled z.offload_param.device "
+        "gradient_clipping"
+    ),
     "LLaVA__scripts__zero3_offload.json": (
         "z.overlap_comm z.sub_group_size z.reduce_bucket_size z.stage3_param_persistence_threshold "
         "z.stage3_max_reuse_distance z.gather_16bit_weights_on_model_save fp16.enabled bf16.enabled o.lr o.betas "
         "o.eps o.weight_decay s.warmup_min_lr s.warmup_max_lr s.warmup_num_steps z.stage3_prefetch_bucket_size "
         "gradient_clipping"
     ),
-    "LMFlow__configs__archive__ds_config_eval.json": "",
+    "LMFlow__configs__archive__ds_config_eval.json": "gradient_clipping",
     "LMFlow__configs__deepspeed__zero2_no_offload.json": (
         "z.allgather_partitions z.allgather_bucket_size z.overlap_comm z.reduce_scatter z.reduce_bucket_size "
         "fp16.enabled bf16.enabled gradient_clipping"
@@ -77,8 +82,10 @@ LOADS = {  # file: the keys that a note explains, in order
         "z.stage3_max_reuse_distance z.stage3_gather_16bit_weights_on_model_save fp16.enabled bf16.enabled "
         "z.stage3_prefetch_bucket_size gradient_clipping z.stage3_max_live_parameters"
     ),
-    "Megatron-DeepSpeed__examples_deepspeed__data_efficiency__gpt__eval__ds_config_eval_dummy.json": "",
-    "Megatron-DeepSpeed__examples_deepspeed__universal_checkpointing__ds_config.json": "",
+    "Megatron-DeepSpeed__examples_deepspeed__data_efficiency__gpt__eval__ds_config_eval_dummy.json": (
+        "fp16.initial_scale_power fp16.loss_scale_window"
+    ),
+    "Megatron-DeepSpeed__examples_deepspeed__universal_checkpointing__ds_config.json": "gradient_clipping",
     "MiniCPM__finetune__configs__ds_config_zero3.json": (
         "z.allgather_partitions z.allgather_bucket_size z.reduce_scatter z.overlap_comm z.reduce_bucket_size "
         "z.stage3_param_persistence_threshold z.stage3_gather_16bit_weights_on_model_save fp16.enabled "
@@ -91,13 +98,16 @@ LOADS = {  # file: the keys that a note explains, in order
     ),
     "accelerate__tests__deepspeed__ds_config_zero3_model_only.json": (
         "z.overlap_comm z.sub_group_size z.reduce_bucket_size z.stage3_param_persistence_threshold "
-        "z.stage3_max_reuse_distance z.stage3_gather_16bit_weights_on_model_save fp16.enabled bf16.enabled"
+        "z.stage3_max_reuse_distance z.stage3_gather_16bit_weights_on_model_save fp16.enabled bf16.enabled "
+        "gradient_clipping"
     ),
-    "axolotl__deepspeed_configs__zero1.json": "z.overlap_comm bf16.enabled fp16.enabled gradient_clipping",
+    "axolotl__deepspeed_configs__zero1.json": (
+        "z.overlap_comm bf16.enabled fp16.enabled gradient_clipping fp16.auto_cast fp16.initial_scale_power"
+    ),
     "axolotl__deepspeed_configs__zero3.json": (
         "z.overlap_comm z.sub_group_size z.reduce_bucket_size z.stage3_param_persistence_threshold "
         "z.max_reuse_distance z.gather_16bit_weights_on_model_save z.stage3_prefetch_bucket_size bf16.enabled "
-        "fp16.enabled gradient_clipping z.stage3_max_live_parameters"
+        "fp16.enabled gradient_clipping fp16.auto_cast fp16.initial_scale_power z.stage3_max_live_parameters"
     ),
     "axolotl__deepspeed_configs__zero3_bf16_cpuoffload_all.json": (
         "zero_force_ds_cpu_optimizer zero_allow_untested_optimizer z.overlap_comm z.sub_group_size "
@@ -115,11 +125,11 @@ LOADS = {  # file: the keys that a note explains, in order
     ),
     "wenet__examples__aishell__whisper__conf__ds_stage2.json": (
         "zero_force_ds_cpu_optimizer z.allgather_partitions z.allgather_bucket_size z.overlap_comm "
-        "z.reduce_scatter z.reduce_bucket_size"
+        "z.reduce_scatter z.reduce_bucket_size fp16.auto_cast"
     ),
     "wenet__examples__wenetspeech__whisper__conf__ds_stage1.json": (
         "zero_force_ds_cpu_optimizer z.allgather_partitions z.allgather_bucket_size z.overlap_comm "
-        "z.reduce_scatter z.reduce_bucket_size"
+        "z.reduce_scatter z.reduce_bucket_size fp16.auto_cast"
     ),
     "xtuner__xtuner__configs__deepspeed__deepspeed_zero1.json": (
         "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer z.overlap_comm gradient_clipping fp16.enabled "
@@ -174,7 +184,6 @@ FAULTS = {  # file: the path and the kind of each fault, in order
         "comms_config unknown",
         "monitor_config unknown",
     ],
-    "LLaVA-NeXT__scripts__zero2_offload.json": ["z.offload_param.device conflict"],
     "MedicalGPT__scripts__zero2.json": ["s.total_num_steps missing"],
     "MedicalGPT__scripts__zero3.json": ["s.total_num_steps missing"],
     "accelerate__examples__deepspeed_config_templates__zero_stage1_config.json": ["s.total_num_steps missing"],
@@ -183,7 +192,6 @@ FAULTS = {  # file: the path and the kind of each fault, in order
     "stanford_alpaca__configs__default_offload_opt_param.json": ["s.total_num_steps missing"],
     "trlx__examples__summarize_rlhf__sft__ds_config_gptj.json": [
         "fp16.opt_level unknown",
-        "z.offload_param.device conflict",
     ],
 }
 

@@ -24,7 +24,7 @@ from ..zero.gradient import GroupGradient
 from ..zero.hooks import InputCasts, UnitHooks
 from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
-from ..zero.optimizer_choice import check_elementwise, rule_like, rule_named
+from ..zero.optimizer_choice import another, check_elementwise, rule_like, rule_named
 from ..zero.policy import ZeroPolicy
 from ..zero.scheduled_units import ScheduledUnits
 from ..zero.sequence import Unit, UnitSequence
@@ -36,7 +36,7 @@ from .deferred import DeferredModel
 from .engine import Engine
 from .full_values import FullValues
 from .fusing import check_kernels, fuse_modules, optimizer_backend
-from .learning_rates import Schedule
+from .learning_rates import Schedule, scheduler_for
 from .log import configure, logger
 from .lr_schedule import learning_rate_at
 from .offload import activation_store, host_update, model_is_apart, offloaded_states, shard_rest
@@ -247,10 +247,8 @@ def _fill(
                 group.release()
 
 
-def _prepare_buffers(module: nn.Module, units: list[Unit], mesh: Mesh) -> None:
-    """Rank 0's buffers, on the device, floating-point ones in the dtype of the parameters beside them."""
-    dtypes = {group.dtype for unit in units for group in unit.groups if group.dtype.is_floating_point}
-    target = dtypes.pop() if len(dtypes) == 1 else None
+def _prepare_buffers(module: nn.Module, mesh: Mesh) -> None:
+    """Rank 0's buffers, on the device. They keep their types: an angle or a running mean in bf16 is another one."""
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
             if buffer is not None:
@@ -323,7 +321,7 @@ def _make_optimizer(
         own = choice if isinstance(choice, torch.optim.Optimizer) else _call(choice, trained)
         _check_covers(own, trained)
         groups, rule, state_dtype = own.param_groups, rule_like(own), torch.float32
-        factory = None if rule is not None else partial(_another, own)
+        factory = None if rule is not None else partial(another, own)
         if factory is not None:
             check_elementwise(factory)
     host = host_update(config, world)
@@ -335,9 +333,7 @@ def _make_optimizer(
     schedule = None
     if config.scheduler is not None:
         schedule = partial(learning_rate_at, config.scheduler)
-    if lr_scheduler is not None and not hasattr(lr_scheduler, "step"):
-        lr_scheduler = lr_scheduler(sharded)
-    return sharded, schedule, lr_scheduler
+    return sharded, schedule, scheduler_for(sharded, lr_scheduler)
 
 
 def _state_dtype(config: Config, gradients: Sequence[GroupGradient]) -> torch.dtype:
@@ -354,14 +350,6 @@ def _state_dtype(config: Config, gradients: Sequence[GroupGradient]) -> torch.dt
 
 def _call(make: Callable[[Any], torch.optim.Optimizer], params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return make(params)
-
-
-def _another(template: torch.optim.Optimizer, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer of the same class and options over other parameters."""
-    options = {key: value for key, value in template.param_groups[0].items() if key != "params"}
-    copy = type(template)(params, **{key: value for key, value in template.defaults.items() if key != "params"})
-    copy.param_groups[0].update(options)
-    return copy
 
 
 def _check_covers(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from ..comm import Mesh, World
@@ -20,10 +21,10 @@ from ..pipe.absent import Absent
 from ..zero.build import Dtypes, ModelPlan, build_units
 from ..zero.direct_gradients import DirectGradients
 from ..zero.gradient import GroupGradient
-from ..zero.hooks import UnitHooks
+from ..zero.hooks import InputCasts, UnitHooks
 from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
-from ..zero.optimizer_choice import check_elementwise, rule_like, rule_named
+from ..zero.optimizer_choice import another, check_elementwise, rule_like, rule_named
 from ..zero.policy import ZeroPolicy
 from ..zero.scheduled_units import ScheduledUnits
 from ..zero.sequence import Unit, UnitSequence
@@ -36,7 +37,7 @@ from .deferred import DeferredModel
 from .engine import Engine
 from .full_values import FullValues
 from .fusing import check_kernels, fuse_modules, optimizer_backend
-from .learning_rates import Schedule
+from .learning_rates import Schedule, scheduler_for
 from .log import configure, logger
 from .lr_schedule import learning_rate_at
 from .offload import activation_store, host_update, model_is_apart, offloaded_states, shard_rest
@@ -106,7 +107,7 @@ def _make_engine(
     unfuse = fuse_modules(module, resolved, world)
 
     policy = ZeroPolicy.from_stage(resolved.zero_optimization.stage)
-    dtypes = _dtypes(resolved)
+    dtypes = _dtypes(resolved, module)
     patterns = resolved.zero_optimization.units
     unit_plans = plan_units(module, None if patterns == "auto" else patterns)
     pipe_size = resolved.parallel.pipeline
@@ -147,6 +148,10 @@ def _make_engine(
         hooks = UnitHooks(sequence, policy.frees_parameters, on_block)
         if world.device.type == "cpu":  # elsewhere the copy that it saves costs less than its Python
             close_last = (*close_last, DirectGradients(sequence, module.modules()).remove)
+    casts_inputs = resolved.bf16.auto_cast if resolved.bf16.enabled else resolved.fp16.auto_cast
+    if dtypes.compute is not None and casts_inputs and _has_wide_buffers(module):
+        blocks = [unit.module for unit in unit_plans if not unit.is_rest]
+        close_last = (*close_last, InputCasts(blocks, dtypes.compute).remove)
     given = (checked.train_batch_size, checked.train_micro_batch_size_per_gpu, checked.gradient_accumulation_steps)
     return Engine(
         Parts(
@@ -159,7 +164,7 @@ def _make_engine(
             optimizer=sharded_optimizer,
             loss_scaler=_loss_scaler(resolved),
             compute_dtype=dtypes.compute,
-            casts_inputs=resolved.bf16.auto_cast if resolved.bf16.enabled else resolved.fp16.auto_cast,
+            casts_inputs=casts_inputs,
             loss_fn=loss_fn,
             schedule=schedule,
             lr_scheduler=scheduler,
@@ -257,7 +262,7 @@ def _fill(
                 writer.write(group, index, value)
             # Of another stage too: what is not here still tells the dtype in which it is computed.
             param.data = torch.zeros((), dtype=dtypes.of(param), device=param.device).expand(param.shape)
-        _prepare_buffers(module, units, mesh)
+        _prepare_buffers(module, mesh)
         writer.refresh()
         for unit in units:
             for group in unit.groups:
@@ -265,17 +270,18 @@ def _fill(
                 group.release()
 
 
-def _prepare_buffers(module: nn.Module, units: list[Unit], mesh: Mesh) -> None:
-    """Rank 0's buffers, on the device, floating-point ones in the dtype of the parameters beside them."""
-    dtypes = {group.dtype for unit in units for group in unit.groups if group.dtype.is_floating_point}
-    target = dtypes.pop() if len(dtypes) == 1 else None
+def _prepare_buffers(module: nn.Module, mesh: Mesh) -> None:
+    """Rank 0's buffers, on the device. They keep their types: an angle or a running mean in bf16 is another one."""
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
-            if buffer is None:
-                continue
-            value = mesh.world.broadcast_tensor(buffer)
-            wants_cast = target is not None and target.itemsize < 4 and value.dtype == torch.float32
-            owner._buffers[name] = value.to(mesh.world.device, target if wants_cast else value.dtype)
+            if buffer is not None:
+                owner._buffers[name] = mesh.world.broadcast_tensor(buffer).to(mesh.world.device)
+
+
+def _has_wide_buffers(module: nn.Module) -> bool:
+    """Whether what is computed with a buffer may be float32 though the parameters are not."""
+    owners = (part for part in module.modules() if not isinstance(part, _NormBase))
+    return any(buffer.dtype == torch.float32 for part in owners for buffer in part.buffers(recurse=False))
 
 
 def _checkpoint_activations(units: list[UnitPlan], every: int) -> None:
@@ -338,7 +344,7 @@ def _make_optimizer(
         own = choice if isinstance(choice, torch.optim.Optimizer) else _call(choice, trained)
         _check_covers(own, trained)
         groups, rule, state_dtype = own.param_groups, rule_like(own), torch.float32
-        factory = None if rule is not None else partial(_another, own)
+        factory = None if rule is not None else partial(another, own)
         if factory is not None:
             check_elementwise(factory)
     host = host_update(config, world)
@@ -350,9 +356,7 @@ def _make_optimizer(
     schedule = None
     if config.scheduler is not None:
         schedule = partial(learning_rate_at, config.scheduler)
-    if lr_scheduler is not None and not hasattr(lr_scheduler, "step"):
-        lr_scheduler = lr_scheduler(sharded)
-    return sharded, schedule, lr_scheduler
+    return sharded, schedule, scheduler_for(sharded, lr_scheduler)
 
 
 def _state_dtype(config: Config, gradients: Sequence[GroupGradient]) -> torch.dtype:
@@ -371,14 +375,6 @@ def _call(make: Callable[[Any], torch.optim.Optimizer], params: list[nn.Paramete
     return make(params)
 
 
-def _another(template: torch.optim.Optimizer, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer of the same class and options over other parameters."""
-    options = {key: value for key, value in template.param_groups[0].items() if key != "params"}
-    copy = type(template)(params, **{key: value for key, value in template.defaults.items() if key != "params"})
-    copy.param_groups[0].update(options)
-    return copy
-
-
 def _check_covers(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> None:
     covered = {id(param) for group in optimizer.param_groups for param in group["params"]}
     missing = sum(id(param) not in covered for param in trained)
@@ -391,9 +387,17 @@ def _check_covers(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter])
         )
 
 
-def _dtypes(config: Config) -> Dtypes:
+def _dtypes(config: Config, module: nn.Module) -> Dtypes:
     compute = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
-    return Dtypes(compute, _DTYPES[config.communication_data_type], _DTYPES[config.data_types.grad_accum_dtype])
+    reduce, accumulate = _DTYPES[config.communication_data_type], _DTYPES[config.data_types.grad_accum_dtype]
+    return Dtypes(compute, reduce, accumulate, frozenset(map(id, _beside_statistics(module))))
+
+
+def _beside_statistics(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters of batch norms: torch takes them in the type of the running statistics alone, whatever the input's."""
+    for part in module.modules():
+        if isinstance(part, _NormBase) and part.running_mean is not None:
+            yield from part.parameters(recurse=False)
 
 
 def _prefetch_numel(config: Config) -> int:

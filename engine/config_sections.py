@@ -70,7 +70,7 @@ class BF16Config(Section):
     """Turns bf16 on."""
 
     auto_cast: Bool = True
-    """Cast floating-point inputs of the model to bf16."""
+    """Cast floating-point inputs of the model to bf16, and of its blocks where it has fp32 buffers."""
 
 
 class FP16Config(Section):
@@ -80,7 +80,7 @@ class FP16Config(Section):
     """Turns fp16 on."""
 
     auto_cast: Bool = True
-    """Cast floating-point inputs of the model to fp16."""
+    """Cast floating-point inputs of the model to fp16, and of its blocks where it has fp32 buffers."""
 
     loss_scale: Float = Field(default=0.0, ge=0)
     """The fixed factor on the loss. 0: dynamic loss scaling."""

@@ -23,6 +23,7 @@ from . import weights
 from .batch import call, call_for_loss, forward, loss_of, microbatches, prepared
 from .checkpoint import Checkpointer
 from .full_values import FullValues
+from .gradient_scale import GradientScale
 from .guard import ModelGuard
 from .learning_rates import LearningRates
 from .log import StepLog, logger
@@ -74,6 +75,8 @@ class Engine:
         self._sequence = parts.sequence
         self._scaler = parts.loss_scaler
         self._accumulation = parts.config.gradient_accumulation_steps or 1
+        own = (param for unit in parts.sequence.units for group in unit.groups for param in group.params)
+        self._gradient_scale = GradientScale(parts.config, self.data_size, parts.loss_scaler, own)
         self._num_microbatches = 0
         self._losses: list[Tensor] = []
         self._guard = ModelGuard(parts.module, parts.sequence.units, parts.mesh.shard.route.copies_are_shared)
@@ -98,7 +101,12 @@ class Engine:
             self._preemption.arm(says_so=self.rank == 0)
         delay_after_steps = parts.config.zero_optimization.offload_optimizer.delay_after_steps
         self._update = StepUpdate(
-            parts.optimizer, parts.sequence, parts.mesh, self._timing, self._unclipped_factor, delay_after_steps
+            parts.optimizer,
+            parts.sequence,
+            parts.mesh,
+            self._timing,
+            lambda: self._gradient_scale.rest,
+            delay_after_steps,
         )
         self._progress.stop_clock(Activity.BEFORE_FIRST_STEP)
 
@@ -159,6 +167,7 @@ class Engine:
                 self._guard.check()
                 with self._saving:
                     output = call_for_loss(self.module, ready, self._parts.loss_fn)
+                    self._gradient_scale.leave(output)
                     loss = loss_of(output, ready, self._parts.loss_fn)
                 self._backward(loss)
         except BaseException:
@@ -172,12 +181,15 @@ class Engine:
         self._check_has_whole("engine(batch)", "engine.eval_step(batch)")
         self._guard.check()
         with self._saving, self._progress.forward(self._num_microbatches, torch.is_grad_enabled()):
-            return forward(self.module, self._prepare(args), self._prepare(kwargs))
+            output = forward(self.module, self._prepare(args), self._prepare(kwargs))
+            self._gradient_scale.leave(output)
+            return output
 
     @in_turn
     def backward(self, loss: Tensor) -> None:
-        """Computes gradients of loss / gradient_accumulation_steps and reduces them as the ZeRO stage says.
+        """Computes gradients of the mean loss over microbatches and ranks, and reduces them as the ZeRO stage says.
 
+        What is not a parameter of the engine, such as an input that requires a gradient, gets the one of `loss` itself.
         An error in it ends the step: its gradients are forgotten, and the next microbatch is the first of a new one.
         """
         self._backward(loss)
@@ -195,7 +207,7 @@ class Engine:
         assert isinstance(self._sequence, UnitSequence)
         self._sequence.begin_backward(boundary)
         try:
-            (loss * (self._scaler.scale * self._predivide / self._accumulation)).backward()  # type: ignore[no-untyped-call]
+            self._gradient_scale.backward(loss)
             self._sequence.end_backward()
         except BaseException as error:
             self._sequence.abort(error)
@@ -220,7 +232,7 @@ class Engine:
         if update_failed:
             self._forget_gradients()
             self._update.raise_failure()
-        scale, lr, factor = self._scaler.scale, self.lr, self._unclipped_factor()
+        scale, lr, factor = self._scaler.scale, self.lr, self._gradient_scale.rest
         grad_norm = math.sqrt(sums.square_norm) * factor if not sums.num_bad else math.nan
         skipped = bool(sums.num_bad)
         clip = self.config.gradient_clipping
@@ -442,23 +454,13 @@ class Engine:
     def _is_fp16(self) -> bool:
         return self.config.fp16.enabled
 
-    @property
-    def _predivide(self) -> float:
-        """The factor by which gradients are made smaller before they are summed over ranks."""
-        factor = self.config.gradient_predivide_factor
-        if self.config.prescale_gradients or (not self._is_fp16 and factor == 1.0):
-            # The mean over ranks costs no pass of its own then. Float16 keeps the digits that the loss scale gave it.
-            return 1.0 / self.data_size
-        return 1.0 / factor
-
     def _run_pipeline(self, pipeline: Pipeline, given: Sequence[Any]) -> None:
         """All microbatches of a step forward and backward."""
         ready = [self._prepare(microbatch) for microbatch in given]
         self._guard.check()
         self._progress.enter(Activity.PIPELINE)
         self._update.begin_backward(boundary=True)
-        scale = self._scaler.scale * self._predivide / self._accumulation
-        self._losses = pipeline.train(given, ready, scale)
+        self._losses = pipeline.train(given, ready, self._gradient_scale.seed)
         self._num_microbatches = len(given)
 
     def _check_has_whole(self, what: str, instead: str) -> None:
@@ -470,7 +472,7 @@ class Engine:
 
     def _prepare(self, batch: Any) -> Any:
         dtype = self._parts.compute_dtype if self._parts.casts_inputs else None
-        return prepared(batch, self.device, dtype)
+        return prepared(batch, self.device, dtype, self._gradient_scale.enter)
 
     @property
     def _timing(self) -> Timing:
@@ -479,9 +481,6 @@ class Engine:
             return Timing.IN_BACKWARD
         overlap = zero.offload_optimizer.overlap if zero.offload_optimizer.is_used else "none"
         return {"none": Timing.AFTER_NORM, "speculative": Timing.SPECULATIVE, "delayed": Timing.DELAYED}[overlap]
-
-    def _unclipped_factor(self) -> float:
-        return 1.0 / (self.data_size * self._scaler.scale * self._predivide)
 
     def _forget_gradients(self) -> None:
         """The next microbatch is the first of its step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,52 @@ from .run_state import restore_options
 
 Schedule = Callable[[float, int], float]
 """(learning rate of a parameter group, optimizer steps taken so far) -> the group's learning rate of the next step."""
+
+
+def scheduler_for(optimizer: ShardedOptimizer, given: Any) -> Any:
+    """The caller's scheduler: what was given, or what that makes of the optimizer.
+
+    Raises ValueError where it would not move the learning rates of this optimizer.
+    """
+    if given is None:
+        return None
+    is_made = hasattr(given, "step") and not isinstance(given, type)
+    if not is_made and not callable(given):
+        raise ValueError(
+            f"lr_scheduler: expected a scheduler with a step(), or a callable that makes one of the optimizer, found "
+            f"{type(given).__name__}"
+        )
+    scheduler = given if is_made else given(optimizer)
+    name = type(scheduler).__name__
+    if not callable(getattr(scheduler, "step", None)):
+        raise ValueError(f"lr_scheduler: expected a callable that returns a scheduler with a step(), found {name}")
+    needed = [key for key, value in inspect.signature(scheduler.step).parameters.items() if _is_needed(value)]
+    if needed:
+        raise ValueError(
+            "lr_scheduler: expected one whose step() needs nothing, since the engine calls it after each update, "
+            f"found {name}, which needs '{needed[0]}'; make it over engine.optimizer after initialize, and call its "
+            "step yourself"
+        )
+    bound = getattr(scheduler, "optimizer", None)
+    groups = getattr(bound, "param_groups", None)
+    if groups is not None and list(map(id, groups)) != list(map(id, optimizer.param_groups)):
+        raise ValueError(
+            "lr_scheduler: expected a scheduler of the optimizer that is passed to initialize, found "
+            f"{name} of another {type(bound).__name__}, whose learning rates nobody uses; pass that optimizer too, or "
+            f"a callable such as lambda optimizer: {name}(optimizer, ...)"
+        )
+    if optimizer.lacks_momentum:
+        raise ValueError(
+            f"lr_scheduler: expected a momentum of 0 as the optimizer was made with, found a momentum of "
+            f"{max(group['momentum'] for group in optimizer.param_groups):g} that {name} has set (cycle_momentum), for "
+            "which no state is kept; give the optimizer a momentum, or set cycle_momentum=False"
+        )
+    return scheduler
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    may_be_left_out = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is inspect.Parameter.empty and not may_be_left_out
 
 
 class LearningRates:

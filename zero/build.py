@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,10 +27,13 @@ class Dtypes:
     compute: torch.dtype | None
     reduce: torch.dtype | None
     accumulate: torch.dtype | None
+    kept: Collection[int] = ()  # identities of parameters that are computed in their own dtype
 
     def of(self, param: Tensor) -> torch.dtype:
         """The dtype in which a parameter is computed."""
-        return self.compute if self.compute is not None and param.is_floating_point() else param.dtype
+        if self.compute is None or not param.is_floating_point() or id(param) in self.kept:
+            return param.dtype
+        return self.compute
 
     def accumulated(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of parameters that are computed in `dtype` are added up."""

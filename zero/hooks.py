@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -89,6 +89,24 @@ class UnitHooks:
             if module is not rest.module and has_forward(module) and members & set(map(id, parameters_read_by(module))):
                 self._add(module.register_forward_pre_hook(before, prepend=True))
                 self._add(module.register_forward_hook(after))
+
+
+class InputCasts:
+    """Casts float32 inputs of blocks, which a buffer has made of narrower ones, to the dtype that blocks compute in."""
+
+    def __init__(self, blocks: Iterable[nn.Module], dtype: torch.dtype) -> None:
+        def cast(value: Any) -> Any:
+            return value.to(dtype) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+
+        self._handles = [block.register_forward_pre_hook(before, with_kwargs=True) for block in blocks]
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
 
 
 def _gradient_hook(sequence: UnitSequence, unit: Unit, name: str) -> Callable[[Tensor], None]:

@@ -68,8 +68,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         host: updates what is offloaded, where the parameters are not in host memory. Raises OffloadError.
         """
         # Optimizer.__init__ imports torch's compiler, 70 MiB a process; what unpickling sets is all that is needed. The
-        # groups are the user's very dictionaries: a scheduler bound to them acts here too.
-        self.__setstate__({"defaults": {}, "state": {}, "param_groups": param_groups})
+        # groups are the user's very dictionaries: a scheduler bound to them acts here too. From the defaults schedulers
+        # read which options there are.
+        defaults = {key: value for key, value in param_groups[0].items() if key != "params"}
+        self.__setstate__({"defaults": defaults, "state": {}, "param_groups": param_groups})
         self.num_steps = 0
         self._rule = rule
         self._factory = factory
@@ -96,6 +98,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def lr(self) -> float:
         """The learning rate of the first parameter group."""
         return float(self.param_groups[0]["lr"])
+
+    @property
+    def lacks_momentum(self) -> bool:
+        """Whether a momentum was set for which the rule keeps no state: it was chosen when there was none."""
+        has_state = self._rule is None or self._rule.name != "sgd" or bool(self._rule.states)
+        return not has_state and any(group["momentum"] for group in self.param_groups)
 
     def step(  # type: ignore[override]
         self,

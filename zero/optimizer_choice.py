@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,7 +33,7 @@ _TORCH_TWINS = {
 
 def rule_like(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
     """The fused rule that does what this torch optimizer does, where there is one for all its options."""
-    name = _TORCH_TWINS.get(type(optimizer))
+    name = _TORCH_TWINS.get(_class_that_updates(type(optimizer)))
     if name is None:
         return None
     for options in optimizer.param_groups:
@@ -51,6 +52,41 @@ def rule_like(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
     if len(momenta) > 1:
         return None
     return rule_named(name, optimizer.param_groups[0])
+
+
+def _class_that_updates(cls: type) -> type:
+    """The class itself, or the one that it derives from with nothing but an `__init__` of its own."""
+    while cls not in _TORCH_TWINS and not any(_is_changed(cls, name) for name in vars(cls)):
+        cls = cls.__mro__[1]
+    return cls
+
+
+def _is_changed(cls: type, name: str) -> bool:
+    if name == "step":  # torch wraps it anew for each class
+        return inspect.unwrap(vars(cls)[name]) is not inspect.unwrap(getattr(cls.__mro__[1], name))
+    return not (name.startswith("__") and name.endswith("__"))
+
+
+class _NotMadeAgainError(ValueError):
+    """A class cannot be called with other parameters."""
+
+
+def another(template: torch.optim.Optimizer, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer of the same class and options over other parameters. Raises ValueError where its class refuses."""
+    options = {key: value for key, value in template.param_groups[0].items() if key != "params"}
+    taken = inspect.signature(type(template)).parameters
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
+    given = {key: value for key, value in template.defaults.items() if key != "params" and (takes_all or key in taken)}
+    try:
+        copy = type(template)(params, **given)
+    except TypeError as error:
+        raise _NotMadeAgainError(
+            "optimizer: expected a class that can be made again over the shards of a rank, found "
+            f"{type(template).__name__}, whose __init__ takes neither its parameters alone nor with the options in its "
+            f"defaults: {error}. Give its other arguments defaults"
+        ) from error
+    copy.param_groups[0].update(options)
+    return copy
 
 
 def check_elementwise(factory: OptimizerFactory) -> None:
@@ -75,6 +111,8 @@ def check_elementwise(factory: OptimizerFactory) -> None:
                 for param, piece in zip(params, pieces, strict=True):
                     param.grad = piece.clone().view(param.shape)
                 optimizer.step()
+        except _NotMadeAgainError:
+            raise
         except (TypeError, ValueError, RuntimeError, AttributeError) as error:
             raise ValueError(
                 f"optimizer: expected a torch optimizer that updates each element by itself, found {name}, "

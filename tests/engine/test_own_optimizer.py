@@ -94,6 +94,65 @@ def test_a_class_or_callable_trains_as_it_does_in_torch(ranks: RankPool, world_s
         assert_close(outcome, train_plainly(case, world_size, choice), 1e-9, 1e-9, f"{choice}, stage {case.stage}")
 
 
+class Narrow(torch.optim.AdamW):
+    """Takes a learning rate alone."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr=lr, betas=(0.8, 0.95), weight_decay=0.1)
+
+
+class NarrowWithAnUpdateOfItsOwn(Narrow):
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.clamp_(-0.4, 0.4)
+
+
+class NarrowMomentum(torch.optim.RMSprop):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1e-2, momentum=0.5)
+
+
+NARROW: list[Any] = [Narrow, NarrowWithAnUpdateOfItsOwn, NarrowMomentum]
+
+
+def train_with_narrow(cases: list[Case]) -> list[Outcome]:
+    return [train(case, optimizer=choice) for choice in NARROW for case in cases]
+
+
+def test_a_subclass_may_take_less_than_its_base(ranks: RankPool) -> None:
+    work = [(choice, case) for choice in NARROW for case in CASES]
+    for (choice, case), outcome in zip(work, ranks(2, train_with_narrow, CASES)[0], strict=True):
+        assert_close(outcome, train_plainly(case, 2, choice), 1e-9, 1e-9, f"{choice}, stage {case.stage}")
+
+
+def test_a_subclass_with_nothing_but_an_init_is_updated_by_the_fused_rule() -> None:
+    found = {}
+    for choice in NARROW:
+        engine = lowtide.initialize(models.mlp(), {"steps_per_print": 0}, optimizer=choice)
+        found[choice] = engine.optimizer.kind
+        engine.close()
+    assert found == {
+        Narrow: "adamw",
+        NarrowWithAnUpdateOfItsOwn: "NarrowWithAnUpdateOfItsOwn",
+        NarrowMomentum: "NarrowMomentum",
+    }
+
+
+class NeedsMore(torch.optim.RMSprop):
+    def __init__(self, params: Any, model: nn.Module) -> None:
+        super().__init__(params)
+
+
+def test_a_class_that_cannot_be_made_again_is_named() -> None:
+    model = models.mlp()
+    words = r"found NeedsMore, whose __init__ takes neither .*missing 1 required positional argument: 'model'. Give its"
+    with pytest.raises(ValueError, match=words):
+        lowtide.initialize(model, {}, optimizer=NeedsMore(model.parameters(), model))
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_instance_keeps_its_groups_and_its_scheduler(ranks: RankPool, world_size: int, stage: int) -> None:

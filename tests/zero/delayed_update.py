@@ -35,8 +35,9 @@ def train_delayed(
     outcome = Outcome()
     num_updates = 0
     for step in range(case.steps):
-        losses, sums = _gradients(model, case, step, world_size, loss_scale / case.accumulation)
-        factor = 1.0 / (world_size * loss_scale)
+        divided_before = case.accumulation if compute == torch.float16 else 1  # where sums may leave the range
+        losses, sums = _gradients(model, case, step, world_size, loss_scale / divided_before)
+        factor = divided_before / (world_size * case.accumulation * loss_scale)
         outcome.losses.append(torch.stack(losses).mean().float().item())
         outcome.norms.append((torch.stack([total.double().norm() for total in sums]).norm() * factor).item())
         outcome.skipped.append(not all(bool(torch.isfinite(total).all()) for total in sums))

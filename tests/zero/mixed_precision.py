@@ -40,9 +40,10 @@ def train_mixed(
     outcome = Outcome()
     for step in range(case.steps):
         scale = scale_of(outcome.skipped)
-        losses, sums = _gradients(model, _microbatches(case, step, world_size), dtypes, scale / case.accumulation)
+        seed = scale / case.accumulation if dtypes.compute == torch.float16 else scale  # small where range is
+        losses, sums = _gradients(model, _microbatches(case, step, world_size), dtypes, seed)
         for master, total in zip(masters, sums, strict=True):
-            master.grad = total.float() * (1.0 / (world_size * scale))
+            master.grad = total.float() * (1.0 / (world_size * case.accumulation * seed))
         outcome.skipped.append(not all(bool(torch.isfinite(total).all()) for total in sums))
         outcome.scales.append(scale)
         outcome.losses.append(torch.stack(losses).mean().item())

@@ -1,0 +1,154 @@
+"""Buffers keep their types, whatever the parameters are computed in."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from tests.engine.test_hugging_face import llama
+from tests.ranks import RankPool
+from tests.zero.training import ADAMW
+
+STAGES = (0, 1, 2, 3)
+LAST_POSITION = 8191
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def engine_for(model: nn.Module, stage: int, precision: str) -> lowtide.Engine:
+    return lowtide.initialize(
+        model,
+        {"optimizer": ADAMW, "zero_optimization": {"stage": stage}, precision: {"enabled": True}, "steps_per_print": 0},
+    )
+
+
+def far_apart() -> dict[str, Tensor]:
+    """Two tokens, one at either end."""
+    return {"input_ids": torch.tensor([[3, 5]]), "position_ids": torch.tensor([[0, LAST_POSITION]])}
+
+
+def logits_of_llama(stages: tuple[int, ...], precision: str) -> list[Tensor]:
+    found = []
+    for stage in stages:
+        torch.manual_seed(0)
+        engine = engine_for(llama(), stage, precision)
+        with torch.no_grad():
+            found.append(engine(**far_apart()).logits)
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_angles_of_llama_are_those_of_float32_at_the_last_position(ranks: RankPool, precision: str) -> None:
+    torch.manual_seed(0)
+    model: Any = llama()
+    frequencies = {name: buffer.clone() for name, buffer in model.named_buffers() if "inv_freq" in name}
+    assert frequencies and all(value.dtype == torch.float32 for value in frequencies.values())
+    model.to(PRECISIONS[precision])
+    with torch.no_grad():
+        rounded = model(**far_apart()).logits
+        for name, value in frequencies.items():
+            model.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = value
+        expected = model(**far_apart()).logits
+    assert not torch.equal(rounded, expected), "the rounding must show"
+    for logits in ranks(2, logits_of_llama, STAGES, precision)[0]:
+        assert torch.equal(logits, expected)
+
+
+class Normalized(nn.Module):
+    """Batch norms between layers, and buffers of many types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)) for _ in range(2))
+        self.last = nn.Linear(5, 1)
+        for name, dtype in BUFFERS.items():
+            self.register_buffer(name, torch.arange(5).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.last(x.where(self.get_buffer("flags"), -x)).float().square().mean()
+
+
+BUFFERS = {
+    "wide": torch.float64,
+    "single": torch.float32,
+    "short": torch.float16,
+    "brain": torch.bfloat16,
+    "integers": torch.int64,
+    "bytes": torch.uint8,
+    "flags": torch.bool,
+    "pairs": torch.complex64,
+}
+
+
+def statistics(stages: tuple[int, ...], precision: str) -> list[dict[str, Tensor]]:
+    found = []
+    for stage in stages:
+        torch.manual_seed(0)
+        engine = engine_for(Normalized(), stage, precision)
+        for step in range(3):
+            x = torch.randn(8, 5, generator=torch.Generator().manual_seed(step))
+            engine.train_step((3 + x / 100,))
+        assert engine.eval_step((x,)).isfinite()
+        found.append(dict(engine.module.named_buffers()))
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_running_statistics_and_buffers_of_all_types_keep_them(
+    ranks: RankPool, world_size: int, precision: str
+) -> None:
+    first, *others = ranks(world_size, statistics, STAGES, precision)[0]
+    for name, dtype in BUFFERS.items():
+        assert first[name].dtype == dtype and torch.equal(first[name], torch.arange(5).to(dtype))
+    for name in ("layers.0.1.running_mean", "layers.1.1.running_var"):
+        assert first[name].dtype == torch.float32
+        assert not torch.equal(first[name], first[name].to(PRECISIONS[precision]).float()), (
+            "more digits than 16 bits have"
+        )
+    for buffers in others:
+        assert all(torch.equal(buffers[name], value) for name, value in first.items())
+
+
+class Positioned(nn.Module):
+    """Adds a buffer to what its blocks get, as many models do with positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.register_buffer("positions", torch.linspace(0, 1, 8))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) + self.positions
+        for block in self.blocks:
+            x = block(x.to(block[0].weight.dtype) if self.casts_itself else x)
+        return x.float().square().mean()
+
+    casts_itself = False
+
+
+def losses_with_positions(stages: tuple[int, ...], precision: str) -> list[list[float]]:
+    found = []
+    for stage in stages:
+        torch.manual_seed(0)
+        engine = engine_for(Positioned(), stage, precision)
+        found.append([engine.train_step((torch.ones(2, 5),)).loss.item() for _ in range(3)])
+        engine.close()
+        assert not engine.module.blocks[0]._forward_pre_hooks
+    return found
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_blocks_get_their_inputs_in_the_type_of_their_parameters(
+    ranks: RankPool, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = ranks(2, losses_with_positions, STAGES, precision)[0]
+    monkeypatch.setattr(Positioned, "casts_itself", True)
+    for found in losses:
+        assert found == losses_with_positions((0,), precision)[0]

@@ -1,0 +1,114 @@
+"""Gradients of what is not the engine's own: of its inputs, and of what lies before and after it, as in plain torch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from tests.ranks import RankPool
+
+STAGES = (0, 1, 2, 3)
+SGD = {"type": "sgd", "params": {"lr": 0.5}}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {"gradient_accumulation_steps": 3},
+    "prescaled": {"prescale_gradients": True},
+    "predivided": {"gradient_predivide_factor": 4.0},
+    "sent in float16": {"communication_data_type": "fp16", "gradient_accumulation_steps": 2},
+    "float16": {"fp16": {"enabled": True, "initial_scale_power": 10}, "gradient_accumulation_steps": 2},
+}
+
+
+def net(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, outputs))
+
+
+def engine_for(model: nn.Module, stage: int, kind: str) -> lowtide.Engine:
+    return lowtide.initialize(model, {"optimizer": SGD, "zero_optimization": {"stage": stage}, **KINDS[kind]})
+
+
+def samples(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def outer_gradients(stage: int, kind: str, rank: int | None) -> list[Tensor]:
+    """Of an input, of a layer before the engine, and of a head after it.
+
+    rank: by plain torch, as that rank; None: by an engine.
+    """
+    torch.manual_seed(0)
+    model, before, head = net(6, 5), nn.Linear(6, 6), nn.Linear(5, 1)
+    engine = engine_for(model, stage, kind) if rank is None else None
+    x = samples(0, engine.rank if engine is not None else rank or 0).requires_grad_()
+    for _ in range(KINDS[kind].get("gradient_accumulation_steps", 1)):  # torch adds the gradients up
+        output = (engine or model)(x * x + before(x)).float()
+        loss = head(output).square().mean() + output.sum()
+        engine.backward(loss) if engine is not None else loss.backward()
+    if engine is not None:
+        assert not engine.step().skipped
+        engine.close()
+    return [value.grad for value in (x, *before.parameters(), *head.parameters()) if value.grad is not None]
+
+
+def all_outer_gradients(kinds: Sequence[str]) -> dict[tuple[str, int], list[Tensor]]:
+    return {(kind, stage): outer_gradients(stage, kind, None) for kind in kinds for stage in STAGES}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_outside_of_the_engine_are_those_of_the_loss_as_it_was_given(
+    ranks: RankPool, world_size: int
+) -> None:
+    for rank, found in enumerate(ranks(world_size, all_outer_gradients, list(KINDS))):
+        for (kind, stage), gradients in found.items():
+            expected = outer_gradients(stage, kind, rank)
+            assert len(gradients) == len(expected) == 5
+            rtol, atol = (1e-2, 1e-2) if kind == "float16" else (1e-6, 1e-7)
+            what = f"{kind}, stage {stage}, rank {rank}"
+            torch.testing.assert_close(gradients, expected, rtol=rtol, atol=atol, msg=lambda m, w=what: f"{w}: {m}")
+
+
+def train_chain(stage: int, kind: str) -> list[dict[str, Tensor]]:
+    """Two engines, one behind the other: the second's gradient of its input is what the first one's backward gets."""
+    torch.manual_seed(0)
+    first, second = engine_for(net(6, 5), stage, kind), engine_for(net(5, 1), stage, kind)
+    for step in range(3):
+        for _ in range(KINDS[kind].get("gradient_accumulation_steps", 1)):
+            middle = first(samples(step, first.rank))
+            received = middle.detach().requires_grad_()
+            second.backward(second(received).float().square().mean())
+            assert received.grad is not None
+            first.backward((middle * received.grad).sum())
+        first.step(), second.step()
+    return [first.state_dict(), second.state_dict()]
+
+
+def train_chain_plainly(world_size: int) -> list[dict[str, Tensor]]:
+    torch.manual_seed(0)
+    models = [net(6, 5), net(5, 1)]
+    optimizer = torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.cat([samples(step, rank) for rank in range(world_size)])
+        models[1](models[0](x)).square().mean().backward()
+        optimizer.step()
+    return [model.state_dict() for model in models]
+
+
+def train_all_chains(kinds: Sequence[str]) -> dict[tuple[str, int], list[dict[str, Tensor]]]:
+    return {(kind, stage): train_chain(stage, kind) for kind in kinds for stage in STAGES}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_two_engines_in_a_chain_train_as_one_model_by_sgd(ranks: RankPool, world_size: int) -> None:
+    expected = train_chain_plainly(world_size)
+    for (kind, stage), states in ranks(world_size, train_all_chains, list(KINDS))[0].items():
+        tolerance = 1e-2 if "float16" in kind else 1e-5
+        for found, state in zip(states, expected, strict=True):
+            found = {name: value.float() for name, value in found.items()}
+            what = f"{kind}, stage {stage}"
+            torch.testing.assert_close(
+                found, dict(state), rtol=tolerance, atol=tolerance, msg=lambda m, w=what: f"{w}: {m}"
+            )

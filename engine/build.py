@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ..comm import Mesh, World
 from ..kernels.cpu_optimizer import cpu_kernel
 from ..kernels.optimizer_step import UpdateRule
+from ..model.ledger import Ledger
 from ..offload import ActivationOffload, in_storages_of, keep_heap
 from ..pipe.absent import Absent
 from ..zero.build import Dtypes, ModelPlan, build_units
@@ -85,7 +86,8 @@ def initialize(
     _check_ranks_agree(world, resolved, module)
     _log_notes(world, resolved)
     check_kernels(resolved, world.device)
-    unfuse = fuse_modules(module, resolved, world)
+    ledger = Ledger()
+    fuse_modules(module, resolved, world, ledger)
 
     policy = ZeroPolicy.from_stage(resolved.zero_optimization.stage)
     dtypes = _dtypes(resolved)
@@ -111,19 +113,18 @@ def initialize(
         resolved, world, units, module, optimizer, lr_scheduler, rest
     )
     _fill(module, units, sharded_optimizer, mesh, values, dtypes)
-    _checkpoint_activations(unit_plans, resolved.activation_checkpointing.every)
+    _checkpoint_activations(unit_plans, resolved.activation_checkpointing.every, ledger)
     activation_offload, close_last = _offload_activations(resolved, world, module, units)
     if pipeline_plan is not None:
-        pipeline = Pipeline(pipeline_plan, resolved, mesh, module, units, policy.frees_parameters, loss_fn)
+        pipeline = Pipeline(pipeline_plan, resolved, mesh, module, units, policy.frees_parameters, loss_fn, ledger)
         sequence: UnitSequence | ScheduledUnits = pipeline.units
-        hooks: UnitHooks | Pipeline = pipeline
     else:
         pipeline = None
         sequence = UnitSequence(units, _prefetch_numel(resolved), world.progress)
         on_block = activation_offload.begin_block if activation_offload else None
-        hooks = UnitHooks(sequence, policy.frees_parameters, on_block)
+        UnitHooks(sequence, policy.frees_parameters, ledger, on_block)
         if world.device.type == "cpu":  # elsewhere the copy that it saves costs less than its Python
-            close_last = (*close_last, DirectGradients(sequence, module.modules()).remove)
+            DirectGradients(sequence, module.modules(), ledger)
     given = (checked.train_batch_size, checked.train_micro_batch_size_per_gpu, checked.gradient_accumulation_steps)
     return Engine(
         Parts(
@@ -131,7 +132,6 @@ def initialize(
             mesh=mesh,
             module=module,
             sequence=sequence,
-            hooks=hooks,
             pipeline=pipeline,
             optimizer=sharded_optimizer,
             loss_scaler=_loss_scaler(resolved),
@@ -142,7 +142,8 @@ def initialize(
             lr_scheduler=scheduler,
             rows_per_microbatch=resolved.train_micro_batch_size_per_gpu if any(given[:2]) else None,
             activation_offload=activation_offload,
-            close_last=(*close_last, unfuse),
+            ledger=ledger,
+            close_last=close_last,
         )
     )
 
@@ -255,12 +256,12 @@ def _prepare_buffers(module: nn.Module, units: list[Unit], mesh: Mesh) -> None:
             owner._buffers[name] = value.to(mesh.world.device, target if wants_cast else value.dtype)
 
 
-def _checkpoint_activations(units: list[UnitPlan], every: int) -> None:
+def _checkpoint_activations(units: list[UnitPlan], every: int, ledger: Ledger) -> None:
     """Recomputes every `every`-th block in backward. Hooks lie outside of what is recomputed, so they run once."""
     if not every:
         return
     for unit in [unit for unit in units if not unit.is_rest][::every]:
-        unit.module.forward = partial(checkpoint, unit.module.forward, use_reentrant=False)
+        ledger.override(unit.module, "forward", partial(checkpoint, unit.module.forward, use_reentrant=False))
 
 
 def _offload_activations(

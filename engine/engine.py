@@ -386,7 +386,7 @@ class Engine:
     def _leave(self) -> None:
         self._is_closed = True
         self._preemption.disarm()
-        self._parts.hooks.remove()
+        self._parts.ledger.close()
         self.optimizer.close()
         for close in self._parts.close_last:
             close()

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
+from ..model.ledger import Ledger
 from .sequence import Phase, Unit, UnitSequence
 
 
@@ -21,12 +21,16 @@ class UnitHooks:
     """
 
     def __init__(
-        self, sequence: UnitSequence, frees_parameters: bool, on_block: Callable[[], None] | None = None
+        self,
+        sequence: UnitSequence,
+        frees_parameters: bool,
+        ledger: Ledger,
+        on_block: Callable[[], None] | None = None,
     ) -> None:
-        """on_block: called when the forward of a block begins, recomputed ones included."""
+        """ledger: of the hooks. on_block: called when the forward of a block begins, recomputed ones included."""
         self._sequence = sequence
         self._on_block = on_block
-        self._handles: list[RemovableHandle] = []
+        self._add = ledger.hook
         root = sequence.rest.module
         self._add(root.register_forward_pre_hook(lambda module, args: sequence.begin_forward(), prepend=True))
         self._add(root.register_forward_hook(lambda module, args, output: sequence.end_forward(_keeps_graph(output))))
@@ -36,15 +40,6 @@ class UnitHooks:
             self._hook_params(unit)
         if frees_parameters:
             self._hook_users_of_rest(sequence.rest)
-
-    def remove(self) -> None:
-        """Takes all hooks off: the model is an ordinary one again."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _add(self, handle: RemovableHandle) -> None:
-        self._handles.append(handle)
 
     def _hook_block(self, unit: Unit) -> None:
         sequence = self._sequence

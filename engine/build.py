@@ -16,12 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from ..comm import Mesh, World
 from ..kernels.cpu_optimizer import cpu_kernel
 from ..kernels.optimizer_step import UpdateRule
+from ..model.ledger import Ledger
 from ..offload import ActivationOffload, in_storages_of, keep_heap
 from ..pipe.absent import Absent
 from ..zero.build import Dtypes, ModelPlan, build_units
 from ..zero.direct_gradients import DirectGradients
 from ..zero.gradient import GroupGradient
-from ..zero.hooks import InputCasts, UnitHooks
+from ..zero.hooks import UnitHooks, cast_inputs
 from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.optimizer_choice import another, check_elementwise, rule_like, rule_named
@@ -104,7 +105,8 @@ def _make_engine(
     _check_ranks_agree(world, resolved, module)
     _log_notes(world, resolved)
     check_kernels(resolved, world.device)
-    unfuse = fuse_modules(module, resolved, world)
+    ledger = Ledger()
+    fuse_modules(module, resolved, world, ledger)
 
     policy = ZeroPolicy.from_stage(resolved.zero_optimization.stage)
     dtypes = _dtypes(resolved, module)
@@ -134,24 +136,22 @@ def _make_engine(
             resolved, world, units, module, optimizer, lr_scheduler, rest
         )
     _fill(module, units, sharded_optimizer, mesh, values, dtypes)
-    _checkpoint_activations(unit_plans, resolved.activation_checkpointing.every)
+    _checkpoint_activations(unit_plans, resolved.activation_checkpointing.every, ledger)
     with no_rank_alone(world, "lowtide.initialize"):
         activation_offload, close_last = _offload_activations(resolved, world, module, units)
     if pipeline_plan is not None:
-        pipeline = Pipeline(pipeline_plan, resolved, mesh, module, units, policy.frees_parameters, loss_fn)
+        pipeline = Pipeline(pipeline_plan, resolved, mesh, module, units, policy.frees_parameters, loss_fn, ledger)
         sequence: UnitSequence | ScheduledUnits = pipeline.units
-        hooks: UnitHooks | Pipeline = pipeline
     else:
         pipeline = None
         sequence = UnitSequence(units, _prefetch_numel(resolved), world.progress)
         on_block = activation_offload.begin_block if activation_offload else None
-        hooks = UnitHooks(sequence, policy.frees_parameters, on_block)
+        UnitHooks(sequence, policy.frees_parameters, ledger, on_block)
         if world.device.type == "cpu":  # elsewhere the copy that it saves costs less than its Python
-            close_last = (*close_last, DirectGradients(sequence, module.modules()).remove)
+            DirectGradients(sequence, module.modules(), ledger)
     casts_inputs = resolved.bf16.auto_cast if resolved.bf16.enabled else resolved.fp16.auto_cast
     if dtypes.compute is not None and casts_inputs and _has_wide_buffers(module):
-        blocks = [unit.module for unit in unit_plans if not unit.is_rest]
-        close_last = (*close_last, InputCasts(blocks, dtypes.compute).remove)
+        cast_inputs([unit.module for unit in unit_plans if not unit.is_rest], dtypes.compute, ledger)
     given = (checked.train_batch_size, checked.train_micro_batch_size_per_gpu, checked.gradient_accumulation_steps)
     return Engine(
         Parts(
@@ -159,7 +159,6 @@ def _make_engine(
             mesh=mesh,
             module=module,
             sequence=sequence,
-            hooks=hooks,
             pipeline=pipeline,
             optimizer=sharded_optimizer,
             loss_scaler=_loss_scaler(resolved),
@@ -170,7 +169,8 @@ def _make_engine(
             lr_scheduler=scheduler,
             rows_per_microbatch=resolved.train_micro_batch_size_per_gpu if any(given[:2]) else None,
             activation_offload=activation_offload,
-            close_last=(*close_last, unfuse),
+            ledger=ledger,
+            close_last=close_last,
         )
     )
 
@@ -284,12 +284,12 @@ def _has_wide_buffers(module: nn.Module) -> bool:
     return any(buffer.dtype == torch.float32 for part in owners for buffer in part.buffers(recurse=False))
 
 
-def _checkpoint_activations(units: list[UnitPlan], every: int) -> None:
+def _checkpoint_activations(units: list[UnitPlan], every: int, ledger: Ledger) -> None:
     """Recomputes every `every`-th block in backward. Hooks lie outside of what is recomputed, so they run once."""
     if not every:
         return
     for unit in [unit for unit in units if not unit.is_rest][::every]:
-        unit.module.forward = partial(checkpoint, unit.module.forward, use_reentrant=False)
+        ledger.override(unit.module, "forward", partial(checkpoint, unit.module.forward, use_reentrant=False))
 
 
 def _offload_activations(

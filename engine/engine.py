@@ -430,7 +430,7 @@ class Engine:
     def _leave(self) -> None:
         self._turn.close()
         self._preemption.disarm()
-        self._parts.hooks.remove()
+        self._parts.ledger.close()
         self.optimizer.close()
         for close in self._parts.close_last:
             close()

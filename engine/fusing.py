@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -11,6 +10,7 @@ from torch import nn
 from ..comm import World
 from ..kernels.dispatch import Backend, has_triton, is_interpreted
 from ..kernels.fuse import NOT_FOUND, lines_of, replace_modules
+from ..model.ledger import Ledger
 from .config import Config
 from .config_errors import ConfigError, Fault
 from .config_kernels import FUSION_NAMES, KERNEL_NAMES
@@ -31,11 +31,8 @@ def check_kernels(config: Config, device: torch.device) -> None:
         raise ConfigError([Fault(f"kernels.{key}", "conflict", message) for key in asking])
 
 
-def fuse_modules(module: nn.Module, config: Config, world: World) -> Callable[[], None]:
-    """Replaces what kernels.fuse_modules asks for, and logs it on rank 0.
-
-    Returns what gives the modules the classes back that they came with.
-    """
+def fuse_modules(module: nn.Module, config: Config, world: World, ledger: Ledger) -> None:
+    """Replaces what kernels.fuse_modules asks for, and logs it on rank 0."""
     wanted = config.kernels.fuse_modules
     backends: dict[str, Backend] = {name: config.kernels.backend_of(name) for name in FUSION_NAMES}
     names = [name for name in FUSION_NAMES if wanted is True or (isinstance(wanted, tuple) and name in wanted)]
@@ -43,16 +40,15 @@ def fuse_modules(module: nn.Module, config: Config, world: World) -> Callable[[]
     if wanted == "auto":
         reason, names = where_triton_runs(world.device, backends)
         lines.append(f'config: kernels.fuse_modules: "auto" is {str(bool(names)).lower()}: {reason}')
-    before = {part: type(part) for part in module.modules()}
-    fused, missing = replace_modules(module, names, backends, always_fuses_loss=isinstance(wanted, tuple))
+    fused, missing = replace_modules(
+        module, names, backends, always_fuses_loss=isinstance(wanted, tuple), exchange=ledger.exchange_class
+    )
     lines += lines_of(fused)
     if isinstance(wanted, tuple):
         lines += [f"config: kernels.fuse_modules: {name} has no effect here: {NOT_FOUND}" for name in missing]
     if world.rank == 0:
         for line in lines:
             logger.info("%s", line)
-    changed = [(part, cls) for part, cls in before.items() if type(part) is not cls]
-    return partial(_restore, changed)
 
 
 def optimizer_backend(config: Config) -> Backend:
@@ -69,8 +65,3 @@ def where_triton_runs(device: torch.device, backends: Mapping[str, Backend]) -> 
         return "the package triton is not installed", []
     names = [name for name, backend in backends.items() if backend != "reference"]
     return ("Triton runs on this device" if names else "the backend of all fusions is reference"), names
-
-
-def _restore(changed: Sequence[tuple[nn.Module, type]]) -> None:
-    for module, cls in changed:
-        module.__class__ = cls

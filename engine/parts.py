@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Mesh
+from ..model.ledger import Ledger
 from ..offload import ActivationOffload
-from ..zero.hooks import UnitHooks
 from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.scheduled_units import ScheduledUnits
@@ -29,7 +29,6 @@ class Parts:
     mesh: Mesh
     module: nn.Module
     sequence: UnitSequence | ScheduledUnits
-    hooks: UnitHooks | Pipeline
     pipeline: Pipeline | None
     optimizer: ShardedOptimizer
     loss_scaler: LossScaler
@@ -40,4 +39,5 @@ class Parts:
     lr_scheduler: Any
     rows_per_microbatch: int | None
     activation_offload: ActivationOffload | None
+    ledger: Ledger  # what stands on the module
     close_last: Sequence[Callable[[], None]]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Mesh, World
+from ..model.ledger import Ledger
 from ..pipe.action import Action, Op
 from ..pipe.costs import Costs
 from ..pipe.executor import Executor, shapes_in
@@ -107,11 +108,12 @@ class Pipeline:
         units: Sequence[Unit],
         frees_parameters: bool,
         loss_fn: LossFn,
+        ledger: Ledger,
     ) -> None:
         """module: the whole model; what other ranks have is taken out of it."""
         self.plan = plan
         self._mesh = mesh
-        stages = dict(zip(plan.stages, make_stages(module, plan.split, plan.stages), strict=True))
+        stages = dict(zip(plan.stages, make_stages(module, plan.split, plan.stages, ledger), strict=True))
         tied_names = plan.places_of_tied
         by_name = {unit.name: unit for unit in units}
         self.tied = [
@@ -140,6 +142,7 @@ class Pipeline:
                 mesh.world.device,
                 lambda model, batch: call_for_loss(model, batch, loss_fn),
                 lambda output, batch: loss_of(output, batch, loss_fn),
+                ledger,
             )
             for schedule in (plan.schedule, _evaluation(plan.schedule))
         )
@@ -186,10 +189,6 @@ class Pipeline:
             raise
         finally:
             self.units.release_all()
-
-    def remove(self) -> None:
-        """Takes off what was put on the modules."""
-        self._training.remove()
 
     def _check_same(self, batches: Sequence[Any]) -> None:
         """A loader that divides its data by rank and world_size gives each stage another part: wrong, and not seen."""

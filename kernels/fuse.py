@@ -15,7 +15,7 @@ from __future__ import annotations
 import copyreg
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, get_args
@@ -66,7 +66,7 @@ def fuse_model(
     """
     names = _checked_names(modules)
     backends = _checked_backends(backend, names)
-    fused, missing = replace_modules(model, names, backends, always_fuses_loss=modules != "auto")
+    fused, missing = replace_modules(model, names, backends, modules != "auto", _exchange_class)
     for line in lines_of(fused):
         logger.info("%s", line)
     for name in missing if modules != "auto" else ():
@@ -75,11 +75,16 @@ def fuse_model(
 
 
 def replace_modules(
-    model: nn.Module, names: Sequence[str], backends: Mapping[str, Backend], always_fuses_loss: bool
+    model: nn.Module,
+    names: Sequence[str],
+    backends: Mapping[str, Backend],
+    always_fuses_loss: bool,
+    exchange: Callable[[nn.Module, type[nn.Module]], None],
 ) -> tuple[list[Fused], list[str]]:
     """As `fuse_model`, without its checks and its log: what was replaced, and the names for which nothing was found.
 
-    names: of the fusions; backends: of at least these. always_fuses_loss: else only within `loss_only()`.
+    names: of the fusions; backends: of at least these. always_fuses_loss: else only within `loss_only()`. exchange:
+    gives a module its new class.
     """
     fused: list[Fused] = []
     heads: list[nn.Module] = []
@@ -92,15 +97,19 @@ def replace_modules(
         after = tuple(sorted((*found, *kept), key=lambda fusion: FUSIONS.index(fusion.kernel)))
         if not found or after == origin.fusions:
             continue
-        module.__class__ = _fused_class(_Origin(origin.cls, after))
+        exchange(module, _fused_class(_Origin(origin.cls, after)))
         new = [fusion for fusion in found if fusion not in origin.fusions]
         fused += [Fused(name, origin.cls.__name__, fusion.kernel) for fusion in new]
         if any(fusion.kernel == "linear_cross_entropy" for fusion in found):
             heads.append(module.get_submodule("lm_head"))
     for head in heads:
         cls = _origin(type(head)).cls
-        head.__class__ = _fused_class(_Origin(cls, head_fusions(backends["linear_cross_entropy"])))
+        exchange(head, _fused_class(_Origin(cls, head_fusions(backends["linear_cross_entropy"]))))
     return fused, [name for name in names if name not in seen]
+
+
+def _exchange_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    module.__class__ = cls
 
 
 def lines_of(fused: Sequence[Fused]) -> list[str]:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..model.ledger import Ledger
+
 MakeGradient = Callable[[nn.Parameter, Tensor, Tensor | None, bool], Tensor | None]
 """(parameter, dy, x, is its first dimension that of x) -> its gradient, or None where it is not made now; x is None for
 a bias. See `weight_gradient` and `bias_gradient`."""
@@ -31,30 +33,25 @@ class LinearLayers:
     differentiated. The layers get a `forward` of their own, so that their class stays what it is for other models.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], make: MakeGradient) -> None:
-        """modules: linear ones among them (torch's, and GPT-2's transposed Conv1D) are taken; others are left."""
+    def __init__(self, modules: Iterable[nn.Module], make: MakeGradient, ledger: Ledger) -> None:
+        """modules: linear ones among them (torch's, and GPT-2's transposed Conv1D) are taken; others are left.
+
+        ledger: takes the layers' forwards off; copies of the layers compute as plain ones from then on.
+        """
         self._make: MakeGradient | None = make
-        self._forwards: list[tuple[nn.Module, Callable[..., Tensor]]] = []
+        self.num_layers = 0
         for module in modules:
             is_transposed = _transposes(module)
             if is_transposed is not None:
-                module.forward = partial(self._forward, module, is_transposed)
-                self._forwards.append((module, module.forward))
+                ledger.override(module, "forward", partial(self._forward, module, is_transposed))
+                self.num_layers += 1
+        ledger.callback(self._forget_make)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copied layer computes with its own parameters, of which `make` knows nothing."""
         return self
 
-    @property
-    def num_layers(self) -> int:
-        return len(self._forwards)
-
-    def remove(self) -> None:
-        """The layers are as they were, and copies of them compute as plain ones."""
-        for module, forward in self._forwards:
-            if module.__dict__.get("forward") is forward:  # else somebody has put his own over it
-                del module.__dict__["forward"]
-        self._forwards.clear()
+    def _forget_make(self) -> None:
         self._make = None
 
     def _forward(self, module: nn.Module, is_transposed: bool, *args: Any, **kwargs: Any) -> Tensor:

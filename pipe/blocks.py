@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..zero import blocks as zero_blocks
-from ..zero.blocks import MIN_SHARE_OF_PARAMETERS, numel
+from ..model import blocks as model_blocks
+from ..model.blocks import MIN_SHARE_OF_PARAMETERS, numel
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Block:
 
 def find_blocks(model: nn.Module) -> tuple[Block, ...]:
     """The model's blocks, as ZeRO finds them, in order of registration. Raises ValueError where there are none."""
-    blocks = tuple(Block(name, module) for name, module in zero_blocks.find_blocks(model))
+    blocks = tuple(Block(name, module) for name, module in model_blocks.find_blocks(model))
     if not blocks:
         total = numel(model)
         lists = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]

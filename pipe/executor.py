@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..comm import Peers, Pending
+from ..model.ledger import Ledger
 from .action import Action, Op
 from .carried import Carried, CarriedSpec
 from .deliveries import deliveries
@@ -68,8 +69,12 @@ class Executor:
         device: torch.device,
         forward: Callable[[nn.Module, Any], Any],
         loss: Callable[[Any, Any], Tensor],
+        ledger: Ledger,
     ) -> None:
-        """place: this rank's on the pipe axis. forward(module, microbatch) -> output; loss(output, microbatch)."""
+        """place: this rank's on the pipe axis. forward(module, microbatch) -> output; loss(output, microbatch).
+
+        ledger: of what stands on the stages' modules.
+        """
         self.schedule = schedule
         # (action, start, end), in seconds; it starts when what it needs of other ranks is there.
         self.on_action: Callable[[Action, float, float], None] | None = None
@@ -83,7 +88,7 @@ class Executor:
         self._loss = loss
         splits = schedule.has_any(Op.I)
         self._weights = {
-            index: WeightGradients(_modules_with_parameters(stage)) for index, stage in stages.items() if splits
+            index: WeightGradients(_modules_with_parameters(stage), ledger) for index, stage in stages.items() if splits
         }
         self._specs: dict[tuple[int, Hashable], CarriedSpec] = {}  # what stage receives for a kind of batch
         self._reset((), 1.0)
@@ -112,11 +117,6 @@ class Executor:
             raise
         assert not (self._inputs or self._graphs or self._gradients or self._outgoing or self._arriving)
         return [loss for _, loss in sorted(self._losses.items())]
-
-    def remove(self) -> None:
-        """Takes off what was put on the modules."""
-        for weights in self._weights.values():
-            weights.remove()
 
     @property
     def num_held(self) -> int:

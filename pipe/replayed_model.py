@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..model.ledger import Ledger
 from .absent import Absent
 from .probe import Probe
 from .replay import Leave, Replay
@@ -32,8 +33,8 @@ class _Outer:
 class ReplayedModel:
     """A model that holds the parameters of some stages only, and replays its forward for each of them."""
 
-    def __init__(self, model: nn.Module, plan: SplitPlan, stages: Sequence[int]) -> None:
-        """Takes all parameters of other stages off the model."""
+    def __init__(self, model: nn.Module, plan: SplitPlan, stages: Sequence[int], ledger: Ledger) -> None:
+        """Takes all parameters of other stages off the model, for good; the ledger takes back how blocks are called."""
         self.module = model
         self._plan = plan
         self._active: Replay | Probe | None = None
@@ -42,12 +43,12 @@ class ReplayedModel:
         self._outer = _tensors_outside(model, blocks.values())
         kept = {name for stage in stages for name in plan.parameters[stage]}
         self._dropped = _drop_parameters(model, kept)
-        _drop_buffers_from_state(model, {name for stage in stages for name in plan.buffers[stage]})
+        _drop_buffers_from_state(model, {name for stage in stages for name in plan.buffers[stage]}, ledger)
         self._examples = _example_of_each_dtype(model)
         for number, block in enumerate(blocks.values()):
             inner = block._compiled_call_impl or block._call_impl
             # Outside of the block's hooks: those of a skipped block must not run (test_stage_hooks).
-            block._compiled_call_impl = partial(self._call_block, number, inner)
+            ledger.override(block, "_compiled_call_impl", partial(self._call_block, number, inner))
 
     @property
     def device(self) -> torch.device:
@@ -148,12 +149,12 @@ def _drop_parameters(model: nn.Module, kept: set[str]) -> Mapping[tuple[nn.Modul
     return dropped
 
 
-def _drop_buffers_from_state(model: nn.Module, kept: set[str]) -> None:
+def _drop_buffers_from_state(model: nn.Module, kept: set[str], ledger: Ledger) -> None:
     """Buffers stay, since masks may be made of them, but only one stage has each in its state dict."""
     for prefix, owner in model.named_modules():
-        for name in owner._buffers:
-            if (f"{prefix}.{name}" if prefix else name) not in kept:
-                owner._non_persistent_buffers_set.add(name)
+        dropped = {name for name in owner._buffers if (f"{prefix}.{name}" if prefix else name) not in kept}
+        if dropped:
+            ledger.override(owner, "_non_persistent_buffers_set", owner._non_persistent_buffers_set | dropped)
 
 
 def _example_of_each_dtype(model: nn.Module) -> dict[torch.dtype, tuple[nn.Module, str]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..model.ledger import Ledger
 from .absent import is_missing, resolved
 from .carried import Carried, CarriedSpec, run_lengths
 from .outer_values import OuterValues
@@ -31,10 +32,10 @@ class Stage:
     """
 
     def __init__(self, model: nn.Module, plan: SplitPlan, index: int, replayed: ReplayedModel | None = None) -> None:
-        """replayed: what the stages of one rank share; by default the rank has this stage alone."""
+        """replayed: what the stages of one rank share; by default the rank has this stage alone, for good."""
         self.plan = plan
         self.index = index
-        self._replayed = replayed if replayed is not None else ReplayedModel(model, plan, [index])
+        self._replayed = replayed if replayed is not None else ReplayedModel(model, plan, [index], Ledger())
         self._needs: dict[tuple[Any, ...], Needs] = {}
         self._spec: CarriedSpec | None = None
         for name, module in model.named_modules():
@@ -156,9 +157,9 @@ class Stage:
             )
 
 
-def make_stages(model: nn.Module, plan: SplitPlan, indices: Sequence[int]) -> tuple[Stage, ...]:
+def make_stages(model: nn.Module, plan: SplitPlan, indices: Sequence[int], ledger: Ledger) -> tuple[Stage, ...]:
     """The stages of one rank, in the order of `indices`: one module with the parameters of them all."""
-    replayed = ReplayedModel(model, plan, indices)
+    replayed = ReplayedModel(model, plan, indices, ledger)
     return tuple(Stage(model, plan, index, replayed) for index in indices)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.linear_layers import LinearLayers, gradient_of
+from ..model.ledger import Ledger
 
 _Entry = tuple[nn.Parameter, Tensor, Tensor | None, bool]
 """(parameter, dy, x, is its first dimension that of x) of a weight; (parameter, dy, None, False) of a bias."""
@@ -23,11 +24,11 @@ _Entry = tuple[nn.Parameter, Tensor, Tensor | None, bool]
 class WeightGradients:
     """Puts off the weight gradients of a stage's linear layers while `put_off` is entered, and makes them in `make`."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], ledger: Ledger) -> None:
         """modules: of the stage."""
         self._entries: dict[int, list[_Entry]] = {}
         self._open: list[_Entry] | None = None
-        self._layers = LinearLayers(modules, self._put)
+        self._layers = LinearLayers(modules, self._put, ledger)
 
     @property
     def num_layers(self) -> int:
@@ -55,10 +56,6 @@ class WeightGradients:
     def forget(self) -> None:
         """Drops what was put off: after an error."""
         self._entries.clear()
-
-    def remove(self) -> None:
-        """The layers are as they were."""
-        self._layers.remove()
 
     def _put(self, param: nn.Parameter, dy: Tensor, x: Tensor | None, is_transposed: bool) -> Tensor | None:
         """None where the gradient is made later."""

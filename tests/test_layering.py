@@ -13,13 +13,14 @@ CHECKOUT = Path(__file__).parents[1]
 MAY_IMPORT: dict[str, set[str]] = {
     "lowtide": {"engine", "launch", "checkpoint", "comm", "offload", "zero"},  # the last four: errors alone
     "bin": {"engine", "launch", "configs", "checkpoint", "pipe", "kernels", "offload"},
-    "engine": {"zero", "pipe", "comm", "kernels", "configs", "checkpoint", "offload"},
+    "engine": {"zero", "pipe", "comm", "kernels", "configs", "checkpoint", "offload", "model"},
     "checkpoint": {"offload"},
-    "zero": {"comm", "kernels", "offload"},
-    "pipe": {"comm", "kernels", "zero"},
+    "zero": {"comm", "kernels", "offload", "model"},
+    "pipe": {"comm", "kernels", "model"},
     "comm": {"launch"},
-    "kernels": set(),
+    "kernels": {"model"},
     "offload": set(),
+    "model": set(),
     "configs": set(),
     "launch": set(),
 }

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from ..kernels.linear_layers import LinearLayers, gradient_of, weight_gradient
+from ..model.ledger import Ledger
 from .sequence import UnitSequence
 
 _MIN_NUMEL = 1 << 17  # of a weight; the copy of a smaller one costs less than a backward that is written in Python
@@ -22,14 +23,11 @@ class DirectGradients:
     and where hooks of a user see it, who may keep it for longer than the memory is its own.
     """
 
-    def __init__(self, sequence: UnitSequence, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, sequence: UnitSequence, modules: Iterable[nn.Module], ledger: Ledger) -> None:
         """modules: those with large weights among them are taken."""
         self._sequence = sequence
-        self._layers = LinearLayers((module for module in modules if _weight_numel(module) >= _MIN_NUMEL), self._make)
-
-    def remove(self) -> None:
-        """The layers are as they were."""
-        self._layers.remove()
+        large = (module for module in modules if _weight_numel(module) >= _MIN_NUMEL)
+        LinearLayers(large, self._make, ledger)
 
     def _make(self, param: nn.Parameter, dy: Tensor, x: Tensor | None, is_transposed: bool) -> Tensor:
         if x is None or not dy.dtype == x.dtype == param.dtype or _is_seen_by_others(param):

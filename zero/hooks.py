@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from .blocks import has_forward, parameters_read_by
+from ..model.blocks import has_forward, parameters_read_by
+from ..model.ledger import Ledger
 from .sequence import Phase, Unit, UnitSequence
 
 
@@ -22,12 +22,16 @@ class UnitHooks:
     """
 
     def __init__(
-        self, sequence: UnitSequence, frees_parameters: bool, on_block: Callable[[], None] | None = None
+        self,
+        sequence: UnitSequence,
+        frees_parameters: bool,
+        ledger: Ledger,
+        on_block: Callable[[], None] | None = None,
     ) -> None:
-        """on_block: called when the forward of a block begins, recomputed ones included."""
+        """ledger: of the hooks. on_block: called when the forward of a block begins, recomputed ones included."""
         self._sequence = sequence
         self._on_block = on_block
-        self._handles: list[RemovableHandle] = []
+        self._add = ledger.hook
         root = sequence.rest.module
         self._add(root.register_forward_pre_hook(lambda module, args: sequence.begin_forward(), prepend=True))
         self._add(root.register_forward_hook(lambda module, args, output: sequence.end_forward(_keeps_graph(output))))
@@ -37,15 +41,6 @@ class UnitHooks:
             self._hook_params(unit)
         if frees_parameters:
             self._hook_users_of_rest(sequence.rest)
-
-    def remove(self) -> None:
-        """Takes all hooks off: the model is an ordinary one again."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _add(self, handle: RemovableHandle) -> None:
-        self._handles.append(handle)
 
     def _hook_block(self, unit: Unit) -> None:
         sequence = self._sequence
@@ -91,22 +86,17 @@ class UnitHooks:
                 self._add(module.register_forward_hook(after))
 
 
-class InputCasts:
+def cast_inputs(blocks: Iterable[nn.Module], dtype: torch.dtype, ledger: Ledger) -> None:
     """Casts float32 inputs of blocks, which a buffer has made of narrower ones, to the dtype that blocks compute in."""
 
-    def __init__(self, blocks: Iterable[nn.Module], dtype: torch.dtype) -> None:
-        def cast(value: Any) -> Any:
-            return value.to(dtype) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
 
-        self._handles = [block.register_forward_pre_hook(before, with_kwargs=True) for block in blocks]
-
-    def remove(self) -> None:
-        """Takes the hooks off."""
-        for handle in self._handles:
-            handle.remove()
+    for block in blocks:
+        ledger.hook(block.register_forward_pre_hook(before, with_kwargs=True))
 
 
 def _gradient_hook(sequence: UnitSequence, unit: Unit, name: str) -> Callable[[Tensor], None]:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from .blocks import find_blocks, numel, running_modules
+from ..model.blocks import find_blocks, numel, running_modules
 
 REST = "(rest)"
 

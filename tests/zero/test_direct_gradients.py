@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.kernels.linear_layers import LinearLayers, gradient_of, weight_gradient
+from lowtide.model.ledger import Ledger
 from lowtide.pipe.weight_gradients import WeightGradients
 from lowtide.zero import direct_gradients
 from tests.ranks import RankPool
@@ -228,11 +229,10 @@ def test_small_layers_are_left_alone() -> None:
     engine.close()
 
 
-def layers_of(model: nn.Module) -> LinearLayers:
-    return LinearLayers(
-        model.modules(),
-        lambda param, dy, x, is_transposed: gradient_of(dy, x, is_transposed),
-    )
+def layers_of(model: nn.Module) -> Ledger:
+    ledger = Ledger()
+    LinearLayers(model.modules(), lambda param, dy, x, is_transposed: gradient_of(dy, x, is_transposed), ledger)
+    return ledger
 
 
 def test_a_copy_of_a_layer_computes_with_its_own_weights() -> None:
@@ -253,9 +253,10 @@ def test_a_copy_lets_go_of_its_maker() -> None:
             return gradient_of(dy, x, is_transposed)
 
     layer, maker = nn.Linear(WIDTH, WIDTH), Maker()
-    layers, alive = LinearLayers([layer], maker), weakref.ref(maker)
+    ledger, alive = Ledger(), weakref.ref(maker)
+    LinearLayers([layer], maker, ledger)
     other = copy.deepcopy(layer)
-    layers.remove()
+    ledger.close()
     del maker
     assert alive() is None
     assert other(torch.ones(1, WIDTH)).requires_grad
@@ -295,7 +296,7 @@ def test_what_a_linear_layer_can_do_it_still_can(name: str) -> None:
 def test_a_computed_weight_is_not_put_off() -> None:
     layer = nn.Linear(WIDTH, WIDTH)
     weight_norm(layer)
-    weights = WeightGradients([layer])
+    weights = WeightGradients([layer], Ledger())
     with weights.put_off(0):
         layer(torch.ones(2, WIDTH)).sum().backward()
     weights.make(0)
@@ -312,12 +313,12 @@ def test_outputs_and_gradients_are_those_of_autograd(dtype: torch.dtype, has_bia
     inputs = [x, *layer.parameters()]
     expected_y = layer(x)
     expected = torch.autograd.grad(expected_y, inputs, dy)
-    layers = layers_of(layer)
+    ledger = layers_of(layer)
     found_y = layer(x)
     found = torch.autograd.grad(found_y, inputs, dy)
     assert "forward" in layer.__dict__ and torch.equal(found_y, expected_y)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    layers.remove()
+    ledger.close()
     assert "forward" not in layer.__dict__
 
 

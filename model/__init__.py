@@ -1,0 +1,1 @@
+"""The user's model: where its blocks are, and what stands on it."""

@@ -1,0 +1,101 @@
+"""What an engine has put on a model is gone when it is closed."""
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+import lowtide
+from tests import models
+from tests.ranks import RankPool
+from tests.zero.training import share_of
+
+CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "stage 0": (1, {"zero_optimization": {"stage": 0}}),
+    "stage 3": (2, {"zero_optimization": {"stage": 3}}),
+    "checkpointing": (1, {"activation_checkpointing": {"every": 1}}),
+    "checkpointing and offload": (1, {"activation_checkpointing": {"every": 2, "offload": {"device": "cpu"}}}),
+    "pipeline": (2, {"parallel": {"pipeline": 2}, "gradient_accumulation_steps": 2}),
+    "zero bubble": (
+        2,
+        {
+            "parallel": {"pipeline": 2},
+            "pipeline": {"schedule": "zb-h1"},
+            "gradient_accumulation_steps": 4,
+            "activation_checkpointing": {"every": 1},
+        },
+    ),
+}
+BASE = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "adamw"}, "steps_per_print": 0}
+
+
+def put_on(model: nn.Module) -> list[str]:
+    """Everything about the modules and parameters of a model that an engine might leave behind."""
+    found = []
+    for name, module in model.named_modules():
+        own = {
+            key: len(value)
+            if "hooks" in key
+            else sorted(value)
+            if key == "_non_persistent_buffers_set"
+            else repr(value)
+            for key, value in module.__dict__.items()
+            if key not in ("_parameters", "_buffers", "_modules") and "Absent" not in type(value).__name__
+        }
+        found.append(f"{name} {type(module)!r} {own}")
+    for name, param in model.named_parameters():
+        hooks = (param._backward_hooks or {}, param._post_accumulate_grad_hooks or {})
+        found.append(f"{name} {[len(some) for some in hooks]}")
+    return found
+
+
+def train_and_close(config: dict[str, Any]) -> tuple[list[str], list[str]]:
+    model = models.tiny_gpt()
+    before = put_on(model)
+    engine = lowtide.initialize(model, {**BASE, **config})
+    rows = 2 * engine.data_size * (engine.config.gradient_accumulation_steps or 1)
+    engine.train_step(share_of(models.token_batch(0, rows)) if engine.data_size > 1 else models.token_batch(0, rows))
+    engine.close()
+    left = {line.split(" ", 1)[0] for line in put_on(model)}  # without what another stage has
+    return [line for line in before if line.split(" ", 1)[0] in left], put_on(model)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_nothing_is_left_on_the_model(ranks: RankPool, name: str) -> None:
+    world_size, config = CONFIGS[name]
+    for before, after in ranks(world_size, train_and_close, config):
+        assert after == before
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(CountingBlock() for _ in range(2))
+
+    def forward(self, x: Any, target: Any) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.mse_loss(x, target)
+
+
+class CountingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.num_forwards = 0
+
+    def forward(self, x: Any) -> Any:
+        self.num_forwards += 1
+        return self.linear(x).relu()
+
+
+def test_checkpointing_does_not_nest_in_the_next_engine() -> None:
+    model = Counting()
+    x, _ = models.vector_batch(0, 2)
+    x = x[:, :4].contiguous()
+    for every, expected in ((1, 2), (1, 2), (0, 1)):
+        for block in model.blocks:
+            block.num_forwards = 0
+        with lowtide.initialize(model, {**BASE, "activation_checkpointing": {"every": every}}) as engine:
+            engine.train_step((x, x))
+        assert [block.num_forwards for block in model.blocks] == [expected] * 2

@@ -43,6 +43,7 @@ NOT_PUBLIC = {  # error: why nobody has to catch it by its name
     "BlockError": "becomes an OffloadError",
     "BuildError": "the eager form takes over",
     "EndOfFileError": "becomes a CheckpointError",
+    "HandshakeError": "the command says it",
     "LaunchError": "the command says it",
     "ScheduleError": "becomes a ConfigError; the command says it",
     "StateError": "the script is wrong, not the run",

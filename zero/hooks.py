@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -126,13 +127,32 @@ def _on_first_gradient(output: Any, action: Callable[[], None]) -> None:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in nested lists, tuples, mappings and objects with attributes (dataclasses)."""
+    """All tensors in nested lists, tuples, sets, mappings, and attributes of objects; not those of modules."""
+    found: list[Tensor] = []
+    _collect(value, found, {})
+    return found
+
+
+def _collect(value: Any, found: list[Tensor], seen: dict[int, Any]) -> None:
     if isinstance(value, Tensor):
-        return [value]
+        found.append(value)
+    elif not isinstance(value, _WITHOUT_TENSORS) and id(value) not in seen:
+        seen[id(value)] = value
+        for item in _items(value):
+            _collect(item, found, seen)
+
+
+_WITHOUT_TENSORS = (NoneType, bool, int, float, complex, str, bytes, type, ModuleType, nn.Module)
+
+
+def _items(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
-        return [tensor for item in value.values() for tensor in tensors_in(item)]
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    if hasattr(value, "__dataclass_fields__"):
-        return [tensor for field in value.__dataclass_fields__ for tensor in tensors_in(getattr(value, field))]
-    return []
+        return value.values()
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    slots = [name for kind in type(value).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+
+
+def _names(slots: str | Iterable[str]) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots

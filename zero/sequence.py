@@ -286,6 +286,13 @@ class UnitSequence:
                 "use_reentrant=False, or activation_checkpointing in the config. So does a parameter that is read "
                 "outside of its unit's forward: leave its unit out of zero_optimization.units."
             )
+        if self._needs_ring and not unit.is_full:  # else silent: the memory that this backward has read is not its own
+            raise StateError(
+                f"the backward of unit '{unit.name}' ran while its parameters were released, so the gradient of "
+                f"'{name}' would be wrong: expected that it begins with a tensor that '{unit.name}' returned, found "
+                "one that came out another way, as a loss that is kept in an attribute does; return it too, or leave "
+                "the unit out of zero_optimization.units"
+            )
         unit.waiting.discard(id(param))
         self._reductions.poll()
         if not unit.waiting and unit is not self.rest:

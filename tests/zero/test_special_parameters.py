@@ -196,6 +196,55 @@ class Detached(Base):
         return functional.mse_loss(self.last(x), y)
 
 
+class Box:
+    """Holds a tensor where no list or mapping is."""
+
+    __slots__ = ("_x", "own")
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+        self.own = [self]
+
+
+class Boxed(nn.Linear):
+    def forward(self, x: Tensor) -> Box:  # type: ignore[override]
+        return Box(super().forward(x))
+
+
+class Objects(Base):
+    """What a unit returns is an object of a class of one's own."""
+
+    def change(self) -> None:
+        self.layers = nn.ModuleList(Boxed(7, 7) for _ in range(3))  # type: ignore[assignment]
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)._x)
+        return functional.mse_loss(self.last(x), y)
+
+
+class Aside(nn.Linear):
+    """Keeps a loss of its own, with a weight of its own, in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(7, 7)
+        self.router = nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        self.loss = torch.tanh(self.router(x)).square().mean()
+        return output
+
+
+class LossesAside(Base):
+    def change(self) -> None:
+        self.layers = nn.Sequential(*(Aside() for _ in range(3)))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y) + sum(layer.loss for layer in self.layers)  # type: ignore[misc]
+
+
 class Normalized(Base):
     """Batch norm: buffers that the forward changes."""
 
@@ -217,6 +266,7 @@ KINDS: list[Callable[[], nn.Module]] = [
     NotContiguous,
     TwoDtypes,
     Detached,
+    Objects,
 ]
 ROUTES = ("shared_memory", "sockets")
 TOLERANCES = {TwoDtypes: 1e-6}
@@ -272,6 +322,17 @@ def test_a_weight_read_outside_its_unit_is_named_or_left_out_of_units(ranks: Ran
         cases = [case_of(kind, stage).at(stage, config=left_out) for stage in (0, 2, 3)]
         for outcome in ranks(2, train_all, cases)[0]:
             assert_close(outcome, train_plainly(case_of(kind), 2), 1e-10, 1e-10)
+
+
+def test_a_gradient_that_comes_past_the_outputs_of_a_released_unit_is_an_error(ranks: RankPool) -> None:
+    """It would be one of memory that was given back."""
+    nothing_ahead = {"zero_optimization": {"stage3_prefetch_bucket_size": 0}}
+    for failure in ranks.fails(2, train_all, [case_of(LossesAside, 3, "sockets").at(3, config=nothing_ahead)]):
+        assert failure.kind == "StateError"
+        assert "the backward of unit 'layers.1' ran while its parameters were released" in failure.text
+        assert "as a loss that is kept in an attribute does; return it too, or leave the unit" in failure.text
+    for outcome in ranks(2, train_all, [case_of(LossesAside, 2, "sockets"), case_of(LossesAside, 3)])[0]:
+        assert_close(outcome, train_plainly(case_of(LossesAside), 2), 1e-10, 1e-10)
 
 
 @pytest.mark.parametrize("route", ROUTES)

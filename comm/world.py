@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from ..launch.progress import Activity, Progress
 from ..launch.record import NUM_CHANNELS
@@ -228,7 +229,7 @@ def _next_store(timeout: timedelta) -> Any:
     variables = tuple(os.environ[name] for name in _LAUNCHER_VARIABLES)
     if variables not in _STORES:
         _STORES.clear()
-        _STORES[variables] = next(dist.rendezvous("env://", timeout=timeout))[0], 0
+        _STORES[variables] = next(rendezvous("env://", timeout=timeout))[0], 0
     store, number = _STORES[variables]
     _STORES[variables] = store, number + 1
     store.set_timeout(timeout)

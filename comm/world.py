@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from ..launch.progress import Activity, Progress
 from ..launch.record import NUM_CHANNELS
@@ -229,7 +230,7 @@ def _next_store(timeout: timedelta) -> Any:
     variables = tuple(os.environ[name] for name in _LAUNCHER_VARIABLES)
     if variables not in _STORES:
         _STORES.clear()
-        _STORES[variables] = loopback_store(timeout) or next(dist.rendezvous("env://", timeout=timeout))[0], 0
+        _STORES[variables] = loopback_store(timeout) or next(rendezvous("env://", timeout=timeout))[0], 0
     store, number = _STORES[variables]
     _STORES[variables] = store, number + 1
     store.set_timeout(timeout)

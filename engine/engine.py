@@ -79,7 +79,9 @@ class Engine:
         self._gradient_scale = GradientScale(parts.config, self.data_size, parts.loss_scaler, own)
         self._num_microbatches = 0
         self._losses: list[Tensor] = []
-        self._guard = ModelGuard(parts.module, parts.sequence.units, parts.mesh.shard.route.copies_are_shared)
+        copies_are_shared = parts.mesh.shard.route.copies_are_shared
+        has_settled = self._timing is not Timing.DELAYED
+        self._guard = ModelGuard(parts.module, parts.sequence.units, copies_are_shared, has_settled)
         self._pipeline = parts.pipeline
         whole = parts.pipeline.plan.state_names if parts.pipeline else None
         self._values = FullValues(parts.module, parts.sequence.units, parts.optimizer, parts.mesh, whole)
@@ -204,6 +206,8 @@ class Engine:
         self._progress.enter(Activity.BACKWARD, self._num_microbatches)
         boundary = self._num_microbatches % self._accumulation == self._accumulation - 1
         self._update.begin_backward(boundary)
+        if boundary:
+            self._guard.expect_update()
         assert isinstance(self._sequence, UnitSequence)
         self._sequence.begin_backward(boundary)
         try:
@@ -225,6 +229,7 @@ class Engine:
         if self._num_microbatches % self._accumulation or not self._num_microbatches:
             return self._last
         self._progress.enter(Activity.UPDATE)
+        self._guard.expect_update()
         stop = self._preemption
         events = (self._checkpointer.has_failed, self._update.has_failed(), stop.is_requested, stop.is_interrupt)
         sums = sum_step(self._mesh, self._gradients, self._losses, events, f"the norm of step {self.global_step}")
@@ -253,6 +258,9 @@ class Engine:
         else:
             self._update.settle()
         self._forget_gradients()
+        self._guard.remember_values()
+        if self._guard.shares_values:
+            self._mesh.fence(f"the end of step {self.global_step}")
         self._scaler.update(skipped)
         self.global_step += 1
         self._last = StepResult(
@@ -299,6 +307,7 @@ class Engine:
         """A context in which the given parameters (none: all) are full. All ranks must enter it.
 
         modify: they may also be changed, on every rank alike; the changes reach shards and master weights at the end.
+        Without it a change raises ValueError on every rank at the end.
         """
         self._turn.check("engine.gathered()")
         if modify:
@@ -307,7 +316,8 @@ class Engine:
             self._update.take_back()  # what is not a step yet
         with self._progress.during(Activity.WEIGHTS), self._values.gathered(params, modify):
             yield
-        self._guard.remember()
+        if modify:
+            self._guard.remember()
 
     @in_turn
     @reported(Activity.WEIGHTS)
@@ -460,6 +470,7 @@ class Engine:
         self._guard.check()
         self._progress.enter(Activity.PIPELINE)
         self._update.begin_backward(boundary=True)
+        self._guard.expect_update()
         self._losses = pipeline.train(given, ready, self._gradient_scale.seed)
         self._num_microbatches = len(given)
 

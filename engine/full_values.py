@@ -14,6 +14,7 @@ from ..zero.layout import Piece
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.sequence import Unit
 from ..zero.shard_state import ShardState
+from .fingerprint import Fingerprint
 
 
 class FullValues:
@@ -69,7 +70,9 @@ class FullValues:
                 with self._private_copies(chosen, wanted):
                     yield
             else:
+                before = Fingerprint(chosen, wanted)
                 yield
+                self._check_unchanged(before, chosen)
         finally:
             for group in found:
                 group.release()
@@ -108,6 +111,24 @@ class FullValues:
                 peers.receive(value, place, 0, f"'{name}' for state_dict").wait()
                 own[name] = value.cpu()
         return {name: own[name] for name in names if name in own}
+
+    def _check_unchanged(self, before: Fingerprint, groups: Sequence[ShardedGroup]) -> None:
+        """Raises ValueError on every rank where any has changed what it was shown. A collective."""
+        changed = before.changed()
+        for group in groups:
+            if changed and not group.frees_memory:
+                group.install()  # the model's parameters are what the engine has, not what was put in their place
+        count = torch.tensor([len(changed)], dtype=torch.int64, device=self._mesh.world.device)
+        if not int(self._mesh.sum_small(count, "the end of gathered")):
+            return
+        by_rank = self._mesh.world.gather_objects(changed)
+        rank, name = next((rank, names[0]) for rank, names in enumerate(by_rank) if names)
+        others = len({name for names in by_rank for name in names}) - 1
+        raise ValueError(
+            f"parameter '{name}'{f' and {others} more' if others else ''} was changed inside engine.gathered() on rank "
+            f"{rank}, which not all shards and master weights see: use engine.gathered(parameter, modify=True), and "
+            "change it on every rank alike. To have the values of before, load them again"
+        )
 
     @contextmanager
     def _private_copies(self, groups: Sequence[ShardedGroup], wanted: set[int]) -> Iterator[None]:

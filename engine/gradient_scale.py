@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +74,8 @@ class GradientScale:
 
     @contextmanager
     def _others_divided(self, loss: Tensor) -> Iterator[None]:
-        handles = [_divided(node, self.seed) for node in _leaves_outside(loss) if id(node.variable) not in self._own]
+        outside = (node for node, leaf in _leaves_outside(loss) if id(leaf) not in self._own)
+        handles = [_divided(node, self.seed) for node in outside]
         try:
             yield
         finally:
@@ -95,19 +97,25 @@ def _fixed_part(config: Config, data_size: int) -> float:
 
 def _mark(tensor: Tensor) -> None:
     if tensor.grad_fn is not None:
-        tensor.grad_fn.metadata[_EDGE] = True
+        _metadata(tensor.grad_fn)[_EDGE] = True
 
 
-def _leaves_outside(loss: Tensor) -> Iterator[Node]:
-    """The nodes that take up gradients of leaves, between the loss and the edges of the engine."""
+def _metadata(node: Node) -> dict[str, Any]:
+    found: Any = node.metadata  # an attribute, though torch declares a method
+    return cast(dict[str, Any], found)
+
+
+def _leaves_outside(loss: Tensor) -> Iterator[tuple[Node, Tensor]]:
+    """The leaves between the loss and the edges of the engine, with the nodes that take up their gradients."""
     found, waiting = set[Node](), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is None or node in found or _EDGE in node.metadata:
+        if node is None or node in found or _EDGE in _metadata(node):
             continue
         found.add(node)
-        if hasattr(node, "variable"):
-            yield node
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield node, leaf
         waiting.extend(below for below, _ in node.next_functions)
 
 

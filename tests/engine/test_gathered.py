@@ -125,3 +125,55 @@ def test_parameters_of_another_model_are_refused() -> None:
     words = "gathered: expected parameters of the engine's module, found 1 that are not; pass the parameters themselves"
     with pytest.raises(ValueError, match=words), engine.gathered(nn.Parameter(torch.zeros(3))):
         pass
+
+
+def add_one(weight: Any) -> None:
+    with torch.no_grad():
+        weight.add_(1.0)
+
+
+def change_one_element_through_data(weight: Any) -> None:
+    weight.data[1, 2] = 0.25
+
+
+def assign_data(weight: Any) -> None:
+    weight.data = torch.zeros_like(weight)
+
+
+def change_without_modify(stages: tuple[int, ...], config: dict[str, Any], change: Any, rank: int) -> list[str]:
+    """The errors where one rank changes what it is shown. Training goes on after them."""
+    found = []
+    for stage in stages:
+        engine = lowtide.initialize(models.mlp(), CASE.at(stage, config=config).as_config())
+        weight: Any = engine.module.last.weight  # type: ignore[union-attr]
+        with pytest.raises(ValueError) as error, engine.gathered(*([weight] if stage % 2 else [])):
+            if engine.rank == rank:
+                change(weight)
+        found.append(str(error.value))
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("change", [add_one, change_one_element_through_data, assign_data])
+@pytest.mark.parametrize("config", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_a_change_without_modify_is_an_error_on_every_rank(
+    ranks: RankPool, change: Any, config: dict[str, Any]
+) -> None:
+    words = "parameter 'last.weight' was changed inside engine.gathered() on rank "
+    for route in ROUTES:
+        by_rank = ranks(2, change_without_modify, STAGES, {**config, "communication": {"route": route}}, change, 1)
+        for texts in by_rank:
+            assert all(text.startswith(words) and "gathered(parameter, modify=True)" in text for text in texts), texts
+    assert all(text.startswith(words + "1, which") for text in by_rank[0])  # by sockets nobody else sees it
+
+
+def test_a_forward_inside_of_gathered_is_no_change(ranks: RankPool) -> None:
+    ranks(2, evaluate_inside, STAGES)
+
+
+def evaluate_inside(stages: tuple[int, ...]) -> None:
+    for stage in stages:
+        engine = lowtide.initialize(models.mlp(), CASE.at(stage).as_config())
+        with engine.gathered():
+            engine.eval_step(models.vector_batch(0, 2))
+        engine.close()

@@ -34,9 +34,57 @@ def change_in_place(model: Any) -> None:
         model.norm.bias.add_(1.0)
 
 
+def tie(model: Any) -> None:
+    model.head.weight = model.embedding.weight
+
+
+def tie_a_bias(model: Any) -> None:
+    model.blocks[0].norm.bias = model.blocks[1].norm.bias
+
+
+def take_out(model: Any) -> None:
+    model.norm = nn.Identity()
+
+
+def assign_data(model: Any) -> None:
+    model.norm.bias.data = torch.ones_like(model.norm.bias)
+
+
+def move(model: Any) -> None:
+    model.double()
+
+
+def change_through_data(model: Any) -> None:
+    model.norm.bias.data.add_(1.0)
+
+
+def change_first_row_through_data(model: Any) -> None:
+    model.embedding.weight.data[0] = 0.0
+
+
+def wrap(model: Any) -> None:
+    """Another name and another module, and the same parameters."""
+    model.blocks[1] = Wrapped(model.blocks[1])
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
 CHANGES: list[tuple[Callable[[Any], None], str]] = [
     (add, r"parameter 'extra' was added or replaced after lowtide.initialize, .* then call initialize again"),
     (replace, r"parameter 'head.weight' was added or replaced after lowtide.initialize"),
+    (tie, r"parameter 'head.weight' was tied to 'embedding.weight' after lowtide.initialize, .*; tie them first"),
+    (tie_a_bias, r"parameter 'blocks.0.norm.bias' was tied to 'blocks.1.norm.bias' after lowtide.initialize"),
+    (
+        take_out,
+        r"parameter 'norm.weight' was taken out of the model after lowtide.initialize, .*; change the model first",
+    ),
     (freeze, r"parameter 'blocks.1.up.bias': expected requires_grad=True as at lowtide.initialize, found False"),
     (unfreeze, r"parameter 'position': expected requires_grad=False as at lowtide.initialize, found True"),
 ]
@@ -55,12 +103,43 @@ def change_and_step(change: Callable[[Any], None], stage: int, config: dict[str,
 
 @pytest.mark.parametrize(("change", "words"), CHANGES, ids=lambda value: getattr(value, "__name__", ""))
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_parameter_that_is_added_frozen_or_unfrozen_is_named(
+def test_a_parameter_that_is_added_replaced_tied_or_frozen_is_named(
     change: Callable[[Any], None], words: str, stage: int
 ) -> None:
     for is_classic in (False, True):
         with pytest.raises(ValueError, match=words):
             change_and_step(change, stage, {}, is_classic)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_block_may_be_wrapped(stage: int) -> None:
+    change_and_step(wrap, stage, {}, True)
+
+
+@pytest.mark.parametrize("change", [assign_data, move])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_other_memory_for_a_parameter_is_named(change: Callable[[Any], None], stage: int) -> None:
+    name = "norm.bias" if change is assign_data else "position"
+    words = (
+        rf"parameter '{name}' got other memory \(an assignment to its .data, or .to\(\), .half\(\), ...\), which is not"
+    )
+    with pytest.raises(ValueError, match=words):
+        change_and_step(change, stage, {}, False)
+
+
+THROUGH_DATA = [(change_through_data, "norm.bias"), (change_first_row_through_data, "embedding.weight")]
+
+
+@pytest.mark.parametrize(("change", "name"), THROUGH_DATA, ids=["whole", "first row"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_change_through_data_is_named(
+    ranks: RankPool, change: Callable[[Any], None], name: str, world_size: int
+) -> None:
+    for stage in (0, 1, 2):
+        for failure in ranks.fails(world_size, change_and_step, change, stage, {"bf16": {"enabled": True}}, False):
+            assert (
+                failure.kind == "ValueError" and f"parameter '{name}' was changed through .data, which" in failure.text
+            )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..comm import Mesh, World
+from ..comm import Arrangement, Mesh, World
 from ..kernels.cpu_optimizer import cpu_kernel
 from ..kernels.optimizer_step import UpdateRule
 from ..offload import ActivationOffload, in_storages_of, keep_heap
@@ -94,18 +94,18 @@ def initialize(
     pipe_size = resolved.parallel.pipeline
     pipeline_plan = PipelinePlan.of(resolved, world, module, sample_batch, loss_fn) if pipe_size > 1 else None
     own_plans = unit_plans if pipeline_plan is None else pipeline_plan.own_units(unit_plans)
-    shard_size = policy.shard_size(world.size // pipe_size, resolved.zero_optimization.shard_size)
-    plan = ModelPlan.of(own_plans, dtypes, shard_size)
+    arrangement = _arrangement(resolved, policy, world.size)
+    plan = ModelPlan.of(own_plans, dtypes, arrangement.size(("shard",)))
     # Not those of an update in backward, which are given back at once, nor of a delayed one, which lie beside the next.
     zero = resolved.zero_optimization
     shares_gradients = not (policy.shards_states or zero.update_in_backward or zero.offload_optimizer.is_delayed)
     shared_bytes = plan.shared_bytes(dtypes, world.size, shares_gradients)
     if pipe_size > 1:
-        shared_bytes = sum(world.gather_objects(shared_bytes)) // (world.size // pipe_size)
+        shared_bytes = sum(world.gather_objects(shared_bytes)) // arrangement.size(arrangement.data)
     rest = shard_rest(resolved, world)
     moves_pages = rest is not None and not model_is_apart(world)
     route = "sockets" if moves_pages and world.size > 1 else resolved.communication.route
-    mesh = Mesh.create(world, shard_size, route, shared_bytes, pipe_size)
+    mesh = Mesh.create(world, arrangement, route, shared_bytes, messages="pipe")
     units = build_units(plan, mesh, policy, dtypes, rest, shares_gradients)
     sharded_optimizer, schedule, scheduler = _make_optimizer(
         resolved, world, units, module, optimizer, lr_scheduler, rest
@@ -145,6 +145,15 @@ def initialize(
             close_last=(*close_last, unfuse),
         )
     )
+
+
+def _arrangement(config: Config, policy: ZeroPolicy, world_size: int) -> Arrangement:
+    """The axes of the job: the ranks of a pipeline place are data-parallel, in groups that shard."""
+    pipe_size = config.parallel.pipeline
+    data_size = world_size // pipe_size
+    shard_size = policy.shard_size(data_size, config.zero_optimization.shard_size)
+    sizes = (("pipe", pipe_size), ("replica", data_size // shard_size), ("shard", shard_size))
+    return Arrangement(sizes, data=("replica", "shard"))
 
 
 # -- the model ----------------------------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ class Checkpointer:
             training = decode(checkpoint.manifest.training)
             scalars = self._scalars_of(checkpoint)
             self._optimizer.make_states(training["num_steps"], _states_in(checkpoint), scalars)
-            shared = self._mesh.replica.size > 1  # replicas read the same values, perhaps on this host
+            shared = self._mesh.axes["replica"].size > 1  # replicas read the same values, perhaps on this host
             weights.read(self._named.weights(changes=True), shared)
             self._read_buffers(weights)
             states.read(self._named.states(changes=True), shared)
@@ -241,9 +241,9 @@ class Checkpointer:
             topology={
                 "world_size": self._world.size,
                 "stage": self._config.zero_optimization.stage,
-                "shard_size": self._mesh.shard.size,
-                "replicas": self._mesh.replica.size,
-                "pipeline": self._mesh.pipe.size,
+                "shard_size": self._mesh.axes["shard"].size,
+                "replicas": self._mesh.axes["replica"].size,
+                "pipeline": self._mesh.axes["pipe"].size,
             },
             tensors=tensors,
             compute_dtypes=dict(catalog.compute_dtypes),

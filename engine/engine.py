@@ -75,7 +75,7 @@ class Engine:
         self._accumulation = parts.config.gradient_accumulation_steps or 1
         self._num_microbatches = 0
         self._losses: list[Tensor] = []
-        self._guard = ModelGuard(parts.module, parts.sequence.units, parts.mesh.shard.route.copies_are_shared)
+        self._guard = ModelGuard(parts.module, parts.sequence.units, parts.mesh.axes["shard"].route.copies_are_shared)
         self._pipeline = parts.pipeline
         whole = parts.pipeline.plan.state_names if parts.pipeline else None
         self._values = FullValues(parts.module, parts.sequence.units, parts.optimizer, parts.mesh, whole)

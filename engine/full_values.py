@@ -95,7 +95,7 @@ class FullValues:
 
     def _collected(self, own: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
         """On the first rank of a pipeline, what all its ranks have, in the model's order."""
-        pipe, peers, device = self._mesh.pipe, self._mesh.peers, self._mesh.world.device
+        pipe, peers, device = self._mesh.axes["pipe"], self._mesh.peers, self._mesh.world.device
         if pipe.rank:
             infos = [(name, tuple(value.shape), value.dtype) for name, value in own.items()]
             peers.send_object(infos, 0, 0, "the names for state_dict").wait()

@@ -62,7 +62,7 @@ def table(
 
 def measure(units: Sequence[Unit], optimizer: ShardedOptimizer, mesh: Mesh) -> ModelStateBytes:
     """Bytes that the storages of this rank's model states take now."""
-    sharers = mesh.shard.size if mesh.shard.route.copies_are_shared else 1
+    sharers = mesh.axes["shard"].size if mesh.axes["shard"].route.copies_are_shared else 1
     parameters, gradients = 0, 0
     for unit in units:
         for group in unit.groups:

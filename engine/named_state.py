@@ -48,7 +48,7 @@ class NamedState:
         self._trained = trained
         self._whole_names = whole_names
         self.catalog = self._own_catalog()
-        if mesh.pipe.size > 1:
+        if mesh.axes["pipe"].size > 1:
             own = self.catalog if mesh.data_rank == 0 else None
             parts = [part for part in mesh.world.gather_objects(own) if part is not None]
             self.catalog = Catalog.merged(parts)
@@ -138,7 +138,7 @@ class NamedState:
 
     def divided(self, fragments: Sequence[Fragment]) -> list[Fragment]:
         """The part of the fragments that this rank writes, where its replicas hold the same ones."""
-        axis = self._mesh.replica
+        axis = self._mesh.axes["replica"]
         parts = []
         for fragment in fragments:
             numel = fragment.numel

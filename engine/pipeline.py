@@ -200,7 +200,7 @@ class Pipeline:
                 "checkpoint"
             )
         digest, what = _digest_of(batches), "the check of the batch"
-        pipe, device = self._mesh.pipe, self._mesh.world.device
+        pipe, device = self._mesh.axes["pipe"], self._mesh.world.device
         total = pipe.route.sum_small(torch.tensor([digest], dtype=torch.int64, device=device), what)
         differs = anywhere = int(total) != digest * pipe.size
         if self._mesh.data_size > 1:  # a step that fails must fail on all ranks, for the next one to be the same

@@ -98,7 +98,8 @@ def build_units(
     staged = slot_bytes(plans, dtypes)
     # A unit is staged when the one before it was summed; an all-reduce takes one more phase. One more is no faster:
     # ranks that are apart by less than a unit do not wait.
-    for axis, nbytes, count in ((mesh.shard, staged, 1), (mesh.replica, staged // mesh.shard.size, 2)):
+    shard_axis, replica_axis = mesh.axes["shard"], mesh.axes["replica"]
+    for axis, nbytes, count in ((shard_axis, staged, 1), (replica_axis, staged // shard_axis.size, 2)):
         if axis.size > 1 and staged:
             axis.route.reserve_slots(nbytes, count)
     units = []
@@ -120,10 +121,10 @@ def build_units(
                     )
                 )
         units.append(Unit(unit.name, unit.module, groups, gradients))
-    if shares_gradients and mesh.replica.route.copies_are_shared:
+    if shares_gradients and replica_axis.route.copies_are_shared:
         gradients = [gradient for unit in units for gradient in unit.gradients]
         specs = [(gradient.group.layout.shard_numel, gradient.accumulation_dtype) for gradient in gradients]
-        for gradient, memory in zip(gradients, mesh.replica.route.allocate(specs), strict=True):
+        for gradient, memory in zip(gradients, replica_axis.route.allocate(specs), strict=True):
             gradient.share(memory)
     return units
 
@@ -132,13 +133,14 @@ def _memory_for(
     plans: Sequence[GroupPlan], mesh: Mesh, policy: ZeroPolicy, rest: ShardRest | None
 ) -> Callable[[ShardedGroup], None]:
     """What gives each group, in order, the memory that its full buffer lives in."""
-    route = mesh.shard.route
+    axis = mesh.axes["shard"]
+    route = axis.route
     specs = [(plan.layout.padded_numel, plan.dtype) for plan in plans]
     if rest is not None:
         for plan in plans:
             rest.announce(plan.name, plan.layout.shard_numel * plan.dtype.itemsize)
         rest.reserve()
-    frees_memory = rest is not None or (policy.frees_parameters and mesh.shard.size > 1 and not route.copies_are_shared)
+    frees_memory = rest is not None or (policy.frees_parameters and axis.size > 1 and not route.copies_are_shared)
     device = mesh.world.device
     if not frees_memory and device.type == "cpu" and not route.copies_are_shared:
         return lambda group: group.adopt(huge_zeros(group.layout.padded_numel, group.dtype, device))

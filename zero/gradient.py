@@ -87,7 +87,7 @@ class GroupGradient:
     @property
     def held_bytes(self) -> int:
         """This rank's part of the memory that gradients take now, those of the parameters themselves included."""
-        shared = 0 if self._common is None else self._common.nbytes // self.group.mesh.replica.size
+        shared = 0 if self._common is None else self._common.nbytes // self.group.mesh.axes["replica"].size
         own = 0 if self.shard is None or self.shard is self._common else self.shard.nbytes
         params = () if self._is_in_place else self.group.params
         of_params = sum(param.grad.nbytes for param in params if param.grad is not None)
@@ -146,7 +146,7 @@ class GroupGradient:
         Does nothing elsewhere. Copying them there in the end would cost their bytes in page faults, 4 % of a step.
         """
         mesh = self.group.mesh
-        is_alone = mesh.shard.size == mesh.replica.size == 1
+        is_alone = mesh.axes["shard"].size == mesh.axes["replica"].size == 1
         if is_alone and self._host is None and self.accumulation_dtype == self.group.dtype:
             shard = self._open_shard().zero_()
             for slot, param in zip(self.group.layout.slots, self.group.params, strict=True):
@@ -185,7 +185,7 @@ class GroupGradient:
             self._keep_local()
             return
         what = f"reduction of {self.group.name}"
-        shard_axis, replica_axis = self.group.mesh.shard, self.group.mesh.replica
+        shard_axis, replica_axis = self.group.mesh.axes["shard"], self.group.mesh.axes["replica"]
         axis, slot = self._staging_axis(boundary), None
         if axis is not None:
             slot = axis.route.open_slot(self.group.layout.padded_numel, self.reduce_dtype, what)
@@ -226,7 +226,7 @@ class GroupGradient:
 
     def count(self) -> None:
         """Adds the shard to the norm, where it has changed since it was reduced: each element on one replica."""
-        axis, shard = self.group.mesh.replica, self.shard
+        axis, shard = self.group.mesh.axes["replica"], self.shard
         assert shard is not None
         region = regions_of(shard.numel(), axis.size)[axis.rank]
         squares = squares_by_block(shard[region], BLOCK_NUMEL)
@@ -269,9 +269,9 @@ class GroupGradient:
     def _staging_axis(self, boundary: bool) -> Axis | None:
         """The axis in whose slot a backward's gradients are staged; None: they go into the shard."""
         mesh = self.group.mesh
-        if mesh.shard.size > 1:
-            return mesh.shard
-        return mesh.replica if mesh.replica.size > 1 and boundary and not self._has_shard else None
+        if mesh.axes["shard"].size > 1:
+            return mesh.axes["shard"]
+        return mesh.axes["replica"] if mesh.axes["replica"].size > 1 and boundary and not self._has_shard else None
 
     def _may_stage_early(self, boundary: bool) -> bool:
         """True where the gradient is reduced after this backward, and a part that comes twice is added exactly."""
@@ -299,7 +299,7 @@ class GroupGradient:
         regions: list[Region] = [(0, numel, shard if slot is None else slot)]
         if axis is not None and slot is not None:
             held, own = self._held(axis, slot, shard), regions_of(numel, axis.size)[axis.rank]
-            memory = shard if axis is self.group.mesh.shard else shard[own]
+            memory = shard if axis is self.group.mesh.axes["shard"] else shard[own]
             start, end = own.start + held.start, own.start + held.stop
             regions = [(0, start, slot[:start]), (start, end, memory[held]), (end, numel, slot[end:])]
         adds = slot is None and self._has_shard
@@ -322,7 +322,7 @@ class GroupGradient:
         is_staged_there = axis is self._staging_axis(boundary=True)
         if is_staged_there and self._has_shard:
             return NOTHING
-        if axis is self.group.mesh.shard or not is_staged_there:  # or: summed over the other axis, in the shard
+        if axis is self.group.mesh.axes["shard"] or not is_staged_there:  # or: summed over the other axis, in the shard
             return slice(0, own.stop - own.start)
         start, end = self.group.layout.whole_parameters(own.start, own.stop)
         return slice(start - own.start, end - own.start) if start < end else NOTHING

@@ -68,7 +68,7 @@ class ShardedGroup:
 
     @property
     def axis(self) -> Axis:
-        return self.mesh.shard
+        return self.mesh.axes["shard"]
 
     @property
     def frees_memory(self) -> bool:

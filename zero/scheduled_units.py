@@ -136,7 +136,7 @@ class ScheduledUnits:
         """shard = sum over the places: the same bits on each. The last first, as a backward of the whole model adds."""
         assert gradient.shard is not None
         what = f"the gradient of tied {gradient.group.name}"
-        own = self._mesh.pipe.rank
+        own = self._mesh.axes["pipe"].rank
         parts = {place: torch.empty_like(gradient.shard) for place in tied.places if place != own}
         pending: list[Pending] = []
         for place, part in parts.items():

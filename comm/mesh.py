@@ -80,7 +80,7 @@ class Mesh:
 
     def sum_small(self, values: Any, what: str) -> Any:
         """The exact sum over all ranks of a small int64 vector; also a barrier."""
-        for axis in reversed(self.axes.values()):
+        for axis in reversed(list(self.axes.values())):
             values = axis.route.sum_small(values, what)
         return values
 
@@ -139,8 +139,8 @@ def _make_group(world: World, arrangement: Arrangement, name: str) -> dist.Proce
     if size == world.size:
         return dist.group.WORLD
     every = dict.fromkeys(arrangement.ranks(rank, (name,)) for rank in range(world.size))
-    group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in every])
-    return group
+    make: Callable[..., tuple[dist.ProcessGroup, Any]] = dist.new_subgroups_by_enumeration
+    return make([list(ranks) for ranks in every])[0]
 
 
 def _make_route(

@@ -19,6 +19,7 @@ from ..offload import ActivationOffload, in_storages_of, keep_heap
 from ..pipe.absent import Absent
 from ..zero.build import Dtypes, ModelPlan, build_units
 from ..zero.direct_gradients import DirectGradients
+from ..zero.domain import Domain
 from ..zero.gradient import GroupGradient
 from ..zero.hooks import UnitHooks
 from ..zero.loss_scale import LossScaler
@@ -40,7 +41,7 @@ from .log import configure, logger
 from .lr_schedule import learning_rate_at
 from .offload import activation_store, host_update, model_is_apart, offloaded_states, shard_rest
 from .parts import Parts
-from .pipeline import Pipeline, PipelinePlan
+from .pipeline import PIPE, Pipeline, PipelinePlan
 
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
@@ -95,7 +96,7 @@ def initialize(
     pipeline_plan = PipelinePlan.of(resolved, world, module, sample_batch, loss_fn) if pipe_size > 1 else None
     own_plans = unit_plans if pipeline_plan is None else pipeline_plan.own_units(unit_plans)
     arrangement = _arrangement(resolved, policy, world.size)
-    plan = ModelPlan.of(own_plans, dtypes, arrangement.size(("shard",)))
+    plan = ModelPlan.of(own_plans, dtypes, _domain(policy, arrangement), arrangement)
     # Not those of an update in backward, which are given back at once, nor of a delayed one, which lie beside the next.
     zero = resolved.zero_optimization
     shares_gradients = not (policy.shards_states or zero.update_in_backward or zero.offload_optimizer.is_delayed)
@@ -105,7 +106,7 @@ def initialize(
     rest = shard_rest(resolved, world)
     moves_pages = rest is not None and not model_is_apart(world)
     route = "sockets" if moves_pages and world.size > 1 else resolved.communication.route
-    mesh = Mesh.create(world, arrangement, route, shared_bytes, messages="pipe")
+    mesh = Mesh.create(world, arrangement, route, shared_bytes, messages=PIPE)
     units = build_units(plan, mesh, policy, dtypes, rest, shares_gradients)
     sharded_optimizer, schedule, scheduler = _make_optimizer(
         resolved, world, units, module, optimizer, lr_scheduler, rest
@@ -152,8 +153,13 @@ def _arrangement(config: Config, policy: ZeroPolicy, world_size: int) -> Arrange
     pipe_size = config.parallel.pipeline
     data_size = world_size // pipe_size
     shard_size = policy.shard_size(data_size, config.zero_optimization.shard_size)
-    sizes = (("pipe", pipe_size), ("replica", data_size // shard_size), ("shard", shard_size))
+    sizes = ((PIPE, pipe_size), ("replica", data_size // shard_size), ("shard", shard_size))
     return Arrangement(sizes, data=("replica", "shard"))
+
+
+def _domain(policy: ZeroPolicy, arrangement: Arrangement) -> Domain:
+    states = ("shard",) if policy.shards_states else ()
+    return Domain(states, parameters=states if policy.frees_parameters else (), summed=arrangement.data)
 
 
 # -- the model ----------------------------------------------------------------------------------------------------

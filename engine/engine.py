@@ -75,7 +75,8 @@ class Engine:
         self._accumulation = parts.config.gradient_accumulation_steps or 1
         self._num_microbatches = 0
         self._losses: list[Tensor] = []
-        self._guard = ModelGuard(parts.module, parts.sequence.units, parts.mesh.axes["shard"].route.copies_are_shared)
+        shares = any(group.copies_are_shared for unit in parts.sequence.units for group in unit.groups)
+        self._guard = ModelGuard(parts.module, parts.sequence.units, shares)
         self._pipeline = parts.pipeline
         whole = parts.pipeline.plan.state_names if parts.pipeline else None
         self._values = FullValues(parts.module, parts.sequence.units, parts.optimizer, parts.mesh, whole)
@@ -88,7 +89,6 @@ class Engine:
             parts.optimizer,
             parts.mesh,
             parts.pipeline.plan.trained if parts.pipeline else None,
-            parts.pipeline.saved_elsewhere if parts.pipeline else (),
             whole,
         )
         self._checkpointer = Checkpointer(parts.config, parts.mesh, parts.module, parts.optimizer, self._named)
@@ -137,7 +137,7 @@ class Engine:
 
     def memory(self) -> ModelStateBytes:
         """Bytes of parameters, gradients and optimizer states on this rank, as they are now."""
-        return measure(self._sequence.units, self.optimizer, self._mesh)
+        return measure(self._sequence.units, self.optimizer)
 
     # -- training -------------------------------------------------------------------------------------------------
 

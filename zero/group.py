@@ -8,8 +8,9 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from ..comm import Axis, Mesh, Pending
+from ..comm import Mesh, Pending
 from ..offload import Memory, StoredRange, Transfer
+from .domain import Domain
 from .group_memory import GroupMemory
 from .layout import FlatLayout, Piece
 from .released import mark_present, mark_released
@@ -46,7 +47,7 @@ class ShardedGroup:
         dtype: torch.dtype,
         layout: FlatLayout,
         mesh: Mesh,
-        frees_parameters: bool,
+        domain: Domain,
     ) -> None:
         """params: (name, parameter) in the order of the layout. dtype: what they are computed in."""
         self.name = name
@@ -54,8 +55,12 @@ class ShardedGroup:
         self.params = [param for _, param in params]
         self.dtype = dtype
         self.layout = layout
-        self.mesh = mesh
-        self.frees_parameters = frees_parameters
+        self.domain = domain
+        self.axis = mesh.over(domain.parameters)
+        self.state_axis = mesh.over(domain.states)
+        self.replica_axis = mesh.over(domain.replicas)
+        self.is_counted = all(mesh.axes[one.axis].rank == one.places[0] for one in domain.copies)
+        self.frees_parameters = bool(domain.parameters)
         self.requires_grad = self.params[0].requires_grad
         self.residence = Residence.FULL
         self.full = torch.empty(0)
@@ -65,17 +70,19 @@ class ShardedGroup:
         self._memory: GroupMemory | None = None
         self._rest: ShardRest | None = None
         self._has_changed = False  # the shard, while it was full; its store does not know yet
+        self._refreshed_axis = mesh.over(domain.refreshed)
 
     @property
-    def axis(self) -> Axis:
-        return self.mesh.axes["shard"]
+    def copies_are_shared(self) -> bool:
+        """Whether the ranks of `state_axis` have one copy of the parameters."""
+        return self.state_axis.route.copies_are_shared
 
     @property
     def frees_memory(self) -> bool:
         """True where a release gives memory back, and a gather needs the other ranks."""
         if self._rest is not None:
             return True
-        return self.frees_parameters and self.axis.size > 1 and not self.axis.route.copies_are_shared
+        return self.frees_parameters and self.axis.size > 1 and not self.copies_are_shared
 
     @property
     def full_bytes(self) -> int:
@@ -91,7 +98,7 @@ class ShardedGroup:
     @property
     def pieces(self) -> list[Piece]:
         """What this rank's shard holds."""
-        return self.layout.pieces(self.axis.rank)
+        return self.layout.pieces(self.state_axis.rank)
 
     def adopt(self, full: Tensor) -> None:
         """Takes the buffer that the route allocated, (padded_numel,) of `dtype`, zero-filled, and keeps its memory."""
@@ -117,7 +124,7 @@ class ShardedGroup:
     def own(self) -> slice:
         """This rank's part of `full`."""
         numel = self.layout.shard_numel
-        return slice(self.axis.rank * numel, (self.axis.rank + 1) * numel)
+        return slice(self.state_axis.rank * numel, (self.state_axis.rank + 1) * numel)
 
     def place(self, piece: Piece, values: Tensor) -> None:
         """Writes this rank's piece of one parameter. values: the whole parameter, any shape and dtype."""
@@ -223,10 +230,10 @@ class ShardedGroup:
         self.residence = Residence.SHARDED
 
     def refresh(self) -> Pending:
-        """Brings the updated shards of all ranks into full buffers that are kept; the parameters stay views of them."""
-        if self.residence is Residence.SHARDED:
+        """Brings updated shards of other ranks to where parameters are at rest, views of which stay as they are."""
+        if self._refreshed_axis.size == 1:
             return Pending()
-        return self.axis.route.gather(self.full, self.shard, f"gather of {self.name}")
+        return self._refreshed_axis.route.gather(self.full, self.shard, f"gather of {self.name}")
 
     @property
     def _is_coming(self) -> bool:

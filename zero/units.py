@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from .domain import Copies
+
 REST = "(rest)"
 _MIN_SHARE_OF_PARAMETERS = 0.05
 
@@ -20,6 +22,7 @@ class UnitPlan:
     name: str
     module: nn.Module
     params: tuple[tuple[str, nn.Parameter], ...]
+    copies: tuple[Copies, ...] = ()
 
     @property
     def is_rest(self) -> bool:

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from ..offload import Box
 from .archive import Place
-from .boxes import Box
 from .errors import CheckpointError
 from .fragment import TensorInfo
 

@@ -53,7 +53,7 @@ class NamedState:
     def _own_catalog(self) -> Catalog:
         slots = [(slot, group) for group in self._groups for slot in group.layout.slots]
         return Catalog(
-            {slot.name: TensorInfo(slot.shape, self._dtype_of(group)) for slot, group in slots},
+            {slot.name: TensorInfo(slot.whole, self._dtype_of(group)) for slot, group in slots},
             {slot.name: group.dtype for slot, group in slots},
             {name: TensorInfo(tuple(buffer.shape), buffer.dtype) for name, buffer in self.buffers().items()},
             self._aliases(),
@@ -156,7 +156,7 @@ class NamedState:
 def _fragments(group: ShardedGroup, piece: Piece, suffix: str, memory: Memory, saves: bool) -> list[Fragment]:
     """What this rank holds of a piece; saves: without what others save, one of those copies that are equal."""
     slot = group.layout.slots[piece.index]
-    fragment = Fragment(slot.name + suffix, slot.shape, piece.offset_in_param, memory)
+    fragment = Fragment(slot.name + suffix, slot.whole, piece.offset_in_param, memory, slot.box)
     if not saves:
         return [fragment]
     axis = group.replica_axis

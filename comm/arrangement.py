@@ -33,6 +33,11 @@ class Arrangement:
         sizes = dict(self.sizes)
         return math.prod(sizes[name] for name in names)
 
+    def wide(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Those of the axes that have several ranks."""
+        sizes = dict(self.sizes)
+        return tuple(name for name in names if sizes[name] > 1)
+
     def place(self, rank: int, names: Sequence[str]) -> int:
         """Which of these `rank` is, the last axis the fastest."""
         sizes, places, place = dict(self.sizes), self._places(rank), 0

@@ -32,41 +32,51 @@ class Mesh:
     arrangement: Arrangement
     axes: Mapping[str, Axis]
     peers: Peers
-    _alone: Axis
+    _lines: Mapping[tuple[str, ...], Axis]  # by the names of axes of several ranks
 
     @classmethod
-    def create(cls, world: World, arrangement: Arrangement, route: str, shared_bytes: int, messages: str) -> Mesh:
+    def create(
+        cls,
+        world: World,
+        arrangement: Arrangement,
+        route: str,
+        shared_bytes: int,
+        messages: str,
+        folds: Sequence[Sequence[str]] = (),
+    ) -> Mesh:
         """Connects the ranks of each axis. A collective.
 
         route: auto, shared_memory, sockets or native. shared_bytes: what one engine takes of a host's shared memory;
-        `auto` does without the shared-memory route where the host has less. messages: the axis of `peers`.
+        `auto` does without the shared-memory route where the host has less. messages: the axis of `peers`. folds: what
+        `over` will be asked for with more than one axis.
         Raises ValueError where the arrangement is of another number of ranks, or the route is not possible here.
         """
         if arrangement.num_ranks != world.size:
             raise ValueError(f"{arrangement} = {arrangement.num_ranks} != world size ({world.size})")
         route = _choose_route(world, route, shared_bytes)
-        names = [name for name, _ in arrangement.sizes]
-        first = _take_numbers(world, len(names) + 1)
+        folded = dict.fromkeys(arrangement.wide(names) for names in folds)
+        lines = [*((name,) for name, _ in arrangement.sizes), *(names for names in folded if len(names) > 1)]
+        first = _take_numbers(world, len(lines) + 1)
         trail = Trail(world, first)
         axes, groups = {}, {}
-        for number, name in enumerate(names, first):
-            ranks = arrangement.ranks(world.rank, (name,))
-            groups[name] = _make_group(world, arrangement, name)
+        for number, names in enumerate(lines, first):
+            by_place = arrangement.ranks(world.rank, names)
+            ranks = tuple(sorted(by_place))
+            rank, places = ranks.index(world.rank), tuple(by_place.index(rank) for rank in ranks)
+            groups[names] = _make_group(world, arrangement, names)
             channel = Channel(trail, world.progress, number % _NUM_RECORDED, ranks)
-            rank = ranks.index(world.rank)
-            route_of_axis = _make_route(world, route, rank, ranks, groups[name], _first_tag(number), channel)
-            axes[name] = Axis(name, rank, ranks, route_of_axis)
-        number = first + len(names)
-        peers = Peers(axes[messages].ranks, groups[messages], _first_tag(number), world, trail, number % _NUM_RECORDED)
-        return cls(world, arrangement, axes, peers, Axis("", 0, (world.rank,), SoloRoute(world.device)))
+            made = _make_route(world, route, rank, ranks, places, groups[names], _first_tag(number), channel)
+            axes[names] = Axis(" x ".join(names), rank, ranks, places, made)
+        number = first + len(lines)
+        along = (messages,)
+        peers = Peers(axes[along].ranks, groups[along], _first_tag(number), world, trail, number % _NUM_RECORDED)
+        alone = Axis("", 0, (world.rank,), (0,), SoloRoute(world.device))
+        single = {name: axes[(name,)] for name, _ in arrangement.sizes}
+        return cls(world, arrangement, single, peers, {**axes, (): alone})
 
     def over(self, names: Sequence[str]) -> Axis:
-        """The axis of all ranks that differ on these axes alone; at most one of them has more than one rank."""
-        wide = [name for name in names if self.axes[name].size > 1]
-        if not wide:
-            return self._alone
-        (name,) = wide
-        return self.axes[name]
+        """The axis of all ranks that differ on these axes alone, the first of them dividing first."""
+        return self._lines[self.arrangement.wide(names)]
 
     @property
     def data_size(self) -> int:
@@ -131,14 +141,14 @@ def _first_tag(number: int) -> int:
     return number % _NUM_TAGGED * _TAGS_PER_CHANNEL
 
 
-def _make_group(world: World, arrangement: Arrangement, name: str) -> dist.ProcessGroup | None:
+def _make_group(world: World, arrangement: Arrangement, names: Sequence[str]) -> dist.ProcessGroup | None:
     """The process group of this rank's axis; None where it is alone on it, the default one where all ranks are."""
-    size = arrangement.size((name,))
+    size = arrangement.size(names)
     if size == 1:
         return None
     if size == world.size:
         return dist.group.WORLD
-    every = dict.fromkeys(arrangement.ranks(rank, (name,)) for rank in range(world.size))
+    every = dict.fromkeys(tuple(sorted(arrangement.ranks(rank, names))) for rank in range(world.size))
     make: Callable[..., tuple[dist.ProcessGroup, Any]] = dist.new_subgroups_by_enumeration
     return make([list(ranks) for ranks in every])[0]
 
@@ -148,6 +158,7 @@ def _make_route(
     route: str,
     rank: int,
     ranks: tuple[int, ...],
+    places: tuple[int, ...],
     group: dist.ProcessGroup | None,
     first_tag: int,
     channel: Channel,
@@ -155,10 +166,10 @@ def _make_route(
     if group is None:
         return SoloRoute(world.device)
     if route == "shared_memory":
-        return SharedMemoryRoute(rank, ranks, _exchange_within(group), world.timeout_seconds, channel)
+        return SharedMemoryRoute(rank, ranks, places, _exchange_within(group), world.timeout_seconds, channel)
     if route == "sockets":
-        return SocketRoute(rank, ranks, group, first_tag, world.timeout_seconds, channel)
-    return NativeRoute(rank, ranks, group, world.device, channel)
+        return SocketRoute(rank, ranks, places, group, first_tag, world.timeout_seconds, channel)
+    return NativeRoute(rank, ranks, places, group, world.device, channel)
 
 
 def _exchange_within(group: dist.ProcessGroup) -> Callable[[Any], list[Any]]:

@@ -96,7 +96,8 @@ def initialize(
     pipeline_plan = PipelinePlan.of(resolved, world, module, sample_batch, loss_fn) if pipe_size > 1 else None
     own_plans = unit_plans if pipeline_plan is None else pipeline_plan.own_units(unit_plans)
     arrangement = _arrangement(resolved, policy, world.size)
-    plan = ModelPlan.of(own_plans, dtypes, _domain(policy, arrangement), arrangement)
+    domain = _domain(policy, arrangement)
+    plan = ModelPlan.of(own_plans, dtypes, domain, arrangement)
     # Not those of an update in backward, which are given back at once, nor of a delayed one, which lie beside the next.
     zero = resolved.zero_optimization
     shares_gradients = not (policy.shards_states or zero.update_in_backward or zero.offload_optimizer.is_delayed)
@@ -106,7 +107,8 @@ def initialize(
     rest = shard_rest(resolved, world)
     moves_pages = rest is not None and not model_is_apart(world)
     route = "sockets" if moves_pages and world.size > 1 else resolved.communication.route
-    mesh = Mesh.create(world, arrangement, route, shared_bytes, messages=PIPE)
+    mesh = Mesh.create(world, arrangement, route, shared_bytes, messages=PIPE, folds=[domain.states])
+    _log_one_copy(mesh, domain, zero.partition_size)
     units = build_units(plan, mesh, policy, dtypes, rest, shares_gradients)
     sharded_optimizer, schedule, scheduler = _make_optimizer(
         resolved, world, units, module, optimizer, lr_scheduler, rest
@@ -149,17 +151,26 @@ def initialize(
 
 
 def _arrangement(config: Config, policy: ZeroPolicy, world_size: int) -> Arrangement:
-    """The axes of the job: the ranks of a pipeline place are data-parallel, in groups that shard."""
-    pipe_size = config.parallel.pipeline
+    """The axes of the job: the ranks of a pipeline place are data-parallel, in groups that shard.
+
+    Such a group may consist of several that hold all parameters each: the places of "secondary".
+    """
+    pipe_size, zero = config.parallel.pipeline, config.zero_optimization
     data_size = world_size // pipe_size
-    shard_size = policy.shard_size(data_size, config.zero_optimization.shard_size)
-    sizes = ((PIPE, pipe_size), ("replica", data_size // shard_size), ("shard", shard_size))
-    return Arrangement(sizes, data=("replica", "shard"))
+    states_size = policy.shard_size(data_size, zero.shard_size)
+    shard_size = zero.partition_size if zero.partition_size > 1 else states_size
+    sizes = (
+        (PIPE, pipe_size),
+        ("replica", data_size // states_size),
+        ("secondary", states_size // shard_size),
+        ("shard", shard_size),
+    )
+    return Arrangement(sizes, data=("replica", "secondary", "shard"))
 
 
 def _domain(policy: ZeroPolicy, arrangement: Arrangement) -> Domain:
-    states = ("shard",) if policy.shards_states else ()
-    return Domain(states, parameters=states if policy.frees_parameters else (), summed=arrangement.data)
+    states = ("shard", "secondary") if policy.shards_states else ()
+    return Domain(states, parameters=("shard",) if policy.frees_parameters else (), summed=arrangement.data)
 
 
 # -- the model ----------------------------------------------------------------------------------------------------
@@ -409,6 +420,12 @@ def _loss_scaler(config: Config) -> LossScaler:
         consecutive_hysteresis=fp16.consecutive_hysteresis,
         minimum=fp16.min_loss_scale,
     )
+
+
+def _log_one_copy(mesh: Mesh, domain: Domain, partition: int) -> None:
+    if partition > 1 and mesh.over(domain.states).route.copies_are_shared and not mesh.world.rank:
+        why = "its ranks share the memory of one host, which has one copy of the parameters that nobody gathers"
+        logger.info("config: zero_optimization.zero_hpz_partition_size: %d has no effect here: %s", partition, why)
 
 
 def _log_notes(world: World, config: Config) -> None:

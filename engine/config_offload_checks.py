@@ -24,6 +24,11 @@ def offload_faults(zero: ZeroConfig, activations: ActivationCheckpointingConfig)
         fix = 'set the stage to 3 or the device to "none"; offload_optimizer works at every stage'
         message = f"needs zero_optimization.stage 3, found {zero.stage}: {why}; {fix}"
         faults.append(Fault(f"{PARAM}.device", "conflict", message))
+    if zero.offload_param.device != "none" and zero.partition_size > 1:
+        why = "what rests in a store is a rank's own shard, and is gathered from all ranks of the shard group"
+        fix = 'set it to 1 or the device to "none"; offload_optimizer works with both'
+        message = f"needs zero_optimization.zero_hpz_partition_size 1, found {zero.partition_size}: {why}; {fix}"
+        faults.append(Fault(f"{PARAM}.device", "conflict", message))
     if zero.offload_optimizer.is_delayed and zero.offload_param.device == "nvme":
         why = "what the parameters become waits in memory during the whole of the next step"
         fix = 'set overlap to "speculative" or "none"'

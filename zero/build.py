@@ -152,13 +152,13 @@ def _memory_for(plan: ModelPlan, mesh: Mesh, rest: ShardRest | None) -> Callable
 
         def adopt_pages(group: ShardedGroup) -> None:
             pages = PagedBuffer(pool, group.layout.padded_numel, group.dtype)
-            group.adopt_memory(PagedMemory(pages, group.own), rest)
+            group.adopt_memory(PagedMemory(pages, group.at_rest), rest)
 
         return adopt_pages
 
     def adopt_storage(group: ShardedGroup) -> None:  # one by one: each is made, and its memory freed, before the next
         (full,) = route.allocate([(group.layout.padded_numel, group.dtype)])
-        group.adopt_memory(ResizedMemory(full, group.layout.shard_numel), rest)
+        group.adopt_memory(ResizedMemory(full, full[group.at_rest].numel()), rest)
 
     return adopt_storage
 

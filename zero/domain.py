@@ -21,12 +21,16 @@ class Copies:
 class Domain:
     """What is divided over the ranks of which axes.
 
-    |                 | states | parameters | summed         |
-    |-----------------|--------|------------|----------------|
-    | stage 0         |        |            | replica        |
-    | stage 1, 2      | shard  |            | shard          |
-    | stage 3         | shard  | shard      | shard          |
-    | hybrid, stage 3 | shard  | shard      | replica, shard |
+    |                 | states           | parameters | summed           |
+    |-----------------|------------------|------------|------------------|
+    | stage 0         |                  |            | replica          |
+    | stage 1, 2      | shard            |            | shard            |
+    | stage 3         | shard            | shard      | shard            |
+    | hybrid, stage 3 | shard            | shard      | replica, shard   |
+    | hpZ, stage 3    | shard, secondary | shard      | secondary, shard |
+
+    Axes with one rank are left out of the table. hpZ is of ZeRO++, arXiv 2306.10209, section 3.2: the ranks of a host
+    have all parameters at rest, and gathers do not leave it.
 
     Ranks that differ on `replicas` alone have summed the same gradient and hold the same states: each of them counts a
     part of it in the norm, and saves a part.

@@ -297,7 +297,7 @@ class GroupGradient:
         shard, numel = self._open_shard(), self.group.layout.padded_numel
         regions: list[Region] = [(0, numel, shard if slot is None else slot)]
         if axis is not None and slot is not None:
-            held, own = self._held(axis, slot, shard), regions_of(numel, axis.size)[axis.rank]
+            held, own = self._held(axis, slot, shard), regions_of(numel, axis.size)[axis.place]
             memory = shard if axis is self.group.state_axis else shard[own]
             start, end = own.start + held.start, own.start + held.stop
             regions = [(0, start, slot[:start]), (start, end, memory[held]), (end, numel, slot[end:])]
@@ -317,7 +317,7 @@ class GroupGradient:
         """
         if not axis.route.sums_in_place or slot.dtype != shard.dtype:
             return NOTHING
-        own = regions_of(slot.numel(), axis.size)[axis.rank]
+        own = regions_of(slot.numel(), axis.size)[axis.place]
         is_staged_there = axis is self._staging_axis(boundary=True)
         if is_staged_there and self._has_shard:
             return NOTHING

@@ -38,6 +38,9 @@ class ShardedGroup:
     | freed by pages (3, CPU)   | a view of `full` | from the other ranks | the others' parts' pages go |
     | freed as a whole (3)      | of its own       | from the other ranks | storage resized to 0        |
     | offloaded (3)             | in a store       | load, then as above  | as above, and the shard's   |
+
+    Where states are divided over more axes than parameters are (hpZ), the shard is a part of what stays, and `refresh`
+    brings the other parts of that after an update.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class ShardedGroup:
         self.requires_grad = self.params[0].requires_grad
         self.residence = Residence.FULL
         self.full = torch.empty(0)
+        self._resting = torch.empty(0)  # of `full`, or beside it
         self.shard = torch.empty(0)
         self._loading: Transfer | None = None  # of the shard; the gather comes after it
         self._pending: Pending | None = None
@@ -93,38 +97,47 @@ class ShardedGroup:
         if self._memory is None or not self._memory.own_is_in_full:
             return 0
         has_own = self._rest is None or self._rest.holds(self)
-        return self.layout.shard_numel * self.dtype.itemsize if has_own else 0
+        return self._resting.nbytes if has_own else 0
 
     @property
     def pieces(self) -> list[Piece]:
         """What this rank's shard holds."""
-        return self.layout.pieces(self.state_axis.rank)
+        return self.layout.pieces(self.state_axis.place)
 
     def adopt(self, full: Tensor) -> None:
         """Takes the buffer that the route allocated, (padded_numel,) of `dtype`, zero-filled, and keeps its memory."""
         assert full.numel() == self.layout.padded_numel and full.dtype == self.dtype
         self.full = full
+        self._resting = full[self.at_rest]
         self.shard = full[self.own]
 
     def adopt_memory(self, memory: GroupMemory, rest: ShardRest | None = None) -> None:
-        """Takes addresses for all parameters, with memory for this rank's shard alone, all zero.
+        """Takes addresses for all parameters, with memory for what is at rest alone, all zero.
 
         rest: the shard is there whenever the group is not full.
         """
         self._memory, self._rest = memory, rest
-        self.full, self.shard = memory.full, memory.shard
+        self.full, self._resting = memory.full, memory.own
+        first = self.own.start - self.at_rest.start
+        self.shard = self._resting[first : first + self.layout.shard_numel]
         self.residence = Residence.SHARDED
         memory.take_own()
-        self.shard.zero_()
+        self._resting.zero_()
         if rest is not None:
             rest.keep(self).wait()
             memory.give_own()
 
     @property
     def own(self) -> slice:
-        """This rank's part of `full`."""
+        """This rank's part of `full`: what its states are of."""
         numel = self.layout.shard_numel
-        return slice(self.state_axis.rank * numel, (self.state_axis.rank + 1) * numel)
+        return slice(self.state_axis.place * numel, (self.state_axis.place + 1) * numel)
+
+    @property
+    def at_rest(self) -> slice:
+        """The part of `full` that stays where the others are freed; `own` lies in it."""
+        numel = self.layout.padded_numel // self.axis.size
+        return slice(self.axis.place * numel, (self.axis.place + 1) * numel)
 
     def place(self, piece: Piece, values: Tensor) -> None:
         """Writes this rank's piece of one parameter. values: the whole parameter, any shape and dtype."""
@@ -233,14 +246,14 @@ class ShardedGroup:
         """Brings updated shards of other ranks to where parameters are at rest, views of which stay as they are."""
         if self._refreshed_axis.size == 1:
             return Pending()
-        return self._refreshed_axis.route.gather(self.full, self.shard, f"gather of {self.name}")
+        return self._refreshed_axis.route.gather(self._resting, self.shard, f"gather of {self.name}")
 
     @property
     def _is_coming(self) -> bool:
         return self._loading is not None or self._pending is not None
 
     def _exchange(self) -> Pending:
-        return self.axis.route.gather(self.full, self.shard, f"gather of {self.name}")
+        return self.axis.route.gather(self.full, self._resting, f"gather of {self.name}")
 
     def _free_memory(self, holds_shard: bool) -> None:
         if self._rest is not None:

@@ -52,7 +52,7 @@ def measured(engine: lowtide.Engine) -> dict[str, int]:
     sequence = engine._sequence
     groups = [group for unit in sequence.units for group in unit.groups]
     gradients = [gradient for unit in sequence.units for gradient in unit.gradients]
-    kept = [group.shard if group.frees_memory else group.full for group in groups]
+    kept = [group._resting if group.frees_memory else group.full for group in groups]
     optional = [tensor for g in gradients for tensor in (g.local, g.shard, *(p.grad for p in g.group.params))]
     common = [g._common for g in gradients if g._common is not None]
     states = [tensor for shard in engine.optimizer.shards for tensor in shard.states.values()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -78,12 +79,12 @@ class Mesh:
         """The axis of all ranks that differ on these axes alone, the first of them dividing first."""
         return self._lines[self.arrangement.wide(names)]
 
-    @property
+    @cached_property
     def data_size(self) -> int:
         """How many data-parallel ranks there are: a global batch has as many shares."""
         return self.arrangement.size(self.arrangement.data)
 
-    @property
+    @cached_property
     def data_rank(self) -> int:
         """Which of them this rank is."""
         return self.arrangement.place(self.world.rank, self.arrangement.data)

@@ -62,6 +62,7 @@ class ShardedGroup:
         self.axis = mesh.over(domain.parameters)
         self.state_axis = mesh.over(domain.states)
         self.replica_axis = mesh.over(domain.replicas)
+        self.copies_are_shared = self.state_axis.route.copies_are_shared  # by its ranks: one of the parameters
         self.is_counted = all(mesh.axes[one.axis].rank == one.places[0] for one in domain.copies)
         self.frees_parameters = bool(domain.parameters)
         self.requires_grad = self.params[0].requires_grad
@@ -75,11 +76,6 @@ class ShardedGroup:
         self._rest: ShardRest | None = None
         self._has_changed = False  # the shard, while it was full; its store does not know yet
         self._refreshed_axis = mesh.over(domain.refreshed)
-
-    @property
-    def copies_are_shared(self) -> bool:
-        """Whether the ranks of `state_axis` have one copy of the parameters."""
-        return self.state_axis.route.copies_are_shared
 
     @property
     def frees_memory(self) -> bool:

@@ -15,6 +15,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..offload import Box
 
@@ -31,15 +32,17 @@ class Slot:
     box: Box  # of the whole: this parameter
     offset_in_flat: int
 
-    @property
+    # Cached: a step asks for them some ten times for each parameter.
+
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return self.box.sizes
 
-    @property
+    @cached_property
     def numel(self) -> int:
-        return math.prod(self.shape)
+        return self.box.numel
 
-    @property
+    @cached_property
     def end_in_flat(self) -> int:
         return self.offset_in_flat + self.numel
 

@@ -33,7 +33,7 @@ class Mesh:
     arrangement: Arrangement
     axes: Mapping[str, Axis]
     peers: Peers
-    _lines: Mapping[tuple[str, ...], Axis]  # by the names of axes of several ranks
+    _lines: Mapping[tuple[str, ...], Axis]  # each axis, those that are folded of several, and one of this rank alone
 
     @classmethod
     def create(
@@ -102,7 +102,7 @@ class Mesh:
 
     def close(self) -> None:
         """Lets go of the process groups, and leaves the world: no collective is possible afterwards."""
-        for axis in self.axes.values():
+        for axis in self._lines.values():
             axis.route.close()
         self.peers.close()
         self.world.leave()

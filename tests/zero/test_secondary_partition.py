@@ -81,6 +81,8 @@ def bytes_and_gathers(route: str, zero: dict[str, Any]) -> tuple[dict[str, int],
     said = engine.memory()
     assert measured(engine) == said.__dict__
     engine.close()
+    lines = engine._mesh._lines.values()
+    assert route != "sockets" or all(axis.route._group is None for axis in lines if axis.size > 1), "see World.leave"
     return said.__dict__, gathers
 
 

@@ -114,10 +114,10 @@ class ShardedGroup:
         """
         self._memory, self._rest = memory, rest
         self.full, self._resting = memory.full, memory.own
-        first = self.own.start - self.at_rest.start
-        self.shard = self._resting[first : first + self.layout.shard_numel]
         self.residence = Residence.SHARDED
         memory.take_own()
+        first = self.own.start - self.at_rest.start
+        self.shard = self._resting[first : first + self.layout.shard_numel]  # torch makes no view without memory
         self._resting.zero_()
         if rest is not None:
             rest.keep(self).wait()

@@ -4,11 +4,13 @@ import logging
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import lowtide
+from lowtide.offload import PagePool
 from tests import models
 from tests.engine.saving import Continuation, load_and_go_on, save_and_go_on
 from tests.engine.test_memory import EVEN_NUMEL, Even, config_of, measured
@@ -47,6 +49,17 @@ def test_pairs_of_a_backend_have_the_numbers_of_stage_3(ranks: RankPool) -> None
     case = Case(models.tiny_gpt_float64, models.token_batch, clip=0.3)
     plain, paired = ranks(4, train_all, both(case, "native"))[0]
     assert_close(paired, plain, 1e-10, 1e-10)
+
+
+def train_without_pages(cases: list[Case]) -> list[Outcome]:
+    """What stays has a storage of its own, as on a device."""
+    with mock.patch.object(PagePool, "is_possible", return_value=False):
+        return train_all(cases)
+
+
+def test_pairs_with_a_storage_for_what_stays(ranks: RankPool) -> None:
+    plain, paired = ranks(4, train_without_pages, both(CASES["bf16"], "sockets"))[0]
+    assert paired.differences(plain) == []
 
 
 def test_pairs_within_shard_groups(ranks: RankPool) -> None:

@@ -13,37 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import product
 
-
-@dataclass(frozen=True)
-class Box:
-    """A block of a tensor: the indices [offsets[d], offsets[d] + sizes[d]) of each dimension d."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
-
-    def is_range_of(self, shape: tuple[int, ...]) -> bool:
-        """True where its elements are some of a tensor of that shape, and follow each other when it is flattened."""
-        if not len(self.offsets) == len(self.sizes) == len(shape):
-            return False
-        is_inner = False  # behind the first dimension that it has more than one index of
-        for offset, size, dim in zip(self.offsets, self.sizes, shape, strict=True):
-            if not 0 < size <= dim - offset or (is_inner and size != dim):
-                return False
-            is_inner = is_inner or size > 1
-        return True
-
-    def start_in(self, shape: tuple[int, ...]) -> int:
-        """The place of its first element in the flattened tensor."""
-        start = 0
-        for offset, size in zip(self.offsets, shape, strict=True):
-            start = start * size + offset
-        return start
+from ..offload import Box
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, end: int, max_numel: int) -> list[Box]:
@@ -51,6 +23,20 @@ def boxes_of_range(shape: tuple[int, ...], start: int, end: int, max_numel: int)
     if start >= end:
         return []
     return [part for box in _boxes(shape, start, end) for part in _split(box, max_numel)]
+
+
+def stretches_of(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """(start, end) in the flattened tensor of each contiguous stretch of a box that is not empty, in order."""
+    # The dimensions from `inner` on are whole: they, and a part of the one before, lie in one piece.
+    inner = len(shape)
+    while inner and box.sizes[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    outer = max(inner - 1, 0)
+    numel = math.prod(box.sizes[outer:])
+    lines = [range(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True)]
+    for chosen in product(*lines[:outer]):
+        start = Box((*chosen, *box.offsets[outer:]), box.sizes).start_in(shape)
+        yield start, start + numel
 
 
 def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:

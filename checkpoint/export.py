@@ -148,12 +148,15 @@ class ExportFolder:
         values = fragment.values.detach()
         is_direct = values.dtype == dtype and values.device.type == "cpu"
         step = CHUNK_BYTES // dtype.itemsize
-        for low in range(0, values.numel(), step):
-            chunk = values[low : low + step]
-            if not is_direct:
-                chunk = staging.view(dtype)[: chunk.numel()].copy_(chunk)
-            _write_all(descriptor, chunk, place.offset + (fragment.start + low) * dtype.itemsize)
-            advance(chunk.nbytes)
+        done = 0
+        for start, end in fragment.stretches():
+            for low in range(start, end, step):
+                chunk = values[done : done + min(step, end - low)]
+                done += chunk.numel()
+                if not is_direct:
+                    chunk = staging.view(dtype)[: chunk.numel()].copy_(chunk)
+                _write_all(descriptor, chunk, place.offset + low * dtype.itemsize)
+                advance(chunk.nbytes)
 
 
 def export_source(

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..offload import Memory
+from ..offload import Box, Memory
+from .boxes import boxes_of_range, stretches_of
 from .names import shortened
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """A contiguous range of a named tensor, flattened: the elements [start, start + numel).
+    """A contiguous range of a box of a named tensor, flattened: the elements [start, start + numel) of the box.
 
-    Written to a file it is a source, read from a file it is the memory that is filled.
+    Written to a file it is a source, read from a file it is the memory that is filled. The box is what a rank has of
+    the tensor, before that is sharded: all of it, some columns or rows, an expert.
     """
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
     start: int
     memory: Memory  # a tensor is (numel,) contiguous, any dtype, on any device
+    part_of_whole: Box | None = None  # None: the box is the whole tensor
+
+    @property
+    def box(self) -> Box:
+        """What `start` counts in."""
+        return Box.whole(self.shape) if self.part_of_whole is None else self.part_of_whole
 
     @property
     def values(self) -> Tensor:
@@ -52,14 +60,22 @@ class Fragment:
     def end(self) -> int:
         return self.start + self.numel
 
-    @property
-    def is_whole(self) -> bool:
-        return self.numel == math.prod(self.shape)
-
     def part(self, low: int, high: int) -> Fragment:
         """Its elements [low, high), counted from its own start."""
         memory = self.memory[low:high] if isinstance(self.memory, Tensor) else self.memory.part(low, high)
-        return Fragment(self.name, self.shape, self.start + low, memory)
+        return replace(self, start=self.start + low, memory=memory)
+
+    def boxes(self, max_numel: int | None = None) -> list[Box]:
+        """Its elements as boxes of the whole tensor, in order; each lies in one piece in the memory."""
+        box = self.box
+        found = boxes_of_range(box.sizes, self.start, self.end, self.numel if max_numel is None else max_numel)
+        return [one.outside(box) for one in found]
+
+    def stretches(self) -> list[tuple[int, int]]:
+        """Its elements as ranges [low, high) of the flattened whole tensor, in order."""
+        if self.part_of_whole is None:
+            return [(self.start, self.end)] if self.numel else []
+        return [stretch for box in self.boxes() for stretch in stretches_of(box, self.shape)]
 
 
 @cache

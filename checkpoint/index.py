@@ -25,8 +25,8 @@ from typing import Annotated, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ..offload import Box
 from .archive import Place
-from .boxes import Box
 from .errors import CheckpointError
 from .fragment import TensorInfo, dtype_named
 from .names import DCP_METADATA, check_model_file, check_tag, data_name, index_name, shortened

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..offload import Box
 from .archive import MAX_VALUES_BYTES, checksum_of
 from .data_file import Blocks, DataFile, EndOfFileError, Part
 from .errors import CheckpointError
@@ -28,15 +29,19 @@ _ALIGNMENT_BYTES = 16  # of values in a buffer: no element is larger
 
 @dataclass(frozen=True)
 class _Stored:
-    """A row with the rank in whose file it is, and its place in the flattened tensor."""
+    """A row with the rank in whose file it is."""
 
     rank: int
     row: Row
-    start: int
 
-    @property
-    def end(self) -> int:
-        return self.start + self.row.box.numel
+
+@dataclass(frozen=True)
+class _Common:
+    """What a stored box and a fragment have in common, in one of the boxes that the fragment consists of."""
+
+    box: Box
+    wanted: Box  # of the fragment
+    offset: int  # of `wanted` in the fragment's memory
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class _Read:
     stored: _Stored
     info: TensorInfo
     fragment: Fragment
+    common: Sequence[_Common]
 
     @property
     def row(self) -> Row:
@@ -60,23 +66,26 @@ class _Read:
     def offset(self) -> int:
         return self.row.place.values_offset
 
-    @property
-    def low(self) -> int:
-        """In the flattened tensor, as `high`: the elements that are wanted."""
-        return max(self.stored.start, self.fragment.start)
+    def targets(self) -> list[Tensor]:
+        """Where each of `common` goes: of its sizes, of the fragment's dtype, on its device."""
+        values = self.fragment.values
+        return [
+            values[one.offset : one.offset + one.wanted.numel].view(one.wanted.sizes)[one.box.inside(one.wanted).index]
+            for one in self.common
+        ]
 
-    @property
-    def high(self) -> int:
-        return min(self.stored.end, self.fragment.end)
+    def fits(self, targets: Sequence[Tensor]) -> bool:
+        """True where the box's bytes may go straight into the one target."""
+        if self.common[0].box.numel != self.row.box.numel:
+            return False
+        target = targets[0]
+        return target.dtype == self.info.dtype and target.device.type == "cpu" and target.is_contiguous()
 
-    def target(self) -> Tensor:
-        """(high - low,) of the fragment's dtype, on its device."""
-        return self.fragment.values[self.low - self.fragment.start : self.high - self.fragment.start]
-
-    def fits(self, target: Tensor) -> bool:
-        """True where the box's bytes may go straight into the target."""
-        is_whole = self.high - self.low == self.row.box.numel
-        return is_whole and target.dtype == self.info.dtype and target.device.type == "cpu"
+    def distribute(self, values: Tensor, targets: Sequence[Tensor]) -> None:
+        """values: (numel,) of the whole box."""
+        shaped = values.view(self.row.box.sizes)
+        for one, target in zip(self.common, targets, strict=True):
+            target.copy_(shaped[one.box.inside(self.row.box).index])
 
 
 class CheckpointReader:
@@ -151,9 +160,16 @@ class CheckpointReader:
     def _reads_of(self, fragment: Fragment) -> list[_Read]:
         info = self._tensors[fragment.name]
         assert info.shape == fragment.shape, fragment.name
-        stored = [_Stored(rank, row, row.box.start_in(info.shape)) for rank, row in self._rows.get(fragment.name, ())]
-        wanted = (item for item in stored if item.start < fragment.end and fragment.start < item.end)
-        return [_Read(item, info, fragment) for item in wanted]
+        boxes, offset = [], 0
+        for box in fragment.boxes():
+            boxes.append((box, offset))
+            offset += box.numel
+        found = []
+        for rank, row in self._rows.get(fragment.name, ()):
+            common = [_Common(one, box, offset) for box, offset in boxes if (one := row.box.common(box)) is not None]
+            if common:
+                found.append(_Read(_Stored(rank, row), info, fragment, common))
+        return found
 
     @contextmanager
     def _open(self, ranks: Iterable[int], blocks: Blocks | None = None) -> Iterator[dict[int, DataFile]]:
@@ -174,20 +190,19 @@ class CheckpointReader:
     def _read_batch(self, files: Mapping[int, DataFile], batch: Sequence[_Read]) -> int:
         """Fills the targets of reads that are neighbours in one file; returns the bytes that were read."""
         rank = batch[0].stored.rank
-        targets = [read.target() for read in batch]
+        targets = [read.targets() for read in batch]
         fits = [read.fits(target) for read, target in zip(batch, targets, strict=True)]
         sizes = [0 if fit else _rounded(read.nbytes) for read, fit in zip(batch, fits, strict=True)]
         pieces = torch.split(self._buffer(sum(sizes)), sizes)
         memories = [
-            target.detach().view(torch.uint8) if fit else piece[: read.nbytes]
+            target[0].detach().view(-1).view(torch.uint8) if fit else piece[: read.nbytes]
             for read, target, fit, piece in zip(batch, targets, fits, pieces, strict=True)
         ]
         rows = [(read.row, memory.numpy().data) for read, memory in zip(batch, memories, strict=True)]
         self._fill(files[rank], rank, rows)
         for read, target, fit, memory in zip(batch, targets, fits, memories, strict=True):
             if not fit:
-                values = memory.view(read.info.dtype)
-                target.copy_(values[read.low - read.stored.start : read.high - read.stored.start])
+                read.distribute(memory.view(read.info.dtype), target)
         return sum(read.nbytes for read in batch)
 
     def _buffer(self, nbytes: int) -> Tensor:
@@ -225,7 +240,7 @@ def _batches_of(reads: Sequence[_Read], max_nbytes: int) -> Iterator[list[_Read]
     nbytes = in_buffer = 0
     for read in reads:
         size = _rounded(read.nbytes)
-        size_in_buffer = 0 if read.fits(read.target()) else size
+        size_in_buffer = 0 if read.fits(read.targets()) else size
         if batch:
             last = batch[-1]
             is_near = read.stored.rank == last.stored.rank and read.offset - last.offset - last.nbytes <= _GAP_BYTES

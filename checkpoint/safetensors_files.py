@@ -195,12 +195,15 @@ class SafetensorsSource:
         values = fragment.values.detach()
         is_direct = values.dtype == dtype and values.device.type == "cpu"
         step = CHUNK_BYTES // dtype.itemsize
-        for low in range(0, values.numel(), step):
-            part = values[low : low + step]
-            target = part if is_direct else staging.view(dtype)[: part.numel()]
-            self._bytes_read += _read_into(descriptor, target, place, fragment.start + low)
-            if not is_direct:
-                part.copy_(target)
+        done = 0
+        for start, end in fragment.stretches():
+            for low in range(start, end, step):
+                part = values[done : done + min(step, end - low)]
+                done += part.numel()
+                target = part if is_direct else staging.view(dtype)[: part.numel()]
+                self._bytes_read += _read_into(descriptor, target, place, low)
+                if not is_direct:
+                    part.copy_(target)
 
 
 def _read_into(descriptor: int, target: Tensor, place: Place, start: int) -> int:

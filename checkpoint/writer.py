@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..offload import SequentialFile, TransientBuffer
+from ..offload import Box, SequentialFile, TransientBuffer
 from .archive import MAX_VALUES_BYTES, Place, checksum_of, write_tensor
-from .boxes import Box, boxes_of_range
 from .fragment import Fragment
 from .index import RankIndex, Row
 from .names import data_name, index_name
@@ -57,7 +57,7 @@ class Snapshot:
         for fragment, size in zip(fragments, sizes, strict=True):
             memory = self._buffer.tensor[offset : offset + fragment.nbytes].view(fragment.dtype)
             memory.copy_(fragment.values)
-            self.fragments.append(Fragment(fragment.name, fragment.shape, fragment.start, memory))
+            self.fragments.append(replace(fragment, memory=memory))
             offset += size
 
     def drop(self) -> None:
@@ -70,7 +70,7 @@ def _boxes_of(fragment: Fragment) -> Iterator[tuple[Box, Tensor]]:
     values = fragment.values
     max_numel = MAX_VALUES_BYTES // values.dtype.itemsize
     offset = 0
-    for box in boxes_of_range(fragment.shape, fragment.start, fragment.end, max_numel):
+    for box in fragment.boxes(max_numel):
         yield box, values[offset : offset + box.numel]
         offset += box.numel
 

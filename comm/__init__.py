@@ -1,7 +1,7 @@
 """How ranks talk: the only folder that names `torch.distributed`.
 
-`World` is this process among all of them, `Mesh` arranges the ranks along named axes, and an `Axis` moves bytes
-between the ranks of one axis by the fastest route that the machine offers:
+`World` is this process among all of them, an `Arrangement` gives the ranks places on named axes, a `Mesh` has these by
+name, and an `Axis` moves bytes between its ranks by the fastest route that the machine offers:
 
 | route         | who                         | gather                        | reduce                                 |
 |---------------|-----------------------------|-------------------------------|----------------------------------------|
@@ -14,6 +14,7 @@ Every route but the native one sums in rank order, so that the result does not d
 """
 
 from ..launch.progress import Activity, Progress
+from .arrangement import Arrangement
 from .axis import Axis
 from .errors import CollectiveError
 from .mesh import Mesh
@@ -25,6 +26,7 @@ from .world import World
 __all__ = [
     "NOTHING",
     "Activity",
+    "Arrangement",
     "Axis",
     "CollectiveError",
     "Inspect",

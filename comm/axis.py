@@ -35,12 +35,18 @@ class Route(Protocol):
 
 @dataclass(frozen=True)
 class Axis:
-    """A mesh axis: this rank's place on it, and the route between its ranks."""
+    """A mesh axis, or several that are folded into one: this rank's number on it, and the route between its ranks."""
 
     name: str
     rank: int
-    ranks: tuple[int, ...]  # the global rank of each place
+    ranks: tuple[int, ...]  # the global rank of each, ascending: the order of sums
+    places: tuple[int, ...]  # which part of what is divided over the axis each has
     route: Route
+
+    @property
+    def place(self) -> int:
+        """Which part this rank has."""
+        return self.places[self.rank]
 
     @property
     def size(self) -> int:

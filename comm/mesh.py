@@ -1,16 +1,17 @@
-"""The arrangement of ranks: pipeline stages, and in each the data-parallel ranks as (replica, shard)."""
+"""The ranks of a job along named axes, and the routes between them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from ..launch.record import NUM_CHANNELS
+from .arrangement import Arrangement
 from .axis import Axis, Route
 from .native import NativeRoute
 from .peers import Peers
@@ -22,92 +23,89 @@ from .world import World
 
 logger = logging.getLogger("lowtide")
 
-_TAGS_PER_AXIS = 1 << 21
-_CHANNELS_PER_ENGINE = 4  # three axes, and the messages between pipeline stages
-_NUM_ENGINES = NUM_CHANNELS // _CHANNELS_PER_ENGINE - 1  # with channels of their own in the record of the progress
+_TAGS_PER_CHANNEL = 1 << 21
+_NUM_TAGGED = 512  # channels at a time; tags are numbers of 31 bits
+_NUM_RECORDED = NUM_CHANNELS - 1  # channels at a time in the record of the progress; the last one is the world's
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of a job, outermost first. Ranks that are next to each other are on the same shard axis.
-
-    world of 8, pipe 2, shard 2:        pipe 0    pipe 1
-                              shard ->
-                      replica  0 1       4 5
-                         |     2 3       6 7
-
-    Ranks of one pipe place are data-parallel to each other: they have the same parameters and other data. Ranks that
-    differ in the pipe place alone have the same data and other parameters; `peers` carries what they send each other.
-    """
+    """The axes of a job by name, as `arrangement` has them; `peers` carries messages along one of them."""
 
     world: World
-    pipe: Axis
-    replica: Axis
-    shard: Axis
+    arrangement: Arrangement
+    axes: Mapping[str, Axis]
     peers: Peers
+    _lines: Mapping[tuple[str, ...], Axis]  # each axis, those that are folded of several, and one of this rank alone
 
     @classmethod
-    def create(cls, world: World, shard_size: int, route: str, shared_bytes: int, pipe_size: int = 1) -> Mesh:
-        """Arranges the world's ranks with `pipe_size` places on the pipe axis and `shard_size` on each shard axis.
+    def create(
+        cls,
+        world: World,
+        arrangement: Arrangement,
+        route: str,
+        shared_bytes: int,
+        messages: str,
+        folds: Sequence[Sequence[str]] = (),
+    ) -> Mesh:
+        """Connects the ranks of each axis. A collective.
 
         route: auto, shared_memory, sockets or native. shared_bytes: what one engine takes of a host's shared memory;
-        `auto` does without the shared-memory route where a rank cannot have as much, and the log says why. Raises
-        ValueError where the sizes do not divide, or the route is not possible here.
+        `auto` does without the shared-memory route where a rank cannot have as much, and the log says why. messages:
+        the axis of `peers`. folds: what `over` will be asked for with more than one axis.
+        Raises ValueError where the arrangement is of another number of ranks, or the route is not possible here.
         """
-        if world.size % (pipe_size * shard_size):
-            pipe = f"pipe({pipe_size}) x " if pipe_size > 1 else ""
-            raise ValueError(f"{pipe}replica(?) x shard({shard_size}) != world size ({world.size}): it does not divide")
-        num_replicas = world.size // (pipe_size * shard_size)
+        if arrangement.num_ranks != world.size:
+            raise ValueError(f"{arrangement} = {arrangement.num_ranks} != world size ({world.size})")
         route = _choose_route(world, route, shared_bytes)
-        engine_number = _count_engines(world)
-        groups = _make_groups(world, pipe_size, num_replicas, shard_size)
-        data_size = num_replicas * shard_size
-        pipe_rank, data_rank = divmod(world.rank, data_size)
-        replica_rank, shard_rank = divmod(data_rank, shard_size)
-        first = pipe_rank * data_size
-        places = {
-            "pipe": (pipe_rank, tuple(data_rank + data_size * p for p in range(pipe_size))),
-            "replica": (replica_rank, tuple(first + shard_rank + shard_size * r for r in range(num_replicas))),
-            "shard": (shard_rank, tuple(first + replica_rank * shard_size + s for s in range(shard_size))),
-        }
-        trail = Trail(world, engine_number)
-        first_tags = [
-            (_CHANNELS_PER_ENGINE * engine_number + index) % 512 * _TAGS_PER_AXIS
-            for index in range(_CHANNELS_PER_ENGINE)
-        ]
-        first_channel = _CHANNELS_PER_ENGINE * (engine_number % _NUM_ENGINES)
-        axes = {}
-        for index, (name, (rank, ranks)) in enumerate(places.items()):
-            channel = Channel(trail, world.progress, first_channel + index, ranks)
-            route_of_axis = _make_route(world, route, rank, ranks, groups.get(name), first_tags[index], channel)
-            axes[name] = Axis(name, rank, ranks, route_of_axis)
-        peers = Peers(places["pipe"][1], groups.get("pipe"), first_tags[-1], world, trail, first_channel + 3)
-        return cls(world, axes["pipe"], axes["replica"], axes["shard"], peers)
+        folded = dict.fromkeys(arrangement.wide(names) for names in folds)
+        lines = [*((name,) for name, _ in arrangement.sizes), *(names for names in folded if len(names) > 1)]
+        first = _take_numbers(world, len(lines) + 1)
+        trail = Trail(world, first)
+        axes, groups = {}, {}
+        for number, names in enumerate(lines, first):
+            by_place = arrangement.ranks(world.rank, names)
+            ranks = tuple(sorted(by_place))
+            rank, places = ranks.index(world.rank), tuple(by_place.index(rank) for rank in ranks)
+            groups[names] = _make_group(world, arrangement, names)
+            channel = Channel(trail, world.progress, number % _NUM_RECORDED, ranks)
+            made = _make_route(world, route, rank, ranks, places, groups[names], _first_tag(number), channel)
+            axes[names] = Axis(" x ".join(names), rank, ranks, places, made)
+        number = first + len(lines)
+        along = (messages,)
+        peers = Peers(axes[along].ranks, groups[along], _first_tag(number), world, trail, number % _NUM_RECORDED)
+        alone = Axis("", 0, (world.rank,), (0,), SoloRoute(world.device))
+        single = {name: axes[(name,)] for name, _ in arrangement.sizes}
+        return cls(world, arrangement, single, peers, {**axes, (): alone})
 
-    @property
+    def over(self, names: Sequence[str]) -> Axis:
+        """The axis of all ranks that differ on these axes alone, the first of them dividing first."""
+        return self._lines[self.arrangement.wide(names)]
+
+    @cached_property
     def data_size(self) -> int:
         """How many data-parallel ranks there are: a global batch has as many shares."""
-        return self.replica.size * self.shard.size
+        return self.arrangement.size(self.arrangement.data)
 
-    @property
+    @cached_property
     def data_rank(self) -> int:
         """Which of them this rank is."""
-        return self.replica.rank * self.shard.size + self.shard.rank
+        return self.arrangement.place(self.world.rank, self.arrangement.data)
 
     def sum_small(self, values: Any, what: str) -> Any:
         """The exact sum over all ranks of a small int64 vector; also a barrier."""
-        for axis in (self.shard, self.replica, self.pipe):
+        for axis in reversed(list(self.axes.values())):
             values = axis.route.sum_small(values, what)
         return values
 
     def fence(self, what: str) -> None:
-        """Returns when every rank has come here, where ranks share memory; elsewhere at once."""
-        self.shard.route.fence(what)
-        self.replica.route.fence(what)
+        """Returns when every data-parallel rank has come here, where ranks share memory; elsewhere at once."""
+        for name in reversed(self.arrangement.data):
+            self.axes[name].route.fence(what)
 
     def close(self) -> None:
         """Lets go of the process groups, and leaves the world: no collective is possible afterwards."""
-        for axis in (self.shard, self.replica, self.pipe):
+        for axis in self._lines.values():
             axis.route.close()
         self.peers.close()
         self.world.leave()
@@ -139,24 +137,28 @@ def _choose_route(world: World, route: str, shared_bytes: int) -> str:
     return "shared_memory" if one_host and not faults else "sockets"
 
 
-def _count_engines(world: World) -> int:
-    """How many engines were made on this process group before this one."""
+def _take_numbers(world: World, count: int) -> int:
+    """The first of `count` numbers that no other channel on this process group has had."""
     if world.size == 1 or world.is_simulated:
         return 0
-    number = None
-    if world.rank == 0:
-        number = world.store.add("lowtide/engines", 1)
-    return int(world.broadcast_object(number))
+    end = world.store.add("lowtide/channels", count) if world.rank == 0 else None
+    return int(world.broadcast_object(end)) - count
 
 
-def _make_groups(world: World, pipe_size: int, num_replicas: int, shard_size: int) -> dict[str, dist.ProcessGroup]:
-    """The process group of each axis with more than one rank: an axis over the whole world uses the default group."""
-    sizes = {"pipe": pipe_size, "replica": num_replicas, "shard": shard_size}
-    names = [name for name, size in sizes.items() if size > 1]
-    if not names:
-        return {}
-    mesh = init_device_mesh(world.device.type, tuple(sizes[name] for name in names), mesh_dim_names=tuple(names))
-    return {name: mesh.get_group(name) for name in names}
+def _first_tag(number: int) -> int:
+    return number % _NUM_TAGGED * _TAGS_PER_CHANNEL
+
+
+def _make_group(world: World, arrangement: Arrangement, names: Sequence[str]) -> dist.ProcessGroup | None:
+    """The process group of this rank's axis; None where it is alone on it, the default one where all ranks are."""
+    size = arrangement.size(names)
+    if size == 1:
+        return None
+    if size == world.size:
+        return dist.group.WORLD
+    every = dict.fromkeys(tuple(sorted(arrangement.ranks(rank, names))) for rank in range(world.size))
+    make: Callable[..., tuple[dist.ProcessGroup, Any]] = dist.new_subgroups_by_enumeration
+    return make([list(ranks) for ranks in every])[0]
 
 
 def _make_route(
@@ -164,6 +166,7 @@ def _make_route(
     route: str,
     rank: int,
     ranks: tuple[int, ...],
+    places: tuple[int, ...],
     group: dist.ProcessGroup | None,
     first_tag: int,
     channel: Channel,
@@ -171,10 +174,10 @@ def _make_route(
     if group is None:
         return SoloRoute(world.device)
     if route == "shared_memory":
-        return SharedMemoryRoute(rank, ranks, _exchange_within(group), world.timeout_seconds, channel)
+        return SharedMemoryRoute(rank, ranks, places, _exchange_within(group), world.timeout_seconds, channel)
     if route == "sockets":
-        return SocketRoute(rank, ranks, group, first_tag, world.timeout_seconds, channel)
-    return NativeRoute(rank, ranks, group, world.device, channel)
+        return SocketRoute(rank, ranks, places, group, first_tag, world.timeout_seconds, channel)
+    return NativeRoute(rank, ranks, places, group, world.device, channel)
 
 
 def _exchange_within(group: dist.ProcessGroup) -> Callable[[Any], list[Any]]:

@@ -27,11 +27,19 @@ class NativeRoute:
     copies_are_shared = False
 
     def __init__(
-        self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device, channel: Channel
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        places: Sequence[int],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        channel: Channel,
     ) -> None:
+        """rank: within the axis; ranks, places: as of `Axis`."""
         self.rank = rank
         self.ranks = ranks
         self.size = len(ranks)
+        self._places = None if list(places) == sorted(places) else torch.tensor(places, device=device)
         self._group: dist.ProcessGroup | None = group
         self._device = device
         self._channel = channel
@@ -46,6 +54,7 @@ class NativeRoute:
 
     def gather(self, full: Tensor, part: Tensor, what: str) -> Pending:
         """full[part q] = the `part` of rank q, for every q. full: (size * part.numel(),)."""
+        assert self._places is None, "nothing is gathered over axes whose parts are in another order"
         return self._pending(_all_gather(full, part, group=self._group, async_op=True), what)
 
     def next_slot(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -63,6 +72,8 @@ class NativeRoute:
         self, slot: Tensor, out: Tensor, accumulate: bool, held: slice, what: str, inspect: Inspect | None
     ) -> Reduction:
         """out = (out +) sum over ranks of slot[this rank's part]. slot: (size * out.numel(),)."""
+        if self._places is not None:  # the backend gives its parts to the ranks in their order
+            slot = slot.view(self.size, -1)[self._places].view(-1)
         direct = slot.dtype == out.dtype and not accumulate
         total = out if direct else torch.empty(out.numel(), dtype=slot.dtype, device=self._device)
         pending = self._pending(_reduce_scatter(total, slot, group=self._group, async_op=True), what)

@@ -88,14 +88,16 @@ class SharedMemoryRoute:
         self,
         rank: int,
         ranks: Sequence[int],
+        places: Sequence[int],
         exchange: Callable[[Any], list[Any]],
         timeout_seconds: float,
         channel: Channel,
     ) -> None:
-        """rank: within the axis. ranks: the global rank of each. exchange: gives every rank's value, a barrier too."""
+        """rank: within the axis. ranks, places: as of `Axis`. exchange: gives every rank's value, a barrier too."""
         self.rank = rank
         self.ranks = ranks
         self.size = len(ranks)
+        self._place = places[rank]
         self._exchange = exchange
         self._timeout_seconds = timeout_seconds
         self._channel = channel
@@ -191,7 +193,7 @@ class SharedMemoryRoute:
 
         def reduce() -> None:
             slots = self._posted(number, slot, what, sequence)
-            mine = [other[self.rank * part : (self.rank + 1) * part] for other in slots]
+            mine = [other[self._place * part : (self._place + 1) * part] for other in slots]
             sum_with_held(mine, self.rank, out, held, accumulate)
             if inspect is not None:
                 inspect(0, out, mine)

@@ -36,15 +36,17 @@ class SocketRoute:
         self,
         rank: int,
         ranks: Sequence[int],
+        places: Sequence[int],
         group: dist.ProcessGroup,
         first_tag: int,
         timeout_seconds: float,
         channel: Channel,
     ) -> None:
-        """rank: within the axis; ranks: the global rank of each; first_tag: keeps two engines in a process apart."""
+        """rank: within the axis; ranks, places: as of `Axis`; first_tag: keeps two engines in a process apart."""
         self.rank = rank
         self.ranks = ranks
         self.size = len(ranks)
+        self._places = places
         self._group: dist.ProcessGroup | None = group
         self._peers = [peer for peer in range(self.size) if peer != rank]
         self._first_tag = first_tag
@@ -62,12 +64,12 @@ class SocketRoute:
         """Nothing to reserve: a slot is made when it is first opened."""
 
     def gather(self, full: Tensor, part: Tensor, what: str) -> Pending:
-        """full[part q] = the `part` of rank q, for every q. full: (size * part.numel(),)."""
-        numel = part.numel()
+        """full[part of q] = the `part` of rank q, for every q. full: (size * part.numel(),)."""
+        parts = full.view(self.size, part.numel())
         tag, sequence = self._next_operation(what)
-        works = self._receive({peer: full[peer * numel : (peer + 1) * numel] for peer in self._peers}, tag, what)
+        works = self._receive({peer: parts[self._places[peer]] for peer in self._peers}, tag, what)
         works += self._send(dict.fromkeys(self._peers, part), tag, what)
-        own = full[self.rank * numel : (self.rank + 1) * numel]
+        own = parts[self._places[self.rank]]
         if own.data_ptr() != part.data_ptr():
             own.copy_(part)
         return Pending(lambda: self._wait(works, what, sequence))
@@ -93,7 +95,7 @@ class SocketRoute:
         held: the part of `out` where this rank's own contribution is, and not in its slot.
         """
         numel = out.numel()
-        bounds = [slice(rank * numel, (rank + 1) * numel) for rank in range(self.size)]
+        bounds = [slice(place * numel, (place + 1) * numel) for place in self._places]
         contributions, works, sequence = self._exchange_parts(slot, bounds, what)
 
         def reduce() -> None:

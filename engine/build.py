@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from ..comm import Mesh, World
+from ..comm import Arrangement, Mesh, World
 from ..kernels.cpu_optimizer import cpu_kernel
 from ..kernels.optimizer_step import UpdateRule
 from ..model.ledger import Ledger
@@ -21,6 +21,7 @@ from ..offload import ActivationOffload, in_storages_of, keep_heap
 from ..pipe.absent import Absent
 from ..zero.build import Dtypes, ModelPlan, build_units
 from ..zero.direct_gradients import DirectGradients
+from ..zero.domain import Domain
 from ..zero.gradient import GroupGradient
 from ..zero.hooks import UnitHooks, cast_inputs
 from ..zero.loss_scale import LossScaler
@@ -43,7 +44,7 @@ from .log import configure, logger
 from .lr_schedule import learning_rate_at
 from .offload import activation_store, host_update, model_is_apart, offloaded_states, shard_rest
 from .parts import Parts
-from .pipeline import Pipeline, PipelinePlan
+from .pipeline import PIPE, Pipeline, PipelinePlan
 
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
@@ -115,21 +116,23 @@ def _make_engine(
     pipe_size = resolved.parallel.pipeline
     pipeline_plan = PipelinePlan.of(resolved, world, module, sample_batch, loss_fn) if pipe_size > 1 else None
     own_plans = unit_plans if pipeline_plan is None else pipeline_plan.own_units(unit_plans)
-    shard_size = policy.shard_size(world.size // pipe_size, resolved.zero_optimization.shard_size)
-    plan = ModelPlan.of(own_plans, dtypes, shard_size)
+    arrangement = _arrangement(resolved, policy, world.size)
+    domain = _domain(policy, arrangement)
+    plan = ModelPlan.of(own_plans, dtypes, domain, arrangement)
     # Not those of an update in backward, which are given back at once, nor of a delayed one, which lie beside the next.
     zero = resolved.zero_optimization
     shares_gradients = not (policy.shards_states or zero.update_in_backward or zero.offload_optimizer.is_delayed)
     shared_bytes = plan.shared_bytes(dtypes, world.size, shares_gradients)
     if pipe_size > 1:
-        shared_bytes = sum(world.gather_objects(shared_bytes)) // (world.size // pipe_size)
+        shared_bytes = sum(world.gather_objects(shared_bytes)) // arrangement.size(arrangement.data)
     with no_rank_alone(world, "lowtide.initialize"):
         rest = shard_rest(resolved, world)
         if rest is not None:
             rest.reserve(plan.shard_bytes)
     moves_pages = rest is not None and not model_is_apart(world)
     route = "sockets" if moves_pages and world.size > 1 else resolved.communication.route
-    mesh = Mesh.create(world, shard_size, route, shared_bytes, pipe_size)
+    mesh = Mesh.create(world, arrangement, route, shared_bytes, messages=PIPE, folds=[domain.states])
+    _log_one_copy(mesh, domain, zero.partition_size)
     units = build_units(plan, mesh, policy, dtypes, rest, shares_gradients)
     with no_rank_alone(world, "lowtide.initialize"):
         sharded_optimizer, schedule, scheduler = _make_optimizer(
@@ -173,6 +176,29 @@ def _make_engine(
             close_last=close_last,
         )
     )
+
+
+def _arrangement(config: Config, policy: ZeroPolicy, world_size: int) -> Arrangement:
+    """The axes of the job: the ranks of a pipeline place are data-parallel, in groups that shard.
+
+    Such a group may consist of several that hold all parameters each: the places of "secondary".
+    """
+    pipe_size, zero = config.parallel.pipeline, config.zero_optimization
+    data_size = world_size // pipe_size
+    states_size = policy.shard_size(data_size, zero.shard_size)
+    shard_size = zero.partition_size if zero.partition_size > 1 else states_size
+    sizes = (
+        (PIPE, pipe_size),
+        ("replica", data_size // states_size),
+        ("secondary", states_size // shard_size),
+        ("shard", shard_size),
+    )
+    return Arrangement(sizes, data=("replica", "secondary", "shard"))
+
+
+def _domain(policy: ZeroPolicy, arrangement: Arrangement) -> Domain:
+    states = ("shard", "secondary") if policy.shards_states else ()
+    return Domain(states, parameters=("shard",) if policy.frees_parameters else (), summed=arrangement.data)
 
 
 # -- the model ----------------------------------------------------------------------------------------------------
@@ -421,6 +447,12 @@ def _loss_scaler(config: Config) -> LossScaler:
         consecutive_hysteresis=fp16.consecutive_hysteresis,
         minimum=fp16.min_loss_scale,
     )
+
+
+def _log_one_copy(mesh: Mesh, domain: Domain, partition: int) -> None:
+    if partition > 1 and mesh.over(domain.states).route.copies_are_shared and not mesh.world.rank:
+        why = "its ranks share the memory of one host, which has one copy of the parameters that nobody gathers"
+        logger.info("config: zero_optimization.zero_hpz_partition_size: %d has no effect here: %s", partition, why)
 
 
 def _log_notes(world: World, config: Config) -> None:

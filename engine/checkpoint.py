@@ -212,7 +212,7 @@ class Checkpointer:
         changed = "Parameters were read in part: load another checkpoint before you train on."
         with all_or_none(self._world, what, hint + changed):
             self._optimizer.make_states(training["num_steps"], _states_in(checkpoint), scalars)
-            shared = self._mesh.replica.size > 1  # replicas read the same values, perhaps on this host
+            shared = self._named.has_replicas  # they read the same values, perhaps on this host
             weights.read(self._named.weights(changes=True), shared)
             self._read_buffers(weights)
             states.read(self._named.states(changes=True), shared)
@@ -225,8 +225,8 @@ class Checkpointer:
 
     def _fragments(self) -> list[Fragment]:
         """This rank's part of everything, by full name."""
-        weights = self._named.divided(self._named.weights(saves=True))
-        states = self._named.divided(self._named.states(saves=True))
+        weights = self._named.weights(saves=True)
+        states = self._named.states(saves=True)
         found = [_prefixed(MODEL, fragment) for fragment in weights] + [_prefixed(STATE, state) for state in states]
         if self._named.holds_buffers:
             for name, buffer in self._named.buffers().items():
@@ -267,9 +267,9 @@ class Checkpointer:
             topology={
                 "world_size": self._world.size,
                 "stage": self._config.zero_optimization.stage,
-                "shard_size": self._mesh.shard.size,
-                "replicas": self._mesh.replica.size,
-                "pipeline": self._mesh.pipe.size,
+                "shard_size": self._mesh.data_size // self._mesh.axes["replica"].size,
+                "replicas": self._mesh.axes["replica"].size,
+                "pipeline": self._world.size // self._mesh.data_size,
             },
             tensors=tensors,
             compute_dtypes=dict(catalog.compute_dtypes),

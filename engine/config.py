@@ -165,7 +165,7 @@ class Config(Section):
             if self.pipeline.microbatches is not None:
                 update["pipeline"] = self.pipeline.model_copy(update={"microbatches": batch.accumulation})
             faults += schedule_faults(self.parallel, self.pipeline, batch.accumulation)
-        faults += _shard_size_faults(self.zero_optimization.shard_size, data_size)
+        faults += _shard_size_faults(self.zero_optimization, data_size)
         resolved = self.model_copy(update=update)
         if self.gradient_accumulation_steps is None or kept:
             faults += _update_in_backward_faults(resolved)
@@ -215,19 +215,26 @@ def _kept_batch(config: Config, first_world_size: int) -> KeptBatch | None:
         is_whole = count == 1 or not config.zero_optimization.update_in_backward
         return is_whole and not schedule_faults(config.parallel, config.pipeline, count)
 
-    shard_size = config.zero_optimization.shard_size or 1
+    zero = config.zero_optimization
+    shard_size = zero.shard_size or zero.partition_size
     return KeptBatch(first, first_world_size, config.parallel.pipeline, micro is not None, can_accumulate, shard_size)
 
 
-def _shard_size_faults(shard_size: int | None, data_size: int) -> list[Fault]:
-    """The shard size must divide the data-parallel ranks."""
-    if shard_size is None or data_size % shard_size == 0:
-        return []
-    message = (
-        f"shard_size({shard_size}) x replicas(?) = data-parallel ranks({data_size}) does not hold; the nearest legal "
-        f"values are {nearest_divisors(shard_size, data_size)}"
-    )
-    return [Fault("zero_optimization.shard_size", "conflict", message)]
+def _shard_size_faults(zero: ZeroConfig, data_size: int) -> list[Fault]:
+    """The shard size must divide the data-parallel ranks, and the partition of hpZ the shard size."""
+    group_size = data_size if zero.shard_size is None else zero.shard_size
+    found = []
+    for key, size, of, what, whole in (
+        ("shard_size", group_size, "replicas", "data-parallel ranks", data_size),
+        ("zero_hpz_partition_size", zero.partition_size, "groups", "ranks of a shard group", group_size),
+    ):
+        if whole % size:
+            message = (
+                f"{key}({size}) x {of}(?) = {what}({whole}) does not hold; the nearest legal "
+                f"values are {nearest_divisors(size, whole)}"
+            )
+            found.append(Fault(f"zero_optimization.{key}", "conflict", message))
+    return found
 
 
 def _value_at(config: Config, path: str) -> object:

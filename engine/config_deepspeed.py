@@ -170,7 +170,6 @@ RULES: dict[str, Rule] = {
     "zero_optimization.legacy_stage1": _only(False, "there is one stage 1; remove the key"),
     "zero_optimization.round_robin_gradients": _no_effect("every rank copies its own shard of each gradient"),
     "zero_optimization.parameter_alignment": _no_effect("the layout of the flat buffers is the engine's choice"),
-    "zero_optimization.zero_hpz_partition_size": _only(1, "set zero_optimization.shard_size instead", "an integer"),
     "zero_optimization.zero_quantized_weights": _only(False, _QUANTIZED),
     "zero_optimization.zero_quantized_nontrainable_weights": _only(False, _QUANTIZED),
     "zero_optimization.zero_quantized_gradients": _only(False, _QUANTIZED),

@@ -35,6 +35,8 @@ def zero_notes(zero: ZeroConfig) -> list[str]:
     if zero.stage < 3:
         reason = f"stage {zero.stage} never releases parameters, so nothing is gathered ahead"
         notes += idle("zero_optimization", zero, reason, only=("stage3_prefetch_bucket_size",))
+        reason = f"stage {zero.stage} never releases parameters, every rank holds all of them"
+        notes += idle("zero_optimization", zero, reason, only=("zero_hpz_partition_size",))
     return notes
 
 

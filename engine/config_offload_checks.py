@@ -20,6 +20,11 @@ def offload_faults(zero: ZeroConfig, activations: ActivationCheckpointingConfig)
         if section.device == "nvme" and section.nvme_path is None and not _why_idle(section, zero):
             message = 'must be given with device "nvme": the folder on the drive in which the files are kept'
             faults.append(Fault(f"{path}.nvme_path", "missing", message))
+    if zero.offload_param.device != "none" and zero.partition_size > 1:
+        why = "what rests in a store is a rank's own shard, and is gathered from all ranks of the shard group"
+        fix = 'set it to 1 or the device to "none"; offload_optimizer works with both'
+        message = f"needs zero_optimization.zero_hpz_partition_size 1, found {zero.partition_size}: {why}; {fix}"
+        faults.append(Fault(f"{PARAM}.device", "conflict", message))
     if zero.offload_optimizer.is_delayed and zero.offloads_parameters and zero.offload_param.device == "nvme":
         why = "what the parameters become waits in memory during the whole of the next step"
         fix = 'set overlap to "speculative" or "none"'

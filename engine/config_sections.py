@@ -37,6 +37,11 @@ class ZeroConfig(Section):
     shard_size: Positive | None = None
     """Hybrid sharding: ranks per shard group. It must divide the world size. null: all ranks are one group."""
 
+    zero_hpz_partition_size: Positive = 1
+    """Stage 3: ranks, those of a host, among which parameters are gathered; each such group holds all of them at rest,
+    while optimizer states and gradients are divided over the whole shard group (hpZ of ZeRO++). It must divide the
+    ranks of a shard group, and is not for `offload_param`. 1: parameters are divided over the whole shard group too."""
+
     units: Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(_units)] = "auto"
     """The parts that are gathered and reduced as one: "auto" finds the repeated blocks, or a list of patterns
     (`*`, `?`) of module names, each matching module is one unit. Where one has no forward of its own (`ModuleList`,
@@ -61,6 +66,11 @@ class ZeroConfig(Section):
     def offloads_parameters(self) -> bool:
         """Whether offload_param has an effect: below stage 3 every rank holds all parameters at all times."""
         return self.stage == 3 and self.offload_param.device != "none"
+
+    @property
+    def partition_size(self) -> int:
+        """Ranks among which parameters are gathered, where these are fewer than a shard group; else 1."""
+        return self.zero_hpz_partition_size if self.stage == 3 else 1
 
 
 class BF16Config(Section):

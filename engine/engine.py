@@ -79,9 +79,9 @@ class Engine:
         self._gradient_scale = GradientScale(parts.config, self.data_size, parts.loss_scaler, own)
         self._num_microbatches = 0
         self._losses: list[Tensor] = []
-        copies_are_shared = parts.mesh.shard.route.copies_are_shared
+        shares = any(group.copies_are_shared for unit in parts.sequence.units for group in unit.groups)
         has_settled = self._timing is not Timing.DELAYED
-        self._guard = ModelGuard(parts.module, parts.sequence.units, copies_are_shared, has_settled)
+        self._guard = ModelGuard(parts.module, parts.sequence.units, shares, has_settled)
         self._pipeline = parts.pipeline
         whole = parts.pipeline.plan.state_names if parts.pipeline else None
         self._values = FullValues(parts.module, parts.sequence.units, parts.optimizer, parts.mesh, whole)
@@ -94,7 +94,6 @@ class Engine:
             parts.optimizer,
             parts.mesh,
             parts.pipeline.plan.trained if parts.pipeline else None,
-            parts.pipeline.saved_elsewhere if parts.pipeline else (),
             whole,
         )
         self._checkpointer = Checkpointer(parts.config, parts.mesh, parts.module, parts.optimizer, self._named)
@@ -148,7 +147,7 @@ class Engine:
 
     def memory(self) -> ModelStateBytes:
         """Bytes of parameters, gradients and optimizer states on this rank, as they are now."""
-        return measure(self._sequence.units, self.optimizer, self._mesh)
+        return measure(self._sequence.units, self.optimizer)
 
     # -- training -------------------------------------------------------------------------------------------------
 

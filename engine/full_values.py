@@ -15,6 +15,7 @@ from ..zero.optimizer import ShardedOptimizer
 from ..zero.sequence import Unit
 from ..zero.shard_state import ShardState
 from .fingerprint import Fingerprint
+from .pipeline import PIPE
 
 
 class FullValues:
@@ -47,7 +48,7 @@ class FullValues:
 
     def refresh(self) -> None:
         """After shards have changed: full buffers that are kept get the new values of all ranks."""
-        pending = [group.refresh() for group in self._groups if not group.frees_memory]
+        pending = [group.refresh() for group in self._groups]
         for one in pending:
             one.wait()
         self._mesh.fence("the end of an update")
@@ -98,7 +99,7 @@ class FullValues:
 
     def _collected(self, own: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
         """On the first rank of a pipeline, what all its ranks have, in the model's order."""
-        pipe, peers, device = self._mesh.pipe, self._mesh.peers, self._mesh.world.device
+        pipe, peers, device = self._mesh.axes[PIPE], self._mesh.peers, self._mesh.world.device
         if pipe.rank:
             infos = [(name, tuple(value.shape), value.dtype) for name, value in own.items()]
             peers.send_object(infos, 0, 0, "the names for state_dict").wait()
@@ -148,7 +149,7 @@ class FullValues:
                     group.release()
                 else:
                     group.install()
-                    group.refresh().wait()
+                group.refresh().wait()
         self._mesh.fence("the end of a change of parameters")
 
 

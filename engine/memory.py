@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..comm import Mesh
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.policy import ZeroPolicy
 from ..zero.sequence import Unit
@@ -60,13 +59,12 @@ def table(
     return rows
 
 
-def measure(units: Sequence[Unit], optimizer: ShardedOptimizer, mesh: Mesh) -> ModelStateBytes:
+def measure(units: Sequence[Unit], optimizer: ShardedOptimizer) -> ModelStateBytes:
     """Bytes that the storages of this rank's model states take now."""
-    sharers = mesh.shard.size if mesh.shard.route.copies_are_shared else 1
     parameters, gradients = 0, 0
     for unit in units:
         for group in unit.groups:
-            parameters += group.full_bytes // sharers
+            parameters += group.full_bytes // (group.state_axis.size if group.copies_are_shared else 1)
             if group.shard.untyped_storage().data_ptr() != group.full.untyped_storage().data_ptr():
                 parameters += group.shard.untyped_storage().nbytes()
         for gradient in unit.gradients:

@@ -31,24 +31,21 @@ class NamedState:
         optimizer: ShardedOptimizer,
         mesh: Mesh,
         trained: Mapping[str, nn.Parameter] | None = None,
-        saved_elsewhere: Sequence[Unit] = (),
         whole_names: Sequence[str] | None = None,
     ) -> None:
         """A collective. units: of this rank. trained: parameters that are trained anywhere; None: those of the units.
 
-        saved_elsewhere: units of which another rank of the pipe axis saves an equal copy. whole_names: of the whole
-        model's state_dict, where `module` has a part of it; None: it is the whole.
+        whole_names: of the whole model's state_dict, where `module` has a part of it; None: it is the whole.
         """
         self._module = module
         self._groups = [group for unit in units for group in unit.groups]
-        self._elsewhere = {id(group) for unit in saved_elsewhere for group in unit.groups}
         self._shards = {id(shard.group): shard for shard in optimizer.shards}
         self._optimizer = optimizer
         self._mesh = mesh
         self._trained = trained
         self._whole_names = whole_names
         self.catalog = self._own_catalog()
-        if mesh.pipe.size > 1:
+        if mesh.data_size < mesh.world.size:
             own = self.catalog if mesh.data_rank == 0 else None
             parts = [part for part in mesh.world.gather_objects(own) if part is not None]
             self.catalog = Catalog.merged(parts)
@@ -56,7 +53,7 @@ class NamedState:
     def _own_catalog(self) -> Catalog:
         slots = [(slot, group) for group in self._groups for slot in group.layout.slots]
         return Catalog(
-            {slot.name: TensorInfo(slot.shape, self._dtype_of(group)) for slot, group in slots},
+            {slot.name: TensorInfo(slot.whole, self._dtype_of(group)) for slot, group in slots},
             {slot.name: group.dtype for slot, group in slots},
             {name: TensorInfo(tuple(buffer.shape), buffer.dtype) for name, buffer in self.buffers().items()},
             self._aliases(),
@@ -109,13 +106,11 @@ class NamedState:
     def weights(self, rounded: bool = False, changes: bool = False, saves: bool = False) -> list[Fragment]:
         """What this rank holds of the parameters; rounded: in the dtype in which they are computed.
 
-        changes: they are for writing; what rests in a store is kept there then, changed. saves: without those of which
-        another rank of the pipe axis saves an equal copy.
+        changes: they are for writing; what rests in a store is kept there then, changed. saves: the part that this
+        rank saves, where others hold the same.
         """
         fragments = []
         for group in self._groups:
-            if saves and id(group) in self._elsewhere:
-                continue
             shard = None if rounded else self._shards.get(id(group))
             for piece in group.pieces if shard is None else shard.pieces:
                 low = piece.offset_in_shard
@@ -123,29 +118,23 @@ class NamedState:
                     memory = part_of(group.own_values(changes), low, low + piece.numel)
                 else:
                     memory = shard.master_of(piece, changes)
-                fragments.append(_fragment(group, piece, "", memory))
+                fragments += _fragments(group, piece, "", memory, saves)
         return fragments
 
     def states(self, changes: bool = False, saves: bool = False) -> list[Fragment]:
         """What this rank holds of the optimizer's elementwise states, named `parameter.state`; saves: as of weights."""
         return [
-            _fragment(shard.group, piece, f".{name}", memory)
+            fragment
             for shard in self._optimizer.shards
-            if not (saves and id(shard.group) in self._elsewhere)
             for piece in shard.pieces
             for name, memory in self._optimizer.states_of(shard, piece, changes).items()
+            for fragment in _fragments(shard.group, piece, f".{name}", memory, saves)
         ]
 
-    def divided(self, fragments: Sequence[Fragment]) -> list[Fragment]:
-        """The part of the fragments that this rank writes, where its replicas hold the same ones."""
-        axis = self._mesh.replica
-        parts = []
-        for fragment in fragments:
-            numel = fragment.numel
-            low, high = (numel * place // axis.size for place in (axis.rank, axis.rank + 1))
-            if low < high:
-                parts.append(fragment.part(low, high))
-        return parts
+    @property
+    def has_replicas(self) -> bool:
+        """True where other ranks hold the same parts of anything."""
+        return any(group.replica_axis.size > 1 for group in self._groups)
 
     def publish(self) -> None:
         """After weights have changed in place: the computed copies follow, on all ranks. A collective."""
@@ -158,12 +147,18 @@ class NamedState:
         for group in self._groups:
             if group.frees_memory:  # full ones have the other ranks' old values
                 group.release()
-        pending = [group.refresh() for group in self._groups if not group.frees_memory]
+        pending = [group.refresh() for group in self._groups]
         for one in pending:
             one.wait()
         self._mesh.fence("new parameters")
 
 
-def _fragment(group: ShardedGroup, piece: Piece, suffix: str, memory: Memory) -> Fragment:
+def _fragments(group: ShardedGroup, piece: Piece, suffix: str, memory: Memory, saves: bool) -> list[Fragment]:
+    """What this rank holds of a piece; saves: without what others save, one of those copies that are equal."""
     slot = group.layout.slots[piece.index]
-    return Fragment(slot.name + suffix, slot.shape, piece.offset_in_param, memory)
+    fragment = Fragment(slot.name + suffix, slot.whole, piece.offset_in_param, memory, slot.box)
+    if not saves:
+        return [fragment]
+    axis = group.replica_axis
+    low, high = (fragment.numel * place // axis.size for place in (axis.rank, axis.rank + 1))
+    return [fragment.part(low, high)] if group.is_counted and low < high else []

@@ -20,7 +20,8 @@ from ..pipe.schedule import Schedule
 from ..pipe.split import SplitPlan, plan_split
 from ..pipe.stage import make_stages
 from ..pipe.trees import leaves
-from ..zero.scheduled_units import ScheduledUnits, TiedUnit
+from ..zero.domain import Copies
+from ..zero.scheduled_units import ScheduledUnits
 from ..zero.sequence import Unit
 from ..zero.units import UnitPlan
 from .batch import call, call_for_loss, loss_of
@@ -28,6 +29,7 @@ from .config import Config
 from .config_parallel import schedule_of
 
 LossFn = Callable[[Any, Any], Tensor] | None
+PIPE = "pipe"
 _TIED = "(tied {})"
 
 
@@ -92,7 +94,11 @@ class PipelinePlan:
         ]
         root = units[0].module
         params = {name: param for unit in units for name, param in unit.params}
-        shared = [UnitPlan(_TIED.format(name), root, ((name, params[name]),)) for name in tied if name in own]
+        shared = [
+            UnitPlan(_TIED.format(name), root, ((name, params[name]),), (Copies(PIPE, places),))
+            for name, places in tied.items()
+            if name in own
+        ]
         return [found[0], *shared, *(unit for unit in found[1:] if unit.params)]
 
 
@@ -114,19 +120,12 @@ class Pipeline:
         self.plan = plan
         self._mesh = mesh
         stages = dict(zip(plan.stages, make_stages(module, plan.split, plan.stages, ledger), strict=True))
-        tied_names = plan.places_of_tied
-        by_name = {unit.name: unit for unit in units}
-        self.tied = [
-            TiedUnit(by_name[_TIED.format(name)], places)
-            for name, places in tied_names.items()
-            if _TIED.format(name) in by_name
-        ]
         names = {stage: set(plan.split.parameters[stage]) for stage in plan.stages}
         members = {
             stage: [unit for unit in units if any(names[stage] & {*group.names} for group in unit.groups)]
             for stage in plan.stages
         }
-        self.units = ScheduledUnits(units, members, self.tied, mesh)
+        self.units = ScheduledUnits(units, members, mesh)
         costs = replace(Costs.uniform(plan.schedule.num_stages), parameter_bytes=tuple(map(float, plan.numel)))
         budget = config.zero_optimization.stage3_max_live_parameters
         if frees_parameters:
@@ -156,11 +155,6 @@ class Pipeline:
     def executor(self) -> Executor:
         """What runs training steps; its `on_action` can be set to time them."""
         return self._training
-
-    @property
-    def saved_elsewhere(self) -> list[Unit]:
-        """Units of which another place has an equal copy, which is the one that counts."""
-        return [one.unit for one in self.tied if not one.is_first(self.plan.place)]
 
     def train(self, given: Sequence[Any], ready: Sequence[Any], scale: float) -> list[Tensor]:
         """Gradients of the step's microbatches, reduced; their losses, () each, on the ranks that have the last stage.
@@ -199,7 +193,7 @@ class Pipeline:
                 "checkpoint"
             )
         digest, what = _digest_of(batches), "the check of the batch"
-        pipe, device = self._mesh.pipe, self._mesh.world.device
+        pipe, device = self._mesh.axes[PIPE], self._mesh.world.device
         total = pipe.route.sum_small(torch.tensor([digest], dtype=torch.int64, device=device), what)
         differs = anywhere = int(total) != digest * pipe.size
         if self._mesh.data_size > 1:  # a step that fails must fail on all ranks, for the next one to be the same

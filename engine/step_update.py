@@ -80,9 +80,9 @@ class StepUpdate:
             self._optimizer.start_delayed(factor)
         elif self.timing is Timing.IN_BACKWARD or self._optimizer.speculation.is_open:
             self._optimizer.accept()
-            pending.extend(_send(shard) for shard in self._optimizer.shards)
+            pending.extend(shard.group.refresh() for shard in self._optimizer.shards)
         else:
-            self._optimizer.step(gradient_scale=factor, on_updated=lambda shard: pending.append(_send(shard)))
+            self._optimizer.step(gradient_scale=factor, on_updated=lambda shard: pending.append(shard.group.refresh()))
         for one in pending:
             one.wait()
         self._mesh.fence(what)
@@ -142,7 +142,7 @@ class StepUpdate:
         pending = []
         for shard in self._optimizer.shards:
             shard.take_over()
-            pending.append(_send(shard))
+            pending.append(shard.group.refresh())
         return pending
 
     def _release_what_changes(self) -> None:
@@ -158,8 +158,3 @@ class StepUpdate:
             self._optimizer.skip(shard)
         if self.timing is Timing.IN_BACKWARD:
             shard.gradient.drop_shard()
-
-
-def _send(shard: ShardState) -> Pending:
-    """Starts to bring an updated shard into the full parameters of all ranks, where those are kept."""
-    return Pending() if shard.group.frees_memory else shard.group.refresh()

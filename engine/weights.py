@@ -195,7 +195,7 @@ def _write(
     target: ExportFolder, plan: WeightsPlan, state: NamedState, dtype: torch.dtype | None, is_first: bool
 ) -> None:
     """This rank's part of all files, in the order in which they lie there; one rank of each stage has the buffers."""
-    fragments = state.divided(state.weights(rounded=dtype is None, saves=True))
+    fragments = state.weights(rounded=dtype is None, saves=True)
     if state.holds_buffers:
         fragments += [_whole(name, buffer) for name, buffer in state.buffers().items()]
     places = plan.places

@@ -1,6 +1,7 @@
 """Where bytes live: host memory with a limit, files, pages that move; and the loop that hides moving them."""
 
 from .activations import ActivationOffload, in_storages_of
+from .box import Box
 from .checksum import Checksum
 from .errors import OffloadError
 from .file_store import AioOptions, FileStore
@@ -19,6 +20,7 @@ from .window import Window, run_window
 __all__ = [
     "ActivationOffload",
     "AioOptions",
+    "Box",
     "Checksum",
     "DeviceStore",
     "FileStore",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from ..comm import Mesh
+from ..comm import Arrangement, Mesh
 from ..offload import PagedBuffer, PagePool, huge_zeros
+from .domain import Domain
 from .gradient import GroupGradient
 from .group import ShardedGroup
 from .group_memory import PagedMemory, ResizedMemory
@@ -42,12 +43,13 @@ class Dtypes:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """A group before it has memory: its parameters, dtype and layout."""
+    """A group before it has memory: its parameters, dtype, layout and domain."""
 
     name: str
     params: tuple[tuple[str, nn.Parameter], ...]
     dtype: torch.dtype
     layout: FlatLayout
+    domain: Domain
 
     @property
     def requires_grad(self) -> bool:
@@ -56,13 +58,14 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The units of a model with the layouts of their groups, on a shard axis of a given size: no memory taken yet."""
+    """The units of a model with the layouts of their groups, on axes of given sizes: no memory taken yet."""
 
     units: tuple[tuple[UnitPlan, tuple[GroupPlan, ...]], ...]
+    domain: Domain  # of groups of which no other stage has a copy
 
     @classmethod
-    def of(cls, units: Sequence[UnitPlan], dtypes: Dtypes, shard_size: int) -> ModelPlan:
-        return cls(tuple((unit, tuple(_plan_groups(unit, dtypes, shard_size))) for unit in units))
+    def of(cls, units: Sequence[UnitPlan], dtypes: Dtypes, domain: Domain, arrangement: Arrangement) -> ModelPlan:
+        return cls(tuple((unit, tuple(_plan_groups(unit, dtypes, domain, arrangement))) for unit in units), domain)
 
     @property
     def groups(self) -> list[GroupPlan]:
@@ -102,11 +105,12 @@ def build_units(
     shares_gradients: replicas that share memory have one sum of their gradients, and nobody changes it.
     """
     plans = plan.groups
-    take_memory = _memory_for(plans, mesh, policy, rest)
+    take_memory = _memory_for(plan, mesh, rest)
     staged = slot_bytes(plans, dtypes)
+    state_axis, replica_axis = mesh.over(plan.domain.states), mesh.over(plan.domain.replicas)
     # A unit is staged when the one before it was summed; an all-reduce takes one more phase. One more is no faster:
     # ranks that are apart by less than a unit do not wait.
-    for axis, nbytes, count in ((mesh.shard, staged, 1), (mesh.replica, staged // mesh.shard.size, 2)):
+    for axis, nbytes, count in ((state_axis, staged, 1), (replica_axis, staged // state_axis.size, 2)):
         if axis.size > 1 and staged:
             axis.route.reserve_slots(nbytes, count)
     units = []
@@ -114,7 +118,7 @@ def build_units(
         groups, gradients = [], []
         for group_plan in group_plans:
             group = ShardedGroup(
-                group_plan.name, group_plan.params, group_plan.dtype, group_plan.layout, mesh, policy.frees_parameters
+                group_plan.name, group_plan.params, group_plan.dtype, group_plan.layout, mesh, group_plan.domain
             )
             take_memory(group)
             groups.append(group)
@@ -128,21 +132,19 @@ def build_units(
                     )
                 )
         units.append(Unit(unit.name, unit.module, groups, gradients))
-    if shares_gradients and mesh.replica.route.copies_are_shared:
+    if shares_gradients and replica_axis.route.copies_are_shared:
         gradients = [gradient for unit in units for gradient in unit.gradients]
         specs = [(gradient.group.layout.shard_numel, gradient.accumulation_dtype) for gradient in gradients]
-        for gradient, memory in zip(gradients, mesh.replica.route.allocate(specs), strict=True):
+        for gradient, memory in zip(gradients, replica_axis.route.allocate(specs), strict=True):
             gradient.share(memory)
     return units
 
 
-def _memory_for(
-    plans: Sequence[GroupPlan], mesh: Mesh, policy: ZeroPolicy, rest: ShardRest | None
-) -> Callable[[ShardedGroup], None]:
+def _memory_for(plan: ModelPlan, mesh: Mesh, rest: ShardRest | None) -> Callable[[ShardedGroup], None]:
     """What gives each group, in order, the memory that its full buffer lives in."""
-    route = mesh.shard.route
-    specs = [(plan.layout.padded_numel, plan.dtype) for plan in plans]
-    frees_memory = rest is not None or (policy.frees_parameters and mesh.shard.size > 1 and not route.copies_are_shared)
+    route = mesh.over(plan.domain.states).route
+    specs = [(group.layout.padded_numel, group.dtype) for group in plan.groups]
+    frees_memory = rest is not None or (mesh.over(plan.domain.parameters).size > 1 and not route.copies_are_shared)
     device = mesh.world.device
     if not frees_memory and device.type == "cpu" and not route.copies_are_shared:
         return lambda group: group.adopt(huge_zeros(group.layout.padded_numel, group.dtype, device))
@@ -154,25 +156,26 @@ def _memory_for(
 
         def adopt_pages(group: ShardedGroup) -> None:
             pages = PagedBuffer(pool, group.layout.padded_numel, group.dtype)
-            group.adopt_memory(PagedMemory(pages, group.own), rest)
+            group.adopt_memory(PagedMemory(pages, group.at_rest), rest)
 
         return adopt_pages
 
     def adopt_storage(group: ShardedGroup) -> None:  # one by one: each is made, and its memory freed, before the next
         (full,) = route.allocate([(group.layout.padded_numel, group.dtype)])
-        group.adopt_memory(ResizedMemory(full, group.layout.shard_numel), rest)
+        group.adopt_memory(ResizedMemory(full, full[group.at_rest].numel()), rest)
 
     return adopt_storage
 
 
-def _plan_groups(unit: UnitPlan, dtypes: Dtypes, shard_size: int) -> Iterable[GroupPlan]:
+def _plan_groups(unit: UnitPlan, dtypes: Dtypes, domain: Domain, arrangement: Arrangement) -> Iterable[GroupPlan]:
+    domain, shard_count = replace(domain, copies=unit.copies), arrangement.size(domain.states)
     members: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, param in unit.params:
         members.setdefault((dtypes.of(param), param.requires_grad), []).append((name, param))
     for (dtype, requires_grad), params in members.items():
-        layout = FlatLayout.of([(name, tuple(param.shape)) for name, param in params], shard_size)
+        layout = FlatLayout.of([(name, tuple(param.shape)) for name, param in params], shard_count)
         kind = f"{str(dtype).removeprefix('torch.')}{'' if requires_grad else ', frozen'}"
-        yield GroupPlan(f"unit {unit.name} ({kind})", tuple(params), dtype, layout)
+        yield GroupPlan(f"unit {unit.name} ({kind})", tuple(params), dtype, layout, domain)
 
 
 def _slot_bytes_of(group: GroupPlan, dtypes: Dtypes) -> int:

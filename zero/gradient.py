@@ -28,9 +28,9 @@ class NonFinite:
 
 
 class GroupGradient:
-    """Reduces a group's gradients over shard and replica axis into `shard`, (shard_numel,) of the accumulation dtype.
+    """Reduces a group's gradients over the axes of its domain into `shard`, (shard_numel,) of the accumulation dtype.
 
-        param.grad --copy--> slot --reduce-scatter over `shard`--> shard --all-reduce over `replica`--> shard
+        param.grad --copy--> slot --reduce-scatter over `states`--> shard --all-reduce over `replicas`--> shard
 
     Where reductions wait for the accumulation boundary, gradients of earlier microbatches stay full on each rank:
     in `param.grad` where the dtypes agree (see also `accumulate_in_place`), else in `local`, (padded_numel,) of the
@@ -56,7 +56,7 @@ class GroupGradient:
         self.accumulation_dtype = accumulation_dtype
         self.reduces_every_backward = reduces_every_backward
         self.on_final = on_final
-        self.is_tied = False  # other stages of a pipeline add to it, and the caller calls `leave` and `count` then
+        self.is_tied = bool(group.domain.copies)  # others add to it, and the caller calls `leave` and `count` then
         self.local: Tensor | None = None
         self.shard: Tensor | None = None
         self.square_limbs = torch.zeros(NUM_LIMBS, dtype=torch.int64)
@@ -87,7 +87,7 @@ class GroupGradient:
     @property
     def held_bytes(self) -> int:
         """This rank's part of the memory that gradients take now, those of the parameters themselves included."""
-        shared = 0 if self._common is None else self._common.nbytes // self.group.mesh.replica.size
+        shared = 0 if self._common is None else self._common.nbytes // self.group.replica_axis.size
         own = 0 if self.shard is None or self.shard is self._common else self.shard.nbytes
         params = () if self._is_in_place else self.group.params
         of_params = sum(param.grad.nbytes for param in params if param.grad is not None)
@@ -111,7 +111,7 @@ class GroupGradient:
         self._is_in_place = False
         self._has_local = False
         self._has_shard = False
-        if self.group.axis.route.copies_are_shared or self._host is not None:
+        if self.group.copies_are_shared or self._host is not None:
             self.drop_shard()
 
     def drop_shard(self) -> None:
@@ -145,8 +145,7 @@ class GroupGradient:
 
         Does nothing elsewhere. Copying them there in the end would cost their bytes in page faults, 4 % of a step.
         """
-        mesh = self.group.mesh
-        is_alone = mesh.shard.size == mesh.replica.size == 1
+        is_alone = self.group.state_axis.size == self.group.replica_axis.size == 1
         if is_alone and self._host is None and self.accumulation_dtype == self.group.dtype:
             shard = self._open_shard().zero_()
             for slot, param in zip(self.group.layout.slots, self.group.params, strict=True):
@@ -185,7 +184,7 @@ class GroupGradient:
             self._keep_local()
             return
         what = f"reduction of {self.group.name}"
-        shard_axis, replica_axis = self.group.mesh.shard, self.group.mesh.replica
+        shard_axis, replica_axis = self.group.state_axis, self.group.replica_axis
         axis, slot = self._staging_axis(boundary), None
         if axis is not None:
             slot = axis.route.open_slot(self.group.layout.padded_numel, self.reduce_dtype, what)
@@ -226,7 +225,7 @@ class GroupGradient:
 
     def count(self) -> None:
         """Adds the shard to the norm, where it has changed since it was reduced: each element on one replica."""
-        axis, shard = self.group.mesh.replica, self.shard
+        axis, shard = self.group.replica_axis, self.shard
         assert shard is not None
         region = regions_of(shard.numel(), axis.size)[axis.rank]
         squares = squares_by_block(shard[region], BLOCK_NUMEL)
@@ -268,10 +267,10 @@ class GroupGradient:
 
     def _staging_axis(self, boundary: bool) -> Axis | None:
         """The axis in whose slot a backward's gradients are staged; None: they go into the shard."""
-        mesh = self.group.mesh
-        if mesh.shard.size > 1:
-            return mesh.shard
-        return mesh.replica if mesh.replica.size > 1 and boundary and not self._has_shard else None
+        if self.group.state_axis.size > 1:
+            return self.group.state_axis
+        replica_axis = self.group.replica_axis
+        return replica_axis if replica_axis.size > 1 and boundary and not self._has_shard else None
 
     def _may_stage_early(self, boundary: bool) -> bool:
         """True where the gradient is reduced after this backward, and a part that comes twice is added exactly."""
@@ -298,8 +297,8 @@ class GroupGradient:
         shard, numel = self._open_shard(), self.group.layout.padded_numel
         regions: list[Region] = [(0, numel, shard if slot is None else slot)]
         if axis is not None and slot is not None:
-            held, own = self._held(axis, slot, shard), regions_of(numel, axis.size)[axis.rank]
-            memory = shard if axis is self.group.mesh.shard else shard[own]
+            held, own = self._held(axis, slot, shard), regions_of(numel, axis.size)[axis.place]
+            memory = shard if axis is self.group.state_axis else shard[own]
             start, end = own.start + held.start, own.start + held.stop
             regions = [(0, start, slot[:start]), (start, end, memory[held]), (end, numel, slot[end:])]
         adds = slot is None and self._has_shard
@@ -318,11 +317,11 @@ class GroupGradient:
         """
         if not axis.route.sums_in_place or slot.dtype != shard.dtype:
             return NOTHING
-        own = regions_of(slot.numel(), axis.size)[axis.rank]
+        own = regions_of(slot.numel(), axis.size)[axis.place]
         is_staged_there = axis is self._staging_axis(boundary=True)
         if is_staged_there and self._has_shard:
             return NOTHING
-        if axis is self.group.mesh.shard or not is_staged_there:  # or: summed over the other axis, in the shard
+        if axis is self.group.state_axis or not is_staged_there:  # or: summed over the other axis, in the shard
             return slice(0, own.stop - own.start)
         start, end = self.group.layout.whole_parameters(own.start, own.stop)
         return slice(start - own.start, end - own.start) if start < end else NOTHING
@@ -341,8 +340,7 @@ class GroupGradient:
         if self.non_finite is not None or not len(bad):
             return
         index = int(bad[0])
-        shard_start = self.group.axis.rank * self.group.layout.shard_numel
-        name = self.group.layout.slot_at(shard_start + offset + index).name
+        name = self.group.layout.slot_at(self.group.own.start + offset + index).name
         own = axis.rank if axis.rank < len(contributions) else None
         in_place = own is not None and contributions[own].data_ptr() == total.data_ptr()
         producers = [

@@ -8,8 +8,9 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from ..comm import Axis, Mesh, Pending
+from ..comm import Mesh, Pending
 from ..offload import Memory, StoredRange, Transfer
+from .domain import Domain
 from .group_memory import GroupMemory
 from .layout import FlatLayout, Piece
 from .released import mark_present, mark_released
@@ -37,6 +38,9 @@ class ShardedGroup:
     | freed by pages (3, CPU)   | a view of `full` | from the other ranks | the others' parts' pages go |
     | freed as a whole (3)      | of its own       | from the other ranks | storage resized to 0        |
     | offloaded (3)             | in a store       | load, then as above  | as above, and the shard's   |
+
+    Where states are divided over more axes than parameters are (hpZ), the shard is a part of what stays, and `refresh`
+    brings the other parts of that after an update.
     """
 
     def __init__(
@@ -46,7 +50,7 @@ class ShardedGroup:
         dtype: torch.dtype,
         layout: FlatLayout,
         mesh: Mesh,
-        frees_parameters: bool,
+        domain: Domain,
     ) -> None:
         """params: (name, parameter) in the order of the layout. dtype: what they are computed in."""
         self.name = name
@@ -54,28 +58,31 @@ class ShardedGroup:
         self.params = [param for _, param in params]
         self.dtype = dtype
         self.layout = layout
-        self.mesh = mesh
-        self.frees_parameters = frees_parameters
+        self.domain = domain
+        self.axis = mesh.over(domain.parameters)
+        self.state_axis = mesh.over(domain.states)
+        self.replica_axis = mesh.over(domain.replicas)
+        self.copies_are_shared = self.state_axis.route.copies_are_shared  # by its ranks: one of the parameters
+        self.is_counted = all(mesh.axes[one.axis].rank == one.places[0] for one in domain.copies)
+        self.frees_parameters = bool(domain.parameters)
         self.requires_grad = self.params[0].requires_grad
         self.residence = Residence.FULL
         self.full = torch.empty(0)
+        self._resting = torch.empty(0)  # of `full`, or beside it
         self.shard = torch.empty(0)
         self._loading: Transfer | None = None  # of the shard; the gather comes after it
         self._pending: Pending | None = None
         self._memory: GroupMemory | None = None
         self._rest: ShardRest | None = None
         self._has_changed = False  # the shard, while it was full; its store does not know yet
-
-    @property
-    def axis(self) -> Axis:
-        return self.mesh.shard
+        self._refreshed_axis = mesh.over(domain.refreshed)
 
     @property
     def frees_memory(self) -> bool:
         """True where a release gives memory back, and a gather needs the other ranks."""
         if self._rest is not None:
             return True
-        return self.frees_parameters and self.axis.size > 1 and not self.axis.route.copies_are_shared
+        return self.frees_parameters and self.axis.size > 1 and not self.copies_are_shared
 
     @property
     def full_bytes(self) -> int:
@@ -86,38 +93,47 @@ class ShardedGroup:
         if self._memory is None or not self._memory.own_is_in_full:
             return 0
         has_own = self._rest is None or self._rest.holds(self)
-        return self.layout.shard_numel * self.dtype.itemsize if has_own else 0
+        return self._resting.nbytes if has_own else 0
 
     @property
     def pieces(self) -> list[Piece]:
         """What this rank's shard holds."""
-        return self.layout.pieces(self.axis.rank)
+        return self.layout.pieces(self.state_axis.place)
 
     def adopt(self, full: Tensor) -> None:
         """Takes the buffer that the route allocated, (padded_numel,) of `dtype`, zero-filled, and keeps its memory."""
         assert full.numel() == self.layout.padded_numel and full.dtype == self.dtype
         self.full = full
+        self._resting = full[self.at_rest]
         self.shard = full[self.own]
 
     def adopt_memory(self, memory: GroupMemory, rest: ShardRest | None = None) -> None:
-        """Takes addresses for all parameters, with memory for this rank's shard alone, all zero.
+        """Takes addresses for all parameters, with memory for what is at rest alone, all zero.
 
         rest: the shard is there whenever the group is not full.
         """
         self._memory, self._rest = memory, rest
-        self.full, self.shard = memory.full, memory.shard
+        self.full, self._resting = memory.full, memory.own
         self.residence = Residence.SHARDED
         memory.take_own()
-        self.shard.zero_()
+        first = self.own.start - self.at_rest.start
+        self.shard = self._resting[first : first + self.layout.shard_numel]  # torch makes no view without memory
+        self._resting.zero_()
         if rest is not None:
             rest.keep(self).wait()
             memory.give_own()
 
     @property
     def own(self) -> slice:
-        """This rank's part of `full`."""
+        """This rank's part of `full`: what its states are of."""
         numel = self.layout.shard_numel
-        return slice(self.axis.rank * numel, (self.axis.rank + 1) * numel)
+        return slice(self.state_axis.place * numel, (self.state_axis.place + 1) * numel)
+
+    @property
+    def at_rest(self) -> slice:
+        """The part of `full` that stays where the others are freed; `own` lies in it."""
+        numel = self.layout.padded_numel // self.axis.size
+        return slice(self.axis.place * numel, (self.axis.place + 1) * numel)
 
     def place(self, piece: Piece, values: Tensor) -> None:
         """Writes this rank's piece of one parameter. values: the whole parameter, any shape and dtype."""
@@ -223,17 +239,17 @@ class ShardedGroup:
         self.residence = Residence.SHARDED
 
     def refresh(self) -> Pending:
-        """Brings the updated shards of all ranks into full buffers that are kept; the parameters stay views of them."""
-        if self.residence is Residence.SHARDED:
+        """Brings updated shards of other ranks to where parameters are at rest, views of which stay as they are."""
+        if self._refreshed_axis.size == 1:
             return Pending()
-        return self.axis.route.gather(self.full, self.shard, f"gather of {self.name}")
+        return self._refreshed_axis.route.gather(self._resting, self.shard, f"gather of {self.name}")
 
     @property
     def _is_coming(self) -> bool:
         return self._loading is not None or self._pending is not None
 
     def _exchange(self) -> Pending:
-        return self.axis.route.gather(self.full, self.shard, f"gather of {self.name}")
+        return self.axis.route.gather(self.full, self._resting, f"gather of {self.name}")
 
     def _free_memory(self, holds_shard: bool) -> None:
         if self._rest is not None:

@@ -11,23 +11,22 @@ from ..offload import PagedBuffer
 
 
 class GroupMemory(Protocol):
-    """Addresses for `full`, (padded_numel,), and for `shard`, (shard_numel,), this rank's part; memory for a while.
+    """Addresses for `full`, (padded_numel,), and for `own`, the part of it that is at rest here; memory for a while.
 
     Content is arbitrary whenever memory comes.
     """
 
     full: Tensor
-    shard: Tensor
+    own: Tensor
 
     @property
     def own_is_in_full(self) -> bool:
-        """Whether `shard` is a part of `full`, with the same memory."""
+        """Whether `own` is a part of `full`, with the same memory."""
 
-    def take_own(self) -> None:
-        """Memory for the shard."""
+    def take_own(self) -> None: ...
 
     def take_others(self) -> None:
-        """Memory for the rest of `full`, beside the shard's."""
+        """Memory for the rest of `full`, beside that of `own`."""
 
     def take_all(self) -> None:
         """Both."""
@@ -40,16 +39,16 @@ class GroupMemory(Protocol):
 
 
 class PagedMemory:
-    """Pages that move between buffers, see [Note: moving pages]. The shard is a view of `full`."""
+    """Pages that move between buffers, see [Note: moving pages]. `own` is a view of `full`."""
 
     own_is_in_full = True
 
     def __init__(self, pages: PagedBuffer, own: slice) -> None:
-        """own: the elements of the shard."""
+        """own: which elements."""
         self._pages = pages
         self._own = own
         self.full = pages.tensor
-        self.shard = self.full[own]
+        self.own = self.full[own]
 
     def take_own(self) -> None:
         self._pages.populate(self._own.start, self._own.stop)
@@ -73,18 +72,18 @@ class PagedMemory:
 
 
 class ResizedMemory:
-    """Storages that are resized, on any device. The shard has its own, but where it is all of `full`."""
+    """Storages that are resized, on any device. `own` has one for itself, but where it is all of `full`."""
 
-    def __init__(self, full: Tensor, shard_numel: int) -> None:
+    def __init__(self, full: Tensor, own_numel: int) -> None:
         """full: (padded_numel,), whose memory is given back at once."""
         self.full = full
-        self.own_is_in_full = shard_numel == full.numel()
-        self.shard = full if self.own_is_in_full else torch.empty(shard_numel, dtype=full.dtype, device=full.device)
-        for memory in (self.full, self.shard):
+        self.own_is_in_full = own_numel == full.numel()
+        self.own = full if self.own_is_in_full else torch.empty(own_numel, dtype=full.dtype, device=full.device)
+        for memory in (self.full, self.own):
             memory.untyped_storage().resize_(0)
 
     def take_own(self) -> None:
-        self.shard.untyped_storage().resize_(self.shard.nbytes)
+        self.own.untyped_storage().resize_(self.own.nbytes)
 
     def take_others(self) -> None:
         if not self.own_is_in_full:
@@ -95,7 +94,7 @@ class ResizedMemory:
         self.take_others()
 
     def give_own(self) -> None:
-        self.shard.untyped_storage().resize_(0)
+        self.own.untyped_storage().resize_(0)
 
     def give_others(self) -> None:
         if not self.own_is_in_full:

@@ -15,6 +15,9 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+from ..offload import Box
 
 BLOCK_NUMEL = 1024
 PARAM_ALIGNMENT_NUMEL = 16
@@ -22,17 +25,24 @@ PARAM_ALIGNMENT_NUMEL = 16
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one parameter in the flat buffer."""
+    """The place of one parameter in the flat buffer, and in the tensor of the model that it is, or is a part of."""
 
     name: str
-    shape: tuple[int, ...]
+    whole: tuple[int, ...]  # shape
+    box: Box  # of the whole: this parameter
     offset_in_flat: int
 
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+    # Cached: a step asks for them some ten times for each parameter.
 
-    @property
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return self.box.sizes
+
+    @cached_property
+    def numel(self) -> int:
+        return self.box.numel
+
+    @cached_property
     def end_in_flat(self) -> int:
         return self.offset_in_flat + self.numel
 
@@ -60,7 +70,7 @@ class FlatLayout:
         """shapes: (name, shape) of each parameter, in order. Empty parameters take no room."""
         slots, offset = [], 0
         for name, shape in shapes:
-            slots.append(Slot(name, shape, offset))
+            slots.append(Slot(name, shape, Box.whole(shape), offset))
             offset += round_up(math.prod(shape), PARAM_ALIGNMENT_NUMEL)
         return cls(tuple(slots), shard_count, round_up(-(-offset // shard_count), BLOCK_NUMEL))
 

@@ -8,31 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 
 from ..comm import Mesh, Pending
+from .domain import Copies
 from .gradient import GroupGradient
 from .reductions import Reductions
 from .sequence import Unit
 
-_FIRST_TAG = 1 << 19  # below are those of the schedule's messages
-
-
-@dataclass(frozen=True)
-class TiedUnit:
-    """A parameter that stages on several places of the pipe axis use: a unit of its own on each, of one layout.
-
-    Each place reduces the gradients of its own uses; what `sum_tied` adds up is the same on all of them, so the copies
-    stay equal. The first place counts it in the norm, and saves it.
-    """
-
-    unit: Unit
-    places: tuple[int, ...]
-
-    def is_first(self, place: int) -> bool:
-        return self.places[0] == place
+# Above those of the schedule's messages. Ranks come to the tied weights that they share in the same order, whichever
+# others each of them has, so the order of messages tells them apart.
+_TIED_TAG = 1 << 19
 
 
 class ScheduledUnits:
@@ -45,22 +32,16 @@ class ScheduledUnits:
     A unit that several stages of the rank use is there as long as one of them needs it, and reduced with the last.
     """
 
-    def __init__(
-        self, units: Sequence[Unit], stages: Mapping[int, Sequence[Unit]], tied: Sequence[TiedUnit], mesh: Mesh
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], stages: Mapping[int, Sequence[Unit]], mesh: Mesh) -> None:
         """units: all of this rank, the rest first; stages: those of each stage that lives here."""
         self.units = units
         self.rest, self.blocks = units[0], list(units[1:])
         self.reduction_order = [*reversed(self.blocks), self.rest]
         self._stages = stages
-        self._tied = tied
         self._mesh = mesh
         self._users: dict[int, set[int]] = {id(unit): set() for unit in units}  # stages for which it is full
         self._unreduced: dict[int, set[int]] = {}
         self._reductions = Reductions()
-        for one in tied:
-            for gradient in one.unit.gradients:
-                gradient.is_tied = True
 
     def begin_step(self) -> None:
         """No gradient of the step was made yet."""
@@ -118,9 +99,10 @@ class ScheduledUnits:
     def finish(self) -> None:
         """Completes all reductions, and sums what is tied. A collective over pipe and data-parallel ranks."""
         self._reductions.finish()
-        for index, one in enumerate(self._tied):
-            for gradient in one.unit.gradients:
-                self._sum_tied(one, gradient, _FIRST_TAG + index)
+        for unit in self.units:
+            for gradient in unit.gradients:
+                for copies in gradient.group.domain.copies:
+                    self._sum_tied(gradient, copies)
 
     def abort(self) -> None:
         """Ends a step that an error has ended."""
@@ -132,24 +114,24 @@ class ScheduledUnits:
             self._users[id(unit)].clear()
             unit.release()
 
-    def _sum_tied(self, tied: TiedUnit, gradient: GroupGradient, tag: int) -> None:
+    def _sum_tied(self, gradient: GroupGradient, copies: Copies) -> None:
         """shard = sum over the places: the same bits on each. The last first, as a backward of the whole model adds."""
         assert gradient.shard is not None
         what = f"the gradient of tied {gradient.group.name}"
-        own = self._mesh.pipe.rank
-        parts = {place: torch.empty_like(gradient.shard) for place in tied.places if place != own}
+        own = self._mesh.axes[copies.axis].rank
+        parts = {place: torch.empty_like(gradient.shard) for place in copies.places if place != own}
         pending: list[Pending] = []
         for place, part in parts.items():
-            pending.append(self._mesh.peers.receive(part, place, tag, what))
-            pending.append(self._mesh.peers.send(gradient.shard, place, tag, what))
+            pending.append(self._mesh.peers.receive(part, place, _TIED_TAG, what))
+            pending.append(self._mesh.peers.send(gradient.shard, place, _TIED_TAG, what))
         for one in pending:
             one.wait()
         total = None
-        for place in reversed(tied.places):
+        for place in reversed(copies.places):
             part = gradient.shard if place == own else parts[place]
             total = part.clone() if total is None else total.add_(part)
         assert total is not None
         gradient.shard.copy_(total)
-        if tied.is_first(own):
+        if gradient.group.is_counted:
             gradient.count()
         gradient.leave(is_final=True)

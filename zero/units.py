@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from ..model.blocks import find_blocks, numel, running_modules
+from .domain import Copies
 
 REST = "(rest)"
 
@@ -21,6 +22,7 @@ class UnitPlan:
     name: str
     module: nn.Module
     params: tuple[tuple[str, nn.Parameter], ...]
+    copies: tuple[Copies, ...] = ()
 
     @property
     def is_rest(self) -> bool:

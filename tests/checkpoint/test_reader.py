@@ -17,7 +17,7 @@ from lowtide.checkpoint.data_file import Blocks, DataFile, _Residency
 from lowtide.checkpoint.errors import CheckpointError
 from lowtide.checkpoint.fragment import Fragment, TensorInfo
 from lowtide.checkpoint.index import Row
-from lowtide.checkpoint.reader import _batches_of, _Read, _Stored
+from lowtide.checkpoint.reader import _batches_of, _Common, _Read, _Stored
 from lowtide.offload import StoredRange
 from tests.checkpoint.making import read_whole, write
 
@@ -161,7 +161,8 @@ def reads(*places: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> 
         row = Row("w", Box((0,), (numel,)), Place(offset, numel * 4, offset, 0))
         info = TensorInfo((numel,), torch.float32)
         memory = torch.empty(numel, dtype=dtype)
-        found.append(_Read(_Stored(rank, row, 0), info, Fragment("w", (numel,), 0, memory)))
+        common = [_Common(row.box, row.box, 0)]
+        found.append(_Read(_Stored(rank, row), info, Fragment("w", (numel,), 0, memory), common))
     return found
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.comm import NOTHING, Axis, Mesh, World, regions_of
+from lowtide.comm import NOTHING, Arrangement, Axis, Mesh, World, regions_of
 from tests.ranks import RankPool
 
 ROUTES = ["shared_memory", "sockets", "native"]
@@ -20,11 +20,16 @@ def data(numel: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(numel, generator=generator).to(dtype)
 
 
+def sharded(size: int) -> Arrangement:
+    """One axis of all ranks."""
+    return Arrangement((("shard", size),), data=("shard",))
+
+
 def axis_of(route: str) -> tuple[Mesh, Axis]:
     world = World.join("cpu", 30.0)
-    mesh = Mesh.create(world, world.size, route, 1 << 24)
-    mesh.shard.route.reserve_slots(4 * world.size * max(NUMELS), 3)
-    return mesh, mesh.shard
+    mesh = Mesh.create(world, sharded(world.size), route, 1 << 24, "shard")
+    mesh.axes["shard"].route.reserve_slots(4 * world.size * max(NUMELS), 3)
+    return mesh, mesh.axes["shard"]
 
 
 def gathers(route: str) -> list[Tensor]:
@@ -240,7 +245,7 @@ def test_small_integers_are_summed_exactly(ranks: RankPool, route: str) -> None:
 def test_a_single_rank_is_its_own_sum() -> None:
     world = World.join("cpu", 30.0)
     try:
-        route = Mesh.create(world, 1, "auto", 0).shard.route
+        route = Mesh.create(world, sharded(1), "auto", 0, "shard").axes["shard"].route
         slot = route.open_slot(5, torch.float32, "test")
         slot.copy_(torch.arange(5.0))
         out = torch.ones(5)

@@ -9,17 +9,18 @@ from unittest import mock
 import pytest
 import torch
 
-from lowtide.comm import CollectiveError, Mesh, World
+from lowtide.comm import Arrangement, CollectiveError, Mesh, World
 from tests.ranks import RankPool
 
 
 def create(route: str, patched: str, replacement: Any) -> tuple[str, str, list[str]]:
     """(route of the mesh, error, files left behind), with one function replaced."""
+    arrangement = Arrangement((("shard", 2),), data=("shard",))
     before = set(os.listdir("/dev/shm"))
     with mock.patch(patched, replacement):
         try:
-            mesh = Mesh.create(World.join("cpu", 20.0), 2, route, 1 << 20)
-            return mesh.shard.route.name, "", []
+            mesh = Mesh.create(World.join("cpu", 20.0), arrangement, route, 1 << 20, "shard")
+            return mesh.axes["shard"].route.name, "", []
         except CollectiveError as error:
             left = [name for name in set(os.listdir("/dev/shm")) - before if name.startswith(f"lowtide-{os.getpid()}-")]
             return "", str(error), left

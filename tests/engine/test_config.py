@@ -231,10 +231,15 @@ def test_update_in_backward_says_what_it_needs() -> None:
     assert "needs fp16.enabled false (an overflow in a later unit skips the whole step; bf16 needs no scaling)" in text
 
 
+IDLE_BELOW_3 = {"zero_hpz_partition_size": 8, "stage3_prefetch_bucket_size": 5}
+
+
 def test_settings_that_are_idle_at_this_stage_give_notes() -> None:
-    config = Config.load({"zero_optimization": {"stage": 0, "shard_size": 2, "stage3_prefetch_bucket_size": 5}})
+    config = Config.load({"zero_optimization": {"stage": 0, "shard_size": 2, **IDLE_BELOW_3}})
     assert config.notes == (
         "zero_optimization.shard_size: 2 has no effect here: stage 0 shards nothing",
+        "zero_optimization.zero_hpz_partition_size: 8 has no effect here: "
+        "stage 0 never releases parameters, every rank holds all of them",
         "zero_optimization.stage3_prefetch_bucket_size: 5 has no effect here: "
         "stage 0 never releases parameters, so nothing is gathered ahead",
     )

@@ -108,6 +108,18 @@ def test_the_shard_size_must_divide_the_world_size() -> None:
     assert f"{equation}; the nearest legal values are 3 or 6" in str(caught.value)
 
 
+def test_the_partition_of_hpz_must_divide_the_shard_group() -> None:
+    for zero, data_size, legal in (({}, 6, "3 or 6"), ({"shard_size": 6}, 12, "3 or 6"), ({"shard_size": 2}, 4, "2")):
+        config = Config.load({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4, **zero}, MICRO: 2})
+        with pytest.raises(ConfigError) as caught:
+            config.resolve(data_size)
+        assert [fault.path for fault in caught.value.faults] == ["zero_optimization.zero_hpz_partition_size"]
+        group = zero.get("shard_size", data_size)
+        equation = f"zero_hpz_partition_size(4) x groups(?) = ranks of a shard group({group}) does not hold"
+        assert f"{equation}; the nearest legal values are {legal}" in str(caught.value)
+    Config.load({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 4}, MICRO: 2}).resolve(6)
+
+
 def test_an_inferred_accumulation_is_checked_for_update_in_backward() -> None:
     config = Config.load({"zero_optimization": {"update_in_backward": True}, TRAIN: 16, MICRO: 2})
     with pytest.raises(ConfigError, match=r"needs gradient_accumulation_steps 1 \(found 2"):

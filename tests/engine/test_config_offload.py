@@ -283,6 +283,15 @@ def test_parameters_are_offloaded_at_stage_3_alone(stage: int) -> None:
     assert Config.load(at(PARAM, {"device": "none"}, stage)).notes == ()
 
 
+def test_offloaded_parameters_are_gathered_from_the_whole_shard_group() -> None:
+    section = {"stage": 3, "zero_hpz_partition_size": 2, "offload_param": {"device": "cpu"}}
+    assert faults_of({"zero_optimization": section}) == [
+        f"conflict: {PARAM}.device: needs zero_optimization.zero_hpz_partition_size 1, found 2: what rests in a store "
+        "is a rank's own shard, and is gathered from all ranks of the shard group; set it to 1 or the device to "
+        '"none"; offload_optimizer works with both'
+    ]
+
+
 def test_a_delayed_update_and_parameters_on_a_drive_exclude_each_other() -> None:
     zero: dict[str, Any] = {
         "stage": 3,

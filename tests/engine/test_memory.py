@@ -52,17 +52,16 @@ def measured(engine: lowtide.Engine) -> dict[str, int]:
     sequence = engine._sequence
     groups = [group for unit in sequence.units for group in unit.groups]
     gradients = [gradient for unit in sequence.units for gradient in unit.gradients]
-    route = engine._mesh.shard.route
-    kept = [group.shard if group.frees_memory else group.full for group in groups]
+    kept = [group._resting if group.frees_memory else group.full for group in groups]
     optional = [tensor for g in gradients for tensor in (g.local, g.shard, *(p.grad for p in g.group.params))]
     common = [g._common for g in gradients if g._common is not None]
     states = [tensor for shard in engine.optimizer.shards for tensor in shard.states.values()]
     masters = [shard.master for shard in engine.optimizer.shards if shard.master.dtype != shard.group.dtype]
-    sharers = engine._mesh.shard.size if route.copies_are_shared else 1
+    sharers = groups[0].state_axis.size if groups[0].copies_are_shared else 1
     return {
         "parameter_bytes": sum(tensor.nbytes for tensor in kept) // sharers,
         "gradient_bytes": storage_bytes([tensor for tensor in optional if tensor is not None])
-        + sum(tensor.nbytes for tensor in common) // engine._mesh.replica.size,
+        + sum(tensor.nbytes for tensor in common) // groups[0].replica_axis.size,
         "optimizer_bytes": storage_bytes(states + masters),
     }
 

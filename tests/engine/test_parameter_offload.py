@@ -109,7 +109,7 @@ def order_of_gathers(config: dict[str, Any]) -> list[str]:
     found: list[str] = []
     for index, block in enumerate(model.blocks):
         block.register_forward_pre_hook(lambda module, args, index=index: found.append(f"forward {index}"))
-    route = engine._mesh.shard.route
+    route = engine._mesh.axes["shard"].route
     gather = route.gather
     route.gather = lambda full, part, what: (found.append(what), gather(full, part, what))[1]  # type: ignore[method-assign]
     with torch.no_grad():

@@ -1,0 +1,67 @@
+"""Where the ranks of a job stand on its axes: integers only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Named axes, outermost first: ranks that follow each other differ on the last one.
+
+    8 ranks, ("pipe", 2), ("replica", 2), ("shard", 2):        pipe 0    pipe 1
+                                                     shard ->
+                                             replica  0 1       4 5
+                                                |     2 3       6 7
+
+    Ranks that differ on the `data` axes alone have the same parameters and other data: they are data-parallel to each
+    other. Those that differ elsewhere alone have the same data.
+    """
+
+    sizes: tuple[tuple[str, int], ...]
+    data: tuple[str, ...]  # names of axes
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(size for _, size in self.sizes)
+
+    def size(self, names: Sequence[str]) -> int:
+        """How many ranks differ on these axes alone."""
+        sizes = dict(self.sizes)
+        return math.prod(sizes[name] for name in names)
+
+    def wide(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Those of the axes that have several ranks."""
+        sizes = dict(self.sizes)
+        return tuple(name for name in names if sizes[name] > 1)
+
+    def place(self, rank: int, names: Sequence[str]) -> int:
+        """Which of these `rank` is, the last axis the fastest."""
+        sizes, places, place = dict(self.sizes), self._places(rank), 0
+        for name in names:
+            place = place * sizes[name] + places[name]
+        return place
+
+    def ranks(self, rank: int, names: Sequence[str]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` on these axes alone, by place."""
+        sizes, places = dict(self.sizes), self._places(rank)
+        found = []
+        for chosen in product(*(range(sizes[name]) for name in names)):
+            places.update(zip(names, chosen, strict=True))
+            other = 0
+            for name, size in self.sizes:
+                other = other * size + places[name]
+            found.append(other)
+        return tuple(found)
+
+    def _places(self, rank: int) -> dict[str, int]:
+        found = {}
+        for name, size in reversed(self.sizes):
+            rank, found[name] = divmod(rank, size)
+        return found
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name}({size})" for name, size in self.sizes)

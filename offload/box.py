@@ -1,0 +1,69 @@
+"""Which elements of a tensor something is: integers only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Box:
+    """A block of a tensor: the indices [offsets[d], offsets[d] + sizes[d]) of each dimension d."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """All of a tensor."""
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """What gives the box, indexing the tensor that it is of."""
+        return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
+
+    def lies_in(self, shape: tuple[int, ...]) -> bool:
+        """True where its elements are some of a tensor of that shape, at least one of them."""
+        if not len(self.offsets) == len(self.sizes) == len(shape):
+            return False
+        return all(o >= 0 < size <= dim - o for o, size, dim in zip(self.offsets, self.sizes, shape, strict=True))
+
+    def is_range_of(self, shape: tuple[int, ...]) -> bool:
+        """True where its elements follow each other when a tensor of that shape, in which it lies, is flattened."""
+        is_inner = False  # behind the first dimension that it has more than one index of
+        for size, dim in zip(self.sizes, shape, strict=True):
+            if is_inner and size != dim:
+                return False
+            is_inner = is_inner or size > 1
+        return True
+
+    def start_in(self, shape: tuple[int, ...]) -> int:
+        """The place of its first element in the flattened tensor."""
+        start = 0
+        for offset, size in zip(self.offsets, shape, strict=True):
+            start = start * size + offset
+        return start
+
+    def inside(self, outer: Box) -> Box:
+        """The same elements, where `outer`, which has them, is the tensor."""
+        return Box(tuple(own - other for own, other in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
+
+    def outside(self, outer: Box) -> Box:
+        """The opposite of `inside`: of a box of `outer`, the box of the tensor."""
+        return Box(tuple(own + other for own, other in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
+
+    def common(self, other: Box) -> Box | None:
+        """What both have, if anything."""
+        offsets, sizes = [], []
+        for low, size, other_low, other_size in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
+            start, end = max(low, other_low), min(low + size, other_low + other_size)
+            if start >= end:
+                return None
+            offsets.append(start)
+            sizes.append(end - start)
+        return Box(tuple(offsets), tuple(sizes))

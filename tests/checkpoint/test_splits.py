@@ -1,0 +1,130 @@
+"""What a rank has of a tensor is any box of it: columns, rows, experts. Whoever wrote it, every box comes back."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.checkpoint import writer
+from lowtide.checkpoint.boxes import Box, stretches_of
+from lowtide.checkpoint.export import ExportFolder
+from lowtide.checkpoint.folder import CheckpointFolder
+from lowtide.checkpoint.fragment import Fragment, TensorInfo
+from lowtide.checkpoint.safetensors_files import SafetensorsSource, WeightsPlan
+from lowtide.checkpoint.writer import RankWriter
+from tests.checkpoint.making import NO_OPTIMIZER, manifest_of
+from tests.engine.plain_weights import named_state
+
+SHAPE = (4, 6, 5)
+CUTS: dict[str, tuple[Sequence[int], ...]] = {  # where each dimension is cut
+    "whole": ((), (), ()),
+    "experts": ((1, 2, 3), (), ()),
+    "rows": ((), (2,), ()),
+    "columns": ((), (), (2, 3)),
+    "uneven": ((3,), (1, 4), (4,)),
+}
+
+
+def boxes_at(cuts: Sequence[Sequence[int]]) -> list[Box]:
+    """The boxes that the cuts divide a tensor of SHAPE into."""
+    sides = []
+    for size, places in zip(SHAPE, cuts, strict=True):
+        edges = (0, *places, size)
+        sides.append([(low, high - low) for low, high in itertools.pairwise(edges)])
+    return [Box(*map(tuple, zip(*sides_of_box, strict=True))) for sides_of_box in itertools.product(*sides)]
+
+
+def shards(box: Box, value: Tensor, count: int) -> Iterator[Fragment]:
+    """Ranges of a box, as ranks that share it have them: copies of its values."""
+    flat = value[box.index].flatten().contiguous()
+    for part in range(count):
+        low, high = (flat.numel() * place // count for place in (part, part + 1))
+        yield Fragment("model.w", SHAPE, low, flat[low:high].clone(), box)
+
+
+@pytest.mark.parametrize("written", CUTS)
+def test_every_split_reads_every_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str) -> None:
+    monkeypatch.setattr(writer, "MAX_VALUES_BYTES", 32)  # many boxes in a small tensor
+    value = torch.randn(SHAPE)
+    target = CheckpointFolder(tmp_path)
+    saving = target.begin("a")
+    fragments = [one for box in boxes_at(CUTS[written]) for one in shards(box, value, 3)]
+    for rank, one in enumerate(fragments):
+        RankWriter(saving, rank).write([one], [], {})
+    target.commit(manifest_of({"w": value}, "a", len(fragments)), NO_OPTIMIZER, None)
+    source = target.open().weights
+    for cuts, count, dtype in itertools.product(CUTS.values(), (1, 2, 7), (torch.float32, torch.float64)):
+        found = [one for box in boxes_at(cuts) for one in shards(box, value, count)]
+        wanted = [
+            dataclasses.replace(one, name="w", memory=torch.full_like(one.values, torch.nan, dtype=dtype))
+            for one in found
+        ]
+        source.read(wanted)
+        for one, expected in zip(wanted, found, strict=True):
+            assert torch.equal(one.values, expected.values.to(dtype)), (written, one.box, one.start)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_splits_are_written_to_and_read_from_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
+    value = torch.randn(SHAPE)
+    for name, cuts in CUTS.items():
+        plan = WeightsPlan.of({"model.w": TensorInfo(SHAPE, dtype)}, 1 << 20)
+        folder = ExportFolder(tmp_path / name, plan)
+        folder.create({})
+        written = []
+        folder.write((one for box in boxes_at(cuts) for one in shards(box, value, 2)), written.append)
+        folder.publish()
+        assert sum(written) == value.numel() * dtype.itemsize
+        source = SafetensorsSource(tmp_path / name)
+        for other in CUTS.values():
+            for one in (one for box in boxes_at(other) for one in shards(box, value.to(dtype), 3)):
+                found = dataclasses.replace(one, memory=torch.full_like(one.values, torch.nan))
+                source.read([found])
+                assert torch.equal(found.values, one.values), (name, one.box)
+
+
+def test_stretches_are_the_elements_of_a_box() -> None:
+    numbered = torch.arange(4 * 6 * 5).view(SHAPE)
+    for box in (box for cuts in CUTS.values() for box in boxes_at(cuts)):
+        found = list(stretches_of(box, SHAPE))
+        assert [number for low, high in found for number in range(low, high)] == numbered[box.index].reshape(
+            -1
+        ).tolist()
+        assert all(high < low for (_, high), (low, _) in itertools.pairwise(found)), "as few as can be"
+    assert list(stretches_of(Box((), ()), ())) == [(0, 1)]
+
+
+class Columns(nn.Module):
+    """Some columns of a layer."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.clone())
+
+
+def test_the_slot_of_a_parameter_says_which_box_it_is() -> None:
+    """As a layer that is split over ranks has it: the checkpoint knows the whole."""
+    whole = torch.randn(6, 8)
+    box = Box((0, 3), (6, 5))
+    config = {"optimizer": {"type": "adamw"}, "train_micro_batch_size_per_gpu": 1, "steps_per_print": 0}
+    engine = lowtide.initialize(Columns(whole[box.index]), config)
+    try:
+        (group,) = (group for unit in engine._sequence.units for group in unit.groups)
+        (slot,) = group.layout.slots
+        assert (slot.whole, slot.box) == ((6, 5), Box.whole((6, 5)))
+        slots = (dataclasses.replace(slot, whole=(6, 8), box=box),)
+        group.layout = dataclasses.replace(group.layout, slots=slots)
+        state = named_state(engine)
+        assert state.catalog.parameters == {"weight": TensorInfo((6, 8), torch.float32)}
+        found = torch.zeros(6, 8)
+        for one in state.weights(saves=True):
+            assert one.shape == (6, 8) and len(one.boxes()) == 1
+            found[one.boxes()[0].index] = one.values.view(one.boxes()[0].sizes)
+        assert torch.equal(found[box.index], whole[box.index]) and not found[:, :3].any()
+    finally:
+        engine.close()

@@ -1,0 +1,52 @@
+"""Over which axes of the mesh a group of parameters lies, and where equal copies of it are: names only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Some places of an axis have an equal copy: a weight that stages of a pipeline share.
+
+    Each place reduces the gradient of its own uses; the sum of these is the same on all of them, so the copies stay
+    equal. The first place counts it in the norm, and saves it.
+    """
+
+    axis: str
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Domain:
+    """What is divided over the ranks of which axes.
+
+    |                 | states           | parameters | summed           |
+    |-----------------|------------------|------------|------------------|
+    | stage 0         |                  |            | replica          |
+    | stage 1, 2      | shard            |            | shard            |
+    | stage 3         | shard            | shard      | shard            |
+    | hybrid, stage 3 | shard            | shard      | replica, shard   |
+    | hpZ, stage 3    | shard, secondary | shard      | secondary, shard |
+
+    Axes with one rank are left out of the table. hpZ is of ZeRO++, arXiv 2306.10209, section 3.2: the ranks of a host
+    have all parameters at rest, and gathers do not leave it.
+
+    Ranks that differ on `replicas` alone have summed the same gradient and hold the same states: each of them counts a
+    part of it in the norm, and saves a part.
+    """
+
+    states: tuple[str, ...]  # optimizer states and master weights
+    parameters: tuple[str, ...]  # full parameters at rest; the first axes of `states`, none where they are never freed
+    summed: tuple[str, ...]  # the gradient: data differ there
+    copies: tuple[Copies, ...] = ()
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """Axes over which the gradient is summed, and nothing is divided."""
+        return tuple(name for name in self.summed if name not in self.states)
+
+    @property
+    def refreshed(self) -> tuple[str, ...]:
+        """Axes over which updated states have to be brought together, to be parameters at rest."""
+        return self.states[len(self.parameters) :]

@@ -33,10 +33,10 @@ def zero_notes(zero: ZeroConfig) -> list[str]:
     if zero.stage == 0 and zero.shard_size not in (None, 1):
         notes.append(no_effect("zero_optimization.shard_size", zero.shard_size, "stage 0 shards nothing"))
     if zero.stage < 3:
-        reason = f"stage {zero.stage} never releases parameters, so nothing is gathered ahead"
-        notes += idle("zero_optimization", zero, reason, only=("stage3_prefetch_bucket_size",))
-        reason = f"stage {zero.stage} never releases parameters, every rank holds all of them"
-        notes += idle("zero_optimization", zero, reason, only=("zero_hpz_partition_size",))
+        reason = f"stage {zero.stage} never releases parameters"
+        everywhere, not_ahead = f"{reason}, every rank holds all of them", f"{reason}, so nothing is gathered ahead"
+        notes += idle("zero_optimization", zero, everywhere, only=("zero_hpz_partition_size",))
+        notes += idle("zero_optimization", zero, not_ahead, only=("stage3_prefetch_bucket_size",))
     return notes
 
 

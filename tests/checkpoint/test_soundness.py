@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import random
 import zlib
@@ -325,16 +326,17 @@ def test_thousands_of_mutations_load_what_was_saved_or_are_refused_and_change_no
             assert str(error).isprintable(), repr(str(error))
             continue
         found = {key: info for key, info in source.tensors.items() if key in memory}
-        fragments = [Fragment(key, info.shape, 0, memory[key].view(info.dtype)) for key, info in found.items()]
+        made = (Fragment(key, info.shape, 0, memory[key].view(info.dtype)) for key, info in found.items())
+        fragments = [fragment for fragment in made if fragment.numel == math.prod(fragment.shape)]
         try:
-            source.read([fragment for fragment in fragments if fragment.is_whole])
+            source.read(fragments)
         except CheckpointError as error:
             late += 1
             assert "the checksum differs" in str(error)
             continue
         loaded += 1
         for fragment in fragments:
-            assert not fragment.is_whole or torch.equal(memory[fragment.name], expected[fragment.name])
+            assert torch.equal(memory[fragment.name], expected[fragment.name])
     assert refused > 0.5 * MUTATIONS and late > 0 and loaded > 0.05 * MUTATIONS
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.checkpoint import writer
 from lowtide.checkpoint.boxes import Box, stretches_of
+from lowtide.checkpoint.dcp import STEP
 from lowtide.checkpoint.export import ExportFolder
 from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.checkpoint.fragment import Fragment, TensorInfo
@@ -54,6 +55,7 @@ def test_every_split_reads_every_other(tmp_path: Path, monkeypatch: pytest.Monke
     target = CheckpointFolder(tmp_path)
     saving = target.begin("a")
     fragments = [one for box in boxes_at(CUTS[written]) for one in shards(box, value, 3)]
+    fragments.append(Fragment(STEP, (), 0, torch.ones(1)))
     for rank, one in enumerate(fragments):
         RankWriter(saving, rank).write([one], [], {})
     target.commit(manifest_of({"w": value}, "a", len(fragments)), NO_OPTIMIZER, None)

@@ -67,7 +67,7 @@ def create_with_log(patched: str, replacement: Any) -> tuple[str, list[str]]:
     logging.getLogger("lowtide").addHandler(handler)
     try:
         if os.environ["RANK"] == "0":
-            return Mesh.create(World.join("cpu", 20.0), 2, "auto", 1 << 20).shard.route.name, said
+            return create("auto", "os.getpid", os.getpid)[0], said
         return create("auto", patched, replacement)[0], said
     finally:
         logging.getLogger("lowtide").removeHandler(handler)

@@ -86,7 +86,7 @@ class Disk:
         self.keys = [f"unit {index}" for index in range(options.size // options.unit)]
         self.nbytes = len(self.keys) * self.unit_bytes
         self.store = FileStore(options.folder, 0, AioOptions(options.block * MIB, options.io_threads, options.verify))
-        self.store.reserve(self.nbytes)
+        self.store.reserve([self.unit_bytes] * len(self.keys))
         self.pool = HostPool()
         self.buffers = [self.pool.take(self.unit_bytes) for _ in range(_NUM_BUFFERS)]
         for buffer in self.buffers:

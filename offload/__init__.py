@@ -9,10 +9,9 @@ from .host_copies import HostCopies, HostCopy, StreamCopies
 from .host_memory import allocate_host, keep_heap
 from .host_pool import HostPool
 from .pages import PagedBuffer, PagePool, TransientBuffer, huge_zeros
-from .placement import Placement
 from .sequential_file import SequentialFile
 from .staged_store import StagedStore
-from .store import DeviceStore, HostStore, Store, Transfer
+from .store import HostStore, Store, Transfer
 from .stored_range import Memory, StoredRange
 from .window import Window, run_window
 
@@ -20,7 +19,6 @@ __all__ = [
     "ActivationOffload",
     "AioOptions",
     "Checksum",
-    "DeviceStore",
     "FileStore",
     "HostChunks",
     "HostCopies",
@@ -31,7 +29,6 @@ __all__ = [
     "OffloadError",
     "PagePool",
     "PagedBuffer",
-    "Placement",
     "SequentialFile",
     "StagedStore",
     "Store",

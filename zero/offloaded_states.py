@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..offload import FileStore, HostChunks, HostPool, Store, Window
+from ..offload import HostChunks, HostPool, Store, Window
 from .layout import BLOCK_NUMEL
 
 CHUNK_NUMEL = 4 << 20
@@ -128,8 +128,8 @@ class OffloadedStates:
 
     def reserve(self) -> None:
         """Takes room for all chunks, where the store has a limit. Raises OffloadError, with the numbers."""
-        if isinstance(self.store, FileStore):
-            self.store.reserve(FileStore.bytes_needed(self._sizes.values()))
+        if self.store is not None:
+            self.store.reserve(self._sizes.values())
 
     def fill(self, chunk: Chunk, write: Callable[[dict[str, Tensor]], None]) -> None:
         """Keeps the first values of a chunk, which `write` puts into its tensors."""

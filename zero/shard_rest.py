@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..offload import FileStore, StagedStore, Store, Transfer
+from ..offload import Store, Transfer
 
 if TYPE_CHECKING:
     from .group import ShardedGroup
@@ -44,8 +44,7 @@ class ShardRest:
 
     def reserve(self) -> None:
         """Takes room for all shards that were announced. Raises OffloadError, with the numbers."""
-        if isinstance(self._store, FileStore | StagedStore):
-            self._store.reserve(FileStore.bytes_needed(self._sizes.values()))
+        self._store.reserve(self._sizes.values())
 
     def fetch(self, group: ShardedGroup, into: Tensor | None = None) -> Transfer:
         """Begins to bring the shard into `into`, (shard_numel,), or into `group.shard`, which has memory."""

@@ -4,31 +4,31 @@ from .activations import ActivationOffload, in_storages_of
 from .checksum import Checksum
 from .errors import OffloadError
 from .file_store import AioOptions, FileStore
-from .host_chunks import HostChunks
-from .host_copies import HostCopies, HostCopy, StreamCopies
+from .host_copies import HostCopies, StreamCopies
 from .host_memory import allocate_host, keep_heap
 from .host_pool import HostPool
 from .pages import PagedBuffer, PagePool, TransientBuffer, huge_zeros
+from .resident import OldVersion, Resident, copy_of, nothing_to_move, resident_of
 from .sequential_file import SequentialFile
 from .staged_store import StagedStore
 from .store import HostStore, Store, Transfer
 from .stored_range import Memory, StoredRange
-from .window import Window, run_window
+from .window import Window
 
 __all__ = [
     "ActivationOffload",
     "AioOptions",
     "Checksum",
     "FileStore",
-    "HostChunks",
     "HostCopies",
-    "HostCopy",
     "HostPool",
     "HostStore",
     "Memory",
     "OffloadError",
+    "OldVersion",
     "PagePool",
     "PagedBuffer",
+    "Resident",
     "SequentialFile",
     "StagedStore",
     "Store",
@@ -38,8 +38,10 @@ __all__ = [
     "TransientBuffer",
     "Window",
     "allocate_host",
+    "copy_of",
     "huge_zeros",
     "in_storages_of",
     "keep_heap",
-    "run_window",
+    "nothing_to_move",
+    "resident_of",
 ]

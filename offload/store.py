@@ -82,6 +82,9 @@ class Finished:
         pass
 
 
+FINISHED: Transfer = Finished()
+
+
 class _StreamTransfer:
     """A copy on a stream. Does not keep the caller's tensor: the store knows of it until the key is dropped."""
 
@@ -159,7 +162,7 @@ class HostStore:
             if running is not None:
                 running.event.synchronize()
             into.copy_(values)
-            return Finished()
+            return FINISHED
         stream = self._streams.get(caller.device)
         if stream is None:
             stream = self._streams[caller.device] = torch.Stream(caller.device)

@@ -135,9 +135,7 @@ def _memory_for(
     route = mesh.shard.route
     specs = [(plan.layout.padded_numel, plan.dtype) for plan in plans]
     if rest is not None:
-        for plan in plans:
-            rest.announce(plan.name, plan.layout.shard_numel * plan.dtype.itemsize)
-        rest.reserve()
+        rest.reserve([plan.layout.shard_numel * plan.dtype.itemsize for plan in plans])
     frees_memory = rest is not None or (policy.frees_parameters and mesh.shard.size > 1 and not route.copies_are_shared)
     device = mesh.world.device
     if not frees_memory and device.type == "cpu" and not route.copies_are_shared:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,18 +13,16 @@ from torch import Tensor, nn
 
 from ..kernels.dispatch import Backend
 from ..kernels.optimizer_step import UpdateRule, update_runs
-from ..offload import Memory
+from ..offload import Memory, Window
 from .delayed_update import DelayedUpdate
 from .gradient import GroupGradient
-from .group import values_of
 from .host_update import HostUpdate
 from .layout import Piece
-from .offloaded_states import Chunk, OffloadedStates
+from .offloaded_states import OffloadedStates
 from .optimizer_choice import OptimizerFactory
 from .shard_rest import ShardRest
-from .shard_state import ShardState, StatePart
+from .shard_state import ShardState, StatePart, Version
 from .speculation import Speculation
-from .visits import InPlace, Visit, visiting
 from .widened_states import WidenedStates
 
 StateKey = tuple[int, torch.dtype]
@@ -39,7 +36,6 @@ class _Terms:
     step: int  # from 1
     options: Sequence[Mapping[str, Any]]  # of each parameter group
     gradient_scale: float
-    is_delayed: bool = False  # parameters stay as they are, until they are taken over
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -76,18 +72,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._state_dtype = state_dtype
         self._backend = backend
         self._widened = WidenedStates()
-        new_states = self._new_states if rule is not None else None
-        self.shards = [ShardState(gradient, offloaded, new_states, self._widened, host) for gradient in gradients]
         self.speculation = Speculation()
         self.delayed = DelayedUpdate()
         self._offloaded = offloaded
         self._rest = rest
         self._host = host
-        self._coming: Generator[tuple[Chunk, dict[str, Tensor]], None, None] | None = None
+        self._window = Window() if rest is None else rest.window  # of parameters, on their way to the update
         self._inner: dict[int, torch.optim.Optimizer] = {}
         index_of = {id(p): index for index, group in enumerate(param_groups) for p in group["params"]}
-        for shard in self.shards:
-            shard.set_runs(index_of)
+        new_states = self._new_states if rule is not None else None
+        self.shards = [
+            ShardState(gradient, index_of, new_states, self._widened, offloaded, rest, host) for gradient in gradients
+        ]
         if offloaded is not None:
             offloaded.reserve()
             self._fill_chunks()
@@ -108,21 +104,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         on_updated: called after each shard, so that sending it overlaps with the update of the next.
         """
         self.begin_step()
-        due = [shard for shard in self.shards if shard.gradient.shard is not None]
-        if self._rest is not None:
-            self._rest.settle()
-        opened = self._opened(due)
+        due = [(shard, shard.gradient.shard) for shard in self.shards if shard.gradient.shard is not None]
+        self._window.expect([shard.resident for shard, _ in due])
+        self._expect_chunks(shard for shard, _ in due)
         terms = self._terms(gradient_scale)
-        with closing(visiting([shard.visit(self._rest) for shard in due])) as visits:
-            for shard, visit in zip(due, visits, strict=True):
-                self._update(shard, shard.gradient.shard, terms, opened, visit)
-                if on_updated is not None:
-                    on_updated(shard)
+        for shard, gradient in due:
+            self._update(shard, gradient, terms)
+            if on_updated is not None:
+                on_updated(shard)
 
     def start_delayed(self, gradient_scale: float) -> None:
         """As `step`, in the background, with options as they are now; the next gradients may come meanwhile.
 
-        Parameters stay as they are, until `delayed.wait` has found no error and every shard was told to `take_over`.
+        Parameters stay as they are, until `delayed.wait` has found no error and every shard was told to take `ahead`.
         """
         assert self._rest is None, "a shard that is not in memory cannot be computed with while it is updated"
         self.begin_step()
@@ -130,7 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for shard, _ in due:
             shard.begin_delay()
         options = [dict(group) for group in self.param_groups]
-        self.delayed.start(partial(self._update_delayed, due, _Terms(self.num_steps, options, gradient_scale, True)))
+        self.delayed.start(partial(self._update_delayed, due, _Terms(self.num_steps, options, gradient_scale)))
 
     def begin_step(self, order: Sequence[ShardState] = (), speculates: bool = False) -> None:
         """Counts a step whose shards are then updated one by one.
@@ -138,51 +132,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
         order: of the updates, where it is known: what rests in a store is read ahead then. speculates: the step may be
         taken back, until `accept`.
         """
-        self._end_coming()
         self.num_steps += 1
         self.settle()
+        self._window.settle()
+        if self._offloaded is not None:
+            self._offloaded.window.settle()
         if speculates:
             self.speculation.begin()
-        self._coming = self._opened(order, speculates) if order else None
+        self._expect_chunks(order)
 
     def update(self, shard: ShardState, gradient_scale: float) -> None:
         """Updates one shard; its gradient is used up."""
         if shard.gradient.shard is not None:
-            if not shard.is_apart:
-                values_of(shard.group.own_values(changes=True))
-            elif self._rest is not None:
-                self._rest.make_way(shard.group)
-            opened = self._coming if self._coming is not None else self._opened([shard])
-            for visit in visiting([shard.visit(self._rest, has_memory=True)]):
-                self._update(shard, shard.gradient.shard, self._terms(gradient_scale), opened, visit)
-            if self._rest is not None:
-                # What was read of a shard that is apart, for `speculation`, is of before.
-                self._rest.settle() if shard.is_apart else self._rest.let_go(shard.group)
+            self._update(shard, shard.gradient.shard, self._terms(gradient_scale))
+            if shard.is_apart:
+                self._window.let_go(shard.group.resident)  # what was read of it for `speculation` is of before
 
     def skip(self, shard: ShardState) -> None:
         """Leaves a shard as it is, in its turn among those of `begin_step`."""
-        if self._rest is not None:
-            self._rest.let_go(shard.group)
-        if self._coming is not None:
-            for _ in shard.chunks:
-                next(self._coming)
+        self._window.let_go(shard.group.resident)
 
     def accept(self) -> None:
         """A step whose shards were updated one by one is whole, and counts."""
-        self._end_coming()
         self.speculation.forget()
-        if self._offloaded is not None:
-            self._offloaded.accept()
 
     def roll_back(self) -> None:
         """A step that speculated, whole or in part, has not been. Does nothing where there is none."""
-        if not self.speculation.is_open:
-            return
-        self._end_coming()
-        self.num_steps -= 1
-        self.speculation.roll_back()
-        if self._offloaded is not None:
-            self._offloaded.roll_back()
+        if self.speculation.is_open:
+            self.num_steps -= 1
+            self.speculation.roll_back()
 
     # -- states by parameter, for checkpoints ---------------------------------------------------------------------
 
@@ -285,7 +263,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.delayed.wait()
         total = self.speculation.nbytes
         for shard in self.shards:
-            total += shard.delay_bytes
+            total += shard.ahead.values.nbytes
             if shard.is_mixed:
                 total += shard.master.nbytes
             total += sum(state.nbytes for state in shard.states.values())
@@ -306,7 +284,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Gives back what is in a store, when nothing is updated any more."""
         self.delayed.close()
-        self._end_coming()
         for place in (self._host, self._offloaded, self._rest):
             if place is not None:
                 place.close()
@@ -317,60 +294,43 @@ class ShardedOptimizer(torch.optim.Optimizer):
         assert self._rule is not None
         return self._rule.new_states(master, self.param_groups[0], self._state_dtype)
 
-    def _end_coming(self) -> None:
-        """Lets the last chunk go that was opened for `update`."""
-        if self._coming is not None:
-            self._coming.close()
-            self._coming = None
-
     def _fill_chunks(self) -> None:
         for shard in self.shards:
             shard.fill_chunks(self._new_states)
 
-    def _opened(
-        self, shards: Sequence[ShardState], keeps_old: bool = False
-    ) -> Generator[tuple[Chunk, dict[str, Tensor]], None, None]:
-        """The chunks of all these shards in one window: that of the next shard is read while this one is updated."""
+    def _expect_chunks(self, order: Iterable[ShardState]) -> None:
+        """The chunks of all these shards in one order: that of the next shard is read while this one is updated."""
         if self._offloaded is not None:
-            yield from self._offloaded.updating([chunk for shard in shards for chunk in shard.chunks], keeps_old)
+            self._offloaded.window.expect([chunk.resident for shard in order for chunk in shard.chunks])
 
     def _terms(self, gradient_scale: float) -> _Terms:
         return _Terms(self.num_steps, self.param_groups, gradient_scale)
 
     def _update_delayed(self, due: deque[tuple[ShardState, Tensor]], terms: _Terms) -> None:
         """The whole of an update in the background; each gradient's memory is given back on the way."""
-        opened = self._opened([shard for shard, _ in due])
-        try:
-            while due:
-                shard, gradient = due.popleft()
-                self._update(shard, gradient, terms, opened, InPlace(shard.group))
-                shard.gradient.give_back(gradient)
-        finally:
-            opened.close()
+        self._expect_chunks([shard for shard, _ in due])
+        while due:
+            shard, gradient = due.popleft()
+            if not shard.is_mixed:
+                shard.ahead.values.copy_(shard.group.shard)
+            self._update_parameters(shard, gradient, terms, shard.ahead)
+            shard.gradient.give_back(gradient)
         if self._offloaded is not None:
-            self._offloaded.wait()  # an error of the drive is one of this step
+            self._offloaded.window.wait()  # an error of the drive is one of this step
 
-    def _update(
-        self,
-        shard: ShardState,
-        gradient: Tensor | None,
-        terms: _Terms,
-        opened: Iterator[tuple[Chunk, dict[str, Tensor]]],
-        visit: Visit,
-    ) -> None:
-        assert gradient is not None
-        parameters = visit.values()
+    def _update(self, shard: ShardState, gradient: Tensor, terms: _Terms) -> None:
+        with self._window.use(shard.resident) as values:
+            self.speculation.keep(shard.keep_parameters)
+            self._update_parameters(shard, gradient, terms, Version(0, values))
+
+    def _update_parameters(self, shard: ShardState, gradient: Tensor, terms: _Terms, parameters: Version) -> None:
         if self._rule is None:
-            self._update_by_torch(shard, gradient, parameters, terms)
-            visit.finish()
+            self._update_by_torch(shard, gradient, terms, parameters)
             return
         if not shard.states:
             shard.make_states(self._new_states)
-        for part in shard.parts(opened, parameters, terms.is_delayed):
-            if self.speculation.is_open:
-                self.speculation.remember(shard, part)
+        for part in shard.parts(parameters, self.speculation):
             self._update_part(self._rule, shard, part, gradient, terms)
-        visit.finish()
 
     def _update_part(
         self, rule: UpdateRule, shard: ShardState, part: StatePart, gradient: Tensor, terms: _Terms
@@ -385,11 +345,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         own, scale = gradient[part.start : part.end], terms.gradient_scale
         update_runs(rule, part.master, own, part.states, terms.step, runs, scale, part.rounded, backend=self._backend)
 
-    def _update_by_torch(self, shard: ShardState, gradient: Tensor, parameters: Tensor, terms: _Terms) -> None:
+    def _update_by_torch(self, shard: ShardState, gradient: Tensor, terms: _Terms, parameters: Version) -> None:
         inner = self._inner.get(id(shard))
         if inner is None:
             inner = self._inner[id(shard)] = self._make_inner(shard)
-        (whole,) = shard.parts(iter(()), parameters, terms.is_delayed)
+        (whole,) = shard.parts(parameters, self.speculation)
         for run, options in zip(shard.runs, inner.param_groups, strict=True):
             outer = terms.options[run.options_index]
             options.update({key: value for key, value in outer.items() if key in options and key != "params"})

@@ -117,13 +117,13 @@ class Window:
             while (passed := self._order.popleft()) is not resident:
                 self._cancel(passed)
         self.prefetch(resident)
+        if resident in self._here:  # in use from now on, and no longer in the way of others
+            self._here[resident].is_waiting = self._here[resident].is_opened = False
         for following in itertools.islice(self._order, self._depth):
             self.prefetch(following)
         if resident in self._coming:
             self._here[resident] = _Stay(self._end_transfer(self._coming, resident))
-        stay = self._here[resident]
-        stay.is_waiting = stay.is_opened = False
-        return stay.values
+        return self._here[resident].values
 
     def create(self, resident: Resident) -> Tensor:
         """Memory for bytes that are made anew, content arbitrary; then as `acquire`, and changed."""
@@ -136,7 +136,7 @@ class Window:
         return self._here[resident].values
 
     def open(self, resident: Resident, changes: bool = False) -> Tensor:
-        """Its bytes, until another one is loaded, or `settle`; saved then, if anyone opened them for changes.
+        """Its bytes, until another one is loaded, or `put_back`; saved then, if anyone opened them for changes.
 
         Of one that is here already: until whoever has acquired it releases it.
         """
@@ -147,7 +147,7 @@ class Window:
         return self._here[resident].values
 
     def hold(self, resident: Resident) -> None:
-        """In place of `release`: its next user finds it here. Until then, or `settle`."""
+        """In place of `release`: its next user finds it here. Until then, or `put_back`."""
         self._here[resident].is_waiting = True
 
     def let_go(self, resident: Resident) -> None:
@@ -174,7 +174,7 @@ class Window:
 
     # -- all of them ----------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def put_back(self) -> None:
         """Releases what nobody uses: opened, or held."""
         for resident in [resident for resident, stay in self._here.items() if stay.is_waiting]:
             self.release(resident)

@@ -296,17 +296,34 @@ def test_what_is_still_being_saved_is_saved_before_it_is_loaded_again() -> None:
 def test_what_is_opened_stays_until_another_is_and_is_saved_if_anyone_changed_it() -> None:
     store, pool = SlowStore(), CountingPool()
     filled(store)
-    first, second = residents_in(store, pool)[:2]
+    first, second, third = residents_in(store, pool)[:3]
     with Window() as window:
         values = window.open(first)
         assert window.open(first, changes=True) is values and window.open(first) is values and window.holds(first)
         values.fill_(50)
         window.open(second)
         assert pool.num_out <= 2 and not window.holds(first)
-        window.settle()
+        window.prefetch(third)
         assert not window.holds(second)
+        window.open(third)
+        window.put_back()
+        assert not window.holds(third)
     assert [int(out[0]) for out in content(store)[:2]] == [50, 1]
     assert "save unit 1" not in store.trail[len(KEYS) :]
+
+
+def test_what_is_opened_is_not_loaded_for_its_turn() -> None:
+    store, pool = SlowStore(), CountingPool()
+    filled(store)
+    residents = residents_in(store, pool)[:2]
+    store.trail.clear()
+    with Window() as window:
+        window.open(residents[0], changes=True).fill_(60)
+        window.expect(residents)
+        for index, resident in enumerate(residents):
+            with window.use(resident, changes=False) as values:
+                assert int(values[0]) == (60, 1)[index]
+    assert store.trail == ["load unit 0", "load unit 1", "save unit 0"]
 
 
 def test_what_is_held_is_not_loaded_for_its_next_user() -> None:

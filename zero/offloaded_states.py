@@ -104,6 +104,11 @@ class OffloadedStates:
         self._buffers: dict[str, Tensor] = {}  # of the pool, that chunks rest in
         self.window = Window(max_leaving=2)
 
+    @classmethod
+    def none(cls) -> OffloadedStates:
+        """All states stay in memory with their parameters."""
+        return cls(None, HostPool(), ratio=0.0)
+
     @property
     def nbytes(self) -> int:
         """Bytes of states that are not with the parameters."""

@@ -73,13 +73,13 @@ class ShardState:
         self,
         gradient: GroupGradient,
         options_index_of: Mapping[int, int],
-        new_states: NewStates | None,
+        new_states: NewStates,
         widened: WidenedStates,
-        offloaded: OffloadedStates | None,
+        offloaded: OffloadedStates,
         rest: ShardRest | None,
         host: HostUpdate | None,
     ) -> None:
-        """options_index_of: id of a parameter -> index in param_groups. new_states: of what may rest in a store.
+        """options_index_of: id of a parameter -> index in param_groups. new_states: of the states that the shard has.
 
         widened: what opens 8-bit states, one for all shards. host: where offloaded states are updated, if that
         is not where the parameters are.
@@ -90,16 +90,13 @@ class ShardState:
         self.master_dtype = torch.float32 if self.is_mixed else self.group.dtype
         self.runs = self._find_runs(options_index_of)
         numel = self.group.layout.shard_numel
-        self.resident_numel = numel if offloaded is None else offloaded.resident_numel(numel)
+        self.resident_numel = offloaded.resident_numel(numel)
         device = self.group.shard.device
         self._own_master = huge_zeros(self.resident_numel, torch.float32, device) if self.is_mixed else None
         self.states: dict[str, Tensor] = {}
-        self.chunks: list[Chunk] = []
+        self._new_states = new_states
         self._widened = widened
-        if offloaded is not None and new_states is not None:
-            self.chunks = offloaded.divide(
-                self.group.name, self.resident_numel, numel, lambda n: self._kinds(new_states, n)
-            )
+        self.chunks = offloaded.divide(self.group.name, self.resident_numel, numel, self._kinds)
         self.is_apart = host is not None and bool(self.chunks)
         """Whether the update runs on the host and the parameters are on a device."""
         self.resident = self.group.resident
@@ -133,10 +130,10 @@ class ShardState:
         ends = [start for start, _ in starts[1:]] + [self.group.layout.shard_numel]
         return [Run(start, end, index) for (start, index), end in zip(starts, ends, strict=False)]
 
-    def make_states(self, new_states: NewStates) -> None:
+    def make_states(self) -> None:
         """Takes memory for the states of the part that is in memory, with their first values; leaves those it has."""
         device = self.group.shard.device
-        first = new_states(torch.zeros(STATE_BLOCK_NUMEL, dtype=self.master_dtype, device=device))
+        first = self._new_states(torch.zeros(STATE_BLOCK_NUMEL, dtype=self.master_dtype, device=device))
         for name, block in first.items():
             if name not in self.states:
                 numel = _scaled(block.numel(), self.resident_numel)
@@ -144,11 +141,11 @@ class ShardState:
                 if block.any():
                     self.states[name].fill_(block[0])  # every element begins alike
 
-    def fill_chunks(self, new_states: NewStates) -> None:
+    def fill_chunks(self) -> None:
         """First values in the store; master weights are zero."""
         for chunk in self.chunks:
             like = torch.zeros(chunk.end - chunk.start, dtype=self.master_dtype)
-            chunk.fill({**({MASTER: like} if self.is_mixed else {}), **new_states(like)})
+            chunk.fill({**({MASTER: like} if self.is_mixed else {}), **self._new_states(like)})
 
     def parts(self, parameters: Version, speculation: Speculation) -> Iterator[StatePart]:
         """Every stretch of the shard, for an update, each until the next one is asked for.
@@ -229,11 +226,10 @@ class ShardState:
         self, start: int, end: int, own_master: Tensor | None, states: Mapping[str, Tensor], parameters: Version
     ) -> StatePart:
         low, high = start - parameters.start, end - parameters.start
-        target = parameters.values[low:high] if low >= 0 else None  # else its master weights alone are kept
-        if own_master is not None:
-            return StatePart(start, end, own_master, list(states.values()), target)
-        assert target is not None
-        return StatePart(start, end, target, list(states.values()), None)
+        if own_master is None:
+            return StatePart(start, end, parameters.values[low:high], list(states.values()), None)
+        rounded = parameters.values[low:high] if low >= 0 else None  # else the master weights stand for them
+        return StatePart(start, end, own_master, list(states.values()), rounded)
 
     def _chunk_of(self, piece: Piece) -> Chunk | None:
         return next((chunk for chunk in self.chunks if chunk.start <= piece.offset_in_shard < chunk.end), None)
@@ -253,13 +249,13 @@ class ShardState:
             lambda: self._widened.open(part, stored, changes)[name][low - start : high - start],
         )
 
-    def _kinds(self, new_states: NewStates, numel: int) -> dict[str, tuple[torch.dtype, int]]:
+    def _kinds(self, numel: int) -> dict[str, tuple[torch.dtype, int]]:
         """dtype and size of what is kept of so many elements.
 
         Seen on a block: an operation on a tensor of the meta device would import 33 MiB of modules.
         """
         block = torch.zeros(STATE_BLOCK_NUMEL, dtype=self.master_dtype)
-        tensors = {**({MASTER: block} if self.is_mixed else {}), **new_states(block)}
+        tensors = {**({MASTER: block} if self.is_mixed else {}), **self._new_states(block)}
         return {name: (tensor.dtype, _scaled(tensor.numel(), numel)) for name, tensor in tensors.items()}
 
 

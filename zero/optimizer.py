@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -84,13 +83,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         on_updated: called after each shard, so that sending it overlaps with the update of the next.
         """
         self.begin_step()
-        due = [(shard, shard.gradient.shard) for shard in self.shards if shard.gradient.shard is not None]
+        due = deque((one, one.gradient.shard) for one in self.shards if one.gradient.shard is not None)
         self._window.expect([shard.resident for shard, _ in due])
-        self._expect_chunks(shard for shard, _ in due)
-        for shard, gradient in due:
-            self._update_shard(shard, gradient, self._terms(gradient_scale))
-            if on_updated is not None:
-                on_updated(shard)
+        self._update_all(due, self._terms(gradient_scale), self._update_shard, on_updated)
 
     def start_delayed(self, gradient_scale: float) -> None:
         """As `step`, in the background, with options as they are now; the next gradients may come meanwhile.
@@ -102,8 +97,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         due = deque((shard, gradient) for shard in self.shards if (gradient := shard.take_gradient()) is not None)
         for shard, _ in due:
             shard.begin_delay()
-        options = [dict(group) for group in self.param_groups]
-        self.delayed.start(partial(self._update_ahead, due, Terms(self.num_steps, options, gradient_scale)))
+        terms = Terms(self.num_steps, [dict(group) for group in self.param_groups], gradient_scale)
+
+        def update() -> None:
+            self._update_all(due, terms, self._update_ahead)
+            self._offloaded.window.wait()  # an error of the drive is one of this step
+
+        self.delayed.start(update)
 
     def begin_step(self, order: Sequence[ShardState] = (), speculates: bool = False) -> None:
         """Counts a step whose shards are then updated one by one.
@@ -245,18 +245,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _terms(self, gradient_scale: float) -> Terms:
         return Terms(self.num_steps, self.param_groups, gradient_scale)
 
+    def _update_all(
+        self,
+        due: deque[tuple[ShardState, Tensor]],  # with gradients, whose memory may be given back on the way
+        terms: Terms,
+        update: Callable[[ShardState, Tensor, Terms], None],
+        on_updated: Callable[[ShardState], None] | None = None,
+    ) -> None:
+        self._expect_chunks([shard for shard, _ in due])
+        while due:
+            shard, gradient = due.popleft()
+            update(shard, gradient, terms)
+            if on_updated is not None:
+                on_updated(shard)
+
     def _update_shard(self, shard: ShardState, gradient: Tensor, terms: Terms) -> None:
         with self._window.use(shard.resident) as values:
             self.speculation.keep(shard.keep_parameters)
             self._update.update(shard, shard.parts(Version(0, values), self.speculation), gradient, terms)
 
-    def _update_ahead(self, due: deque[tuple[ShardState, Tensor]], terms: Terms) -> None:
-        """All shards, beside the parameters that are computed with; each gradient's memory is given back on the way."""
-        self._expect_chunks([shard for shard, _ in due])
-        while due:
-            shard, gradient = due.popleft()
-            if not shard.is_mixed:
-                shard.ahead.values.copy_(shard.group.shard)
-            self._update.update(shard, shard.parts(shard.ahead, self.speculation), gradient, terms)
-            shard.gradient.give_back(gradient)
-        self._offloaded.window.wait()  # an error of the drive is one of this step
+    def _update_ahead(self, shard: ShardState, gradient: Tensor, terms: Terms) -> None:
+        """Beside the parameters, which are computed with."""
+        if not shard.is_mixed:
+            shard.ahead.values.copy_(shard.group.shard)
+        self._update.update(shard, shard.parts(shard.ahead, self.speculation), gradient, terms)
+        shard.gradient.give_back(gradient)

@@ -42,7 +42,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lowtide.offload import AioOptions, FileStore, HostPool, OffloadError, Transfer, Window, resident_of
+from lowtide.offload import AioOptions, FileStore, HostPool, OffloadError, Resident, Transfer, Window
 
 MIB = 1 << 20
 _NUM_BUFFERS = 3
@@ -169,7 +169,7 @@ class Disk:
     def run_window(self) -> float:
         begin = time.perf_counter()
         take = partial(self.pool.take, self.unit_bytes)
-        residents = [resident_of(self.store, key, take, self.pool.give) for key in self.keys]
+        residents = [Resident.of(self.store, key, take, self.pool.give) for key in self.keys]
         with Window(self.options.depth) as window:
             window.expect(residents)
             for index, resident in enumerate(residents):

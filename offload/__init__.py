@@ -8,7 +8,7 @@ from .host_copies import HostCopies, StreamCopies
 from .host_memory import allocate_host, keep_heap
 from .host_pool import HostPool
 from .pages import PagedBuffer, PagePool, TransientBuffer, huge_zeros
-from .resident import OldVersion, Resident, copy_of, nothing_to_move, resident_of
+from .resident import OldVersion, Resident
 from .sequential_file import SequentialFile
 from .staged_store import StagedStore
 from .store import HostStore, Store, Transfer
@@ -38,10 +38,7 @@ __all__ = [
     "TransientBuffer",
     "Window",
     "allocate_host",
-    "copy_of",
     "huge_zeros",
     "in_storages_of",
     "keep_heap",
-    "nothing_to_move",
-    "resident_of",
 ]

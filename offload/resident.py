@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,23 +18,22 @@ class OldVersion:
     nbytes: int  # of memory that holds it
     restore: Callable[[], None]
 
+    @classmethod
+    def of(cls, values: Tensor) -> OldVersion:
+        """A copy of values in memory."""
+        old = values.clone()
 
-def nothing_to_move(values: Tensor) -> Transfer:
-    """For a resident whose bytes are where they should be, or are all written anew."""
+        def restore() -> None:
+            values.copy_(old)
+
+        return cls(old.nbytes, restore)
+
+
+def _nothing_to_move(values: Tensor) -> Transfer:
     return FINISHED
 
 
-def copy_of(values: Tensor) -> OldVersion:
-    """An old version of values in memory."""
-    old = values.clone()
-
-    def restore() -> None:
-        values.copy_(old)
-
-    return OldVersion(old.nbytes, restore)
-
-
-def _ignored(values: Tensor) -> Any:
+def _nothing_to_give(values: Tensor) -> None:
     pass
 
 
@@ -54,28 +52,31 @@ class Resident:
 
     name: str  # for errors
     take: Callable[[], Tensor]  # memory for the bytes; content arbitrary, but where that is their home
-    give: Callable[[Tensor], None] = _ignored  # the end of `take`
-    load: Callable[[Tensor], Transfer] = nothing_to_move  # begins to bring them into memory
-    save: Callable[[Tensor], Transfer] = nothing_to_move  # begins to bring them home
-    fork: Callable[[Tensor], OldVersion] = copy_of  # what is changed from now on is a second version
+    give: Callable[[Tensor], None] = _nothing_to_give  # the end of `take`
+    load: Callable[[Tensor], Transfer] = _nothing_to_move  # begins to bring them into memory
+    save: Callable[[Tensor], Transfer] = _nothing_to_move  # begins to bring them home
+    fork: Callable[[Tensor], OldVersion] = OldVersion.of  # what is changed from now on is a second version
 
+    @classmethod
+    def of(cls, store: Store, key: str, take: Callable[[], Tensor], give: Callable[[Tensor], None]) -> Resident:
+        """Bytes under a key of a store, of which a second version is kept under another key."""
+        keys = [key, f"{key} (other)"]
 
-def resident_of(store: Store, key: str, take: Callable[[], Tensor], give: Callable[[Tensor], None]) -> Resident:
-    """Bytes under a key of a store, of which a second version is kept under another key."""
-    keys = [key, f"{key} (other)"]
+        def load(out: Tensor) -> Transfer:
+            return store.load(keys[0], _bytes_of(out))
 
-    def fork(values: Tensor) -> OldVersion:
-        keys.reverse()
-        return OldVersion(0, keys.reverse)
+        def save(values: Tensor) -> Transfer:
+            return store.save(keys[0], _bytes_of(values))
 
-    return Resident(
-        key,
-        take,
-        give,
-        lambda out: store.load(keys[0], _bytes_of(out)),
-        lambda values: store.save(keys[0], _bytes_of(values)),
-        fork,
-    )
+        def fork(values: Tensor) -> OldVersion:
+            keys.reverse()
+            return OldVersion(0, keys.reverse)
+
+        return cls(key, take, give, load, save, fork)
+
+    def made_anew(self) -> Resident:
+        """The same, but its bytes are all written where it is used, and need not come."""
+        return replace(self, load=_nothing_to_move)
 
 
 def _bytes_of(values: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ class Store(Protocol):
         """The sum of the sizes that were saved and not dropped."""
 
 
-class Finished:
+class _Finished:
     """A transfer that was done when it was asked for."""
 
     is_done = True
@@ -82,7 +82,7 @@ class Finished:
         pass
 
 
-FINISHED: Transfer = Finished()
+FINISHED: Transfer = _Finished()
 
 
 class _StreamTransfer:

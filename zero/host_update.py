@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from torch import Tensor
 
-from ..offload import HostCopies, HostPool, Resident, Window, nothing_to_move
+from ..offload import HostCopies, HostPool, Resident, Window
 from .group import ShardedGroup
 from .shard_rest import ShardRest
 
@@ -56,7 +55,7 @@ class HostUpdate:
                 load=lambda out: self._copies.to_host(shard, out),
                 save=lambda values: self._copies.to_device(values, shard),
             )
-        return resident if needs_values else replace(resident, load=nothing_to_move)
+        return resident if needs_values else resident.made_anew()
 
     def take(self, values: Tensor, total: Tensor | None, on_arrived: Callable[[], None] | None) -> Tensor:
         """Begins to bring a gradient shard, (n,), whose memory on the device goes with the last reference to it.

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..offload import HostPool, Resident, Store, Window, resident_of
+from ..offload import HostPool, Resident, Store, Window
 from .layout import BLOCK_NUMEL
 
 CHUNK_NUMEL = 4 << 20
@@ -158,4 +158,4 @@ class OffloadedStates:
             self._buffers[key] = self._pool.take(nbytes)
             return Resident(key, partial(self._buffers.__getitem__, key))
         self._sizes += [nbytes] * self._num_versions
-        return resident_of(self._store, key, partial(self._pool.take, nbytes), self._pool.give)
+        return Resident.of(self._store, key, partial(self._pool.take, nbytes), self._pool.give)

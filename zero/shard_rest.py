@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from ..offload import Resident, Store, Window, resident_of
+from ..offload import Resident, Store, Window
 
 
 class ShardRest:
@@ -31,7 +31,7 @@ class ShardRest:
 
     def resident(self, name: str, take: Callable[[], Tensor], give: Callable[[Tensor], None]) -> Resident:
         """The shard of the group `name`, which comes to the memory that `take` gives."""
-        return resident_of(self._store, name, take, give)
+        return Resident.of(self._store, name, take, give)
 
     def close(self) -> None:
         """Gives the room back."""

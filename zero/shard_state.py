@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.optimizer_states import SCALE_SUFFIX, STATE_BLOCK_NUMEL
-from ..offload import Memory, OldVersion, StoredRange, copy_of, huge_zeros
+from ..offload import Memory, OldVersion, StoredRange, huge_zeros
 from .gradient import GroupGradient
 from .group import part_of, values_of
 from .host_update import HostUpdate
@@ -154,7 +154,7 @@ class ShardState:
         """
         if self.resident_numel or not self.chunks:
             for values in (*self.states.values(), *(() if self._own_master is None else (self._own_master,))):
-                speculation.keep(partial(copy_of, values))
+                speculation.keep(partial(OldVersion.of, values))
             yield self._part(0, self.resident_numel, self._own_master, self.states, parameters)
         for chunk in self.chunks:
             with chunk.window.use(chunk.resident) as buffer:

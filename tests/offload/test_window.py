@@ -20,7 +20,6 @@ from lowtide.offload import (
     Store,
     Transfer,
     Window,
-    resident_of,
 )
 
 SIZES = [5000, 1, 4096, 0, 9001, 4097, 12288, 777, 5000, 5000]
@@ -126,7 +125,7 @@ def content(store: Store, keys: list[str] = KEYS, sizes: list[int] = SIZES) -> l
 
 
 def residents_in(store: Store, pool: HostPool, keys: list[str] = KEYS, sizes: list[int] = SIZES) -> list[Resident]:
-    return [resident_of(store, k, partial(pool.take, n), pool.give) for k, n in zip(keys, sizes, strict=True)]
+    return [Resident.of(store, k, partial(pool.take, n), pool.give) for k, n in zip(keys, sizes, strict=True)]
 
 
 def add_ten(index: int, buffer: Tensor) -> bool:
@@ -283,7 +282,7 @@ def test_what_is_still_being_saved_is_saved_before_it_is_loaded_again() -> None:
         is_taken.append(True)
         return only
 
-    resident = resident_of(store, "a", take, lambda _: is_taken.clear())
+    resident = Resident.of(store, "a", take, lambda _: is_taken.clear())
     with Window(max_leaving=5) as window:
         for number in range(5):
             window.create(resident).fill_(number)

@@ -8,7 +8,7 @@ A round does each of these once, one right after the other, so that they meet th
   work                  passes over a buffer in memory, as many for a piece as take about as long as its load and save;
                         with --idle nothing but the time: as if another device worked
   beside                fio, half reads and half writes, and the work, both at the same time
-  window                load, work and save of every piece by `run_window`
+  window                load, work and save of every piece by a `Window`
 
 The ideal time of the window is the longer one of load + save and work; the first load and the last save, which nothing
 can hide, are not in it. Once each is taken as it was alone in the same round, and once as fio and the work were beside
@@ -33,6 +33,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lowtide.offload import AioOptions, FileStore, HostPool, OffloadError, Transfer, run_window
+from lowtide.offload import AioOptions, FileStore, HostPool, OffloadError, Resident, Transfer, Window
 
 MIB = 1 << 20
 _NUM_BUFFERS = 3
@@ -86,7 +87,7 @@ class Disk:
         self.keys = [f"unit {index}" for index in range(options.size // options.unit)]
         self.nbytes = len(self.keys) * self.unit_bytes
         self.store = FileStore(options.folder, 0, AioOptions(options.block * MIB, options.io_threads, options.verify))
-        self.store.reserve(self.nbytes)
+        self.store.reserve([self.unit_bytes] * len(self.keys))
         self.pool = HostPool()
         self.buffers = [self.pool.take(self.unit_bytes) for _ in range(_NUM_BUFFERS)]
         for buffer in self.buffers:
@@ -151,13 +152,12 @@ class Disk:
             transfer.wait()
         return time.perf_counter() - begin
 
-    def work(self, index: int, buffer: Tensor) -> bool:
+    def work(self, index: int, buffer: Tensor) -> None:
         if self.options.idle:
             time.sleep(self.idle_seconds)
         values = buffer.view(torch.int32)
         for _ in range(self.passes):
             values.mul_(5)  # odd: no value is lost, so that every pass is like the first
-        return True
 
     def run_work(self) -> float:
         """Seconds of the work alone."""
@@ -168,7 +168,13 @@ class Disk:
 
     def run_window(self) -> float:
         begin = time.perf_counter()
-        run_window(self.keys, [self.unit_bytes] * len(self.keys), self.store, self.pool, self.work, self.options.depth)
+        take = partial(self.pool.take, self.unit_bytes)
+        residents = [Resident.of(self.store, key, take, self.pool.give) for key in self.keys]
+        with Window(self.options.depth) as window:
+            window.expect(residents)
+            for index, resident in enumerate(residents):
+                with window.use(resident) as buffer:
+                    self.work(index, buffer)
         return time.perf_counter() - begin
 
     def warm_up(self) -> None:

@@ -57,7 +57,7 @@ def disk(folder: Path) -> tuple[float, float, bool]:
     values = torch.randint(256, (_DISK_BYTES,), dtype=torch.uint8)
     store = FileStore(folder, 0, AioOptions())
     try:
-        store.reserve(_DISK_BYTES)
+        store.reserve([_DISK_BYTES])
         store.save("values", values).wait()
         write = _DISK_BYTES / _best(lambda: store.save("values", values).wait())
         read = _DISK_BYTES / _best(lambda: store.load("values", values).wait())

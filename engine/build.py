@@ -15,13 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 from ..comm import Arrangement, Mesh, World
 from ..kernels.cpu_optimizer import cpu_kernel
-from ..kernels.optimizer_step import UpdateRule
+from ..kernels.dispatch import Backend
 from ..model.ledger import Ledger
 from ..offload import ActivationOffload, in_storages_of, keep_heap
 from ..pipe.absent import Absent
 from ..zero.build import Dtypes, ModelPlan, build_units
 from ..zero.direct_gradients import DirectGradients
 from ..zero.domain import Domain
+from ..zero.fused_update import FusedUpdate
 from ..zero.gradient import GroupGradient
 from ..zero.hooks import UnitHooks, cast_inputs
 from ..zero.loss_scale import LossScaler
@@ -31,6 +32,7 @@ from ..zero.policy import ZeroPolicy
 from ..zero.scheduled_units import ScheduledUnits
 from ..zero.sequence import Unit, UnitSequence
 from ..zero.shard_rest import ShardRest
+from ..zero.torch_update import TorchUpdate
 from ..zero.units import UnitPlan, plan_units
 from .agreement import no_rank_alone
 from .config import Config
@@ -363,22 +365,17 @@ def _make_optimizer(
             )
         options = config.optimizer.params.model_dump(exclude={"state_dtype"})
         groups: list[dict[str, Any]] = [{"params": trained, **options}]
-        rule: UpdateRule | None = rule_named(config.optimizer.type, options)
-        factory = None
-        state_dtype = _state_dtype(config, gradients)
+        rule, state_dtype = rule_named(config.optimizer.type, options), _state_dtype(config, gradients)
+        update: FusedUpdate | TorchUpdate = FusedUpdate(rule, groups[0], state_dtype, optimizer_backend(config))
     else:
         own = choice if isinstance(choice, torch.optim.Optimizer) else _call(choice, trained)
         _check_covers(own, trained)
-        groups, rule, state_dtype = own.param_groups, rule_like(own), torch.float32
-        factory = None if rule is not None else partial(another, own)
-        if factory is not None:
-            check_elementwise(factory)
+        groups, update = own.param_groups, _update_like(own, optimizer_backend(config))
     host = host_update(config, world)
-    if rule is not None and (host is not None or world.device.type == "cpu"):
+    if update.has_rule and (host is not None or world.device.type == "cpu"):
         cpu_kernel()  # built now rather than in the first step, which would seem to hang for a second
-    offloaded = offloaded_states(config, world, has_rule=rule is not None)
-    backend = optimizer_backend(config)
-    sharded = ShardedOptimizer(gradients, groups, rule, factory, offloaded, rest, state_dtype, backend, host)
+    offloaded = offloaded_states(config, world, update.has_rule)
+    sharded = ShardedOptimizer(gradients, groups, update, offloaded, rest, host)
     schedule = None
     if config.scheduler is not None:
         schedule = partial(learning_rate_at, config.scheduler)
@@ -399,6 +396,16 @@ def _state_dtype(config: Config, gradients: Sequence[GroupGradient]) -> torch.dt
 
 def _call(make: Callable[[Any], torch.optim.Optimizer], params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return make(params)
+
+
+def _update_like(own: torch.optim.Optimizer, backend: Backend) -> FusedUpdate | TorchUpdate:
+    """What does to shards what the optimizer does to its parameters. Raises ValueError where nothing can."""
+    rule = rule_like(own)
+    if rule is not None:
+        return FusedUpdate(rule, own.param_groups[0], torch.float32, backend)
+    factory = partial(another, own)
+    check_elementwise(factory)
+    return TorchUpdate(factory)
 
 
 def _check_covers(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> None:

@@ -63,7 +63,7 @@ class FullValues:
                 "pass the parameters themselves, for example engine.module.head.weight"
             )
         chosen = [g for g in self._groups if not wanted or any(id(param) in wanted for param in g.params)]
-        found = [group for group in chosen if group.residence is Residence.SHARDED]
+        found = [group for group in chosen if group.residence is not Residence.FULL]
         for group in found:
             group.gather()
         try:
@@ -82,7 +82,7 @@ class FullValues:
         is_writer = self._mesh.data_rank == 0
         values: dict[int, Tensor] = {}
         for group in self._groups:
-            was_sharded = group.residence is Residence.SHARDED
+            was_sharded = group.residence is not Residence.FULL
             group.gather()
             if is_writer:
                 values.update({id(param): param.detach().cpu().clone() for param in group.params})

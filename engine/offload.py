@@ -20,7 +20,7 @@ from ..zero.host_update import HostUpdate
 from ..zero.offloaded_states import OffloadedStates
 from ..zero.shard_rest import ShardRest
 from .config import Config
-from .config_offload import OffloadOptimizerConfig, OffloadParamConfig
+from .config_offload import ActivationOffloadConfig, OffloadOptimizerConfig, OffloadParamConfig
 from .log import logger
 
 
@@ -41,15 +41,15 @@ def host_update(config: Config, world: World) -> HostUpdate | None:
     return HostUpdate(copies_for(world), _pool(config.zero_optimization.offload_optimizer))
 
 
-def offloaded_states(config: Config, world: World, has_rule: bool) -> OffloadedStates | None:
-    """Where the optimizer's states rest between steps; None: in the memory of the device.
+def offloaded_states(config: Config, world: World, has_rule: bool) -> OffloadedStates:
+    """Where the optimizer's states rest between steps.
 
     has_rule: whether the optimizer is one of the engine's own. Raises ValueError where it is not and its states would
     have to be elsewhere, and OffloadError where the file cannot be made.
     """
     wanted = config.zero_optimization.offload_optimizer
     if not wanted.is_used:
-        return None
+        return OffloadedStates.none()
     if wanted.overlap == "speculative" and not has_rule:
         raise ValueError(
             'offload_optimizer.overlap: "speculative" needs one of the optimizers of the config, whose updates it can '
@@ -59,7 +59,7 @@ def offloaded_states(config: Config, world: World, has_rule: bool) -> OffloadedS
     if wanted.device == "cpu" and not is_apart:
         if world.rank == 0:
             logger.info("offload_optimizer: the states are in host memory in any case, since the model is on the CPU")
-        return None
+        return OffloadedStates.none()
     if not has_rule:
         other = '"none"' if is_apart else '"cpu" or "none"'
         raise ValueError(
@@ -67,10 +67,7 @@ def offloaded_states(config: Config, world: World, has_rule: bool) -> OffloadedS
             f"lion, adagrad), whose states are known beforehand; found an optimizer of the caller's own. Use {other}"
         )
     keeps_old = wanted.overlap == "speculative"
-    store = None
-    if wanted.device == "nvme":
-        assert wanted.nvme_path is not None
-        store = file_store(config, world, wanted.nvme_path)
+    store = file_store(config, world, wanted) if wanted.device == "nvme" else None
     return OffloadedStates(store, _pool(wanted), wanted.ratio, keeps_old, in_whole_shards=is_apart)
 
 
@@ -99,8 +96,7 @@ def shard_rest(config: Config, world: World) -> ShardRest | None:
             'communication.route: expected "auto" or "sockets" beside offload_param.device "nvme", found '
             '"shared_memory", with which the ranks of a host hold one copy of all parameters in memory'
         )
-    assert wanted.nvme_path is not None
-    store = file_store(config, world, wanted.nvme_path)
+    store = file_store(config, world, wanted)
     return ShardRest(StagedStore(store, _pool(wanted)) if is_apart else store)
 
 
@@ -111,15 +107,17 @@ def activation_store(config: Config, world: World) -> Store | None:
         return None
     if wanted.device == "cpu":
         return HostStore()
-    assert wanted.nvme_path is not None
-    store = file_store(config, world, wanted.nvme_path)
+    store = file_store(config, world, wanted)
     return StagedStore(store, HostPool()) if model_is_apart(world) else store
 
 
-def file_store(config: Config, world: World, folder: str) -> FileStore:
-    """A file of this rank below the folder. Raises OffloadError."""
+def file_store(
+    config: Config, world: World, wanted: OffloadOptimizerConfig | OffloadParamConfig | ActivationOffloadConfig
+) -> FileStore:
+    """A file of this rank below the folder of the section. Raises OffloadError."""
+    assert wanted.nvme_path is not None, "the config was checked for it"
     aio = config.aio
-    return FileStore(folder, world.rank, AioOptions(aio.block_size, aio.thread_count, aio.verify))
+    return FileStore(wanted.nvme_path, world.rank, AioOptions(aio.block_size, aio.thread_count, aio.verify))
 
 
 def _pool(wanted: OffloadOptimizerConfig | OffloadParamConfig) -> HostPool:

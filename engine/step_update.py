@@ -141,7 +141,7 @@ class StepUpdate:
         self._optimizer.delayed.end()
         pending = []
         for shard in self._optimizer.shards:
-            shard.take_over()
+            shard.put(shard.ahead)
             pending.append(shard.group.refresh())
         return pending
 

@@ -5,35 +5,32 @@ from .box import Box
 from .checksum import Checksum
 from .errors import OffloadError
 from .file_store import AioOptions, FileStore
-from .host_chunks import HostChunks
-from .host_copies import HostCopies, HostCopy, StreamCopies
+from .host_copies import HostCopies, StreamCopies
 from .host_memory import allocate_host, keep_heap
 from .host_pool import HostPool
 from .pages import PagedBuffer, PagePool, TransientBuffer, huge_zeros
-from .placement import Placement
+from .resident import OldVersion, Resident
 from .sequential_file import SequentialFile
 from .staged_store import StagedStore
-from .store import DeviceStore, HostStore, Store, Transfer
+from .store import HostStore, Store, Transfer
 from .stored_range import Memory, StoredRange
-from .window import Window, run_window
+from .window import Window
 
 __all__ = [
     "ActivationOffload",
     "AioOptions",
     "Box",
     "Checksum",
-    "DeviceStore",
     "FileStore",
-    "HostChunks",
     "HostCopies",
-    "HostCopy",
     "HostPool",
     "HostStore",
     "Memory",
     "OffloadError",
+    "OldVersion",
     "PagePool",
     "PagedBuffer",
-    "Placement",
+    "Resident",
     "SequentialFile",
     "StagedStore",
     "Store",
@@ -46,5 +43,4 @@ __all__ = [
     "huge_zeros",
     "in_storages_of",
     "keep_heap",
-    "run_window",
 ]

@@ -20,7 +20,7 @@ from .heap import return_large_blocks
 from .residency import Residency
 from .saved_memory import SavedMemory
 from .saved_tensor import KeptTensor, OffloadedTensor
-from .store import HostStore, Store
+from .store import Store
 
 _LOGGER = logging.getLogger("lowtide")
 _PART_OF_STORAGE = 8  # a view of less than 1/8 of its storage is saved by itself: a few rows of a data set, say
@@ -61,7 +61,7 @@ class ActivationOffload:
         for name, value in (("min_bytes", min_bytes), ("budget_bytes", budget_bytes)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}: expected a number of bytes above 0, found {value}")
-        self._moves_from_host = not isinstance(store, HostStore)
+        self._moves_from_host = not store.is_host_memory
         self._min_bytes = min_bytes
         self._budget_bytes = budget_bytes
         self._is_parameter_storage = is_parameter_storage

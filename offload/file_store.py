@@ -57,6 +57,7 @@ class FileStore:
     """
 
     alignment_bytes = ALIGNMENT_BYTES
+    is_host_memory = False
 
     def __init__(
         self,
@@ -85,17 +86,12 @@ class FileStore:
         with self._lock:
             return sum(entry.nbytes for entry in self._entries.values())
 
-    @staticmethod
-    def bytes_needed(sizes: Iterable[int]) -> int:
-        """Of the file, for keys of these sizes: each begins at a multiple of 4096."""
-        return sum(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes)
-
-    def reserve(self, nbytes: int) -> None:
-        """Takes room on the disk for a file of nbytes (see `bytes_needed`), what it has already counted in.
+    def reserve(self, sizes: Iterable[int]) -> None:
+        """Takes room on the disk for keys of these sizes, each rounded up; what the file has already is counted in.
 
         Raises OffloadError with folder, rank, and the bytes needed and free, where there is not enough.
         """
-        self._file.reserve(nbytes)
+        self._file.reserve(sum(self._regions.rounded(size) for size in sizes))
 
     def save(self, key: str, values: Tensor) -> Transfer:
         check_bytes("values", values)

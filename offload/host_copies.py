@@ -7,25 +7,23 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-
-class HostCopy(Protocol):
-    """A copy that may still be under way. Both tensors stay as they are until either wait."""
-
-    def wait_on_device(self) -> None:
-        """What the device is given from now on comes after the copy; the host goes on."""
-
-    def wait_on_host(self) -> None:
-        """Returns when the copy is made."""
+from .store import Transfer
 
 
 class HostCopies(Protocol):
-    """Starts copies, each after what the device was given before it."""
+    """Starts copies, each after what the device was given before it.
 
-    def to_host(self, values: Tensor, out: Tensor) -> HostCopy:
+    Both tensors stay as they are until the transfer was waited for: then the copy is made, and the host knows.
+    """
+
+    def to_host(self, values: Tensor, out: Tensor) -> Transfer:
         """values: of the device; out: of the host, pinned, of the same shape and dtype."""
 
-    def to_device(self, values: Tensor, out: Tensor) -> HostCopy:
-        """values: of the host, pinned; out: of the device, of the same shape and dtype."""
+    def to_device(self, values: Tensor, out: Tensor) -> Transfer:
+        """values: of the host, pinned; out: of the device, of the same shape and dtype.
+
+        What the device is given from now on comes after the copy.
+        """
 
 
 class StreamCopies:
@@ -36,27 +34,28 @@ class StreamCopies:
         self._to_host = torch.Stream(device)
         self._to_device = torch.Stream(device)
 
-    def to_host(self, values: Tensor, out: Tensor) -> HostCopy:
-        return self._start(self._to_host, values, out)
+    def to_host(self, values: Tensor, out: Tensor) -> Transfer:
+        return _StreamCopy(self._start(self._to_host, values, out))
 
-    def to_device(self, values: Tensor, out: Tensor) -> HostCopy:
-        return self._start(self._to_device, values, out)
+    def to_device(self, values: Tensor, out: Tensor) -> Transfer:
+        copied = self._start(self._to_device, values, out)
+        torch.accelerator.current_stream(self._device).wait_event(copied)
+        return _StreamCopy(copied)
 
-    def _start(self, stream: torch.Stream, values: Tensor, out: Tensor) -> HostCopy:
+    def _start(self, stream: torch.Stream, values: Tensor, out: Tensor) -> torch.Event:
         stream.wait_stream(torch.accelerator.current_stream(self._device))
         with stream:
             out.copy_(values, non_blocking=True)
-            event = stream.record_event()
-        return _StreamCopy(self._device, event)
+            return stream.record_event()
 
 
 class _StreamCopy:
-    def __init__(self, device: torch.device, event: torch.Event) -> None:
-        self._device = device
-        self._event = event
+    def __init__(self, copied: torch.Event) -> None:
+        self._copied = copied
 
-    def wait_on_device(self) -> None:
-        torch.accelerator.current_stream(self._device).wait_event(self._event)
+    @property
+    def is_done(self) -> bool:
+        return bool(self._copied.query())
 
-    def wait_on_host(self) -> None:
-        self._event.synchronize()
+    def wait(self) -> None:
+        self._copied.synchronize()

@@ -9,14 +9,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from .file_store import FileStore
 from .host_pool import HostPool
 from .store import Store, Transfer, check_bytes, check_size, closed_error, unknown_key_error
 
@@ -35,6 +34,7 @@ class StagedStore:
         self._store = store
         self._pool = pool
         self.alignment_bytes = 64  # of the caller's memory, which is only ever copied
+        self.is_host_memory = store.is_host_memory
         self._sizes: dict[str, int] = {}
         self._last: dict[str, Future[None]] = {}  # by key, what was asked for last
         self._running: deque[tuple[str, Future[None]]] = deque()  # oldest first
@@ -42,10 +42,8 @@ class StagedStore:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "lowtide staging")
         self._is_closed = False
 
-    def reserve(self, nbytes: int) -> None:
-        """Takes room in the store underneath, where that has a limit. Raises OffloadError, with the numbers."""
-        if isinstance(self._store, FileStore):
-            self._store.reserve(nbytes)
+    def reserve(self, sizes: Iterable[int]) -> None:
+        self._store.reserve(sizes)
 
     @property
     def bytes_held(self) -> int:

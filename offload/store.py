@@ -1,15 +1,15 @@
-"""A place that keeps bytes under a key: the contract, and the two places that are memory.
+"""A place that keeps bytes under a key: the contract, and the place that is memory.
 
 | store       | bytes are kept in             | tensors to save and load | a transfer runs                         |
 |-------------|-------------------------------|--------------------------|-----------------------------------------|
-| DeviceStore | the memory of a device        | on any device            | in the order of the current stream      |
 | HostStore   | host memory, pinned with CUDA | on any device            | CPU: at once; CUDA: on a stream beside  |
 | FileStore   | a file                        | in host memory           | in threads of its own                   |
+| StagedStore | another store                 | on any device            | through host buffers, in threads        |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -39,6 +39,15 @@ class Store(Protocol):
     alignment_bytes: int
     """Of the address of a buffer, for the fast way; any other address is right too."""
 
+    is_host_memory: bool
+    """Whether what is kept takes as much host memory as it has bytes."""
+
+    def reserve(self, sizes: Iterable[int]) -> None:
+        """Makes sure of room for keys of these sizes, which are all that will be kept at once.
+
+        Raises OffloadError, with the numbers, where there is not enough.
+        """
+
     def save(self, key: str, values: Tensor) -> Transfer:
         """Keeps the bytes under the key, in place of what was there. values: (n,) uint8 contiguous.
 
@@ -64,13 +73,16 @@ class Store(Protocol):
         """The sum of the sizes that were saved and not dropped."""
 
 
-class Finished:
+class _Finished:
     """A transfer that was done when it was asked for."""
 
     is_done = True
 
     def wait(self) -> None:
         pass
+
+
+FINISHED: Transfer = _Finished()
 
 
 class _StreamTransfer:
@@ -88,17 +100,25 @@ class _StreamTransfer:
         torch.accelerator.current_stream(self._device).wait_event(self.event)
 
 
-class _MemoryStore:
-    """Keys and what memory they have."""
+class HostStore:
+    """Keeps copies in host memory, pinned where there is a CUDA device; OffloadError above the pool's limit.
+
+    CUDA tensors are copied on a stream beside the work, after what the current stream has been given so far.
+    """
 
     alignment_bytes = 64  # a cache line
+    is_host_memory = True
 
-    def __init__(self, take: Callable[[int], Tensor], give: Callable[[Tensor], None]) -> None:
-        self._take = take
-        self._give = give
+    def __init__(self, pool: HostPool | None = None) -> None:
+        self.pool = pool if pool is not None else HostPool(alignment=self.alignment_bytes)
+        self._owns_pool = pool is None
+        self._streams: dict[torch.device, torch.Stream] = {}
         self._kept: dict[str, Tensor] = {}
         self._running: dict[str, _StreamTransfer] = {}
         self._is_closed = False
+
+    def reserve(self, sizes: Iterable[int]) -> None:
+        """Does nothing: memory is taken when it is saved to."""
 
     @property
     def bytes_held(self) -> int:
@@ -112,7 +132,7 @@ class _MemoryStore:
         if kept is None or kept.numel() != values.numel():
             if kept is not None:
                 self.drop(key)
-            kept = self._kept[key] = self._take(values.numel())
+            kept = self._kept[key] = self.pool.take(values.numel())
         return self._copy(key, values, into=kept, caller=values)
 
     def load(self, key: str, out: Tensor) -> Transfer:
@@ -127,40 +147,12 @@ class _MemoryStore:
             raise closed_error(key) if self._is_closed else unknown_key_error(key)
         if running := self._running.pop(key, None):
             running.event.synchronize()  # host memory is used again without regard to streams
-        self._give(self._kept.pop(key))
+        self.pool.give(self._kept.pop(key))
 
     def close(self) -> None:
         for key in list(self._kept):
             self.drop(key)
         self._is_closed = True
-
-    def _copy(self, key: str, values: Tensor, into: Tensor, caller: Tensor) -> Transfer:
-        into.copy_(values)
-        return Finished()
-
-
-class DeviceStore(_MemoryStore):
-    """Keeps copies in the memory of one device, made in the order of the current stream: nothing to wait for."""
-
-    def __init__(self, device: torch.device | str) -> None:
-        self.device = torch.device(device)
-        super().__init__(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=self.device), lambda _: None)
-
-
-class HostStore(_MemoryStore):
-    """Keeps copies in host memory, pinned where there is a CUDA device; OffloadError above the pool's limit.
-
-    CUDA tensors are copied on a stream beside the work, after what the current stream has been given so far.
-    """
-
-    def __init__(self, pool: HostPool | None = None) -> None:
-        self.pool = pool if pool is not None else HostPool(alignment=self.alignment_bytes)
-        self._owns_pool = pool is None
-        self._streams: dict[torch.device, torch.Stream] = {}
-        super().__init__(self.pool.take, self.pool.give)
-
-    def close(self) -> None:
-        super().close()
         if self._owns_pool:
             self.pool.close()
 
@@ -169,7 +161,8 @@ class HostStore(_MemoryStore):
         if caller.device.type == "cpu":
             if running is not None:
                 running.event.synchronize()
-            return super()._copy(key, values, into, caller)
+            into.copy_(values)
+            return FINISHED
         stream = self._streams.get(caller.device)
         if stream is None:
             stream = self._streams[caller.device] = torch.Stream(caller.device)

@@ -1,124 +1,183 @@
-"""The loop that hides a store's transfers behind work: load the next, work on this one, save the one before.
+"""The loop that hides transfers behind work: load the next, work on this one, save the one before.
 
-             time ->
-    key 0    load  WORK  save
-    key 1          load  WORK  save
-    key 2                load  WORK  save
+                  time ->
+    resident 0    load  WORK  save
+    resident 1          load  WORK  save
+    resident 2                load  WORK  save
 
 A slot of time has one load, one piece of work and one save, so that with equal sizes the whole takes
-max(load + save, work) a key, and the first load and the last save besides. That needs three buffers: `depth` + 2, where
-`depth` is how many keys are loaded ahead.
+max(load + save, work) each, and the first load and the last save besides. That needs memory for `depth` that come, one
+that is used, and `max_leaving`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from torch import Tensor
 
-from .errors import OffloadError
-from .host_pool import HostPool
-from .store import Store, Transfer
+from .resident import Resident
+from .store import Transfer
+
+
+@dataclass
+class _Stay:
+    """Of a resident in memory."""
+
+    values: Tensor
+    has_changed: bool = False
+    is_waiting: bool = False  # for its next user, and not used by anybody
+    is_opened: bool = False  # gives way to the next that is loaded
 
 
 class Window:
-    """Brings bytes from a store into buffers of a pool and back, never holding more than depth + 2 buffers.
+    """Brings residents into memory and back, in an order that is known (`expect`) or in any other.
 
-    Keys may come in any order. A buffer is in one of three states:
+    | state    | begins with                      | ends with                                                  |
+    |----------|----------------------------------|------------------------------------------------------------|
+    | coming   | `prefetch`, a place in the order | `acquire`, or its turn has passed: the guess was wrong     |
+    | here     | `acquire`, `create`, `open`      | `release`: saved if it has changed                         |
+    | leaving  | `release`                        | more than `max_leaving` are, or somebody wants it again    |
 
-    | state    | begins with            | ends with                                          |
-    |----------|------------------------|----------------------------------------------------|
-    | coming   | `prefetch`             | `acquire`, or room is wanted: the guess was wrong  |
-    | acquired | `acquire`, `create`    | `release`, `fork`                                  |
-    | leaving  | `release(key, True)`   | room is wanted, or `acquire`: no need to load it   |
-
-    A failed transfer raises OffloadError in the call that waits for it, and its buffer is given back. `close` gives
-    every buffer back, whatever happened before. To be used by one thread.
+    A failed transfer raises OffloadError in the call that waits for it, and its memory is given back. `close` gives all
+    memory back, whatever happened before. To be used by one thread at a time.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        pool: HostPool,
-        sizes: Mapping[str, int],  # bytes of a key; looked up when the key is first used, so it may grow
-        depth: int = 1,
-    ) -> None:
+    def __init__(self, depth: int = 1, max_leaving: int = 1) -> None:
+        """depth: how many of the order are loaded ahead."""
         if depth < 0:
-            raise ValueError(f"depth: expected 0 or more keys to load ahead, found {depth}")
-        self._store = store
-        self._pool = pool
-        self._sizes = sizes
-        self.max_buffers = depth + 2
-        self._coming: dict[str, tuple[Tensor, Transfer]] = {}
-        self._acquired: dict[str, Tensor] = {}
-        self._leaving: dict[str, tuple[Tensor, Transfer]] = {}
+            raise ValueError(f"depth: expected 0 or more residents to load ahead, found {depth}")
+        self._depth = depth
+        self._max_leaving = max_leaving
+        self._order: deque[Resident] = deque()
+        self._coming: dict[Resident, tuple[Tensor, Transfer]] = {}
+        self._here: dict[Resident, _Stay] = {}
+        self._leaving: dict[Resident, tuple[Tensor, Transfer]] = {}  # oldest first
 
-    @property
-    def num_buffers(self) -> int:
-        return len(self._coming) + len(self._acquired) + len(self._leaving)
+    # -- one after the other --------------------------------------------------------------------------------------
 
-    def prefetch(self, key: str) -> bool:
-        """Begins to load a key. False, and nothing happens, where all buffers are in use or the pool is at its limit.
+    def expect(self, order: Iterable[Resident]) -> None:
+        """In which order residents are used next. Some may be left out then, and others come between."""
+        for resident in self._order:
+            self._cancel(resident)
+        self._order = deque(order)
 
-        May wait for saves that have begun; never for anything else.
+    @contextlib.contextmanager
+    def use(self, resident: Resident, changes: bool = True) -> Iterator[Tensor]:
+        """Its bytes, to be worked on in place; meanwhile the next of the order come, and those before are saved.
+
+        changes: they are saved after it; not after an exception. A resident that somebody else has acquired stays here.
         """
-        if key in self._coming or key in self._acquired or key in self._leaving:
-            return True
-        nbytes = self._sizes[key]
-        if not self._make_room(nbytes, drop_guesses=False):
-            return False
-        self._load(key, nbytes)
-        return True
+        stay = self._here.get(resident)
+        is_nested = stay is not None and not stay.is_waiting
+        values = self.acquire(resident)
+        try:
+            yield values
+            self._here[resident].has_changed |= changes
+        finally:
+            if not is_nested and resident in self._here:
+                self.release(resident)
 
-    def acquire(self, key: str) -> Tensor:
-        """(n,) uint8: the key's bytes, to be worked on in place until `release`. Waits until they are here.
+    # -- in any order ---------------------------------------------------------------------------------------------
 
-        Raises OffloadError where they cannot be loaded, or where all buffers are acquired.
+    def holds(self, resident: Resident) -> bool:
+        """Whether its bytes are here."""
+        return resident in self._here
+
+    def prefetch(self, resident: Resident) -> None:
+        """Begins to load it, unless it is here or coming. Waits where it is still leaving, for nothing else.
+
+        What is opened gives way.
         """
-        if key in self._acquired:
-            raise ValueError(f"expected '{key}' to be acquired once and then released, found it acquired again")
+        if resident in self._coming or resident in self._here:
+            return
+        if resident in self._leaving:
+            self._end_transfer(self._leaving, resident, gives=True)
+        for other in [other for other, stay in self._here.items() if stay.is_opened]:
+            self.release(other)
+        memory = resident.take()
+        try:
+            self._coming[resident] = (memory, resident.load(memory))
+        except BaseException:
+            resident.give(memory)
+            raise
+
+    def acquire(self, resident: Resident) -> Tensor:
+        """Its bytes, to be worked on in place until `release`. Waits until they are here.
+
+        Raises OffloadError where they cannot be loaded.
+        """
+        if resident in self._order:
+            while (passed := self._order.popleft()) is not resident:
+                self._cancel(passed)
+        self.prefetch(resident)
+        if resident in self._here:  # in use from now on, and no longer in the way of others
+            self._here[resident].is_waiting = self._here[resident].is_opened = False
+        for following in itertools.islice(self._order, self._depth):
+            self.prefetch(following)
+        if resident in self._coming:
+            self._here[resident] = _Stay(self._end_transfer(self._coming, resident))
+        return self._here[resident].values
+
+    def create(self, resident: Resident) -> Tensor:
+        """Memory for bytes that are made anew, content arbitrary; then as `acquire`, and changed."""
         for state in (self._coming, self._leaving):
-            if key in state:
-                break
-        else:
-            self._want_room(key)
-            state = self._coming
-            self._load(key, self._sizes[key])
-        buffer = self._end_transfer(state, key)
-        self._acquired[key] = buffer
-        return buffer
+            if resident in state:
+                self._end_transfer(state, resident, gives=True)
+        if resident in self._here:
+            resident.give(self._here.pop(resident).values)
+        self._here[resident] = _Stay(resident.take(), has_changed=True)
+        return self._here[resident].values
 
-    def create(self, key: str) -> Tensor:
-        """(n,) uint8, content arbitrary: a buffer for a key that the store need not have yet. Then as `acquire`."""
-        self._forget(key)
-        self._want_room(key)
-        self._acquired[key] = self._pool.take(self._sizes[key])
-        return self._acquired[key]
+    def open(self, resident: Resident, changes: bool = False) -> Tensor:
+        """Its bytes, until another one is loaded, or `put_back`; saved then, if anyone opened them for changes.
 
-    def fork(self, key: str, other: str) -> Tensor:
-        """(n,) uint8: goes on with the work on an acquired key as `other`; the store keeps what `key` was."""
-        if key not in self._acquired:
-            raise ValueError(f"expected a key that was acquired, found '{key}', which is not")
-        self._forget(other)
-        self._acquired[other] = self._acquired.pop(key)
-        return self._acquired[other]
+        Of one that is here already: until whoever has acquired it releases it.
+        """
+        if resident not in self._here:
+            self.acquire(resident)
+            self._here[resident].is_waiting = self._here[resident].is_opened = True
+        self._here[resident].has_changed |= changes
+        return self._here[resident].values
 
-    def release(self, key: str, changed: bool) -> None:
-        """Ends the work on a key: what has changed is saved, anything else given back at once."""
-        if key not in self._acquired:
-            raise ValueError(f"expected a key that was acquired, found '{key}', which is not")
-        buffer = self._acquired.pop(key)
-        if not changed:
-            self._pool.give(buffer)
+    def hold(self, resident: Resident) -> None:
+        """In place of `release`: its next user finds it here. Until then, or `put_back`."""
+        self._here[resident].is_waiting = True
+
+    def let_go(self, resident: Resident) -> None:
+        """The end of `hold`, or of `open`. Does nothing for one that is used, or not here."""
+        stay = self._here.get(resident)
+        if stay is not None and stay.is_waiting:
+            self.release(resident)
+
+    def release(self, resident: Resident) -> None:
+        """Ends the work on it: what has changed is saved, anything else given back at once."""
+        if resident not in self._here:
+            raise ValueError(f"expected a resident that was acquired, found '{resident.name}', which is not here")
+        stay = self._here.pop(resident)
+        if not stay.has_changed:
+            resident.give(stay.values)
             return
         try:
-            self._leaving[key] = (buffer, self._store.save(key, buffer))
+            self._leaving[resident] = (stay.values, resident.save(stay.values))
         except BaseException:
-            self._pool.give(buffer)
+            resident.give(stay.values)
             raise
+        while len(self._leaving) > self._max_leaving:
+            self._retire_oldest()
+
+    # -- all of them ----------------------------------------------------------------------------------------------
+
+    def put_back(self) -> None:
+        """Releases what nobody uses: opened, or held."""
+        for resident in [resident for resident, stay in self._here.items() if stay.is_waiting]:
+            self.release(resident)
 
     def wait(self) -> None:
         """Returns when everything released has been saved; raises OffloadError for the first that could not be."""
@@ -126,13 +185,15 @@ class Window:
             self._retire_oldest()
 
     def close(self) -> None:
-        """Waits for the transfers that run, gives every buffer back, and says nothing of failed ones: see `wait`."""
+        """Waits for the transfers that run, gives all memory back, and says nothing of failed ones: see `wait`."""
+        self._order.clear()
         for state in (self._coming, self._leaving):
-            for key in list(state):
+            for resident in list(state):
                 with contextlib.suppress(Exception):
-                    self._pool.give(self._end_transfer(state, key))
-        while self._acquired:
-            self._pool.give(self._acquired.popitem()[1])
+                    self._end_transfer(state, resident, gives=True)
+        while self._here:
+            resident, stay = self._here.popitem()
+            resident.give(stay.values)
 
     def __enter__(self) -> Self:
         return self
@@ -149,83 +210,25 @@ class Window:
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
-    def _forget(self, key: str) -> None:
-        """Gives back what is here of a key that is made anew."""
-        if key in self._acquired:
-            raise ValueError(f"expected '{key}' to be released before it is made anew, found it acquired")
-        for state in (self._coming, self._leaving):
-            if key in state:
-                self._pool.give(self._end_transfer(state, key))
-
-    def _want_room(self, key: str) -> None:
-        """Room for a key that is needed now. Raises OffloadError where there is none."""
-        if self._make_room(self._sizes[key], drop_guesses=True):
-            return
-        if self.num_buffers < self.max_buffers:
-            return  # then it is the pool that has none, and taking says so, with the numbers
-        held = ", ".join(f"'{other}'" for other in self._acquired)
-        raise OffloadError(
-            f"a buffer for '{key}': {len(self._acquired)} acquired ({held}) + 1 > depth + 2 = {self.max_buffers}; "
-            "release one of them first, or make the window deeper"
-        )
-
-    def _make_room(self, nbytes: int, drop_guesses: bool) -> bool:
-        """True when one more buffer may be taken. Waits for saves, the oldest first, as long as that helps."""
-        while self.num_buffers >= self.max_buffers or not self._pool.has_room(nbytes):
-            if self._leaving:
-                self._retire_oldest()
-            elif drop_guesses and self._coming:
-                with contextlib.suppress(OffloadError):  # a wrong guess is never an error
-                    self._pool.give(self._end_transfer(self._coming, next(iter(self._coming))))
-            else:
-                return False
-        return True
-
-    def _load(self, key: str, nbytes: int) -> None:
-        buffer = self._pool.take(nbytes)
-        try:
-            self._coming[key] = (buffer, self._store.load(key, buffer))
-        except BaseException:
-            self._pool.give(buffer)
-            raise
+    def _cancel(self, resident: Resident) -> None:
+        """A wrong guess, which is never an error."""
+        if resident in self._coming:
+            with contextlib.suppress(Exception):
+                self._end_transfer(self._coming, resident, gives=True)
 
     def _retire_oldest(self) -> None:
-        self._pool.give(self._end_transfer(self._leaving, next(iter(self._leaving))))
+        self._end_transfer(self._leaving, next(iter(self._leaving)), gives=True)
 
-    def _end_transfer(self, state: dict[str, tuple[Tensor, Transfer]], key: str) -> Tensor:
-        """Waits for a transfer and gives its buffer; where it failed the buffer goes back to the pool."""
-        buffer, transfer = state.pop(key)
+    def _end_transfer(
+        self, state: dict[Resident, tuple[Tensor, Transfer]], resident: Resident, gives: bool = False
+    ) -> Tensor:
+        """Waits for a transfer and gives its memory back: where it is asked to, or the transfer has failed."""
+        memory, transfer = state.pop(resident)
         try:
             transfer.wait()
-        except Exception:  # an interrupt is none: the transfer would still run, and the buffer stays taken
-            self._pool.give(buffer)
+        except Exception:  # an interrupt is none: the transfer would still run, and the memory stays taken
+            resident.give(memory)
             raise
-        return buffer
-
-
-def run_window(
-    keys: Sequence[str],
-    sizes: Sequence[int],  # bytes of each key
-    store: Store,
-    pool: HostPool,
-    compute: Callable[[int, Tensor], bool],
-    depth: int = 1,
-) -> None:
-    """Calls compute(index, buffer) for every key in order, while the next are loaded and those before are saved.
-
-    buffer: (sizes[index],) uint8 in host memory, worked on in place; what compute returns True for is saved. Every save
-    has ended on return. After an exception in compute no transfer runs, and the store has that key as it was before.
-    Raises OffloadError for transfers that failed, ValueError for keys that are not all different.
-    """
-    size_of = dict(zip(keys, sizes, strict=True))
-    if len(size_of) != len(keys):
-        twice = sorted({key for key in keys if list(keys).count(key) > 1})
-        raise ValueError(f"keys: expected each once, found {', '.join(twice)} more often")
-    with Window(store, pool, size_of, depth) as window:
-        num_prefetched = 0
-        for index, key in enumerate(keys):
-            while num_prefetched < min(index + 1 + depth, len(keys)) and window.prefetch(keys[num_prefetched]):
-                num_prefetched += 1
-            buffer = window.acquire(key)
-            num_prefetched = max(num_prefetched, index + 1)
-            window.release(key, compute(index, buffer))
+        if gives:
+            resident.give(memory)
+        return memory

@@ -72,9 +72,9 @@ class ModelPlan:
         return [group for _, groups in self.units for group in groups]
 
     @property
-    def shard_bytes(self) -> dict[str, int]:
-        """Bytes of a rank's shard of each group, by name."""
-        return {group.name: group.layout.shard_numel * group.dtype.itemsize for group in self.groups}
+    def shard_bytes(self) -> list[int]:
+        """Bytes of a rank's shard of each group."""
+        return [group.layout.shard_numel * group.dtype.itemsize for group in self.groups]
 
     def shared_bytes(self, dtypes: Dtypes, num_ranks: int, shares_gradients: bool) -> int:
         """An upper bound of what the ranks of one host take of its shared memory: one copy, and the ring of slots.

@@ -14,7 +14,7 @@ from ..kernels.sum_of_squares import squares_by_block
 from ..offload import PagePool, TransientBuffer
 from .exact_sum import NUM_LIMBS, to_limbs
 from .group import ShardedGroup
-from .host_gradients import HostGradients
+from .host_update import HostUpdate
 from .layout import BLOCK_NUMEL
 from .staging import Region, Staging
 
@@ -64,7 +64,7 @@ class GroupGradient:
         self._has_local = False
         self._has_shard = False
         self._memory: TransientBuffer | None = None
-        self._host: HostGradients | None = None
+        self._host: HostUpdate | None = None
         self._on_host: Tensor | None = None  # the sum of the shards that have left
         self._common: Tensor | None = None  # of all replicas
         self._staging: Staging | None = None  # of the backward that runs
@@ -93,7 +93,7 @@ class GroupGradient:
         of_params = sum(param.grad.nbytes for param in params if param.grad is not None)
         return shared + own + of_params + (0 if self.local is None else self.local.nbytes)
 
-    def leave_to(self, host: HostGradients) -> None:
+    def leave_to(self, host: HostUpdate) -> None:
         """From now on the final shard is in host memory."""
         self._host = host
 

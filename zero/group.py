@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Mesh, Pending
-from ..offload import Memory, StoredRange, Transfer
+from ..offload import Memory, Resident, StoredRange
 from .domain import Domain
 from .group_memory import GroupMemory
 from .layout import FlatLayout, Piece
@@ -21,6 +21,7 @@ class Residence(Enum):
     """Which memory a group holds."""
 
     FULL = "full"  # `full` holds all parameters, which are views of it
+    COMING = "coming"  # as FULL, but their values are still on their way, and parameters raise when they are read
     SHARDED = "sharded"  # only `shard` has values; parameters raise when they are read
 
 
@@ -70,11 +71,12 @@ class ShardedGroup:
         self.full = torch.empty(0)
         self._resting = torch.empty(0)  # of `full`, or beside it
         self.shard = torch.empty(0)
-        self._loading: Transfer | None = None  # of the shard; the gather comes after it
-        self._pending: Pending | None = None
-        self._memory: GroupMemory | None = None
+        self.resident = Resident(name, lambda: self.shard)
+        """The shard, for a window that brings it to where it is updated."""
+        self._pending = Pending()  # of the last gather
+        self._is_loading = False  # the shard comes from its store, and the gather after it
+        self._memory = GroupMemory(self.full, self.shard)
         self._rest: ShardRest | None = None
-        self._has_changed = False  # the shard, while it was full; its store does not know yet
         self._refreshed_axis = mesh.over(domain.refreshed)
 
     @property
@@ -88,11 +90,11 @@ class ShardedGroup:
     def full_bytes(self) -> int:
         """Bytes that `full` takes now."""
         held = self.layout.padded_numel * self.dtype.itemsize
-        if not self.frees_memory or self.residence is Residence.FULL or self._is_coming:
+        if not self.frees_memory or self.residence is not Residence.SHARDED:
             return held
-        if self._memory is None or not self._memory.own_is_in_full:
+        if not self._memory.own_is_in_full:
             return 0
-        has_own = self._rest is None or self._rest.holds(self)
+        has_own = self._rest is None or self._rest.window.holds(self.resident)
         return self._resting.nbytes if has_own else 0
 
     @property
@@ -119,9 +121,13 @@ class ShardedGroup:
         first = self.own.start - self.at_rest.start
         self.shard = self._resting[first : first + self.layout.shard_numel]  # torch makes no view without memory
         self._resting.zero_()
-        if rest is not None:
-            rest.keep(self).wait()
-            memory.give_own()
+        if rest is None:
+            return
+        memory.give_own()
+        self.resident = rest.resident(self.name, self._take_own, lambda _: memory.give_own())
+        rest.window.create(self.resident).zero_()
+        rest.window.release(self.resident)
+        rest.window.wait()
 
     @property
     def own(self) -> slice:
@@ -146,27 +152,10 @@ class ShardedGroup:
         rest = self._rest
         if rest is None:
             return self.shard
-        return StoredRange(self.layout.shard_numel, self.dtype, lambda: self._open_own(rest, changes))
+        return StoredRange(self.layout.shard_numel, self.dtype, lambda: rest.window.open(self.resident, changes))
 
-    def take_own_memory(self) -> None:
-        """Memory for the shard of a group that is not full, content arbitrary."""
-        assert self._memory is not None
+    def _take_own(self) -> Tensor:
         self._memory.take_own()
-
-    def give_own_memory(self) -> None:
-        """The end of `take_own_memory`."""
-        assert self._memory is not None
-        self._memory.give_own()
-
-    def give_all_memory(self) -> None:
-        """No part of the parameters is in memory any more."""
-        assert self._memory is not None
-        self._memory.give_all()
-
-    def _open_own(self, rest: ShardRest, changes: bool) -> Tensor:
-        if self.residence is Residence.SHARDED:
-            return rest.open(self, changes)
-        self._has_changed = self._has_changed or changes
         return self.shard
 
     def install(self) -> None:
@@ -180,26 +169,23 @@ class ShardedGroup:
 
     def start_gather(self) -> None:
         """Starts to make the parameters full. Does nothing where that was started, or is so."""
-        if self.residence is Residence.FULL or self._is_coming:
+        if self.residence is not Residence.SHARDED:
             return
-        if not self.frees_memory:
-            self._pending = Pending()
-            return
-        assert self._memory is not None
         if self._rest is not None:
-            self._rest.make_way(self)
-            self._memory.take_all()
-            self._loading = self._rest.fetch(self)
-        else:
+            self._rest.window.let_go(self.resident)  # a change is saved now, and not after an update elsewhere
+            self._rest.window.prefetch(self.resident)
+            self._is_loading = True
+            self._memory.take_others()
+        elif self.frees_memory:
             self._memory.take_others()
             self._pending = self._exchange()
+        self.residence = Residence.COMING
 
     def continue_gather(self) -> None:
         """Starts what has to wait for the shard to be loaded; a collective then, which `start_gather` was not."""
-        loading, self._loading = self._loading, None
-        if loading is not None:
-            self._pending = Pending()  # for `release`, should the load fail
-            loading.wait()
+        if self._rest is not None and self._is_loading:
+            self._is_loading = False
+            self._rest.window.acquire(self.resident)
             self._pending = self._exchange()
 
     def gather(self) -> None:
@@ -207,10 +193,7 @@ class ShardedGroup:
         if self.residence is Residence.FULL:
             return
         self.start_gather()
-        self.continue_gather()
-        assert self._pending is not None
-        self._pending.wait()
-        self._pending = None
+        self._finish_gather()
         for param in self.params:
             mark_present(param)
         if self.frees_memory:
@@ -220,23 +203,22 @@ class ShardedGroup:
     def release(self, holds_shard: bool = False) -> None:
         """Frees the full parameters; only where the policy frees them at all.
 
-        holds_shard: which else rests in a store, is updated next, and then `let_go`.
+        holds_shard: which else goes back to its store, is updated next.
         """
-        if not self.frees_parameters:
+        if not self.frees_parameters or self.residence is Residence.SHARDED:
             return
-        if self._is_coming:  # prefetched, and then not needed
-            self.continue_gather()
-            assert self._pending is not None
-            self._pending.wait()
-            self._pending = None
-        elif self.residence is Residence.SHARDED:
-            return
+        if self.residence is Residence.COMING:  # prefetched, and then not needed
+            self._finish_gather()
         if self.frees_memory:
             self._empty_params()
-            self._free_memory(holds_shard)
+            self._memory.give_others()
         else:
             self._mark_released()
         self.residence = Residence.SHARDED
+        if self._rest is not None and self._rest.window.holds(self.resident):
+            self._rest.window.hold(self.resident)
+            if not holds_shard:
+                self._rest.window.let_go(self.resident)
 
     def refresh(self) -> Pending:
         """Brings updated shards of other ranks to where parameters are at rest, views of which stay as they are."""
@@ -244,27 +226,13 @@ class ShardedGroup:
             return Pending()
         return self._refreshed_axis.route.gather(self._resting, self.shard, f"gather of {self.name}")
 
-    @property
-    def _is_coming(self) -> bool:
-        return self._loading is not None or self._pending is not None
+    def _finish_gather(self) -> None:
+        self.continue_gather()
+        pending, self._pending = self._pending, Pending()
+        pending.wait()
 
     def _exchange(self) -> Pending:
         return self.axis.route.gather(self.full, self._resting, f"gather of {self.name}")
-
-    def _free_memory(self, holds_shard: bool) -> None:
-        if self._rest is not None:
-            has_changed, self._has_changed = self._has_changed, False
-            if holds_shard:
-                assert self._memory is not None
-                self._memory.give_others()
-                self._rest.hold(self, has_changed)
-            elif has_changed:
-                self._rest.leave(self)
-            else:
-                self.give_all_memory()
-        else:
-            assert self._memory is not None
-            self._memory.give_others()
 
     def _empty_params(self) -> None:
         """Shapes without values: a NaN, expanded."""

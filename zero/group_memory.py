@@ -2,53 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from ..offload import PagedBuffer
 
 
-class GroupMemory(Protocol):
+class GroupMemory:
     """Addresses for `full`, (padded_numel,), and for `own`, the part of it that is at rest here; memory for a while.
 
-    Content is arbitrary whenever memory comes.
+    Content is arbitrary whenever memory comes. Here it is there for good, and nothing comes or goes.
     """
 
-    full: Tensor
-    own: Tensor
+    own_is_in_full = True
+    """Whether `own` is a part of `full`, with the same memory."""
 
-    @property
-    def own_is_in_full(self) -> bool:
-        """Whether `own` is a part of `full`, with the same memory."""
+    def __init__(self, full: Tensor, own: Tensor) -> None:
+        self.full = full
+        self.own = own
 
     def take_own(self) -> None: ...
 
     def take_others(self) -> None:
         """Memory for the rest of `full`, beside that of `own`."""
 
-    def take_all(self) -> None:
-        """Both."""
+    def give_own(self) -> None:
+        """The end of `take_own`."""
 
-    def give_own(self) -> None: ...
-
-    def give_others(self) -> None: ...
-
-    def give_all(self) -> None: ...
+    def give_others(self) -> None:
+        """The end of `take_others`."""
 
 
-class PagedMemory:
+class PagedMemory(GroupMemory):
     """Pages that move between buffers, see [Note: moving pages]. `own` is a view of `full`."""
-
-    own_is_in_full = True
 
     def __init__(self, pages: PagedBuffer, own: slice) -> None:
         """own: which elements."""
+        super().__init__(pages.tensor, pages.tensor[own])
         self._pages = pages
         self._own = own
-        self.full = pages.tensor
-        self.own = self.full[own]
 
     def take_own(self) -> None:
         self._pages.populate(self._own.start, self._own.stop)
@@ -57,9 +49,6 @@ class PagedMemory:
         self._pages.populate(0, self._own.start)
         self._pages.populate(self._own.stop, self.full.numel())
 
-    def take_all(self) -> None:
-        self._pages.populate(0, self.full.numel())
-
     def give_own(self) -> None:
         self._pages.vacate(self._own.start, self._own.stop)
 
@@ -67,18 +56,15 @@ class PagedMemory:
         self._pages.vacate(0, self._own.start)
         self._pages.vacate(self._own.stop, self.full.numel())
 
-    def give_all(self) -> None:
-        self._pages.vacate(0, self.full.numel())
 
-
-class ResizedMemory:
+class ResizedMemory(GroupMemory):
     """Storages that are resized, on any device. `own` has one for itself, but where it is all of `full`."""
 
     def __init__(self, full: Tensor, own_numel: int) -> None:
         """full: (padded_numel,), whose memory is given back at once."""
-        self.full = full
         self.own_is_in_full = own_numel == full.numel()
-        self.own = full if self.own_is_in_full else torch.empty(own_numel, dtype=full.dtype, device=full.device)
+        own = full if self.own_is_in_full else torch.empty(own_numel, dtype=full.dtype, device=full.device)
+        super().__init__(full, own)
         for memory in (self.full, self.own):
             memory.untyped_storage().resize_(0)
 
@@ -89,17 +75,9 @@ class ResizedMemory:
         if not self.own_is_in_full:
             self.full.untyped_storage().resize_(self.full.nbytes)
 
-    def take_all(self) -> None:
-        self.take_own()
-        self.take_others()
-
     def give_own(self) -> None:
         self.own.untyped_storage().resize_(0)
 
     def give_others(self) -> None:
         if not self.own_is_in_full:
             self.full.untyped_storage().resize_(0)
-
-    def give_all(self) -> None:
-        self.give_own()
-        self.give_others()

@@ -1,12 +1,16 @@
-"""The update of a device's parameters on the host."""
+"""The update of a device's parameters on the host: what their shards and gradients pass through."""
 
 from __future__ import annotations
 
-from ..offload import HostCopies, HostPool
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ..offload import HostCopies, HostPool, Resident, Window
 from .group import ShardedGroup
-from .host_gradients import HostGradients
 from .shard_rest import ShardRest
-from .visits import OnHost, OnHostFromRest, Visit
+
+_MAX_LEAVING = 2  # each holds a gradient shard's memory on the device
 
 
 class HostUpdate:
@@ -15,21 +19,73 @@ class HostUpdate:
         device    gradients leave ----.                      .---- parameters return
         host                          update n | update n-1 | ...
 
+    Gradients leave in the order of the backward, and those of several microbatches are added up on the host:
+
+        device   reduce n | reduce n-1 | reduce n-2 | ...
+        link              |   copy n   |  copy n-1  | ...
+        host                           | add n, its squares | add n-1 ...
+
+    At most two are on their way. Then the host waits, so it is never further ahead of the device than that.
+
     Source: ZeRO-Offload, arXiv 2101.06840, section 4.
     """
 
     def __init__(self, copies: HostCopies, pool: HostPool) -> None:
         self._copies = copies
         self._pool = pool
-        self.gradients = HostGradients(copies, pool)
+        self._gradients = Window(max_leaving=_MAX_LEAVING)
 
-    def visit(self, group: ShardedGroup, rest: ShardRest | None, needs_values: bool) -> Visit:
-        """Of the group's shard on the host. needs_values: else all are written anew."""
+    def resident(self, group: ShardedGroup, rest: ShardRest | None, needs_values: bool) -> Resident:
+        """The group's shard, (shard_numel,), which comes to a buffer of the host.
+
+        rest: where it rests, if it does; the device does not see it then. needs_values: else all are written anew.
+        """
+        shard = group.shard
+
+        def take() -> Tensor:
+            return self._pool.take(shard.nbytes).view(shard.dtype)
+
         if rest is not None:
-            return OnHostFromRest(group, rest, self._pool, needs_values)
-        return OnHost(group, self._copies, self._pool, needs_values)
+            resident = rest.resident(group.name, take, self._pool.give)
+        else:
+            resident = Resident(
+                group.name,
+                take,
+                self._pool.give,
+                load=lambda out: self._copies.to_host(shard, out),
+                save=lambda values: self._copies.to_device(values, shard),
+            )
+        return resident if needs_values else resident.made_anew()
+
+    def take(self, values: Tensor, total: Tensor | None, on_arrived: Callable[[], None] | None) -> Tensor:
+        """Begins to bring a gradient shard, (n,), whose memory on the device goes with the last reference to it.
+
+        total: to which it is added; None: it is the first. on_arrived: called then. Returns the total, (n,), which is
+        complete after `arrive`, and is the caller's until `give`.
+        """
+        arriving = self._pool.take(values.nbytes).view(values.dtype)
+
+        def arrive(_: Tensor) -> None:
+            if total is not None:
+                total.add_(arriving)
+                self.give(arriving)
+            if on_arrived is not None:
+                on_arrived()
+
+        leaving = Resident("gradient", lambda: values, arrive, save=lambda shard: self._copies.to_host(shard, arriving))
+        self._gradients.create(leaving)
+        self._gradients.release(leaving)
+        return arriving if total is None else total
+
+    def arrive(self) -> None:
+        """Returns when all gradients that were taken are complete."""
+        self._gradients.wait()
+
+    def give(self, total: Tensor) -> None:
+        """The memory of a gradient that was used up."""
+        self._pool.give(total)
 
     def close(self) -> None:
         """Gives the buffers back that are kept for the next step."""
-        self.gradients.arrive()
+        self.arrive()
         self._pool.close()

@@ -8,20 +8,20 @@ step     load 1 | update 0 | save      all chunks of all shards in one window, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..offload import FileStore, HostChunks, HostPool, Store, Window
+from ..offload import HostPool, Resident, Store, Window
 from .layout import BLOCK_NUMEL
 
 CHUNK_NUMEL = 4 << 20
 """Elements of a chunk: large enough for the disk, small enough that three of them are little memory."""
 
 _ALIGNMENT_BYTES = 64
-_OTHER = " (other)"
 
 
 @dataclass(frozen=True)
@@ -52,22 +52,30 @@ class ChunkLayout:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chunk:
-    """Elements [start, end) of a shard, and under which key their tensors are kept."""
+    """Elements [start, end) of a shard, whose tensors are one resident."""
 
-    key: str
     start: int
     end: int
     layout: ChunkLayout
+    resident: Resident
+    window: Window
 
-    @property
-    def numel(self) -> int:
-        return self.end - self.start
+    def fill(self, values: Mapping[str, Tensor]) -> None:
+        """Keeps first values of all tensors."""
+        buffer = self.window.create(self.resident).zero_()
+        for name, target in self.layout.views(buffer).items():
+            target.copy_(values[name])
+        self.window.release(self.resident)
+
+    def open(self, changes: bool = False) -> dict[str, Tensor]:
+        """The tensors, until those of another chunk are opened; kept again then, if anyone opened them for changes."""
+        return self.layout.views(self.window.open(self.resident, changes))
 
 
 class OffloadedStates:
-    """Opens chunks: all of them one after the other for a step, or single ones for whoever reads and writes them."""
+    """Makes the chunks of all shards, and has the window through which they come and go."""
 
     def __init__(
         self,
@@ -85,22 +93,26 @@ class OffloadedStates:
         is room for two of each chunk, so that an update can be taken back.
         """
         assert chunk_numel % BLOCK_NUMEL == 0
-        self.store = store
+        self._store = store
+        self._pool = pool
         self._ratio = ratio
-        self._keeps_old = keeps_old
+        self._num_versions = 2 if keeps_old else 1
         self._chunk_numel = chunk_numel
-        self._sizes: dict[str, int] = {}
-        self._window = HostChunks(pool, self._sizes) if store is None else Window(store, pool, self._sizes, depth=2)
         self._in_whole_shards = in_whole_shards
         self._numel_seen = self._numel_kept = 0
-        self._open: tuple[Chunk, dict[str, Tensor], bool] | None = None
-        self._has_moved: dict[str, bool] = {}  # chunks whose values are under the other one of their two keys
-        self._undecided: list[Chunk] = []
+        self._sizes: list[int] = []
+        self._buffers: dict[str, Tensor] = {}  # of the pool, that chunks rest in
+        self.window = Window(max_leaving=2)
+
+    @classmethod
+    def none(cls) -> OffloadedStates:
+        """All states stay in memory with their parameters."""
+        return cls(None, HostPool(), ratio=0.0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the store."""
-        return sum(self._sizes.values())
+        """Bytes of states that are not with the parameters."""
+        return sum(self._sizes)
 
     def resident_numel(self, shard_numel: int) -> int:
         """How many elements at the beginning of the next shard stay in memory; whole blocks."""
@@ -121,82 +133,29 @@ class OffloadedStates:
         chunks = []
         for low in range(start, end, self._chunk_numel):
             high = min(low + self._chunk_numel, end)
-            chunks.append(Chunk(f"{name} [{low}, {high})", low, high, ChunkLayout.of(kinds_for(high - low))))
-            for key in (chunks[-1].key, chunks[-1].key + _OTHER)[: 2 if self._keeps_old else 1]:
-                self._sizes[key] = chunks[-1].layout.nbytes
+            layout = ChunkLayout.of(kinds_for(high - low))
+            resident = self._resident(f"{name} [{low}, {high})", layout.nbytes)
+            chunks.append(Chunk(low, high, layout, resident, self.window))
         return chunks
 
     def reserve(self) -> None:
         """Takes room for all chunks, where the store has a limit. Raises OffloadError, with the numbers."""
-        if isinstance(self.store, FileStore):
-            self.store.reserve(FileStore.bytes_needed(self._sizes.values()))
-
-    def fill(self, chunk: Chunk, write: Callable[[dict[str, Tensor]], None]) -> None:
-        """Keeps the first values of a chunk, which `write` puts into its tensors."""
-        self.settle()
-        key = self._key_of(chunk)
-        buffer = self._window.create(key)
-        buffer.zero_()
-        write(chunk.layout.views(buffer))
-        self._window.release(key, True)
-
-    def updating(self, chunks: Sequence[Chunk], keeps_old: bool = False) -> Iterator[tuple[Chunk, dict[str, Tensor]]]:
-        """Each chunk with its tensors, which are then changed; meanwhile the next is read and the last written.
-
-        keeps_old: the store keeps both, until `accept` or `roll_back`.
-        """
-        self.settle()
-        for index, chunk in enumerate(chunks):
-            key = self._key_of(chunk)
-            buffer = self._window.acquire(key)
-            if index + 1 < len(chunks):
-                self._window.prefetch(self._key_of(chunks[index + 1]))
-            if keeps_old:
-                key, old_key = self._other_key_of(chunk), key
-                buffer = self._window.fork(old_key, key)
-                self._undecided.append(chunk)
-            try:
-                yield chunk, chunk.layout.views(buffer)
-            finally:
-                self._window.release(key, True)
-
-    def accept(self) -> None:
-        """What was updated beside the old values takes their place."""
-        for chunk in self._undecided:
-            self._has_moved[chunk.key] = not self._has_moved.get(chunk.key, False)
-        self._undecided.clear()
-
-    def roll_back(self) -> None:
-        """The old values stay."""
-        self._undecided.clear()
-
-    def open(self, chunk: Chunk, changes: bool) -> dict[str, Tensor]:
-        """The tensors of a chunk, until another one is opened; kept again then, if anyone opened it for changes."""
-        if self._open is None or self._open[0] is not chunk:
-            self.settle()
-            self._open = (chunk, chunk.layout.views(self._window.acquire(self._key_of(chunk))), False)
-        if changes and not self._open[2]:
-            self._open = (*self._open[:2], True)
-        return self._open[1]
-
-    def settle(self) -> None:
-        """Puts the chunk that is open back."""
-        if self._open is not None:
-            (chunk, _, changed), self._open = self._open, None
-            self._window.release(self._key_of(chunk), changed)
-
-    def wait(self) -> None:
-        """Returns when all that was changed is in the store. Raises OffloadError where it cannot be kept."""
-        self._window.wait()
+        if self._store is not None:
+            self._store.reserve(self._sizes)
 
     def close(self) -> None:
         """Gives buffers and room back."""
-        self._window.close()
-        if self.store is not None:
-            self.store.close()
+        self.window.close()
+        while self._buffers:
+            self._pool.give(self._buffers.popitem()[1])
+        self._pool.close()
+        if self._store is not None:
+            self._store.close()
 
-    def _key_of(self, chunk: Chunk) -> str:
-        return chunk.key + _OTHER if self._has_moved.get(chunk.key) else chunk.key
-
-    def _other_key_of(self, chunk: Chunk) -> str:
-        return chunk.key if self._has_moved.get(chunk.key) else chunk.key + _OTHER
+    def _resident(self, key: str, nbytes: int) -> Resident:
+        if self._store is None:
+            self._sizes.append(nbytes)
+            self._buffers[key] = self._pool.take(nbytes)
+            return Resident(key, partial(self._buffers.__getitem__, key))
+        self._sizes += [nbytes] * self._num_versions
+        return Resident.of(self._store, key, partial(self._pool.take, nbytes), self._pool.give)

@@ -3,43 +3,27 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..kernels.dispatch import Backend
-from ..kernels.optimizer_step import UpdateRule, update_runs
-from ..offload import Memory
+from ..offload import Memory, Window
 from .delayed_update import DelayedUpdate
+from .fused_update import FusedUpdate, Terms
 from .gradient import GroupGradient
-from .group import values_of
 from .host_update import HostUpdate
 from .layout import Piece
-from .offloaded_states import Chunk, OffloadedStates
-from .optimizer_choice import OptimizerFactory
+from .offloaded_states import OffloadedStates
 from .shard_rest import ShardRest
-from .shard_state import ShardState, StatePart
+from .shard_state import ShardState, Version
 from .speculation import Speculation
-from .visits import InPlace, Visit, visiting
+from .torch_update import TorchUpdate
 from .widened_states import WidenedStates
 
 StateKey = tuple[int, torch.dtype]
 """Index in param_groups, dtype of the master weights: parameters that agree in both have the same states."""
-
-
-@dataclass(frozen=True)
-class _Terms:
-    """What the updates of all shards in a step have in common."""
-
-    step: int  # from 1
-    options: Sequence[Mapping[str, Any]]  # of each parameter group
-    gradient_scale: float
-    is_delayed: bool = False  # parameters stay as they are, until they are taken over
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -53,19 +37,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self,
         gradients: Sequence[GroupGradient],
         param_groups: list[dict[str, Any]],
-        rule: UpdateRule | None,
-        factory: OptimizerFactory | None,
-        offloaded: OffloadedStates | None = None,
+        update: FusedUpdate | TorchUpdate,
+        offloaded: OffloadedStates,
         rest: ShardRest | None = None,
-        state_dtype: torch.dtype = torch.float32,
-        backend: Backend = "auto",
         host: HostUpdate | None = None,
     ) -> None:
-        """param_groups: [{"params": [...], options...}]; exactly one of rule and factory.
+        """param_groups: [{"params": [...], options...}].
 
-        offloaded: where states rest between steps, of a rule; None leaves them in memory. rest: where the groups'
-        shards rest, if they do. state_dtype: of a rule's states, see `UpdateRule.new_states`. backend: of its kernel.
-        host: updates what is offloaded, where the parameters are not in host memory. Raises OffloadError.
+        offloaded: where states rest between steps. rest: where the groups' shards rest, if they do. host: updates what
+        is offloaded, where the parameters are not in host memory. Raises OffloadError.
         """
         # Optimizer.__init__ imports torch's compiler, 70 MiB a process; what unpickling sets is all that is needed. The
         # groups are the user's very dictionaries: a scheduler bound to them acts here too. From the defaults schedulers
@@ -73,26 +53,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         defaults = {key: value for key, value in param_groups[0].items() if key != "params"}
         self.__setstate__({"defaults": defaults, "state": {}, "param_groups": param_groups})
         self.num_steps = 0
-        self._rule = rule
-        self._factory = factory
-        self._state_dtype = state_dtype
-        self._backend = backend
+        self._update = update
         self._widened = WidenedStates()
-        new_states = self._new_states if rule is not None else None
-        self.shards = [ShardState(gradient, offloaded, new_states, self._widened, host) for gradient in gradients]
         self.speculation = Speculation()
         self.delayed = DelayedUpdate()
         self._offloaded = offloaded
         self._rest = rest
         self._host = host
-        self._coming: Generator[tuple[Chunk, dict[str, Tensor]], None, None] | None = None
-        self._inner: dict[int, torch.optim.Optimizer] = {}
+        self._window = Window() if rest is None else rest.window  # of parameters, on their way to the update
         index_of = {id(p): index for index, group in enumerate(param_groups) for p in group["params"]}
-        for shard in self.shards:
-            shard.set_runs(index_of)
-        if offloaded is not None:
-            offloaded.reserve()
-            self._fill_chunks()
+        self.shards = [
+            ShardState(gradient, index_of, update.new_states, self._widened, offloaded, rest, host)
+            for gradient in gradients
+        ]
+        offloaded.reserve()
+        self._fill_chunks()
 
     @property
     def lr(self) -> float:
@@ -116,29 +91,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         on_updated: called after each shard, so that sending it overlaps with the update of the next.
         """
         self.begin_step()
-        due = [shard for shard in self.shards if shard.gradient.shard is not None]
-        if self._rest is not None:
-            self._rest.settle()
-        opened = self._opened(due)
-        terms = self._terms(gradient_scale)
-        with closing(visiting([shard.visit(self._rest) for shard in due])) as visits:
-            for shard, visit in zip(due, visits, strict=True):
-                self._update(shard, shard.gradient.shard, terms, opened, visit)
-                if on_updated is not None:
-                    on_updated(shard)
+        due = deque((one, one.gradient.shard) for one in self.shards if one.gradient.shard is not None)
+        self._window.expect([shard.resident for shard, _ in due])
+        self._update_all(due, self._terms(gradient_scale), self._update_shard, on_updated)
 
     def start_delayed(self, gradient_scale: float) -> None:
         """As `step`, in the background, with options as they are now; the next gradients may come meanwhile.
 
-        Parameters stay as they are, until `delayed.wait` has found no error and every shard was told to `take_over`.
+        Parameters stay as they are, until `delayed.wait` has found no error and every shard was told to take `ahead`.
         """
         assert self._rest is None, "a shard that is not in memory cannot be computed with while it is updated"
         self.begin_step()
         due = deque((shard, gradient) for shard in self.shards if (gradient := shard.take_gradient()) is not None)
         for shard, _ in due:
             shard.begin_delay()
-        options = [dict(group) for group in self.param_groups]
-        self.delayed.start(partial(self._update_delayed, due, _Terms(self.num_steps, options, gradient_scale, True)))
+        terms = Terms(self.num_steps, [dict(group) for group in self.param_groups], gradient_scale)
+
+        def update() -> None:
+            self._update_all(due, terms, self._update_ahead)
+            self._offloaded.window.wait()  # an error of the drive is one of this step
+
+        self.delayed.start(update)
 
     def begin_step(self, order: Sequence[ShardState] = (), speculates: bool = False) -> None:
         """Counts a step whose shards are then updated one by one.
@@ -146,65 +119,45 @@ class ShardedOptimizer(torch.optim.Optimizer):
         order: of the updates, where it is known: what rests in a store is read ahead then. speculates: the step may be
         taken back, until `accept`.
         """
-        self._end_coming()
         self.num_steps += 1
         self.settle()
+        self._window.put_back()
+        self._offloaded.window.put_back()
         if speculates:
             self.speculation.begin()
-        self._coming = self._opened(order, speculates) if order else None
+        self._expect_chunks(order)
 
     def update(self, shard: ShardState, gradient_scale: float) -> None:
         """Updates one shard; its gradient is used up."""
         if shard.gradient.shard is not None:
-            if not shard.is_apart:
-                values_of(shard.group.own_values(changes=True))
-            elif self._rest is not None:
-                self._rest.make_way(shard.group)
-            opened = self._coming if self._coming is not None else self._opened([shard])
-            for visit in visiting([shard.visit(self._rest, has_memory=True)]):
-                self._update(shard, shard.gradient.shard, self._terms(gradient_scale), opened, visit)
-            if self._rest is not None:
-                # What was read of a shard that is apart, for `speculation`, is of before.
-                self._rest.settle() if shard.is_apart else self._rest.let_go(shard.group)
+            self._update_shard(shard, shard.gradient.shard, self._terms(gradient_scale))
+            if shard.is_apart:
+                self._window.let_go(shard.group.resident)  # what was read of it for `speculation` is of before
 
     def skip(self, shard: ShardState) -> None:
         """Leaves a shard as it is, in its turn among those of `begin_step`."""
-        if self._rest is not None:
-            self._rest.let_go(shard.group)
-        if self._coming is not None:
-            for _ in shard.chunks:
-                next(self._coming)
+        self._window.let_go(shard.group.resident)
 
     def accept(self) -> None:
         """A step whose shards were updated one by one is whole, and counts."""
-        self._end_coming()
         self.speculation.forget()
-        if self._offloaded is not None:
-            self._offloaded.accept()
 
     def roll_back(self) -> None:
         """A step that speculated, whole or in part, has not been. Does nothing where there is none."""
-        if not self.speculation.is_open:
-            return
-        self._end_coming()
-        self.num_steps -= 1
-        self.speculation.roll_back()
-        if self._offloaded is not None:
-            self._offloaded.roll_back()
+        if self.speculation.is_open:
+            self.num_steps -= 1
+            self.speculation.roll_back()
 
     # -- states by parameter, for checkpoints ---------------------------------------------------------------------
 
     @property
     def kind(self) -> str:
         """The name of the rule, or of the caller's class."""
-        if self._rule is not None:
-            return self._rule.name
-        assert self._factory is not None
-        return type(self._factory([nn.Parameter(torch.zeros(1))])).__name__
+        return self._update.name
 
     def can_take(self, kind: str, states: Collection[str]) -> bool:
         """True where states of these names, made by an optimizer of that kind, are states of this one."""
-        return set(states) == set(self._rule.states) if self._rule is not None else kind == self.kind
+        return self._update.can_take(kind, states)
 
     @property
     def state_keys(self) -> dict[str, StateKey]:
@@ -221,16 +174,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         changes: what is changed in those that rest in a store is kept.
         """
-        inner = self._inner.get(id(shard))
-        if inner is None:
-            return shard.states_of(piece, changes) if self.num_steps else {}
-        run, param = next(
-            (run, options["params"][0])
-            for run, options in zip(shard.runs, inner.param_groups, strict=True)
-            if run.start <= piece.offset_in_shard < run.end
-        )
-        low = piece.offset_in_shard - run.start
-        return {n: v[low : low + piece.numel] for n, v in inner.state[param].items() if _is_elementwise(v, param)}
+        return self._update.states_of(shard, piece, changes) if self.num_steps else {}
 
     def state_dtypes(self) -> dict[StateKey, dict[str, torch.dtype]]:
         """The elementwise states by name, of what this rank holds; empty before the first step."""
@@ -244,14 +188,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def scalar_states(self) -> dict[int, dict[str, Any]]:
         """Index in param_groups -> what a torch optimizer keeps there beside elementwise states: its step, mostly."""
-        found: dict[int, dict[str, Any]] = {}
-        for shard in self.shards:
-            inner = self._inner.get(id(shard))
-            for run, options in zip(shard.runs, inner.param_groups if inner is not None else (), strict=False):
-                param = options["params"][0]
-                values = inner.state[param].items() if inner is not None else ()
-                found[run.options_index] = {n: v for n, v in values if not _is_elementwise(v, param)}
-        return found
+        return {index: states for shard in self.shards for index, states in self._update.scalar_states(shard).items()}
 
     def make_states(
         self,
@@ -265,25 +202,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         the master weights, as in torch. scalars: as `scalar_states` gives them.
         """
         self.num_steps = num_steps
-        self._inner.clear()
-        if not dtypes and not scalars:
-            for shard in self.shards:
-                shard.states.clear()
-            self._fill_chunks()
-            return
         for shard in self.shards:
-            if self._rule is not None:
-                shard.make_states(self._new_states)
-                continue
-            inner = self._inner[id(shard)] = self._make_inner(shard)
-            for run, options in zip(shard.runs, inner.param_groups, strict=True):
-                param = options["params"][0]
-                piece = next(piece for piece in shard.group.pieces if piece.offset_in_shard >= run.start)
-                for name, dtype in dtypes.get(shard.group.names[piece.index], {}).items():
-                    own_dtype = param.dtype if dtype.is_floating_point else dtype
-                    inner.state[param][name] = torch.zeros_like(param, dtype=own_dtype)
-                for name, value in scalars.get(run.options_index, {}).items():
-                    inner.state[param][name] = value.clone() if isinstance(value, Tensor) else value
+            if dtypes or scalars:
+                self._update.make_states(shard, dtypes, scalars)
+            else:
+                self._update.forget_states(shard)
+        if not dtypes and not scalars:
+            self._fill_chunks()
 
     def state_bytes(self) -> int:
         """Bytes of optimizer states, separate master weights, and what updates keep beside them, in this rank's memory.
@@ -293,19 +218,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.delayed.wait()
         total = self.speculation.nbytes
         for shard in self.shards:
-            total += shard.delay_bytes
+            total += shard.ahead.values.nbytes
             if shard.is_mixed:
                 total += shard.master.nbytes
-            total += sum(state.nbytes for state in shard.states.values())
-        for inner in self._inner.values():
-            for state in inner.state.values():
-                total += sum(v.nbytes for v in state.values() if isinstance(v, Tensor) and v.dim())
+            total += self._update.state_bytes(shard)
         return total
 
     @property
     def offloaded_bytes(self) -> int:
         """Bytes of states and master weights in the store."""
-        return self._offloaded.nbytes if self._offloaded is not None else 0
+        return self._offloaded.nbytes
 
     def settle(self) -> None:
         """What was changed through `states_of` is in the states."""
@@ -314,113 +236,45 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Gives back what is in a store, when nothing is updated any more."""
         self.delayed.close()
-        self._end_coming()
         for place in (self._host, self._offloaded, self._rest):
             if place is not None:
                 place.close()
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
-    def _new_states(self, master: Tensor) -> dict[str, Tensor]:
-        assert self._rule is not None
-        return self._rule.new_states(master, self.param_groups[0], self._state_dtype)
-
-    def _end_coming(self) -> None:
-        """Lets the last chunk go that was opened for `update`."""
-        if self._coming is not None:
-            self._coming.close()
-            self._coming = None
-
     def _fill_chunks(self) -> None:
         for shard in self.shards:
-            shard.fill_chunks(self._new_states)
+            shard.fill_chunks()
 
-    def _opened(
-        self, shards: Sequence[ShardState], keeps_old: bool = False
-    ) -> Generator[tuple[Chunk, dict[str, Tensor]], None, None]:
-        """The chunks of all these shards in one window: that of the next shard is read while this one is updated."""
-        if self._offloaded is not None:
-            yield from self._offloaded.updating([chunk for shard in shards for chunk in shard.chunks], keeps_old)
+    def _expect_chunks(self, order: Iterable[ShardState]) -> None:
+        """The chunks of all these shards in one order: that of the next shard is read while this one is updated."""
+        self._offloaded.window.expect([chunk.resident for shard in order for chunk in shard.chunks])
 
-    def _terms(self, gradient_scale: float) -> _Terms:
-        return _Terms(self.num_steps, self.param_groups, gradient_scale)
+    def _terms(self, gradient_scale: float) -> Terms:
+        return Terms(self.num_steps, self.param_groups, gradient_scale)
 
-    def _update_delayed(self, due: deque[tuple[ShardState, Tensor]], terms: _Terms) -> None:
-        """The whole of an update in the background; each gradient's memory is given back on the way."""
-        opened = self._opened([shard for shard, _ in due])
-        try:
-            while due:
-                shard, gradient = due.popleft()
-                self._update(shard, gradient, terms, opened, InPlace(shard.group))
-                shard.gradient.give_back(gradient)
-        finally:
-            opened.close()
-        if self._offloaded is not None:
-            self._offloaded.wait()  # an error of the drive is one of this step
-
-    def _update(
+    def _update_all(
         self,
-        shard: ShardState,
-        gradient: Tensor | None,
-        terms: _Terms,
-        opened: Iterator[tuple[Chunk, dict[str, Tensor]]],
-        visit: Visit,
+        due: deque[tuple[ShardState, Tensor]],  # with gradients, whose memory may be given back on the way
+        terms: Terms,
+        update: Callable[[ShardState, Tensor, Terms], None],
+        on_updated: Callable[[ShardState], None] | None = None,
     ) -> None:
-        assert gradient is not None
-        parameters = visit.values()
-        if self._rule is None:
-            self._update_by_torch(shard, gradient, parameters, terms)
-            visit.finish()
-            return
-        if not shard.states:
-            shard.make_states(self._new_states)
-        for part in shard.parts(opened, parameters, terms.is_delayed):
-            if self.speculation.is_open:
-                self.speculation.remember(shard, part)
-            self._update_part(self._rule, shard, part, gradient, terms)
-        visit.finish()
+        self._expect_chunks([shard for shard, _ in due])
+        while due:
+            shard, gradient = due.popleft()
+            update(shard, gradient, terms)
+            if on_updated is not None:
+                on_updated(shard)
 
-    def _update_part(
-        self, rule: UpdateRule, shard: ShardState, part: StatePart, gradient: Tensor, terms: _Terms
-    ) -> None:
-        runs = [
-            (min(run.end, part.end) - part.start, terms.options[run.options_index])
-            for run in shard.runs
-            if run.start < part.end and run.end > part.start
-        ]
-        if not runs:  # no parameter reaches into this shard
-            return
-        own, scale = gradient[part.start : part.end], terms.gradient_scale
-        update_runs(rule, part.master, own, part.states, terms.step, runs, scale, part.rounded, backend=self._backend)
+    def _update_shard(self, shard: ShardState, gradient: Tensor, terms: Terms) -> None:
+        with self._window.use(shard.resident) as values:
+            self.speculation.keep(shard.keep_parameters)
+            self._update.update(shard, shard.parts(Version(0, values), self.speculation), gradient, terms)
 
-    def _update_by_torch(self, shard: ShardState, gradient: Tensor, parameters: Tensor, terms: _Terms) -> None:
-        inner = self._inner.get(id(shard))
-        if inner is None:
-            inner = self._inner[id(shard)] = self._make_inner(shard)
-        (whole,) = shard.parts(iter(()), parameters, terms.is_delayed)
-        for run, options in zip(shard.runs, inner.param_groups, strict=True):
-            outer = terms.options[run.options_index]
-            options.update({key: value for key, value in outer.items() if key in options and key != "params"})
-            (param,) = options["params"]
-            param.data = whole.master[run.start : run.end]
-            # A copy: other ranks may share the gradient.
-            param.grad = gradient[run.start : run.end].to(whole.master.dtype) * terms.gradient_scale
-        inner.step()
-        for options in inner.param_groups:
-            options["params"][0].grad = None
-        if whole.rounded is not None:
-            whole.rounded.copy_(whole.master)
-
-    def _make_inner(self, shard: ShardState) -> torch.optim.Optimizer:
-        assert self._factory is not None
-        views = [nn.Parameter(shard.master[run.start : run.end]) for run in shard.runs]
-        if not views:
-            views = [nn.Parameter(shard.master[:0])]
-        inner = self._factory(views)
-        template = inner.param_groups[0]
-        inner.param_groups[:] = [{**template, "params": [view]} for view in views][: len(shard.runs)]
-        return inner
-
-
-def _is_elementwise(value: Any, param: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == param.shape and value.dim() == 1
+    def _update_ahead(self, shard: ShardState, gradient: Tensor, terms: Terms) -> None:
+        """Beside the parameters, which are computed with."""
+        if not shard.is_mixed:
+            shard.ahead.values.copy_(shard.group.shard)
+        self._update.update(shard, shard.parts(shard.ahead, self.speculation), gradient, terms)
+        shard.gradient.give_back(gradient)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from ..kernels.optimizer_states import SCALE_SUFFIX, STATE_BLOCK_NUMEL
-from ..offload import Memory, StoredRange, huge_zeros
+from ..offload import Memory, OldVersion, StoredRange, huge_zeros
 from .gradient import GroupGradient
-from .group import part_of
+from .group import part_of, values_of
 from .host_update import HostUpdate
 from .layout import Piece
 from .offloaded_states import Chunk, OffloadedStates
 from .shard_rest import ShardRest
-from .visits import FromRest, InPlace, Visit
+from .speculation import Speculation
 from .widened_states import WidenedStates
 
 MASTER = "master"
@@ -42,8 +42,15 @@ class StatePart:
     end: int
     master: Tensor
     states: Sequence[Tensor]
-    is_stored: bool  # the states, and master weights of their own, are a chunk's
     rounded: Tensor | None  # where the new master weights go in the dtype of the parameters, if that is another one
+
+
+@dataclass(frozen=True)
+class Version:
+    """The parameters of a shard from element `start` on; those before it are their master weights, rounded."""
+
+    start: int
+    values: Tensor  # (shard_numel - start,)
 
 
 class ShardState:
@@ -54,63 +61,53 @@ class ShardState:
 
     The master weights are the shard itself where parameters are float32 or wider; such shards are never in a store.
 
-    A delayed update must not write parameters that are computed with. What they become waits beside them: in the master
-    weights where those are in memory and not the parameters themselves, else in `_coming`:
+    Parameters may have a second version: the old ones of a speculative update, or what a delayed one makes of
+    them while they are computed with. It is beside them, but for what master weights in memory hold already:
 
                    |  in memory  |   in a store
-    float32, wider |  _coming    |  _coming           copied from the shard, updated there
-    half precision |  master     |  _coming           the rounded copy
+    float32, wider |  `values`   |  `values`           copied from the shard
+    half precision |  master     |  `values`           the rounded copy
     """
 
     def __init__(
         self,
         gradient: GroupGradient,
-        offloaded: OffloadedStates | None,
-        new_states: NewStates | None,
+        options_index_of: Mapping[int, int],
+        new_states: NewStates,
         widened: WidenedStates,
-        host: HostUpdate | None = None,
+        offloaded: OffloadedStates,
+        rest: ShardRest | None,
+        host: HostUpdate | None,
     ) -> None:
-        """new_states: for states that may rest in a store. widened: what opens 8-bit states, one for all shards.
+        """options_index_of: id of a parameter -> index in param_groups. new_states: of the states that the shard has.
 
-        host: where offloaded states are updated, if that is not where the parameters are.
+        widened: what opens 8-bit states, one for all shards. host: where offloaded states are updated, if that
+        is not where the parameters are.
         """
         self.gradient = gradient
         self.group = gradient.group
         self.is_mixed = self.group.dtype in (torch.bfloat16, torch.float16)
         self.master_dtype = torch.float32 if self.is_mixed else self.group.dtype
+        self.runs = self._find_runs(options_index_of)
         numel = self.group.layout.shard_numel
-        self._offloaded = offloaded
-        self.resident_numel = numel if offloaded is None else offloaded.resident_numel(numel)
+        self.resident_numel = offloaded.resident_numel(numel)
         device = self.group.shard.device
         self._own_master = huge_zeros(self.resident_numel, torch.float32, device) if self.is_mixed else None
-        self._coming: Tensor | None = None
         self.states: dict[str, Tensor] = {}
-        self.runs: list[Run] = []
-        self.chunks: list[Chunk] = []
+        self._new_states = new_states
         self._widened = widened
-        if offloaded is not None and new_states is not None:
-            self.chunks = offloaded.divide(
-                self.group.name, self.resident_numel, numel, lambda n: self._kinds(new_states, n)
-            )
-        self._host = host if self.chunks else None
-        if self._host is not None:
-            assert not self.resident_numel
-            gradient.leave_to(self._host.gradients)
-
-    @property
-    def is_apart(self) -> bool:
+        self.chunks = offloaded.divide(self.group.name, self.resident_numel, numel, self._kinds)
+        self.is_apart = host is not None and bool(self.chunks)
         """Whether the update runs on the host and the parameters are on a device."""
-        return self._host is not None
-
-    def visit(self, rest: ShardRest | None, has_memory: bool = False) -> Visit:
-        """What brings the parameters' values to the update.
-
-        rest: where the shard rests. has_memory: not now, or somebody has opened it.
-        """
-        if self._host is not None:
+        self.resident = self.group.resident
+        """The parameters' values, for the update."""
+        if host is not None and self.is_apart:
+            assert not self.resident_numel
+            gradient.leave_to(host)
             # In mixed precision they are made of the master weights alone.
-            return self._host.visit(self.group, rest, needs_values=not (self.is_mixed and self.runs))
-        return InPlace(self.group) if rest is None or has_memory else FromRest(self.group, rest)
+            self.resident = host.resident(self.group, rest, needs_values=not (self.is_mixed and self.runs))
+        self.ahead = Version(self.resident_numel if self.is_mixed else 0, torch.empty(0, dtype=self.group.dtype))
+        """What the parameters become by a delayed update; without memory until there is one."""
 
     @property
     def master(self) -> Tensor:
@@ -123,8 +120,7 @@ class ShardState:
         edges = [chunk.start for chunk in self.chunks]
         return [part for piece in self.group.pieces for part in _cut(piece, edges)]
 
-    def set_runs(self, options_index_of: Mapping[int, int]) -> None:
-        """options_index_of: id of a parameter -> index in param_groups."""
+    def _find_runs(self, options_index_of: Mapping[int, int]) -> list[Run]:
         starts: list[tuple[int, int]] = []
         for piece in self.group.pieces:
             index = options_index_of[id(self.group.params[piece.index])]
@@ -132,12 +128,12 @@ class ShardState:
                 starts.append((piece.offset_in_shard, index))
         # A run reaches to the next one, padding included: whole vectors, so that no element is a rest of its own.
         ends = [start for start, _ in starts[1:]] + [self.group.layout.shard_numel]
-        self.runs = [Run(start, end, index) for (start, index), end in zip(starts, ends, strict=False)]
+        return [Run(start, end, index) for (start, index), end in zip(starts, ends, strict=False)]
 
-    def make_states(self, new_states: NewStates) -> None:
+    def make_states(self) -> None:
         """Takes memory for the states of the part that is in memory, with their first values; leaves those it has."""
         device = self.group.shard.device
-        first = new_states(torch.zeros(STATE_BLOCK_NUMEL, dtype=self.master_dtype, device=device))
+        first = self._new_states(torch.zeros(STATE_BLOCK_NUMEL, dtype=self.master_dtype, device=device))
         for name, block in first.items():
             if name not in self.states:
                 numel = _scaled(block.numel(), self.resident_numel)
@@ -145,33 +141,29 @@ class ShardState:
                 if block.any():
                     self.states[name].fill_(block[0])  # every element begins alike
 
-    def fill_chunks(self, new_states: NewStates) -> None:
+    def fill_chunks(self) -> None:
         """First values in the store; master weights are zero."""
         for chunk in self.chunks:
-            assert self._offloaded is not None
-            like = torch.zeros(chunk.numel, dtype=self.master_dtype)
-            first = {**({MASTER: like} if self.is_mixed else {}), **new_states(like)}
-            self._offloaded.fill(chunk, partial(_copy_all, first))
+            like = torch.zeros(chunk.end - chunk.start, dtype=self.master_dtype)
+            chunk.fill({**({MASTER: like} if self.is_mixed else {}), **self._new_states(like)})
 
-    def parts(
-        self, opened: Iterator[tuple[Chunk, dict[str, Tensor]]], parameters: Tensor, is_delayed: bool = False
-    ) -> Iterator[StatePart]:
-        """Every stretch of the shard, for an update.
+    def parts(self, parameters: Version, speculation: Speculation) -> Iterator[StatePart]:
+        """Every stretch of the shard, for an update, each until the next one is asked for.
 
-        opened: gives this shard's chunks next. parameters: (shard_numel,), where the update runs. is_delayed: the
-        shard's parameters stay as they are, until `take_over`; needs `begin_delay`.
+        parameters: that the update changes, where it runs. speculation: what keeps the states as they were.
         """
         if self.resident_numel or not self.chunks:
-            own = parameters[: self.resident_numel]
-            yield self._part(0, self.resident_numel, own, self._own_master, self.states, False, is_delayed)
-        for expected in self.chunks:
-            chunk, tensors = next(opened)
-            assert chunk is expected
-            own_master = tensors.pop(MASTER) if self.is_mixed else None
-            own = parameters[chunk.start : chunk.end]
-            yield self._part(chunk.start, chunk.end, own, own_master, tensors, True, is_delayed)
+            for values in (*self.states.values(), *(() if self._own_master is None else (self._own_master,))):
+                speculation.keep(partial(OldVersion.of, values))
+            yield self._part(0, self.resident_numel, self._own_master, self.states, parameters)
+        for chunk in self.chunks:
+            with chunk.window.use(chunk.resident) as buffer:
+                speculation.keep(partial(chunk.resident.fork, buffer))
+                tensors = chunk.layout.views(buffer)
+                own_master = tensors.pop(MASTER) if self.is_mixed else None
+                yield self._part(chunk.start, chunk.end, own_master, tensors, parameters)
 
-    # -- a delayed update -----------------------------------------------------------------------------------------
+    # -- second versions ------------------------------------------------------------------------------------------
 
     def lend_gradient_memory(self) -> None:
         """Memory of its own for the gradient that comes, which `take_gradient` can take away."""
@@ -186,28 +178,23 @@ class ShardState:
 
     def begin_delay(self) -> None:
         """Memory for what the parameters become; takes none where there is some from the last time."""
-        numel = self.group.layout.shard_numel - self._num_waiting_in_master
-        if self._coming is None:
+        numel = self.group.layout.shard_numel - self.ahead.start
+        if self.ahead.values.numel() != numel:
             device = torch.device("cpu") if self.is_apart else self.group.shard.device
-            self._coming = huge_zeros(numel, self.group.dtype, device)
+            self.ahead = Version(self.ahead.start, huge_zeros(numel, self.group.dtype, device))
 
-    def take_over(self) -> None:
-        """The parameters become what a delayed update has made of them."""
-        assert self._coming is not None
-        shard, low = self.group.shard, self._num_waiting_in_master
+    def put(self, version: Version) -> None:
+        """The parameters become that version of them; master weights are of it already."""
+        shard = values_of(self.group.own_values(changes=True))
         if self._own_master is not None:
-            shard[:low].copy_(self._own_master)
-        shard[low:].copy_(self._coming)
+            shard[: version.start].copy_(self._own_master)
+        shard[version.start :].copy_(version.values)
 
-    @property
-    def delay_bytes(self) -> int:
-        """Bytes that are held for what the parameters become."""
-        return 0 if self._coming is None else self._coming.nbytes
-
-    @property
-    def _num_waiting_in_master(self) -> int:
-        """How many elements, from the first on, have master weights of their own in memory."""
-        return self.resident_numel if self.is_mixed else 0
+    def keep_parameters(self) -> OldVersion:
+        """What they are now."""
+        start = self.ahead.start
+        old = Version(start, values_of(self.group.own_values())[start:].clone())
+        return OldVersion(old.values.nbytes, lambda: self.put(old))
 
     # -- by piece of a parameter ----------------------------------------------------------------------------------
 
@@ -219,7 +206,7 @@ class ShardState:
         chunk = self._chunk_of(piece)
         if chunk is None:
             return self._own_master[low:high]
-        return self._stored(chunk, MASTER, self.master_dtype, low, high, changes)
+        return _range_of(chunk, MASTER, self.master_dtype, low, high, changes)
 
     def states_of(self, piece: Piece, changes: bool = False) -> dict[str, Memory]:
         """The states of one of `pieces`, by name; those in memory only once they are made. 8-bit states as float32."""
@@ -231,41 +218,21 @@ class ShardState:
             return {name: self._widened_range(chunk, name, low, high, changes) for name in names}
         if chunk is None:
             return {name: self.states[name][low:high] for name in names}
-        return {name: self._stored(chunk, name, kept[name], low, high, changes) for name in names}
+        return {name: _range_of(chunk, name, kept[name], low, high, changes) for name in names}
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
     def _part(
-        self,
-        start: int,
-        end: int,
-        parameters: Tensor,
-        own_master: Tensor | None,
-        states: Mapping[str, Tensor],
-        is_stored: bool,
-        is_delayed: bool,
+        self, start: int, end: int, own_master: Tensor | None, states: Mapping[str, Tensor], parameters: Version
     ) -> StatePart:
-        target: Tensor | None = parameters
-        if is_delayed:
-            assert self._coming is not None
-            low = self._num_waiting_in_master
-            target = self._coming[start - low : end - low] if start >= low else None
-        if own_master is not None:
-            return StatePart(start, end, own_master, list(states.values()), is_stored, target)
-        assert target is not None
-        if is_delayed:
-            target.copy_(parameters)
-        return StatePart(start, end, target, list(states.values()), is_stored, None)
+        low, high = start - parameters.start, end - parameters.start
+        if own_master is None:
+            return StatePart(start, end, parameters.values[low:high], list(states.values()), None)
+        rounded = parameters.values[low:high] if low >= 0 else None  # else the master weights stand for them
+        return StatePart(start, end, own_master, list(states.values()), rounded)
 
     def _chunk_of(self, piece: Piece) -> Chunk | None:
         return next((chunk for chunk in self.chunks if chunk.start <= piece.offset_in_shard < chunk.end), None)
-
-    def _stored(self, chunk: Chunk, name: str, dtype: torch.dtype, low: int, high: int, changes: bool) -> StoredRange:
-        offloaded = self._offloaded
-        assert offloaded is not None
-        return StoredRange(
-            high - low, dtype, lambda: offloaded.open(chunk, changes)[name][low - chunk.start : high - chunk.start]
-        )
 
     def _widened_range(self, chunk: Chunk | None, name: str, low: int, high: int, changes: bool) -> StoredRange:
         start = 0 if chunk is None else chunk.start
@@ -273,9 +240,7 @@ class ShardState:
         def stored(changes: bool) -> Mapping[str, Tensor]:
             if chunk is None:
                 return self.states
-            assert self._offloaded is not None
-            opened = self._offloaded.open(chunk, changes)
-            return {key: tensor for key, tensor in opened.items() if key != MASTER}
+            return {key: tensor for key, tensor in chunk.open(changes).items() if key != MASTER}
 
         part = self if chunk is None else chunk
         return StoredRange(
@@ -284,13 +249,13 @@ class ShardState:
             lambda: self._widened.open(part, stored, changes)[name][low - start : high - start],
         )
 
-    def _kinds(self, new_states: NewStates, numel: int) -> dict[str, tuple[torch.dtype, int]]:
+    def _kinds(self, numel: int) -> dict[str, tuple[torch.dtype, int]]:
         """dtype and size of what is kept of so many elements.
 
         Seen on a block: an operation on a tensor of the meta device would import 33 MiB of modules.
         """
         block = torch.zeros(STATE_BLOCK_NUMEL, dtype=self.master_dtype)
-        tensors = {**({MASTER: block} if self.is_mixed else {}), **new_states(block)}
+        tensors = {**({MASTER: block} if self.is_mixed else {}), **self._new_states(block)}
         return {name: (tensor.dtype, _scaled(tensor.numel(), numel)) for name, tensor in tensors.items()}
 
 
@@ -299,9 +264,9 @@ def _scaled(numel_of_block: int, numel: int) -> int:
     return -(-numel * numel_of_block // STATE_BLOCK_NUMEL)
 
 
-def _copy_all(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-    for name, target in targets.items():
-        target.copy_(sources[name])
+def _range_of(chunk: Chunk, name: str, dtype: torch.dtype, low: int, high: int, changes: bool) -> StoredRange:
+    """The elements [low, high) of the shard."""
+    return StoredRange(high - low, dtype, lambda: chunk.open(changes)[name][low - chunk.start : high - chunk.start])
 
 
 def _cut(piece: Piece, edges: Sequence[int]) -> Iterator[Piece]:

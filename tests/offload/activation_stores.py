@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -34,6 +34,7 @@ class MemoryStore:
     """
 
     alignment_bytes = 64
+    is_host_memory = False
 
     def __init__(self, seconds: float = 0.0) -> None:
         """seconds: that a transfer takes."""
@@ -48,6 +49,9 @@ class MemoryStore:
     @property
     def bytes_held(self) -> int:
         return sum(kept.numel() for kept in self.kept.values())
+
+    def reserve(self, sizes: Iterable[int]) -> None:
+        pass
 
     def save(self, key: str, values: Tensor) -> _Transfer:
         assert values.dtype == torch.uint8 and values.dim() == 1

@@ -169,7 +169,7 @@ def test_a_file_that_may_not_grow_is_an_error(tmp_path: Path, small_files: int, 
     with pytest.raises(
         OffloadError, match=r"rank 0 needs 8,388,608 bytes for .*, and cannot take them, with .*ulimit -f"
     ):
-        store.reserve(8 * MIB)
+        store.reserve([8 * MIB])
     store.drop("more")
     out = empty(small_files - 4096)
     store.load("fits", out).wait()
@@ -215,13 +215,13 @@ def test_room_is_checked_and_taken_beforehand(small_disk: Path) -> None:
         r"4,194,304 < 6,291,456; free 2,097,152 bytes, name another folder, or offload less$"
     )
     with pytest.raises(OffloadError, match=message):
-        store.reserve(6 * MIB)
-    store.reserve(3 * MIB)
-    store.reserve(3 * MIB)  # what it has counts
+        store.reserve([6 * MIB])
+    store.reserve([3 * MIB])
+    store.reserve([3 * MIB])  # what it has counts
     other = FileStore(small_disk, 2)
     with pytest.raises(OffloadError, match=r"rank 2 needs 2,097,152 bytes .* 0 taken already \+ 1,048,576 free ="):
-        other.reserve(2 * MIB)
-    store.reserve(0)
+        other.reserve([2 * MIB])
+    store.reserve([0])
     store.save("key", some_bytes(3 * MIB)).wait()
     for one in (store, other):
         one.close()
@@ -232,7 +232,7 @@ def test_more_than_the_disk_has_is_refused_with_the_numbers(store: FileStore) ->
         r"rank 3 needs 1,152,921,504,606,846,976 bytes for lowtide-.*: 0 taken already \+ [0-9,]+ free = [0-9,]+ < 1,"
     )
     with pytest.raises(OffloadError, match=message):
-        store.reserve(1 << 60)
+        store.reserve([1 << 60])
 
 
 def test_room_is_only_checked_where_it_cannot_be_taken(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +240,7 @@ def test_room_is_only_checked_where_it_cannot_be_taken(store: FileStore, monkeyp
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
     monkeypatch.setattr(os, "posix_fallocate", posix_fallocate)
-    store.reserve(MIB)
+    store.reserve([MIB])
     store.save("key", some_bytes(MIB)).wait()
 
 

@@ -1,4 +1,4 @@
-"""Copies between device and host run beside the work, and both waits mean what they say."""
+"""Copies between device and host run beside the work, and in order with it."""
 
 import pytest
 import torch
@@ -17,14 +17,12 @@ def test_values_go_to_the_host_and_come_back_in_order_with_the_work() -> None:
     for step in range(1, 6):
         values.fill_(step)
         leaving = copies.to_host(values, buffer)
-        leaving.wait_on_device()
-        values.zero_()  # after the copy, though the host has not waited
-        leaving.wait_on_host()
-        assert bool((buffer == step).all())
+        leaving.wait()
+        assert leaving.is_done and bool((buffer == step).all())
+        values.zero_()
         buffer.add_(0.5)
         coming = copies.to_device(buffer, values)
-        coming.wait_on_device()
-        assert bool((values == step + 0.5).all())
-        coming.wait_on_host()
+        assert bool((values == step + 0.5).all())  # though the host has not waited
+        coming.wait()
     pool.give(buffer.view(torch.uint8))
     pool.close()

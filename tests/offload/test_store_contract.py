@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.offload import AioOptions, DeviceStore, FileStore, HostPool, HostStore, OffloadError, Store
+from lowtide.offload import AioOptions, FileStore, HostPool, HostStore, OffloadError, StagedStore, Store
 
 SMALL_BLOCK = 8192
 SIZES = [0, 1, 511, 512, 4095, 4096, 4097, SMALL_BLOCK, 3 * SMALL_BLOCK, 3 * SMALL_BLOCK + 4099, (1 << 20) + 1]
 
 STORES: dict[str, Callable[[Path], Store]] = {
-    "device": lambda folder: DeviceStore("cpu"),
     "host": lambda folder: HostStore(),
     "file": lambda folder: FileStore(folder, 0),
     "file, small blocks": lambda folder: FileStore(folder, 0, AioOptions(block_size=SMALL_BLOCK, thread_count=4)),
     "file, page cache": lambda folder: FileStore(folder, 0, AioOptions(block_size=SMALL_BLOCK, direct=False)),
+    "staged": lambda folder: StagedStore(FileStore(folder, 0), HostPool()),
     "file, unverified": lambda folder: FileStore(folder, 0, AioOptions(verify=False)),
 }
 
@@ -51,6 +51,13 @@ def test_what_is_loaded_is_what_was_saved(store: Store, nbytes: int, skipped: in
     assert torch.equal(whole[skipped : skipped + nbytes], random_bytes(nbytes, 1))
     assert (whole[:skipped] == 77).all() and (whole[skipped + nbytes :] == 77).all()  # nothing beside it was touched
     assert torch.equal(values, random_bytes(nbytes, 1))
+
+
+def test_room_for_what_will_be_kept_can_be_asked_for(store: Store) -> None:
+    store.reserve([5000, 1])
+    store.save("key", random_bytes(5000, 2)).wait()
+    assert torch.equal(loaded(store, "key", 5000), random_bytes(5000, 2))
+    assert store.is_host_memory == isinstance(store, HostStore)
 
 
 def test_what_was_saved_stays_when_its_tensor_changes(store: Store) -> None:

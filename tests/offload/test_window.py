@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,10 @@ from lowtide.offload import (
     HostPool,
     HostStore,
     OffloadError,
+    Resident,
     Store,
     Transfer,
     Window,
-    run_window,
 )
 
 SIZES = [5000, 1, 4096, 0, 9001, 4097, 12288, 777, 5000, 5000]
@@ -29,6 +30,7 @@ class SlowStore:
     """A HostStore whose one thread needs `seconds` for a transfer. Keeps a trail of what began and ended."""
 
     alignment_bytes = 64
+    is_host_memory = True
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.inner = HostStore()
@@ -38,6 +40,9 @@ class SlowStore:
         self.num_running = 0
         self._turn = threading.Lock()
         self._count = threading.Lock()
+
+    def reserve(self, sizes: Iterable[int]) -> None:
+        pass
 
     def save(self, key: str, values: Tensor) -> Transfer:
         return SlowTransfer(self, f"save {key}", lambda: self.inner.save(key, values))
@@ -119,14 +124,28 @@ def content(store: Store, keys: list[str] = KEYS, sizes: list[int] = SIZES) -> l
     return outs
 
 
+def residents_in(store: Store, pool: HostPool, keys: list[str] = KEYS, sizes: list[int] = SIZES) -> list[Resident]:
+    return [Resident.of(store, k, partial(pool.take, n), pool.give) for k, n in zip(keys, sizes, strict=True)]
+
+
 def add_ten(index: int, buffer: Tensor) -> bool:
     assert (buffer == index).all()
     buffer.add_(10)
     return True
 
 
+def run(residents: list[Resident], compute: Callable[[int, Tensor], bool], depth: int = 1) -> None:
+    """Calls compute(index, buffer) for each in order; what it returns True for is saved."""
+    with Window(depth) as window:
+        window.expect(residents)
+        for index, resident in enumerate(residents):
+            with window.use(resident, changes=False) as buffer:
+                if compute(index, buffer):
+                    window.open(resident, changes=True)
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2, 5, 20])
-def test_every_key_is_worked_on_once_in_order_with_few_buffers(tmp_path: Path, depth: int) -> None:
+def test_each_is_worked_on_once_in_order_with_few_buffers(tmp_path: Path, depth: int) -> None:
     seen = []
 
     def compute(index: int, buffer: Tensor) -> bool:
@@ -136,7 +155,7 @@ def test_every_key_is_worked_on_once_in_order_with_few_buffers(tmp_path: Path, d
 
     for store in (HostStore(), FileStore(tmp_path, 0, AioOptions(block_size=4096))):
         pool = CountingPool()
-        run_window(KEYS, SIZES, filled(store), pool, compute, depth)
+        run(residents_in(filled(store), pool), compute, depth)
         assert pool.most_out <= depth + 2 and pool.num_out == 0 and pool.bytes_in_use == 0
         for number, out in enumerate(content(store)):
             assert (out == number + 10).all()
@@ -144,15 +163,11 @@ def test_every_key_is_worked_on_once_in_order_with_few_buffers(tmp_path: Path, d
     assert seen == 2 * list(range(len(KEYS)))
 
 
-def test_no_keys_is_no_work() -> None:
-    run_window([], [], HostStore(), HostPool(), lambda index, buffer: pytest.fail("nothing to work on"))
-
-
 def test_what_did_not_change_is_not_saved() -> None:
     store = SlowStore()
     filled(store)
     store.trail.clear()
-    run_window(KEYS, SIZES, store, HostPool(), lambda index, buffer: index % 2 == 1)
+    run(residents_in(store, HostPool()), lambda index, buffer: index % 2 == 1)
     assert [what for what in store.trail if what.startswith("save")] == [f"save {key}" for key in KEYS[1::2]]
 
 
@@ -165,7 +180,7 @@ def test_a_slot_has_one_load_and_one_save_beside_the_work() -> None:
         store.trail.append(f"WORK {index}")
         return add_ten(index, buffer)
 
-    run_window(KEYS[:4], [100] * 4, store, HostPool(), compute)
+    run(residents_in(store, HostPool(), KEYS[:4], [100] * 4), compute)
     assert [what.replace("unit ", "") for what in store.trail] == [
         *("load 0", "load 1", "WORK 0", "save 0"),
         *("load 2", "WORK 1", "save 1"),
@@ -185,41 +200,25 @@ def test_transfers_are_hidden_behind_the_work() -> None:
         return True
 
     begin = time.perf_counter()
-    run_window(keys, sizes, store, HostPool(), compute)
+    run(residents_in(store, HostPool(), keys, sizes), compute)
     took = time.perf_counter() - begin
     serial, ideal = 10 * (0.02 + 0.04 + 0.02), 10 * 0.04 + 0.02 + 0.02
     assert ideal <= took < (serial + ideal) / 2
 
 
-@pytest.mark.parametrize("num_buffers", [1, 2, 3])
-def test_a_pool_with_room_for_few_buffers_slows_the_window_and_breaks_nothing(num_buffers: int) -> None:
-    keys, sizes = [str(index) for index in range(10)], [640] * 10
-    store = SlowStore(0.001)
-    filled(store, keys, sizes)
-    pool = CountingPool(num_buffers * 640)
-    run_window(keys, sizes, store, pool, add_ten, depth=3)
-    assert pool.most_out == num_buffers and pool.peak_bytes == num_buffers * 640
-    assert [int(out[0]) for out in content(store, keys, sizes)] == list(range(10, 20))
-
-
-def test_a_pool_without_room_for_one_buffer_is_an_error_with_the_arithmetic() -> None:
-    store = filled(HostStore())
+def test_a_pool_without_room_is_an_error_with_the_arithmetic() -> None:
+    residents = residents_in(filled(HostStore()), HostPool(4999, 64))
     with pytest.raises(OffloadError, match=r"0 bytes in use \+ 5,056 wanted = 5,056 > limit 4,999"):
-        run_window(KEYS, SIZES, store, HostPool(4999, 64), add_ten)
-
-
-def test_keys_given_twice_are_refused() -> None:
-    with pytest.raises(ValueError, match="keys: expected each once, found a, c more often"):
-        run_window(["a", "b", "a", "c", "c"], [1] * 5, HostStore(), HostPool(), add_ten)
+        run(residents, add_ten)
 
 
 def test_a_depth_below_zero_is_refused() -> None:
-    with pytest.raises(ValueError, match="depth: expected 0 or more keys to load ahead, found -1"):
-        Window(HostStore(), HostPool(), {}, depth=-1)
+    with pytest.raises(ValueError, match="depth: expected 0 or more residents to load ahead, found -1"):
+        Window(depth=-1)
 
 
 @pytest.mark.parametrize("failing_index", [0, 1, 5, len(KEYS) - 1])
-def test_an_exception_in_compute_leaves_no_transfer_and_no_buffer(failing_index: int) -> None:
+def test_an_exception_in_the_work_leaves_no_transfer_and_no_buffer(failing_index: int) -> None:
     store, pool = SlowStore(0.002), CountingPool()
     filled(store)
 
@@ -230,7 +229,7 @@ def test_an_exception_in_compute_leaves_no_transfer_and_no_buffer(failing_index:
         return True
 
     with pytest.raises(ZeroDivisionError, match="in compute"):
-        run_window(KEYS, SIZES, store, pool, compute, depth=2)
+        run(residents_in(store, pool), compute, depth=2)
     assert store.num_running == 0 and pool.num_out == 0 and pool.bytes_in_use == 0
     for number, out in enumerate(content(store)):  # the key that failed is as it was
         assert (out == (number + 10 if number < failing_index else number)).all()
@@ -242,105 +241,148 @@ def test_a_failed_transfer_is_raised_and_leaves_no_transfer_and_no_buffer(failin
     filled(store)
     store.failing = {failing}
     with pytest.raises(OffloadError, match=f"{failing} failed"):
-        run_window(KEYS, SIZES, store, pool, add_ten)
+        run(residents_in(store, pool), add_ten)
     assert store.num_running == 0 and pool.num_out == 0 and pool.bytes_in_use == 0
 
 
 def test_a_store_that_refuses_a_key_leaves_no_buffer() -> None:
     pool = CountingPool()
     with pytest.raises(OffloadError, match="found 'unit 0', which never was"):
-        run_window(KEYS, SIZES, HostStore(), pool, add_ten)
+        run(residents_in(HostStore(), pool), add_ten)
     assert pool.num_out == 0
 
 
-# -- keys in another order ------------------------------------------------------------------------------------------
+# -- in another order -----------------------------------------------------------------------------------------------
 
 
 def test_a_wrong_guess_is_dropped_and_never_an_error() -> None:
     store, pool = SlowStore(), CountingPool()
     filled(store)
-    store.failing = {"load unit 1"}
-    with Window(store, pool, dict(zip(KEYS, SIZES, strict=True)), depth=1) as window:
-        assert window.prefetch(KEYS[1]) and window.prefetch(KEYS[2]) and window.prefetch(KEYS[2])
-        assert window.prefetch(KEYS[4])
-        assert not window.prefetch(KEYS[5])  # three buffers are coming
-        assert (window.acquire(KEYS[0]) == 0).all()
-        assert window.num_buffers == 3
-        window.release(KEYS[0], changed=False)
-        assert (window.acquire(KEYS[4]) == 4).all()
-        window.release(KEYS[4], changed=False)
-    assert pool.num_out == 0 and pool.most_out == 3
+    residents = residents_in(store, pool)
+    with Window(depth=1, max_leaving=0) as window:
+        window.expect(residents)
+        store.failing = {"load unit 1", "load unit 5"}
+        for index in (0, 4, 2, 9):  # 1 and 5 were to come next; 2 was passed over before
+            with window.use(residents[index]) as buffer:
+                add_ten(index, buffer)
+            assert pool.most_out <= 2
+        window.expect([])
+    assert pool.num_out == 0
+    store.failing = set()
+    assert [int(out[0]) for index, out in enumerate(content(store)) if index != 3] == [10, 1, 12, 14, 5, 6, 7, 8, 19]
 
 
-def test_what_is_still_being_saved_is_not_loaded_again() -> None:
-    """As activations are used: last in, first out."""
+def test_what_is_still_being_saved_is_saved_before_it_is_loaded_again() -> None:
+    """As memory of its own may be the only place that it can come to."""
     store = SlowStore(0.001)
-    sizes: dict[str, int] = {}
-    with Window(store, HostPool(), sizes) as window:
+    only, is_taken = torch.zeros(100, dtype=torch.uint8), []
+
+    def take() -> Tensor:
+        assert not is_taken
+        is_taken.append(True)
+        return only
+
+    resident = Resident.of(store, "a", take, lambda _: is_taken.clear())
+    with Window(max_leaving=5) as window:
         for number in range(5):
-            sizes[str(number)] = 100
-            window.create(str(number)).fill_(number)
-            window.release(str(number), changed=True)
-        for number in reversed(range(5)):
-            assert (window.acquire(str(number)) == number).all()
-            if number:
-                window.prefetch(str(number - 1))
-            window.release(str(number), changed=False)
-    assert [what for what in store.trail if what.startswith("load")] == ["load 1", "load 0"]
+            window.create(resident).fill_(number)
+            window.release(resident)
+            with window.use(resident, changes=False) as values:
+                assert (values == number).all()
+    assert not is_taken
 
 
-def test_creating_a_key_anew_forgets_what_it_was() -> None:
-    store = filled(HostStore())
-    sizes = dict(zip(KEYS, SIZES, strict=True))
-    with Window(store, HostPool(), sizes) as window:
-        window.prefetch(KEYS[0])
-        sizes[KEYS[0]] = 6000
-        window.create(KEYS[0]).fill_(200)
-        window.release(KEYS[0], changed=True)
-        window.create(KEYS[0]).fill_(201)
-        window.release(KEYS[0], changed=True)
-    assert (content(store, KEYS[:1], [6000])[0] == 201).all()
+def test_what_is_opened_stays_until_another_is_and_is_saved_if_anyone_changed_it() -> None:
+    store, pool = SlowStore(), CountingPool()
+    filled(store)
+    first, second, third = residents_in(store, pool)[:3]
+    with Window() as window:
+        values = window.open(first)
+        assert window.open(first, changes=True) is values and window.open(first) is values and window.holds(first)
+        values.fill_(50)
+        window.open(second)
+        assert pool.num_out <= 2 and not window.holds(first)
+        window.prefetch(third)
+        assert not window.holds(second)
+        window.open(third)
+        window.put_back()
+        assert not window.holds(third)
+    assert [int(out[0]) for out in content(store)[:2]] == [50, 1]
+    assert "save unit 1" not in store.trail[len(KEYS) :]
 
 
-def test_more_keys_at_once_than_buffers_is_an_error() -> None:
+def test_what_is_opened_is_not_loaded_for_its_turn() -> None:
+    store, pool = SlowStore(), CountingPool()
+    filled(store)
+    residents = residents_in(store, pool)[:2]
+    store.trail.clear()
+    with Window() as window:
+        window.open(residents[0], changes=True).fill_(60)
+        window.expect(residents)
+        for index, resident in enumerate(residents):
+            with window.use(resident, changes=False) as values:
+                assert int(values[0]) == (60, 1)[index]
+    assert store.trail == ["load unit 0", "load unit 1", "save unit 0"]
+
+
+def test_what_is_held_is_not_loaded_for_its_next_user() -> None:
+    store, pool = SlowStore(), CountingPool()
+    filled(store)
+    resident = residents_in(store, pool)[0]
+    store.trail.clear()
+    with Window() as window:
+        window.acquire(resident)
+        window.let_go(resident)  # it is used
+        window.hold(resident)
+        with window.use(resident) as values, window.use(resident, changes=False) as again:
+            assert again is values
+            values.fill_(33)
+        assert not window.holds(resident)
+    assert store.trail == ["load unit 0", "save unit 0"]
+
+
+def test_memory_is_given_back_whatever_was_not_released() -> None:
+    store, pool = filled(SlowStore()), CountingPool()
+    residents = residents_in(store, pool)
+    with Window() as window:
+        window.acquire(residents[0])
+        window.prefetch(residents[2])
+        window.create(residents[4])
+        with pytest.raises(
+            ValueError, match="expected a resident that was acquired, found 'unit 5', which is not here"
+        ):
+            window.release(residents[5])
+    assert pool.num_out == 0
+
+
+# -- second versions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("takes_back", [False, True])
+def test_a_second_version_is_kept_beside_the_first(takes_back: bool) -> None:
     store, pool = filled(HostStore()), CountingPool()
-    with Window(store, pool, dict(zip(KEYS, SIZES, strict=True)), depth=0) as window:
-        window.acquire(KEYS[0])
-        window.acquire(KEYS[1])
-        message = r"a buffer for 'unit 2': 2 acquired \('unit 0', 'unit 1'\) \+ 1 > depth \+ 2 = 2; release one of them"
-        with pytest.raises(OffloadError, match=message):
-            window.acquire(KEYS[2])
-    assert pool.num_out == 0  # closing gives back also what nobody released
+    resident = residents_in(store, pool)[1]
+    for turn in range(3):
+        with Window() as window:
+            with window.use(resident) as values:
+                old = resident.fork(values)
+                assert old.nbytes == 0
+                values.fill_(100 + turn)
+            if takes_back:
+                old.restore()
+            with window.use(resident, changes=False) as values:
+                assert int(values[0]) == (1 if takes_back else 100 + turn)
 
 
-def test_a_key_is_acquired_once_at_a_time() -> None:
-    with Window(filled(HostStore()), HostPool(), dict(zip(KEYS, SIZES, strict=True))) as window:
-        window.acquire(KEYS[0])
-        with pytest.raises(ValueError, match="expected 'unit 0' to be acquired once and then released"):
-            window.acquire(KEYS[0])
-        with pytest.raises(ValueError, match="expected 'unit 0' to be released before it is made anew"):
-            window.create(KEYS[0])
-        with pytest.raises(ValueError, match="expected a key that was acquired, found 'unit 1'"):
-            window.release(KEYS[1], changed=True)
-
-
-def test_work_on_a_key_goes_on_as_another_and_the_first_stays_what_it_was() -> None:
-    store, pool = filled(HostStore()), CountingPool()
-    sizes = {**dict(zip(KEYS, SIZES, strict=True)), "new": SIZES[0]}
-    (before,) = content(store, KEYS[:1], SIZES[:1])
-    with Window(store, pool, sizes, depth=0) as window:
-        assert torch.equal(window.acquire(KEYS[0]), before)
-        window.fork(KEYS[0], "new").fill_(100)
-        assert pool.num_out == 1  # the same buffer
-        with pytest.raises(ValueError, match="expected a key that was acquired, found 'unit 0'"):
-            window.fork(KEYS[0], "new")
-        window.acquire(KEYS[0])
-        with pytest.raises(ValueError, match="expected 'new' to be released before it is made anew"):
-            window.fork(KEYS[0], "new")
-        window.release(KEYS[0], changed=False)
-        window.release("new", changed=True)
-        window.acquire(KEYS[0])
-        window.fork(KEYS[0], "new").add_(1)  # what is still being saved counts no more
-        window.release("new", changed=True)
-    assert torch.equal(content(store, KEYS[:1], SIZES[:1])[0], before)
-    assert torch.equal(content(store, ["new"], SIZES[:1])[0], before + 1)
+def test_what_is_worked_on_where_it_is_needs_no_transfer_and_a_copy_for_its_old_version() -> None:
+    values = torch.arange(7.0)
+    resident = Resident("here", lambda: values)
+    with Window() as window:
+        window.expect([resident])
+        with window.use(resident) as found:
+            assert found is values
+            old = resident.fork(found)
+            found.zero_()
+    assert old.nbytes == values.nbytes
+    old.restore()
+    assert torch.equal(values, torch.arange(7.0))

@@ -43,18 +43,16 @@ class LateCopy:
 
 
 class LateHostCopy(LateCopy):
-    """The device's wait does not tell the host that its memory is free."""
+    """That it is made does not tell the host that its memory is free: only a wait does."""
 
     def __init__(self, values: Tensor, out: Tensor, on_host: Tensor) -> None:
         self.address = on_host.data_ptr()
         self.host_knows = False
         super().__init__(values, out)
+        self.host_knows = False
 
-    def wait_on_device(self) -> None:
-        self.wait()
-
-    def wait_on_host(self) -> None:
-        self.wait()
+    def wait(self) -> None:
+        super().wait()
         self.host_knows = True
 
 
@@ -67,7 +65,9 @@ class LateCopies:
         return self._remembered(LateHostCopy(values, out, out))
 
     def to_device(self, values: Tensor, out: Tensor) -> LateHostCopy:
-        return self._remembered(LateHostCopy(values, out, values))
+        copy = LateHostCopy(values, out, values)
+        LateCopy.wait(copy)  # the device's work comes after it
+        return self._remembered(copy)
 
     def _remembered(self, copy: LateHostCopy) -> LateHostCopy:
         self.last[copy.address] = copy

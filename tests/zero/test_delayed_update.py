@@ -84,7 +84,7 @@ def train_with_late_updates(case: Case) -> Outcome:
     torch.manual_seed(0)
     late, outcome = LateUpdates(), Outcome()
     engine = lowtide.initialize(case.build(), case.as_config())
-    with mock.patch("lowtide.zero.optimizer.update_runs", late.update_runs):
+    with mock.patch("lowtide.zero.fused_update.update_runs", late.update_runs):
         for step in range(case.steps):
             for part in zip(
                 *(tensor.chunk(case.accumulation) for tensor in share_of(case.global_batch(step, engine.world_size))),

@@ -13,7 +13,7 @@ import torch
 
 import lowtide
 from lowtide.offload import HostPool
-from lowtide.zero.host_gradients import HostGradients
+from lowtide.zero.host_update import HostUpdate
 from tests.engine.saving import load_and_go_on, save_and_go_on
 from tests.models import mlp, tied_gpt, tiny_gpt, token_batch, vector_batch
 from tests.ranks import RankPool
@@ -168,7 +168,7 @@ def test_bytes_are_where_the_config_says(ranks: RankPool, ratio: float, low: flo
 
 def test_at_most_two_gradients_are_on_their_way() -> None:
     pool = HostPool(pinned=False)
-    host, arrived = HostGradients(LateCopies(), pool), []
+    host, arrived = HostUpdate(LateCopies(), pool), []
     shards = [torch.full((1024,), float(index)) for index in range(5)]
     totals = [host.take(shard, None, lambda i=index: arrived.append(i)) for index, shard in enumerate(shards)]
     assert arrived == [0, 1, 2]

@@ -67,8 +67,8 @@ def build_lowtide(model: PipelineModel, contender: PipelineContender, ranks: int
         return float(engine.train_step((tokens, targets)).loss)
 
     def predicted(seconds: Mapping[str, float], message_seconds: float) -> dict[str, float]:
-        from lowtide.pipe.costs import Costs
-        from lowtide.pipe.simulator import simulate
+        from lowtide.pipe.schedules.costs import Costs
+        from lowtide.pipe.schedules.simulator import simulate
 
         costs = Costs.uniform(
             pipeline.schedule.num_stages,

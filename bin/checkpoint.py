@@ -22,8 +22,8 @@ from ..checkpoint.errors import CheckpointError, NoCheckpointError
 from ..checkpoint.folder import CheckpointFolder
 from ..checkpoint.index import Manifest
 from ..checkpoint.names import DCP_METADATA, MANIFEST, check_tag, data_name, folder_path
-from ..engine.config import Config
-from ..engine.run_state import read_training
+from ..engine.archive.run_state import read_training
+from ..engine.config.config import Config
 from .arguments import Parser
 
 HELP = "list checkpoints, show what is in one, verify that they are whole"

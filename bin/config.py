@@ -5,9 +5,9 @@ import json
 import sys
 from collections.abc import Sequence
 
-from ..engine.config import Config, ConfigError
-from ..engine.config_errors import printable
-from ..engine.config_schema import schema_text
+from ..engine.config.config import Config, ConfigError
+from ..engine.config.errors import printable
+from ..engine.config.schema import schema_text
 from .arguments import Parser
 
 HELP = "check a config, show it with every default, print the JSON schema"

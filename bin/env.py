@@ -21,10 +21,10 @@ import torch
 from ..kernels.cpu_build import BuildError, find_compiler
 from ..kernels.cpu_optimizer import cpu_kernel
 from ..kernels.dispatch import has_triton
-from ..launch.checks import CheckRequest, CheckResult, run_checks, versions
-from ..launch.host import HostReport
-from ..launch.host_faults import size_text
-from ..launch.report import report_host
+from ..launch.checks.facts import CheckRequest, CheckResult, run_checks, versions
+from ..launch.checks.faults import size_text
+from ..launch.hosts.host import HostReport
+from ..launch.hosts.report import report_host
 from ..offload import OffloadError, PagePool
 from . import bandwidths
 from .arguments import Parser

@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from ..launch.agent import SILENCE_SECONDS, TOKEN_VARIABLE
-from ..launch.allocation import AllocationRequest, find_allocation
-from ..launch.display import say
-from ..launch.elastic import Attempts, Elastic, planned
-from ..launch.environment import job_environment
-from ..launch.host import Allocation, LaunchError
-from ..launch.plan import Bind, printed_plan, printed_rank
-from ..launch.request import Request
+from ..launch.agent.agent import SILENCE_SECONDS, TOKEN_VARIABLE
+from ..launch.allocation.allocation import AllocationRequest, find_allocation
+from ..launch.hosts.environment import job_environment
+from ..launch.hosts.host import Allocation, LaunchError
+from ..launch.hosts.plan import Bind, printed_plan, printed_rank
+from ..launch.job.attempts import Attempts, Elastic, planned
+from ..launch.job.display import say
+from ..launch.job.request import Request
 from ..launch.transports.choice import TransportOptions, transport_for
 from ..launch.transports.join import become_agent
 from ..launch.transports.link import Transport

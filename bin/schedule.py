@@ -11,12 +11,12 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from ..pipe.costs import Costs
-from ..pipe.errors import ScheduleError
-from ..pipe.grid import colour_grid, write_png
-from ..pipe.registry import KINDS, is_path, make_schedule, read_schedule
-from ..pipe.schedule import Schedule
-from ..pipe.simulator import Simulation, simulate
+from ..pipe.schedules.costs import Costs
+from ..pipe.schedules.errors import ScheduleError
+from ..pipe.schedules.grid import colour_grid, write_png
+from ..pipe.schedules.registry import KINDS, is_path, make_schedule, read_schedule
+from ..pipe.schedules.schedule import Schedule
+from ..pipe.schedules.simulator import Simulation, simulate
 from .arguments import Parser
 
 HELP = "draw a pipeline schedule, or rank all of them for given costs and memory"
@@ -80,7 +80,7 @@ def _requested(arguments: argparse.Namespace) -> Schedule:
 
 def _settings(source: str) -> tuple[str, dict[str, int | None]]:
     """The schedule of a config file or preset, and its counts as far as the config has them."""
-    from ..engine.config import Config, ConfigError  # takes seconds, and a schedule alone does not need it
+    from ..engine.config.config import Config, ConfigError  # takes seconds, and a schedule alone does not need it
 
     try:
         config = Config.load(source)

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from ..launch.allocation import AllocationRequest, find_allocation
-from ..launch.folded_names import folded
-from ..launch.host import LaunchError
+from ..launch.allocation.allocation import AllocationRequest, find_allocation
+from ..launch.hosts.host import LaunchError
+from ..launch.hosts.names import folded
 from ..launch.transports.ssh import SshOptions
 from .arguments import Parser
 

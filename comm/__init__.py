@@ -13,7 +13,7 @@ name, and an `Axis` moves bytes between its ranks by the fastest route that the 
 Every route but the native one sums in rank order, so that the result does not depend on how a tensor is split.
 """
 
-from ..launch.progress import Activity, Progress
+from ..watch.progress import Activity, Progress
 from .arrangement import Arrangement
 from .axis import Axis
 from .errors import CollectiveError

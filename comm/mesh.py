@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..launch.record import NUM_CHANNELS
+from ..watch.record import NUM_CHANNELS
 from .arrangement import Arrangement
 from .axis import Axis, Route
 from .native import NativeRoute

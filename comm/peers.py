@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..launch.progress import Progress
+from ..watch.progress import Progress
 from .errors import CollectiveError, no_answer
 from .pending import Pending
 from .trail import Trail

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 
-from ..launch.progress import Progress
+from ..watch.progress import Progress
 from .world import World
 
 _LENGTH = 4

@@ -31,11 +31,11 @@ import torch.distributed.nn.functional
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from ..launch.progress import Activity, Progress
-from ..launch.record import NUM_CHANNELS
+from ..watch.progress import Activity, Progress
+from ..watch.record import NUM_CHANNELS
+from ..watch.watchdog import Watchdog
 from .errors import CollectiveError, no_answer
 from .loopback_store import loopback_store
-from .watchdog import Watchdog
 
 # How many worlds use a process group that `join` made. As global as the default process group itself, whose end it
 # decides; weak, because a last reference would keep the group's threads alive.

@@ -18,7 +18,8 @@ from ..kernels.cpu_optimizer import cpu_kernel
 from ..kernels.dispatch import Backend
 from ..model.ledger import Ledger
 from ..offload import ActivationOffload, in_storages_of, keep_heap
-from ..pipe.absent import Absent
+from ..pipe.split.absent import Absent
+from ..watch.log import configure, logger
 from ..zero.build import Dtypes, ModelPlan, build_units
 from ..zero.direct_gradients import DirectGradients
 from ..zero.domain import Domain
@@ -34,15 +35,14 @@ from ..zero.sequence import Unit, UnitSequence
 from ..zero.shard_rest import ShardRest
 from ..zero.torch_update import TorchUpdate
 from ..zero.units import UnitPlan, plan_units
-from .agreement import no_rank_alone
-from .config import Config
-from .config_elastic import first_world_size
+from .archive.agreement import no_rank_alone
+from .config.config import Config
+from .config.elastic import first_world_size
 from .deferred import DeferredModel
 from .engine import Engine
 from .full_values import FullValues
 from .fusing import check_kernels, fuse_modules, optimizer_backend
 from .learning_rates import Schedule, scheduler_for
-from .log import configure, logger
 from .lr_schedule import learning_rate_at
 from .offload import activation_store, host_update, model_is_apart, offloaded_states, shard_rest
 from .parts import Parts

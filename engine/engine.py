@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,36 +16,27 @@ from torch import Tensor, nn
 from ..checkpoint.errors import CheckpointError
 from ..comm import Activity
 from ..offload import OffloadError
+from ..watch.log import logger
 from ..zero.gradient import GroupGradient
 from ..zero.sequence import UnitSequence
-from . import weights
+from .archive import weights
+from .archive.checkpoint import Checkpointer
+from .archive.named_state import NamedState
 from .batch import call, call_for_loss, forward, loss_of, microbatches, prepared
-from .checkpoint import Checkpointer
 from .full_values import FullValues
 from .gradient_scale import GradientScale
 from .guard import ModelGuard
 from .learning_rates import LearningRates
-from .log import StepLog, logger
 from .memory import ModelStateBytes, measure
-from .named_state import NamedState
 from .parts import Parts
 from .pipeline import Pipeline
 from .preemption import Preemption
 from .reporting import reported
+from .step_log import StepLog
+from .step_result import StepResult
 from .step_sums import non_finite_error, sum_step
 from .step_update import StepUpdate, Timing
 from .turn import Turn, in_turn
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did."""
-
-    loss: Tensor  # (), mean over the microbatches of all ranks; float32, or float64 where the model's loss is
-    grad_norm: Tensor  # (), L2 norm over all ranks, before clipping; NaN or inf where the step was skipped
-    lr: float  # the learning rate that was used
-    loss_scale: float  # by which the loss had been multiplied
-    skipped: bool  # float16 gradients overflowed: nothing was updated
 
 
 class Engine:

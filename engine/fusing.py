@@ -11,10 +11,10 @@ from ..comm import World
 from ..kernels.dispatch import Backend, has_triton, is_interpreted
 from ..kernels.fuse import NOT_FOUND, lines_of, replace_modules
 from ..model.ledger import Ledger
-from .config import Config
-from .config_errors import ConfigError, Fault
-from .config_kernels import FUSION_NAMES, KERNEL_NAMES
-from .log import logger
+from ..watch.log import logger
+from .config.config import Config
+from .config.errors import ConfigError, Fault
+from .config.kernels import FUSION_NAMES, KERNEL_NAMES
 
 
 def check_kernels(config: Config, device: torch.device) -> None:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..zero.hooks import tensors_in
 from ..zero.loss_scale import LossScaler
-from .config import Config
+from .config.config import Config
 
 _EDGE = "lowtide: edge of the engine"  # a key in the metadata of nodes of the graph
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..zero.optimizer import ShardedOptimizer
-from .run_state import restore_options
+from .archive.run_state import restore_options
 
 Schedule = Callable[[float, int], float]
 """(learning rate of a parameter group, optimizer steps taken so far) -> the group's learning rate of the next step."""

@@ -10,7 +10,7 @@ existing file gives the same learning rate at each update. A skipped update (fp1
 import math
 from typing import Literal
 
-from .config_scheduler import (
+from .config.scheduler import (
     Constant,
     Cosine,
     Linear,

@@ -5,23 +5,13 @@ from __future__ import annotations
 import platform
 
 from ..comm import World
-from ..offload import (
-    AioOptions,
-    FileStore,
-    HostCopies,
-    HostPool,
-    HostStore,
-    PagePool,
-    StagedStore,
-    Store,
-    StreamCopies,
-)
+from ..offload import AioOptions, FileStore, HostCopies, HostPool, HostStore, PagePool, StagedStore, Store, StreamCopies
+from ..watch.log import logger
 from ..zero.host_update import HostUpdate
 from ..zero.offloaded_states import OffloadedStates
 from ..zero.shard_rest import ShardRest
-from .config import Config
-from .config_offload import ActivationOffloadConfig, OffloadOptimizerConfig, OffloadParamConfig
-from .log import logger
+from .config.config import Config
+from .config.offload import ActivationOffloadConfig, OffloadOptimizerConfig, OffloadParamConfig
 
 
 def model_is_apart(world: World) -> bool:

@@ -16,7 +16,7 @@ from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.scheduled_units import ScheduledUnits
 from ..zero.sequence import UnitSequence
-from .config import Config
+from .config.config import Config
 from .learning_rates import Schedule
 from .pipeline import Pipeline
 

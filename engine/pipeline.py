@@ -12,21 +12,21 @@ from torch import Tensor, nn
 
 from ..comm import Mesh, World
 from ..model.ledger import Ledger
-from ..pipe.action import Action, Op
-from ..pipe.costs import Costs
 from ..pipe.executor import Executor, shapes_in
-from ..pipe.passes import complete
-from ..pipe.schedule import Schedule
-from ..pipe.split import SplitPlan, plan_split
+from ..pipe.schedules.action import Action, Op
+from ..pipe.schedules.costs import Costs
+from ..pipe.schedules.passes import complete
+from ..pipe.schedules.schedule import Schedule
+from ..pipe.split.split import SplitPlan, plan_split
+from ..pipe.split.trees import leaves
 from ..pipe.stage import make_stages
-from ..pipe.trees import leaves
 from ..zero.domain import Copies
 from ..zero.scheduled_units import ScheduledUnits
 from ..zero.sequence import Unit
 from ..zero.units import UnitPlan
 from .batch import call, call_for_loss, loss_of
-from .config import Config
-from .config_parallel import schedule_of
+from .config.config import Config
+from .config.parallel import schedule_of
 
 LossFn = Callable[[Any, Any], Tensor] | None
 PIPE = "pipe"

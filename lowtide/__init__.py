@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from .checkpoint.errors import CheckpointError, NoCheckpointError
     from .comm.errors import CollectiveError
     from .engine.build import initialize
-    from .engine.config import Config
-    from .engine.config_errors import ConfigError
-    from .engine.engine import Engine, StepResult
+    from .engine.config.config import Config
+    from .engine.config.errors import ConfigError
+    from .engine.engine import Engine
     from .engine.errors import NonFiniteGradientError
+    from .engine.step_result import StepResult
     from .offload.errors import OffloadError
     from .zero.loss_scale import LossScaleError
     from .zero.released import ReleasedParameterError
@@ -37,21 +38,21 @@ __all__ = [
 _HOME = {
     "CheckpointError": ".checkpoint.errors",
     "CollectiveError": ".comm.errors",
-    "Config": ".engine.config",
-    "ConfigError": ".engine.config_errors",
+    "Config": ".engine.config.config",
+    "ConfigError": ".engine.config.errors",
     "Engine": ".engine.engine",
     "LossScaleError": ".zero.loss_scale",
     "NoCheckpointError": ".checkpoint.errors",
     "NonFiniteGradientError": ".engine.errors",
     "OffloadError": ".offload.errors",
     "ReleasedParameterError": ".zero.released",
-    "StepResult": ".engine.engine",
+    "StepResult": ".engine.step_result",
     "initialize": ".engine.build",
 }
 
 # Set by `lowtide launch`, which wants to see where a rank hangs: from here on, and not from `initialize` on.
 if "LOWTIDE_PROGRESS_FILE" in os.environ:
-    from .launch.stacks import claim_as_asked
+    from .watch.stacks import claim_as_asked
 
     claim_as_asked()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 
-from .action import RECV_OPS, SEND_OPS, Action, Op
-from .schedule import Schedule
+from .schedules.action import RECV_OPS, SEND_OPS, Action, Op
+from .schedules.schedule import Schedule
 
 _Half = tuple[bool, int, int | None]
 """(is it a forward, stage, microbatch)."""

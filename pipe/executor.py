@@ -14,12 +14,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..comm import Peers, Pending
 from ..model.ledger import Ledger
-from .action import Action, Op
-from .carried import Carried, CarriedSpec
 from .deliveries import deliveries
-from .schedule import Schedule
+from .schedules.action import Action, Op
+from .schedules.schedule import Schedule
+from .split.carried import Carried, CarriedSpec
+from .split.trees import leaves
 from .stage import Stage
-from .trees import leaves
 from .weight_gradients import WeightGradients
 
 _MAX_SENDS = 4  # messages that may have arrived or not; more would hold memory and hide nothing further

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ..model.ledger import Ledger
-from .absent import is_missing, resolved
-from .carried import Carried, CarriedSpec, run_lengths
-from .outer_values import OuterValues
-from .probe import Needs, Probe
-from .replay import Leave, Replay
-from .replayed_model import ReplayedModel
-from .split import SplitPlan
-from .trees import TensorShape, leaves, map_leaves
+from .split.absent import is_missing, resolved
+from .split.carried import Carried, CarriedSpec, run_lengths
+from .split.outer_values import OuterValues
+from .split.probe import Needs, Probe
+from .split.replay import Leave, Replay
+from .split.replayed_model import ReplayedModel
+from .split.split import SplitPlan
+from .split.trees import TensorShape, leaves, map_leaves
 
 Call = Callable[[nn.Module], Any]
 

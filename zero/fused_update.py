@@ -40,6 +40,11 @@ class FusedUpdate:
     def name(self) -> str:
         return self.rule.name
 
+    @property
+    def keeps_momentum(self) -> bool:
+        """Whether a momentum that is set has an effect: SGD's rule was chosen with or without its state."""
+        return self.rule.name != "sgd" or bool(self.rule.states)
+
     def can_take(self, kind: str, states: Collection[str]) -> bool:
         """True where states of these names, made by an optimizer of that kind, are states of this one."""
         return set(states) == set(self.rule.states)

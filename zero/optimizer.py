@@ -77,8 +77,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def lacks_momentum(self) -> bool:
         """Whether a momentum was set for which the rule keeps no state: it was chosen when there was none."""
-        has_state = self._rule is None or self._rule.name != "sgd" or bool(self._rule.states)
-        return not has_state and any(group["momentum"] for group in self.param_groups)
+        return not self._update.keeps_momentum and any(group["momentum"] for group in self.param_groups)
 
     def step(  # type: ignore[override]
         self,

@@ -22,6 +22,7 @@ class TorchUpdate:
     """
 
     has_rule = False
+    keeps_momentum = True
 
     def __init__(self, factory: OptimizerFactory) -> None:
         self._factory = factory

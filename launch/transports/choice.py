@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..host import Allocation
+from ..hosts.host import Allocation
 from .join import JoinTransport
 from .link import Transport
 from .local import LocalTransport

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from ..agent import TOKEN_VARIABLE
-from ..host import LaunchError, Meeting
-from ..loop import Loop
+from ..agent.agent import TOKEN_VARIABLE
+from ..hosts.host import LaunchError, Meeting
+from ..wire.loop import Loop
 from .link import Events, agent_command
 from .listener import Listener
 from .local import LocalTransport

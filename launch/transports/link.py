@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..handshake import Seal
-from ..loop import Loop
-from ..process_tree import die_with_parent
+from ..agent.process_tree import die_with_parent
+from ..wire.handshake import Seal
+from ..wire.loop import Loop
 
 _KEPT_LINES = 20
 _CHUNK_BYTES = 1 << 16
@@ -82,7 +82,7 @@ class Transport(Protocol):
 
 def agent_command(*options: str, python: str = sys.executable) -> list[str]:
     """The command line of an agent. -P: no file of the user's folder stands in for a module of the library."""
-    return module_command("agent", *options, python=python)
+    return module_command("agent.agent", *options, python=python)
 
 
 def module_command(module: str, *options: str, python: str = sys.executable) -> list[str]:

@@ -12,8 +12,8 @@ import socket
 from collections import Counter
 from collections.abc import Callable
 
-from ..handshake import ANSWER_BYTES, PROOF_SECONDS, HandshakeError, LauncherHandshake, Seal
-from ..loop import Loop
+from ..wire.handshake import ANSWER_BYTES, PROOF_SECONDS, HandshakeError, LauncherHandshake, Seal
+from ..wire.loop import Loop
 from .link import Events, Link
 
 MAX_STRANGERS = 128

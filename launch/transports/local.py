@@ -5,10 +5,10 @@ import signal
 import socket
 from collections.abc import Sequence
 
-from ..agent import serve
-from ..guard import KILLED_SECONDS
-from ..loop import Loop
-from ..process_tree import forked, reaped
+from ..agent.agent import serve
+from ..agent.guard import KILLED_SECONDS
+from ..agent.process_tree import forked, reaped
+from ..wire.loop import Loop
 from .link import Events, Link
 
 _END_SECONDS = 2.0

@@ -4,8 +4,8 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-from ..agent import TOKEN_VARIABLE
-from ..host import LaunchError
+from ..agent.agent import TOKEN_VARIABLE
+from ..hosts.host import LaunchError
 
 _VERSION_SECONDS = 20.0
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..loop import Loop
+from ..wire.loop import Loop
 from .link import END_SECONDS, Client, Events, agent_command, module_command
 
 CONNECT_SECONDS = 10
@@ -67,7 +67,7 @@ class SshTransport:
 
     def orphans_command(self, index: int, identity: str) -> list[str]:
         """See Transport: a second ssh."""
-        return self._command(self._hosts[index], module_command("orphans", identity))
+        return self._command(self._hosts[index], module_command("agent.orphans", identity))
 
     def close(self) -> None:
         """See Transport."""

@@ -4,9 +4,9 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 
-from ..agent import TOKEN_VARIABLE
-from ..loop import Loop
-from ..reach import own_addresses
+from ..agent.agent import TOKEN_VARIABLE
+from ..checks.reach import own_addresses
+from ..wire.loop import Loop
 from .link import Client, Events, agent_command
 from .listener import Listener
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lowtide
-from lowtide.engine.named_state import NamedState
+from lowtide.engine.archive.named_state import NamedState
 from tests import models
 from tests.zero.training import Case, share_of
 

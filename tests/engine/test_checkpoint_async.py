@@ -17,8 +17,8 @@ from lowtide.checkpoint.errors import CheckpointError
 from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.checkpoint.writing_process import WritingProcess
 from lowtide.comm import CollectiveError
-from lowtide.engine import save_job
-from lowtide.engine.save_job import SaveJob
+from lowtide.engine.archive import save_job
+from lowtide.engine.archive.save_job import SaveJob
 from lowtide.offload import SequentialFile
 from tests.engine.saving import engine_for, run_steps, saved_tensors
 from tests.launch.jobs import Job

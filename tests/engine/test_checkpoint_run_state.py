@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler as schedulers
 
 import lowtide
 from lowtide.checkpoint.errors import CheckpointError
-from lowtide.engine.config import Config
+from lowtide.engine.config.config import Config
 from tests.engine.saving import (
     Trip,
     engine_for,

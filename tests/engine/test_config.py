@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lowtide.engine.config import Config, ConfigError
-from lowtide.engine.config_errors import Fault
+from lowtide.engine.config.config import Config, ConfigError
+from lowtide.engine.config.errors import Fault
 
 
 def faults_of(source: Any) -> tuple[Fault, ...]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.engine.config import Config, ConfigError
+from lowtide.engine.config.config import Config, ConfigError
 
 TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from lowtide.bin.config import main
-from lowtide.engine.config import Config, ConfigError
-from lowtide.engine.config_schema import json_schema
+from lowtide.engine.config.config import Config, ConfigError
+from lowtide.engine.config.schema import json_schema
 
 FULL = {"folder": "runs/a", "every_steps": 100, "keep_last": 3, "async": True, "on_sigterm": True}
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from lowtide.bin.config import main
-from lowtide.engine.config import Config
-from lowtide.engine.config_deepspeed import RULES
-from lowtide.engine.config_read import PRESETS, preset_names
-from lowtide.engine.config_schema import json_schema, schema_text
+from lowtide.engine.config.config import Config
+from lowtide.engine.config.deepspeed import RULES
+from lowtide.engine.config.read import PRESETS, preset_names
+from lowtide.engine.config.schema import json_schema, schema_text
 
 OPTIMIZER, PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 ROOT = Path(__file__).resolve().parents[2]

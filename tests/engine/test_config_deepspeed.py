@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from lowtide.engine.config import Config, ConfigError
-from lowtide.engine.config_deepspeed import RULES, is_on
-from lowtide.engine.config_deepspeed_sections import SECTION_WORDS
-from lowtide.engine.config_translate import AUTO, BATCH_KEYS
+from lowtide.engine.config.config import Config, ConfigError
+from lowtide.engine.config.deepspeed import RULES, is_on
+from lowtide.engine.config.deepspeed_sections import SECTION_WORDS
+from lowtide.engine.config.translate import AUTO, BATCH_KEYS
 
 
 def nested(path: str, value: object) -> dict[str, Any]:

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lowtide.engine.config import MAX_FAULTS, Config, ConfigError
-from lowtide.engine.config_deepspeed import RULES
-from lowtide.engine.config_deepspeed_sections import SECTION_WORDS
-from lowtide.engine.config_read import MAX_BYTES, MAX_DEPTH, MAX_VALUES
+from lowtide.engine.config.config import MAX_FAULTS, Config, ConfigError
+from lowtide.engine.config.deepspeed import RULES
+from lowtide.engine.config.deepspeed_sections import SECTION_WORDS
+from lowtide.engine.config.read import MAX_BYTES, MAX_DEPTH, MAX_VALUES
 
 NUM_MUTATIONS = 400  # 10,000 take 20 s of CPU time
 MAX_CPU_SECONDS = 0.05

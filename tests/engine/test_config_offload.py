@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.engine.config import Config, ConfigError
+from lowtide.engine.config.config import Config, ConfigError
 
 OPTIMIZER = "zero_optimization.offload_optimizer"
 PARAM = "zero_optimization.offload_param"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.engine.config import Config, ConfigError
+from lowtide.engine.config.config import Config, ConfigError
 
 
 def load(kind: str, **params: Any) -> Config:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.engine.config import Config, ConfigError
+from lowtide.engine.config.config import Config, ConfigError
 
 FILES = Path(__file__).parent / "data" / "real_configs"
 

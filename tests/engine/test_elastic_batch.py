@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engine.config import Config, ConfigError
-from lowtide.engine.config_elastic import first_world_size
+from lowtide.engine.config.config import Config, ConfigError
+from lowtide.engine.config.elastic import first_world_size
 from tests.ranks import RankPool
 
 TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"

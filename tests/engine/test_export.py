@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.checkpoint.errors import CheckpointError
 from lowtide.checkpoint.safetensors_files import CHUNK_BYTES
-from lowtide.engine.weights import model_files
+from lowtide.engine.archive.weights import model_files
 from tests import models
 from tests.engine.plain_weights import LARGE_CONFIG, Everything, Large, differences, engine_of, export, saved_once
 from tests.engine.test_hugging_face import MODELS, batch_of, config_of

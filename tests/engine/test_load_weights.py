@@ -15,8 +15,8 @@ import lowtide
 from lowtide.checkpoint.errors import CheckpointError
 from lowtide.checkpoint.fragment import TensorInfo, TensorSource
 from lowtide.checkpoint.safetensors_files import CHUNK_BYTES
-from lowtide.engine import weights
-from lowtide.engine.weights import Match
+from lowtide.engine.archive import weights
+from lowtide.engine.archive.weights import Match
 from tests import models
 from tests.engine.plain_weights import (
     LARGE_CONFIG,

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lowtide.engine.log import configure, logger
+from lowtide.watch.log import configure, logger
 
 SCRIPT = """
 import torch, lowtide

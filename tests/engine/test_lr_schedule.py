@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.engine.config import Config, ConfigError
-from lowtide.engine.config_scheduler import SchedulerConfig
+from lowtide.engine.config.config import Config, ConfigError
+from lowtide.engine.config.scheduler import SchedulerConfig
 from lowtide.engine.lr_schedule import learning_rate_at
 
 BASE = 0.1

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.launch.progress import ProgressReader, RankProgress
-from lowtide.launch.stacks import collect_stacks
-from lowtide.launch.waiting import who_waits_for_whom
+from lowtide.watch.progress import ProgressReader, RankProgress
+from lowtide.watch.stacks import collect_stacks
+from lowtide.watch.waiting import who_waits_for_whom
 from tests.ranks import RankPool
 
 BATCH = (torch.ones(2, 8),)

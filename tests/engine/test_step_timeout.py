@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lowtide import Config
-from lowtide.engine.config_errors import ConfigError
+from lowtide.engine.config.errors import ConfigError
 
 NOTES = ("lowtide: config: ", "lowtide: CPU optimizer: ")
 SCRIPT = """
@@ -95,8 +95,8 @@ def test_a_launcher_that_reads_the_record_says_it_instead(tmp_path: Path) -> Non
 
 def test_the_thread_ends_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOWTIDE_PROGRESS_FILE", raising=False)
-    from lowtide.comm.watchdog import Watchdog
-    from lowtide.launch.progress import Progress
+    from lowtide.watch.progress import Progress
+    from lowtide.watch.watchdog import Watchdog
 
     progress, watchdog = Progress(), Watchdog()
     progress.turn_on()

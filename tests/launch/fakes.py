@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lowtide.launch.channel import Channel
-from lowtide.launch.loop import Loop
-from lowtide.launch.messages import Hello, Message
-from lowtide.launch.report import report_host
+from lowtide.launch.hosts.report import report_host
 from lowtide.launch.transports.link import Events, Link
+from lowtide.launch.wire.channel import Channel
+from lowtide.launch.wire.loop import Loop
+from lowtide.launch.wire.messages import Hello, Message
 
 # A host that is named "gone" cannot be reached. The remote shell talks before it runs the command.
 SSH = """

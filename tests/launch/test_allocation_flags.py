@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.launch.allocation import AllocationRequest, find_allocation
-from lowtide.launch.host import Allocation, Host, LaunchError, Meeting
+from lowtide.launch.allocation.allocation import AllocationRequest, find_allocation
+from lowtide.launch.hosts.host import Allocation, Host, LaunchError, Meeting
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"}
 TORCHRUN = {

@@ -2,8 +2,8 @@
 
 import pytest
 
-from lowtide.launch.allocation import AllocationRequest, find_allocation
-from lowtide.launch.host import Allocation, LaunchError
+from lowtide.launch.allocation.allocation import AllocationRequest, find_allocation
+from lowtide.launch.hosts.host import Allocation, LaunchError
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "PYTHONUNBUFFERED": "1"}
 # training-operator before 1.7: RANK and WORLD_SIZE are pods.

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.launch.allocation import AllocationRequest, find_allocation
-from lowtide.launch.host import Allocation, LaunchError
+from lowtide.launch.allocation.allocation import AllocationRequest, find_allocation
+from lowtide.launch.hosts.host import Allocation, LaunchError
 
 
 def find(environ: dict[str, str]) -> Allocation:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from lowtide.launch.allocation import AllocationRequest, find_allocation
-from lowtide.launch.host import Allocation, LaunchError
+from lowtide.launch.allocation.allocation import AllocationRequest, find_allocation
+from lowtide.launch.hosts.host import Allocation, LaunchError
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from lowtide.launch.channel import MAGIC, Channel
-from lowtide.launch.loop import Loop
-from lowtide.launch.messages import (
+from lowtide.launch.hosts.plan import HostPlan, RankPlan
+from lowtide.launch.hosts.report import report_host
+from lowtide.launch.wire.channel import MAGIC, Channel
+from lowtide.launch.wire.loop import Loop
+from lowtide.launch.wire.messages import (
     Beat,
     Ended,
     Held,
@@ -27,8 +29,6 @@ from lowtide.launch.messages import (
     decode,
     encode,
 )
-from lowtide.launch.plan import HostPlan, RankPlan
-from lowtide.launch.report import report_host
 
 ODD = "two words, \"quotes\", 'more',\nnew line\r\n\t\0 é \u2028 \udcff $HOME `ls` \\"
 

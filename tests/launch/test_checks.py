@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lowtide.launch import checks
-from lowtide.launch.checks import CheckRequest, CheckResult, HeldPort, run_checks, source_digest, versions
-from lowtide.launch.plain import from_plain, to_plain
+from lowtide.launch.checks import facts as checks
+from lowtide.launch.checks.facts import CheckRequest, CheckResult, HeldPort, run_checks, source_digest, versions
+from lowtide.launch.wire.plain import from_plain, to_plain
 
 
 def request(folder: Path, **others: Any) -> CheckRequest:

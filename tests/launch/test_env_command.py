@@ -15,7 +15,7 @@ import torch
 from lowtide.bin import bandwidths, env
 from lowtide.bin.main import main
 from lowtide.kernels import cpu_build, cpu_optimizer
-from lowtide.launch.host import Device, HostReport
+from lowtide.launch.hosts.host import Device, HostReport
 
 
 @pytest.fixture(autouse=True)

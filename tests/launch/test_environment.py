@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.launch.environment import OWN_NAMES, is_secret, job_environment, read_env_file, shown_value
-from lowtide.launch.host import LaunchError
+from lowtide.launch.hosts.environment import OWN_NAMES, is_secret, job_environment, read_env_file, shown_value
+from lowtide.launch.hosts.host import LaunchError
 
 HARD = "  two  words\n'single' \"double\" $HOME `id` \\n a=b # no comment\ttab é "
 

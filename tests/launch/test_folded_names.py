@@ -2,7 +2,7 @@
 
 import pytest
 
-from lowtide.launch.folded_names import folded
+from lowtide.launch.hosts.names import folded
 
 
 @pytest.mark.parametrize(

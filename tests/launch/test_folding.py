@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from lowtide.launch.folding import Folding, Line, rank_range
+from lowtide.launch.job.folding import Folding, Line
+from lowtide.watch.rank_names import rank_range
 
 
 def shown(lines: list[Line]) -> list[tuple[str, str]]:

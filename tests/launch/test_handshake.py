@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lowtide.launch.handshake import (
+from lowtide.launch.wire.handshake import (
     ANSWER_BYTES,
     GREETING_BYTES,
     WELCOME_BYTES,

@@ -2,9 +2,8 @@
 
 import pytest
 
-from lowtide.launch.folded_names import folded
-from lowtide.launch.host import LaunchError
-from lowtide.launch.host_names import expand, expand_one, parse_numbers, split_outside_brackets, suggestion
+from lowtide.launch.hosts.host import LaunchError
+from lowtide.launch.hosts.names import expand, expand_one, folded, parse_numbers, split_outside_brackets, suggestion
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lowtide.launch.channel import Channel
-from lowtide.launch.connection import connected
-from lowtide.launch.handshake import ANSWER_BYTES
-from lowtide.launch.loop import Loop
-from lowtide.launch.messages import Kill, Message, Note, encode
 from lowtide.launch.transports import listener as listener_module
 from lowtide.launch.transports.link import Link
 from lowtide.launch.transports.listener import MAX_STRANGERS, Listener
+from lowtide.launch.wire.channel import Channel
+from lowtide.launch.wire.connection import connected
+from lowtide.launch.wire.handshake import ANSWER_BYTES
+from lowtide.launch.wire.loop import Loop
+from lowtide.launch.wire.messages import Kill, Message, Note, encode
 
 
 class Hall:

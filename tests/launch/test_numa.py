@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.launch import numa
-from lowtide.launch.numa import core_limit, numa_nodes, own_cores, physical_cores, rank_nodes, split
-from lowtide.launch.report import report_host
+from lowtide.launch.hosts import numa
+from lowtide.launch.hosts.numa import core_limit, numa_nodes, own_cores, physical_cores, rank_nodes, split
+from lowtide.launch.hosts.report import report_host
 
 FOUR = ((0, 4), (1, 5), (2, 6), (3, 7))  # four cores of two threads
 NODES = {0: (0, 1, 4, 5), 1: (2, 3, 6, 7)}

@@ -2,10 +2,10 @@
 
 import pytest
 
-from lowtide.launch.elastic import Attempts, Elastic
-from lowtide.launch.host import Allocation, Host, LaunchError
-from lowtide.launch.obituary import Failure, first_of, obituary
-from lowtide.launch.request import Request
+from lowtide.launch.hosts.host import Allocation, Host, LaunchError
+from lowtide.launch.job.attempts import Attempts, Elastic
+from lowtide.launch.job.obituary import Failure, first_of, obituary
+from lowtide.launch.job.request import Request
 
 
 def failure(rank: int, clock: float, uncertainty: float = 0.0) -> Failure:

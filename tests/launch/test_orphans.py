@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.launch import orphans
-from lowtide.launch.loop import Loop
-from lowtide.launch.sweeps import Sweeps
+from lowtide.launch.agent import orphans
+from lowtide.launch.job.sweeps import Sweeps
+from lowtide.launch.wire.loop import Loop
 from tests.launch.fakes import ScriptedTransport
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.launch import peers
-from lowtide.launch.host import Allocation, Host, LaunchError
-from lowtide.launch.loop import Loop
-from lowtide.launch.messages import Check, Checked, Held, Hold, Leave, Message, Reach, Reached, Welcome
-from lowtide.launch.peers import Peers
-from lowtide.launch.preparation import Preparation, Prepared
-from lowtide.launch.request import Request
+from lowtide.launch.hosts.host import Allocation, Host, LaunchError
+from lowtide.launch.job import peers
+from lowtide.launch.job.peers import Peers
+from lowtide.launch.job.preparation import Preparation, Prepared
+from lowtide.launch.job.request import Request
+from lowtide.launch.wire.loop import Loop
+from lowtide.launch.wire.messages import Check, Checked, Held, Hold, Leave, Message, Reach, Reached, Welcome
 from tests.launch.fakes import ScriptedTransport, hello
 from tests.launch.jobs import Job
 

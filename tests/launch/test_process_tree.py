@@ -7,7 +7,7 @@ import pytest
 
 BEGIN = """
 import os, signal, sys, time
-from lowtide.launch.process_tree import be_called, forked, kill_descendants, reap_all, reaped
+from lowtide.launch.agent.process_tree import be_called, forked, kill_descendants, reap_all, reaped
 """
 
 
@@ -84,7 +84,7 @@ forked(lambda: 0, ())
 def test_orphans_are_found_and_killed() -> None:
     code = """
 import subprocess
-from lowtide.launch.process_tree import adopt_orphans
+from lowtide.launch.agent.process_tree import adopt_orphans
 adopt_orphans()
 sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
 how = "start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL"

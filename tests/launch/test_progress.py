@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.launch import record
-from lowtide.launch.plain import from_plain, to_plain
-from lowtide.launch.progress import Activity, Progress, ProgressReader, RankProgress, Wait
+from lowtide.launch.wire.plain import from_plain, to_plain
+from lowtide.watch import record
+from lowtide.watch.progress import Activity, Progress, ProgressReader, RankProgress, Wait
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_names_are_cut_at_the_size_of_their_field(path: str) -> None:
 
 HAMMER = """
 import itertools, os
-from lowtide.launch.progress import Activity, Progress
+from lowtide.watch.progress import Activity, Progress
 progress = Progress.of_this_process()
 for number in itertools.count():
     progress.enter(Activity.FORWARD, number, f"{number} " * 20)
@@ -184,7 +184,7 @@ def test_a_child_of_a_rank_leaves_its_record_alone(path: str) -> None:
     progress.enter(Activity.UPDATE)
     code = """
 import lowtide
-from lowtide.launch.progress import Progress
+from lowtide.watch.progress import Progress
 print(Progress.of_this_process().is_on)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

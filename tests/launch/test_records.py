@@ -10,13 +10,13 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from lowtide.launch.host import LaunchError
-from lowtide.launch.loop import Loop
-from lowtide.launch.messages import Job as JobMessage
-from lowtide.launch.messages import Start
-from lowtide.launch.plan import HostPlan
-from lowtide.launch.ranks import HostRanks
-from lowtide.launch.records import PREFIX, RecordFolder, memory_folder, remove_dead_folders
+from lowtide.launch.agent.host_ranks import HostRanks
+from lowtide.launch.hosts.host import LaunchError
+from lowtide.launch.hosts.plan import HostPlan
+from lowtide.launch.wire.loop import Loop
+from lowtide.launch.wire.messages import Job as JobMessage
+from lowtide.launch.wire.messages import Start
+from lowtide.watch.record_folder import PREFIX, RecordFolder, memory_folder, remove_dead_folders
 from tests.launch.jobs import Job
 from tests.launch.test_failures import SECONDS, agents, guards, started
 
@@ -75,7 +75,7 @@ def test_ranks_without_a_place_for_records_are_refused(monkeypatch: pytest.Monke
     def full() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("lowtide.launch.ranks.RecordFolder", full)
+    monkeypatch.setattr("lowtide.launch.agent.host_ranks.RecordFolder", full)
     start = Start(HostPlan("a", 0, ()), JobMessage("id", ("true",), "/", {}), {}, {})
     loop = Loop()
     with pytest.raises(LaunchError, match=r"expected a folder for their records in .*No space left on device; free"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.launch import stacks
+from lowtide.watch import stacks
 
 Start = Callable[[str], subprocess.Popen[str]]
 HANGS = """
@@ -122,7 +122,7 @@ def test_a_rank_that_has_ended_gives_no_stack_and_its_files_can_go(start: Start,
 def test_a_path_has_one_owner(tmp_path: Path) -> None:
     path = str(tmp_path / "rank0")
     assert stacks.claim(path) and stacks.claim(path) and stacks.owner(path) == os.getpid()
-    code = f"from lowtide.launch import stacks; print(stacks.claim({path!r}))"
+    code = f"from lowtide.watch import stacks; print(stacks.claim({path!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "False\n"
 
@@ -131,7 +131,7 @@ def test_the_claim_costs_the_import_of_lowtide_next_to_nothing(tmp_path: Path) -
     code = f"""
 import signal, time, lowtide
 start = time.process_time()
-from lowtide.launch import stacks
+from lowtide.watch import stacks
 stacks.claim({str(tmp_path / "rank")!r} + str(time.time_ns()))
 print(time.process_time() - start)
 """

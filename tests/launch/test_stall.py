@@ -3,16 +3,16 @@
 from pathlib import Path
 from unittest import mock
 
-from lowtide.launch.messages import Progress
-from lowtide.launch.progress import RankProgress, Wait
-from lowtide.launch.stall import StallWatch
+from lowtide.launch.job.stall import StallWatch
+from lowtide.launch.wire.messages import Progress
+from lowtide.watch.progress import RankProgress, Wait
 from tests.launch.jobs import Job
 
 # What the engine records of a rank; rank 1 stays away from the collective that rank 0 waits in.
 STALLS = """
 import os, sys, time
 import lowtide
-from lowtide.launch.progress import Activity, Progress
+from lowtide.watch.progress import Activity, Progress
 
 rank = int(os.environ["RANK"])
 progress = Progress.of_this_process()

@@ -34,7 +34,7 @@ def test_a_job_of_one_host_imports_nothing_heavy(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stdout) == (0, "ok\n")
     modules = done.stderr.split()
-    assert "lowtide.launch.launcher" in modules
+    assert "lowtide.launch.job.launcher" in modules
     assert {name for name in modules if any(name == heavy or name.startswith(heavy + ".") for heavy in HEAVY)} == set()
 
 

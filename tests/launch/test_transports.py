@@ -13,18 +13,18 @@ from unittest.mock import Mock
 
 import pytest
 
-from lowtide.launch.agent import TOKEN_VARIABLE
-from lowtide.launch.handshake import ANSWER_BYTES, LauncherHandshake
-from lowtide.launch.host import LaunchError
-from lowtide.launch.loop import Loop
-from lowtide.launch.messages import Hello, Start, Welcome, encode
-from lowtide.launch.messages import Job as MessageOfJob
-from lowtide.launch.plan import HostPlan, RankPlan
-from lowtide.launch.report import report_host
+from lowtide.launch.agent.agent import TOKEN_VARIABLE
+from lowtide.launch.hosts.host import LaunchError
+from lowtide.launch.hosts.plan import HostPlan, RankPlan
+from lowtide.launch.hosts.report import report_host
 from lowtide.launch.transports import mpirun
 from lowtide.launch.transports.link import END_SECONDS, agent_command
 from lowtide.launch.transports.srun import srun_command
 from lowtide.launch.transports.ssh import SshOptions, SshTransport
+from lowtide.launch.wire.handshake import ANSWER_BYTES, LauncherHandshake
+from lowtide.launch.wire.loop import Loop
+from lowtide.launch.wire.messages import Hello, Start, Welcome, encode
+from lowtide.launch.wire.messages import Job as MessageOfJob
 from tests.launch import fakes
 from tests.launch.jobs import Job
 from tests.launch.test_local import SAVES_ON_SIGNAL, WRITES_ENVIRONMENT

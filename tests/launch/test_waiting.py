@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from lowtide.launch.progress import RankProgress, Wait
-from lowtide.launch.waiting import named, stalled, who_waits_for_whom
+from lowtide.watch.progress import RankProgress, Wait
+from lowtide.watch.waiting import named, stalled, who_waits_for_whom
 
 EVERYONE = range(4)
 

@@ -10,17 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.offload import (
-    AioOptions,
-    FileStore,
-    HostPool,
-    HostStore,
-    OffloadError,
-    Resident,
-    Store,
-    Transfer,
-    Window,
-)
+from lowtide.offload import AioOptions, FileStore, HostPool, HostStore, OffloadError, Resident, Store, Transfer, Window
 
 SIZES = [5000, 1, 4096, 0, 9001, 4097, 12288, 777, 5000, 5000]
 KEYS = [f"unit {index}" for index in range(len(SIZES))]

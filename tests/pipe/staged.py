@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide.pipe.carried import Carried
-from lowtide.pipe.split import SplitPlan, plan_split
+from lowtide.pipe.split.carried import Carried
+from lowtide.pipe.split.split import SplitPlan, plan_split
 from lowtide.pipe.stage import Stage
 
 Call = Callable[[nn.Module], Any]

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.pipe.costs import Costs
-from lowtide.pipe.grid import colour_grid, text_grid, write_png
-from lowtide.pipe.passes import complete
-from lowtide.pipe.registry import KINDS, make_schedule
-from lowtide.pipe.simulator import simulate
+from lowtide.pipe.schedules.costs import Costs
+from lowtide.pipe.schedules.grid import colour_grid, text_grid, write_png
+from lowtide.pipe.schedules.passes import complete
+from lowtide.pipe.schedules.registry import KINDS, make_schedule
+from lowtide.pipe.schedules.simulator import simulate
 
 
 def test_a_cell_is_as_long_as_its_action_and_dots_are_idle_time() -> None:

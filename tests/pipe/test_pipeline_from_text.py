@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.pipe.passes import complete
-from lowtide.pipe.registry import make_schedule
+from lowtide.pipe.schedules.passes import complete
+from lowtide.pipe.schedules.registry import make_schedule
 from tests import models
 from tests.pipe.pipelines import MICROBATCHES, deep_gpt, pipelined
 from tests.ranks import RankPool

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import lowtide
-from lowtide.pipe.action import COMPUTE_OPS, Action, Op
-from lowtide.pipe.carried import Carried
-from lowtide.pipe.costs import Costs
-from lowtide.pipe.schedule import Schedule
-from lowtide.pipe.simulator import simulate
+from lowtide.pipe.schedules.action import COMPUTE_OPS, Action, Op
+from lowtide.pipe.schedules.costs import Costs
+from lowtide.pipe.schedules.schedule import Schedule
+from lowtide.pipe.schedules.simulator import simulate
+from lowtide.pipe.split.carried import Carried
 from lowtide.pipe.stage import Call, Stage
 from tests import models
 from tests.pipe.pipelines import SCHEDULES, deep_gpt

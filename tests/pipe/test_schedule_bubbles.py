@@ -2,9 +2,9 @@
 
 import pytest
 
-from lowtide.pipe.costs import Costs
-from lowtide.pipe.registry import make_schedule
-from lowtide.pipe.simulator import Simulation, simulate
+from lowtide.pipe.schedules.costs import Costs
+from lowtide.pipe.schedules.registry import make_schedule
+from lowtide.pipe.schedules.simulator import Simulation, simulate
 
 RANKS = (1, 2, 3, 4, 8)
 COSTS = ((1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (2.0, 1.0, 1.0), (3.0, 5.0, 2.0))  # F, I, W of a rank's share of the model

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.pipe.errors import ScheduleError
-from lowtide.pipe.registry import KINDS, make_schedule
-from lowtide.pipe.simulator import simulate
+from lowtide.pipe.schedules.errors import ScheduleError
+from lowtide.pipe.schedules.registry import KINDS, make_schedule
+from lowtide.pipe.schedules.simulator import simulate
 
 
 def refusal(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> str:

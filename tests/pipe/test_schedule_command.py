@@ -9,8 +9,8 @@ import pytest
 
 from lowtide.bin.main import main as lowtide_main
 from lowtide.bin.schedule import main
-from lowtide.pipe.registry import KINDS, make_schedule
-from lowtide.pipe.schedule import Schedule
+from lowtide.pipe.schedules.registry import KINDS, make_schedule
+from lowtide.pipe.schedules.schedule import Schedule
 
 
 def table(text: str) -> list[list[str]]:

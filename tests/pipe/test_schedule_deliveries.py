@@ -4,11 +4,11 @@ from itertools import product
 
 import pytest
 
-from lowtide.pipe.action import RECV_OPS, SEND_OPS, Action, Op
 from lowtide.pipe.deliveries import deliveries
-from lowtide.pipe.passes import complete
-from lowtide.pipe.registry import KINDS, make_schedule
-from lowtide.pipe.schedule import Schedule
+from lowtide.pipe.schedules.action import RECV_OPS, SEND_OPS, Action, Op
+from lowtide.pipe.schedules.passes import complete
+from lowtide.pipe.schedules.registry import KINDS, make_schedule
+from lowtide.pipe.schedules.schedule import Schedule
 
 
 def other_end(schedule: Schedule, message: Action) -> int:

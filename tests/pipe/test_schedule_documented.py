@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from lowtide.bin.schedule import main
-from lowtide.pipe.errors import ScheduleError
-from lowtide.pipe.grid import text_grid
-from lowtide.pipe.registry import KINDS, make_schedule
-from lowtide.pipe.simulator import simulate
+from lowtide.pipe.schedules.errors import ScheduleError
+from lowtide.pipe.schedules.grid import text_grid
+from lowtide.pipe.schedules.registry import KINDS, make_schedule
+from lowtide.pipe.schedules.simulator import simulate
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "pipeline.md").read_text(encoding="utf-8")

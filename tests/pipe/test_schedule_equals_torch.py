@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from lowtide.pipe.action import COMPUTE_OPS, Action
-from lowtide.pipe.registry import make_schedule
-from lowtide.pipe.schedule import Schedule
-from lowtide.pipe.simulator import Simulation, simulate
+from lowtide.pipe.schedules.action import COMPUTE_OPS, Action
+from lowtide.pipe.schedules.registry import make_schedule
+from lowtide.pipe.schedules.schedule import Schedule
+from lowtide.pipe.schedules.simulator import Simulation, simulate
 
 
 def torch_order(class_name: str, ranks: int, microbatches: int, chunks: int) -> list[list[str]]:

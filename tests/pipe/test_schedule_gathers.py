@@ -4,14 +4,14 @@ from functools import cache
 
 import pytest
 
-from lowtide.pipe.action import COMPUTE_OPS, Action, Op
-from lowtide.pipe.costs import Costs
-from lowtide.pipe.errors import ScheduleError
-from lowtide.pipe.gathers import add_gathers
-from lowtide.pipe.passes import complete
-from lowtide.pipe.registry import KINDS, make_schedule
-from lowtide.pipe.schedule import Schedule
-from lowtide.pipe.simulator import simulate
+from lowtide.pipe.schedules.action import COMPUTE_OPS, Action, Op
+from lowtide.pipe.schedules.costs import Costs
+from lowtide.pipe.schedules.errors import ScheduleError
+from lowtide.pipe.schedules.gathers import add_gathers
+from lowtide.pipe.schedules.passes import complete
+from lowtide.pipe.schedules.registry import KINDS, make_schedule
+from lowtide.pipe.schedules.schedule import Schedule
+from lowtide.pipe.schedules.simulator import simulate
 
 
 def one_rank(row: str, num_stages: int, num_microbatches: int = 1) -> Schedule:

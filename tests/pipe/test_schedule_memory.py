@@ -2,9 +2,9 @@
 
 import pytest
 
-from lowtide.pipe.costs import Costs
-from lowtide.pipe.registry import make_schedule
-from lowtide.pipe.simulator import simulate
+from lowtide.pipe.schedules.costs import Costs
+from lowtide.pipe.schedules.registry import make_schedule
+from lowtide.pipe.schedules.simulator import simulate
 
 GRID = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 7, 8, 16, 21)]
 

@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from lowtide.pipe.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
-from lowtide.pipe.costs import Costs
-from lowtide.pipe.errors import ScheduleError
-from lowtide.pipe.passes import add_messages, forward_only, merge_backward
-from lowtide.pipe.registry import KINDS, make_schedule
-from lowtide.pipe.schedule import Schedule
-from lowtide.pipe.simulator import simulate
+from lowtide.pipe.schedules.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
+from lowtide.pipe.schedules.costs import Costs
+from lowtide.pipe.schedules.errors import ScheduleError
+from lowtide.pipe.schedules.passes import add_messages, forward_only, merge_backward
+from lowtide.pipe.schedules.registry import KINDS, make_schedule
+from lowtide.pipe.schedules.schedule import Schedule
+from lowtide.pipe.schedules.simulator import simulate
 
 GRID = [(1, 2), (2, 4), (3, 7), (4, 8), (5, 10)]
 

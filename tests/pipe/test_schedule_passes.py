@@ -4,13 +4,13 @@ from itertools import pairwise
 
 import pytest
 
-from lowtide.pipe.action import BACKWARD_OPS, Action, Op
-from lowtide.pipe.costs import Costs
-from lowtide.pipe.errors import ScheduleError
-from lowtide.pipe.passes import add_gathers, add_reduces, add_steps, complete, forward_only, merge_backward
-from lowtide.pipe.registry import KINDS, make_schedule
-from lowtide.pipe.schedule import Schedule
-from lowtide.pipe.simulator import simulate
+from lowtide.pipe.schedules.action import BACKWARD_OPS, Action, Op
+from lowtide.pipe.schedules.costs import Costs
+from lowtide.pipe.schedules.errors import ScheduleError
+from lowtide.pipe.schedules.passes import add_gathers, add_reduces, add_steps, complete, forward_only, merge_backward
+from lowtide.pipe.schedules.registry import KINDS, make_schedule
+from lowtide.pipe.schedules.schedule import Schedule
+from lowtide.pipe.schedules.simulator import simulate
 
 SPLIT = [name for name, kind in KINDS.items() if kind.splits_backward]
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from lowtide.pipe.action import Action, Op
-from lowtide.pipe.errors import ScheduleError
-from lowtide.pipe.passes import complete
-from lowtide.pipe.registry import KINDS, make_schedule
-from lowtide.pipe.schedule import Schedule
+from lowtide.pipe.schedules.action import Action, Op
+from lowtide.pipe.schedules.errors import ScheduleError
+from lowtide.pipe.schedules.passes import complete
+from lowtide.pipe.schedules.registry import KINDS, make_schedule
+from lowtide.pipe.schedules.schedule import Schedule
 
 TEXT = """\
 name: two ranks

@@ -2,12 +2,12 @@
 
 import pytest
 
-from lowtide.pipe.action import Action
-from lowtide.pipe.costs import Costs
-from lowtide.pipe.passes import add_gathers, complete, forward_only
-from lowtide.pipe.registry import make_schedule
-from lowtide.pipe.schedule import Schedule
-from lowtide.pipe.simulator import simulate
+from lowtide.pipe.schedules.action import Action
+from lowtide.pipe.schedules.costs import Costs
+from lowtide.pipe.schedules.passes import add_gathers, complete, forward_only
+from lowtide.pipe.schedules.registry import make_schedule
+from lowtide.pipe.schedules.schedule import Schedule
+from lowtide.pipe.schedules.simulator import simulate
 
 
 def two_ranks(costs: Costs) -> list[list[tuple[str, float, float]]]:

@@ -2,13 +2,13 @@
 
 import pytest
 
-from lowtide.pipe.action import Action
-from lowtide.pipe.costs import Costs
-from lowtide.pipe.errors import ScheduleError
-from lowtide.pipe.passes import complete
-from lowtide.pipe.registry import make_schedule
-from lowtide.pipe.schedule import Schedule
-from lowtide.pipe.simulator import simulate
+from lowtide.pipe.schedules.action import Action
+from lowtide.pipe.schedules.costs import Costs
+from lowtide.pipe.schedules.errors import ScheduleError
+from lowtide.pipe.schedules.passes import complete
+from lowtide.pipe.schedules.registry import make_schedule
+from lowtide.pipe.schedules.schedule import Schedule
+from lowtide.pipe.schedules.simulator import simulate
 
 
 def schedule_of(*rows: str, ranks: tuple[int, ...] | None = None, microbatches: int = 1) -> Schedule:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowtide.pipe.split import SplitPlan, plan_split
+from lowtide.pipe.split.split import SplitPlan, plan_split
 from tests import models
 from tests.pipe.staged import numels
 from tests.pipe.test_stage_hugging_face import batch_for, builder

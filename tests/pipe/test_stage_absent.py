@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowtide.pipe.absent import Absent, is_missing, resolved
+from lowtide.pipe.split.absent import Absent, is_missing, resolved
 
 
 def absent(*shape: int, dtype: torch.dtype = torch.float32) -> Absent:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowtide.pipe.carried import Carried
+from lowtide.pipe.split.carried import Carried
 from lowtide.pipe.stage import Stage
 from tests import models
 from tests.pipe.staged import staged, stages_of

@@ -8,7 +8,7 @@ from torch import nn
 
 from lowtide.engine.deferred import DeferredModel
 from lowtide.model.ledger import Ledger
-from lowtide.pipe.split import plan_split
+from lowtide.pipe.split.split import plan_split
 from lowtide.pipe.stage import Stage, make_stages
 from tests import models
 from tests.pipe.staged import numels, staged, stages_of, whole

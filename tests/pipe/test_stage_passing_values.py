@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowtide.pipe.split import plan_split
+from lowtide.pipe.split.split import plan_split
 from tests import models
 from tests.pipe.staged import staged, stages_of, whole
 

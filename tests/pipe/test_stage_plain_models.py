@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowtide.model.ledger import Ledger
-from lowtide.pipe.carried import Carried
-from lowtide.pipe.split import plan_split
+from lowtide.pipe.split.carried import Carried
+from lowtide.pipe.split.split import plan_split
 from lowtide.pipe.stage import Stage, make_stages
 from tests import models
 from tests.pipe.staged import staged, stages_of, whole

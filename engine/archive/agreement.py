@@ -1,0 +1,79 @@
+"""Errors that all ranks hear of: what one rank cannot do, none goes on from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from ...checkpoint.errors import CheckpointError
+from ...comm import CollectiveError, World
+from ...offload import OffloadError
+
+
+@contextmanager
+def all_or_none(world: World, what: str, hint: str = "") -> Iterator[None]:
+    """A block that every rank enters. Where it fails on any, every rank raises CheckpointError, with all causes."""
+    found: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        found = error
+    raise_together(world, found, what, hint)
+
+
+def raise_together(world: World, error: BaseException | None, what: str, hint: str = "") -> None:
+    """Raises CheckpointError on every rank where any has an error. A collective; CollectiveError where one is lost."""
+    own = None if error is None else _text(error)
+    try:
+        causes = _causes(world.gather_objects(own))
+    except CollectiveError as lost:
+        raise CollectiveError(f"{what}: {lost}" + (f" On this rank it failed: {own}." if own else "")) from lost
+    if causes:
+        raise CheckpointError(f"{what} failed on {causes}" + (f". {hint}" if hint else "")) from error
+
+
+@contextmanager
+def no_rank_alone(world: World, what: str) -> Iterator[None]:
+    """A block that every rank enters, without collectives in it. Where it fails on any, none goes on.
+
+    A rank that fails raises its own error; the others OffloadError where that is the cause, else RuntimeError, with the
+    texts of those that failed.
+    """
+    found: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        found = error
+    reports = world.gather_objects(None if found is None else (_text(found), isinstance(found, OffloadError)))
+    if found is not None:
+        raise found
+    failed = [report for report in reports if report is not None]
+    if failed:
+        kind = OffloadError if all(is_offload for _, is_offload in failed) else RuntimeError
+        raise kind(f"{what} failed on {_causes([report and report[0] for report in reports])}")
+
+
+def _causes(texts: Iterable[str | None]) -> str:
+    """texts: of each rank, None where it has not failed."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        if text is not None:
+            ranks.setdefault(text, []).append(rank)
+    return "; ".join(f"{_ranks(members)}: {text}" for text, members in ranks.items())
+
+
+def shown(path: str | os.PathLike[str]) -> str:
+    """A path as messages have it; the caller's own, before anything is known of it."""
+    return os.fspath(path) or '""'
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    is_clear = isinstance(error, (OSError, ValueError, CheckpointError, OffloadError))
+    return str(error) if is_clear else f"{type(error).__name__}: {error}"
+
+
+def _ranks(members: list[int]) -> str:
+    return f"rank {members[0]}" if len(members) == 1 else f"ranks {', '.join(map(str, members))}"

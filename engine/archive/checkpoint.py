@@ -1,0 +1,391 @@
+"""Saves and restores everything that a training is, at any number of ranks and any ZeRO stage."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...checkpoint.checkpoint import MODEL, STATE, Checkpoint
+from ...checkpoint.dcp import STEP, OptimizerNames, option_blobs
+from ...checkpoint.errors import CheckpointError, NoCheckpointError
+from ...checkpoint.folder import CheckpointFolder
+from ...checkpoint.fragment import Fragment, TensorInfo
+from ...checkpoint.index import Manifest
+from ...checkpoint.names import shortened
+from ...checkpoint.reader import CheckpointReader
+from ...checkpoint.values import encode
+from ...checkpoint.writer import RankWriter, Snapshot
+from ...checkpoint.writing_process import WritingProcess
+from ...comm import Mesh
+from ...watch.log import logger
+from ...zero.optimizer import ShardedOptimizer, StateKey
+from ..config.config import Config
+from .agreement import all_or_none, raise_together, shown
+from .named_state import NamedState
+from .run_state import (
+    OwnState,
+    check_options,
+    encode_client_state,
+    load_states,
+    random_state,
+    read_scalars,
+    read_training,
+    set_random_state,
+)
+from .save_job import SaveJob
+from .weights import kind_of, model_files
+
+_INTACT = "What was saved before is as it was, and training can go on."
+_WITHOUT_STEP = ("sgd", "lion")  # torch's own keep no step either
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint says beside tensors. training: as it was given to `save`."""
+
+    tag: str
+    training: Any
+    config: Mapping[str, Any]
+    client_state: dict[str, Any]
+
+
+class Checkpointer:
+    """Saves and loads. Every method is a collective: all ranks must call it alike.
+
+    Each rank writes its own part of each tensor (replicas divide theirs) straight from its shards, and reads only the
+    parts that it needs, whoever wrote them; nothing is gathered, see `checkpoint/`.
+    """
+
+    def __init__(
+        self, config: Config, mesh: Mesh, module: nn.Module, optimizer: ShardedOptimizer, named: NamedState
+    ) -> None:
+        self._config = config
+        self._mesh = mesh
+        self._world = mesh.world
+        self._module = module
+        self._optimizer = optimizer
+        self._named = named
+        self._job: SaveJob | None = None
+        self._job_folder: tuple[CheckpointFolder, str] | None = None
+
+    # -- saving ---------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        tag: str | None,
+        client_state: Mapping[str, Any],
+        step: int,
+        training: Mapping[str, Any],
+    ) -> str:
+        """Writes a checkpoint, in the background where the config says so; returns its tag.
+
+        Waits for an earlier one first. Raises CheckpointError on every rank where any fails; with `async` that is at a
+        later call of this or of `finish`.
+        """
+        self.finish()
+        has_own_tag = tag is not None
+        tag = str(self._world.broadcast_object(tag if tag is not None else f"global_step{step}"))
+        what = f"saving checkpoint '{tag}' to {shown(folder)}"
+        with all_or_none(self._world, what, _INTACT):
+            target = CheckpointFolder(folder)
+            own_state = {
+                "random": random_state(),
+                "client_state": encode_client_state(client_state),
+                "scalars": encode(self._optimizer.scalar_states(), "optimizer state"),
+            }
+            encoded = encode(dict(training), "training")
+        states = self._state_dtypes()
+        names = self._optimizer_names(bool(states))
+        manifest = self._manifest(tag, has_own_tag, step, encoded, states)
+        with all_or_none(self._world, what, _INTACT):
+            saving = target.begin(tag) if self._world.rank == 0 else target.saving_folder(tag)
+
+        def commit() -> None:
+            target.commit(manifest, names, self._config.checkpoint.keep_last)
+            logger.info("checkpoint '%s' is complete in %s", tag, target.path)
+
+        is_first = self._world.rank == 0
+        try:
+            with all_or_none(self._world, what, _INTACT):
+                if not saving.is_dir():
+                    raise CheckpointError(
+                        f"{saving} is not there; all ranks must see one folder, for example a network disk"
+                    )
+                writer = RankWriter(saving, self._world.rank)
+                groups = self._optimizer.param_groups
+                options = option_blobs(self._optimizer.kind, groups, names) if is_first else []
+                fragments = self._fragments()
+                snapshot = Snapshot(fragments) if self._config.checkpoint.asynchronous else None
+            if snapshot is None:
+                with all_or_none(self._world, what, _INTACT):
+                    writer.write(fragments, options, own_state)
+                with all_or_none(self._world, what, _INTACT):
+                    if is_first:
+                        commit()
+        except CheckpointError:
+            self._discard(target, tag)
+            raise
+        if snapshot is not None:
+
+            def write() -> None:
+                writer.write(snapshot.fragments, options, own_state)
+                snapshot.drop()
+
+            processes = self._world.gather_objects(WritingProcess.this())
+            self._job = SaveJob(saving, processes, write, commit if is_first else None)
+            self._job_folder = (target, tag)
+        return tag
+
+    @property
+    def has_failed(self) -> bool:
+        """True where a save in the background has failed on this rank."""
+        return self._job is not None and self._job.has_failed
+
+    def finish(self) -> None:
+        """Waits until the save that is under way is complete. Raises CheckpointError on every rank if it failed."""
+        if self._job is None or self._job_folder is None:
+            return
+        job, (folder, tag) = self._job, self._job_folder
+        what = f"saving checkpoint '{tag}' to {folder.path}"
+        job.wait_written()
+        try:
+            raise_together(self._world, job.write_error, what, _INTACT)
+            job.wait_committed()
+            raise_together(self._world, job.commit_error, what, _INTACT)
+        except CheckpointError:
+            job.cancel()
+            self._discard(folder, tag)
+            self._job, self._job_folder = None, None
+            raise
+        self._job, self._job_folder = None, None
+
+    def _discard(self, folder: CheckpointFolder, tag: str) -> None:
+        if self._world.rank == 0:
+            folder.discard(tag)
+
+    def abandon(self) -> None:
+        """Waits for the save that is under way, as far as this rank can without the others: after an error."""
+        if self._job is not None:
+            self._job.wait_written()
+
+    # -- loading --------------------------------------------------------------------------------------------------
+
+    def load(
+        self, folder: str | os.PathLike[str], tag: str | None, registered: Mapping[str, Any], scheduler: Any
+    ) -> Restored:
+        """Brings parameters, optimizer states and random states back, and returns the rest.
+
+        registered: by the caller as client state. What of it has a `load_state_dict` is given its state before anything
+        else is changed, as is the scheduler, and has its own back where that fails on any rank.
+        Raises NoCheckpointError where there is none, CheckpointError where one is damaged or of another model.
+        """
+        self.finish()
+        target, tag, other = self._find(folder, tag)
+        what = f"loading checkpoint '{tag}' from {target.path}"
+        hint = f"The newest other checkpoint is '{other}': load_checkpoint(folder, tag=\"{other}\"). " if other else ""
+        undo = ExitStack()
+        try:
+            with all_or_none(self._world, what, hint + "Nothing was changed."):
+                checkpoint = target.open(tag)
+                weights, states = checkpoint.weights, checkpoint.states
+                training = read_training(checkpoint.manifest.training)
+                scalars: dict[int, dict[str, Any]] = {}
+                for rank in range(checkpoint.manifest.num_files):  # one may have had no element of a parameter group
+                    scalars.update(read_scalars(checkpoint.own_state(rank)))
+                own = OwnState.read(checkpoint.own_state(self._rank_of_origin(checkpoint)))
+                self._check_fits(checkpoint, training)
+                load_states(registered, own.client_state, undo)
+                load_states({"": scheduler}, {"": training["learning_rates"]["scheduler"]}, undo)
+        except CheckpointError:
+            undo.close()
+            raise
+        changed = "Parameters were read in part: load another checkpoint before you train on."
+        with all_or_none(self._world, what, hint + changed):
+            self._optimizer.make_states(training["num_steps"], _states_in(checkpoint), scalars)
+            shared = self._named.has_replicas  # they read the same values, perhaps on this host
+            weights.read(self._named.weights(changes=True), shared)
+            self._read_buffers(weights)
+            states.read(self._named.states(changes=True), shared)
+        self._named.publish()
+        self._restore_random(checkpoint, own.random)
+        logger.info("checkpoint '%s' (step %d) loaded from %s", tag, checkpoint.manifest.step, target.path)
+        return Restored(tag, training, checkpoint.manifest.config, own.client_state)
+
+    # -- what is saved --------------------------------------------------------------------------------------------
+
+    def _fragments(self) -> list[Fragment]:
+        """This rank's part of everything, by full name."""
+        weights = self._named.weights(saves=True)
+        states = self._named.states(saves=True)
+        found = [_prefixed(MODEL, fragment) for fragment in weights] + [_prefixed(STATE, state) for state in states]
+        if self._named.holds_buffers:
+            for name, buffer in self._named.buffers().items():
+                found.append(Fragment(MODEL + name, tuple(buffer.shape), 0, buffer.detach().reshape(-1)))
+        if self._world.rank == 0:
+            step = torch.tensor([float(self._optimizer.num_steps)])
+            found.append(Fragment(STEP, (), 0, step))
+        return found
+
+    def _optimizer_names(self, has_states: bool) -> OptimizerNames:
+        names = {id(param): name for name, param in self._named.trained.items()}
+        groups = (tuple(names[id(param)] for param in group["params"]) for group in self._optimizer.param_groups)
+        has_step = has_states and self._optimizer.kind not in _WITHOUT_STEP
+        return OptimizerNames(tuple(names.values()) if has_step else (), tuple(groups))
+
+    def _state_dtypes(self) -> dict[str, dict[str, torch.dtype]]:
+        """The states of each parameter that has any. A collective: a rank knows only those that it holds a part of."""
+        found: dict[StateKey, dict[str, torch.dtype]] = {}
+        for one in self._world.gather_objects(self._optimizer.state_dtypes()):
+            found.update(one)
+        return {name: found[key] for name, key in self._named.catalog.state_keys.items() if key in found}
+
+    def _manifest(
+        self, tag: str, has_own_tag: bool, step: int, training: Any, states: Mapping[str, Mapping[str, torch.dtype]]
+    ) -> Manifest:
+        catalog = self._named.catalog
+        tensors = {MODEL + name: info for name, info in (*catalog.parameters.items(), *catalog.buffers.items())}
+        for name, dtypes in states.items():
+            for state, dtype in dtypes.items():
+                tensors[f"{STATE}{name}.{state}"] = TensorInfo(catalog.parameters[name].shape, dtype)
+        tensors[STEP] = TensorInfo((), torch.float32)
+        return Manifest(
+            tag=tag,
+            step=step,
+            saved_at=0.0,
+            has_own_tag=has_own_tag,
+            versions={"lowtide": version("lowtide"), "torch": torch.__version__, "python": platform.python_version()},
+            topology={
+                "world_size": self._world.size,
+                "stage": self._config.zero_optimization.stage,
+                "shard_size": self._mesh.data_size // self._mesh.axes["replica"].size,
+                "replicas": self._mesh.axes["replica"].size,
+                "pipeline": self._world.size // self._mesh.data_size,
+            },
+            tensors=tensors,
+            compute_dtypes=dict(catalog.compute_dtypes),
+            aliases=dict(catalog.aliases),
+            training=training,
+            config=self._config.as_dict(),
+            model_files=model_files(self._module, _first_dtype(self._named)),
+        )
+
+    # -- what is loaded -------------------------------------------------------------------------------------------
+
+    def _find(self, path: str | os.PathLike[str], tag: str | None) -> tuple[CheckpointFolder, str, str | None]:
+        """The folder, the tag to load and the newest other one, as rank 0 sees the folder."""
+        found: tuple[str, str | None] | None = None
+        absent = ""
+        with all_or_none(self._world, f"looking for a checkpoint in {shown(path)}"):
+            folder = CheckpointFolder(path)
+            if self._world.rank == 0:
+                try:
+                    chosen = folder.find(tag)
+                    found = (chosen, folder.alternative_to(chosen))
+                except NoCheckpointError as error:
+                    absent = str(error)
+        found, absent = self._world.broadcast_object((found, absent))
+        if found is None:
+            raise NoCheckpointError(absent)
+        return folder, *found
+
+    def _check_fits(self, checkpoint: Checkpoint, training: Mapping[str, Any]) -> None:
+        """Raises CheckpointError, with every difference, where the checkpoint is of another model or optimizer."""
+        catalog = self._named.catalog
+        faults = _differences(checkpoint.weights.tensors, {**catalog.parameters, **catalog.buffers})
+        faults += [
+            f"the state '{name}' has shape {info.shape} in it"
+            for name, info in checkpoint.states.tensors.items()
+            if (own := catalog.parameters.get(name.rpartition(".")[0])) is not None and own.shape != info.shape
+        ]
+        try:
+            check_options(self._optimizer.param_groups, training, checkpoint.manifest.config)
+        except ValueError as error:
+            faults.append(str(error))
+        by_name = _states_in(checkpoint)
+        states = {state for one in by_name.values() for state in one}
+        if training["num_steps"] and not self._optimizer.can_take(training["optimizer"], states):
+            faults.append(
+                f"it has the states of optimizer {training['optimizer']} ({', '.join(sorted(states)) or 'none'}), this "
+                f"run has optimizer {self._optimizer.kind}; engine.load_weights(folder) takes the parameters alone"
+            )
+        elif training["num_steps"]:
+            faults += self._parameters_without_states(by_name, training["optimizer"])
+        if faults:
+            raise CheckpointError(f"{checkpoint.path} does not fit: " + "; ".join(faults))
+
+    def _parameters_without_states(self, found: Mapping[str, Mapping[str, torch.dtype]], kind: str) -> list[str]:
+        """Those that others of the same parameter group have: they were frozen, or in another group."""
+        faults = []
+        groups = self._optimizer_names(False).groups
+        if not self._optimizer.can_take(kind, ()):  # each parameter has all states, in any group
+            groups = (tuple(name for group in groups for name in group),)
+        for group in groups:
+            expected = {state for name in group for state in found.get(name, {})}
+            faults += [
+                f"'{name}' has no optimizer state in it ({', '.join(sorted(missing))}): it was not trained then"
+                for name in group
+                if (missing := expected - set(found.get(name, {})))
+                and math.prod(self._named.catalog.parameters[name].shape)
+            ]
+        return faults
+
+    def _read_buffers(self, source: CheckpointReader) -> None:
+        for name, buffer in self._named.buffers().items():
+            flat = buffer.detach().contiguous().view(-1)  # the buffer's own memory, unless it has strides
+            source.read([Fragment(name, tuple(buffer.shape), 0, flat)])
+            if flat.data_ptr() != buffer.data_ptr():
+                buffer.detach().copy_(flat.view(buffer.shape))
+
+    def _rank_of_origin(self, checkpoint: Checkpoint) -> int:
+        """The rank whose own state this one takes over."""
+        return self._world.rank if checkpoint.manifest.num_files == self._world.size else 0
+
+    def _restore_random(self, checkpoint: Checkpoint, states: Mapping[str, Any]) -> None:
+        if checkpoint.manifest.num_files == self._world.size:
+            set_random_state(states)
+        else:
+            logger.info(
+                "random generators go on as they are: the checkpoint has the states of %d ranks, there are %d",
+                checkpoint.manifest.num_files,
+                self._world.size,
+            )
+
+
+def _differences(found: Mapping[str, TensorInfo], expected: Mapping[str, TensorInfo]) -> list[str]:
+    """Tensors that are missing, of none, of another shape, or of another kind of numbers."""
+    faults = [f"'{name}' is not in it" for name in expected if name not in found]
+    faults += [f"{shortened(name)} is not in the model" for name in found if name not in expected]
+    for name, own in expected.items():
+        if name in found and found[name].shape != own.shape:
+            faults.append(f"'{name}' has shape {found[name].shape} in it, {own.shape} in the model")
+        elif name in found and kind_of(found[name].dtype) != kind_of(own.dtype):
+            faults.append(f"'{name}' is {found[name].dtype} in it, {own.dtype} in the model")
+    return faults
+
+
+def _states_in(checkpoint: Checkpoint) -> dict[str, dict[str, torch.dtype]]:
+    """Parameter -> the dtypes of its states."""
+    found: dict[str, dict[str, torch.dtype]] = {}
+    for full_name, info in checkpoint.states.tensors.items():
+        name, _, state = full_name.rpartition(".")
+        found.setdefault(name, {})[state] = info.dtype
+    return found
+
+
+def _prefixed(prefix: str, fragment: Fragment) -> Fragment:
+    return replace(fragment, name=prefix + fragment.name)
+
+
+def _first_dtype(named: NamedState) -> torch.dtype | None:
+    """The dtype in which the first floating-point parameter is computed; configurations of Hugging Face name it."""
+    return next((dtype for dtype in named.catalog.compute_dtypes.values() if dtype.is_floating_point), None)

@@ -1,0 +1,164 @@
+"""The model's and the optimizer's state by name: which range of which tensor this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ...checkpoint.fragment import Fragment, TensorInfo
+from ...comm import Mesh
+from ...offload import Memory
+from ...zero.group import ShardedGroup, part_of, values_of
+from ...zero.layout import Piece
+from ...zero.optimizer import ShardedOptimizer
+from ...zero.sequence import Unit
+from .catalog import Catalog
+
+
+class NamedState:
+    """Parameters, buffers and optimizer states as fragments: views of this rank's shards, nothing is gathered.
+
+    Names are the model's own; a tied parameter goes by its first name, the others are in `aliases`. A parameter that
+    is computed in half precision is its float32 master weight here, of which the half is the rounded copy.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        optimizer: ShardedOptimizer,
+        mesh: Mesh,
+        trained: Mapping[str, nn.Parameter] | None = None,
+        whole_names: Sequence[str] | None = None,
+    ) -> None:
+        """A collective. units: of this rank. trained: parameters that are trained anywhere; None: those of the units.
+
+        whole_names: of the whole model's state_dict, where `module` has a part of it; None: it is the whole.
+        """
+        self._module = module
+        self._groups = [group for unit in units for group in unit.groups]
+        self._shards = {id(shard.group): shard for shard in optimizer.shards}
+        self._optimizer = optimizer
+        self._mesh = mesh
+        self._trained = trained
+        self._whole_names = whole_names
+        self.catalog = self._own_catalog()
+        if mesh.data_size < mesh.world.size:
+            own = self.catalog if mesh.data_rank == 0 else None
+            parts = [part for part in mesh.world.gather_objects(own) if part is not None]
+            self.catalog = Catalog.merged(parts)
+
+    def _own_catalog(self) -> Catalog:
+        slots = [(slot, group) for group in self._groups for slot in group.layout.slots]
+        return Catalog(
+            {slot.name: TensorInfo(slot.whole, self._dtype_of(group)) for slot, group in slots},
+            {slot.name: group.dtype for slot, group in slots},
+            {name: TensorInfo(tuple(buffer.shape), buffer.dtype) for name, buffer in self.buffers().items()},
+            self._aliases(),
+            self._optimizer.state_keys,
+        )
+
+    def _dtype_of(self, group: ShardedGroup) -> torch.dtype:
+        shard = self._shards.get(id(group))
+        return group.dtype if shard is None else shard.master_dtype
+
+    @property
+    def trained(self) -> Mapping[str, nn.Parameter]:
+        """The parameters that the optimizer updates, on any rank, by name."""
+        if self._trained is not None:
+            return self._trained
+        return {
+            name: param
+            for shard in self._optimizer.shards
+            for name, param in zip(shard.group.names, shard.group.params, strict=True)
+        }
+
+    def _aliases(self) -> dict[str, str]:
+        first = {
+            id(param): name for group in self._groups for name, param in zip(group.names, group.params, strict=True)
+        }
+        names = self._module.state_dict(keep_vars=True)
+        return {
+            name: first[id(value)] for name, value in names.items() if id(value) in first and first[id(value)] != name
+        }
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The persistent buffers of this rank's stages, the very tensors."""
+        state = self._module.state_dict(keep_vars=True)
+        return {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+        }
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of the whole model's state_dict, in its order: aliases too."""
+        return self._whole_names if self._whole_names is not None else tuple(self._module.state_dict(keep_vars=True))
+
+    @property
+    def holds_buffers(self) -> bool:
+        """True on the rank that saves the buffers of its stages."""
+        return self._mesh.data_rank == 0
+
+    def weights(self, rounded: bool = False, changes: bool = False, saves: bool = False) -> list[Fragment]:
+        """What this rank holds of the parameters; rounded: in the dtype in which they are computed.
+
+        changes: they are for writing; what rests in a store is kept there then, changed. saves: the part that this
+        rank saves, where others hold the same.
+        """
+        fragments = []
+        for group in self._groups:
+            shard = None if rounded else self._shards.get(id(group))
+            for piece in group.pieces if shard is None else shard.pieces:
+                low = piece.offset_in_shard
+                if shard is None:
+                    memory = part_of(group.own_values(changes), low, low + piece.numel)
+                else:
+                    memory = shard.master_of(piece, changes)
+                fragments += _fragments(group, piece, "", memory, saves)
+        return fragments
+
+    def states(self, changes: bool = False, saves: bool = False) -> list[Fragment]:
+        """What this rank holds of the optimizer's elementwise states, named `parameter.state`; saves: as of weights."""
+        return [
+            fragment
+            for shard in self._optimizer.shards
+            for piece in shard.pieces
+            for name, memory in self._optimizer.states_of(shard, piece, changes).items()
+            for fragment in _fragments(shard.group, piece, f".{name}", memory, saves)
+        ]
+
+    @property
+    def has_replicas(self) -> bool:
+        """True where other ranks hold the same parts of anything."""
+        return any(group.replica_axis.size > 1 for group in self._groups)
+
+    def publish(self) -> None:
+        """After weights have changed in place: the computed copies follow, on all ranks. A collective."""
+        self._optimizer.settle()
+        for shard in self._optimizer.shards:
+            for piece in shard.pieces if shard.is_mixed else ():
+                low = piece.offset_in_shard
+                own = values_of(part_of(shard.group.own_values(changes=True), low, low + piece.numel))
+                own.copy_(values_of(shard.master_of(piece)))
+        for group in self._groups:
+            if group.frees_memory:  # full ones have the other ranks' old values
+                group.release()
+        pending = [group.refresh() for group in self._groups]
+        for one in pending:
+            one.wait()
+        self._mesh.fence("new parameters")
+
+
+def _fragments(group: ShardedGroup, piece: Piece, suffix: str, memory: Memory, saves: bool) -> list[Fragment]:
+    """What this rank holds of a piece; saves: without what others save, one of those copies that are equal."""
+    slot = group.layout.slots[piece.index]
+    fragment = Fragment(slot.name + suffix, slot.whole, piece.offset_in_param, memory, slot.box)
+    if not saves:
+        return [fragment]
+    axis = group.replica_axis
+    low, high = (fragment.numel * place // axis.size for place in (axis.rank, axis.rank + 1))
+    return [fragment.part(low, high)] if group.is_counted and low < high else []

@@ -1,0 +1,180 @@
+"""What a run knows beside tensors: its random generators, the caller's own state, the options of the optimizer."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from ...checkpoint.index import Count, FileContent, Flag, Number, Text, first_fault
+from ...checkpoint.names import shortened
+from ...checkpoint.values import decode, encode
+from ...watch.log import logger
+
+
+def random_state() -> Any:
+    """The random generators of this process: Python's, NumPy's, torch's, and that of its CUDA device."""
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return encode(states, "random state")
+
+
+def read_random_state(encoded: Any) -> dict[str, Any]:
+    """What `random_state` gave, for `set_random_state`. Raises ValueError for what no generator takes."""
+    states = decode(encoded, "random state")
+    try:
+        random.Random().setstate(states["python"])
+        np.random.RandomState().set_state(states["numpy"])
+        torch.Generator().set_state(states["torch"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.Generator("cuda").set_state(states["cuda"])
+    except Exception as error:  # what the three make of a state that is none
+        raise ValueError(f"random state: expected the states of random generators; {shortened(str(error))}") from error
+    return dict(states)
+
+
+def set_random_state(states: Mapping[str, Any]) -> None:
+    """Makes the generators go on from where `random_state` was taken."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def encode_client_state(state: Mapping[str, Any]) -> Any:
+    """The caller's state as JSON. What has a `state_dict()`, such as a loader, gives that.
+
+    Raises ValueError, with the place, for a value that is neither that nor plain data.
+    """
+    plain = {key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in state.items()}
+    return encode(plain, "client_state")
+
+
+class _TrainingContent(FileContent):
+    class LearningRates(FileContent):
+        options: list[dict[str, Any]]
+        base: list[Number]
+        scheduler: dict[str, Any] | None
+
+    class LossScaler(FileContent):
+        is_dynamic: Flag
+        scale: Number
+        overflows_left: Count
+        steps_without_overflow: Count
+
+    global_step: Count
+    num_steps: Count
+    optimizer: Text
+    learning_rates: LearningRates
+    loss_scaler: LossScaler
+
+
+def read_training(encoded: Any) -> dict[str, Any]:
+    """Where a run stood, as `Engine` gave it to be saved. Raises ValueError, with the place, for anything else."""
+    training = decode(encoded, "training")
+    _TrainingContent.parse(training)
+    return dict(training)
+
+
+@dataclass(frozen=True)
+class OwnState:
+    """What one rank has said of itself alone."""
+
+    random: Mapping[str, Any]
+    client_state: dict[str, Any]
+
+    @classmethod
+    def read(cls, encoded: Any) -> OwnState:
+        """Raises ValueError."""
+        _check_own_state(encoded)
+        client_state = decode(encoded["client_state"], "client_state")
+        if not isinstance(client_state, dict):
+            raise ValueError(f"client_state: expected a dictionary, found {shortened(client_state)}")
+        return cls(read_random_state(encoded["random"]), client_state)
+
+
+def read_scalars(encoded: Any) -> dict[int, dict[str, Any]]:
+    """What a rank has said of torch's optimizers, by the index of the parameter group. Raises ValueError."""
+    _check_own_state(encoded)
+    try:
+        return _SCALARS.validate_python(decode(encoded["scalars"], "optimizer state"))
+    except ValidationError as error:
+        raise ValueError(f"optimizer state: {first_fault(error)}") from None
+
+
+def _check_own_state(encoded: Any) -> None:
+    if not isinstance(encoded, dict) or not {"random", "client_state", "scalars"} <= encoded.keys():
+        raise ValueError(f"expected the random, client_state and scalars of a rank, found {shortened(encoded)}")
+
+
+_SCALARS = TypeAdapter(dict[int, dict[str, Any]])
+
+
+def check_options(groups: Sequence[Mapping[str, Any]], training: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Raises ValueError where saved options, or those of the saved config, cannot take the place of the groups' own."""
+    saved = training["learning_rates"]
+    if not len(groups) == len(saved["options"]) == len(saved["base"]):
+        raise ValueError(f"it has {len(saved['options'])} parameter groups, the optimizer {len(groups)}")
+    optimizer = config.get("optimizer") or {}
+    then = optimizer.get("params", {}) if isinstance(optimizer, Mapping) else None
+    if not isinstance(then, Mapping) or not isinstance(then.get("lr", 0.0), (int, float)):
+        raise ValueError(f"config.optimizer: expected a section with params, found {shortened(optimizer)}")
+    for own, options in zip(groups, saved["options"], strict=True):
+        for name, value in options.items():
+            if name in own and name != "params" and not _is_alike(value, own[name]):
+                raise ValueError(
+                    f"the option {shortened(name)} is {shortened(value)} in it, {shortened(own[name])} in the optimizer"
+                )
+
+
+def _is_alike(value: Any, own: Any) -> bool:
+    """True unless one is a number, or numbers, and the other is not."""
+    if isinstance(own, (tuple, list)) and isinstance(value, (tuple, list)):
+        return len(own) == len(value) and all(map(_is_alike, value, own))
+    numbers = (bool, int, float, torch.Tensor, type(None))
+    return isinstance(value, numbers) == isinstance(own, numbers) and (
+        isinstance(value, (tuple, list)) == isinstance(own, (tuple, list))
+    )
+
+
+def load_states(registered: Mapping[Any, Any], saved: Mapping[Any, Any], undo: ExitStack) -> None:
+    """Gives the caller's objects that have a `load_state_dict` what was saved of them, by key.
+
+    undo: gets what gives them back the states that they have now.
+    """
+    for key, state in saved.items():
+        one: Any = registered.get(key)
+        if not hasattr(one, "load_state_dict") or state is None:
+            continue
+        if hasattr(one, "state_dict"):
+            undo.callback(one.load_state_dict, copy.deepcopy(one.state_dict()))
+        one.load_state_dict(state)
+
+
+def restore_options(
+    groups: Sequence[dict[str, Any]],
+    saved: Sequence[Mapping[str, Any]],
+    config_then: Mapping[str, Any],
+    config_now: Mapping[str, Any],
+) -> set[str]:
+    """Gives the optimizer's groups the options that they had when they were saved.
+
+    An option that the config now says otherwise than then keeps its new value; returns the names of those.
+    """
+    changed = {key for key, value in config_now.items() if key in config_then and config_then[key] != value}
+    for key in sorted(changed):
+        logger.info(
+            "optimizer.params.%s: %s as the config says now, not %s as saved", key, config_now[key], config_then[key]
+        )
+    for group, options in zip(groups, saved, strict=True):
+        group.update({key: value for key, value in options.items() if key in group and key not in changed})
+    return changed

@@ -1,0 +1,224 @@
+"""Plain weights: a model's tensors from its shards to safetensors files and back, with nothing gathered."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.export import DEFAULT_SHARD_BYTES, ExportFolder, exported_infos, parse_bytes, parse_dtype, progress
+from ...checkpoint.folder import CheckpointFolder
+from ...checkpoint.fragment import Fragment, TensorInfo, TensorSource
+from ...checkpoint.names import LATEST, MANIFEST, folder_path
+from ...checkpoint.safetensors_files import SafetensorsSource, WeightsPlan
+from ...comm import World
+from ...watch.log import logger
+from .agreement import all_or_none, shown
+from .named_state import NamedState
+
+
+def export(
+    module: nn.Module,
+    state: NamedState,
+    world: World,
+    folder: str | os.PathLike[str],
+    dtype: str | torch.dtype | None = None,
+    shard_bytes: int | str = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Writes the module's parameters and persistent buffers to `folder` as safetensors, under the module's own names.
+
+    Every rank writes what it holds into files that all of them see. A collective; an error on one rank is raised on
+    all, and leaves an earlier export in the folder as it was. See `Engine.export`.
+    """
+    infos = exported_infos(_tensors_of(state), parse_dtype(dtype), state.catalog.compute_dtypes)
+    plan = WeightsPlan.of(infos, parse_bytes(shard_bytes))
+    what = f"export to {shown(folder)}"
+    hint = f"Nothing else in {shown(folder)} has changed"
+    is_first = world.rank == 0
+    with all_or_none(world, what):
+        target = ExportFolder(folder, plan)
+    try:
+        with all_or_none(world, what, f"{hint}."):
+            if is_first:
+                target.create(model_files(module, _dtype_of_weights(infos, state)))
+        with all_or_none(world, what, f"{hint}. Every rank writes to the folder, and must see the same one."):
+            _write(target, plan, state, parse_dtype(dtype), is_first)
+        with all_or_none(world, what):
+            if is_first:
+                target.publish()
+    except BaseException:
+        if is_first:
+            target.discard()
+        raise
+
+
+def load_weights(state: NamedState, world: World, path: str | os.PathLike[str], strict: bool = True) -> None:
+    """Puts the tensors of safetensors files, or of a checkpoint, into the shards, master weights and buffers.
+
+    Each rank reads the ranges of its own shards alone, and all buffers. A collective. See `Engine.load_weights`.
+    """
+    what = f"load_weights from {shown(path)}"
+    with all_or_none(world, what, "Nothing was loaded."):
+        source = open_source(path)
+        buffers = state.buffers()
+        expected = {**state.catalog.parameters, **state.catalog.buffers}
+        match = Match.of(expected, state.catalog.aliases, source.tensors)
+    fits = not match.misshaped and (match.is_complete or not strict)
+    faults = [text for text in world.gather_objects(None if fits else match.describe()) if text is not None]
+    if faults:
+        raise ValueError(
+            f"{what}: expected the model's tensors, found {faults[0]}\nNothing was loaded.{_advice(match)}"
+        )
+    if world.rank == 0 and not match.is_complete:
+        logger.warning("%s: found %s", what, match.describe())
+    with all_or_none(world, what, "The weights are in part those of before: load again."):
+        named = {name: buffer for name, buffer in buffers.items() if name in match.sources}
+        wholes = [_whole(name, buffer) for name, buffer in named.items()]
+        own = [fragment for fragment in state.weights(changes=True) if fragment.name in match.sources]
+        source.read([replace(fragment, name=match.sources[fragment.name]) for fragment in [*own, *wholes]])
+        for buffer, whole in zip(named.values(), wholes, strict=True):
+            if not buffer.is_contiguous():
+                buffer.detach().copy_(whole.values.view(buffer.shape))
+    state.publish()
+
+
+def open_source(path: str | os.PathLike[str]) -> TensorSource:
+    """The weights that lie at a path: a checkpoint, a folder of checkpoints with a latest one, or safetensors.
+
+    Raises OSError, ValueError and CheckpointError.
+    """
+    folder = folder_path(path)
+    if (folder / MANIFEST).exists():
+        return Checkpoint(folder).weights
+    if (folder / LATEST).exists():
+        return CheckpointFolder(path).open().weights
+    return SafetensorsSource(path)
+
+
+def model_files(module: nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
+    """What `from_pretrained` of Hugging Face needs beside the weights: file name -> JSON content.
+
+    Empty where the module has no configuration of that kind. dtype: of the weights, which the configuration names.
+    """
+    config: Any = getattr(module, "config", None)
+    generation: Any = getattr(module, "generation_config", None)
+    if not callable(getattr(config, "save_pretrained", None)):
+        return {}
+    try:
+        config = copy.deepcopy(config)
+        parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+        for one in [config, *(part for part in parts if part is not None)]:
+            setattr(one, "dtype" if hasattr(one, "dtype") else "torch_dtype", dtype)
+        config.architectures = [type(module).__name__]
+        with tempfile.TemporaryDirectory() as folder:
+            config.save_pretrained(folder)
+            if callable(getattr(generation, "save_pretrained", None)):
+                generation.save_pretrained(folder)
+            return {path.name: json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))}
+    except Exception as error:  # of code that is not ours, whose kinds of errors are not known
+        raise ValueError(f"the model's configuration ({type(config).__name__}) could not be saved: {error}") from error
+
+
+# -- what fits ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Match:
+    """The model's tensors against those of a source."""
+
+    sources: dict[str, str] = field(default_factory=dict)  # name in the model -> name in the source
+    missing: list[str] = field(default_factory=list)  # a line each
+    extra: list[str] = field(default_factory=list)
+    misshaped: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, expected: Mapping[str, TensorInfo], aliases: Mapping[str, str], found: Mapping[str, TensorInfo]
+    ) -> Match:
+        """expected: every tensor by its first name. aliases: further names of tied ones -> the first name."""
+        match = cls()
+        names: dict[str, list[str]] = {name: [name] for name in expected}
+        for alias, first in aliases.items():
+            names[first].append(alias)
+        for first, info in expected.items():
+            present = [name for name in names[first] if name in found]
+            if not present:
+                match.missing.append(f"{' = '.join(names[first])}: expected {_describe(info)}")
+                continue
+            match.sources[first] = present[0]
+            match.misshaped += [
+                f"{name}: expected {_describe(info)}, found {_describe(found[name])}"
+                for name in present
+                if found[name].shape != info.shape or kind_of(found[name].dtype) != kind_of(info.dtype)
+            ]
+        known = {*expected, *aliases}
+        match.extra = [f"{name}: found {_describe(info)}" for name, info in found.items() if name not in known]
+        return match
+
+    @property
+    def is_complete(self) -> bool:
+        return not (self.missing or self.extra or self.misshaped)
+
+    def describe(self) -> str:
+        """How many are missing, extra and misshaped, and then each of them on a line."""
+        parts = {"missing": self.missing, "extra": self.extra, "misshaped": self.misshaped}
+        counts = ", ".join(f"{len(lines)} {name}" for name, lines in parts.items() if lines)
+        return "\n".join([counts, *(f"  {name} {line}" for name, lines in parts.items() for line in lines)])
+
+
+def _advice(match: Match) -> str:
+    return "" if match.misshaped else " strict=False loads what is in both."
+
+
+def _describe(info: TensorInfo) -> str:
+    return f"{info.shape} {str(info.dtype).removeprefix('torch.')}"
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    """Values of one kind are cast to each other; of two kinds, a file with other contents is meant."""
+    return "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
+
+
+# -- pieces of it ---------------------------------------------------------------------------------------------------
+
+
+def _write(
+    target: ExportFolder, plan: WeightsPlan, state: NamedState, dtype: torch.dtype | None, is_first: bool
+) -> None:
+    """This rank's part of all files, in the order in which they lie there; one rank of each stage has the buffers."""
+    fragments = state.weights(rounded=dtype is None, saves=True)
+    if state.holds_buffers:
+        fragments += [_whole(name, buffer) for name, buffer in state.buffers().items()]
+    places = plan.places
+    fragments.sort(key=lambda one: (places[one.name].file, places[one.name].offset, one.start))
+    own_bytes = sum(one.numel * places[one.name].info.dtype.itemsize for one in fragments)
+    with progress(own_bytes, is_first) as advance:
+        target.write(fragments, advance)
+
+
+def _dtype_of_weights(infos: Mapping[str, TensorInfo], state: NamedState) -> torch.dtype | None:
+    """The dtype of the first floating-point parameter."""
+    parameters = state.catalog.parameters
+    dtypes = [info.dtype for name, info in infos.items() if name in parameters]
+    return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
+
+
+def _tensors_of(state: NamedState) -> dict[str, TensorInfo]:
+    """Parameters, tied ones once, and persistent buffers, in the order of the module's own state_dict."""
+    infos = {**state.catalog.parameters, **state.catalog.buffers}
+    order = [name for name in state.names if name in infos]
+    return {name: infos[name] for name in dict.fromkeys([*order, *infos])}
+
+
+def _whole(name: str, tensor: Tensor) -> Fragment:
+    """All of it: its own memory where that is contiguous, else a copy."""
+    return Fragment(name, tuple(tensor.shape), 0, tensor.detach().reshape(-1))

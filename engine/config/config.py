@@ -1,0 +1,405 @@
+"""The config: one JSON file, checked as a whole before anything is built. The only place that knows JSON.
+
+file -> config_read (plain values) -> config_translate (DeepSpeed's other keys, "auto") -> Config -> resolve(world_size)
+
+Nothing here imports torch: types are the strings "fp32", "bf16" and "fp16".
+"""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
+
+from .batch import Batch, fill_batch, nearest_divisors
+from .elastic import KeptBatch, nothing_kept
+from .errors import ConfigError, Fault, FaultKind, shown, unknown_key
+from .idle import checkpoint_notes, no_effect, precision_notes, zero_notes
+from .kernels import KernelsConfig, idle_kernel_settings
+from .offload import ActivationOffloadConfig, AioConfig, OffloadOptimizerConfig, OffloadParamConfig
+from .offload_checks import offload_faults, offload_notes
+from .optimizer import OPTIMIZER_PARAMS, OptimizerConfig, SGDOptimizer
+from .origin import other_defaults
+from .parallel import (
+    ParallelConfig,
+    PipelineConfig,
+    accumulation_faults,
+    idle_settings,
+    pipeline_faults,
+    schedule_faults,
+    world_faults,
+)
+from .read import join, read
+from .scheduler import SCHEDULER_PARAMS, SchedulerConfig
+from .sections import (
+    ActivationCheckpointingConfig,
+    BF16Config,
+    CheckpointConfig,
+    CommunicationConfig,
+    DataTypesConfig,
+    FP16Config,
+    ZeroConfig,
+)
+from .translate import AUTO, BATCH_KEYS, known_rule_keys, translate
+from .types import Bool, Dtype, Float, Int, Natural, Positive, Section
+
+MAX_FAULTS = 20  # in a message; looking for what was meant takes a while for each
+
+__all__ = ["Config", "ConfigError", "Fault", "OptimizerConfig", "SchedulerConfig"]
+
+
+def _or_never(value: object) -> object:
+    """0 for the other ways to say never."""
+    return 0 if value is None or value == math.inf else value
+
+
+class Config(Section):
+    """Everything that a run's JSON file says, with defaults for the rest. Frozen; made by `Config.load`."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model lives. "auto": cuda if there is one, else cpu; decided when the engine is built."""
+
+    train_batch_size: Positive | None = None
+    """Samples per optimizer step over all ranks: microbatch x accumulation x data-parallel ranks."""
+
+    train_micro_batch_size_per_gpu: Positive | None = None
+    """Samples per forward on each rank."""
+
+    gradient_accumulation_steps: Positive | None = None
+    """Microbatches per optimizer step on each rank."""
+
+    gradient_clipping: Float = Field(default=0.0, ge=0)
+    """The global norm to which gradients are clipped. 0: off."""
+
+    steps_per_print: Annotated[Int, BeforeValidator(_or_never)] = Field(default=10, ge=0)
+    """A line is logged every so many steps. 0, null or Infinity: never."""
+
+    seed: Natural | None = None
+    """Seed of the random generators. null: they are left as they are."""
+
+    prescale_gradients: Bool = False
+    """Divide gradients by the number of ranks before they are summed rather than after."""
+
+    gradient_predivide_factor: Float = Field(default=1.0, gt=0)
+    """Divide gradients by this before they are summed, and by ranks / factor after."""
+
+    communication_data_type: Dtype | None = None
+    """The type in which gradients are reduced between ranks. null: fp32."""
+
+    data_types: DataTypesConfig = DataTypesConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    zero_optimization: ZeroConfig = ZeroConfig()
+    bf16: BF16Config = BF16Config()
+    fp16: FP16Config = FP16Config()
+    optimizer: OptimizerConfig | None = Field(default=None, discriminator="type")
+    """null: the optimizer is passed to initialize."""
+    scheduler: SchedulerConfig | None = Field(default=None, discriminator="type")
+    """null: the learning rate is constant, or the scheduler is passed to initialize."""
+    activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
+    aio: AioConfig = AioConfig()
+    kernels: KernelsConfig = KernelsConfig()
+    communication: CommunicationConfig = CommunicationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    _notes: tuple[str, ...] = PrivateAttr(default=())
+    _source: str | None = PrivateAttr(default=None)
+    _auto_batch_keys: tuple[str, ...] = PrivateAttr(default=())
+
+    @classmethod
+    def load(cls, source: "str | os.PathLike[str] | Mapping[str, object] | Config") -> "Config":
+        """The checked config of a JSON file, of a preset ("zero3") or of a dictionary; a Config is returned as it is.
+
+        Raises ConfigError with every fault at once.
+        """
+        if isinstance(source, Config):
+            return source
+        raw, name = read(source)
+        translation = translate(raw)
+        config, faults = _validate(translation.values)
+        faults = translation.faults + faults
+        if faults or config is None:
+            raise ConfigError(_in_file_order(faults, raw), name)
+        notes = translation.notes + [
+            f'{path}: "auto" is {shown(_value_at(config, path))}: {AUTO[path]}'
+            for path in translation.auto_paths
+            if path not in BATCH_KEYS
+        ]
+        config._notes = tuple(
+            notes + _idle_settings(config) + other_defaults(raw, config.gradient_clipping, config.optimizer)
+        )
+        config._source = name
+        config._auto_batch_keys = tuple(path for path in translation.auto_paths if path in BATCH_KEYS)
+        return config
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One sentence for each key that is understood and has no effect here, and for each "auto"."""
+        return self._notes
+
+    def resolve(self, world_size: int, first_world_size: int | None = None) -> "Config":
+        """A copy for so many ranks, with the batch triple filled and every "auto" of it explained.
+
+        first_world_size: of a job that goes on with other ranks than it began with; its global batch stays, as told in
+        config_elastic.py.
+
+        Raises ConfigError, with the equation, if an axis, the triple or the shard size does not fit the world size, or
+        the schedule of a pipeline does not fit the number of microbatches.
+        """
+        if world_size < 1:
+            raise ValueError(f"world_size is at least 1, found {world_size}")
+        before = None if first_world_size in (None, world_size) else first_world_size
+        kept = None if before is None else _kept_batch(self, before)
+        faults = world_faults(self.parallel, world_size)
+        if faults:
+            raise ConfigError(faults + ([kept.fault(world_size)] if kept else []), self._source)
+        data_size = world_size // self.parallel.pipeline
+        batch = kept.on(data_size) if kept else _batch(self, data_size)
+        update: dict[str, object] = {}
+        if isinstance(batch, Fault):
+            faults.append(batch)
+        elif batch is not None:
+            update = dict(zip(BATCH_KEYS, (batch.train, batch.micro, batch.accumulation), strict=True))
+            if self.pipeline.microbatches is not None:
+                update["pipeline"] = self.pipeline.model_copy(update={"microbatches": batch.accumulation})
+            faults += schedule_faults(self.parallel, self.pipeline, batch.accumulation)
+        faults += _shard_size_faults(self.zero_optimization, data_size)
+        resolved = self.model_copy(update=update)
+        if self.gradient_accumulation_steps is None or kept:
+            faults += _update_in_backward_faults(resolved)
+        if kept and (faults or batch is None):
+            faults.append(kept.fault(world_size))
+        if faults:
+            raise ConfigError(faults, self._source)
+        equation = " x ".join(str(update[key]) for key in BATCH_KEYS[1:]) + f" x {data_size} ranks"
+        reason = f"train_batch_size = microbatch x accumulation x ranks = {equation}"
+        notes = [f'{key}: "auto" is {update[key]}: {reason}' for key in self._auto_batch_keys]
+        if before is not None:
+            notes.append(kept.note(world_size) if kept else nothing_kept(before, world_size))
+        resolved._notes = (*self._notes, *notes)
+        resolved._auto_batch_keys = ()
+        return resolved
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both ask for the same, wherever they were read and however they were written."""
+        return isinstance(other, Config) and self.__dict__ == other.__dict__
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values that `Config.load` reads back to an equal config."""
+        values = self.model_dump(mode="json")
+        if self.optimizer is not None and self.optimizer.type == "adam":
+            values["optimizer"]["params"]["adam_w_mode"] = False
+        return values
+
+
+def _batch(config: Config, data_size: int) -> Batch | Fault:
+    """The triple that the config asks for on so many data-parallel ranks."""
+    accumulation = config.gradient_accumulation_steps
+    accumulation = accumulation if accumulation is not None else config.pipeline.microbatches
+    return fill_batch(config.train_batch_size, config.train_micro_batch_size_per_gpu, accumulation, data_size)
+
+
+def _kept_batch(config: Config, first_world_size: int) -> KeptBatch | None:
+    """The global batch that stays; None where the config says none. Raises ConfigError where there was none."""
+    micro = config.train_micro_batch_size_per_gpu
+    if config.train_batch_size is None and micro is None:
+        return None
+    config.resolve(first_world_size)
+    first = _batch(config, first_world_size // config.parallel.pipeline)
+    assert isinstance(first, Batch)
+
+    @cache
+    def can_accumulate(count: int) -> bool:
+        is_whole = count == 1 or not config.zero_optimization.update_in_backward
+        return is_whole and not schedule_faults(config.parallel, config.pipeline, count)
+
+    zero = config.zero_optimization
+    shard_size = zero.shard_size or zero.partition_size
+    return KeptBatch(first, first_world_size, config.parallel.pipeline, micro is not None, can_accumulate, shard_size)
+
+
+def _shard_size_faults(zero: ZeroConfig, data_size: int) -> list[Fault]:
+    """The shard size must divide the data-parallel ranks, and the partition of hpZ the shard size."""
+    group_size = data_size if zero.shard_size is None else zero.shard_size
+    found = []
+    for key, size, of, what, whole in (
+        ("shard_size", group_size, "replicas", "data-parallel ranks", data_size),
+        ("zero_hpz_partition_size", zero.partition_size, "groups", "ranks of a shard group", group_size),
+    ):
+        if whole % size:
+            message = (
+                f"{key}({size}) x {of}(?) = {what}({whole}) does not hold; the nearest legal "
+                f"values are {nearest_divisors(size, whole)}"
+            )
+            found.append(Fault(f"zero_optimization.{key}", "conflict", message))
+    return found
+
+
+def _value_at(config: Config, path: str) -> object:
+    value: object = config
+    for key in path.split("."):
+        value = getattr(value, key)
+    return value
+
+
+def _in_file_order(faults: Sequence[Fault], raw: dict[str, object]) -> list[Fault]:
+    """The faults as a reader of the file meets them."""
+    order: dict[str, int] = {}
+
+    def number(section: dict[str, object], path: str) -> None:
+        for key, value in section.items():
+            order[join(path, key)] = len(order)
+            if isinstance(value, dict):
+                number(value, join(path, key))
+
+    def position(fault: Fault) -> int:
+        path = fault.path
+        while path and path not in order:
+            path = path.rpartition("[")[0] if path.endswith("]") else path.rpartition(".")[0]
+        return order.get(path, -1)
+
+    number(raw, "")
+    return sorted(faults, key=position)
+
+
+def _validate(values: dict[str, object]) -> tuple[Config | None, list[Fault]]:
+    """The config, or None, and all faults. What is wrong by itself is left out, so that conflicts show as well."""
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        faults = [_fault(dict(detail)) for detail in details[:MAX_FAULTS]]
+        if len(details) > MAX_FAULTS:
+            faults.append(Fault("", "value", f"{MAX_FAULTS} of {len(details):,} faults are listed here"))
+        faulty = {detail["loc"][0] for detail in details}
+        rest = {key: value for key, value in values.items() if key not in faulty}
+        return None, faults + _conflicts(Config.model_validate(rest))
+    return config, _conflicts(config)
+
+
+def _fault(detail: dict[str, Any]) -> Fault:
+    """A validation error of pydantic in our words: where, what was expected, what was found."""
+    loc: tuple[int | str, ...] = detail["loc"]
+    tag = ""
+    if len(loc) > 1 and loc[0] in ("optimizer", "scheduler"):
+        tag, loc = str(loc[1]), (loc[0], *loc[2:])
+    path = ""
+    for part in loc:
+        path = f"{path}[{part}]" if isinstance(part, int) else join(path, part)
+    name, found, context = detail["type"], detail.get("input"), detail.get("ctx", {})
+    if name == "extra_forbidden":
+        return unknown_key(path, str(loc[-1]), _known_keys(loc, tag))
+    if name == "missing":
+        return Fault(path, "missing", "must be given: nothing else says what it is")
+    if found == "auto":
+        what = "the number of optimizer steps of the training" if loc[-1] == "total_num_steps" else "the value"
+        return Fault(path, "missing", f'"auto" has no meaning for this key here; write {what}')
+    expected = {
+        "bool_type": "expected true or false",
+        "model_type": "expected an object",
+        "model_attributes_type": "expected an object",
+        "tuple_type": "expected a list",
+        "literal_error": f"expected {context.get('expected')}".replace("'", '"'),
+        "greater_than_equal": f"expected at least {context.get('ge', 0):g}",
+        "greater_than": f"expected more than {context.get('gt', 0):g}",
+        "less_than_equal": f"expected at most {context.get('le', 0):g}",
+        "less_than": f"expected less than {context.get('lt', 0):g}",
+        "multiple_of": f"expected a multiple of {context.get('multiple_of', 0):g}",
+        "too_long": f"expected at most {context.get('max_length')} values",
+    }.get(name, detail["msg"])
+    kind: FaultKind = "type" if name.endswith("_type") else "value"
+    return Fault(path, kind, f"{expected}, found {shown(found)}")
+
+
+def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:
+    """Every key that may stand beside the unknown one at `loc`; `tag` is the type of the optimizer or scheduler."""
+    sections: dict[str, type[Section]] = {
+        "": Config,
+        "data_types": DataTypesConfig,
+        "parallel": ParallelConfig,
+        "pipeline": PipelineConfig,
+        "zero_optimization": ZeroConfig,
+        "zero_optimization.offload_optimizer": OffloadOptimizerConfig,
+        "zero_optimization.offload_param": OffloadParamConfig,
+        "bf16": BF16Config,
+        "fp16": FP16Config,
+        "activation_checkpointing": ActivationCheckpointingConfig,
+        "activation_checkpointing.offload": ActivationOffloadConfig,
+        "aio": AioConfig,
+        "kernels": KernelsConfig,
+        "communication": CommunicationConfig,
+        "checkpoint": CheckpointConfig,
+        "optimizer.params": OPTIMIZER_PARAMS.get(tag, Section),
+        "scheduler.params": SCHEDULER_PARAMS.get(tag, Section),
+    }
+    path = ".".join(str(part) for part in loc[:-1])
+    fields = sections[path].json_keys() if path in sections else ["type", "params"]
+    return fields + known_rule_keys(path)
+
+
+def _conflicts(config: Config) -> list[Fault]:
+    """Settings that contradict each other, whatever the world size."""
+    faults = []
+    if config.bf16.enabled and config.fp16.enabled:
+        message = "bf16.enabled and fp16.enabled are both true; there is one compute type, set one of them to false"
+        faults.append(Fault("bf16.enabled", "conflict", message))
+    if isinstance(config.optimizer, SGDOptimizer) and config.optimizer.params.nesterov:
+        params = config.optimizer.params
+        if params.momentum == 0 or params.dampening != 0:
+            found = f"found momentum {params.momentum} and dampening {params.dampening}"
+            message = f"needs momentum above 0 and dampening 0, {found}"
+            faults.append(Fault("optimizer.params.nesterov", "conflict", message))
+    faults += offload_faults(config.zero_optimization, config.activation_checkpointing)
+    faults += accumulation_faults(config.pipeline, config.gradient_accumulation_steps)
+    faults += pipeline_faults(config.parallel, config.zero_optimization, config.activation_checkpointing.offload)
+    return faults + _checkpoint_faults(config.checkpoint) + _update_in_backward_faults(config)
+
+
+def _checkpoint_faults(checkpoint: CheckpointConfig) -> list[Fault]:
+    """A checkpoint that is saved without a call has nowhere else to go than the folder of the config."""
+    if checkpoint.folder is not None:
+        return []
+    users = [f"every_steps {checkpoint.every_steps}"] if checkpoint.every_steps > 0 else []
+    users += ["on_sigterm true"] if checkpoint.on_sigterm else []
+    if not users:
+        return []
+    message = f"must be given: it is where the checkpoints of {' and '.join(users)} go"
+    return [Fault("checkpoint.folder", "missing", message)]
+
+
+_OVERLAPS = {  # why it is not for update_in_backward
+    "speculative": "it updates in the backward too, and can redo what clipping or an overflow changes",
+    "delayed": "it updates during the next step",
+}
+
+
+def _update_in_backward_faults(config: Config) -> list[Fault]:
+    """An update in the middle of a backward must be final: nothing may be known only at its end."""
+    if not config.zero_optimization.update_in_backward:
+        return []
+    reasons = []
+    if config.gradient_clipping > 0:
+        reasons.append(f"gradient_clipping 0 (found {config.gradient_clipping}: the norm is known after all gradients)")
+    if (config.gradient_accumulation_steps or 1) > 1:
+        steps = config.gradient_accumulation_steps
+        reasons.append(f"gradient_accumulation_steps 1 (found {steps}: a gradient is whole after the last microbatch)")
+    if config.fp16.enabled:
+        reasons.append("fp16.enabled false (an overflow in a later unit skips the whole step; bf16 needs no scaling)")
+    offload = config.zero_optimization.offload_optimizer
+    if offload.is_used and offload.overlap != "none":
+        reasons.append(f'offload_optimizer.overlap "none" (found "{offload.overlap}": {_OVERLAPS[offload.overlap]})')
+    return [Fault("zero_optimization.update_in_backward", "conflict", f"needs {reason}") for reason in reasons]
+
+
+def _idle_settings(config: Config) -> list[str]:
+    """Notes on our own keys that were given and have no effect with the rest of this config."""
+    zero = config.zero_optimization
+    notes = zero_notes(zero) + precision_notes(config.bf16, config.fp16)
+    if config.prescale_gradients and config.gradient_predivide_factor != 1:
+        reason = "prescale_gradients divides by the ranks before the sum"
+        notes.append(no_effect("gradient_predivide_factor", config.gradient_predivide_factor, reason))
+    notes += idle_settings(config.parallel, config.pipeline) + idle_kernel_settings(config.kernels)
+    notes += offload_notes(zero, config.activation_checkpointing, config.aio, config.optimizer)
+    return notes + checkpoint_notes(config.checkpoint)

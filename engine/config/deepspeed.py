@@ -1,0 +1,267 @@
+"""DeepSpeed's keys that are no fields here: understood with no effect, or asking for what is not done.
+
+[Note: four outcomes] A key is a field of Config (works), or has a Rule here, or is unknown (an error). A Rule answers
+with nothing (what the value asks for is what happens anyway), a note (no effect here, and why), or a fault (asks for
+something that this engine does not do). Whatever would change numbers or the place of memory is never just a note.
+Source of the keys: DeepSpeed 0.19 runtime/config.py, runtime/zero/config.py and the files they read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .deepspeed_sections import unknown_words
+from .errors import Fault, shown
+
+Expected = Literal["true or false", "an integer", "a number", "a string", "an object", "any value"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a key of DeepSpeed does here.
+
+    "no_effect": any value of the expected type is fine; a note gives the reason, unless the value is null (as if the
+    key were left out) or in `agrees`.
+    "only": the values in `agrees` are fine, any other is not supported; the reason says what to do.
+    "section": fine while it is empty or switched off by `enabled`, else not supported. Its words are known.
+    """
+
+    outcome: Literal["no_effect", "only", "section"]
+    reason: str
+    expected: Expected = "true or false"
+    agrees: tuple[object, ...] = ()
+
+
+def _no_effect(reason: str, expected: Expected = "true or false", *agrees: object) -> Rule:
+    return Rule("no_effect", reason, expected, agrees)
+
+
+def _only(value: object, reason: str, expected: Expected = "true or false") -> Rule:
+    return Rule("only", reason, expected, (value,))
+
+
+def _section(reason: str) -> Rule:
+    return Rule("section", reason, "an object")
+
+
+_BUCKETS = "gradients and parameters travel unit by unit in flat buffers, there are no buckets to size"
+_COLLECTIVES = "the engine chooses the collective for each message (communication.route)"
+_BUFFERS = "host buffers have exactly the sizes that are needed"
+_FLAT = "every unit has flat buffers in any case"
+_OVERLAP = "whether communication overlaps with computation is the engine's choice"
+_PERSIST = "every parameter is sharded, small ones too, so nothing stays gathered"
+_REUSE = "a unit is released after each use; stage3_prefetch_bucket_size limits what is gathered ahead"
+_SAVE = "engine.export() writes full weights and never gathers the model; engine.state_dict() always gives them"
+_MASTER_WEIGHTS = "the fp32 master weights are what is saved and loaded"
+_NO_MONITOR = "write metrics from the StepResult in your own loop and remove the section"
+_REMOVE = "remove the section"
+_ONE_PATH = "set nvme_path: every rank has files of its own in it"
+_NO_TIMER = "read times in your own loop or with torch.profiler"
+_ANY_TOPOLOGY = "every checkpoint loads at every number of ranks and every stage"
+_BACKGROUND = "remove the section; checkpoint.async writes in the background"
+_OWN_RANGES = "each rank reads only what it needs of a checkpoint"
+_PARALLEL_WRITE = "every rank writes its own part, all at the same time"
+_TRACE = "the order of the units is fixed when the engine is built, there is no trace to record"
+_WINDOW = "reading the next unit, updating this one and writing the last one always overlap"
+_WHOLE = "what stages send is whole, there are no tensor-parallel ranks to divide it over"
+_TORCH_ARGUMENT = "the update is one fused pass over each flat shard"
+
+_QUANTIZED = "parameters and gradients are sent in their own types; remove the key"
+
+RULES: dict[str, Rule] = {
+    "zero_allow_untested_optimizer": _no_effect("any elementwise optimizer works with every stage"),
+    "zero_force_ds_cpu_optimizer": _no_effect("the update runs where its state is, by the engine's own kernels"),
+    "wall_clock_breakdown": _no_effect(_NO_TIMER, "true or false", False),
+    "memory_breakdown": _no_effect("read memory in your own loop", "true or false", False),
+    "dump_state": _no_effect("run `lowtide config show` on the file", "true or false", False),
+    "disable_allgather": _no_effect(_COLLECTIVES, "true or false", False),
+    "disable_python_gc": _no_effect("the garbage collector is left as it is", "true or false", False),
+    "dataloader_drop_last": _no_effect("no data loader is built here", "true or false", False),
+    "log_level": _no_effect("set the level of Python's logging in your script", "any value"),
+    "vocabulary_size": _no_effect("DeepSpeed only warns about its alignment", "any value"),
+    "timers": _no_effect(_NO_TIMER, "an object"),
+    "aio.queue_depth": _no_effect("each thread has one request in flight; thread_count says how many", "an integer"),
+    "aio.single_submit": _no_effect("each thread has one request in flight"),
+    "aio.overlap_events": _no_effect("reads, writes and updates always overlap"),
+    "aio.use_gds": _only(False, "a drive is read and written through host memory; set false"),
+    "seq_parallel_communication_data_type": _no_effect("sequence parallelism is not in use", "a string"),
+    "managed_gradient_accumulation": _only(True, "the engine counts the microbatches; remove the key"),
+    "gradient_allreduce_op": _only("mean", "gradients are averaged; scale the loss for a sum", "a string"),
+    "sparse_gradients": _only(False, "gradients of embeddings are reduced dense; remove the key"),
+    "use_data_before_expert_parallelism": _only(False, "there is no expert parallelism; remove the key"),
+    "sequence_parallel_size": _only(1, "there is no sequence parallelism yet; set 1", "an integer"),
+    "graph_harvesting": _only(False, "remove the key"),
+    "amp": _section("set bf16.enabled or fp16.enabled"),
+    "torch_autocast": _section("set bf16.enabled, or use torch.autocast in your model's forward"),
+    "autotuning": _section("choose the values yourself and remove the section"),
+    "compression_training": _section("quantize or prune the model in your script and remove the section"),
+    "quantize_training": _section(_REMOVE),
+    "weight_quantization": _section(_REMOVE),
+    "eigenvalue": _section(_REMOVE),
+    "flops_profiler": _section("use torch.profiler and remove the section"),
+    "comms_logger": _section("use torch.profiler and remove the section"),
+    "tensorboard": _section(_NO_MONITOR),
+    "wandb": _section(_NO_MONITOR),
+    "comet": _section(_NO_MONITOR),
+    "csv_monitor": _section(_NO_MONITOR),
+    "data_efficiency": _section("sample the data in your script and remove the section"),
+    "curriculum_learning": _section("sample the data in your script and remove the section"),
+    "progressive_layer_drop": _section("drop layers in your model; skipped blocks work at every stage"),
+    "sparse_attention": _section("use an attention of your own in the model and remove the section"),
+    "elasticity": _section("set the batch sizes yourself and remove the section"),
+    "hybrid_engine": _section(_REMOVE),
+    "nebula": _section(_BACKGROUND),
+    "datastates_ckpt": _section(_BACKGROUND),
+    "compile": _section("call torch.compile on the model's blocks in your script and remove the section"),
+    "tensor_parallel": _section(_REMOVE),
+    "expert_parallel": _section(_REMOVE),
+    "pipeline.stages": _only("auto", "set parallel.pipeline to the number of stages; remove the key", "any value"),
+    "pipeline.partition": _only("best", "set pipeline.balance; remove the key", "a string"),
+    "pipeline.seed_layers": _only(False, "set seed; remove the key"),
+    "pipeline.activation_checkpoint_interval": _only(0, "set activation_checkpointing.every", "an integer"),
+    "pipeline.pipe_partitioned": _no_effect(_WHOLE, "true or false", False),
+    "pipeline.grad_partitioned": _no_effect(_WHOLE, "true or false", False),
+    "checkpoint.tag_validation": _no_effect("every rank uses the tag of rank 0", "a string"),
+    "checkpoint.load_universal": _no_effect(_ANY_TOPOLOGY, "true or false", False),
+    "checkpoint.use_node_local_storage": _only(False, "every rank must see one folder; set false"),
+    "checkpoint.parallel_write": _no_effect(_PARALLEL_WRITE, "an object", {}),
+    "checkpoint.writer": _no_effect(_PARALLEL_WRITE, "an object", {}),
+    "checkpoint.checkpoint_serialization": _no_effect("the format is that of torch.distributed.checkpoint"),
+    "data_types.param_dtype": _only(None, "set bf16.enabled or fp16.enabled instead", "any value"),
+    "data_types.buffer_dtype": _only(None, "buffers keep their own types; remove the key", "any value"),
+    "data_types.keep_in_fp32_modules": _no_effect("it is for buffers, which keep their types", "any value", "auto"),
+    "bf16.immediate_grad_update": _no_effect("zero_optimization.update_in_backward is the key for that here"),
+    "bf16.check_grad_overflow": _no_effect("a gradient that is not finite is an error here, it is never skipped"),
+    "bf16.bf16_master_weights_and_grads": _only(False, "master parameters are fp32; remove the key"),
+    "bf16.bf16_optimizer_states": _only(False, "set optimizer.params.state_dtype instead"),
+    "fp16.fp16_master_weights_and_grads": _only(False, "master parameters are fp32; remove the key"),
+    "zero_optimization.contiguous_gradients": _no_effect(_FLAT, "true or false", True),
+    "zero_optimization.reduce_scatter": _no_effect(_COLLECTIVES),
+    "zero_optimization.reduce_bucket_size": _no_effect(_BUCKETS, "an integer"),
+    "zero_optimization.use_multi_rank_bucket_allreduce": _no_effect(_BUCKETS),
+    "zero_optimization.allgather_partitions": _no_effect(_COLLECTIVES),
+    "zero_optimization.allgather_bucket_size": _no_effect(_BUCKETS, "an integer"),
+    "zero_optimization.overlap_comm": _no_effect(_OVERLAP),
+    "zero_optimization.compute_grad_norm": _no_effect("the norm is part of the one pass over each shard"),
+    "zero_optimization.load_from_fp32_weights": _no_effect(_MASTER_WEIGHTS, "true or false", True),
+    "zero_optimization.elastic_checkpoint": _no_effect(_ANY_TOPOLOGY, "true or false", False),
+    "zero_optimization.zenflow": _section("set offload_optimizer.overlap instead and remove the section"),
+    "zero_optimization.sub_group_size": _no_effect("the optimizer updates unit by unit", "an integer"),
+    "zero_optimization.offload_optimizer.nvme_path_per_local_rank": _only(None, _ONE_PATH, "any value"),
+    "zero_optimization.offload_optimizer.buffer_count": _no_effect(_BUFFERS, "an integer"),
+    "zero_optimization.offload_optimizer.buffer_size": _no_effect(_BUFFERS, "an integer"),
+    "zero_optimization.offload_optimizer.fast_init": _no_effect("there is one way to start the state"),
+    "zero_optimization.offload_optimizer.pipeline": _no_effect(_WINDOW, "true or false", True),
+    "zero_optimization.offload_optimizer.pipeline_read": _no_effect(_WINDOW, "true or false", True),
+    "zero_optimization.offload_optimizer.pipeline_write": _no_effect(_WINDOW, "true or false", True),
+    "zero_optimization.offload_optimizer.super_offload": _no_effect(
+        '`overlap` "speculative" is the key for that here', "true or false", False
+    ),
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": _no_effect(
+        "the update uses torch's own threads (torch.set_num_threads)", "a number"
+    ),
+    "zero_optimization.offload_param.nvme_path_per_local_rank": _only(None, _ONE_PATH, "any value"),
+    "zero_optimization.offload_param.buffer_count": _no_effect(_BUFFERS, "an integer"),
+    "zero_optimization.offload_param.buffer_size": _no_effect(_BUFFERS, "an integer"),
+    "zero_optimization.offload_param.max_in_cpu": _no_effect(
+        "stage3_max_live_parameters limits how many parameters are held beside the files", "an integer"
+    ),
+    "zero_optimization.ignore_unused_parameters": _only(True, "an unused parameter is never an error; set true"),
+    "zero_optimization.legacy_stage1": _only(False, "there is one stage 1; remove the key"),
+    "zero_optimization.round_robin_gradients": _no_effect("every rank copies its own shard of each gradient"),
+    "zero_optimization.parameter_alignment": _no_effect("the layout of the flat buffers is the engine's choice"),
+    "zero_optimization.zero_quantized_weights": _only(False, _QUANTIZED),
+    "zero_optimization.zero_quantized_nontrainable_weights": _only(False, _QUANTIZED),
+    "zero_optimization.zero_quantized_gradients": _only(False, _QUANTIZED),
+    "zero_optimization.zeropp_loco_param": _section(_QUANTIZED),
+    "zero_optimization.mics_shard_size": _only(-1, "set zero_optimization.shard_size instead", "an integer"),
+    "zero_optimization.mics_hierarchical_params_gather": _only(False, "set zero_optimization.shard_size instead"),
+    "zero_optimization.memory_efficient_linear": _no_effect("modules are used as they are"),
+    "zero_optimization.pipeline_loading_checkpoint": _no_effect(_OWN_RANGES, "true or false", False),
+    "zero_optimization.override_module_apply": _no_effect("modules are used as they are"),
+    "zero_optimization.log_trace_cache_warnings": _no_effect(_TRACE),
+    "zero_optimization.enable_sanity_checks": _no_effect("the checks are always on"),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": _no_effect("there is no Muon optimizer here"),
+    "zero_optimization.leaf_module": _no_effect("skipped modules need no list: the order is fixed", "an object"),
+    "activation_checkpointing.partition_activations": _only(False, "set activation_checkpointing.every instead"),
+    "activation_checkpointing.contiguous_memory_optimization": _no_effect("it needs partition_activations"),
+    "activation_checkpointing.number_checkpoints": _no_effect("`every` chooses", "any value"),
+    "activation_checkpointing.synchronize_checkpoint_boundary": _no_effect("no step waits for the device"),
+    "activation_checkpointing.profile": _no_effect(_NO_TIMER, "true or false", False),
+    "optimizer.legacy_fusion": _no_effect(_TORCH_ARGUMENT),
+    "optimizer.params.torch_adam": _no_effect(_TORCH_ARGUMENT),
+    "optimizer.params.fused": _no_effect(_TORCH_ARGUMENT, "any value"),
+    "optimizer.params.foreach": _no_effect(_TORCH_ARGUMENT, "any value"),
+    "optimizer.params.capturable": _no_effect(_TORCH_ARGUMENT),
+    "optimizer.params.set_grad_none": _no_effect("gradients are freed after the step in any case"),
+    "optimizer.params.fp32_optimizer_states": _only(True, "set state_dtype instead"),
+    "optimizer.params.amsgrad": _only(False, "set false; or pass your own torch optimizer class to initialize"),
+    "optimizer.params.bias_correction": _only(True, "set true; or pass your own torch optimizer class to initialize"),
+    "optimizer.params.maximize": _only(False, "negate the loss instead"),
+    "optimizer.params.max_grad_norm": _only(0, "set gradient_clipping at the top level instead", "a number"),
+    "scheduler.params.last_batch_iteration": _only(-1, "training starts at step 0; remove the key", "an integer"),
+}
+for _name in (
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_reuse_distance",
+    "module_granularity_threshold",
+    "gather_16bit_weights_on_model_save",
+    "gather_fp16_weights_on_model_save",
+    "use_all_reduce_for_fetch_params",
+    "allgather_sequential",
+):
+    _is_flag = _name.startswith(("gather", "use", "allgather"))
+    _why = _PERSIST if "persistence" in _name else _REUSE if _name.startswith("max") else _COLLECTIVES
+    _why = _SAVE if _name.startswith("gather") else _FLAT if "granularity" in _name else _why
+    for _prefix in ("stage3_", ""):
+        RULES[f"zero_optimization.{_prefix}{_name}"] = _no_effect(_why, "true or false" if _is_flag else "an integer")
+
+
+def _has_type(value: object, expected: Expected) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return {
+        "true or false": isinstance(value, bool),
+        "an integer": is_number and float(str(value)).is_integer(),
+        "a number": is_number,
+        "a string": isinstance(value, str),
+        "an object": isinstance(value, dict),
+        "any value": True,
+    }[expected]
+
+
+def is_on(section: dict[str, object]) -> bool:
+    """Whether a section asks for anything: its own switch, else that of any part, else that it is not empty."""
+    for switch in ("enabled", "deepcompile"):
+        if switch in section:
+            return section[switch] is not False
+    if section.get("disable") is True or section.get("autotp_size") in (0, 1):
+        return False
+    parts = [part for part in section.values() if isinstance(part, dict)]
+    if any(_mentions_enabled(part) for part in parts):
+        return any(is_on(part) for part in parts if _mentions_enabled(part))
+    return any(value is not False and value is not None for value in section.values())
+
+
+def _mentions_enabled(section: dict[str, object]) -> bool:
+    return "enabled" in section or any(isinstance(v, dict) and _mentions_enabled(v) for v in section.values())
+
+
+def judge(path: str, rule: Rule, value: object) -> Sequence[str | Fault]:
+    """What a value of one of DeepSpeed's keys gives: nothing (it holds anyway), a note, or faults."""
+    if value is None and rule.outcome != "only":
+        return ()
+    for agreed in rule.agrees:
+        if value == agreed and isinstance(value, bool) == isinstance(agreed, bool):
+            return ()
+    if rule.outcome == "section" and value is False:
+        return ()
+    if not _has_type(value, rule.expected) and not (value == "auto" and rule.outcome == "no_effect"):
+        return [Fault(path, "type", f"expected {rule.expected}, found {shown(value)}")]
+    if rule.outcome == "no_effect":
+        return [f"{path}: {shown(value)} has no effect here: {rule.reason}"]
+    if rule.outcome == "section":
+        if isinstance(value, dict) and not is_on(value):
+            return unknown_words(path, value)
+        return [Fault(path, "unsupported", f"not supported yet; {rule.reason}")]
+    return [Fault(path, "unsupported", f"{shown(value)} is not supported yet; {rule.reason}")]

@@ -1,0 +1,80 @@
+"""For which engine a config was written, and what DeepSpeed makes of the keys that it leaves out.
+
+[Note: two defaults] A key that is left out has the default of docs/config.md, for every file. Where DeepSpeed has
+another one that changes the numbers of a training, a file that was written for it trains differently here, and nothing
+in it says so. Such a file gets a note for each of these keys: one with a key that only DeepSpeed has, and one that
+says no word of ours where DeepSpeed could run it (it needs a batch size). Any other was written with docs/config.md at
+hand.
+Source: DeepSpeed 0.19.8, runtime/constants.py, runtime/engine.py (_configure_basic_optimizer), ops/adam, ops/lion.
+"""
+
+from collections.abc import Iterator
+
+from .deepspeed import RULES
+from .errors import shown
+from .optimizer import OPTIMIZERS, OptimizerConfig
+from .read import join
+from .scheduler import SCHEDULERS
+from .translate import CPU_SWITCHES, PIN_SWITCH
+
+_OWN = """
+    device seed parallel kernels communication pipeline.schedule pipeline.chunks pipeline.microbatches pipeline.balance
+    zero_optimization.shard_size zero_optimization.units zero_optimization.update_in_backward
+    zero_optimization.offload_optimizer.overlap zero_optimization.offload_optimizer.delay_after_steps bf16.auto_cast
+    activation_checkpointing.every activation_checkpointing.offload aio.verify optimizer.params.state_dtype
+    checkpoint.folder checkpoint.every_steps checkpoint.keep_last checkpoint.async checkpoint.on_sigterm
+"""
+OWN_KEYS = frozenset(_OWN.split())
+_THEIR_KEYS = frozenset([*RULES, *CPU_SWITCHES, PIN_SWITCH])
+_SIZES = {"train_batch_size", "train_micro_batch_size_per_gpu"}  # DeepSpeed refuses a file with neither
+_THEIR_DEFAULTS: dict[str, dict[str, object]] = {  # of the type's params, where they are not ours
+    "adamw": {"weight_decay": 0.0},
+    "lion": {"lr": 1e-3, "betas": (0.9, 0.999)},
+}
+
+
+def other_defaults(raw: dict[str, object], gradient_clipping: float, optimizer: OptimizerConfig | None) -> list[str]:
+    """One sentence for each key that a file of DeepSpeed's leaves out and that would have another value there.
+
+    raw: the values as they were written, without comments. The rest: what they are here.
+    """
+    paths = set(_paths(raw, ""))
+    if not _is_for_deepspeed(raw, paths):
+        return []
+    theirs: dict[str, tuple[object, object]] = {"gradient_clipping": (gradient_clipping, 1.0)}
+    if optimizer is not None:
+        for key, value in _their_params(raw, optimizer.type).items():
+            theirs[f"optimizer.params.{key}"] = (getattr(optimizer.params, key), value)
+    return [
+        f"{path}: left out, so it is {shown(here)} here; DeepSpeed 0.19 has {shown(there)} then. Write the one you mean"
+        for path, (here, there) in theirs.items()
+        if path not in paths and here != there
+    ]
+
+
+def _is_for_deepspeed(raw: dict[str, object], paths: set[str]) -> bool:
+    if paths & _THEIR_KEYS:
+        return True
+    optimizer, scheduler = (_type(raw.get(name)) for name in ("optimizer", "scheduler"))
+    is_own_type = optimizer in OPTIMIZERS or scheduler in [name for name in SCHEDULERS if name.islower()]
+    return bool(paths & _SIZES) and not paths & OWN_KEYS and not is_own_type
+
+
+def _their_params(raw: dict[str, object], kind: str) -> dict[str, object]:
+    section = raw["optimizer"]
+    params = section.get("params") if isinstance(section, dict) else None
+    if kind == "adamw" and isinstance(params, dict) and params.get("torch_adam") is True:
+        return {"weight_decay": 0.01}  # torch.optim.AdamW in place of DeepSpeed's own
+    return _THEIR_DEFAULTS.get(kind, {})
+
+
+def _type(section: object) -> object:
+    return section.get("type") if isinstance(section, dict) else None
+
+
+def _paths(section: dict[str, object], path: str) -> Iterator[str]:
+    for key, value in section.items():
+        here = join(path, key)
+        yield here
+        if isinstance(value, dict):
+            yield from _paths(value, here)

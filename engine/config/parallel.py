@@ -1,0 +1,117 @@
+"""The sections that split a model over ranks, and what they need of each other."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from ...pipe.schedules.errors import ScheduleError
+from ...pipe.schedules.registry import make_schedule
+from ...pipe.schedules.schedule import Schedule
+from .batch import nearest_divisors
+from .errors import Fault, printable
+from .idle import idle
+from .offload import ActivationOffloadConfig
+from .sections import ZeroConfig
+from .types import Positive, Section
+
+
+def _balance(value: object) -> object:
+    if value in ("parameters", "time"):
+        return value
+    if isinstance(value, list | tuple) and value and all(type(count) is int and count > 0 for count in value):
+        return tuple(value)
+    raise PydanticCustomError("value_error", 'expected "parameters", "time" or a list of numbers of blocks')
+
+
+class ParallelConfig(Section):
+    """The sizes of the axes over which a model is split. The ranks that are left are data-parallel."""
+
+    pipeline: Positive = 1
+    """Ranks that a batch passes through one after the other, each with some of the model's blocks. 1: no pipeline."""
+
+
+class PipelineConfig(Section):
+    """How a pipeline works through a step: see docs/pipeline.md."""
+
+    schedule: str = Field(default="1f1b", min_length=1)
+    """gpipe, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v, or the path of a text file with a schedule."""
+
+    chunks: Positive | None = None
+    """Stages on each rank. null: as few as the schedule takes."""
+
+    microbatches: Positive | None = None
+    """Microbatches of a step on each rank: another name for gradient_accumulation_steps, with or without a pipeline."""
+
+    balance: Annotated[Literal["parameters", "time"] | tuple[int, ...], BeforeValidator(_balance)] = "parameters"
+    """How blocks are divided over the stages: by their "parameters", by "time", measured once with the sample_batch
+    that initialize was given, or a list of the number of blocks of each stage."""
+
+
+def schedule_of(parallel: ParallelConfig, pipeline: PipelineConfig, num_microbatches: int) -> Schedule:
+    """The schedule that the config names. Raises ScheduleError."""
+    return make_schedule(pipeline.schedule, parallel.pipeline, num_microbatches, pipeline.chunks)
+
+
+def accumulation_faults(pipeline: PipelineConfig, accumulation: int | None) -> list[Fault]:
+    """pipeline.microbatches and gradient_accumulation_steps are one number."""
+    if None in (pipeline.microbatches, accumulation) or pipeline.microbatches == accumulation:
+        return []
+    message = (
+        f"found {pipeline.microbatches} beside gradient_accumulation_steps {accumulation}: both are the number of "
+        "microbatches of a step; leave one out"
+    )
+    return [Fault("pipeline.microbatches", "conflict", message)]
+
+
+def world_faults(parallel: ParallelConfig, world_size: int) -> list[Fault]:
+    """The axes must divide the world."""
+    if world_size % parallel.pipeline == 0:
+        return []
+    legal = nearest_divisors(parallel.pipeline, world_size)
+    message = (
+        f"pipeline({parallel.pipeline}) x data(?) = world size ({world_size}) does not hold; the nearest legal values "
+        f"are {legal}"
+    )
+    return [Fault("parallel.pipeline", "conflict", message)]
+
+
+def schedule_faults(parallel: ParallelConfig, pipeline: PipelineConfig, num_microbatches: int) -> list[Fault]:
+    """What the schedule cannot take."""
+    if parallel.pipeline == 1:
+        return []
+    try:
+        schedule_of(parallel, pipeline, num_microbatches)
+    except ScheduleError as error:
+        message = "\n".join(map(printable, str(error).split("\n")))
+        return [Fault("pipeline.schedule", "value", message)]
+    return []
+
+
+def pipeline_faults(parallel: ParallelConfig, zero: ZeroConfig, activations: ActivationOffloadConfig) -> list[Fault]:
+    """What a pipeline does not go together with."""
+    if parallel.pipeline == 1:
+        return []
+    found = []
+    if zero.update_in_backward:
+        found.append(("zero_optimization.update_in_backward", "a gradient is whole after the last microbatch", "false"))
+    if zero.offloads_parameters:
+        why = "a stage's parameters are gathered and released by the schedule, from memory"
+        found.append(("zero_optimization.offload_param.device", why, '"none"'))
+    if zero.offload_optimizer.is_used and zero.offload_optimizer.overlap != "none":
+        why = "gradients are whole at the end of the step, and then all at once"
+        found.append(("zero_optimization.offload_optimizer.overlap", why, '"none"'))
+    if activations.device != "none":
+        why = "activations of several microbatches are held in the order of the schedule, not of a stack"
+        found.append(("activation_checkpointing.offload.device", why, '"none"; activation_checkpointing.every works'))
+    return [
+        Fault(path, "conflict", f"is not for parallel.pipeline {parallel.pipeline}: {why}; set {instead}")
+        for path, why, instead in found
+    ]
+
+
+def idle_settings(parallel: ParallelConfig, pipeline: PipelineConfig) -> list[str]:
+    """One sentence for each setting that is not the default and has no effect without a pipeline."""
+    if parallel.pipeline > 1:
+        return []
+    return idle("pipeline", pipeline, "parallel.pipeline is 1", only=("schedule", "chunks", "balance"))

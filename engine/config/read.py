@@ -1,0 +1,192 @@
+"""From a file, the name of a preset or a dictionary to plain JSON values, with every fault of form at once.
+
+[Note: bounded] A file may be the wrong one, or made by a program. What takes time or stack is bounded before it is
+done: the bytes of a file, the separators in its text (one Python call each), the values and how deep they are nested.
+"""
+
+import difflib
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from .errors import ConfigError, Fault, FaultKind, printable, shown
+from .types import MAX_INTEGER
+
+MAX_BYTES = 4 << 20
+MAX_SEPARATORS = 20_000  # also those within comments
+MAX_VALUES = 2_000
+MAX_DEPTH = 20
+OR_NEVER = ("steps_per_print",)  # where null and Infinity are values too; Accelerate writes the latter
+
+PRESETS = Path(__file__).resolve().parents[2] / "configs"
+
+
+def preset_names() -> list[str]:
+    """The names that `Config.load` finds by themselves, such as "zero3"."""
+    return sorted(path.stem for path in PRESETS.glob("*.json") if path.stem != "schema")
+
+
+def is_comment(key: str) -> bool:
+    """Keys that begin with `_` or `//` are comments, at every level; so is the `$schema` that editors read."""
+    return key.startswith(("_", "//")) or key == "$schema"
+
+
+class _Repeating(dict[str, object]):
+    """A JSON object in which keys stood more than once, with these keys."""
+
+    def __init__(self, pairs: list[tuple[str, object]]) -> None:
+        super().__init__(pairs)
+        counts = Counter(key for key, _ in pairs if not is_comment(key))
+        self.repeated = [key for key, count in counts.items() if count > 1]
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    return values if len(values) == len(pairs) else _Repeating(pairs)
+
+
+def _integer(text: str) -> int:
+    return int(text[:400])  # beyond MAX_INTEGER as before; Python refuses to read more than 4,300 digits
+
+
+def read(source: str | os.PathLike[str] | Mapping[str, object]) -> tuple[dict[str, object], str | None]:
+    """The config as plain values without comments, and the file name (None for a dictionary). Raises ConfigError."""
+    if isinstance(source, Mapping):
+        raw: object = source
+        name = None
+    elif isinstance(source, str | os.PathLike):
+        path = _find(source)
+        name = printable(str(path))
+        raw = _parse(path)
+    else:
+        message = f"expected a path, the name of a preset or a dictionary, found {type(source).__name__}"
+        raise ConfigError([Fault("", "type", message)])
+    if not isinstance(raw, Mapping):
+        raise ConfigError([Fault("", "syntax", f"expected a JSON object, found {shown(raw)}")], name)
+    form = _Form(name)
+    clean = form.clean(raw, "", 0)
+    if form.faults:
+        raise ConfigError(form.faults, name)
+    assert isinstance(clean, dict)
+    return clean, name
+
+
+def _find(source: str | os.PathLike[str]) -> Path:
+    """The file that is meant: a path that exists, or a preset's name, with `-` or `_` between its words."""
+    text = os.fspath(source)
+    path = Path(text)
+    try:
+        if path.is_file():
+            return path
+    except OSError as error:  # such as a name that is too long, because it is the JSON itself
+        hint = "a config as text is json.loads(text), a dictionary"
+        fault = Fault("", "file", f"cannot be read: {error.strerror}: {shown(text)}; {hint}")
+        raise ConfigError([fault], shown(text)) from error
+    names = preset_names()
+    by_spelling = {name.replace("_", "-"): name for name in names}
+    if isinstance(source, str) and text.replace("_", "-") in by_spelling:
+        return PRESETS / f"{by_spelling[text.replace('_', '-')]}.json"
+    what = "is a folder, not a file" if path.is_dir() else "no such file"
+    beside = [str(other) for other in path.parent.glob("*.json")] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(text, beside, n=3) + difflib.get_close_matches(path.stem, names, n=3)
+    hint = f"; did you mean {' or '.join(shown(item) for item in near)}" if near else ""
+    fault = Fault("", "file", f"{what}: {printable(text)}{hint}; the presets are {', '.join(names)}")
+    raise ConfigError([fault], printable(text))
+
+
+def _parse(path: Path) -> object:
+    try:
+        size = path.stat().st_size
+        text = path.read_text(encoding="utf-8-sig") if size <= MAX_BYTES else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, "file", f"cannot be read: {error}") from error
+    if size > MAX_BYTES:
+        raise _unreadable(path, "file", f"expected at most {MAX_BYTES:,} bytes, found {size:,}; is it a config?")
+    if sum(map(text.count, ",{[")) > MAX_SEPARATORS:
+        raise _unreadable(path, "syntax", f"expected at most {MAX_VALUES:,} values, found many more; is it a config?")
+    try:
+        return json.loads(text, object_pairs_hook=_object, parse_int=_integer)
+    except json.JSONDecodeError as error:
+        start, end = text.rfind("\n", 0, error.pos) + 1, text.find("\n", error.pos)
+        line = text[start : end if end >= 0 else None].strip()
+        where = f"line {error.lineno}, column {error.colno}: {shown(line)}" if line else f"line {error.lineno}"
+        hint = "JSON has no comments (a key that begins with // is one here) and no comma after the last item"
+        raise _unreadable(path, "syntax", f"not valid JSON: {error.msg} at {where}. {hint}") from error
+    except RecursionError as error:
+        raise _unreadable(path, "syntax", "not valid here: nested too deeply") from error
+
+
+def _unreadable(path: Path, kind: FaultKind, message: str) -> ConfigError:
+    """One fault of the file as a whole."""
+    return ConfigError([Fault("", kind, printable(message))], printable(str(path)))
+
+
+class _Form:
+    """Takes values as JSON has them, and collects what is wrong with their form, whatever their meaning."""
+
+    def __init__(self, source: str | None) -> None:
+        self.faults: list[Fault] = []
+        self._source = source
+        self._num_values = 0
+
+    def clean(self, value: object, path: str, depth: int) -> object:
+        """The value without comments; faults are added to `faults`. Raises ConfigError if there are too many values."""
+        self._num_values += 1
+        if self._num_values > MAX_VALUES:
+            message = f"expected at most {MAX_VALUES:,} values, found more; is it a config?"
+            raise ConfigError([Fault("", "value", message)], self._source)
+        if depth > MAX_DEPTH:
+            self._fault(path, "value", f"nested too deeply: expected at most {MAX_DEPTH} levels")
+            return None
+        if isinstance(value, Mapping):
+            return self._clean_object(value, path, depth)
+        if isinstance(value, list | tuple):
+            return [self.clean(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
+        self._check(value, path)
+        return value
+
+    def _clean_object(self, value: Mapping[object, object], path: str, depth: int) -> dict[str, object]:
+        repeated = value.repeated if isinstance(value, _Repeating) else []
+        for name in repeated:
+            self._fault(join(path, name), "duplicate", "the key stands twice in one object; keep one")
+        clean: dict[str, object] = {}
+        for key, item in value.items():
+            if not isinstance(key, str):
+                self._fault(path, "type", f"keys are strings, found {shown(key)}")
+            elif not is_comment(key):
+                self._check(key, join(path, key))
+                clean[key] = self.clean(item, join(path, key), depth + 1)
+        return clean
+
+    def _check(self, value: object, path: str) -> None:
+        """Whether the value is one of JSON, and can be written again."""
+        if isinstance(value, float) and not math.isfinite(value):
+            if path not in OR_NEVER or value != math.inf:
+                self._fault(path, "value", f"expected a finite number, found {value}")
+        elif isinstance(value, int) and abs(value) > MAX_INTEGER:
+            self._fault(path, "value", f"expected an integer of at most 64 bits, found {shown(value)}")
+        elif isinstance(value, str) and not _is_unicode(value):
+            self._fault(path, "value", f"expected Unicode text, found half of a surrogate pair in {shown(value)}")
+        elif value is not None and not isinstance(value, str | bool | int | float):
+            self._fault(path, "type", f"expected a JSON value, found {type(value).__name__} {shown(value)}")
+
+    def _fault(self, path: str, kind: FaultKind, message: str) -> None:
+        self.faults.append(Fault(path, kind, message))
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def join(path: str, key: str) -> str:
+    """The JSON path of a key in the object at `path`. A key that is not one plain word is in quotes."""
+    is_plain = len(key) <= 80 and key.replace("-", "_").isidentifier()
+    name = key if is_plain else shown(key)
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,138 @@
+"""The JSON schema of the config, for editors: the fields, "auto", comments, and DeepSpeed's other keys."""
+
+import json
+from typing import Any
+
+from .config import Config
+from .deepspeed import RULES, Rule
+from .optimizer import SPELLINGS
+from .read import OR_NEVER
+from .translate import ALIASES, AUTO, BATCH_KEYS, CPU_SWITCHES, NULL_IS_DEFAULT, PIN_SWITCH
+
+_HOMES = {  # section: the definitions that describe it
+    "data_types": ["DataTypesConfig"],
+    "parallel": ["ParallelConfig"],
+    "pipeline": ["PipelineConfig"],
+    "zero_optimization": ["ZeroConfig"],
+    "zero_optimization.offload_optimizer": ["OffloadOptimizerConfig"],
+    "zero_optimization.offload_param": ["OffloadParamConfig"],
+    "bf16": ["BF16Config"],
+    "fp16": ["FP16Config"],
+    "activation_checkpointing": ["ActivationCheckpointingConfig"],
+    "activation_checkpointing.offload": ["ActivationOffloadConfig"],
+    "aio": ["AioConfig"],
+    "kernels": ["KernelsConfig"],
+    "communication": ["CommunicationConfig"],
+    "checkpoint": ["CheckpointConfig"],
+}
+_COMMENTS: dict[str, dict[str, str]] = {r"^(_|//|\$schema$)": {}}
+_TYPES = {
+    "true or false": "boolean",
+    "an integer": "number",
+    "a number": "number",
+    "a string": "string",
+    "an object": "object",
+}
+
+
+def schema_text() -> str:
+    """The schema as it stands in configs/schema.json."""
+    return json.dumps(json_schema(), indent=2) + "\n"
+
+
+def json_schema() -> dict[str, Any]:
+    """The schema of what `Config.load` accepts, as far as JSON schema can say it (no batch equation, no conflicts)."""
+    schema: dict[str, Any] = _standard_limits(Config.model_json_schema())
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "lowtide config"
+    definitions = schema["$defs"]
+    for definition in [schema, *definitions.values()]:
+        definition["patternProperties"] = _COMMENTS
+    for key in ("optimizer", "scheduler"):
+        _open_type_names(schema, key)
+    for path, rule in RULES.items():
+        _add(schema, path, _rule_schema(rule))
+    for path, section in CPU_SWITCHES.items():
+        _add(schema, path, {"type": ["boolean", "null"], "description": f'true: {section} with device "cpu".'})
+    pinned = "pin_memory of what cpu_offload and cpu_offload_params offload."
+    _add(schema, PIN_SWITCH, {"type": ["boolean", "null"], "description": pinned})
+    for path in [*NULL_IS_DEFAULT, *OR_NEVER]:
+        _allow(schema, path, {"type": "null"})
+    for path in [*AUTO, *BATCH_KEYS]:
+        _allow(schema, path, {"const": "auto"})
+    for alias, path in ALIASES.items():
+        for home in _properties(schema, alias):
+            home[alias.rpartition(".")[2]] = home[path.rpartition(".")[2]]
+    return schema
+
+
+def _standard_limits(schema: Any) -> Any:
+    """The same schema with the standard's names for limits, which pydantic leaves out where null is allowed too."""
+    names = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+    if isinstance(schema, dict):
+        return {names.get(key, key): _standard_limits(value) for key, value in schema.items()}
+    return [_standard_limits(item) for item in schema] if isinstance(schema, list) else schema
+
+
+def _properties(schema: dict[str, Any], path: str) -> list[dict[str, Any]]:
+    """The `properties` in which the last key of a path stands: one, or several where the type decides."""
+    section = path.rpartition(".")[0]
+    definitions = schema["$defs"]
+    if section == "":
+        return [schema["properties"]]
+    names = _HOMES.get(section)
+    if names is None:
+        kind, _, params = section.partition(".")
+        refs = [item["$ref"].rpartition("/")[2] for item in schema["properties"][kind]["anyOf"] if "$ref" in item]
+        names = [_params_of(definitions[ref]) for ref in refs] if params else refs
+    return [definitions[name]["properties"] for name in dict.fromkeys(names)]
+
+
+def _params_of(definition: dict[str, Any]) -> str:
+    return str(definition["properties"]["params"]["$ref"].rpartition("/")[2])
+
+
+def _add(schema: dict[str, Any], path: str, value: dict[str, Any]) -> None:
+    for home in _properties(schema, path):
+        home[path.rpartition(".")[2]] = value
+
+
+def _allow(schema: dict[str, Any], path: str, other: dict[str, Any]) -> None:
+    """The key at `path` takes what `other` describes as well."""
+    key = path.rpartition(".")[2]
+    for home in _properties(schema, path):
+        if key in home and other not in home[key].get("anyOf", []):
+            outside = {name: home[key].pop(name) for name in ("description", "title", "default") if name in home[key]}
+            home[key] = {"anyOf": [home[key], other], **outside}
+
+
+def _rule_schema(rule: Rule) -> dict[str, Any]:
+    """A key with no effect takes its type and "auto"; any other takes what changes nothing."""
+    if rule.outcome == "no_effect":
+        described = {"description": f"No effect here: {rule.reason}."}
+        kind = _TYPES.get(rule.expected)
+        return described if kind is None else {"anyOf": [{"type": [kind, "null"]}, {"const": "auto"}], **described}
+    described = {"description": f"Not supported yet: {rule.reason}."}
+    return described if rule.outcome == "section" else {"enum": list(rule.agrees), **described}
+
+
+def _open_type_names(schema: dict[str, Any], key: str) -> None:
+    """Types are found without regard to case and by other spellings: any string that is not known to be wrong."""
+    choice = schema["properties"][key]["anyOf"][0]
+    choices = choice.pop("oneOf", None) or choice["anyOf"]
+    schema["properties"][key]["anyOf"] = [*choices, {"type": "null"}]
+    for item in choices:
+        properties = schema["$defs"][item["$ref"].rpartition("/")[2]]["properties"]
+        name = properties["type"]["const"]
+        names = [name, *(other for other, own in SPELLINGS.items() if own in (name, "adam") and name.startswith(own))]
+        if name == "adamw":
+            names.append("adam")
+        pattern = "|".join("".join(f"[{c.lower()}{c.upper()}]" for c in other) for other in dict.fromkeys(names))
+        properties["type"] = {"type": "string", "pattern": f"^({pattern})$", "default": name}
+        if name in ("adam", "adamw"):
+            params = schema["$defs"][_params_of(schema["$defs"][item["$ref"].rpartition("/")[2]])]["properties"]
+            params["adam_w_mode"] = {
+                "type": "boolean",
+                "default": True,
+                "description": 'false: type "Adam" is Adam with its L2 penalty in the gradient.',
+            }

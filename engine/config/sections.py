@@ -1,0 +1,165 @@
+"""The sections of the config other than optimizer and scheduler. Each field's docstring is its documentation."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from .offload import ActivationOffloadConfig, OffloadOptimizerConfig, OffloadParamConfig
+from .types import Bool, Dtype, Float, Folder, Int, Natural, Positive, Section
+
+STAGES = (
+    "0 shards nothing (plain data parallelism), 1 shards the optimizer state, "
+    "2 also the gradients, 3 also the parameters"
+)
+
+
+def _stage(value: object) -> object:
+    if isinstance(value, bool) or value not in (0, 1, 2, 3):
+        raise PydanticCustomError("value_error", "there are four stages: " + STAGES)
+    return int(str(value).removesuffix(".0"))
+
+
+def _units(value: object) -> object:
+    if value == "auto":
+        return value
+    if isinstance(value, list | tuple) and value and all(isinstance(item, str) and item for item in value):
+        return tuple(value)
+    raise PydanticCustomError("value_error", 'expected "auto" or a list of patterns of module names')
+
+
+class ZeroConfig(Section):
+    """What is sharded over the data-parallel ranks, and how."""
+
+    stage: Annotated[Int, BeforeValidator(_stage)] = Field(default=0, json_schema_extra={"enum": [0, 1, 2, 3]})
+    """0 shards nothing, 1 the optimizer state, 2 also the gradients, 3 also the parameters."""
+
+    shard_size: Positive | None = None
+    """Hybrid sharding: ranks per shard group. It must divide the world size. null: all ranks are one group."""
+
+    zero_hpz_partition_size: Positive = 1
+    """Stage 3: ranks, those of a host, among which parameters are gathered; each such group holds all of them at rest,
+    while optimizer states and gradients are divided over the whole shard group (hpZ of ZeRO++). It must divide the
+    ranks of a shard group, and is not for `offload_param`. 1: parameters are divided over the whole shard group too."""
+
+    units: Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(_units)] = "auto"
+    """The parts that are gathered and reduced as one: "auto" finds the repeated blocks, or a list of patterns
+    (`*`, `?`) of module names, each matching module is one unit. Where one has no forward of its own (`ModuleList`,
+    `ModuleDict`), the modules in it that have one are the units."""
+
+    update_in_backward: Bool = False
+    """Update each unit as soon as its gradient is reduced, so that all gradients are never held together. Needs
+    gradient_clipping 0, gradient_accumulation_steps 1 and no fp16."""
+
+    stage3_prefetch_bucket_size: Int = Field(default=50_000_000, ge=0)
+    """Stage 3: the number of parameter elements that may be gathered ahead of their use. 0: no prefetch. The name
+    without `stage3_` works too."""
+
+    stage3_max_live_parameters: Natural | None = None
+    """With offload_param: the number of gathered parameter elements that may be held beside the unit in use. null:
+    as many as stage3_prefetch_bucket_size lets gather ahead. The name without `stage3_` works too."""
+
+    offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
+    offload_param: OffloadParamConfig = OffloadParamConfig()
+
+    @property
+    def offloads_parameters(self) -> bool:
+        """Whether offload_param has an effect: below stage 3 every rank holds all parameters at all times."""
+        return self.stage == 3 and self.offload_param.device != "none"
+
+    @property
+    def partition_size(self) -> int:
+        """Ranks among which parameters are gathered, where these are fewer than a shard group; else 1."""
+        return self.zero_hpz_partition_size if self.stage == 3 else 1
+
+
+class BF16Config(Section):
+    """Compute in bfloat16, with fp32 master parameters in the optimizer."""
+
+    enabled: Bool = False
+    """Turns bf16 on."""
+
+    auto_cast: Bool = True
+    """Cast floating-point inputs of the model to bf16, and of its blocks where it has fp32 buffers."""
+
+
+class FP16Config(Section):
+    """Compute in float16, with loss scaling and fp32 master parameters in the optimizer."""
+
+    enabled: Bool = False
+    """Turns fp16 on."""
+
+    auto_cast: Bool = True
+    """Cast floating-point inputs of the model to fp16, and of its blocks where it has fp32 buffers."""
+
+    loss_scale: Float = Field(default=0.0, ge=0)
+    """The fixed factor on the loss. 0: dynamic loss scaling."""
+
+    initial_scale_power: Int = Field(default=16, ge=0, le=126)
+    """Dynamic scaling starts with 2 to this power."""
+
+    loss_scale_window: Int = Field(default=1000, ge=1)
+    """Dynamic scaling: the scale doubles after this many steps without overflow."""
+
+    hysteresis: Int = Field(default=2, ge=1)
+    """Dynamic scaling: the number of overflows after which the scale is halved."""
+
+    consecutive_hysteresis: Bool = False
+    """Dynamic scaling: a step without overflow refills the hysteresis."""
+
+    min_loss_scale: Float = Field(default=1.0, gt=0)
+    """Dynamic scaling: the scale never falls below this."""
+
+
+class DataTypesConfig(Section):
+    """The types in which gradients are kept."""
+
+    grad_accum_dtype: Dtype | None = None
+    """The type in which gradients accumulate over microbatches. null: fp32."""
+
+
+class ActivationCheckpointingConfig(Section):
+    """Recompute activations in backward rather than keep them."""
+
+    every: Int = Field(default=0, ge=0)
+    """0: none. 1: every repeated block is recomputed. k: every k-th block."""
+
+    offload: ActivationOffloadConfig = ActivationOffloadConfig()
+
+
+class CommunicationConfig(Section):
+    """How bytes go between the ranks."""
+
+    route: Literal["auto", "shared_memory", "sockets", "native"] = "auto"
+    """"auto" chooses for each message; "shared_memory" between the CPU ranks of one host; "sockets" is
+    point-to-point; "native" is the backend's own collectives."""
+
+    timeout_seconds: Float = Field(default=300.0, gt=0)
+    """A collective that takes longer than this is an error, not a hang."""
+
+    step_timeout_seconds: Annotated[Float | None, Field(gt=0)] = None
+    """A step, with the loading of its data, that takes longer than this is reported: `lowtide launch` says which rank
+    waits for which, with the stacks of all (and then stops, with --on-stall stop); started otherwise, each rank says
+    for itself what it does. Training goes on. null: no limit."""
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are saved without a call, where they go, and how they are written."""
+
+    folder: Folder = None
+    """Where the checkpoints of every_steps and on_sigterm go: each tag is a folder below it. Every rank must see it. A
+    relative path starts at the working directory."""
+
+    every_steps: Int = Field(default=0, ge=0)
+    """Save a checkpoint after every so many optimizer steps. 0: only when save_checkpoint is called."""
+
+    keep_last: Positive | None = None
+    """The number of checkpoints without a tag of the caller's that are kept: older ones are deleted once a newer one is
+    complete. Checkpoints with a tag of the caller's are never deleted. null: all are kept."""
+
+    asynchronous: Bool = Field(default=False, alias="async")
+    """Write in the background: a step after a save waits only for the copy to host memory."""
+
+    on_sigterm: Bool = False
+    """On SIGTERM or Ctrl-C (SIGINT): finish the step, save a checkpoint, and exit with status 0, after Ctrl-C with 130.
+    A second one acts at once."""

@@ -1,0 +1,1 @@
+"""One host's side of a job: its agent, the guard above it, and the ranks below."""

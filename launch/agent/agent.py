@@ -1,0 +1,314 @@
+"""The agent of one host: the only parent of the ranks there, and the launcher's hands and eyes.
+
+    python -P -m lowtide.launch.agent.agent (--stdio | --connect HOST:PORT,...) [--index I]
+
+The one of the launcher's own host is forked from the launcher: see `serve`.
+
+[Note: backpressure]
+Output is sent only as far as the launcher has shown what was sent before, plus WINDOW_BYTES. A slow terminal so makes
+the agent stop reading the ranks' pipes, and a rank that prints more waits: memory stays bounded and no line is lost.
+Beats and other messages are not held up. What a rank printed last is sent all the same, so that its end can be told.
+"""
+
+import argparse
+import contextlib
+import os
+import platform
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ...watch import stacks
+from ..checks.facts import HeldPort, run_checks
+from ..checks.reach import own_addresses, reachable
+from ..hosts.host import LaunchError
+from ..hosts.report import report_host
+from ..wire.channel import MAGIC, Channel
+from ..wire.connection import connected
+from ..wire.handshake import Seal
+from ..wire.loop import Loop
+from ..wire.messages import (
+    Check,
+    Checked,
+    Ended,
+    Held,
+    Hello,
+    Hold,
+    Kill,
+    Leave,
+    Message,
+    Note,
+    Output,
+    Progress,
+    Reach,
+    Reached,
+    Refused,
+    Shown,
+    Signal,
+    StackDump,
+    Stacks,
+    Start,
+    Started,
+    Stopped,
+    Welcome,
+)
+from .guard import KILLED_SECONDS, guarded
+from .host_ranks import HostRanks
+from .process_tree import kill_descendants, reap_all
+
+WINDOW_BYTES = 1 << 18
+SILENCE_SECONDS = 4.0  # of a peer that is taken for lost; what is left then has a second to be gone within five
+TOKEN_VARIABLE = "LOWTIDE_TOKEN"
+_PROGRESS_SECONDS = 1.0
+_FLUSH_SECONDS = 5.0
+
+
+class Agent:
+    """From the launcher's Welcome to its Leave, or to the loss of it; then nothing of the job is left here."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        read_fd: int,
+        write_fd: int,
+        silence_seconds: float | None,
+        seal: Seal | None = None,
+        index: int | None = None,
+        names: tuple[str, ...] = (),
+    ) -> None:
+        self._loop = loop
+        self._index = index
+        self._names = names
+        self._ranks: HostRanks | None = None
+        self._held: HeldPort | None = None
+        self._may_send = WINDOW_BYTES
+        self._status: int | None = None
+        self._channel = Channel(
+            loop, read_fd, write_fd, self._take, self._lose, silence_seconds, sends_beats=False, seal=seal
+        )
+        for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to the launcher too
+            loop.on_signal(number, lambda: None)
+        loop.on_signal(signal.SIGTERM, lambda: self._channel.send(Stopped(signal.SIGTERM)))
+
+    def run(self) -> int:
+        """The exit status: that of the job, or 1 where the launcher was lost."""
+        self._loop.run(lambda: self._status is not None)
+        if self._channel.is_open:
+            self._loop.run(lambda: self._channel.is_flushed or not self._channel.is_open, timeout=_FLUSH_SECONDS)
+            self._channel.close()
+        return self._status or 0
+
+    def lose_guard(self) -> None:
+        """The process above this one is gone: nobody would end the job here if this one were killed."""
+        self._channel.send(Note("the guard of the agent was killed, so the agent ends"))
+        self._end(1)
+
+    def printed(self, rank: int, shown: bytes) -> None:
+        """Sends what a rank has printed, and stops reading where the launcher is behind."""
+        if not shown:
+            return
+        self._channel.send(Output(rank, shown.decode("latin-1")))
+        self._may_send -= len(shown)
+        if self._ranks is not None:
+            self._ranks.pause(self._may_send <= 0)
+
+    def ended(self, message: Ended) -> None:
+        """Tells the launcher that a rank is gone."""
+        self._channel.send(message)
+
+    def note(self, text: str) -> None:
+        """Tells the user something."""
+        self._channel.send(Note(text))
+
+    def _lose(self, reason: str) -> None:
+        self._end(1)
+
+    def _end(self, status: int) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
+        if self._held is not None:
+            self._held.release()
+        kill_descendants()
+        reap_all(KILLED_SECONDS)
+        self._status = status
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Welcome():
+                self._channel.send(self._hello(message))
+            case Hold():
+                self._hold(message)
+            case Reach(addresses, port):
+                self._in_thread(lambda: reachable(addresses, port), Reached)
+            case Check(request):
+                self._in_thread(lambda: run_checks(request), lambda results: Checked(tuple(results)))
+            case Start():
+                self._start(message)
+            case Signal(number):
+                if self._ranks is not None:
+                    self._ranks.send_signal(number)
+            case Kill():
+                kill_descendants()
+            case Stacks(ranks):
+                self._dump_stacks(ranks)
+            case Shown(nbytes):
+                self._may_send += nbytes
+                if self._ranks is not None:
+                    self._ranks.pause(self._may_send <= 0)
+            case Leave(status):
+                self._end(status)
+
+    def _hello(self, welcome: Welcome) -> Hello:
+        return Hello(
+            index=self._index,
+            names=self._names,
+            pid=os.getpid(),
+            addresses=own_addresses(os.environ) if welcome.wants_addresses else (),
+            report=report_host(),
+        )
+
+    def _hold(self, message: Hold) -> None:
+        try:
+            if self._held is not None:
+                self._held.release()
+            self._held = HeldPort(message.port, message.is_local)
+        except LaunchError as error:
+            self._channel.send(Held(0, str(error)))
+        else:
+            self._channel.send(Held(self._held.port))
+
+    def _in_thread(self, work: Callable[[], Any], answer: Callable[[Any], Message]) -> None:
+        """For what may take long; it is over before Start comes, because the launcher waits for the answer."""
+
+        def call() -> None:
+            result = work()
+            self._loop.post(lambda: self._channel.send(answer(result)))
+
+        threading.Thread(target=call, daemon=True).start()
+
+    def _start(self, message: Start) -> None:
+        if self._held is not None:
+            self._held.release()
+            self._held = None
+        self._may_send = WINDOW_BYTES
+        try:
+            self._ranks = HostRanks(self._loop, message, self)
+        except LaunchError as error:
+            self._channel.send(Refused(str(error)))
+            return
+        self._channel.send(Started(self._ranks.pids))
+        self._loop.after(_PROGRESS_SECONDS, self._report_progress)
+
+    def _report_progress(self) -> None:
+        if self._ranks is None or not self._ranks.are_running:
+            return
+        if progress := self._ranks.progress():
+            self._channel.send(Progress(progress))
+        self._loop.after(_PROGRESS_SECONDS, self._report_progress)
+
+    def _dump_stacks(self, ranks: tuple[int, ...]) -> None:
+        if self._ranks is None:
+            return
+        paths = self._ranks.stack_paths(ranks)
+
+        def call() -> None:
+            try:
+                found = stacks.collect_stacks(paths)
+            except OSError:  # the ranks have ended meanwhile, and their records are gone
+                return
+            for rank, text in found.items():
+                self._loop.post(lambda rank=rank, text=text: self._channel.send(StackDump(rank, text)))  # type: ignore[misc]
+
+        threading.Thread(target=call, daemon=True).start()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line above; the exit status is that of `serve`."""
+    parser = argparse.ArgumentParser(prog="lowtide agent", allow_abbrev=False)
+    way = parser.add_mutually_exclusive_group(required=True)
+    way.add_argument("--stdio", action="store_true", help="stdin and stdout, after a line that marks the beginning")
+    way.add_argument("--connect", metavar="HOST:PORT", help="where the launcher listens")
+    parser.add_argument("--index", type=int, help="of this host among those of the job")
+    parser.add_argument("--silence", type=float, default=SILENCE_SECONDS, help="seconds after which the peer is lost")
+    parser.add_argument("--wait", type=float, default=60.0, help="seconds to try to connect")
+    options = parser.parse_args(argv)
+    if options.stdio:
+        return serve(_take_stdin(), _take_stdout(), options.silence, options.index)
+    try:
+        fd, seal = connected(options.connect, os.environ.get(TOKEN_VARIABLE, ""), options.wait, _say)
+    except LaunchError as error:
+        _say(str(error))
+        return 1
+    return serve(fd, os.dup(fd), options.silence, options.index, seal)
+
+
+def serve(
+    read_fd: int,
+    write_fd: int,
+    silence_seconds: float | None,
+    index: int | None = None,
+    seal: Seal | None = None,
+) -> int:
+    """Is the agent until the job has ended; the exit status is that of `Agent.run`. To be called in the main thread.
+
+    read_fd, write_fd: of the channel to the launcher. silence_seconds: None where the end of the channel tells enough:
+    on the launcher's own host, which may be stopped by Ctrl-Z, and we with it. seal: None where nobody else can speak
+    on the channel.
+    """
+    os.environ.pop(TOKEN_VARIABLE, None)  # the ranks have this environment, and their scripts may show it
+
+    def work(guard_alive: int, signs_of_life: int) -> int:
+        loop = Loop()
+        agent = Agent(loop, read_fd, write_fd, silence_seconds, seal, index, _names())
+        loop.on_readable(guard_alive, lambda: _lose_guard(loop, guard_alive, agent))
+        _give_signs(loop, signs_of_life)
+        return agent.run()
+
+    return guarded(work, (read_fd, write_fd), silence_seconds)
+
+
+def _lose_guard(loop: Loop, fd: int, agent: Agent) -> None:
+    loop.forget(fd)
+    agent.lose_guard()
+
+
+def _give_signs(loop: Loop, fd: int) -> None:
+    with contextlib.suppress(OSError):  # the guard is gone, which its own pipe tells
+        os.write(fd, b".")
+    loop.after(1.0, lambda: _give_signs(loop, fd))
+
+
+def _take_stdin() -> int:
+    """The channel's reading end; what runs here finds an empty stdin instead."""
+    taken = os.dup(0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return taken
+
+
+def _take_stdout() -> int:
+    """The channel's writing end, with the mark of its beginning; what is printed here goes to stderr instead."""
+    taken = os.dup(1)
+    os.dup2(2, 1)
+    os.write(taken, b"\n" + MAGIC + b"\n")
+    return taken
+
+
+def _say(text: str) -> None:
+    print(f"lowtide launch: {text}", file=sys.stderr, flush=True)
+
+
+def _names() -> tuple[str, ...]:
+    """What a launcher may call this host."""
+    told = [os.environ.get(name) for name in ("SLURMD_NODENAME", "LSB_HOSTNAME")]
+    found = [*told, platform.node(), socket.gethostname(), platform.node().split(".")[0]]
+    return tuple(dict.fromkeys(name for name in found if name))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""What a job has left on a host where neither its agent nor the guard above that lives any more.
+
+    python -P -m lowtide.launch.agent.orphans IDENTITY
+
+kills every process there that has the job's LOWTIDE_JOB_ID in its environment, wherever it has gone in the process
+tree. The launcher starts this by a second way to the host when it has lost the first one; see `Sweeps`. What was
+started with another environment (`env -i`), or belongs to another user, is not found. Linux only.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...watch.record_folder import remove_dead_folders
+
+VARIABLE = "LOWTIDE_JOB_ID"
+MAGIC = "=== lowtide orphans ==="  # begins the one line of the answer; a remote shell may talk before
+_SECONDS = 2.0
+_POLL_SECONDS = 0.02
+
+
+def kill_orphans(identity: str, seconds: float = _SECONDS) -> dict[int, str]:
+    """Sends SIGKILL to all processes of the job, until none is there or the time is over: id -> name of those met."""
+    met: dict[int, str] = {}
+    deadline = time.monotonic() + seconds
+    while found := _processes_of(identity):
+        for pid in found:
+            with contextlib.suppress(OSError):  # it has ended by itself
+                met.setdefault(pid, Path(f"/proc/{pid}/comm").read_text().strip())
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_SECONDS)
+    return met
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line above; prints MAGIC and the processes that it met, and gives 0."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if len(arguments) != 1 or not arguments[0]:  # an empty one would be that of no job
+        print(f"lowtide orphans: expected the identity of a job, found {list(arguments)}", file=sys.stderr)
+        return 2
+    met = kill_orphans(arguments[0])
+    remove_dead_folders()
+    print(MAGIC, ", ".join(f"{name} (process {pid})" for pid, name in met.items()), flush=True)
+    return 0
+
+
+def _processes_of(identity: str) -> list[int]:
+    """Not zombies: they have no environment any more."""
+    sign = f"\0{VARIABLE}={identity}\0".encode()
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            with contextlib.suppress(OSError):  # it is gone, or another user's
+                if sign in b"\0" + Path(f"/proc/{name}/environ").read_bytes() + b"\0":
+                    found.append(int(name))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""This process as one that mpirun has started: a launcher on its host, or a rank.
+
+| MPI | rank | size | rank on its host | size there |
+|---|---|---|---|---|
+| Open MPI, jsrun | OMPI_COMM_WORLD_RANK | ..._SIZE | ..._LOCAL_RANK | ..._LOCAL_SIZE |
+| MPICH, Intel MPI (Hydra) | PMI_RANK | PMI_SIZE | MPI_LOCALRANKID | MPI_LOCALNRANKS |
+
+MPI tells nobody the address of rank 0 by environment. Several hosts take it from MASTER_ADDR (`mpirun -x MASTER_ADDR`,
+`mpiexec -genv MASTER_ADDR ...`), or from the resource manager that mpirun stands in, whose first host has rank 0.
+
+Sources: Open MPI 5.0 documentation, 11.1; the variables of MPICH and Intel MPI as libfabric's psm3 reads them.
+"""
+
+from collections.abc import Mapping
+
+from ..hosts.host import Allocation, Host, LaunchError, Meeting
+from . import lsf, slurm
+from .started import meeting_port, number, rank_variables
+
+_VARIABLES = {
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+# What names a run of mpirun equally on all hosts, where there is such a thing.
+_IDENTITIES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid", "SLURM_JOB_ID", "LSB_JOBID")
+
+
+def find(environ: Mapping[str, str]) -> Allocation | None:
+    """This process's part in an MPI job; None outside of one, or where it is alone in it.
+
+    Raises LaunchError where rank 0's address is not known.
+    """
+    for name, variables in _VARIABLES.items():
+        if not all(environ.get(variable) for variable in variables):
+            continue
+        source = f"{name} ({variables[0]}={environ[variables[0]]}, {variables[1]}={environ[variables[1]]})"
+        rank, size, local_rank, local_size = (number(environ, variable, source) for variable in variables)
+        if size == 1:
+            return None
+        if not 0 < local_size <= size:
+            raise LaunchError(f"{source}: {variables[3]}={local_size} is not between 1 and {size}; say --hosts instead")
+        return _part(name, source, (rank, size, local_rank, local_size), environ)
+    return None
+
+
+def _part(name: str, source: str, place: tuple[int, int, int, int], environ: Mapping[str, str]) -> Allocation:
+    rank, size, local_rank, local_size = place
+    address = "127.0.0.1" if local_size == size else _address(source, environ)
+    job = next((environ[key] for key in _IDENTITIES if environ.get(key)), address)
+    identity = f"{name} {job}"
+    port = meeting_port(identity, environ)
+    if local_size == 1:
+        meeting = Meeting(rank, address, port, identity)
+        hosts = tuple(Host(host) for host in _names(size, address, environ))
+        return Allocation(source, "join", hosts, part="agent" if rank else "launcher", meeting=meeting)
+    variables = rank_variables(rank, size, local_rank, local_size, address, port)
+    note = f"mpirun has started {size} processes, of which this is rank {rank}: the script runs in its place"
+    hosts = (Host("localhost"),)
+    return Allocation(source, "join", hosts, notes=(note,), part="rank", rank_environment=variables)
+
+
+def _address(source: str, environ: Mapping[str, str]) -> str:
+    given = environ.get("MASTER_ADDR")
+    managed = slurm.node_names(environ) or lsf.host_names(environ)
+    if not given and not managed:
+        raise LaunchError(
+            f"{source}: several hosts, and MPI does not say which one has rank 0; expected MASTER_ADDR, found nothing. "
+            "Pass it (mpirun -x MASTER_ADDR=node1, mpiexec -genv MASTER_ADDR node1), or start lowtide once, outside of "
+            "mpirun: lowtide launch --transport mpirun --hosts node1,node2"
+        )
+    return given or managed[0]
+
+
+def _names(size: int, address: str, environ: Mapping[str, str]) -> list[str]:
+    """Names to show: those of the resource manager where they are as many."""
+    managed = slurm.node_names(environ) or lsf.host_names(environ)
+    return managed if len(managed) == size else [address, *(f"mpi-{rank}" for rank in range(1, size))]

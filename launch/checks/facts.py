@@ -1,0 +1,238 @@
+"""What one host finds out about itself before ranks start there: facts and what the system said, no judgement.
+
+`preflight.faults` compares the facts of all hosts. How the launcher and the agents do it together:
+
+    1. the agent of rank 0's host:  held = HeldPort(port or None)        -> its port goes to the launcher
+    2. every agent, in parallel:    run_checks(request with that port)   -> list of CheckResult
+    3. the agent of rank 0's host:  held.release(), then ranks start
+
+| name                        | value                                                             |
+|-----------------------------|-------------------------------------------------------------------|
+| `clock_start`, `clock_end`  | seconds since the epoch, before and after all others              |
+| `python`, `torch`, `lowtide`| versions as they are installed; "" where not                      |
+| `lowtide_source`            | eight hex digits of a hash of this package's files                |
+| `free_memory_bytes`         | see `free_memory_bytes`                                           |
+| `shared_memory_bytes`       | size of /dev/shm, and `free_shared_memory_bytes` of it            |
+| `locked_memory_bytes`       | RLIMIT_MEMLOCK; "unlimited"                                       |
+| `rdma_devices`              | how many InfiniBand and RoCE devices there are                    |
+| `folder`, `program`         | where they are                                                    |
+| `script`, `module`          | eight hex digits of the script's hash; where the module comes from|
+| `write_folder PATH`         | bytes free there                                                  |
+| `master_address`            | what the name resolves to                                         |
+| `master_port`               | seconds until the `HeldPort` there answered                       |
+"""
+
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import queue
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from .free_memory import free_memory_bytes
+from .held_port import HeldPort, UnreachableError, seconds_to_reach
+
+__all__ = ["PACKAGES", "CheckRequest", "CheckResult", "HeldPort", "run_checks", "seconds_to_reach", "versions"]
+
+PACKAGES = ("torch", "lowtide")
+SHARED_MEMORY = Path("/dev/shm")
+_RDMA = Path("/sys/class/infiniband")
+_PROBE_BYTES = 4096
+_DIGITS = 8
+
+Value = str | int | float | None
+Probe = Callable[[], Value]
+
+
+@dataclass(frozen=True)
+class CheckRequest:
+    """What a host is to look at.
+
+    num_ranks: that the plan puts there. program: the first word of the ranks' command. script: a file, relative to
+    `folder`; module: what stands after -m; one of the two, or neither. write_folders: the ranks write there.
+    search_path: the folders of the PYTHONPATH that the ranks get. master_address, master_port: where rank 0's store
+    will be, held by a `HeldPort` now; None: not tried. limit_seconds: for the whole of the checks.
+    """
+
+    num_ranks: int
+    folder: str
+    program: str
+    script: str | None = None
+    module: str | None = None
+    write_folders: tuple[str, ...] = ()
+    search_path: tuple[str, ...] = ()
+    master_address: str = ""
+    master_port: int | None = None
+    limit_seconds: float = 5.0
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """A fact. value: None where it could not be had, and then `error` is what the system said; units in the name."""
+
+    name: str
+    value: Value
+    error: str = ""
+
+
+def run_checks(request: CheckRequest) -> list[CheckResult]:
+    """Looks at everything in parallel. Milliseconds; `limit_seconds` where a file system or the network is silent.
+
+    An agent calls it in a thread, so that its heartbeat goes on.
+    """
+    start = time.time()
+    deadline = time.monotonic() + request.limit_seconds
+    probes = _probes(request)
+    answers: queue.SimpleQueue[CheckResult] = queue.SimpleQueue()
+    for name, probe in probes.items():
+        # A thread each, and left behind if need be: a dead network file system holds whoever asks it, for ever.
+        threading.Thread(target=_answer, args=(answers, name, probe), daemon=True).start()
+    silent = f"no answer within {request.limit_seconds:g} s"
+    found = {name: CheckResult(name, None, silent) for name in probes}
+    for _ in probes:
+        try:
+            result = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            break
+        found[result.name] = result
+    return [CheckResult("clock_start", start), *found.values(), CheckResult("clock_end", time.time())]
+
+
+def versions() -> dict[str, str]:
+    """Of "python", "torch" and "lowtide", as they are installed for this interpreter; "" where they are not."""
+    return {"python": _python(), **{name: _version(name) for name in PACKAGES}}
+
+
+def _python() -> str:
+    return ".".join(map(str, sys.version_info[:3]))
+
+
+def _version(package: str) -> str:
+    import importlib.metadata  # 14 ms at every start of a job, and only hosts that are checked need it
+
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _answer(answers: "queue.SimpleQueue[CheckResult]", name: str, probe: Probe) -> None:
+    answers.put(_outcome(name, probe))
+
+
+def _outcome(name: str, probe: Probe) -> CheckResult:
+    try:
+        return CheckResult(name, probe())
+    except UnreachableError as error:
+        return CheckResult(name, None, str(error))
+    except OSError as error:
+        return CheckResult(name, None, error.strerror or str(error))
+    except Exception as error:  # whatever it is: one check that stumbles must not keep the others from being told
+        return CheckResult(name, None, f"{type(error).__name__}: {error}")
+
+
+def _probes(request: CheckRequest) -> dict[str, Probe]:
+    """Every check of the request by its name."""
+    folder = Path(request.folder)
+    probes: dict[str, Probe] = {
+        "python": _python,
+        **{package: partial(_version, package) for package in PACKAGES},
+        "lowtide_source": source_digest,
+        "free_memory_bytes": free_memory_bytes,
+        "shared_memory_bytes": lambda: _file_system_bytes(SHARED_MEMORY)[0],
+        "free_shared_memory_bytes": lambda: _file_system_bytes(SHARED_MEMORY)[1],
+        "locked_memory_bytes": _locked_memory,
+        "rdma_devices": lambda: sum(1 for _ in _RDMA.iterdir()) if _RDMA.is_dir() else 0,
+        "folder": lambda: _readable_folder(folder),
+        "program": lambda: _program(request.program),
+    }
+    if request.script is not None:
+        script = folder / request.script
+        probes["script"] = lambda: _script_digest(script)
+    if request.module is not None:
+        module = request.module
+        probes["module"] = lambda: _module_origin(module, [request.folder, *request.search_path])
+    for name in request.write_folders:
+        probes[f"write_folder {name}"] = partial(_free_after_writing, folder / name)
+    if request.master_address:
+        probes["master_address"] = lambda: _resolved(request.master_address)
+    if request.master_port is not None:
+        address, port, limit = request.master_address, request.master_port, request.limit_seconds
+        probes["master_port"] = lambda: seconds_to_reach(address, port, limit)
+    return probes
+
+
+def source_digest(root: Path = Path(__file__).parents[2]) -> str:
+    """Eight hex digits that differ where the sources of this package do. root: the folder of its subpackages."""
+    digest = hashlib.sha256()
+    # In a checkout the package's folders stand beside others; lowtide/ has what site-packages has in the root.
+    folders = [
+        path.parent for path in sorted(root.glob("*/__init__.py")) if path.parent.name not in ("tests", "lowtide")
+    ]
+    for folder in folders:
+        for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.cpp")]):
+            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:_DIGITS]
+
+
+def _file_system_bytes(path: Path) -> tuple[int, int]:
+    """Size, and what this user can still take."""
+    status = os.statvfs(path)
+    return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+
+
+def _locked_memory() -> int | str:
+    if sys.platform == "win32":
+        return "unlimited"
+    import resource  # POSIX only
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "unlimited" if soft == resource.RLIM_INFINITY else soft
+
+
+def _readable_folder(path: Path) -> str:
+    with os.scandir(path):
+        return str(path)
+
+
+def _program(name: str) -> str:
+    path = shutil.which(name)
+    if path is None:
+        raise FileNotFoundError("no such program")
+    return path
+
+
+def _script_digest(path: Path) -> str:
+    if path.is_dir():
+        return "folder"
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:_DIGITS]
+
+
+def _module_origin(name: str, folders: list[str]) -> str:
+    top = name.partition(".")[0]
+    spec = importlib.machinery.PathFinder.find_spec(top, folders) or importlib.util.find_spec(top)
+    if spec is None:
+        raise FileNotFoundError("no such module")
+    return spec.origin or top
+
+
+def _free_after_writing(path: Path) -> int:
+    """Bytes free in a folder in which a small file could be written; in its parent, where it alone is missing."""
+    place = path if path.exists() else path.parent
+    with tempfile.TemporaryFile(dir=place, prefix="lowtide-check-", buffering=0) as file:
+        file.write(bytes(_PROBE_BYTES))
+    return _file_system_bytes(place)[1]
+
+
+def _resolved(address: str) -> str:
+    found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    return ", ".join(dict.fromkeys(str(entry[4][0]) for entry in found))

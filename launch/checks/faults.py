@@ -1,0 +1,242 @@
+"""What is wrong with the hosts of a job, from what they have said about themselves. Arithmetic alone.
+
+What makes a fault fatal: the job would fail, or hang, for certain. All else is a warning, and the job starts.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..hosts.host import HostReport
+from ..hosts.names import folded
+from ..hosts.plan import HostPlan, Plan
+from .facts import PACKAGES, CheckResult
+
+# Logs and files of several hosts can hardly be compared any more; tickets of a file system are refused sooner or later.
+CLOCK_WARNING_SECONDS = 1.0
+CLOCK_FAULT_SECONDS = 30.0
+LEAST_RANK_BYTES = 256 << 20  # what importing torch takes
+LOW_RANK_BYTES = 1 << 30
+LOW_SHARED_BYTES = 128 << 20  # Docker gives 64 MiB unless it is asked for more
+LOW_LOCKED_BYTES = 1 << 30  # systemd gives 8 MiB unless it is asked for more
+
+
+@dataclass(frozen=True)
+class HostChecks:
+    """What one host answered. results: empty, and `error` says why (the words of ssh, say), where it did not.
+
+    clock_offset_seconds: host's clock minus launcher's; None: not known.
+    """
+
+    host: str
+    results: tuple[CheckResult, ...] = ()
+    report: HostReport | None = None
+    clock_offset_seconds: float | None = None
+    error: str = ""
+
+    def value(self, name: str) -> Any:
+        """Of the result `name`; None where there is none."""
+        return next((result.value for result in self.results if result.name == name), None)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something wrong on some hosts; str() is one line: where, expected, found, what to do.
+
+    subject: in a word, for the table. is_fatal: the job would fail, so it does not start. Others are warnings.
+    """
+
+    subject: str
+    hosts: tuple[str, ...]
+    expected: str
+    found: str
+    advice: str
+    is_fatal: bool = True
+
+    def __str__(self) -> str:
+        where = f"{'host' if len(self.hosts) == 1 else 'hosts'} {folded(self.hosts)}"
+        return f"{where}: expected {self.expected}, found {self.found}; {self.advice}"
+
+
+def faults(plan: Plan, checked: Sequence[HostChecks]) -> list[Fault]:
+    """What is wrong, fatal faults first. checked: one per host of the plan, in its order."""
+    there = [host for host in checked if not host.error]
+    planned = {host.name: host for host in plan.hosts}
+    found = [fault for host in checked if host.error for fault in [_no_answer(plan, host)]]
+    found += _differences(there)
+    found += _folded(fault for host in there for fault in _own_faults(plan, planned[host.host], host))
+    return sorted(found, key=lambda fault: not fault.is_fatal)
+
+
+def _no_answer(plan: Plan, host: HostChecks) -> Fault:
+    advice = f"`ssh {host.host} true` must work without a question" if plan.transport == "ssh" else "is it up?"
+    return Fault("no answer", (host.host,), "an answer of its agent", host.error, f"{advice}, or leave it out")
+
+
+def _differences(checked: Sequence[HostChecks]) -> Iterator[Fault]:
+    """What is not the same on all hosts and has to be; the most frequent value counts as right, else the first."""
+
+    def of(name: str) -> Callable[[HostChecks], Any]:
+        return lambda host: host.value(name)
+
+    def minor(host: HostChecks) -> str:
+        return ".".join(str(host.value("python") or "").split(".")[:2])
+
+    same_python = "use the same Python on all hosts"
+    yield from _unlike("python", checked, minor, same_python)
+    yield from _unlike("python", _majority(checked, minor), of("python"), same_python, is_fatal=False)
+    for package in PACKAGES:
+        yield from _unlike(package, checked, of(package), f"install the same {package} on all hosts")
+    same_version = _majority(checked, of("lowtide"))
+    update = "update it, so that all hosts run the same code"
+    yield from _unlike("lowtide sources", same_version, of("lowtide_source"), update, is_fatal=False)
+    yield from _unlike("script", checked, of("script"), "copy the same script to all hosts", is_fatal=False)
+    yield from _unlike("accelerators", checked, _kind, "leave some hosts out with --include or --exclude")
+    pace = "the slowest will set the pace"
+    yield from _unlike("accelerators", _majority(checked, _kind), device_names, pace, is_fatal=False)
+
+
+def _own_faults(plan: Plan, planned: HostPlan, host: HostChecks) -> Iterator[Fault]:
+    """What is wrong with one host whatever the others are."""
+    yield from _missing_things(plan, planned, host)
+    yield from _scarce_things(planned, host)
+    yield from _way_to_master(plan, host)
+    offset = host.clock_offset_seconds
+    if offset is not None and abs(offset) > CLOCK_WARNING_SECONDS:
+        side = "ahead" if offset > 0 else "behind"
+        expected = f"a clock within {CLOCK_WARNING_SECONDS:g} s of the launcher's"
+        is_fatal = abs(offset) > CLOCK_FAULT_SECONDS
+        advice = "set it by NTP: `chronyc makestep`, or `timedatectl set-ntp true`"
+        yield Fault("clock", (host.host,), expected, f"it {abs(offset):.1f} s {side}", advice, is_fatal)
+
+
+def _missing_things(plan: Plan, planned: HostPlan, host: HostChecks) -> Iterator[Fault]:
+    command = (
+        " ".join(plan.command[1:3]) if plan.command[1:2] == ("-m",) else plan.command[1] if plan.command[1:] else ""
+    )
+    wanted = {
+        "program": (f"the program {plan.command[0]}", "install it there, or name a path that all hosts have"),
+        "folder": (f"the working folder {plan.folder}", "make it there: a shared file system, or a copy"),
+        "script": (f"the script {command}", "copy it there, or name a path on a shared file system"),
+        "module": (f"the module {command}", "install it there, or set PYTHONPATH with --env"),
+    }
+    for result in host.results:
+        if result.name in wanted and result.error:
+            expected, advice = wanted[result.name]
+            yield Fault(result.name, (host.host,), expected, result.error, advice)
+        folder = result.name.removeprefix("write_folder ")
+        if folder != result.name and result.error:
+            advice = "make it there, or free it, and let this user write to it"
+            yield Fault("write folder", (host.host,), f"to write to the folder {folder}", result.error, advice)
+    for package in PACKAGES:
+        if host.value(package) == "":
+            advice = "install it there, or start the same environment on all hosts"
+            yield Fault(package, (host.host,), f"{package} for {plan.command[0]}", "none", advice)
+    needed = sum(rank.device is not None for rank in planned.ranks)
+    count = _num_devices(host)
+    if host.report is not None and needed > count:
+        advice = "lower its slots, or look at `nvidia-smi` there"
+        yield Fault("accelerators", (host.host,), f"{_count(needed, 'accelerator')}", str(count), advice)
+
+
+def _scarce_things(planned: HostPlan, host: HostChecks) -> Iterator[Fault]:
+    ranks = len(planned.ranks)
+    free = host.value("free_memory_bytes")
+    if free is not None and free < ranks * LOW_RANK_BYTES:
+        advice = "end what takes it, or put fewer ranks there"
+        expected = f"{size_text(ranks * LOW_RANK_BYTES)} of free memory for {_count(ranks, 'rank')}"
+        yield Fault("memory", (host.host,), expected, size_text(free), advice, free < ranks * LEAST_RANK_BYTES)
+    shared = host.value("free_shared_memory_bytes")
+    if shared is not None and ranks > 1 and shared < LOW_SHARED_BYTES:
+        advice = "in Docker add --shm-size=8g, in Kubernetes an emptyDir with medium Memory at /dev/shm"
+        expected = f"{size_text(LOW_SHARED_BYTES)} free in /dev/shm for {_count(ranks, 'rank')}"
+        yield Fault("/dev/shm", (host.host,), expected, size_text(shared), advice, is_fatal=False)
+    locked = host.value("locked_memory_bytes")
+    has_rdma = bool(host.value("rdma_devices")) and any(rank.device is not None for rank in planned.ranks)
+    if has_rdma and isinstance(locked, int) and locked < LOW_LOCKED_BYTES:
+        advice = "raise `ulimit -l` (LimitMEMLOCK=infinity of sshd or slurmd), or NCCL cannot use InfiniBand"
+        expected = "no limit of locked memory"
+        yield Fault("locked memory", (host.host,), expected, size_text(locked), advice, is_fatal=False)
+
+
+def _way_to_master(plan: Plan, host: HostChecks) -> Iterator[Fault]:
+    """The ranks' store is on the first host: its name has to lead there, and its port has to be open."""
+    master, address = plan.hosts[0].name, plan.master_address
+    errors = {result.name: result.error for result in host.results}
+    resolved = str(host.value("master_address") or "")
+    is_loop = bool(resolved) and all(found.startswith("127.") or found == "::1" for found in resolved.split(", "))
+    if errors.get("master_address"):
+        advice = "add it to the name service or /etc/hosts, or name the hosts by addresses"
+        yield Fault("name", (host.host,), f"an address of {address}", errors["master_address"], advice)
+    elif is_loop and host.host != master:
+        advice = f"{address} must mean the host {master} everywhere: name it otherwise, or change /etc/hosts"
+        yield Fault("name", (host.host,), f"an address of {address} on the network", resolved, advice)
+    elif errors.get("master_port"):
+        advice = f"open the ports between the hosts in the firewall, or name another way to {master}"
+        expected = f"a way to the ranks' store at {address} on host {master}"
+        yield Fault("master", (host.host,), expected, errors["master_port"], advice)
+
+
+def _unlike(
+    subject: str,
+    checked: Sequence[HostChecks],
+    value_of: Callable[[HostChecks], Any],
+    advice: str,
+    is_fatal: bool = True,
+) -> Iterator[Fault]:
+    """A fault for each value that is not the most frequent one. Hosts without the value ("" or None) are left out."""
+    values = {host.host: value for host in checked if (value := value_of(host))}
+    common = _most(values.values())
+    alike = folded(host for host, value in values.items() if value == common)
+    for other in dict.fromkeys(values.values()):
+        if other != common:
+            hosts = tuple(host for host, value in values.items() if value == other)
+            yield Fault(subject, hosts, f"{subject} {common} as on {alike}", str(other), advice, is_fatal)
+
+
+def _majority(checked: Sequence[HostChecks], value_of: Callable[[HostChecks], Any]) -> list[HostChecks]:
+    """The hosts with the most frequent value."""
+    common = _most(value for host in checked if (value := value_of(host)))
+    return [host for host in checked if value_of(host) == common]
+
+
+def _folded(found: Iterable[Fault]) -> list[Fault]:
+    """Faults that differ in the host alone become one."""
+    hosts: dict[Fault, tuple[str, ...]] = {}
+    for fault in found:
+        key = replace(fault, hosts=())
+        hosts[key] = hosts.get(key, ()) + fault.hosts
+    return [replace(key, hosts=names) for key, names in hosts.items()]
+
+
+def _most(values: Iterable[Any]) -> Any:
+    """The most frequent value, the first of several; None of none."""
+    return next((value for value, _ in Counter(values).most_common(1)), None)
+
+
+def _kind(host: HostChecks) -> str:
+    """cuda, hip or none; "" where the host has not said."""
+    return host.report.kind if host.report is not None else ""
+
+
+def _num_devices(host: HostChecks) -> int:
+    return sum(max(1, len(device.parts)) for device in host.report.devices) if host.report is not None else 0
+
+
+def device_names(host: HostChecks) -> str:
+    """2 x NVIDIA H100, 1 x NVIDIA A100; "" for none."""
+    names = Counter(device.name for device in host.report.devices) if host.report is not None else Counter[str]()
+    return ", ".join(f"{count} x {name}" for name, count in names.items())
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def size_text(nbytes: int) -> str:
+    """22.1 GiB, 64 MiB, 64 KiB"""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if nbytes >= 1024**power:
+            return f"{nbytes / 1024**power:.3g} {unit}"
+    return f"{nbytes} bytes"

@@ -1,0 +1,1 @@
+"""The machines of a job: how each is named, what they have, and what runs where."""

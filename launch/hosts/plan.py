@@ -1,0 +1,337 @@
+"""What runs where: every rank of a job with its host, device, cores and environment. Starts nothing.
+
+[Note: devices]
+A rank's device is the one that LOCAL_RANK numbers among those it sees, as scripts for torchrun expect it. So all ranks
+of a host get the same mask. It is set only where slots were chosen (`slots=`, --include, --exclude); else the ranks see
+what the host's own mask leaves, of which the first ones are used.
+"""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ...watch.rank_names import rank_range
+from .devices import Visible, visible
+from .environment import is_secret, shown_value
+from .host import Allocation, Host, HostReport, LaunchError
+from .numa import own_cores, rank_nodes
+
+Bind = Literal["auto", "none", "numa", "cores"]
+
+MAX_SHOWN_RANKS = 64
+_NUMBERS = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+)
+_UNSET_DEFAULTS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One process. environment: what is set for it alone, on top of its job's; cores: empty where it is not bound."""
+
+    rank: int
+    local_rank: int
+    device: str | None  # "3" or "GPU-<uuid>", as CUDA_VISIBLE_DEVICES takes it; None: no accelerator
+    cores: tuple[int, ...]
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """The ranks of one host, in the order of their local ranks."""
+
+    name: str
+    index: int
+    ranks: tuple[RankPlan, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole job.
+
+    source: where the hosts come from, for the user ("hostfile hosts.txt", "SLURM job 4711").
+    transport: "local", "ssh", "srun", "mpirun" or "join".
+    environment: set for every rank (what the user passes on). folder: where the command runs.
+    master_address: where the ranks' store is, as the other hosts reach it; MASTER_ADDR of every rank. Its port, and so
+    MASTER_PORT, is known only when the host of rank 0 has bound it. notes: for the user, see Allocation.
+    """
+
+    source: str
+    transport: str
+    hosts: tuple[HostPlan, ...]
+    command: tuple[str, ...]
+    folder: str
+    environment: Mapping[str, str]
+    master_address: str = "127.0.0.1"
+    notes: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return sum(len(host.ranks) for host in self.hosts)
+
+
+def make_plan(
+    allocation: Allocation,
+    reports: Sequence[HostReport],
+    command: Sequence[str],
+    folder: str,
+    environment: Mapping[str, str],
+    bind: Bind = "auto",
+    master_address: str | None = None,
+) -> Plan:
+    """The plan of a job.
+
+    reports: one per host of `allocation`, in its order. environment: as `job_environment` gives it. Each rank's own
+    environment has what torchrun sets (RANK ... MASTER_ADDR) but MASTER_PORT, the mask of its host's devices where
+    slots were chosen, and OMP_NUM_THREADS, PYTHONUNBUFFERED and PYTHONFAULTHANDLER unless set.
+
+    bind: "numa" binds each rank to the cores of its device's NUMA node, "cores" to its own share of them, "auto" is
+    "numa" where accelerators tell their node and there is more than one. master_address: None: 127.0.0.1 for one host,
+    else where the job meets, or the first host's name. Raises LaunchError where a host has less than is asked of it.
+    """
+    if len(reports) != len(allocation.hosts):
+        raise LaunchError(f"{allocation.source} has {len(allocation.hosts)} hosts, {len(reports)} have reported")
+    address = master_address or _master_address(allocation)
+    hosts: list[HostPlan] = []
+    notes = [*allocation.notes, *_notes(allocation.hosts, reports, environment)]
+    for index, (host, report) in enumerate(zip(allocation.hosts, reports, strict=True)):
+        ranks = _ranks_of_host(host, report, allocation.nproc, {**report.environment, **environment}, bind)
+        hosts.append(HostPlan(host.name, index, ranks))
+    plan = Plan(
+        allocation.source,
+        allocation.transport,
+        tuple(hosts),
+        tuple(command),
+        folder,
+        dict(environment),
+        address,
+        tuple(notes),
+    )
+    return replace(plan, hosts=_numbered(plan))
+
+
+def printed_plan(plan: Plan) -> str:
+    """What `--print-plan` shows: a table of hosts, ranks, devices and cores, the command and the environment.
+
+    One row a rank, or one a host where there are more than MAX_SHOWN_RANKS. Values of variables and options whose name
+    tells of a secret are not shown.
+    """
+    num_hosts = len(plan.hosts)
+    lines = [
+        f"{num_hosts} host{'s' * (num_hosts > 1)}, {plan.world_size} rank{'s' * (plan.world_size > 1)}; "
+        f"hosts from {plan.source}; transport {plan.transport}",
+        *(f"note: {note}" for note in plan.notes),
+        "",
+        *_table(_rows(plan)),
+        "",
+        f"folder:   {plan.folder}",
+        f"command:  {shlex.join(_shown_command(plan.command))}",
+        f"each rank has RANK, LOCAL_RANK, WORLD_SIZE={plan.world_size}, LOCAL_WORLD_SIZE, GROUP_RANK, "
+        f"GROUP_WORLD_SIZE={num_hosts}, MASTER_ADDR={plan.master_address}, MASTER_PORT (bound at the start)",
+    ]
+    for text, variables in (("every rank", plan.environment), *_own_variables(plan)):
+        if variables:
+            lines.append(f"environment of {text}:")
+            lines += _shown_variables(variables)
+    return "\n".join(lines)
+
+
+def printed_rank(allocation: Allocation, command: Sequence[str], environment: Mapping[str, str]) -> str:
+    """What `--print-plan` shows where this process is itself a rank (`Allocation.part`). environment: of the user."""
+    lines = [f"1 rank; from {allocation.source}", *(f"note: {note}" for note in allocation.notes)]
+    lines += ["", f"command:  {shlex.join(_shown_command(command))}"]
+    if variables := {**environment, **allocation.rank_environment}:
+        lines += ["environment beside what is set already:", *_shown_variables(variables)]
+    return "\n".join(lines)
+
+
+def _shown_variables(variables: Mapping[str, str]) -> list[str]:
+    return [f"  {name}={_quoted(shown_value(name, value))}" for name, value in sorted(variables.items())]
+
+
+def _master_address(allocation: Allocation) -> str:
+    if len(allocation.hosts) == 1:
+        return "127.0.0.1"
+    if allocation.meeting is not None:
+        return allocation.meeting.address
+    return allocation.hosts[0].name.rpartition("@")[2]
+
+
+def _notes(hosts: Sequence[Host], reports: Sequence[HostReport], environment: Mapping[str, str]) -> list[str]:
+    """What looks as if it were not meant, but may be."""
+    notes: list[str] = []
+    counts = [
+        len(visible(report.kind, report.devices, {**report.environment, **environment}).entries) for report in reports
+    ]
+    for host, count in zip(hosts, counts, strict=True):
+        if host.expected_devices not in (None, count) and host.slots is None:
+            notes.append(
+                f"{host.name}: the resource manager gives the job {host.expected_devices} accelerators, "
+                f"{count} can be used there"
+            )
+    if 0 in counts and any(counts):
+        without = [host.name for host, count in zip(hosts, counts, strict=True) if not count]
+        notes.append(f"{', '.join(without)}: no accelerator that a process may use, while other hosts have some")
+    return notes
+
+
+def _ranks_of_host(
+    host: Host, report: HostReport, nproc: int | None, environment: Mapping[str, str], bind: Bind
+) -> tuple[RankPlan, ...]:
+    """The ranks of a host with what does not depend on the others: device, cores, mask, threads. Numbers are local."""
+    seen = visible(report.kind, report.devices, environment)
+    slots = _slots(host, len(seen.entries), nproc)
+    entries = [seen.entries[slot] for slot in slots] if seen.entries else []
+    chosen_nodes = [seen.nodes[slot] for slot in slots] if seen.entries else []
+    cores = _cores(host, report, chosen_nodes, len(slots), bind)
+    shared = _host_variables(host, seen, entries)
+    ranks: list[RankPlan] = []
+    for local_rank in range(len(slots)):
+        bound = bind == "cores" and report.core_limit is None and cores[local_rank]
+        threads = len(cores[local_rank]) if bound else report.num_cores // len(slots)
+        unset = {"OMP_NUM_THREADS": str(max(1, threads))} | _UNSET_DEFAULTS
+        own = {name: value for name, value in unset.items() if name not in environment}
+        device = entries[local_rank] if entries else None
+        ranks.append(RankPlan(local_rank, local_rank, device, cores[local_rank], own | shared))
+    return tuple(ranks)
+
+
+def _slots(host: Host, num_devices: int, nproc: int | None) -> list[int]:
+    """Indexes of the slots that get a rank, in order; of devices where the host has any."""
+    if host.slots is not None:
+        slots = [slot for slot in host.slots if slot not in host.excluded]
+    elif num_devices:
+        slots = [slot for slot in range(num_devices) if slot not in host.excluded]
+    else:
+        slots = [slot for slot in range(nproc or 1) if slot not in host.excluded]
+    if not slots:
+        raise LaunchError(
+            f"{host.name}: --exclude leaves no slot of {num_devices or 1}; exclude the whole host instead"
+        )
+    if nproc is not None and nproc > len(slots):
+        what = "slots" if host.slots is not None or not num_devices else "accelerators that a process may use"
+        raise LaunchError(
+            f"{host.name}: --nproc {nproc} asks for more ranks than the host has {what}: {len(slots)}; lower --nproc, "
+            "raise the slots, or use no accelerators with --env CUDA_VISIBLE_DEVICES="
+        )
+    beyond = [slot for slot in slots if slot >= num_devices]
+    if num_devices and beyond:
+        raise LaunchError(
+            f"{host.name}: slot {beyond[0]} needs {beyond[0] + 1} accelerators, found {num_devices} that a process may "
+            "use there; lower the slots, change the mask, or use none with --env CUDA_VISIBLE_DEVICES="
+        )
+    return slots if nproc is None else slots[:nproc]
+
+
+def _host_variables(host: Host, seen: Visible, entries: Sequence[str]) -> dict[str, str]:
+    """The mask that all ranks of a host get. See [Note: devices]."""
+    chosen = host.slots is not None or host.excluded
+    return {seen.variable: ",".join(entries)} if entries and chosen else {}
+
+
+def _cores(
+    host: Host, report: HostReport, device_nodes: Sequence[int | None], count: int, bind: Bind
+) -> list[tuple[int, ...]]:
+    """What each rank is bound to."""
+    if bind == "auto":
+        told = any(node is not None for node in device_nodes)
+        bind = "numa" if told and len(report.nodes) > 1 else "none"
+    if bind == "none":
+        return [()] * count
+    if bind == "numa" and not report.nodes:
+        raise LaunchError(
+            f"{host.name}: --bind numa needs NUMA nodes, but the host tells none; use --bind cores or none"
+        )
+    nodes = rank_nodes(count, device_nodes, report.nodes)
+    if bind == "cores":
+        return own_cores(report.cores, nodes, report.nodes)
+    return [() if node is None else tuple(report.nodes[node]) for node in nodes]
+
+
+def _numbered(plan: Plan) -> tuple[HostPlan, ...]:
+    """The hosts of a plan with numbers over all of them, and the variables that say so."""
+    hosts: list[HostPlan] = []
+    first = 0
+    for host in plan.hosts:
+        ranks: list[RankPlan] = []
+        for its in host.ranks:
+            variables = {
+                "RANK": str(first + its.local_rank),
+                "LOCAL_RANK": str(its.local_rank),
+                "WORLD_SIZE": str(plan.world_size),
+                "LOCAL_WORLD_SIZE": str(len(host.ranks)),
+                "GROUP_RANK": str(host.index),
+                "GROUP_WORLD_SIZE": str(len(plan.hosts)),
+                "MASTER_ADDR": plan.master_address,
+            }
+            ranks.append(replace(its, rank=first + its.local_rank, environment={**its.environment, **variables}))
+        hosts.append(replace(host, ranks=tuple(ranks)))
+        first += len(host.ranks)
+    return tuple(hosts)
+
+
+def _rows(plan: Plan) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("host", "ranks", "local", "device", "cores")]
+    for host in plan.hosts:
+        groups = [host.ranks] if plan.world_size > MAX_SHOWN_RANKS else [(rank,) for rank in host.ranks]
+        for ranks in groups:
+            cores = {processor for rank in ranks for processor in rank.cores}
+            rows.append(
+                (
+                    host.name,
+                    rank_range(rank.rank for rank in ranks),
+                    rank_range(rank.local_rank for rank in ranks),
+                    ",".join(rank.device for rank in ranks if rank.device is not None) or "-",
+                    rank_range(cores) if cores else "any",
+                )
+            )
+    return rows
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _shown_command(command: Sequence[str]) -> list[str]:
+    """The command without the values of `--hf-token VALUE` and `--hf-token=VALUE`."""
+    shown: list[str] = []
+    for word in command:
+        option, equals, value = word.partition("=")
+        if shown and shown[-1].startswith("--") and "=" not in shown[-1] and is_secret(shown[-1]):
+            shown.append(shown_value(shown[-1], word))
+        elif equals and option.startswith("-"):
+            shown.append(f"{option}={shown_value(option, value)}")
+        else:
+            shown.append(shown_value("", word))
+    return shown
+
+
+def _quoted(value: str) -> str:
+    """`value` for a shell, in one line and without bytes that would change the terminal."""
+    if value.isprintable():
+        return shlex.quote(value)
+    escaped = value.encode("unicode_escape").decode("ascii").replace("'", "\\'")
+    return f"$'{escaped}'"
+
+
+def _own_variables(plan: Plan) -> list[tuple[str, dict[str, str]]]:
+    """What only some ranks get, but the numbers that all have: ranks with the same go together."""
+    groups: list[tuple[list[int], dict[str, str]]] = []
+    for rank in (rank for host in plan.hosts for rank in host.ranks):
+        own = {name: value for name, value in rank.environment.items() if name not in _NUMBERS}
+        for ranks, variables in groups:
+            if variables == own:
+                ranks.append(rank.rank)
+                break
+        else:
+            groups.append(([rank.rank], own))
+    return [(f"rank{'s' * (len(ranks) > 1)} {rank_range(ranks)}", variables) for ranks, variables in groups]

@@ -1,0 +1,271 @@
+"""The agents of a job as the launcher has them: linked, known by their Hello, spoken to, and lost."""
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from ..hosts.host import LaunchError
+from ..transports.link import Link, Transport
+from ..wire.channel import Channel
+from ..wire.loop import Loop
+from ..wire.messages import Checked, Held, Hello, Leave, Message, Note, Reached, Welcome
+
+ANSWER_SECONDS = 30.0  # for an agent to answer a question
+_SAY_SECONDS = 10.0
+
+Answer = TypeVar("Answer", Held, Reached, Checked)
+
+
+@dataclass
+class Peer:
+    """One host. hello: None until its agent has spoken. lost: why there is no agent (any more).
+
+    running: the ranks there that have been started and have not ended.
+    """
+
+    index: int
+    name: str
+    channel: Channel | None = None
+    hello: Hello | None = None
+    lost: str | None = None
+    talk: list[str] = field(default_factory=list)
+    running: set[int] = field(default_factory=set)
+
+    def send(self, message: Message) -> None:
+        """To its agent, if there is one."""
+        if self.channel is not None:
+            self.channel.send(message)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its agent can be spoken to."""
+        return self.hello is not None and self.lost is None
+
+
+class Peers:
+    """Connects to all hosts over a transport. received, lost: called for agents that have said Hello.
+
+    say: a line for the user.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        hosts: Sequence[str],
+        transport: Transport,
+        received: Callable[[Peer, Message], None],
+        lost: Callable[[Peer, str], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self.all = [Peer(index, name) for index, name in enumerate(hosts)]
+        self._loop = loop
+        self._transport = transport
+        self._received = received
+        self._lost = lost
+        self._say = say
+        self._is_leaving = False
+        self._answers: dict[int, Message] = {}
+        self._unknown: set[Channel] = set()  # linked, and of no host yet
+
+    def connect(self, timeout_seconds: float, is_stopped: Callable[[], bool]) -> None:
+        """Returns when every agent has said Hello, or `is_stopped`. Raises LaunchError where one does not come."""
+        try:
+            self._transport.start(self._loop, [peer.name for peer in self.all], self)
+        except FileNotFoundError as error:
+            raise LaunchError(
+                f"the agents cannot be started: expected the program '{error.filename}' on the PATH of this host, "
+                "found none; install it, load its module, or choose another --transport"
+            ) from error
+        except OSError as error:
+            raise LaunchError(f"the agents cannot be started: {error}") from error
+        self._reminder = self._loop.after(_SAY_SECONDS, self._remind)
+        self._loop.run(
+            lambda: is_stopped() or all(peer.hello is not None or peer.lost is not None for peer in self.all),
+            timeout_seconds,
+        )
+        self._reminder.cancel()
+        self._transport.admit_no_more()
+        if is_stopped():
+            return
+        for peer in self.all:
+            if peer.hello is None and peer.lost is None:
+                more = self._transport.why_lost(peer.index) if peer.channel is not None else ""
+                peer.lost = f"no agent said hello within {timeout_seconds:g} s" + (f"\n{more}" if more else "")
+        missing = [peer for peer in self.all if peer.lost is not None]
+        if missing:
+            reasons = "\n".join(f"  {peer.name}: {peer.lost}" for peer in missing)
+            many = f"{len(missing)} of {len(self.all)} hosts cannot be used" if len(self.all) > 1 else "no agent"
+            raise LaunchError(f"{many}; nothing was started:\n{reasons}\n{self._transport.advice}")
+
+    def send(self, message: Message) -> None:
+        """To every agent that is there."""
+        for peer in self.all:
+            peer.send(message)
+
+    def linked(self, link: Link) -> None:
+        """See Events."""
+        peer = None if link.index is None else self.all[link.index]
+
+        def received(message: Message) -> None:
+            nonlocal peer
+            if peer is not None and peer.hello is not None:
+                self._take(peer, message)
+            elif isinstance(message, Hello):
+                peer = self._welcome(channel, message, peer)
+            elif isinstance(message, Note):
+                self._say(message.text)
+
+        def lost(reason: str) -> None:
+            self._unknown.discard(channel)
+            if peer is not None:
+                self._lose(peer, reason)
+
+        talk = None
+        if link.has_talk and peer is not None:
+            name = peer.name
+            talk = lambda line: self.talk(name, line)  # noqa: E731
+        channel = Channel(
+            self._loop,
+            link.read_fd,
+            link.write_fd,
+            received,
+            lost,
+            link.silence_seconds,
+            sends_beats=True,
+            talk=talk,
+            seal=link.seal,
+        )
+        if peer is None:
+            self._unknown.add(channel)
+        else:
+            peer.channel = channel
+        channel.send(Welcome(wants_addresses=len(self.all) > 1))
+
+    def unreachable(self, index: int | None, reason: str) -> None:
+        """See Events."""
+        for peer in self.all:
+            if peer.hello is None and peer.lost is None and index in (None, peer.index):
+                peer.lost = reason
+
+    def say(self, text: str) -> None:
+        """See Events."""
+        self._say(text)
+
+    def talk(self, host: str, line: str) -> None:
+        """See Events. Kept until the host is there: should it not come, its reason has the same lines."""
+        peer = next((peer for peer in self.all if peer.name == host), None)
+        if not line.strip():
+            return
+        if peer is None or peer.hello is not None:
+            self._say(f"{host}: {line}")
+        elif line not in peer.talk:
+            peer.talk.append(line)
+
+    def ask(
+        self,
+        questions: Mapping[int, Message],
+        kind: type[Answer],
+        is_cut_short: Callable[[], bool],
+        is_complete: bool = True,
+    ) -> dict[int, Answer]:
+        """The answers by index of host, as the questions are; some are missing where it was cut short.
+
+        Raises LaunchError where one does not come in time, unless it need not be complete.
+        """
+        self._answers = {}
+        for index, question in questions.items():
+            self.all[index].send(question)
+        self._loop.run(lambda: len(self._answers) == len(questions) or is_cut_short(), ANSWER_SECONDS)
+        missing = [self.all[index].name for index in questions if index not in self._answers]
+        if missing and is_complete and not is_cut_short():
+            raise LaunchError(f"no answer within {ANSWER_SECONDS:g} s from {', '.join(missing)}; nothing was started")
+        return {index: answer for index, answer in self._answers.items() if isinstance(answer, kind)}
+
+    def answered(self, peer: Peer, message: Message) -> None:
+        """To `ask`."""
+        self._answers[peer.index] = message
+
+    def leave(self, message: Leave, timeout_seconds: float) -> None:
+        """Sends `message` to all, waits for their end, then ends the channels and what the transport has started."""
+        self._is_leaving = True
+        for peer in self.all:
+            if peer.channel is not None and not peer.is_here:
+                peer.channel.close()
+        self.send(message)
+        channels = [peer.channel for peer in self.all if peer.channel is not None]
+        self._loop.run(lambda: not any(channel.is_open for channel in channels), timeout_seconds)
+        for peer in self.all:
+            if peer.channel is not None:
+                peer.channel.close()
+        for channel in self._unknown:
+            channel.close()
+        self._transport.close()
+
+    def _take(self, peer: Peer, message: Message) -> None:
+        if isinstance(message, Note):
+            self._say(f"{peer.name}: {message.text}" if len(self.all) > 1 else message.text)
+        else:
+            self._received(peer, message)
+
+    def _welcome(self, channel: Channel, hello: Hello, peer: Peer | None) -> Peer | None:
+        """Takes the agent for its host; None: it is none of this job's."""
+        if peer is None:
+            self._unknown.discard(channel)
+            peer = host_of(hello, [other for other in self.all if other.channel is None])
+            if peer is None:
+                self._refuse(channel, hello, "it is on no host of this job that waits for one")
+                return None
+            peer.channel = channel
+        peer.hello = hello
+        peer.lost = None
+        for line in peer.talk:
+            self._say(f"{peer.name}: {line}")
+        return peer
+
+    def _refuse(self, channel: Channel, hello: Hello, why: str) -> None:
+        self._unknown.discard(channel)
+        self._loop.post(channel.close)
+        self._say(f"an agent ({', '.join(hello.names[:2])}, process {hello.pid}) was sent away: {why}")
+
+    def _lose(self, peer: Peer, reason: str) -> None:
+        if self._is_leaving:
+            return
+        if peer.channel is not None and peer.channel.was_silent:
+            self._transport.give_up(peer.index)
+            more = ""
+        else:
+            more = self._transport.why_lost(peer.index)
+        known = peer.hello is not None
+        peer.lost = more if more and not known else f"{reason} ({more})" if more else reason
+        if known:
+            self._lost(peer, peer.lost)
+
+    def _remind(self) -> None:
+        waiting = [peer.name for peer in self.all if peer.hello is None and peer.lost is None]
+        if waiting:
+            self._say(f"waiting for {', '.join(waiting[:8])}{', ...' if len(waiting) > 8 else ''}")
+            self._reminder = self._loop.after(_SAY_SECONDS, self._remind)
+
+
+def host_of(hello: Hello, waiting: Sequence[Peer]) -> Peer | None:
+    """The peer that the agent belongs to: by its index, by a name of its host, by an address, or the only one left."""
+    if hello.index is not None:
+        return next((peer for peer in waiting if peer.index == hello.index), None)
+    for peer in waiting:
+        if peer.name in hello.names:
+            return peer
+    for peer in waiting:
+        if peer.name.split(".")[0] in {name.split(".")[0] for name in hello.names}:
+            return peer
+    for peer in waiting:
+        if set(_addresses(peer.name)) & set(hello.addresses):
+            return peer
+    return waiting[0] if len(waiting) == 1 else None
+
+
+def _addresses(name: str) -> list[str]:
+    try:
+        return [str(found[4][0]) for found in socket.getaddrinfo(name, None)]
+    except OSError:
+        return []

@@ -1,1 +1,0 @@
-"""Where the hosts of a job come from: one file a resource manager."""

@@ -1,0 +1,1 @@
+"""The splitting of a model over the stages of a pipeline."""

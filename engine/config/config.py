@@ -143,7 +143,7 @@ class Config(Section):
         """A copy for so many ranks, with the batch triple filled and every "auto" of it explained.
 
         first_world_size: of a job that goes on with other ranks than it began with; its global batch stays, as told in
-        config_elastic.py.
+        elastic.py.
 
         Raises ConfigError, with the equation, if an axis, the triple or the shard size does not fit the world size, or
         the schedule of a pipeline does not fit the number of microbatches.

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -163,11 +164,18 @@ def test_launchers_tell_that_there_is_no_token_and_ranks_never_have_it(tmp_path:
         assert said == (not token)
 
 
-def test_strangers_at_the_meeting_port_harm_nothing(tmp_path: Path) -> None:
+@pytest.fixture
+def closing() -> Iterator[contextlib.ExitStack]:
+    """Closes what a test has opened, also where it fails."""
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+def test_strangers_at_the_meeting_port_harm_nothing(tmp_path: Path, closing: contextlib.ExitStack) -> None:
     port = free_port()
     first = by_hand(tmp_path, WAITS, 0, port)
     words = [b"", b"x" * 10_000, encode(Hello(1, ("\x1b[2J",), 1, (), report_host())) + b"\n", b"\x1b[31m\n"]
-    strangers = [reached(port) for _ in range(300)]
+    strangers = [closing.enter_context(reached(port)) for _ in range(300)]
     for number, stranger in enumerate(strangers):
         with contextlib.suppress(ConnectionError):
             stranger.sendall(words[number % len(words)])
@@ -180,11 +188,9 @@ def test_strangers_at_the_meeting_port_harm_nothing(tmp_path: Path) -> None:
         socket.create_connection(("127.0.0.1", port), 10)
     (tmp_path / "go").touch()
     status, _, err = first.finish()
-    assert status == 0 and "a connection from 127.0.0.1 was sent away: it does not speak" in err
+    assert status == 0 and "a connection from 127.0.0.1 was sent away: " in err  # whichever was the first
     assert "\x1b" not in err and len(err.splitlines()) < 10
     assert other.finish()[0] == 0
-    for stranger in strangers:
-        stranger.close()
 
 
 def test_an_agent_obeys_nobody_who_listens_at_the_meeting_port_before_the_launcher(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.optimizer_choice import another, check_elementwise, rule_like, rule_named
 from ..zero.policy import ZeroPolicy
+from ..zero.released import ReleasedParameter
 from ..zero.scheduled_units import ScheduledUnits
 from ..zero.sequence import Unit, UnitSequence
 from ..zero.shard_rest import ShardRest
@@ -81,9 +82,11 @@ def initialize(
     """
     checked = Config.load(config)
     world = World.join(checked.device, checked.communication.timeout_seconds)
+    ledger = Ledger()
     try:
-        return _make_engine(checked, world, model, loss_fn, optimizer, lr_scheduler, sample_batch)
+        return _make_engine(checked, world, ledger, model, loss_fn, optimizer, lr_scheduler, sample_batch)
     except BaseException:
+        ledger.close()
         world.leave()  # the others hear of it where they wait for this rank, and the next engine starts anew
         raise
 
@@ -91,6 +94,7 @@ def initialize(
 def _make_engine(
     checked: Config,
     world: World,
+    ledger: Ledger,
     model: nn.Module | Callable[[], nn.Module],
     loss_fn: Callable[[Any, Any], Tensor] | None,
     optimizer: OptimizerChoice,
@@ -108,7 +112,6 @@ def _make_engine(
     _check_ranks_agree(world, resolved, module)
     _log_notes(world, resolved)
     check_kernels(resolved, world.device)
-    ledger = Ledger()
     fuse_modules(module, resolved, world, ledger)
 
     policy = ZeroPolicy.from_stage(resolved.zero_optimization.stage)
@@ -237,6 +240,13 @@ def _check_model(module: nn.Module) -> None:
         raise ValueError(
             f"model: expected at least one parameter that requires a gradient, found {len(params)} that do not; "
             "call requires_grad_(True) on what is to be trained"
+        )
+    released = [name for name, param in params if isinstance(param, ReleasedParameter)]
+    if released:
+        raise ValueError(
+            f"model: expected parameters with values, found '{released[0]}', of which an earlier engine, or one that "
+            "could not be made, has left its shards alone; build the model again, or give initialize the callable that "
+            "builds it"
         )
     complex_names = [name for name, param in params if param.is_complex()]
     if complex_names:

@@ -180,7 +180,7 @@ class Engine:
     def backward(self, loss: Tensor) -> None:
         """Computes gradients of the mean loss over microbatches and ranks, and reduces them as the ZeRO stage says.
 
-        What is not a parameter of the engine, such as an input that requires a gradient, gets the one of `loss` itself.
+        Inputs and leaves that are not the engine's parameters get the gradient of `loss` itself.
         An error in it ends the step: its gradients are forgotten, and the next microbatch is the first of a new one.
         """
         self._backward(loss)
@@ -246,10 +246,10 @@ class Engine:
             self._learning_rates.advance()
         else:
             self._update.settle()
-        self._forget_gradients()
         self._guard.remember_values()
-        if self._guard.shares_values:
+        if self._guard.shares_values:  # else a rank that is ahead may change what this one remembers
             self._mesh.fence(f"the end of step {self.global_step}")
+        self._forget_gradients()
         self._scaler.update(skipped)
         self.global_step += 1
         self._last = StepResult(
@@ -298,15 +298,17 @@ class Engine:
         modify: they may also be changed, on every rank alike; the changes reach shards and master weights at the end.
         Without it a change raises ValueError on every rank at the end.
         """
+        if modify:
+            with self._turn.of("engine.gathered(modify=True)"):  # what is changed is in the engine when this has ended
+                self._update.settle()
+                with self._progress.during(Activity.WEIGHTS), self._values.modified(params):
+                    yield
+                self._guard.remember()
+            return
         self._turn.check("engine.gathered()")
-        if modify:
-            self._update.settle()
-        else:
-            self._update.take_back()  # what is not a step yet
-        with self._progress.during(Activity.WEIGHTS), self._values.gathered(params, modify):
+        self._update.take_back()  # what is not a step yet
+        with self._progress.during(Activity.WEIGHTS), self._values.gathered(params, self._guard.num_changes):
             yield
-        if modify:
-            self._guard.remember()
 
     @in_turn
     @reported(Activity.WEIGHTS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -35,7 +35,6 @@ class FullValues:
         self._groups = [group for unit in units for group in unit.groups]
         self._shards = {id(shard.group): shard for shard in optimizer.shards}
         self._mesh = mesh
-        self._rest = units[0]
 
     def write(self, group: ShardedGroup, index: int, values: Tensor) -> None:
         """Puts a parameter's values, whole and of any float dtype, into this rank's shard and master weights."""
@@ -54,7 +53,23 @@ class FullValues:
         self._mesh.fence("the end of an update")
 
     @contextmanager
-    def gathered(self, params: Sequence[nn.Parameter], modify: bool) -> Iterator[None]:
+    def gathered(self, params: Sequence[nn.Parameter], num_changes: Callable[[], int]) -> Iterator[None]:
+        """num_changes: of the engine itself, which may be made meanwhile."""
+        with self._full(params) as (groups, wanted):
+            before, number = Fingerprint(groups, wanted), num_changes()
+            yield
+            if num_changes() == number:
+                self._check_unchanged(before, groups)
+
+    @contextmanager
+    def modified(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
+        """As `gathered`; what is changed in it reaches shards and master weights, unless it ends with an error."""
+        with self._full(params) as (groups, wanted), self._private_copies(groups, wanted):
+            yield
+
+    @contextmanager
+    def _full(self, params: Sequence[nn.Parameter]) -> Iterator[tuple[list[ShardedGroup], set[int]]]:
+        """The groups of the parameters, full meanwhile, and the identities of those that are wanted; none: all."""
         wanted = {id(param) for param in params}
         known = {id(param) for group in self._groups for param in group.params}
         if wanted - known and self._whole_names is None:
@@ -67,13 +82,7 @@ class FullValues:
         for group in found:
             group.gather()
         try:
-            if modify:
-                with self._private_copies(chosen, wanted):
-                    yield
-            else:
-                before = Fingerprint(chosen, wanted)
-                yield
-                self._check_unchanged(before, chosen)
+            yield chosen, wanted
         finally:
             for group in found:
                 group.release()
@@ -117,7 +126,7 @@ class FullValues:
         """Raises ValueError on every rank where any has changed what it was shown. A collective."""
         changed = before.changed()
         for group in groups:
-            if changed and not group.frees_memory:
+            if changed and not group.frees_memory and group.residence is Residence.FULL:
                 group.install()  # the model's parameters are what the engine has, not what was put in their place
         count = torch.tensor([len(changed)], dtype=torch.int64, device=self._mesh.world.device)
         if not int(self._mesh.sum_small(count, "the end of gathered")):
@@ -138,19 +147,28 @@ class FullValues:
             for param in group.params:
                 if not wanted or id(param) in wanted:
                     param.data = param.data.clone()
-        yield
+        try:
+            yield
+        except BaseException:
+            for group in groups:
+                self._drop_copies(group)
+            raise
         self._mesh.world.barrier()  # nobody may still be copying what is overwritten now
         with torch.no_grad():
             for group in groups:
                 for index, param in enumerate(group.params):
                     if not wanted or id(param) in wanted:
                         self.write(group, index, param.data)
-                if group.frees_memory:
-                    group.release()
-                else:
-                    group.install()
+                self._drop_copies(group)
                 group.refresh().wait()
         self._mesh.fence("the end of a change of parameters")
+
+    def _drop_copies(self, group: ShardedGroup) -> None:
+        """The group's parameters are what the engine has."""
+        if group.frees_memory:
+            group.release()
+        else:
+            group.install()
 
 
 def _pieces_of(pieces: Sequence[Piece], index: int) -> list[Piece]:

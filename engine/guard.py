@@ -43,10 +43,16 @@ class ModelGuard:
         self._versions: list[int] = []
         self._addresses: list[int] = []
         self._values: list[Tensor] | None = None
+        self._num_changes = 0
         self.remember()
+
+    def num_changes(self) -> int:
+        """A number that grows with each change that the engine itself makes."""
+        return self._num_changes
 
     def remember(self) -> None:
         """Takes the parameters as they are now for right."""
+        self._num_changes += 1
         with torch._C.DisableTorchFunctionSubclass():
             self._versions = [param._version for _, param in self._watched]
             self._addresses = [param.data_ptr() for _, param in self._kept]
@@ -54,6 +60,7 @@ class ModelGuard:
 
     def expect_update(self) -> None:
         """From now on values may change, until they are remembered."""
+        self._num_changes += 1
         self._values = None
 
     def remember_values(self) -> None:

@@ -1,4 +1,4 @@
-"""A flat buffer of parameters, sharded over the ranks of one axis."""
+"""A flat buffer of parameters, sharded over ranks as its domain says."""
 
 from __future__ import annotations
 

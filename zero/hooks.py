@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType, NoneType
 from typing import Any
 
@@ -55,8 +55,8 @@ class UnitHooks:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             use = uses.pop()
             uses.clear()  # a forward that ended with an exception has left its own behind
-            if _keeps_graph(output) and sequence.phase is not Phase.BACKWARD:
-                _on_first_gradient(output, lambda: sequence.enter_backward(unit, use))
+            if sequence.phase is not Phase.BACKWARD and (tensors := _tensors_with_graph(output)):
+                _on_first_gradient(tensors, lambda: sequence.enter_backward(unit, use))
             sequence.leave(unit)
 
         self._add(unit.module.register_forward_pre_hook(before, prepend=True))
@@ -110,36 +110,40 @@ def _gradient_hook(sequence: UnitSequence, unit: Unit, name: str) -> Callable[[T
 
 def _keeps_graph(output: Any) -> bool:
     """True where a backward through what a module returned is possible."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(output))
+    return bool(_tensors_with_graph(output))
 
 
-def _on_first_gradient(output: Any, action: Callable[[], None]) -> None:
-    """Runs `action` once, before the first gradient of any tensor in `output` goes on into the module."""
+def _tensors_with_graph(output: Any) -> list[Tensor]:
+    return [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
+
+
+def _on_first_gradient(tensors: Sequence[Tensor], action: Callable[[], None]) -> None:
+    """Runs `action` once, before the first gradient of any of the tensors goes on into the module."""
     pending = [action]
 
     def hook(gradient: Tensor) -> None:
         if pending:
             pending.pop()()
 
-    for tensor in tensors_in(output):
-        if tensor.requires_grad:
-            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    for tensor in tensors:
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in nested lists, tuples, sets, mappings, and attributes of objects; not those of modules."""
-    found: list[Tensor] = []
-    _collect(value, found, {})
-    return found
-
-
-def _collect(value: Any, found: list[Tensor], seen: dict[int, Any]) -> None:
     if isinstance(value, Tensor):
-        found.append(value)
-    elif not isinstance(value, _WITHOUT_TENSORS) and id(value) not in seen:
-        seen[id(value)] = value
-        for item in _items(value):
-            _collect(item, found, seen)
+        return [value]
+    found: list[Tensor] = []
+    seen: dict[int, Any] = {}  # holds what it has seen, so that identities are not given to others
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif not isinstance(value, _WITHOUT_TENSORS) and id(value) not in seen:
+            seen[id(value)] = value
+            waiting.extend(_items(value))
+    return found
 
 
 _WITHOUT_TENSORS = (NoneType, bool, int, float, complex, str, bytes, type, ModuleType, nn.Module)

@@ -235,6 +235,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Gives back what is in a store, when nothing is updated any more."""
         self.delayed.close()
+        if self._rest is None:  # else it is the rest's, which closes it
+            self._window.close()
         for place in (self._host, self._offloaded, self._rest):
             if place is not None:
                 place.close()

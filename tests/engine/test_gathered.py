@@ -177,3 +177,35 @@ def evaluate_inside(stages: tuple[int, ...]) -> None:
         with engine.gathered():
             engine.eval_step(models.vector_batch(0, 2))
         engine.close()
+
+
+def interrupt_a_change(stage: int, route: str) -> tuple[bool, str, bool]:
+    """Does an error inside leave all as it was; what a call inside says; does a step inside of a look work."""
+    case = CASE.at(stage, config={"communication": {"route": route}})
+    torch.manual_seed(0)
+    engine = lowtide.initialize(case.build(), case.as_config())
+    batch = share_of(case.global_batch(0, engine.world_size))
+    before, text = engine.state_dict(), ""
+    with pytest.raises(KeyError), engine.gathered(modify=True):
+        change(engine.module)
+        raise KeyError
+    after = engine.state_dict()
+    with engine.gathered(*changed_params(engine.module), modify=True):
+        try:
+            engine(*batch)
+        except RuntimeError as error:
+            text = str(error)
+    with engine.gathered():
+        changes = not engine.train_step(batch).skipped
+    engine.train_step(batch)
+    engine.close()
+    return all(torch.equal(before[name], after[name]) for name in before), text, changes
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_error_inside_of_a_change_leaves_all_as_it_was(ranks: RankPool, world_size: int, route: str) -> None:
+    for stage in STAGES:
+        for is_same, text, changes in ranks(world_size, interrupt_a_change, stage, route):
+            assert is_same and changes
+            assert "found one from inside of engine.gathered(modify=True)" in text

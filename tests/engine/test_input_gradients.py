@@ -44,8 +44,10 @@ def outer_gradients(stage: int, kind: str, rank: int | None) -> list[Tensor]:
     engine = engine_for(model, stage, kind) if rank is None else None
     x = samples(0, engine.rank if engine is not None else rank or 0).requires_grad_()
     for _ in range(KINDS[kind].get("gradient_accumulation_steps", 1)):  # torch adds the gradients up
-        output = (engine or model)(x * x + before(x)).float()
+        middle = before(x)
+        output = (engine or model)(x * x + middle).float()
         loss = head(output).square().mean() + output.sum()
+        loss = loss + x.square().mean() + middle.square().mean() + (head.weight * before.weight[0, 0]).sum()  # past it
         engine.backward(loss) if engine is not None else loss.backward()
     if engine is not None:
         assert not engine.step().skipped

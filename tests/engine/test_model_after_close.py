@@ -99,3 +99,20 @@ def test_checkpointing_does_not_nest_in_the_next_engine() -> None:
         with lowtide.initialize(model, {**BASE, "activation_checkpointing": {"every": every}}) as engine:
             engine.train_step((x, x))
         assert [block.num_forwards for block in model.blocks] == [expected] * 2
+
+
+def test_an_initialize_that_fails_leaves_nothing() -> None:
+    model = models.tiny_gpt()
+    before = put_on(model)
+    config = {"train_micro_batch_size_per_gpu": 2, "kernels": {"fuse_modules": True}}
+    with pytest.raises(ValueError, match="optimizer: expected one in the config"):
+        lowtide.initialize(model, config)
+    assert put_on(model) == before
+
+
+def test_a_model_that_an_engine_has_divided_is_refused() -> None:
+    model = models.tiny_gpt()
+    config = {**BASE, "zero_optimization": {"stage": 3}}
+    lowtide.initialize(model, config).close()
+    with pytest.raises(ValueError, match="of which an earlier engine, or one that could not be made, has left its"):
+        lowtide.initialize(model, config)

@@ -36,10 +36,10 @@ class Saver:
     """
 
     step: Callable[[Tensor, Tensor], Tensor]
-    save: Callable[[Path], None]
-    finish: Callable[[Path], None]
-    load: Callable[[Path], None]
-    export: Callable[[Path], None]
+    save: Callable[[Path], object]
+    finish: Callable[[Path], object]
+    load: Callable[[Path], object]
+    export: Callable[[Path], object]
 
 
 def _nothing(folder: Path) -> None:
@@ -69,9 +69,9 @@ def build_lowtide(model: nn.Module, *, stage: int, asynchronous: bool = False, *
 
     return Saver(
         step=step,
-        save=lambda folder: engine.save_checkpoint(folder) and None,
+        save=engine.save_checkpoint,
         finish=finish if asynchronous else _nothing,
-        load=lambda folder: engine.load_checkpoint(folder) and None,
+        load=engine.load_checkpoint,
         export=engine.export,
     )
 
@@ -114,7 +114,9 @@ def build_fsdp2(model: nn.Module, *, reshard_after_forward: bool) -> Saver:
     def export(folder: Path) -> None:
         from safetensors.torch import save_file
 
-        weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        weights: dict[str, Any] = get_model_state_dict(
+            model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
         if dist.get_rank() == 0:
             folder.mkdir(parents=True)
             save_file({name: value.contiguous() for name, value in weights.items()}, folder / "model.safetensors")

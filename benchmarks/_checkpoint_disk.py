@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 BLOCK_BYTES = 4 << 20
 ALIGNMENT_BYTES = 4096
@@ -79,7 +80,8 @@ def measure(folder: Path, nbytes: int, files: list[Path], repeats: int) -> DiskS
         drop_from_cache(files)
         found["read_cold"].append(_read(files))
         found["read_warm"].append(_read(files))
-    return DiskSpeed(**{name: statistics.median(values) if values else None for name, values in found.items()})
+    medians: dict[str, Any] = {name: statistics.median(values) if values else None for name, values in found.items()}
+    return DiskSpeed(**medians)
 
 
 def _written(path: Path, nbytes: int, flags: int) -> float:

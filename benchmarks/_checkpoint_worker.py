@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def _save(saver: Saver, watch: Stopwatch, base: Path, repeats: int, rank: int) -
                 saver.finish(folder)
                 sync_files(folder)
 
-        watch.run("save", lambda folder=folder: saver.save(folder), finish)
+        watch.run("save", partial(saver.save, folder), finish)
     return folder
 
 
@@ -118,7 +119,7 @@ def _export(saver: Saver, watch: Stopwatch, base: Path, repeats: int, rank: int)
             if rank == 0:
                 sync_files(folder)
 
-        watch.run("export", lambda folder=folder: saver.export(folder), finish)
+        watch.run("export", partial(saver.export, folder), finish)
     return folder
 
 

@@ -208,7 +208,7 @@ def torch_accumulation(t: Tensors) -> Tensors:
     if sources[0].dtype == places[0].dtype:
         scaled = torch._foreach_mul(sources, t["scale"].squeeze())
     else:
-        scaled = [torch.empty_like(place) for place in places]
+        scaled = tuple(torch.empty_like(place) for place in places)
         torch._foreach_copy_(scaled, sources)
         torch._foreach_mul_(scaled, t["scale"].squeeze())
     torch._foreach_add_(places, scaled)

@@ -86,8 +86,9 @@ def run_pipeline_job(
 def _gathered(found: list[dict[str, Any]], work: PipelineWork, wall_seconds: float) -> PipelineResult:
     def last_rank(step: int) -> float:
         """From the last rank that left the barrier."""
-        ends = [one["started"][step] + one["seconds"][step] for one in found]
-        return max(ends) - max(one["started"][step] for one in found)
+        starts: list[float] = [one["started"][step] for one in found]
+        ends: list[float] = [one["started"][step] + one["seconds"][step] for one in found]
+        return max(ends) - max(starts)
 
     steps = range(work.warmup, work.warmup + work.steps)
     losses = [

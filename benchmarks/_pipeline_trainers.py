@@ -54,6 +54,7 @@ def build_lowtide(model: PipelineModel, contender: PipelineContender, ranks: int
     }
     engine = lowtide.initialize(model, config)
     pipeline = engine._pipeline
+    assert pipeline is not None
     found: Timeline = []
 
     def note(action: Any, start: float, end: float) -> None:

@@ -92,7 +92,9 @@ def run_problem(findings: Findings, problem: Problem, names: tuple[str, ...], cl
     """Adds what a problem gives: checks, and a row a pass where there is a clock."""
     forms = forms_of(problem.case, names)
     findings.checks += check(problem, forms)
-    for which in problem.case.passes if clock is not None else ():
+    if clock is None:
+        return
+    for which in problem.case.passes:
         measured = time_pass(problem, which, forms, clock, rounds)
         findings.rows.append(Row(problem.case, problem.size, problem.dtype, which, problem.moved[which], measured))
 

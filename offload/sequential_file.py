@@ -16,7 +16,7 @@ import os
 import queue
 import threading
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from .host_memory import allocate_host
 
@@ -46,7 +46,7 @@ class SequentialFile:
         self._thread = threading.Thread(target=self._write_blocks, name="lowtide file writer", daemon=True)
         self._thread.start()
 
-    def write(self, data: bytes | memoryview) -> int:
+    def write(self, data: bytes | memoryview[Any]) -> int:
         """Takes the bytes; they may be changed as soon as this returns."""
         view = memoryview(data).cast("B")
         done = 0

@@ -6,7 +6,8 @@ import random
 import pytest
 import torch
 
-from lowtide.checkpoint.boxes import Box, boxes_of_range
+from lowtide.checkpoint.boxes import boxes_of_range
+from lowtide.offload.box import Box
 
 NO_LIMIT = 1 << 62
 

@@ -148,7 +148,7 @@ def test_an_interrupted_change_is_old_or_new_or_unreadable(
     for allowed in range(5):
         out = tmp_path / f"out{allowed}"
         export_source(old_source, out, shard_bytes=first)
-        done = []
+        done: list[object] = []
 
         def fail_later(
             path: object, *args: object, done: list[object] = done, allowed: int = allowed, **options: int
@@ -199,9 +199,10 @@ def test_progress_is_shown_on_a_terminal_alone(
 ) -> None:
     source = source_of({"w": torch.ones(1000, 100)}, tmp_path / "in")
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stderr", stream())
+    stderr = stream()
+    monkeypatch.setattr(sys, "stderr", stderr)
     export_source(source, tmp_path / "out")
-    text = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    text = stderr.getvalue()
     assert ("export" in text and "400.0/400.0 kB" in text) if is_shown else text == ""
 
 

@@ -1,6 +1,7 @@
 """`lowtide export`: what engine.export would have written, from a checkpoint and without its ranks."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ def save(folder: str, config: dict[str, Any]) -> dict[str, Tensor]:
     export(engine, Path(folder) / "fp32", dtype="fp32", shard_bytes="20KB")
     engine.close()
     return state
+
+
+def add_model_file(name: str, content: dict[str, Any]) -> None:
+    content["model_files"][name] = {}
 
 
 def batch_for(rank: int) -> tuple[Tensor, Tensor]:
@@ -130,7 +135,7 @@ def test_names_out_of_a_checkpoint_lead_nowhere_else(tmp_path: Path, capsys: pyt
     write(tmp_path / "in", {"w": torch.ones(3)}, "a", compute_dtypes={"w": torch.float32})
     for number, name in enumerate(("../../x.json", f"{tmp_path}/x.json", "model.safetensors.index.json")):
         write(tmp_path / "in", {"w": torch.ones(3)}, f"a{number}", compute_dtypes={"w": torch.float32})
-        resign(tmp_path / "in" / f"a{number}", lambda content, name=name: content["model_files"].update({name: {}}))
+        resign(tmp_path / "in" / f"a{number}", partial(add_model_file, name))
         assert main(["export", str(tmp_path / "in"), str(tmp_path / "out" / "deep")]) == 1
         assert "expected a file name that ends in .json, without slashes and" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"in"}

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lowtide.checkpoint import reader, writer
-from lowtide.checkpoint.archive import Place
-from lowtide.checkpoint.boxes import Box
+from lowtide.checkpoint.archive import MAX_VALUES_BYTES, Place
 from lowtide.checkpoint.checkpoint import Checkpoint
 from lowtide.checkpoint.data_file import Blocks, DataFile, _Residency
 from lowtide.checkpoint.errors import CheckpointError
@@ -19,6 +18,7 @@ from lowtide.checkpoint.fragment import Fragment, TensorInfo
 from lowtide.checkpoint.index import Row
 from lowtide.checkpoint.reader import _batches_of, _Common, _Read, _Stored
 from lowtide.offload import StoredRange
+from lowtide.offload.box import Box
 from tests.checkpoint.making import read_whole, write
 
 BIG = 3 << 20  # elements of float32: several boxes
@@ -97,7 +97,7 @@ def test_only_the_boxes_of_a_range_are_read(tmp_path: Path) -> None:
     memory = torch.empty(100)
     source.read([Fragment("w", (BIG,), BIG // 2 + 5, memory)])
     assert torch.equal(memory, value[BIG // 2 + 5 : BIG // 2 + 105])
-    assert source.bytes_read == writer.MAX_VALUES_BYTES < value.nbytes
+    assert source.bytes_read == MAX_VALUES_BYTES < value.nbytes
 
 
 @pytest.mark.usefixtures("cold")

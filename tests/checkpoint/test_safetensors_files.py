@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lowtide.checkpoint.fragment import Fragment, TensorInfo
-from lowtide.checkpoint.safetensors_files import CHUNK_BYTES, DTYPE_NAMES, INDEX, SafetensorsSource, WeightsPlan
+from lowtide.checkpoint.names import INDEX
+from lowtide.checkpoint.safetensors_files import CHUNK_BYTES, DTYPE_NAMES, SafetensorsSource, WeightsPlan
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 

@@ -184,7 +184,7 @@ def _append(file: Path) -> None:
     file.write_bytes(file.read_bytes() + b"x")
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], None], str, bool]] = {
+DAMAGES: dict[str, tuple[Callable[[Path], object], str, bool]] = {
     "data truncated": (
         lambda at: (at / "__0_0.distcp").write_bytes(b"x" * 100),
         "found 100: the file is truncated",

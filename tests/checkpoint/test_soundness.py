@@ -215,7 +215,8 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(folder: Path, name: str
 
 
 def test_what_cannot_be_read_again_is_not_written(tmp_path: Path) -> None:
-    for changes in ({"model_files": {"../x.json": {}}}, {"topology": {"world_size": 2}}):
+    refused: tuple[dict[str, Any], ...] = ({"model_files": {"../x.json": {}}}, {"topology": {"world_size": 2}})
+    for changes in refused:
         with pytest.raises(ValueError):
             write(tmp_path, tensors(), "a", **changes)
     assert not (tmp_path / "a").exists()

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.checkpoint import writer
-from lowtide.checkpoint.boxes import Box, stretches_of
+from lowtide.checkpoint.boxes import stretches_of
 from lowtide.checkpoint.dcp import STEP
 from lowtide.checkpoint.export import ExportFolder
 from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.checkpoint.fragment import Fragment, TensorInfo
 from lowtide.checkpoint.safetensors_files import SafetensorsSource, WeightsPlan
 from lowtide.checkpoint.writer import RankWriter
+from lowtide.offload.box import Box
 from tests.checkpoint.making import NO_OPTIMIZER, manifest_of
 from tests.engine.plain_weights import named_state
 
@@ -78,7 +79,7 @@ def test_splits_are_written_to_and_read_from_safetensors(tmp_path: Path, dtype: 
         plan = WeightsPlan.of({"model.w": TensorInfo(SHAPE, dtype)}, 1 << 20)
         folder = ExportFolder(tmp_path / name, plan)
         folder.create({})
-        written = []
+        written: list[int] = []
         folder.write((one for box in boxes_at(cuts) for one in shards(box, value, 2)), written.append)
         folder.publish()
         assert sum(written) == value.numel() * dtype.itemsize

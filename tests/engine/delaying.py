@@ -30,6 +30,6 @@ class Sgd(torch.optim.SGD):
 
     before_step: Callable[[], object] = staticmethod(lambda: None)
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         type(self).before_step()
         super().step(closure)

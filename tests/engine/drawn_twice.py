@@ -37,7 +37,7 @@ class DrawnTwice(nn.Module):
         self.head.weight = self.embedding.weight
         self.apply(self.init_weights)
         for block in self.blocks:
-            self.draw(block[2].weight)
+            self.draw(block.get_parameter("2.weight"))
 
     def init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):

@@ -24,7 +24,7 @@ def test_it_is_bitwise_the_run_without(ranks: RankPool, tmp_path: Path, world_si
     plain = Case(tiny_gpt, token_batch, accumulation=2, clip=0.5, config=config)
     for stage in (0, 3):
         case = plain.at(stage)
-        budgets = ({}, {"budget_bytes": 4096})
+        budgets: tuple[dict[str, Any], ...] = ({}, {"budget_bytes": 4096})
         cases = [case, *(offloaded(case, tmp_path, every, **budget) for budget in budgets)]
         expected, *outcomes = ranks(world_size, train_all, cases)[0]
         for outcome in outcomes:

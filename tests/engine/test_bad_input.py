@@ -122,7 +122,7 @@ def two_optimizers() -> None:
 
 def frozen_by_hand() -> None:
     engine = initialize()
-    engine.module.head.weight.requires_grad_(False)
+    engine.module.get_parameter("head.weight").requires_grad_(False)
     engine.train_step((torch.randn(2, 4),))
 
 

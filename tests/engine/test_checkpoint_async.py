@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,12 +41,12 @@ class SlowDisk:
         self._real = SequentialFile.write
 
     def __enter__(self) -> "SlowDisk":
-        def write(file: SequentialFile, data: bytes | memoryview) -> int:
+        def write(file: SequentialFile, data: Any) -> int:
             self.started.set()
             assert self.go_on.wait(30)
             return self._real(file, data)
 
-        SequentialFile.write = write  # type: ignore[method-assign]
+        SequentialFile.write = write  # type: ignore[method-assign, assignment]  # put back at the end
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -138,7 +139,7 @@ def fail_in_background(folder: Path, where: str) -> str:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     if engine.rank == 1:
-        os.pwrite = failing  # type: ignore[assignment]
+        os.pwrite = failing
     try:
         engine.save_checkpoint(folder, "bad")
         if engine.rank == 1:

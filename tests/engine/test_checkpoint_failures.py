@@ -35,7 +35,7 @@ def no_room_for_data(rank: int) -> Iterator[None]:
         raise no_space()
 
     if rank == 1:
-        os.pwrite = failing  # type: ignore[assignment]
+        os.pwrite = failing
     try:
         yield
     finally:

@@ -27,7 +27,7 @@ class Loader:
     """Refuses what is not its own."""
 
     def __init__(self) -> None:
-        self.place = 0
+        self.place: int | str = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"place": self.place}
@@ -136,7 +136,11 @@ def load_all_cases(folder: Path) -> dict[str, tuple[str, list[str]]]:
 def everything_of(engine: lowtide.Engine) -> dict[str, Any]:
     state = {name: value.tolist() for name, value in engine.state_dict().items()}
     moments = [fragment.values.tolist() for fragment in engine._named.states()]
-    generators = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    generators = (
+        random.getstate(),
+        np.random.get_state(legacy=False)["state"]["key"].tolist(),
+        torch.get_rng_state().tolist(),
+    )
     options = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
     counts = engine.global_step, engine.optimizer.num_steps, engine.client_state["loader"].place
     return {"weights": state, "states": moments, "generators": generators, "options": options, "counts": counts}

@@ -27,7 +27,8 @@ def two_groups(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Its fused twin takes it."""
     weights = [param for param in params if param.dim() > 1]
     others = [param for param in params if param.dim() < 2]
-    return torch.optim.AdamW([{"params": weights, "lr": 2e-2, "weight_decay": 0.2}, {"params": others}], lr=1e-2)
+    groups: list[dict[str, Any]] = [{"params": weights, "lr": 2e-2, "weight_decay": 0.2}, {"params": others}]
+    return torch.optim.AdamW(groups, lr=1e-2)
 
 
 def groups_with_other_states(params: list[nn.Parameter]) -> torch.optim.Optimizer:

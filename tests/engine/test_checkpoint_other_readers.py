@@ -87,7 +87,7 @@ def test_every_option_that_torchs_optimizer_has_is_there(tmp_path: Path, options
     }
 
 
-def go_on_by_fsdp2(folder: Path, tag: str, build: Any, options: dict[str, bool]) -> tuple[list[float], dict[str, Any]]:
+def go_on_by_fsdp2(folder: Path, tag: str, build: Any, options: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
     """torch's recipe, on a model with other weights and an optimizer with another learning rate."""
     torch.manual_seed(5)
     model = build()
@@ -116,7 +116,7 @@ def go_on_by_fsdp2(folder: Path, tag: str, build: Any, options: dict[str, bool])
 @pytest.mark.parametrize(
     "options", [{}, {"flatten_optimizer_state_dict": True}, {"cpu_offload": True}], ids=["plain", "flat", "offload"]
 )
-def test_fsdp2_goes_on_where_we_stopped(ranks: RankPool, tmp_path: Path, options: dict[str, bool]) -> None:
+def test_fsdp2_goes_on_where_we_stopped(ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
     expected = ranks(2, save_and_go_on, GPT.at(1), tmp_path, 2, "a")[0]
     losses, group = ranks(2, go_on_by_fsdp2, tmp_path, "a", tiny_gpt, options)[0]
     assert losses == pytest.approx(expected.losses, rel=1e-6)

@@ -258,9 +258,10 @@ def test_with_another_number_of_ranks_the_client_state_is_that_of_rank_0(ranks: 
 
 def test_client_state_that_is_not_registered_is_returned_alone(tmp_path: Path) -> None:
     with engine_for(CASE, 1) as engine:
-        engine.save_checkpoint(tmp_path, client_state={"a": (1, float("nan"), np.float32(2)), 3: {"x": {1, 2}}})
+        state: dict[Any, Any] = {"a": (1, float("nan"), np.float32(2)), 3: {"x": {1, 2}}}
+        engine.save_checkpoint(tmp_path, client_state=state)
     with engine_for(CASE, 1) as engine:
-        found = engine.load_checkpoint(tmp_path)
+        found: dict[Any, Any] = engine.load_checkpoint(tmp_path)
         assert engine.client_state == {}
     assert found["a"][0] == 1 and found["a"][1] != found["a"][1] and type(found["a"][2]) is np.float32
     assert found[3] == {"x": {1, 2}}

@@ -47,8 +47,9 @@ class Buffers(Mlp):
         if self.training:
             for name in ("strided", "part", "count", "low", "cache"):
                 self.get_buffer(name).add_(1)
-            self.flags[int(self.count) % 5] ^= True
-        return super().forward(x, y) * (1 + 0.1 * self.strided[0, 0] + 0.1 * self.part[1])
+            flags = self.get_buffer("flags")
+            flags[int(self.get_buffer("count")) % 5] ^= True
+        return super().forward(x, y) * (1 + 0.1 * self.get_buffer("strided")[0, 0] + 0.1 * self.get_buffer("part")[1])
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -140,9 +141,9 @@ def test_parameters_may_be_frozen_after_a_checkpoint(tmp_path: Path) -> None:
     save_and_go_on(Case(Unfrozen, vector_batch_float64), tmp_path, 1, "a")
     engine = engine_for(Case(Frozen, vector_batch_float64), 1)
     engine.load_checkpoint(tmp_path)
-    before = engine.module.layers[0].weight.detach().clone()
+    before = engine.module.get_parameter("layers.0.weight").detach().clone()
     run_steps(engine, Case(Frozen, vector_batch_float64), 2, 2)
-    assert torch.equal(engine.module.layers[0].weight, before)
+    assert torch.equal(engine.module.get_parameter("layers.0.weight"), before)
     engine.close()
 
 

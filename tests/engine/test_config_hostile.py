@@ -65,9 +65,9 @@ def mutations(draw: st.DrawFn) -> str:
     values = copy.deepcopy(draw(st.sampled_from(REAL)))
     for _ in range(draw(st.integers(1, 3))):
         section: dict[str, Any] = values
-        while (inner := [item for item in section.values() if isinstance(item, dict)]) and draw(st.booleans()):
+        while (inner := [item for item in section.values() if isinstance(item, dict)]) and bool(draw(st.booleans())):
             section = draw(st.sampled_from(inner))
-        key = draw(st.sampled_from(sorted(section)) if section and draw(st.booleans()) else KEYS)
+        key = draw(st.sampled_from(sorted(section)) if section and bool(draw(st.booleans())) else KEYS)
         section[key] = copy.deepcopy(draw(VALUES))
     text = json.dumps(values).replace(json.dumps(HUGE), "9" * 5000)
     if draw(st.integers(0, 3)) == 0:

@@ -142,7 +142,7 @@ def test_auto_fuses_where_triton_runs(
 
 
 def test_states_in_host_memory_are_not_for_triton() -> None:
-    values = {"optimizer": OPTIMIZER, "kernels": {"backend": "triton"}}
+    values: dict[str, Any] = {"optimizer": OPTIMIZER, "kernels": {"backend": "triton"}}
     assert optimizer_backend(Config.load(values)) == "triton"
     offloaded = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
     assert optimizer_backend(Config.load(values | offloaded)) == "auto"

@@ -85,8 +85,8 @@ def test_the_defaults_of_each_optimizer(kind: str, params: dict[str, Any], keys:
 
 
 def test_a_default_that_auto_chose_has_the_note_of_auto_alone() -> None:
-    values = {"train_batch_size": "auto", "gradient_clipping": "auto", "optimizer": {"type": "AdamW", "params": {}}}
-    values["optimizer"]["params"]["weight_decay"] = "auto"
+    optimizer = {"type": "AdamW", "params": {"weight_decay": "auto"}}
+    values = {"train_batch_size": "auto", "gradient_clipping": "auto", "optimizer": optimizer}
     assert others(values) == [] and len(Config.load(values).notes) == 2
 
 

@@ -20,19 +20,20 @@ class CustomInit(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(9, 9) for _ in range(3))
+        layers = [nn.Linear(9, 9) for _ in range(3)]
+        self.layers = nn.ModuleList(layers)
         self.gain = nn.Parameter(torch.ones(9) * 0.5 + torch.rand(9))
         self.shift = nn.Parameter(torch.tensor([0.25] * 9))
         self.scale = nn.Parameter(torch.empty(9))
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(layers):
             nn.init.normal_(layer.weight, std=0.02 / (index + 1) ** 0.5)
             nn.init.zeros_(layer.bias)
-        nn.init.xavier_uniform_(self.layers[0].weight, gain=2.0)
-        nn.init.trunc_normal_(self.layers[1].weight, std=0.5, a=-0.6, b=0.6)
+        nn.init.xavier_uniform_(layers[0].weight, gain=2.0)
+        nn.init.trunc_normal_(layers[1].weight, std=0.5, a=-0.6, b=0.6)
         with torch.no_grad():
             self.scale.copy_(torch.linspace(0, 1, 9))
-            self.layers[2].weight[0] = 0.0
-            self.layers[2].weight.mul_(3).add_(torch.eye(9))
+            layers[2].weight[0] = 0.0
+            layers[2].weight.mul_(3).add_(torch.eye(9))
         self.apply(self.reset)
 
     def reset(self, module: nn.Module) -> None:
@@ -66,10 +67,11 @@ class Orthogonal(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(5, 9), nn.Linear(9, 5), nn.Linear(6, 6)])
-        for layer in self.layers:
+        layers = [nn.Linear(8, 8), nn.Linear(5, 9), nn.Linear(9, 5), nn.Linear(6, 6)]
+        self.layers = nn.ModuleList(layers)
+        for layer in layers:
             nn.init.orthogonal_(layer.weight, gain=1.5)
-        nn.init.sparse_(self.layers[3].weight, sparsity=0.5)
+        nn.init.sparse_(layers[3].weight, sparsity=0.5)
         self.conv = nn.Conv1d(4, 4, 3)
         nn.init.dirac_(self.conv.weight, groups=2)
 

@@ -54,7 +54,7 @@ def test_eval_step_is_in_eval_mode_and_keeps_the_mode() -> None:
         expected = model.eval()(x, y).item()
     engine = lowtide.initialize(model.train(), Case(Dropped, models.vector_batch, stage=3).as_config())
     assert engine.eval_step((x, y)).item() == pytest.approx(expected, rel=1e-6)
-    assert engine.module.training and engine.module.first.training
+    assert engine.module.training and engine.module.get_submodule("first").training
     assert engine.eval() is engine and not engine.module.training
     engine.eval_step((x, y))
     assert not engine.module.training

@@ -69,7 +69,7 @@ def test_gradients_outside_of_the_engine_are_those_of_the_loss_as_it_was_given(
             assert len(gradients) == len(expected) == 5
             rtol, atol = (1e-2, 1e-2) if kind == "float16" else (1e-6, 1e-7)
             what = f"{kind}, stage {stage}, rank {rank}"
-            torch.testing.assert_close(gradients, expected, rtol=rtol, atol=atol, msg=lambda m, w=what: f"{w}: {m}")
+            torch.testing.assert_close(gradients, expected, rtol=rtol, atol=atol, msg=f"{what}: {{}}".format)
 
 
 def train_chain(stage: int, kind: str) -> list[dict[str, Tensor]]:
@@ -111,6 +111,4 @@ def test_two_engines_in_a_chain_train_as_one_model_by_sgd(ranks: RankPool, world
         for found, state in zip(states, expected, strict=True):
             found = {name: value.float() for name, value in found.items()}
             what = f"{kind}, stage {stage}"
-            torch.testing.assert_close(
-                found, dict(state), rtol=tolerance, atol=tolerance, msg=lambda m, w=what: f"{w}: {m}"
-            )
+            torch.testing.assert_close(found, dict(state), rtol=tolerance, atol=tolerance, msg=f"{what}: {{}}".format)

@@ -142,7 +142,7 @@ def test_one_copy_of_the_parameters_for_the_host(ranks: RankPool) -> None:
         assert [said["parameter_bytes"] for said, _ in found] == [2 * EVEN_NUMEL] + [2 * EVEN_NUMEL // 4] * 3
 
 
-PAPER_GB = {
+PAPER_GB: dict[float, list[tuple[float, ...]]] = {
     7.5e9: [
         (120, 120, 120), (52.5, 41.3, 30), (35.6, 21.6, 7.5), (31.4, 16.6, 1.88), (30.4, 15.4, 0.47), (30.1, 15.1, 0.12)
     ],

@@ -32,14 +32,14 @@ def two_groups(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Weights decay and learn faster than biases."""
     weights = [param for param in params if param.dim() > 1]
     biases = [param for param in params if param.dim() == 1]
-    groups = [{"params": weights, "lr": 2e-2, "weight_decay": 0.2}, {"params": biases}]
+    groups: list[dict[str, Any]] = [{"params": weights, "lr": 2e-2, "weight_decay": 0.2}, {"params": biases}]
     return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.0)
 
 
 def two_groups_of_rmsprop(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     weights = [param for param in params if param.dim() > 1]
     biases = [param for param in params if param.dim() == 1]
-    groups = [{"params": weights, "lr": 2e-2, "alpha": 0.8}, {"params": biases}]
+    groups: list[dict[str, Any]] = [{"params": weights, "lr": 2e-2, "alpha": 0.8}, {"params": biases}]
     return torch.optim.RMSprop(groups, lr=1e-2, momentum=0.5)
 
 
@@ -102,7 +102,7 @@ class Narrow(torch.optim.AdamW):
 
 
 class NarrowWithAnUpdateOfItsOwn(Narrow):
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         super().step(closure)
         with torch.no_grad():
             for group in self.param_groups:
@@ -173,9 +173,11 @@ def test_a_scheduler_may_be_a_callable_that_gets_the_optimizer(update_in_backwar
     zero = {"zero_optimization": {"update_in_backward": update_in_backward}}
     case = Case(models.mlp_float64, models.vector_batch_float64, stage=2, config=zero)
     outcome = train(case, lr_scheduler=lambda optimizer: LambdaLR(optimizer, decay))
-    expected = train_plainly(
-        case, 1, lambda params: WithScheduler(torch.optim.AdamW(params, 1e-2, (0.9, 0.95), 1e-6, 0.1), decay)
-    )
+
+    def with_scheduler(params: Any) -> Any:
+        return WithScheduler(torch.optim.AdamW(params, 1e-2, (0.9, 0.95), 1e-6, 0.1), decay)
+
+    expected = train_plainly(case, 1, with_scheduler)
     assert_close(outcome, expected, 1e-9, 1e-9)
 
 

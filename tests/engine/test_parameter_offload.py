@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import lowtide
 from lowtide.zero.group import ShardedGroup
@@ -107,11 +108,16 @@ def order_of_gathers(config: dict[str, Any]) -> list[str]:
     model = tiny_gpt()
     engine = lowtide.initialize(model, config)
     found: list[str] = []
-    for index, block in enumerate(model.blocks):
+    for index, block in enumerate(model.get_submodule("blocks").children()):
         block.register_forward_pre_hook(lambda module, args, index=index: found.append(f"forward {index}"))
     route = engine._mesh.axes["shard"].route
-    gather = route.gather
-    route.gather = lambda full, part, what: (found.append(what), gather(full, part, what))[1]  # type: ignore[method-assign]
+    plain = route.gather
+
+    def gather(full: Tensor, part: Tensor, what: str) -> Any:
+        found.append(what)
+        return plain(full, part, what)
+
+    route.gather = gather  # type: ignore[method-assign]  # to see its messages
     with torch.no_grad():
         engine.eval_step(token_batch(0, 2))
     engine.close()

@@ -65,9 +65,15 @@ def loads_of_a_step(config: dict[str, Any]) -> list[str]:
     engine = lowtide.initialize(tiny_gpt(), config)
     found: list[str] = []
     engine.train_step(share_of(token_batch(0, 4)))
-    store = engine.optimizer._rest._store
-    load = store.load
-    store.load = lambda key, out: (found.append(key), load(key, out))[1]
+    rest = engine.optimizer._rest
+    assert rest is not None
+    load = rest._store.load
+
+    def noted(key: str, out: Tensor) -> Any:
+        found.append(key)
+        return load(key, out)
+
+    rest._store.load = noted  # type: ignore[method-assign]  # to see its calls
     engine.train_step(share_of(token_batch(1, 4)))
     engine.close()
     return found

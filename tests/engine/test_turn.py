@@ -56,7 +56,8 @@ def test_a_closed_engine_makes_no_call(closed: Engine, what: str) -> None:
 def test_a_hook_cannot_make_a_call_of_the_engine(what: str) -> None:
     with make_engine() as engine:
         call = (CALLS | {"engine.close()": Engine.close})[what]
-        for register in (engine.module.register_forward_hook, engine.module.weight.register_post_accumulate_grad_hook):
+        weight = engine.module.get_parameter("weight")
+        for register in (engine.module.register_forward_hook, weight.register_post_accumulate_grad_hook):
             handle = register(lambda *unused: call(engine) and None)
             with pytest.raises(StateError) as caught:
                 engine.train_step(BATCH)
@@ -69,10 +70,11 @@ def test_a_hook_cannot_make_a_call_of_the_engine(what: str) -> None:
 def test_a_hook_may_read_full_values() -> None:
     seen: list[Tensor] = []
     with make_engine() as engine:
+        weight = engine.module.get_parameter("weight")
 
         def read(*unused: Any) -> None:
-            with engine.gathered(engine.module.weight):
-                seen.append(engine.module.weight.detach().clone())
+            with engine.gathered(weight):
+                seen.append(weight.detach().clone())
 
         engine.module.register_forward_pre_hook(read)
         engine.eval_step(BATCH)

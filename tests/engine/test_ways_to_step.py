@@ -113,7 +113,7 @@ def test_a_tensor_is_passed_alone() -> None:
 
 def test_values_without_rows_go_to_every_microbatch() -> None:
     class Model(nn.Linear):
-        def forward(self, x: Tensor, factor: Tensor) -> Tensor:
+        def forward(self, x: Tensor, factor: Tensor) -> Tensor:  # type: ignore[override]  # an input more
             return super().forward(x).mean() * factor
 
     model = Model(4, 2)

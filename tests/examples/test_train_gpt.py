@@ -10,6 +10,7 @@ import pytest
 import train_gpt
 from gpt_model import GPTShape
 from loss_curve import smoothed
+from training_display import TrainingDisplay
 
 from lowtide.checkpoint.folder import CheckpointFolder
 
@@ -72,14 +73,14 @@ def test_a_second_run_goes_on_where_the_first_has_saved(source: Path, tmp_path: 
 def test_ctrl_c_saves_what_the_next_run_goes_on_from(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    shown = train_gpt.TrainingDisplay.update
+    shown = TrainingDisplay.update
 
-    def update(display: train_gpt.TrainingDisplay, step: int, *numbers: float) -> None:
+    def update(display: TrainingDisplay, step: int, *numbers: float) -> None:
         shown(display, step, *numbers)  # type: ignore[arg-type]  # a loss and a number of bytes
         if step == 2:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(train_gpt.TrainingDisplay, "update", update)
+    monkeypatch.setattr(TrainingDisplay, "update", update)
     files = ["--data", str(source), "--out", str(tmp_path / "out"), "--checkpoints", str(tmp_path / "saved")]
     with pytest.raises(SystemExit) as ended:
         train_gpt.main([*SIZE, *files, "--steps", "100000"])

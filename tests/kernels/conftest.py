@@ -50,6 +50,7 @@ def generator() -> torch.Generator:
 def poisoned() -> Iterator[None]:
     """Memory that torch.empty gives is full of NaN: what a kernel forgets to write shows."""
     torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
+    # A property of the module's class, which torch puts there at run time.
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     yield
     torch.use_deterministic_algorithms(False)

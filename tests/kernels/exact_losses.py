@@ -1,6 +1,7 @@
 """Cross-entropy by torch's own function in float64, and the sizes on which float32 rounding acts in it."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ PLAIN = LossTerms()
 ALL = LossTerms(label_smoothing=0.1, z_loss=1e-2, soft_cap=5.0, ignore_index=2)
 
 
-def options_of(terms: LossTerms) -> dict[str, object]:
+def options_of(terms: LossTerms) -> dict[str, Any]:
     return {
         "ignore_index": terms.ignore_index,
         "label_smoothing": terms.label_smoothing,

@@ -43,8 +43,8 @@ class Start:
             is_mean_of_squares = name in ("exp_avg_sq", "sum")
             # Not near 0: what is divided by its root must be right in proportion.
             state.narrow(values.square() + 1e-4 if is_mean_of_squares else values)
-        values = [state.widened().clone() for state in stored_states(states)]
-        return Start(master, of_all_sizes(5).to(gradient_dtype), states, values)
+        stored = [state.widened().clone() for state in stored_states(states)]
+        return Start(master, of_all_sizes(5).to(gradient_dtype), states, stored)
 
     def copy(self) -> "Start":
         return Start(self.master.clone(), self.gradient.clone(), [s.clone() for s in self.states], self.values)

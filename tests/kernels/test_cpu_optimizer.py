@@ -23,7 +23,7 @@ TWINS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 # A step makes about ten roundings of 2^-24 in an update of at most a few lr, and one in the weight: four steps with
 # lr 0.1 and weights below 5 stay under 4 * (5 + 0.1 * 10 * 3) * 2^-24 = 2e-6.
-TOLERANCE = {"rtol": 1e-6, "atol": 2e-6}
+TOLERANCE: dict[str, Any] = {"rtol": 1e-6, "atol": 2e-6}
 ODD_SIZES = [1, 7, 16, 255, 257, 1023, 1025, 100_003]
 
 

@@ -30,7 +30,7 @@ def pair(model: nn.Module, backend: Backend = "reference", seed: int = 0) -> tup
         for module in model.modules():
             if "Norm" in type(module).__name__:
                 for param in module.parameters():
-                    param += 0.3 * torch.randn(param.shape, generator=generator).to(param.dtype)
+                    param.add_(0.3 * torch.randn(param.shape, generator=generator).to(param.dtype))
     fused = copy.deepcopy(model)
     assert fuse_model(fused, backend=backend)
     return model, fused

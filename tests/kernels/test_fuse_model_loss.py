@@ -49,12 +49,13 @@ def test_a_named_fusion_leaves_logits_out_in_every_training_forward(generator: t
 @pytest.mark.parametrize("options", ["ignore_index", "num_items", "num_items_tensor", "shift_labels"])
 def test_options_of_the_loss(name: str, leaves_logits_out: bool, options: str, generator: torch.Generator) -> None:
     model, batch = CAUSAL_LMS[name](), token_batch(generator)
-    given: dict[str, Any] = {
+    choices: dict[str, dict[str, Any]] = {
         "ignore_index": {"ignore_index": int(batch["labels"][0, -1])},
         "num_items": {"num_items_in_batch": 13},
         "num_items_tensor": {"num_items_in_batch": torch.tensor(13)},
         "shift_labels": {"shift_labels": batch["labels"].roll(2, 1)},
-    }[options]
+    }
+    given = choices[options]
     if options == "ignore_index":
         batch["labels"] = batch["labels"].where(batch["labels"] != -100, given["ignore_index"])
         batch["labels"][:, 1] = (given["ignore_index"] + 1) % NUM_TOKENS
@@ -117,7 +118,8 @@ def test_a_tied_head_gets_both_gradients(generator: torch.Generator) -> None:
 
 def test_hooks_on_the_head_see_it_called(generator: torch.Generator) -> None:
     """ZeRO gathers the head's weight in such hooks."""
-    model, calls = fused_llama(), []
+    model = fused_llama()
+    calls: list[object] = []
     model.lm_head.register_forward_pre_hook(lambda module, args: calls.append("before"))
     model.lm_head.register_forward_hook(lambda module, args, output: calls.append(tuple(output.shape)))
     with loss_only():
@@ -136,7 +138,7 @@ def test_no_labels_that_count_give_nan_as_before(generator: torch.Generator) -> 
 def test_a_fused_model_generates(generator: torch.Generator) -> None:
     model = llama().eval()
     tokens = token_batch(generator)["input_ids"]
-    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     options["attention_mask"] = torch.ones_like(tokens)
     expected = model.generate(tokens, **options)  # type: ignore[operator]
     fuse_model(model, backend="reference")

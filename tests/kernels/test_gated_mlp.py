@@ -81,7 +81,8 @@ def test_two_halves_of_one_tensor(shape: tuple[int, ...], activation: Activation
     y.backward(dy)
     dx = grad_of(x)
     assert y.shape == dy.shape and dx.is_contiguous()
-    check(activation, y, *x.split(n_cols, -1), dy, *dx.split(n_cols, -1))
+    (gate, up), (dgate, dup) = x.split(n_cols, -1), dx.split(n_cols, -1)
+    check(activation, y, gate, up, dy, dgate, dup)
 
 
 def test_halves_are_read_where_they_lie(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:

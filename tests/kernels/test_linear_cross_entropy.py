@@ -1,6 +1,7 @@
 """The linear layer fused with its cross-entropy equals torch's two functions in float64, in one chunk and in many."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -97,11 +98,16 @@ def test_only_what_requires_a_gradient_gets_one(
     }
     inputs[needed].requires_grad_()
     labels = torch.arange(6)
-    products = []
+    products: list[int] = []
     real_mm = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda *args, **kwargs: products.append(0) or real_mm(*args, **kwargs))
-    call = {**inputs, "reduction": reduction, "chunk_bytes": 6 * ROW_BYTES[torch.float32], "backend": backend}
-    linear_cross_entropy(labels=labels, **call).sum().backward()
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        products.append(0)
+        return real_mm(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "mm", counted)
+    options: dict[str, Any] = {"reduction": reduction, "chunk_bytes": 6 * ROW_BYTES[torch.float32], "backend": backend}
+    linear_cross_entropy(inputs["hidden"], inputs["weight"], labels, inputs["bias"], **options).sum().backward()
     assert len(products) == (0 if needed == "bias" else 1)  # the logits are an addmm
     found = {name: tensor.grad for name, tensor in inputs.items()}
     inputs[needed].grad = None
@@ -145,7 +151,7 @@ def test_under_autocast_products_are_of_its_dtype(
     assert torch.equal(loss, same)
     for found, wanted in zip((hidden, weight, bias), rounded, strict=True):
         assert found.grad is not None and found.grad.dtype == found.dtype
-        assert torch.equal(found.grad.bfloat16(), wanted.grad)
+        assert wanted.grad is not None and torch.equal(found.grad.bfloat16(), wanted.grad)
 
 
 def test_backward_is_in_the_dtype_of_forward(generator: torch.Generator) -> None:
@@ -200,10 +206,11 @@ def test_a_gradient_of_one_is_left_as_it_is(
     monkeypatch.setattr(triton_form, "SCALE_BLOCK_SIZE", 128)  # 444 elements are no multiple
     weight = drawn((NUM_CLASSES, WIDTH), torch.float32, generator)
     hidden, labels = torch.randn(4, WIDTH, generator=generator), torch.arange(4)
-    gradients = []
+    gradients: list[Tensor] = []
     for factor in (1.0, 0.25):
         weight.grad = None
         linear_cross_entropy(hidden, weight, labels, backend=backend).mul(factor).backward()
+        assert weight.grad is not None
         gradients.append(weight.grad)
     assert torch.equal(gradients[0] * 0.25, gradients[1])
 

@@ -12,6 +12,7 @@ from lowtide.kernels import logit_chunks
 from lowtide.kernels.cross_entropy import cross_entropy
 from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.linear_cross_entropy import linear_cross_entropy
+from lowtide.kernels.loss_terms import Reduction
 from lowtide.kernels.triton import cross_entropy as triton_form
 
 BACKENDS = ("triton", "reference")
@@ -55,7 +56,7 @@ def eager_bytes(backend: Backend) -> int:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_training_holds_one_chunk_and_the_gradients(reduction: str, is_frozen: bool, backend: Backend) -> None:
+def test_training_holds_one_chunk_and_the_gradients(reduction: Reduction, is_frozen: bool, backend: Backend) -> None:
     hidden, weight = torch.randn(ROWS, WIDTH, requires_grad=True), torch.randn(CLASSES, WIDTH)
     weight.requires_grad_(not is_frozen)
     labels = torch.randint(0, CLASSES, (ROWS,))

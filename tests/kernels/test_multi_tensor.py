@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.multi_tensor import copy_from_flat, copy_into_flat, copy_scaled
 from tests.kernels.exact import DTYPES, assert_near_float64
 
-BACKENDS = ["triton", "reference"]
+BACKENDS: list[Backend] = ["triton", "reference"]
 SHAPES = [(1,), (5, 123), (0,), (8192,), (3, 3000), (), (2, 8192)]
 
 
@@ -24,7 +25,7 @@ def test_it_equals_the_formula(
     source_dtype: torch.dtype,
     destination_dtype: torch.dtype,
     scale: float | Tensor,
-    backend: str,
+    backend: Backend,
     generator: torch.Generator,
 ) -> None:
     sources = [drawn(shape, source_dtype, generator) for shape in SHAPES]
@@ -43,7 +44,7 @@ def test_it_equals_the_formula(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_copy_keeps_every_bit(dtype: torch.dtype, backend: str) -> None:
+def test_a_copy_keeps_every_bit(dtype: torch.dtype, backend: Backend) -> None:
     integers = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}[dtype]
     bits = torch.arange(-32768, 32768, dtype=torch.int32)
     source = (bits * 65536 + 77 if dtype == torch.float32 else bits).to(integers).view(dtype)
@@ -53,7 +54,7 @@ def test_a_copy_keeps_every_bit(dtype: torch.dtype, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_strides_and_odd_addresses_are_followed(backend: str, generator: torch.Generator) -> None:
+def test_strides_and_odd_addresses_are_followed(backend: Backend, generator: torch.Generator) -> None:
     source = drawn((40, 300), torch.float32, generator)
     sources = [source.t(), source[:, ::2], source.view(-1)[1:10000], source.view(-1)[3:9000]]
     odd = torch.zeros(8998, dtype=torch.bfloat16)[1:]
@@ -67,7 +68,7 @@ def test_strides_and_odd_addresses_are_followed(backend: str, generator: torch.G
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_tensor_may_be_scaled_in_place(backend: str, generator: torch.Generator) -> None:
+def test_a_tensor_may_be_scaled_in_place(backend: Backend, generator: torch.Generator) -> None:
     tensors = [drawn(shape, torch.float32, generator) for shape in SHAPES]
     wanted = [tensor * 0.5 for tensor in tensors]
     copy_scaled(tensors, tensors, 0.5, backend=backend)
@@ -76,7 +77,7 @@ def test_a_tensor_may_be_scaled_in_place(backend: str, generator: torch.Generato
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # from numpy, in Triton's interpreter
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_values_that_are_not_finite_stay_so(backend: str) -> None:
+def test_values_that_are_not_finite_stay_so(backend: Backend) -> None:
     source = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e30, 0.0])
     for dtype in DTYPES:
         destination = torch.zeros(5, dtype=dtype)
@@ -86,7 +87,7 @@ def test_values_that_are_not_finite_stay_so(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_source_writes_zeros(backend: str, generator: torch.Generator) -> None:
+def test_no_source_writes_zeros(backend: Backend, generator: torch.Generator) -> None:
     source = drawn((9000,), torch.bfloat16, generator)
     for accumulate in (False, True):
         destinations = [torch.full((9000,), 3.0), torch.full((9000,), 3.0)]
@@ -97,7 +98,7 @@ def test_no_source_writes_zeros(backend: str, generator: torch.Generator) -> Non
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_flat_buffer_and_its_parts(backend: str, generator: torch.Generator) -> None:
+def test_a_flat_buffer_and_its_parts(backend: Backend, generator: torch.Generator) -> None:
     """Parts in any order, one of them cut, one without elements, with gaps before, between and behind them."""
     shapes, offsets = [(5, 123), (8192,), (0,), (7,)], [8224, 16, 8208, 9000]
     sources = [drawn(shape, torch.bfloat16, generator) for shape in shapes]
@@ -119,7 +120,7 @@ def test_a_flat_buffer_and_its_parts(backend: str, generator: torch.Generator) -
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_buffer_without_gaps(backend: str) -> None:
+def test_a_buffer_without_gaps(backend: Backend) -> None:
     flat = torch.zeros(32)
     copy_into_flat(flat, [16, 0], [torch.ones(16), torch.ones(4, 4)], zero_gaps=True, backend=backend)
     assert (flat == 1).all()

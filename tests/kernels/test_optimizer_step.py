@@ -31,7 +31,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, options)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for param in group["params"]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.quantize import dequantize, quantize, random_bits
 from lowtide.kernels.quantized import NF4_FIXED, NF4_LEVELS, TOP_CODES, Format, Quantized
 from tests.kernels.exact import DTYPES
@@ -34,7 +35,7 @@ def largest_of_blocks(x: Tensor, block_numel: int) -> Tensor:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_error_is_at_most_half_a_step(
-    dtype: torch.dtype, format: Format, backend: str, generator: torch.Generator
+    dtype: torch.dtype, format: Format, backend: Backend, generator: torch.Generator
 ) -> None:
     for shape, block_numel in zip(SHAPES, (64, 64, 128, 256, 1024, 2048), strict=True):
         x = drawn(shape, dtype, generator)
@@ -100,7 +101,7 @@ def test_two_codes_make_a_byte() -> None:
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_rounding_at_random_is_right_in_the_mean(format: Format, backend: str, generator: torch.Generator) -> None:
+def test_rounding_at_random_is_right_in_the_mean(format: Format, backend: Backend, generator: torch.Generator) -> None:
     """Each value many times: the mean of n is within 6 sigma, sigma = step / 2 / sqrt(n) at most."""
     count = 4096
     values = torch.cat([torch.ones(1), torch.rand(7, generator=generator) * 2 - 1])
@@ -114,7 +115,7 @@ def test_rounding_at_random_is_right_in_the_mean(format: Format, backend: str, g
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_a_part_has_the_codes_of_the_whole(backend: str, generator: torch.Generator) -> None:
+def test_a_part_has_the_codes_of_the_whole(backend: Backend, generator: torch.Generator) -> None:
     x = torch.randn(5000, generator=generator)
     for offset in (0, 2**32 - 700, 2**40 + 3):
         whole = quantize(x, "int8", 128, seed=3, offset=offset, backend=backend)
@@ -137,7 +138,7 @@ def test_random_bits_are_even() -> None:
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan, 2.0**126])
-def test_a_block_with_a_value_out_of_range_reads_as_nan(bad: float, format: Format, backend: str) -> None:
+def test_a_block_with_a_value_out_of_range_reads_as_nan(bad: float, format: Format, backend: Backend) -> None:
     x = torch.ones(3 * 64)
     x[70] = bad
     quantized = quantize(x, format, 64, seed=1, backend=backend)
@@ -148,7 +149,7 @@ def test_a_block_with_a_value_out_of_range_reads_as_nan(bad: float, format: Form
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_tiny_and_zero_blocks(format: Format, backend: str) -> None:
+def test_tiny_and_zero_blocks(format: Format, backend: Backend) -> None:
     x = torch.zeros(4 * 64)
     x[64:128], x[130], x[200] = 1e-40, 1e-45, 2.0**125
     found = dequantize(quantize(x, format, 64, backend=backend), backend=backend)
@@ -159,7 +160,7 @@ def test_tiny_and_zero_blocks(format: Format, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_values_are_added(format: Format, backend: str, generator: torch.Generator) -> None:
+def test_values_are_added(format: Format, backend: Backend, generator: torch.Generator) -> None:
     x, start = torch.randn(2, 3, 300, generator=generator)
     quantized = quantize(x, format, backend=backend)
     values = dequantize(quantized, backend=backend)
@@ -172,7 +173,7 @@ def test_values_are_added(format: Format, backend: str, generator: torch.Generat
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_strides_are_followed_and_empty_tensors_stay_empty(
-    format: Format, backend: str, generator: torch.Generator
+    format: Format, backend: Backend, generator: torch.Generator
 ) -> None:
     x = torch.randn(40, 30, generator=generator).t()
     across, copied = (quantize(one, format, 64, backend=backend) for one in (x, x.contiguous()))
@@ -182,7 +183,7 @@ def test_strides_are_followed_and_empty_tensors_stay_empty(
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_memory_is_reused(backend: str, generator: torch.Generator) -> None:
+def test_memory_is_reused(backend: Backend, generator: torch.Generator) -> None:
     x = torch.randn(7, 100, generator=generator)
     out = Quantized.empty((7, 100), "int4", 128, "cpu")
     assert quantize(x, "int4", 128, out=out, backend=backend) is out

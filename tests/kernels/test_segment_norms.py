@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.segment_norms import segment_norms, segment_squares, squares_by_piece
 from lowtide.kernels.triton import segment_norms as triton_form
 from tests.kernels.exact import DTYPES
@@ -15,7 +16,7 @@ FLOAT32_ROUNDING = 2.0**-23
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_it_equals_the_formula(dtype: torch.dtype, backend: str, generator: torch.Generator) -> None:
+def test_it_equals_the_formula(dtype: torch.dtype, backend: Backend, generator: torch.Generator) -> None:
     shard = torch.randn(20480, generator=generator).to(dtype)
     for block_numel in (1024, 512):
         found = segment_squares(shard, SEGMENTS, block_numel=block_numel, backend=backend)
@@ -58,7 +59,7 @@ def test_pieces_are_added(num_pieces: int, generator: torch.Generator, monkeypat
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_value_that_is_not_finite_stays_in_its_segment(backend: str) -> None:
+def test_a_value_that_is_not_finite_stays_in_its_segment(backend: Backend) -> None:
     shard = torch.ones(4096)
     shard[2000] = torch.nan
     shard[3000] = torch.inf
@@ -67,14 +68,14 @@ def test_a_value_that_is_not_finite_stays_in_its_segment(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_to_sum(backend: str) -> None:
+def test_nothing_to_sum(backend: Backend) -> None:
     assert segment_squares(torch.ones(64), [], backend=backend).shape == (0,)
     assert segment_squares(torch.ones(0), [(0, 0)], backend=backend).tolist() == [0.0]
     assert segment_squares(torch.ones(64), [(5, 5), (64, 64)], backend=backend).tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_odd_addresses_give_the_same_bits(backend: str, generator: torch.Generator) -> None:
+def test_odd_addresses_give_the_same_bits(backend: Backend, generator: torch.Generator) -> None:
     shard = torch.randn(5000, generator=generator)
     segments = [(0, 2100), (2112, 5000)]
     off_by_one = torch.cat([shard[:1], shard])[1:]

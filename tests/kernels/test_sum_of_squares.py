@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.sum_of_squares import squares_by_block, squares_by_block_reference, squares_of_each
 from tests.kernels.exact import DTYPES
 
@@ -33,7 +34,7 @@ def assert_near(found: Tensor, x: Tensor, block_numel: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1,), (1024,), (5, 123), (3, 4096), (11, 1023)], ids=str)
 def test_it_equals_the_formula(
-    shape: tuple[int, ...], dtype: torch.dtype, backend: str, generator: torch.Generator
+    shape: tuple[int, ...], dtype: torch.dtype, backend: Backend, generator: torch.Generator
 ) -> None:
     x = torch.randn(shape, generator=generator).to(dtype)
     for block_numel in (1024, 64):
@@ -43,7 +44,7 @@ def test_it_equals_the_formula(
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("block_numel", [16, 2048, 4096])
-def test_a_list_of_tensors(block_numel: int, backend: str, generator: torch.Generator) -> None:
+def test_a_list_of_tensors(block_numel: int, backend: Backend, generator: torch.Generator) -> None:
     shapes = [(7,), (0,), (4096,), (3, 5000), (1,), (8192,), (2, 0)]
     tensors = [torch.randn(shape, generator=generator).to(DTYPES[index % 3]) for index, shape in enumerate(shapes)]
     tensors.append(torch.randn(8200, generator=generator)[3:])  # at no multiple of 16 bytes
@@ -105,7 +106,7 @@ def test_the_ends_of_the_range(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_a_value_that_is_not_finite_is_told(
-    bad: float, dtype: torch.dtype, backend: str, generator: torch.Generator
+    bad: float, dtype: torch.dtype, backend: Backend, generator: torch.Generator
 ) -> None:
     for numel in (6 * 1024, 6 * 1024 - 100):
         x = torch.randn(numel, generator=generator).to(dtype)

@@ -142,7 +142,7 @@ def test_a_name_that_means_nothing_and_a_port_without_listener_are_told(tmp_path
 def test_a_folder_that_may_not_be_written_is_told(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         folder = "/proc"  # refuses root too
-        words = ("No such file or directory", "Operation not permitted", "Permission denied")
+        words: tuple[str, ...] = ("No such file or directory", "Operation not permitted", "Permission denied")
     else:
         tmp_path.chmod(0o500)
         folder, words = str(tmp_path), ("Permission denied",)

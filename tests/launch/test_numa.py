@@ -1,5 +1,6 @@
 """Processors, NUMA nodes and quotas of made-up hosts, and how ranks share them."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -135,7 +136,7 @@ def test_a_rank_without_a_node_makes_all_share_all() -> None:
 
 def test_a_report_keeps_within_the_mask_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_processors(tmp_path)
-    monkeypatch.setattr(numa.os, "sched_getaffinity", lambda process: {0, 1, 4, 6})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 4, 6})
     report = report_host({"CUDA_VISIBLE_DEVICES": "1", "HOME": "/root"}, tmp_path, lambda: None)
     assert (report.kind, report.devices) == ("none", ())
     assert report.cores == ((0, 4), (1,), (6,)) and report.nodes == {0: (0, 1, 4), 1: (6,)}
@@ -145,7 +146,7 @@ def test_a_report_keeps_within_the_mask_of_this_process(tmp_path: Path, monkeypa
 def test_a_quota_counts_where_it_is_lower_than_the_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_processors(tmp_path)
     write(tmp_path / "sys/fs/cgroup/cpu.max", "250000 100000\n")
-    monkeypatch.setattr(numa.os, "sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     assert report_host({}, tmp_path, lambda: None).num_cores == 3
 
 

@@ -124,7 +124,7 @@ def numbers_of(found: RankProgress) -> set[int]:
 
 def test_no_read_gives_the_halves_of_two_writes(busy_rank: subprocess.Popen[bytes], path: str) -> None:
     reader = ProgressReader(path, 0)
-    seen = set()
+    seen: set[int] = set()
     deadline = time.monotonic() + 30
     while len(seen) < 500 and time.monotonic() < deadline:
         found = reader.read()

@@ -67,7 +67,7 @@ class VirtualHost:
                 "--kill-child",
                 "--mount-proc",
                 *script,
-                find_program("sshd"),
+                sshd,
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -265,7 +265,8 @@ def test_a_wrong_guess_is_dropped_and_never_an_error() -> None:
 def test_what_is_still_being_saved_is_saved_before_it_is_loaded_again() -> None:
     """As memory of its own may be the only place that it can come to."""
     store = SlowStore(0.001)
-    only, is_taken = torch.zeros(100, dtype=torch.uint8), []
+    only = torch.zeros(100, dtype=torch.uint8)
+    is_taken: list[bool] = []
 
     def take() -> Tensor:
         assert not is_taken

@@ -22,7 +22,7 @@ class Layer(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, 11)
+        self.up: nn.Module = nn.Linear(WIDTH, 11)
         self.down = nn.Linear(11, WIDTH)
         if kind == "computed":
             self.up = spectral_norm(self.up)  # its buffers change with every look at the weight
@@ -77,7 +77,7 @@ def test_they_train_like_one_rank(ranks: RankPool, kind: str, schedule: str) -> 
     assert found == pytest.approx(expected, rel=1e-5)
     assert list(state) == list(expected_state)
     for name, value in expected_state.items():
-        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=f"{name}: {{}}".format)
 
 
 @pytest.mark.parametrize("kind", ["computed", "frozen"])

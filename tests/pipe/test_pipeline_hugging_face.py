@@ -66,7 +66,7 @@ def test_they_train_like_one_rank(ranks: RankPool, world_size: int, schedule: st
         assert list(first.state) == list(expected.state), name
         for key, value in expected.state.items():
             # Adam's first steps are as large where a gradient is all but 0 as where it is not.
-            torch.testing.assert_close(first.state[key], value, rtol=1e-3, atol=2e-3, msg=lambda m, k=key: f"{k}: {m}")
+            torch.testing.assert_close(first.state[key], value, rtol=1e-3, atol=2e-3, msg=f"{key}: {{}}".format)
         assert all(result[name].losses == first.losses for result in by_rank), name
 
 
@@ -77,7 +77,8 @@ def from_builder_and_files(folder: Path) -> tuple[Outcome, Outcome, Outcome]:
 
 def test_a_builder_and_files_give_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    MODELS["llama"]().save_pretrained(tmp_path)
+    model: Any = MODELS["llama"]()
+    model.save_pretrained(tmp_path)
     given, built, read = ranks(2, from_builder_and_files, tmp_path)[0]
     assert given.differences(built) == [] and given.differences(read) == []
 

@@ -38,7 +38,7 @@ OPERATIONS: list[Callable[[Tensor], Tensor]] = [
 @pytest.mark.parametrize("number", range(len(OPERATIONS)))
 def test_an_operation_gives_an_absent_tensor_of_the_right_shape_dtype_and_device(number: int) -> None:
     found, expected = OPERATIONS[number](absent(3, 4)), OPERATIONS[number](torch.ones(3, 4))
-    assert is_missing(found) and found.origin == "embedding.weight"
+    assert is_missing(found) and getattr(found, "origin", None) == "embedding.weight"
     assert (found.shape, found.dtype, found.device) == (expected.shape, expected.dtype, expected.device)
 
 
@@ -92,7 +92,7 @@ def test_the_dispatcher_refuses_too() -> None:
 
 WRITES: list[Callable[[Tensor, Tensor], object]] = [
     lambda real, x: real.add_(x),
-    lambda real, x: operator.setitem(real, 0, x[0]),
+    lambda real, x: real.__setitem__(0, x[0]),
     lambda real, x: operator.iadd(real, x),
     lambda real, x: torch.add(x, 1, out=real),
 ]
@@ -108,7 +108,7 @@ def test_a_real_tensor_is_never_overwritten_with_nothing(number: int) -> None:
 def test_writing_into_an_absent_tensor_leaves_it_absent() -> None:
     x = absent(3, 4)
     before = x
-    x += 1
+    x = operator.iadd(x, 1)
     x[0] = 5
     assert x is before and is_missing(x) and x.mul_(2) is x
 

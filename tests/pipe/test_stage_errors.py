@@ -231,8 +231,8 @@ def test_a_block_of_another_rank_that_is_called_outside_of_run() -> None:
         "pipeline"
     )
     with refused(text):
-        stage.module.layers[0](torch.zeros(1, 7))
-    assert stage.module.layers[1](torch.zeros(1, 7)).shape == (1, 7)
+        stage.module.get_submodule("layers.0")(torch.zeros(1, 7))
+    assert stage.module.get_submodule("layers.1")(torch.zeros(1, 7)).shape == (1, 7)
 
 
 def test_after_an_error_the_stage_runs_again() -> None:

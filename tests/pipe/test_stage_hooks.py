@@ -1,5 +1,6 @@
 """Which hooks run on a stage: those of its own blocks, as often as in the whole model, and of no others."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -56,10 +57,10 @@ def test_a_compiled_block_is_called_in_its_place() -> None:
 
     def build() -> nn.Module:
         model = gpt()
-        for number, block in enumerate(model.blocks):
+        for number, block in enumerate(model.get_submodule("blocks").children()):
             forward = block._call_impl
 
-            def compiled(x: Tensor, number: int = number, forward: nn.Module = forward) -> Tensor:
+            def compiled(x: Tensor, number: int = number, forward: Callable[[Tensor], Tensor] = forward) -> Tensor:
                 calls.append(number)
                 return forward(x)
 

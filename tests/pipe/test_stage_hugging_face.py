@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -140,7 +141,8 @@ def test_caches_of_keys_and_values_are_off_while_a_stage_runs_and_the_config_kee
         return output
 
     assert staged(stages, call).differences(expected) == []
-    assert seen == [None] and all(stage.module.config.use_cache is True for stage in stages)
+    configs: list[Any] = [stage.module.config for stage in stages]
+    assert seen == [None] and all(config.use_cache is True for config in configs)
 
 
 def test_the_model_checkpoints_its_layers_itself() -> None:
@@ -155,7 +157,7 @@ def test_the_model_checkpoints_its_layers_itself() -> None:
         return model
 
     for use_reentrant in (False, True):
-        stages = stages_of(lambda use_reentrant=use_reentrant: build(use_reentrant), 2)
+        stages = stages_of(partial(build, use_reentrant), 2)
         assert staged(stages, lambda model: model(**batch)).differences(expected) == []
 
 

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,8 @@ class FirstInputAgain(models.Mlp):
 
 class SkipConnections(models.Mlp):
     """The outputs of the first blocks are added before the last ones, in the other order."""
+
+    layers: Any  # torch types a slice of it as a module, not as a Sequential
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -160,7 +163,9 @@ def test_named_values_do_not_outlive_the_forward() -> None:
     first, second, _ = stages_of(KeepsItsInput, 3)
     output = first.run(CALL).detached()
     seen: list[weakref.ref[Tensor]] = []
-    second.module.layers[2].register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
+    second.module.get_submodule("layers.2").register_forward_hook(
+        lambda module, args, output: seen.append(weakref.ref(output))
+    )
     gc.disable()
     try:
         sent = second.run(CALL, output)

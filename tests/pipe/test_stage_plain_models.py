@@ -1,6 +1,7 @@
 """Models of plain torch have the loss and gradients of the whole model when they run as stages."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -51,7 +52,7 @@ class TorchTransformer(nn.Module):
 
 class State(NamedTuple):
     x: Tensor
-    count: int
+    count: int  # type: ignore[assignment]  # it hides tuple.count
     notes: dict[str, Any]
 
 
@@ -155,7 +156,9 @@ def test_several_stages_of_one_rank_share_a_module(name: str) -> None:
     found = staged([outer[0], inner, outer[1]], call)
     for tied, stages in plan.tied.items():
         if stages == (0, 2):  # one parameter here, whose gradient is there already
-            found.gradients[tied] = outer[0].module.get_parameter(tied).grad
+            there = outer[0].module.get_parameter(tied).grad
+            assert there is not None
+            found.gradients[tied] = there
     assert found.differences(expected) == []
 
 
@@ -182,9 +185,9 @@ def test_evaluation_gives_the_output_of_the_whole_model_and_keeps_no_graph() -> 
 def test_frozen_blocks_send_a_value_that_needs_no_gradient() -> None:
     def build() -> nn.Module:
         model = seeded(models.TinyGPT)()
-        for part in (model.embedding, model.blocks[0]):
-            part.requires_grad_(False)
-        model.position.requires_grad_(False)
+        for part in ("embedding", "blocks.0"):
+            model.get_submodule(part).requires_grad_(False)
+        model.get_parameter("position").requires_grad_(False)
         return model
 
     call = CASES["gpt"][1]
@@ -249,8 +252,12 @@ def test_random_state_is_drawn_once_although_the_first_run_calls_the_model_twice
     assert torch.equal(first.tensors[0], second.tensors[0]) and torch.equal(state, torch.get_rng_state())
 
 
+def call_with_rows(rows: int, model: nn.Module) -> Any:
+    return model(*models.vector_batch(0, rows))
+
+
 def test_the_description_is_the_same_object_while_shapes_stay_the_same() -> None:
     stage = stages_of(seeded(models.Mlp), 3)[0]
-    runs = [stage.run(lambda model, rows=rows: model(*models.vector_batch(0, rows))) for rows in (4, 4, 3)]
+    runs = [stage.run(partial(call_with_rows, rows)) for rows in (4, 4, 3)]
     assert runs[0].spec is runs[1].spec
     assert [run.spec.tensors[0].shape for run in runs] == [(4, 7), (4, 7), (3, 7)]

@@ -1,5 +1,7 @@
 """Models whose blocks are never called, but the modules in them."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -20,11 +22,13 @@ class Net(nn.Module):
         self.change()
         self.double()
 
-    def block(self, index: int) -> nn.Module: ...
+    def block(self, index: int) -> nn.Module:
+        raise NotImplementedError
 
     def change(self) -> None: ...
 
-    def run(self, block, x: Tensor) -> Tensor: ...  # type: ignore[no-untyped-def]  # a module of another class in each
+    def run(self, block: Any, x: Tensor) -> Tensor:  # a module of another class in each
+        raise NotImplementedError
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = torch.tanh(self.first(x))
@@ -43,7 +47,7 @@ class Dicts(Net):
     def block(self, index: int) -> nn.Module:
         return nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "up": linear(), "act": nn.GELU(), "down": linear()})
 
-    def run(self, block, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def run(self, block: Any, x: Tensor) -> Tensor:
         return block["down"](block["act"](block["up"](block["norm"](x))))
 
 
@@ -51,9 +55,10 @@ class Lists(Net):
     """As x-transformers has them: norms of which some are None, what is computed, and what adds it."""
 
     def block(self, index: int) -> nn.Module:
-        return nn.ModuleList([nn.ModuleList([nn.LayerNorm(WIDTH), None]), linear(), nn.Identity()])
+        norms: list[Any] = [nn.LayerNorm(WIDTH), None]
+        return nn.ModuleList([nn.ModuleList(norms), linear(), nn.Identity()])
 
-    def run(self, block, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def run(self, block: Any, x: Tensor) -> Tensor:
         (before, after), layer, residual = block
         x = residual(layer(before(x)))
         return x if after is None else after(x)
@@ -65,7 +70,7 @@ class ListsOfBlocks(Net):
     def block(self, index: int) -> nn.Module:
         return nn.ModuleList(models.Block(WIDTH - 1) for _ in range(index + 1))
 
-    def run(self, block, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def run(self, block: Any, x: Tensor) -> Tensor:
         for layer in block:
             x = torch.cat([layer(x[:, None, 1:])[:, 0], x[:, :1]], -1)
         return x
@@ -85,7 +90,7 @@ class OwnClass(Net):
     def block(self, index: int) -> nn.Module:
         return Loose()
 
-    def run(self, block, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def run(self, block: Any, x: Tensor) -> Tensor:
         return block.layer(x) * block.scale + block.more[0]
 
 
@@ -95,7 +100,7 @@ class OnlyParameters(Net):
     def block(self, index: int) -> nn.Module:
         return nn.ParameterDict({"weight": 0.1 * torch.randn(WIDTH, WIDTH)})
 
-    def run(self, block, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def run(self, block: Any, x: Tensor) -> Tensor:
         return functional.linear(x, block["weight"])
 
 
@@ -112,22 +117,25 @@ class Mixed(Net):
     def block(self, index: int) -> nn.Module:
         return nn.Identity()
 
-    def run(self, block, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def run(self, block: Any, x: Tensor) -> Tensor:
         if block is None:
             return x
         if isinstance(block, nn.ModuleDict):
-            return block["1"](block["0"][1](block["0"][0](x)))
+            first, second = block["0"].children()
+            return block["1"](second(first(x)))
         return block[0](x) if isinstance(block, nn.ModuleList) else block(x)
 
 
 class OneForAll(Net):
     """The same module in every block, as ALBERT shares its layers."""
 
+    shared: nn.Linear
+
     def block(self, index: int) -> nn.Module:
         self.shared = self.shared if index else linear()
         return nn.ModuleDict({"shared": self.shared, "own": linear()})
 
-    def run(self, block, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def run(self, block: Any, x: Tensor) -> Tensor:
         return block["own"](block["shared"](x))
 
 
@@ -140,7 +148,7 @@ class TwoLists(Net):
     def change(self) -> None:
         self.others = nn.ModuleList(reversed(list(self.blocks)))
 
-    def run(self, block, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def run(self, block: Any, x: Tensor) -> Tensor:
         return block[0](x)
 
 
@@ -150,5 +158,5 @@ class Backwards(Net):
     def block(self, index: int) -> nn.Module:
         return nn.ModuleDict({"down": linear(), "up": linear()})
 
-    def run(self, block, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def run(self, block: Any, x: Tensor) -> Tensor:
         return block["down"](torch.tanh(block["up"](x)))

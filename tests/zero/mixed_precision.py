@@ -42,12 +42,13 @@ def train_mixed(
         scale = scale_of(outcome.skipped)
         seed = scale / case.accumulation if dtypes.compute == torch.float16 else scale  # small where range is
         losses, sums = _gradients(model, _microbatches(case, step, world_size), dtypes, seed)
-        for master, total in zip(masters, sums, strict=True):
-            master.grad = total.float() * (1.0 / (world_size * case.accumulation * seed))
+        grads = [total.float() * (1.0 / (world_size * case.accumulation * seed)) for total in sums]
+        for master, grad in zip(masters, grads, strict=True):
+            master.grad = grad
         outcome.skipped.append(not all(bool(torch.isfinite(total).all()) for total in sums))
         outcome.scales.append(scale)
         outcome.losses.append(torch.stack(losses).mean().item())
-        outcome.norms.append(torch.stack([master.grad.double().norm() for master in masters]).norm().item())
+        outcome.norms.append(torch.stack([grad.double().norm() for grad in grads]).norm().item())
         if not outcome.skipped[-1]:
             if case.clip:
                 torch.nn.utils.clip_grad_norm_(masters, case.clip)

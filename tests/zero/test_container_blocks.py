@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def called_by_itself() -> list[float]:
         engine = lowtide.initialize(kind(), {"optimizer": {"type": "sgd"}, "zero_optimization": {"stage": 3}})
         with torch.no_grad():
             x = torch.ones(1, WIDTH, dtype=torch.float64)
-            part = engine.module.blocks[1]["up"] if kind is Dicts else engine.module.reader
+            part = engine.module.get_submodule("blocks.1.up" if kind is Dicts else "reader")
             sums.append(part(x).sum().item())
         engine.close()
     return sums
@@ -75,7 +76,7 @@ class Reader(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scales = nn.ParameterList([torch.ones(WIDTH)])
-        self.more = nn.ModuleDict({"inner": nn.ParameterDict({"shift": torch.zeros(WIDTH)})})
+        self.more: Any = nn.ModuleDict({"inner": nn.ParameterDict({"shift": torch.zeros(WIDTH)})})
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.scales[0] + self.more["inner"]["shift"]

@@ -4,6 +4,7 @@ There is no device here: `apart.py` says how the host is made to be one.
 """
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -168,9 +169,10 @@ def test_bytes_are_where_the_config_says(ranks: RankPool, ratio: float, low: flo
 
 def test_at_most_two_gradients_are_on_their_way() -> None:
     pool = HostPool(pinned=False)
-    host, arrived = HostUpdate(LateCopies(), pool), []
+    host = HostUpdate(LateCopies(), pool)
+    arrived: list[int] = []
     shards = [torch.full((1024,), float(index)) for index in range(5)]
-    totals = [host.take(shard, None, lambda i=index: arrived.append(i)) for index, shard in enumerate(shards)]
+    totals = [host.take(shard, None, partial(arrived.append, index)) for index, shard in enumerate(shards)]
     assert arrived == [0, 1, 2]
     again = host.take(torch.ones(1024), totals[0], None)
     assert again is totals[0]

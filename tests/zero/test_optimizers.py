@@ -21,7 +21,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for param in group["params"]:
@@ -31,11 +31,17 @@ class Lion(torch.optim.Optimizer):
                 param -= group["lr"] * (update + group["weight_decay"] * param)
 
 
-ADAM = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
-NESTEROV = {"lr": 1e-2, "momentum": 0.8, "weight_decay": 0.1, "nesterov": True}
-HEAVY_BALL = {"lr": 1e-2, "momentum": 0.8, "dampening": 0.3}
-LION = {"lr": 1e-3, "betas": (0.8, 0.95), "weight_decay": 0.1}
-ADAGRAD = {"lr": 1e-2, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.2, "eps": 1e-7}
+ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
+NESTEROV: dict[str, Any] = {"lr": 1e-2, "momentum": 0.8, "weight_decay": 0.1, "nesterov": True}
+HEAVY_BALL: dict[str, Any] = {"lr": 1e-2, "momentum": 0.8, "dampening": 0.3}
+LION: dict[str, Any] = {"lr": 1e-3, "betas": (0.8, 0.95), "weight_decay": 0.1}
+ADAGRAD: dict[str, Any] = {
+    "lr": 1e-2,
+    "lr_decay": 0.1,
+    "weight_decay": 0.1,
+    "initial_accumulator_value": 0.2,
+    "eps": 1e-7,
+}
 OPTIMIZERS: list[tuple[str, dict[str, Any], Callable[..., torch.optim.Optimizer]]] = [
     ("adamw", ADAM, partial(torch.optim.AdamW, **ADAM)),
     ("adamw", {}, torch.optim.AdamW),

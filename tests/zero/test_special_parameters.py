@@ -164,7 +164,8 @@ class NotContiguous(Base):
 
     def change(self) -> None:
         self.last.weight = nn.Parameter(torch.arange(21.0).view(7, 3).t() / 20)
-        self.layers[0].weight.data = self.layers[0].weight.data.t()
+        weight = self.layers[0].get_parameter("weight")
+        weight.data = weight.data.t()
 
 
 class MixedLinear(nn.Linear):
@@ -269,7 +270,7 @@ KINDS: list[Callable[[], nn.Module]] = [
     Objects,
 ]
 ROUTES = ("shared_memory", "sockets")
-TOLERANCES = {TwoDtypes: 1e-6}
+TOLERANCES: dict[Callable[[], nn.Module], float] = {TwoDtypes: 1e-6}
 
 
 def case_of(kind: Callable[[], nn.Module], stage: int = 0, route: str = "auto", accumulation: int = 1) -> Case:
@@ -283,7 +284,7 @@ def check(
     grid = [case_of(kind, stage, route, accumulation) for kind in KINDS for route in routes for stage in stages]
     for case, outcome in zip(grid, ranks(world_size, train_all, grid)[0], strict=True):
         expected = train_plainly(case, world_size)
-        tolerance = TOLERANCES.get(case.build, 1e-10)  # type: ignore[call-overload]
+        tolerance = TOLERANCES.get(case.build, 1e-10)
         assert_close(outcome, expected, tolerance, tolerance, f"{case.build.__name__}, stage {case.stage}")
 
 
@@ -293,7 +294,8 @@ def test_on_one_rank(ranks: RankPool) -> None:
 
 class ReadFromOutside(Base):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return super().forward(functional.linear(x, self.layers[0].weight[:5, :5]), y) + self.layers[2].weight.sum()
+        weight = self.get_parameter("layers.0.weight")
+        return super().forward(functional.linear(x, weight[:5, :5]), y) + self.get_parameter("layers.2.weight").sum()
 
 
 class BesideItsUnit(Base):
@@ -301,7 +303,7 @@ class BesideItsUnit(Base):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = torch.tanh(self.first(x))
-        x = self.layers[2](x + functional.linear(x, self.layers[1].weight))
+        x = self.layers[2](x + functional.linear(x, self.get_parameter("layers.1.weight")))
         return functional.mse_loss(self.last(self.layers[0](x)), y)
 
 

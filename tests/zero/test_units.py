@@ -86,7 +86,7 @@ def test_elements_without_parameters_are_no_units() -> None:
 
 def test_a_parameter_of_two_units_belongs_to_the_rest() -> None:
     model = Gpt(2)
-    model.blocks[1].linear.weight = model.blocks[0].linear.weight
+    model.blocks[1].get_submodule("linear").weight = model.blocks[0].get_parameter("linear.weight")
     assert described(plan_units(model)) == {
         REST: ["embedding.weight", "blocks.0.linear.weight"],
         "blocks.0": ["blocks.0.linear.bias"],
@@ -97,7 +97,7 @@ def test_a_parameter_of_two_units_belongs_to_the_rest() -> None:
 def test_a_parameter_tied_to_one_outside_belongs_to_the_rest() -> None:
     model = Gpt(2, tied=False)
     model.extra = nn.Module()
-    model.extra.weight = model.blocks[1].linear.weight
+    model.extra.weight = model.blocks[1].get_parameter("linear.weight")
     assert "blocks.1.linear.weight" in described(plan_units(model))[REST]
 
 

@@ -79,8 +79,8 @@ def error_of_a_poisoned_step() -> str:
     model = nn.Sequential(nn.Linear(4, 4), Poisoned(4, 4))
     engine = lowtide.initialize(model, config, loss_fn=lambda output, batch: output.square().mean())
     with torch.no_grad(), engine.gathered(*model[0].parameters(), modify=True):
-        model[0].weight.fill_(1.0)
-        model[0].bias.fill_(1.0)
+        for param in model[0].parameters():
+            param.fill_(1.0)
     try:
         engine.train_step((torch.ones(2, 4),))
     except RuntimeError as error:

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 import lowtide
 
-ADAMW = {"type": "adamw", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}}
+ADAMW: dict[str, Any] = {
+    "type": "adamw",
+    "params": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1},
+}
 ROWS = 2  # of a microbatch
 
 
@@ -157,6 +160,4 @@ def assert_close(found: Outcome, expected: Outcome, rtol: float, atol: float, wh
         assert all(math.isclose(a, b, rel_tol=rtol, abs_tol=atol) for a, b in zip(ours, theirs, strict=True)), text
     assert list(found.state) == list(expected.state), what
     for name, value in expected.state.items():
-        torch.testing.assert_close(
-            found.state[name], value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{what} {n}: {m}"
-        )
+        torch.testing.assert_close(found.state[name], value, rtol=rtol, atol=atol, msg=f"{what} {name}: {{}}".format)

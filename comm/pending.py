@@ -47,6 +47,12 @@ class Reduction:
         """True where it is known that `advance` would not wait."""
         return bool(self._polls) and self._polls[0]()
 
+    def also_needs(self, poll: Callable[[], bool]) -> None:
+        """What follows on the last phase, at once, would wait as long as `poll` says no."""
+        if self._polls:
+            last = self._polls[-1]
+            self._polls[-1] = lambda: last() and poll()
+
     def advance(self) -> bool:
         if self._phases:
             self._phases.pop(0)()

@@ -200,7 +200,10 @@ class GroupGradient:
         elif axis is shard_axis:
             held = self._held(shard_axis, slot, shard)
             inspect = partial(self._inspect, shard_axis, counts and replica_axis.size == 1)
-            yield from _steps(shard_axis.route.reduce_scatter(slot, shard, accumulate, held, what, inspect))
+            moved = shard_axis.route.reduce_scatter(slot, shard, accumulate, held, what, inspect)
+            if replica_axis.size > 1 and boundary:  # its last phase goes on to open a slot there
+                moved.also_needs(lambda: replica_axis.route.next_slot(shard.numel(), self.reduce_dtype) is not None)
+            yield from _steps(moved)
         if replica_axis.size > 1 and boundary:
             if axis is not replica_axis:
                 slot = replica_axis.route.open_slot(shard.numel(), self.reduce_dtype, what)

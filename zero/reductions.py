@@ -1,49 +1,77 @@
-"""Reductions of gradients that have started and not ended."""
+"""Reductions of gradients that have started and not ended.
+
+[Note: early phases]
+`start` takes every reduction one phase on, the oldest first, and waits for other ranks where it must. `poll` does what
+would not wait, so ranks come to differ in how far they are. That is harmless as long as
+
+- each route sees the same order everywhere: a reduction is not taken into a phase before the older ones have left it;
+- `poll` waits for nothing: what it waited for might come from this very rank, from an older reduction that is not due.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from ..comm import Reduction
 from .gradient import GroupGradient
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A reduction on its way."""
+
+    steps: Iterator[Reduction]
+    reduction: Reduction
+    num_phases: int = 0  # that it has behind it
+
+    def advance(self) -> bool:
+        """Takes it one phase on; says whether it is still on its way."""
+        reduction = next(self.steps, None)
+        if reduction is None:
+            return False
+        self.reduction = reduction
+        self.num_phases += 1
+        return True
 
 
 class Reductions:
     """Takes each reduction one phase on when the next one starts: the time between the two covers its waiting."""
 
     def __init__(self) -> None:
-        self._in_flight: list[tuple[Iterator[Reduction], Reduction]] = []  # oldest first
+        self._in_flight: list[_Flight] = []  # oldest first
 
     def start(self, gradient: GroupGradient, boundary: bool) -> None:
         """Stages a group's gradient and starts to reduce it, after the others were taken on."""
-        self._advance([True] * len(self._in_flight))
+        self._advance_all()
         steps = gradient.collect(boundary)
         reduction = next(steps, None)
         if reduction is not None:
-            self._in_flight.append((steps, reduction))
+            self._in_flight.append(_Flight(steps, reduction))
 
     def poll(self) -> None:
-        """Takes those on that would not wait: their memory is free the sooner, here and on other ranks."""
-        # Asked from the newest on: what makes a phase of one ready came later than what makes it for those before it.
-        self._advance([reduction.is_ready for _, reduction in reversed(self._in_flight)][::-1])
+        """Takes those on that would not wait: their memory is free the sooner, here and on other ranks.
+
+        See [Note: early phases].
+        """
+        older = None
+        for flight in list(self._in_flight):
+            is_behind = older is None or older.num_phases > flight.num_phases
+            if is_behind and flight.reduction.is_ready and not flight.advance():
+                self._in_flight.remove(flight)
+            else:
+                older = flight
 
     def finish(self) -> None:
         """Waits for all."""
         while self._in_flight:
-            self._advance([True] * len(self._in_flight))
+            self._advance_all()
 
     def abandon(self) -> None:
         """Leaves them as they are: other ranks will not answer."""
         self._in_flight.clear()
 
-    def _advance(self, is_due: Sequence[bool]) -> None:
-        """Takes some one phase on, the oldest first. An error leaves the others."""
-        left, self._in_flight = self._in_flight, []
-        try:
-            for due in is_due:
-                steps, before = left.pop(0)
-                reduction = next(steps, None) if due else before
-                if reduction is not None:
-                    self._in_flight.append((steps, reduction))
-        finally:
-            self._in_flight += left
+    def _advance_all(self) -> None:
+        for flight in list(self._in_flight):
+            if not flight.advance():
+                self._in_flight.remove(flight)

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from lowtide.kernels.multi_tensor import copy_scaled
 from lowtide.kernels.optimizer_states import StoredState, new_state, stored_states
-from lowtide.kernels.optimizer_step import RULES, update_shard
+from lowtide.kernels.optimizer_step import update_shard
 from lowtide.kernels.quantize import dequantize, dequantize_reference, quantize
 from lowtide.kernels.quantized import NF4_LEVELS, Format, Quantized
 from lowtide.kernels.segment_norms import segment_norms
 from lowtide.kernels.sum_of_squares import squares_by_block
+from lowtide.optimizers.table import OPTIMIZERS
 
 NUMELS = ((1 << 20,), (1 << 24,), (1 << 27,))
 TINY = (1300,)
@@ -25,7 +26,7 @@ QUANTIZED_BLOCK_NUMEL = 256
 STEP = 10
 LR, BETA1, BETA2, ADAM_EPS, DECAY = 1e-2, 0.9, 0.999, 1e-8, 0.1
 OPTIONS = {"lr": LR, "betas": (BETA1, BETA2), "eps": ADAM_EPS, "weight_decay": DECAY}
-MOMENTS = RULES["adamw"].states
+MOMENTS = [state.name for state in OPTIMIZERS["adamw"].states]
 STATE_STEPS = {torch.bfloat16: 2.0**-7, torch.int8: 2.0**-3}  # between neighbours, over the value
 STATE_FLOORS = {torch.bfloat16: 0.0, torch.int8: 2.0**-16}  # over the largest value of a block
 
@@ -43,10 +44,10 @@ def draw_shard(state_dtype: torch.dtype, size: Size, dtype: torch.dtype, draw: D
         "step": torch.full((), float(STEP), device=draw.device),
         "found inf": torch.zeros((), device=draw.device),
     }
-    for name in MOMENTS:
+    for state in OPTIMIZERS["adamw"].states:
         values = draw.normal(numel, size=0.5)
-        states = new_state(name, tensors["master"], 0.0, state_dtype)
-        stored_states(list(states.values()))[0].narrow(values.square_() if name == MOMENTS[1] else values)
+        states = new_state(state, tensors["master"], OPTIONS, state_dtype)
+        stored_states(list(states.values()))[0].narrow(values.square_() if state.is_mean_of_squares else values)
         tensors |= states
     if dtype != torch.float32:
         tensors["out"] = torch.full((numel,), torch.nan, dtype=dtype, device=draw.device)
@@ -59,7 +60,7 @@ def states_of(t: Tensors) -> list[Tensor]:
 
 def our_step(t: Tensors) -> Tensors:
     update_shard(
-        RULES["adamw"], t["master"], t["gradient"], states_of(t), STEP, OPTIONS, t["scale"], t.get("out"),
+        OPTIMIZERS["adamw"], t["master"], t["gradient"], states_of(t), STEP, OPTIONS, t["scale"], t.get("out"),
         backend="triton",
     )  # fmt: skip
     return t

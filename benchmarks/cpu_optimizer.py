@@ -37,8 +37,10 @@ from torch import Tensor
 
 from lowtide.kernels.cpu_build import load_library
 from lowtide.kernels.cpu_optimizer import CpuKernel
-from lowtide.kernels.optimizer_states import stored_states
-from lowtide.kernels.optimizer_step import CHUNK_NUMEL, RULES, UpdateRule
+from lowtide.kernels.optimizer_states import new_states, stored_states
+from lowtide.kernels.optimizer_step import CHUNK_NUMEL
+from lowtide.optimizers.optimizer import Optimizer
+from lowtide.optimizers.table import OPTIMIZERS
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1},
@@ -123,13 +125,13 @@ class Shard:
     """The tensors that the contenders of this process share, and their steps."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.rule: UpdateRule = RULES[options.rule]
+        self.rule: Optimizer = OPTIMIZERS[options.rule]
         self.options = OPTIONS[options.rule]
         numel, generator = options.numel, torch.Generator().manual_seed(0)
         self.master = torch.randn(numel, generator=generator)
         self.gradient = (0.01 * torch.randn(numel, generator=generator)).to(getattr(torch, options.gradient))
         self.out = None if options.out == "none" else torch.empty(numel, dtype=getattr(torch, options.out))
-        self.wide = list(self.rule.new_states(self.master, self.options).values())
+        self.wide = list(new_states(self.rule, self.master, self.options).values())
         self.num_steps = 1  # the first step of all is not timed
 
     def moved_bytes(self, states: list[Tensor]) -> int:
@@ -144,14 +146,14 @@ class Shard:
             return Row(name, self.moved_bytes(self.wide), timed(lambda: self.step_by_torch(chunk)))
         kernel, states = CpuKernel(), self.wide
         if name != "kernel":
-            states = list(self.rule.new_states(self.master, self.options, STATE_DTYPES[name]).values())
+            states = list(new_states(self.rule, self.master, self.options, STATE_DTYPES[name]).values())
         return Row(name, self.moved_bytes(states), timed(lambda: self.step_by_kernel(kernel, states)))
 
     def step_by_kernel(self, kernel: CpuKernel, states: list[Tensor]) -> None:
         self.num_steps += 1
         runs = [(self.master.numel(), self.options)]
         stored = stored_states(states)
-        kernel.update(self.rule.name, self.master, self.gradient, stored, self.num_steps, runs, 1.0, self.out)
+        kernel.update(self.rule, self.master, self.gradient, stored, self.num_steps, runs, 1.0, self.out)
 
     def step_by_torch(self, chunk_numel: int) -> None:
         self.num_steps += 1

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..optimizers.table import OPTIMIZERS
 from .fragment import TensorInfo
 from .index import Row
 from .names import data_name
@@ -35,13 +36,6 @@ PARAM_GROUPS = "optim.param_groups."
 _STATE = "optim.state."
 STEP = "optim.step"
 """The tensor to which all `optim.state.NAME.step` refer."""
-
-_TORCH_TWINS: Mapping[str, type[torch.optim.Optimizer]] = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-}
 
 
 @dataclass(frozen=True)
@@ -138,9 +132,9 @@ def _path_of(name: str) -> tuple[str, ...]:
 
 def _torch_options(kind: str) -> dict[str, Any]:
     """The defaults of torch's optimizer of that kind. Read off its signature: to make one imports torch's compiler."""
-    twin = _TORCH_TWINS.get(kind)
-    if twin is None:
+    record = OPTIMIZERS.get(kind)
+    twin = None if record is None else record.torch_twin
+    if record is None or twin is None:
         return {}
     parameters = list(inspect.signature(twin).parameters.values())[1:]
-    options = {parameter.name: parameter.default for parameter in parameters}
-    return {**options, "decoupled_weight_decay": True} if kind == "adamw" else options
+    return {**{parameter.name: parameter.default for parameter in parameters}, **record.torch_options}

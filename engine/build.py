@@ -18,6 +18,7 @@ from ..kernels.cpu_optimizer import cpu_kernel
 from ..kernels.dispatch import Backend
 from ..model.ledger import Ledger
 from ..offload import ActivationOffload, in_storages_of, keep_heap
+from ..optimizers.table import OPTIMIZERS
 from ..pipe.split.absent import Absent
 from ..watch.log import configure, logger
 from ..zero.build import Dtypes, ModelPlan, build_units
@@ -28,7 +29,7 @@ from ..zero.gradient import GroupGradient
 from ..zero.hooks import UnitHooks, cast_inputs
 from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
-from ..zero.optimizer_choice import another, check_elementwise, rule_like, rule_named
+from ..zero.optimizer_choice import another, check_elementwise, record_like
 from ..zero.policy import ZeroPolicy
 from ..zero.released import ReleasedParameter
 from ..zero.scheduled_units import ScheduledUnits
@@ -373,10 +374,10 @@ def _make_optimizer(
                 'optimizer: expected one in the config, for example {"type": "adamw", "params": {"lr": 1e-3}}, or one '
                 "passed to initialize(..., optimizer=...); found neither"
             )
-        options = config.optimizer.params.model_dump(exclude={"state_dtype"})
+        options, record = config.optimizer.options, OPTIMIZERS[config.optimizer.type]
         groups: list[dict[str, Any]] = [{"params": trained, **options}]
-        rule, state_dtype = rule_named(config.optimizer.type, options), _state_dtype(config, gradients)
-        update: FusedUpdate | TorchUpdate = FusedUpdate(rule, groups[0], state_dtype, optimizer_backend(config))
+        state_dtype = _state_dtype(config, gradients)
+        update: FusedUpdate | TorchUpdate = FusedUpdate(record, options, state_dtype, optimizer_backend(config))
     else:
         own = choice if isinstance(choice, torch.optim.Optimizer) else _call(choice, trained)
         _check_covers(own, trained)
@@ -394,7 +395,7 @@ def _make_optimizer(
 
 def _state_dtype(config: Config, gradients: Sequence[GroupGradient]) -> torch.dtype:
     assert config.optimizer is not None
-    name = config.optimizer.params.state_dtype
+    name = config.optimizer.state_dtype
     wide = [gradient.group.name for gradient in gradients if gradient.group.dtype == torch.float64]
     if name != "fp32" and wide:
         raise ValueError(
@@ -410,9 +411,9 @@ def _call(make: Callable[[Any], torch.optim.Optimizer], params: list[nn.Paramete
 
 def _update_like(own: torch.optim.Optimizer, backend: Backend) -> FusedUpdate | TorchUpdate:
     """What does to shards what the optimizer does to its parameters. Raises ValueError where nothing can."""
-    rule = rule_like(own)
-    if rule is not None:
-        return FusedUpdate(rule, own.param_groups[0], torch.float32, backend)
+    record = record_like(own)
+    if record is not None:
+        return FusedUpdate(record, dict(own.param_groups[0]), torch.float32, backend)
     factory = partial(another, own)
     check_elementwise(factory)
     return TorchUpdate(factory)

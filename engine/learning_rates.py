@@ -47,7 +47,7 @@ def scheduler_for(optimizer: ShardedOptimizer, given: Any) -> Any:
             f"{name} of another {type(bound).__name__}, whose learning rates nobody uses; pass that optimizer too, or "
             f"a callable such as lambda optimizer: {name}(optimizer, ...)"
         )
-    if optimizer.lacks_momentum:
+    if optimizer.lacks_state:
         raise ValueError(
             f"lr_scheduler: expected a momentum of 0 as the optimizer was made with, found a momentum of "
             f"{max(group['momentum'] for group in optimizer.param_groups):g} that {name} has set (cycle_momentum), for "

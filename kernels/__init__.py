@@ -15,34 +15,24 @@ if TYPE_CHECKING:
     from .gated_mlp import geglu, geglu_packed, swiglu, swiglu_packed
     from .layer_norm import add_layer_norm, layer_norm
     from .linear_cross_entropy import linear_cross_entropy
-    from .multi_tensor import copy_from_flat, copy_into_flat, copy_scaled
     from .optimizer_step import update_runs, update_shard
-    from .quantize import dequantize, quantize
     from .rms_norm import add_rms_norm, rms_norm
     from .rotary import rotary_embedding
-    from .segment_norms import segment_norms, segment_squares
     from .sum_of_squares import squares_by_block, squares_of_each
 
 __all__ = [
     "Fused",
     "add_layer_norm",
     "add_rms_norm",
-    "copy_from_flat",
-    "copy_into_flat",
-    "copy_scaled",
     "cross_entropy",
-    "dequantize",
     "fuse_model",
     "geglu",
     "geglu_packed",
     "layer_norm",
     "linear_cross_entropy",
     "loss_only",
-    "quantize",
     "rms_norm",
     "rotary_embedding",
-    "segment_norms",
-    "segment_squares",
     "squares_by_block",
     "squares_of_each",
     "swiglu",
@@ -55,22 +45,15 @@ _HOME = {
     "Fused": ".fuse",
     "add_layer_norm": ".layer_norm",
     "add_rms_norm": ".rms_norm",
-    "copy_from_flat": ".multi_tensor",
-    "copy_into_flat": ".multi_tensor",
-    "copy_scaled": ".multi_tensor",
     "cross_entropy": ".cross_entropy",
-    "dequantize": ".quantize",
     "fuse_model": ".fuse",
     "geglu": ".gated_mlp",
     "geglu_packed": ".gated_mlp",
     "layer_norm": ".layer_norm",
     "linear_cross_entropy": ".linear_cross_entropy",
     "loss_only": ".fused_loss",
-    "quantize": ".quantize",
     "rms_norm": ".rms_norm",
     "rotary_embedding": ".rotary",
-    "segment_norms": ".segment_norms",
-    "segment_squares": ".segment_norms",
     "squares_by_block": ".sum_of_squares",
     "squares_of_each": ".sum_of_squares",
     "swiglu": ".gated_mlp",

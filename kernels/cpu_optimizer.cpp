@@ -47,7 +47,7 @@ struct Job {
     const float *coefficients;   // (runs, MAX_COEFFICIENTS)
     int64_t n;
     int64_t next_task;           // threads take tasks from here; starts at 0
-    int32_t rule;
+    int32_t rule;                // from lowtide_rule
     int32_t gradient_kind, out_kind, state_kind;
     int32_t threads;
     uint32_t seed;               // of the step, for rounding
@@ -131,7 +131,7 @@ INLINE vf multiply_add(vf a, vf b, vf c) {
 }
 INLINE vf multiply_add(vf a, float b, vf c) { return multiply_add(a, vf{} + b, c); }
 
-// c: from _lerp_coefficients in optimizer_coefficients.py.
+// c: from lerp_coefficients in optimizers/optimizer.py.
 INLINE vf lerp(vf a, vf b, const float *c) { return multiply_add(b - a, c[0], c[1] != 0 ? b : a); }
 
 INLINE vf widened_bfloat16(vu x) { return (vf)(x << 16); }
@@ -193,7 +193,7 @@ INLINE vu other_noise(vu x) {
     return x ^ (x >> 15);
 }
 
-// ---- Rules: the coefficients c are those of optimizer_coefficients.py, under the same names. ----
+// ---- Rules: the coefficients c are those of the optimizer's file in optimizers/, under the same names. ----
 
 // c: decay, lerp of m (2), beta2, 1 - beta2, sqrt(correction2), eps, -step size
 template <bool DECOUPLED> struct Adam {
@@ -415,6 +415,28 @@ template <class Rule> static void update_task(const Job &job, int64_t start, int
     }
 }
 
+// The rules by the names of their optimizers, and by how many states are kept.
+struct Rule {
+    const char *name;
+    int32_t states;
+    void (*update)(const Job &, int64_t, int64_t);
+};
+template <class R> constexpr Rule rule(const char *name) { return {name, R::STATES, update_task<R>}; }
+static const Rule RULES[] = {
+    rule<Adam<true>>("adamw"), rule<Adam<false>>("adam"), rule<Lion>("lion"),
+    rule<Adagrad>("adagrad"),  rule<Sgd>("sgd"),          rule<Momentum>("sgd"),
+};
+
+// The number of a rule, or -1 where there is none.
+extern "C" int32_t lowtide_rule(const char *name, int32_t states) {
+    int32_t number = 0;
+    for (const Rule &one : RULES) {
+        if (strcmp(one.name, name) == 0 && one.states == states) return number;
+        number++;
+    }
+    return -1;
+}
+
 static void work(void *data) {
     Job &job = *(Job *)data;
 #if defined(__SSE2__)
@@ -424,15 +446,7 @@ static void work(void *data) {
     for (;;) {
         const int64_t start = __atomic_fetch_add(&job.next_task, TASK, __ATOMIC_RELAXED);
         if (start >= job.n) break;
-        const int64_t end = least(start + TASK, job.n);
-        switch (job.rule) {
-            case 0: update_task<Adam<true>>(job, start, end); break;
-            case 1: update_task<Adam<false>>(job, start, end); break;
-            case 2: update_task<Lion>(job, start, end); break;
-            case 3: update_task<Adagrad>(job, start, end); break;
-            case 4: update_task<Sgd>(job, start, end); break;
-            case 5: update_task<Momentum>(job, start, end); break;
-        }
+        RULES[job.rule].update(job, start, least(start + TASK, job.n));
     }
 #if defined(__SSE2__)
     _mm_sfence();  // streamed stores are seen before the update counts as done

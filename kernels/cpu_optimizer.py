@@ -6,14 +6,14 @@ import ctypes
 import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ..optimizers.optimizer import MAX_COEFFICIENTS, Optimizer, Options
 from .cpu_build import NATIVE, BuildError, load_library
-from .optimizer_coefficients import COEFFICIENTS, MAX_COEFFICIENTS, Options
 from .optimizer_states import StoredState, step_seed
 
 logger = logging.getLogger("lowtide")
@@ -21,15 +21,6 @@ logger = logging.getLogger("lowtide")
 SOURCE = Path(__file__).with_suffix(".cpp")
 ENVIRONMENT = "LOWTIDE_CPU_KERNEL"
 _KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.int8: 4, torch.uint8: 4}
-# (name, number of states) of a rule -> the number that cpu_optimizer.cpp knows it by
-_RULES: Mapping[tuple[str, int], int] = {
-    ("adamw", 2): 0,
-    ("adam", 2): 1,
-    ("lion", 1): 2,
-    ("adagrad", 1): 3,
-    ("sgd", 0): 4,
-    ("sgd", 1): 5,
-}
 
 
 class _Job(ctypes.Structure):
@@ -64,13 +55,19 @@ class CpuKernel:
         self._step = library.lowtide_optimizer_step
         self._step.argtypes = [ctypes.POINTER(_Job)]
         self._step.restype = None
+        library.lowtide_rule.argtypes = [ctypes.c_char_p, ctypes.c_int32]
+        library.lowtide_rule.restype = ctypes.c_int32
+        self._rule = functools.cache(lambda name, num_states: int(library.lowtide_rule(name.encode(), num_states)))
 
-    @staticmethod
     def serves(
-        rule_name: str, master: Tensor, gradient: Tensor, states: Sequence[StoredState], out: Tensor | None
+        self, optimizer: Optimizer, master: Tensor, gradient: Tensor, states: Sequence[StoredState], out: Tensor | None
     ) -> bool:
-        """Whether this kernel has the rule for such tensors: float32 master weights on the CPU, all contiguous."""
-        if (rule_name, len(states)) not in _RULES or master.dtype != torch.float32:
+        """Whether this kernel has the optimizer for such tensors: float32 master weights on the CPU, all contiguous."""
+        if (
+            optimizer.coefficients is None
+            or self._rule(optimizer.name, len(states)) < 0
+            or master.dtype != torch.float32
+        ):
             return False
         tensors = [master, gradient, *(state.payload for state in states), *([] if out is None else [out])]
         return (
@@ -84,7 +81,7 @@ class CpuKernel:
 
     def update(
         self,
-        rule_name: str,
+        optimizer: Optimizer,
         master: Tensor,
         gradient: Tensor,
         states: Sequence[StoredState],
@@ -94,11 +91,11 @@ class CpuKernel:
         out: Tensor | None,
     ) -> None:
         """As `optimizer_step.update_runs`, for what it `serves`; the gradient is only read."""
-        coefficients = COEFFICIENTS[rule_name, len(states)]
+        assert optimizer.coefficients is not None, optimizer.name
         ends = (ctypes.c_int64 * len(runs))(*(end for end, _ in runs))
         values = (ctypes.c_float * (MAX_COEFFICIENTS * len(runs)))()
         for index, (_, options) in enumerate(runs):
-            of_run = coefficients(options, step)
+            of_run = optimizer.coefficients(options, step)
             values[index * MAX_COEFFICIENTS : index * MAX_COEFFICIENTS + len(of_run)] = list(of_run)
         job = _Job(
             master=master.data_ptr(),
@@ -109,7 +106,7 @@ class CpuKernel:
             run_ends=ends,
             coefficients=values,
             n=master.numel(),
-            rule=_RULES[rule_name, len(states)],
+            rule=self._rule(optimizer.name, len(states)),
             gradient_kind=_KINDS[gradient.dtype],
             out_kind=0 if out is None else _KINDS[out.dtype],
             state_kind=_KINDS[states[0].payload.dtype] if states else 0,

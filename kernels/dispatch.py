@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import os
 from functools import cache
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -65,9 +65,3 @@ def _has_triton_or_says_so() -> bool:
         logger = logging.getLogger("lowtide")
         logger.warning("triton is not installed: kernels run as eager torch operations, which are slower on a GPU")
     return has_triton()
-
-
-def as_backend(value: str) -> Backend:
-    """The backend of that name, for values that a config has checked."""
-    assert value in get_args(Backend), value
-    return cast(Backend, value)

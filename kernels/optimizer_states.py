@@ -30,35 +30,48 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..optimizers.optimizer import Optimizer, Options, State
+
 STATE_BLOCK_NUMEL = 256
 SCALE_SUFFIX = ".scale"
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
-_MEANS_OF_SQUARES = ("exp_avg_sq", "sum")
 _MANTISSA_SHIFT = 20  # of 3 bits at the top of a float32's mantissa
 
 
-def new_state(name: str, master: Tensor, start: float, state_dtype: torch.dtype) -> dict[str, Tensor]:
-    """{name: (n,)}, and for 8-bit states {name: (n,) int8 or uint8, name.scale: (ceil(n / 256),) float32}.
+def new_states(
+    optimizer: Optimizer, master: Tensor, options: Options, state_dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """The states before the first step, by name, in the order that `update_runs` takes them.
 
-    master: (n,); float32 states of float64 weights are float64. Raises ValueError where there is no such state.
+    master: (n,); state_dtype: float32 (float64 where master is), bfloat16, or int8: each state is then a payload of
+    bytes, (n,) int8 or uint8, and "<name>.scale", (ceil(n / 256),) float32. Raises ValueError for other dtypes.
     """
+    states: dict[str, Tensor] = {}
+    for state in optimizer.states_for(options):
+        states |= new_state(state, master, options, state_dtype)
+    return states
+
+
+def new_state(state: State, master: Tensor, options: Options, state_dtype: torch.dtype) -> dict[str, Tensor]:
+    """As `new_states`, one of them."""
+    start = float(options[state.start_option]) if state.start_option else 0.0
     if state_dtype not in STATE_DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in STATE_DTYPES)
         raise ValueError(f"state_dtype: expected one of {names}, found {state_dtype}")
     if state_dtype == torch.float32:
-        return {name: torch.full_like(master, start, dtype=torch.promote_types(master.dtype, torch.float32))}
+        return {state.name: torch.full_like(master, start, dtype=torch.promote_types(master.dtype, torch.float32))}
     if master.dtype == torch.float64:
         raise ValueError(
             f"state_dtype: {state_dtype} states need float32 master weights, found {master.dtype}; use float32"
         )
     if state_dtype == torch.bfloat16:
-        return {name: torch.full_like(master, start, dtype=torch.bfloat16)}
-    payload_dtype = torch.uint8 if name in _MEANS_OF_SQUARES else torch.int8
+        return {state.name: torch.full_like(master, start, dtype=torch.bfloat16)}
+    payload_dtype = torch.uint8 if state.is_mean_of_squares else torch.int8
     payload = torch.zeros_like(master, dtype=payload_dtype)
     scale = torch.ones(-(-master.numel() // STATE_BLOCK_NUMEL), dtype=torch.float32, device=master.device)
     if start:
         narrow_blocks(torch.full_like(master, start, dtype=torch.float32), None, payload, scale)
-    return {name: payload, name + SCALE_SUFFIX: scale}
+    return {state.name: payload, state.name + SCALE_SUFFIX: scale}
 
 
 @dataclass(frozen=True)
@@ -114,7 +127,7 @@ def rounded_at_random(values: Tensor, noise: Tensor, dtype: torch.dtype) -> Tens
 
 
 def stored_states(tensors: Sequence[Tensor]) -> list[StoredState]:
-    """States from the tensors of `new_state`, in their order: an 8-bit payload is followed by its scale."""
+    """States from the tensors of `new_states`, in their order: an 8-bit payload is followed by its scale."""
     states, rest = [], iter(tensors)
     for payload in rest:
         is_8_bit = payload.dtype in (torch.int8, torch.uint8)

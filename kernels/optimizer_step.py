@@ -15,20 +15,17 @@ time, rounded at random it is kept in the mean. Source: arXiv 2010.06192. The ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ..optimizers.optimizer import Optimizer, Options
 from .cpu_optimizer import cpu_kernel
 from .dispatch import Backend, uses_triton
-from .optimizer_coefficients import COEFFICIENTS
 from .optimizer_states import (
     STATE_BLOCK_NUMEL,
     StoredState,
-    new_state,
     other_noise,
     rounded_at_random,
     rounding_noise,
@@ -39,41 +36,13 @@ KERNEL = "optimizer_step"
 CHUNK_NUMEL = 1 << 18  # 1 MiB of float32 a stream: weight, gradient and two moments fit into a second-level cache
 
 
-@dataclass(frozen=True)
-class UpdateRule:
-    """An elementwise optimizer.
-
-    apply(weight, gradient, states, step, options): updates weight and states in place; step counts from 1.
-    states: the name and the start value of each state; options with the key named there, if any, start it instead.
-    """
-
-    name: str
-    states: tuple[str, ...]
-    apply: Callable[[Tensor, Tensor, Sequence[Tensor], Tensor, Mapping[str, Any]], None]
-    start_option: str | None = None  # the option that gives the states' start value, else 0
-
-    def new_states(
-        self, master: Tensor, options: Mapping[str, Any], state_dtype: torch.dtype = torch.float32
-    ) -> dict[str, Tensor]:
-        """The states before the first step, by name, in the order that `update_runs` takes them.
-
-        master: (n,); state_dtype: float32 (float64 where master is), bfloat16, or int8: each state is then a payload of
-        bytes, (n,), and "<name>.scale", (ceil(n / 256),) float32. Raises ValueError for other dtypes.
-        """
-        start = float(options[self.start_option]) if self.start_option else 0.0
-        states: dict[str, Tensor] = {}
-        for name in self.states:
-            states |= new_state(name, master, start, state_dtype)
-        return states
-
-
 def update_shard(
-    rule: UpdateRule,
+    optimizer: Optimizer,
     master: Tensor,
     gradient: Tensor,
     states: Sequence[Tensor],
     step: int,
-    options: Mapping[str, Any],
+    options: Options,
     gradient_scale: float | Tensor,
     out: Tensor | None,
     *,
@@ -81,10 +50,10 @@ def update_shard(
     stochastic_rounding: bool = False,
     backend: Backend = "auto",
 ) -> None:
-    """master, states = rule(master, gradient_scale * gradient); out = master in the dtype of out.
+    """master, states = optimizer(master, gradient_scale * gradient); out = master in the dtype of out.
 
-    master: (n,) any float dtype; gradient: (n,) any float dtype, used up; states: as `UpdateRule.new_states` orders
-    them; out: (n,) or None where the parameters are the master weights themselves.
+    master: (n,) any float dtype; gradient: (n,) any float dtype, used up; states: as `new_states` orders them;
+    out: (n,) or None where the parameters are the master weights themselves.
     gradient_scale, skip: tensors of one element, on the device of master, that a kernel on a GPU reads there, so that
     the host need not wait; where skip is not 0, nothing changes. stochastic_rounding: of master where it is bfloat16 or
     float16, else of out where it is; on the CPU by torch's kernels. See [Note: Weights without a wide copy].
@@ -92,18 +61,18 @@ def update_shard(
     """
     runs = [(master.numel(), options)]
     update_runs(
-        rule, master, gradient, states, step, runs, gradient_scale, out,
+        optimizer, master, gradient, states, step, runs, gradient_scale, out,
         skip=skip, stochastic_rounding=stochastic_rounding, backend=backend,
     )  # fmt: skip
 
 
 def update_runs(
-    rule: UpdateRule,
+    optimizer: Optimizer,
     master: Tensor,
     gradient: Tensor,
     states: Sequence[Tensor],
     step: int,
-    runs: Sequence[tuple[int, Mapping[str, Any]]],
+    runs: Sequence[tuple[int, Options]],
     gradient_scale: float | Tensor,
     out: Tensor | None,
     *,
@@ -119,7 +88,7 @@ def update_runs(
     would repeat this step.
     """
     stored = stored_states(states)
-    assert len(stored) == len(rule.states), (rule.name, len(stored))
+    assert len(stored) <= len(optimizer.states), (optimizer.name, len(stored))
     _check_tensors(master, gradient, stored, out)
     _check_scalar("gradient_scale", gradient_scale, master)
     _check_scalar("skip", skip, master)
@@ -130,26 +99,26 @@ def update_runs(
         raise ValueError(f"{KERNEL}: stochastic_rounding needs master weights of at most 32 bits, found torch.float64")
     if not master.numel():
         return
-    if _triton_serves(backend, rule, master, gradient, stored, out):
+    if _triton_serves(backend, optimizer, master, gradient, stored, out):
         from .triton import optimizer_step as triton_form
 
         triton_form.update(
-            rule.name, master, gradient, stored, step, runs, gradient_scale, out, skip, stochastic_rounding
+            optimizer, master, gradient, stored, step, runs, gradient_scale, out, skip, stochastic_rounding
         )
         return
     if skip is not None and bool(skip):
         return
     kernel = cpu_kernel() if master.device.type == "cpu" and backend != "reference" else None
     rounds_out = stochastic_rounding and out is not None
-    if kernel is not None and not rounds_out and kernel.serves(rule.name, master, gradient, stored, out):
-        kernel.update(rule.name, master, gradient, stored, step, runs, float(gradient_scale), out)
+    if kernel is not None and not rounds_out and kernel.serves(optimizer, master, gradient, stored, out):
+        kernel.update(optimizer, master, gradient, stored, step, runs, float(gradient_scale), out)
         return
-    _update_by_torch(rule, master, gradient, stored, step, runs, gradient_scale, out, stochastic_rounding)
+    _update_by_torch(optimizer, master, gradient, stored, step, runs, gradient_scale, out, stochastic_rounding)
 
 
 def _triton_serves(
     backend: Backend,
-    rule: UpdateRule,
+    optimizer: Optimizer,
     master: Tensor,
     gradient: Tensor,
     states: Sequence[StoredState],
@@ -161,8 +130,8 @@ def _triton_serves(
     tensors = [tensor for tensor in (master, gradient, out, *payloads, *scales) if tensor is not None]
     if not uses_triton(backend, KERNEL, *tensors):
         return False
-    if (rule.name, len(states)) not in COEFFICIENTS:
-        problem = f'the rule "{rule.name}" with {len(states)} states'
+    if optimizer.coefficients is None:
+        problem = f'the optimizer "{optimizer.name}", which has no kernel'
     elif not all(tensor.is_contiguous() for tensor in tensors):
         problem = "tensors with gaps between their elements"
     elif any(payload.dtype == torch.float16 for payload in payloads):
@@ -203,12 +172,12 @@ def _check_scalar(name: str, value: float | Tensor | None, master: Tensor) -> No
 
 
 def _update_by_torch(
-    rule: UpdateRule,
+    optimizer: Optimizer,
     master: Tensor,
     gradient: Tensor,
     states: Sequence[StoredState],
     step: int,
-    runs: Sequence[tuple[int, Mapping[str, Any]]],
+    runs: Sequence[tuple[int, Options]],
     gradient_scale: float | Tensor,
     out: Tensor | None,
     stochastic_rounding: bool,
@@ -225,7 +194,7 @@ def _update_by_torch(
         parts = [state.part(first, last) for state in states]
         weight = master[first:last]
         wide_weight, noise = _update_chunk(
-            rule, weight, gradient[first:last], parts, step_tensor, inside, gradient_scale, stochastic_rounding
+            optimizer, weight, gradient[first:last], parts, step_tensor, inside, gradient_scale, stochastic_rounding
         )
         if wide_weight is not weight:
             _store_weights(wide_weight, noise, weight)
@@ -234,12 +203,12 @@ def _update_by_torch(
 
 
 def _update_chunk(
-    rule: UpdateRule,
+    optimizer: Optimizer,
     weight: Tensor,
     gradient: Tensor,
     states: Sequence[StoredState],
     step: Tensor,
-    runs: Sequence[tuple[int, int, Mapping[str, Any]]],
+    runs: Sequence[tuple[int, int, Options]],
     gradient_scale: float | Tensor,
     stochastic_rounding: bool,
 ) -> tuple[Tensor, Tensor | None]:
@@ -259,7 +228,7 @@ def _update_chunk(
     wide = [state.widened() for state in states]
     for start, end, options in runs:
         part = slice(start, end)
-        rule.apply(wide_weight[part], gradient[part], [state[part] for state in wide], step, options)
+        optimizer.apply(wide_weight[part], gradient[part], [state[part] for state in wide], step, options)
     if noise is not None:
         for state, values in zip(states, wide, strict=True):
             if state.is_narrow:
@@ -270,83 +239,3 @@ def _update_chunk(
 
 def _store_weights(weight: Tensor, noise: Tensor | None, place: Tensor) -> None:
     place.copy_(weight if noise is None else rounded_at_random(weight, noise, place.dtype))
-
-
-def _adam(decoupled: bool) -> Callable[[Tensor, Tensor, Sequence[Tensor], Tensor, Mapping[str, Any]], None]:
-    fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
-
-    def apply(
-        weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Mapping[str, Any]
-    ) -> None:
-        beta1, beta2 = options["betas"]
-        fused(
-            [weight],
-            [gradient],
-            [states[0]],
-            [states[1]],
-            [],
-            [step],
-            lr=options["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=options["weight_decay"],
-            eps=options["eps"],
-            amsgrad=False,
-            maximize=False,
-        )
-
-    return apply
-
-
-def _sgd(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Mapping[str, Any]) -> None:
-    is_first = int(step) == 1
-    torch._fused_sgd_(
-        [weight],
-        [gradient],
-        list(states) if options["momentum"] else [],
-        weight_decay=options["weight_decay"],
-        momentum=options["momentum"],
-        lr=options["lr"],
-        dampening=options["dampening"],
-        nesterov=options["nesterov"],
-        maximize=False,
-        is_first_step=is_first,
-    )
-
-
-def _adagrad(
-    weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Mapping[str, Any]
-) -> None:
-    torch._fused_adagrad_(
-        [weight],
-        [gradient],
-        [states[0]],
-        [step],
-        lr=options["lr"],
-        lr_decay=options["lr_decay"],
-        weight_decay=options["weight_decay"],
-        eps=options["eps"],
-        maximize=False,
-    )
-
-
-def _lion(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Mapping[str, Any]) -> None:
-    """w -= lr * (sign(beta1 m + (1 - beta1) g) + decay w);  m = beta2 m + (1 - beta2) g.
-
-    Source: Lion, arXiv 2302.06675, program 1.
-    """
-    beta1, beta2 = options["betas"]
-    momentum = states[0]
-    weight.mul_(1 - options["lr"] * options["weight_decay"])
-    weight.add_(torch.lerp(gradient, momentum, beta1).sign_(), alpha=-options["lr"])
-    momentum.lerp_(gradient, 1 - beta2)
-
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-RULES: Mapping[str, UpdateRule] = {
-    "adamw": UpdateRule("adamw", _MOMENTS, _adam(decoupled=True)),
-    "adam": UpdateRule("adam", _MOMENTS, _adam(decoupled=False)),
-    "sgd": UpdateRule("sgd", ("momentum_buffer",), _sgd),
-    "lion": UpdateRule("lion", ("exp_avg",), _lion),
-    "adagrad": UpdateRule("adagrad", ("sum",), _adagrad, start_option="initial_accumulator_value"),
-}

@@ -1,4 +1,4 @@
-"""The update of a shard by a rule of `kernels/`, over whole runs."""
+"""The update of a shard by an optimizer of ours, over whole runs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.dispatch import Backend
-from ..kernels.optimizer_step import UpdateRule, update_runs
+from ..kernels.optimizer_states import new_states
+from ..kernels.optimizer_step import update_runs
 from ..offload import Memory
+from ..optimizers.optimizer import Optimizer, Options
 from .layout import Piece
 from .shard_state import ShardState, StatePart
 
@@ -21,7 +23,7 @@ class Terms:
     """What the updates of all shards in a step have in common."""
 
     step: int  # from 1
-    options: Sequence[Mapping[str, Any]]  # of each parameter group
+    options: Sequence[Options]  # of each parameter group
     gradient_scale: float
 
 
@@ -31,27 +33,26 @@ class FusedUpdate:
 
     has_rule: ClassVar = True
 
-    rule: UpdateRule
-    options: Mapping[str, Any]  # of the first parameter group: what states begin with
-    state_dtype: torch.dtype  # see `UpdateRule.new_states`
+    optimizer: Optimizer
+    options: Options  # of the first parameter group as it began: what states are kept, and what they begin with
+    state_dtype: torch.dtype  # see `new_states`
     backend: Backend  # of the kernel
 
     @property
     def name(self) -> str:
-        return self.rule.name
+        return self.optimizer.name
 
-    @property
-    def keeps_momentum(self) -> bool:
-        """Whether a momentum that is set has an effect: SGD's rule was chosen with or without its state."""
-        return self.rule.name != "sgd" or bool(self.rule.states)
+    def lacks_state(self, options: Options) -> bool:
+        """Whether these options, of now, need a state that is not kept."""
+        return not set(self.optimizer.states_for(options)) <= set(self.optimizer.states_for(self.options))
 
     def can_take(self, kind: str, states: Collection[str]) -> bool:
         """True where states of these names, made by an optimizer of that kind, are states of this one."""
-        return set(states) == set(self.rule.states)
+        return set(states) == {state.name for state in self.optimizer.states_for(self.options)}
 
     def new_states(self, master: Tensor) -> dict[str, Tensor]:
         """The states of master weights, (n,), before the first step, by name."""
-        return self.rule.new_states(master, self.options, self.state_dtype)
+        return new_states(self.optimizer, master, self.options, self.state_dtype)
 
     def update(self, shard: ShardState, parts: Iterable[StatePart], gradient: Tensor, terms: Terms) -> None:
         """Makes one step of all parts of the shard with its gradient, (shard_numel,)."""
@@ -65,7 +66,7 @@ class FusedUpdate:
             ]
             if runs:  # else no parameter reaches into this part
                 update_runs(
-                    self.rule,
+                    self.optimizer,
                     part.master,
                     gradient[part.start : part.end],
                     part.states,

@@ -75,9 +75,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return float(self.param_groups[0]["lr"])
 
     @property
-    def lacks_momentum(self) -> bool:
-        """Whether a momentum was set for which the rule keeps no state: it was chosen when there was none."""
-        return not self._update.keeps_momentum and any(group["momentum"] for group in self.param_groups)
+    def lacks_state(self) -> bool:
+        """Whether an option was set that needs a state which is not kept: SGD's momentum, where it began without."""
+        return any(map(self._update.lacks_state, self.param_groups))
 
     def step(  # type: ignore[override]
         self,

@@ -1,62 +1,44 @@
-"""Which rule updates: by name, or as a torch optimizer of the caller's does; and whether that can run on shards."""
+"""Which optimizer of ours does what a torch optimizer of the caller's does; and whether that can run on shards."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from ..kernels.optimizer_step import RULES, UpdateRule
+from ..optimizers.optimizer import Optimizer
+from ..optimizers.table import OPTIMIZERS
 from .layout import BLOCK_NUMEL
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-def rule_named(name: str, options: Mapping[str, Any]) -> UpdateRule:
-    """The fused rule of that name; SGD without momentum keeps no state."""
-    rule = RULES[name]
-    if name == "sgd" and not options["momentum"]:
-        return UpdateRule("sgd", (), rule.apply)
-    return rule
-
-
-_TORCH_TWINS = {
-    torch.optim.AdamW: "adamw",
-    torch.optim.Adam: "adam",
-    torch.optim.SGD: "sgd",
-    torch.optim.Adagrad: "adagrad",
-}
-
-
-def rule_like(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
-    """The fused rule that does what this torch optimizer does, where there is one for all its options."""
-    name = _TORCH_TWINS.get(_class_that_updates(type(optimizer)))
-    if name is None:
+def record_like(optimizer: torch.optim.Optimizer) -> Optimizer | None:
+    """The optimizer of ours that does what this one of torch's does, where there is one for all its options."""
+    record = _torch_twins().get(_class_that_updates(type(optimizer)))
+    if record is None:
         return None
     for options in optimizer.param_groups:
-        if (
-            options.get("amsgrad")
-            or options.get("maximize")
-            or options.get("capturable")
-            or options.get("differentiable")
-        ):
+        if any(options.get(name) for name in ("amsgrad", "maximize", "capturable", "differentiable")):
             return None
-        if name == "adam" and options.get("decoupled_weight_decay"):
+        if any(options.get(name, value) != value for name, value in record.torch_options.items()):
             return None
         if not all(isinstance(value, (int, float, bool, tuple, list, type(None))) for value in options.values()):
             return None
-    momenta = {bool(options.get("momentum")) for options in optimizer.param_groups}
-    if len(momenta) > 1:
-        return None
-    return rule_named(name, optimizer.param_groups[0])
+    kept = {record.states_for(options) for options in optimizer.param_groups}
+    return record if len(kept) == 1 else None
+
+
+def _torch_twins() -> dict[type[torch.optim.Optimizer], Optimizer]:
+    return {record.torch_twin: record for record in OPTIMIZERS.values() if record.torch_twin is not None}
 
 
 def _class_that_updates(cls: type) -> type:
     """The class itself, or the one that it derives from with nothing but an `__init__` of its own."""
-    while cls not in _TORCH_TWINS and not any(_is_changed(cls, name) for name in vars(cls)):
+    twins = _torch_twins()
+    while cls not in twins and not any(_is_changed(cls, name) for name in vars(cls)):
         cls = cls.__mro__[1]
     return cls
 

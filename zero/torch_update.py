@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..offload import Memory
+from ..optimizers.optimizer import Options
 from .fused_update import Terms
 from .layout import Piece
 from .optimizer_choice import OptimizerFactory
@@ -22,7 +23,6 @@ class TorchUpdate:
     """
 
     has_rule = False
-    keeps_momentum = True
 
     def __init__(self, factory: OptimizerFactory) -> None:
         self._factory = factory
@@ -31,6 +31,9 @@ class TorchUpdate:
     @property
     def name(self) -> str:
         return type(self._factory([nn.Parameter(torch.zeros(1))])).__name__
+
+    def lacks_state(self, options: Options) -> bool:
+        return False
 
     def can_take(self, kind: str, states: Collection[str]) -> bool:
         return kind == self.name

@@ -29,7 +29,7 @@ class WidenedStates:
     def open(self, part: object, stored: Callable[[bool], Mapping[str, Tensor]], changes: bool) -> dict[str, Tensor]:
         """The values by name, (n,) float32, until another part is opened.
 
-        stored: gives payloads and scales, as `UpdateRule.new_states` names them; told whether they are for change.
+        stored: gives payloads and scales, as `new_states` names them; told whether they are for change.
         """
         if self._open is None or self._open.part is not part:
             self.settle()

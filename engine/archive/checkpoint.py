@@ -26,6 +26,7 @@ from ...checkpoint.values import encode
 from ...checkpoint.writer import RankWriter, Snapshot
 from ...checkpoint.writing_process import WritingProcess
 from ...comm import Mesh
+from ...optimizers.table import OPTIMIZERS
 from ...watch.log import logger
 from ...zero.optimizer import ShardedOptimizer, StateKey
 from ..config.config import Config
@@ -45,7 +46,6 @@ from .save_job import SaveJob
 from .weights import kind_of, model_files
 
 _INTACT = "What was saved before is as it was, and training can go on."
-_WITHOUT_STEP = ("sgd", "lion")  # torch's own keep no step either
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,8 @@ class Checkpointer:
     def _optimizer_names(self, has_states: bool) -> OptimizerNames:
         names = {id(param): name for name, param in self._named.trained.items()}
         groups = (tuple(names[id(param)] for param in group["params"]) for group in self._optimizer.param_groups)
-        has_step = has_states and self._optimizer.kind not in _WITHOUT_STEP
+        record = OPTIMIZERS.get(self._optimizer.kind)
+        has_step = has_states and (record is None or record.keeps_step)
         return OptimizerNames(tuple(names.values()) if has_step else (), tuple(groups))
 
     def _state_dtypes(self) -> dict[str, dict[str, torch.dtype]]:

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 
+from ...configs.section import Bool, Dtype, Float, Int, Natural, Positive, Section
+from ...optimizers.table import OPTIMIZERS
 from .batch import Batch, fill_batch, nearest_divisors
 from .elastic import KeptBatch, nothing_kept
 from .errors import ConfigError, Fault, FaultKind, shown, unknown_key
@@ -20,7 +22,7 @@ from .idle import checkpoint_notes, no_effect, precision_notes, zero_notes
 from .kernels import KernelsConfig, idle_kernel_settings
 from .offload import ActivationOffloadConfig, AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from .offload_checks import offload_faults, offload_notes
-from .optimizer import OPTIMIZER_PARAMS, OptimizerConfig, SGDOptimizer
+from .optimizer import OptimizerConfig
 from .origin import other_defaults
 from .parallel import (
     ParallelConfig,
@@ -43,7 +45,6 @@ from .sections import (
     ZeroConfig,
 )
 from .translate import AUTO, BATCH_KEYS, known_rule_keys, translate
-from .types import Bool, Dtype, Float, Int, Natural, Positive, Section
 
 MAX_FAULTS = 20  # in a message; looking for what was meant takes a while for each
 
@@ -94,7 +95,7 @@ class Config(Section):
     zero_optimization: ZeroConfig = ZeroConfig()
     bf16: BF16Config = BF16Config()
     fp16: FP16Config = FP16Config()
-    optimizer: OptimizerConfig | None = Field(default=None, discriminator="type")
+    optimizer: OptimizerConfig | None = None
     """null: the optimizer is passed to initialize."""
     scheduler: SchedulerConfig | None = Field(default=None, discriminator="type")
     """null: the learning rate is constant, or the scheduler is passed to initialize."""
@@ -270,7 +271,7 @@ def _validate(values: dict[str, object]) -> tuple[Config | None, list[Fault]]:
         config = Config.model_validate(values)
     except ValidationError as error:
         details = error.errors(include_url=False)
-        faults = [_fault(dict(detail)) for detail in details[:MAX_FAULTS]]
+        faults = [_fault(dict(detail), values) for detail in details[:MAX_FAULTS]]
         if len(details) > MAX_FAULTS:
             faults.append(Fault("", "value", f"{MAX_FAULTS} of {len(details):,} faults are listed here"))
         faulty = {detail["loc"][0] for detail in details}
@@ -279,12 +280,13 @@ def _validate(values: dict[str, object]) -> tuple[Config | None, list[Fault]]:
     return config, _conflicts(config)
 
 
-def _fault(detail: dict[str, Any]) -> Fault:
+def _fault(detail: dict[str, Any], values: Mapping[str, Any]) -> Fault:
     """A validation error of pydantic in our words: where, what was expected, what was found."""
     loc: tuple[int | str, ...] = detail["loc"]
     tag = ""
     if len(loc) > 1 and loc[0] in ("optimizer", "scheduler"):
-        tag, loc = str(loc[1]), (loc[0], *loc[2:])
+        tag = values[str(loc[0])]["type"]
+        loc = (loc[0], *loc[2:]) if loc[0] == "scheduler" else loc  # whose type is among the keys
     path = ""
     for part in loc:
         path = f"{path}[{part}]" if isinstance(part, int) else join(path, part)
@@ -331,7 +333,7 @@ def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:
         "kernels": KernelsConfig,
         "communication": CommunicationConfig,
         "checkpoint": CheckpointConfig,
-        "optimizer.params": OPTIMIZER_PARAMS.get(tag, Section),
+        "optimizer.params": OPTIMIZERS[tag].params if tag in OPTIMIZERS else Section,
         "scheduler.params": SCHEDULER_PARAMS.get(tag, Section),
     }
     path = ".".join(str(part) for part in loc[:-1])
@@ -345,12 +347,9 @@ def _conflicts(config: Config) -> list[Fault]:
     if config.bf16.enabled and config.fp16.enabled:
         message = "bf16.enabled and fp16.enabled are both true; there is one compute type, set one of them to false"
         faults.append(Fault("bf16.enabled", "conflict", message))
-    if isinstance(config.optimizer, SGDOptimizer) and config.optimizer.params.nesterov:
-        params = config.optimizer.params
-        if params.momentum == 0 or params.dampening != 0:
-            found = f"found momentum {params.momentum} and dampening {params.dampening}"
-            message = f"needs momentum above 0 and dampening 0, {found}"
-            faults.append(Fault("optimizer.params.nesterov", "conflict", message))
+    if config.optimizer is not None:
+        conflicts = config.optimizer.params.conflicts()
+        faults += [Fault(f"optimizer.params.{key}", "conflict", message) for key, message in conflicts]
     faults += offload_faults(config.zero_optimization, config.activation_checkpointing)
     faults += accumulation_faults(config.pipeline, config.gradient_accumulation_steps)
     faults += pipeline_faults(config.parallel, config.zero_optimization, config.activation_checkpointing.offload)

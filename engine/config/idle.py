@@ -1,8 +1,8 @@
 """Settings that have no effect with the rest of the config: one sentence for each that is not the default."""
 
+from ...configs.section import Section
 from .errors import shown
 from .sections import BF16Config, CheckpointConfig, FP16Config, ZeroConfig
-from .types import Section
 
 _DYNAMIC_SCALING = (
     "initial_scale_power",

@@ -5,8 +5,8 @@ from typing import Annotated, Literal, get_args
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
+from ...configs.section import Section
 from .errors import shown
-from .types import Section
 
 BackendName = Literal["auto", "triton", "reference"]
 FusionName = Literal["rms_norm", "layer_norm", "gated_mlp", "rotary_embedding", "cross_entropy", "linear_cross_entropy"]

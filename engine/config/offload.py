@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from .types import Bool, Float, Folder, Int, Natural, Positive, Section
+from ...configs.section import Bool, Float, Folder, Int, Natural, Positive, Section
 
 Device = Literal["none", "cpu", "nvme"]
 

@@ -1,5 +1,6 @@
 """What the settings of offload need, and which of them have no effect together."""
 
+from ...optimizers.table import OPTIMIZERS
 from .errors import Fault, shown
 from .idle import idle, no_effect
 from .offload import ActivationOffloadConfig, AioConfig, OffloadOptimizerConfig, OffloadParamConfig
@@ -57,8 +58,8 @@ def offload_notes(
     users = [section for _, section in _places(zero, activations) if not _why_idle(section, zero)]
     if aio != AioConfig() and all(section.device != "nvme" for section in users):
         notes.append('aio: the section has no effect here: nothing is offloaded to "nvme"')
-    if optimizer is not None and optimizer.params.state_dtype != "fp32" and not _has_state(optimizer):
-        notes.append(no_effect(STATE_DTYPE, optimizer.params.state_dtype, "SGD without momentum has no state"))
+    if optimizer is not None and optimizer.state_dtype != "fp32" and not optimizer.states:
+        notes.append(no_effect(STATE_DTYPE, optimizer.state_dtype, OPTIMIZERS[optimizer.type].why_no_state))
     return notes
 
 
@@ -73,7 +74,3 @@ def _why_idle(section: _Place, zero: ZeroConfig) -> str:
     if isinstance(section, OffloadParamConfig) and not zero.offloads_parameters:
         return "below stage 3 every rank holds all parameters at all times"
     return ""
-
-
-def _has_state(optimizer: OptimizerConfig) -> bool:
-    return optimizer.type != "sgd" or optimizer.params.momentum != 0

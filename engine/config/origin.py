@@ -8,11 +8,12 @@ hand.
 Source: DeepSpeed 0.19.8, runtime/constants.py, runtime/engine.py (_configure_basic_optimizer), ops/adam, ops/lion.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from ...optimizers.table import OPTIMIZERS
 from .deepspeed import RULES
 from .errors import shown
-from .optimizer import OPTIMIZERS, OptimizerConfig
+from .optimizer import OptimizerConfig
 from .read import join
 from .scheduler import SCHEDULERS
 from .translate import CPU_SWITCHES, PIN_SWITCH
@@ -27,10 +28,6 @@ _OWN = """
 OWN_KEYS = frozenset(_OWN.split())
 _THEIR_KEYS = frozenset([*RULES, *CPU_SWITCHES, PIN_SWITCH])
 _SIZES = {"train_batch_size", "train_micro_batch_size_per_gpu"}  # DeepSpeed refuses a file with neither
-_THEIR_DEFAULTS: dict[str, dict[str, object]] = {  # of the type's params, where they are not ours
-    "adamw": {"weight_decay": 0.0},
-    "lion": {"lr": 1e-3, "betas": (0.9, 0.999)},
-}
 
 
 def other_defaults(raw: dict[str, object], gradient_clipping: float, optimizer: OptimizerConfig | None) -> list[str]:
@@ -60,12 +57,12 @@ def _is_for_deepspeed(raw: dict[str, object], paths: set[str]) -> bool:
     return bool(paths & _SIZES) and not paths & OWN_KEYS and not is_own_type
 
 
-def _their_params(raw: dict[str, object], kind: str) -> dict[str, object]:
+def _their_params(raw: dict[str, object], kind: str) -> Mapping[str, object]:
     section = raw["optimizer"]
     params = section.get("params") if isinstance(section, dict) else None
     if kind == "adamw" and isinstance(params, dict) and params.get("torch_adam") is True:
         return {"weight_decay": 0.01}  # torch.optim.AdamW in place of DeepSpeed's own
-    return _THEIR_DEFAULTS.get(kind, {})
+    return OPTIMIZERS[kind].deepspeed_defaults
 
 
 def _type(section: object) -> object:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from ...configs.section import Positive, Section
 from ...pipe.schedules.errors import ScheduleError
 from ...pipe.schedules.registry import make_schedule
 from ...pipe.schedules.schedule import Schedule
@@ -13,7 +14,6 @@ from .errors import Fault, printable
 from .idle import idle
 from .offload import ActivationOffloadConfig
 from .sections import ZeroConfig
-from .types import Positive, Section
 
 
 def _balance(value: object) -> object:

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from ...configs.section import MAX_INTEGER
 from .errors import ConfigError, Fault, FaultKind, printable, shown
-from .types import MAX_INTEGER
 
 MAX_BYTES = 4 << 20
 MAX_SEPARATORS = 20_000  # also those within comments

@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from ...configs.section import Float, Int, NonNegative, Section
 from .errors import Fault, did_you_mean, shown
-from .types import Float, Int, NonNegative, Section
 
 
 class WarmupLRParams(Section):

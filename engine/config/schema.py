@@ -1,11 +1,16 @@
 """The JSON schema of the config, for editors: the fields, "auto", comments, and DeepSpeed's other keys."""
 
 import json
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import create_model
+from pydantic.json_schema import models_json_schema
+
+from ...configs.section import Section
+from ...optimizers.optimizer import Optimizer
+from ...optimizers.table import OPTIMIZERS
 from .config import Config
 from .deepspeed import RULES, Rule
-from .optimizer import SPELLINGS
 from .read import OR_NEVER
 from .translate import ALIASES, AUTO, BATCH_KEYS, CPU_SWITCHES, NULL_IS_DEFAULT, PIN_SWITCH
 
@@ -42,7 +47,7 @@ def schema_text() -> str:
 
 def json_schema() -> dict[str, Any]:
     """The schema of what `Config.load` accepts, as far as JSON schema can say it (no batch equation, no conflicts)."""
-    schema: dict[str, Any] = _standard_limits(Config.model_json_schema())
+    schema: dict[str, Any] = _standard_limits(_with_optimizers(Config.model_json_schema()))
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "lowtide config"
     definitions = schema["$defs"]
@@ -64,6 +69,22 @@ def json_schema() -> dict[str, Any]:
         for home in _properties(schema, alias):
             home[alias.rpartition(".")[2]] = home[path.rpartition(".")[2]]
     return schema
+
+
+def _with_optimizers(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same schema with a section for each optimizer that there is in the place of one for all."""
+    definitions, choice = schema["$defs"], schema["properties"]["optimizer"]
+    del definitions["OptimizerConfig"], definitions["OptimizerParams"]
+    models = [_section_of(one) for one in OPTIMIZERS.values()]
+    _, made = models_json_schema([(model, "validation") for model in models])
+    choice["anyOf"][0] = {"oneOf": [{"$ref": f"#/$defs/{model.__name__}"} for model in models]}
+    choice["title"] = "Optimizer"
+    return schema | {"$defs": dict(sorted((definitions | made["$defs"]).items()))}
+
+
+def _section_of(one: Optimizer) -> type[Section]:
+    fields: dict[str, Any] = {"type": (Literal[one.name], one.name), "params": (one.params, one.params())}
+    return create_model(f"{one.title}Optimizer", __base__=Section, __doc__=f"{one.title}.", **fields)
 
 
 def _standard_limits(schema: Any) -> Any:
@@ -122,17 +143,21 @@ def _open_type_names(schema: dict[str, Any], key: str) -> None:
     choices = choice.pop("oneOf", None) or choice["anyOf"]
     schema["properties"][key]["anyOf"] = [*choices, {"type": "null"}]
     for item in choices:
-        properties = schema["$defs"][item["$ref"].rpartition("/")[2]]["properties"]
+        section = schema["$defs"][item["$ref"].rpartition("/")[2]]
+        properties = section["properties"]
         name = properties["type"]["const"]
-        names = [name, *(other for other, own in SPELLINGS.items() if own in (name, "adam") and name.startswith(own))]
-        if name == "adamw":
-            names.append("adam")
+        others = {"adamw": ("adam", "adamw")}.get(name, (name,))  # Adam is AdamW unless adam_w_mode is false
+        spellings = [word for other in others if other in OPTIMIZERS for word in OPTIMIZERS[other].deepspeed_names]
+        names = [name, *spellings, *others]
         pattern = "|".join("".join(f"[{c.lower()}{c.upper()}]" for c in other) for other in dict.fromkeys(names))
         properties["type"] = {"type": "string", "pattern": f"^({pattern})$", "default": name}
         if name in ("adam", "adamw"):
-            params = schema["$defs"][_params_of(schema["$defs"][item["$ref"].rpartition("/")[2]])]["properties"]
+            params = schema["$defs"][_params_of(section)]["properties"]
             params["adam_w_mode"] = {
                 "type": "boolean",
                 "default": True,
                 "description": 'false: type "Adam" is Adam with its L2 penalty in the gradient.',
             }
+        if name == "adam":
+            of_adam = 'Adam with its L2 penalty inside the gradient. In a file: type "Adam" with `adam_w_mode` false.'
+            section["description"] = of_adam

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from ...configs.section import Bool, Dtype, Float, Folder, Int, Natural, Positive, Section
 from .offload import ActivationOffloadConfig, OffloadOptimizerConfig, OffloadParamConfig
-from .types import Bool, Dtype, Float, Folder, Int, Natural, Positive, Section
 
 STAGES = (
     "0 shards nothing (plain data parallelism), 1 shards the optimizer state, "

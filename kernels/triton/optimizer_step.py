@@ -8,7 +8,7 @@ where a shard is cut. Only denormal numbers differ: the C++ kernel flushes them 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..optimizer_coefficients import COEFFICIENTS, MAX_COEFFICIENTS
+from ...optimizers.optimizer import MAX_COEFFICIENTS, Optimizer, Options
 from ..optimizer_states import STATE_BLOCK_NUMEL, StoredState, signed_word, step_seed
 from .launch import launch
 from .optimizer_states import load_state, other_noise, rounded_at_random, rounding_noise, store_state
@@ -27,13 +27,13 @@ TILE_BLOCKS = 4  # a tile is 1024 elements: 4 a thread, 16 bytes of float32, or 
 
 @triton.jit
 def _lerp(a, b, weight, is_from_b):
-    """See `_lerp_coefficients` in optimizer_coefficients.py."""
+    """See `lerp_coefficients` in optimizers/optimizer.py."""
     return tl.fma(b - a, weight, tl.where(is_from_b != 0.0, b, a))
 
 
 @triton.jit
 def _updated(g, w, s, v, c0, c1, c2, c3, c4, c5, c6, c7, RULE: tl.constexpr, HAS_STATE: tl.constexpr):
-    """w and the states s and v after the rule; c0 to c7: its coefficients, see optimizer_coefficients.py."""
+    """w and the states s and v after the rule; c0 to c7: its coefficients, see its file in optimizers/."""
     if RULE == "adamw" or RULE == "adam":
         if RULE == "adamw":
             w = w * c0
@@ -155,20 +155,21 @@ def _kernel(
 
 
 def update(
-    rule_name: str,
+    optimizer: Optimizer,
     master: Tensor,
     gradient: Tensor,
     states: Sequence[StoredState],
     step: int,
-    runs: Sequence[tuple[int, Mapping[str, Any]]],
+    runs: Sequence[tuple[int, Options]],
     gradient_scale: float | Tensor,
     out: Tensor | None,
     skip: Tensor | None,
     stochastic_rounding: bool,
 ) -> None:
     """As `optimizer_step.update_runs`; all contiguous, n at least 1; the gradient is only read."""
+    assert optimizer.coefficients is not None, optimizer.name
     tile_numel, device = TILE_BLOCKS * STATE_BLOCK_NUMEL, master.device
-    chosen = OptionRuns.of(runs, step, COEFFICIENTS[rule_name, len(states)])
+    chosen = OptionRuns.of(runs, step, optimizer.coefficients)
     table = coefficients = None
     if len(chosen.ends) > 1:
         stream = stream_of(device)
@@ -190,7 +191,7 @@ def update(
         C_ptr=coefficients,
         n=master.numel(), seed=signed_word(step_seed(step)), factor=1.0 if has_factor else float(gradient_scale),
         **numbers,
-        RULE=rule_name, IS_RANDOM=stochastic_rounding, TILE_BLOCKS=TILE_BLOCKS, BLOCK_NUMEL=STATE_BLOCK_NUMEL,
+        RULE=optimizer.name, IS_RANDOM=stochastic_rounding, TILE_BLOCKS=TILE_BLOCKS, BLOCK_NUMEL=STATE_BLOCK_NUMEL,
         NUM_COEFFICIENTS=MAX_COEFFICIENTS,
     )  # fmt: skip
     for tensor in (master, *([] if out is None else [out])):  # a graph that saved them must not use them now

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..optimizer_coefficients import MAX_COEFFICIENTS, Options
+from ...optimizers.optimizer import MAX_COEFFICIENTS, Options
 
 Coefficients = tuple[float, ...]
 

@@ -83,7 +83,7 @@ def test_every_key_is_read_and_written_back() -> None:
         assert section_of(config, path).model_dump() | given == section_of(config, path).model_dump()
     assert config.zero_optimization.stage3_max_live_parameters == 1_000_000_000
     assert config.aio.model_dump() == FULL["aio"] and config.optimizer is not None
-    assert config.optimizer.params.state_dtype == "int8"
+    assert config.optimizer.state_dtype == "int8"
     again = Config.load(json.loads(json.dumps(config.as_dict())))
     assert again == config and again.notes == ()
 
@@ -106,7 +106,7 @@ def test_null_is_the_default(path: str) -> None:
 def test_every_optimizer_with_state_takes_a_type_for_it(kind: str, state_dtype: str) -> None:
     params = {"state_dtype": state_dtype} | ({"momentum": 0.9} if kind == "SGD" else {"weight_decay": 0.1})
     config = Config.load({"optimizer": {"type": kind, "params": params}})
-    assert config.optimizer is not None and config.optimizer.params.state_dtype == state_dtype
+    assert config.optimizer is not None and config.optimizer.state_dtype == state_dtype
     assert not any("state_dtype" in note for note in config.notes)
 
 

@@ -27,7 +27,7 @@ def test_each_such_key_has_one_note_when_the_file_is_loaded(tmp_path: Path) -> N
     config = Config.load(path)
     assert config.notes == config.resolve(4).notes == (CLIPPING, DECAY)
     assert config.gradient_clipping == 0 and config.optimizer is not None
-    assert config.optimizer.params.weight_decay == 0.01
+    assert config.optimizer.options["weight_decay"] == 0.01
 
 
 @pytest.mark.parametrize(

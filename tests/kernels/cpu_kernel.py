@@ -9,8 +9,9 @@ from torch import Tensor
 
 from lowtide.kernels.cpu_build import BuildError, find_compiler
 from lowtide.kernels.cpu_optimizer import CpuKernel
-from lowtide.kernels.optimizer_states import stored_states
-from lowtide.kernels.optimizer_step import RULES, UpdateRule
+from lowtide.kernels.optimizer_states import new_states, stored_states
+from lowtide.optimizers.optimizer import Optimizer
+from lowtide.optimizers.table import OPTIMIZERS
 
 ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.01, "nesterov": False}
@@ -23,15 +24,15 @@ ADAGRAD: dict[str, Any] = {
 }
 LION: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "weight_decay": 0.1}
 
-CASES: dict[str, tuple[UpdateRule, dict[str, Any]]] = {
-    "adamw": (RULES["adamw"], ADAM),
-    "adam": (RULES["adam"], ADAM),
-    "sgd": (UpdateRule("sgd", (), RULES["sgd"].apply), SGD | {"momentum": 0.0}),
-    "sgd with momentum": (RULES["sgd"], SGD),
-    "sgd with dampening": (RULES["sgd"], SGD | {"dampening": 0.3}),
-    "sgd with nesterov": (RULES["sgd"], SGD | {"nesterov": True}),
-    "adagrad": (RULES["adagrad"], ADAGRAD),
-    "lion": (RULES["lion"], LION),
+CASES: dict[str, tuple[Optimizer, dict[str, Any]]] = {
+    "adamw": (OPTIMIZERS["adamw"], ADAM),
+    "adam": (OPTIMIZERS["adam"], ADAM),
+    "sgd": (OPTIMIZERS["sgd"], SGD | {"momentum": 0.0}),
+    "sgd with momentum": (OPTIMIZERS["sgd"], SGD),
+    "sgd with dampening": (OPTIMIZERS["sgd"], SGD | {"dampening": 0.3}),
+    "sgd with nesterov": (OPTIMIZERS["sgd"], SGD | {"nesterov": True}),
+    "adagrad": (OPTIMIZERS["adagrad"], ADAGRAD),
+    "lion": (OPTIMIZERS["lion"], LION),
 }
 
 
@@ -51,7 +52,7 @@ class Shard:
 
     def __init__(
         self,
-        rule: UpdateRule,
+        rule: Optimizer,
         options: dict[str, Any],
         weight: Tensor,
         state_dtype: torch.dtype = torch.float32,
@@ -62,7 +63,7 @@ class Shard:
         self.options = options
         self.offset = offset
         self.master = self.moved(weight)
-        self.states = {name: self.moved(t) for name, t in rule.new_states(weight, options, state_dtype).items()}
+        self.states = {name: self.moved(t) for name, t in new_states(rule, weight, options, state_dtype).items()}
         self.out = None if out_dtype is None else self.moved(torch.full_like(weight, torch.nan, dtype=out_dtype))
 
     def moved(self, tensor: Tensor) -> Tensor:
@@ -86,9 +87,9 @@ class Shard:
             part = slice(start, end)
             states = [state.part(start, end) for state in stored]
             out = None if self.out is None else self.out[part]
-            assert CpuKernel.serves(self.rule.name, self.master[part], gradient[part], states, out)
+            assert kernel.serves(self.rule, self.master[part], gradient[part], states, out)
             kernel.update(
-                self.rule.name,
+                self.rule,
                 self.master[part],
                 gradient[part],
                 states,

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.kernels.optimizer_states import StoredState, stored_states
-from lowtide.kernels.optimizer_step import UpdateRule
+from lowtide.kernels.optimizer_states import StoredState, new_states, stored_states
+from lowtide.optimizers.optimizer import Optimizer
 
 STEP = 7
 
@@ -24,7 +24,7 @@ class Start:
 
     @staticmethod
     def drawn(
-        rule: UpdateRule,
+        rule: Optimizer,
         options: Mapping[str, Any],
         numel: int,
         generator: torch.Generator,
@@ -37,12 +37,11 @@ class Start:
             return torch.randn(numel, generator=generator) * size
 
         master = torch.randn(numel, generator=generator).to(master_dtype)
-        states = list(rule.new_states(master, options, state_dtype).values())
-        for name, state in zip(rule.states, stored_states(states), strict=True):
+        states = list(new_states(rule, master, options, state_dtype).values())
+        for kept, state in zip(rule.states_for(options), stored_states(states), strict=True):
             values = of_all_sizes(2)
-            is_mean_of_squares = name in ("exp_avg_sq", "sum")
             # Not near 0: what is divided by its root must be right in proportion.
-            state.narrow(values.square() + 1e-4 if is_mean_of_squares else values)
+            state.narrow(values.square() + 1e-4 if kept.is_mean_of_squares else values)
         stored = [state.widened().clone() for state in stored_states(states)]
         return Start(master, of_all_sizes(5).to(gradient_dtype), states, stored)
 

@@ -106,8 +106,7 @@ def test_a_wrong_kernel_is_found(
 def test_peers_compute_the_same(script: ModuleType, peer: str, generator: torch.Generator) -> None:
     for case in script.CASES.values():
         if peer in case.forms:
-            size = (4096,) if len(case.tiny) == 1 else case.tiny  # peers quantize whole blocks
-            errors = script.Checker(problem_of(script, case, size, generator)).errors(case.forms[peer])
+            errors = script.Checker(problem_of(script, case, case.tiny, generator)).errors(case.forms[peer])
             assert max(errors.values()) <= 1.0, (case.name, errors)
 
 

@@ -15,7 +15,9 @@ import torch
 from lowtide.kernels import cpu_build
 from lowtide.kernels.cpu_build import BuildError, cache_folder, find_compiler, load_library
 from lowtide.kernels.cpu_optimizer import cpu_kernel
-from lowtide.kernels.optimizer_step import RULES, update_shard
+from lowtide.kernels.optimizer_states import new_states
+from lowtide.kernels.optimizer_step import update_shard
+from lowtide.optimizers.table import OPTIMIZERS
 from tests.kernels.cpu_kernel import ADAM, needs_compiler
 
 
@@ -38,8 +40,8 @@ def program(path: Path, text: str) -> Path:
 
 def step() -> torch.Tensor:
     weight = torch.ones(2000)
-    states = list(RULES["adamw"].new_states(weight, ADAM).values())
-    update_shard(RULES["adamw"], weight, torch.ones(2000), states, 1, ADAM, 1.0, None)
+    states = list(new_states(OPTIMIZERS["adamw"], weight, ADAM).values())
+    update_shard(OPTIMIZERS["adamw"], weight, torch.ones(2000), states, 1, ADAM, 1.0, None)
     return weight
 
 

@@ -1,6 +1,7 @@
 """The C++ optimizer step computes what torch's optimizers do, whatever the dtypes, sizes and addresses."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lowtide.kernels.cpu_optimizer import CpuKernel
-from lowtide.kernels.optimizer_states import stored_states
+from lowtide.kernels.optimizer_states import new_states, stored_states
+from lowtide.optimizers.table import OPTIMIZERS
 from tests.kernels.cpu_kernel import ADAM, CASES, SGD, STATE_DTYPES, Shard, needs_compiler, start_values
 from tests.kernels.test_optimizer_step import Lion, run_torch
 
@@ -81,9 +83,8 @@ def test_the_first_step_does_not_depend_on_how_states_are_kept(
     assert torch.equal(narrow.master, wide.master)
     if narrow.out is not None and wide.out is not None:
         assert torch.equal(narrow.out, wide.out)
-    states = dict(zip(rule.states, stored_states(list(narrow.states.values())), strict=True))
-    for state_name, state in states.items():
-        exact = wide.states[state_name]
+    for kept, state in zip(rule.states_for(options), stored_states(list(narrow.states.values())), strict=True):
+        exact = wide.states[kept.name]
         if state.scale is None:
             torch.testing.assert_close(state.widened(), exact, rtol=2**-7, atol=0)
         else:
@@ -186,6 +187,10 @@ def test_stretches_have_options_of_their_own(kernel: CpuKernel, state_dtype: tor
         start = end
 
 
+def test_every_optimizer_that_has_a_kernel_is_tested_here() -> None:
+    assert {rule.name for rule, _ in CASES.values()} == {one.name for one in OPTIMIZERS.values() if one.coefficients}
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -193,18 +198,19 @@ def test_stretches_have_options_of_their_own(kernel: CpuKernel, state_dtype: tor
         {"gradient": torch.zeros(8, dtype=torch.float64)},
         {"gradient": torch.zeros(16)[::2]},
         {"out": torch.zeros(8, dtype=torch.float64)},
-        {"rule_name": "a rule of one's own"},
+        {"optimizer": replace(OPTIMIZERS["adamw"], title="Mine")},
+        {"optimizer": replace(OPTIMIZERS["adamw"], coefficients=None)},
         {"master": torch.zeros(8, device="meta")},
     ],
 )
-def test_what_it_does_not_serve_is_left_to_torch(change: dict[str, Any]) -> None:
+def test_what_it_does_not_serve_is_left_to_torch(kernel: CpuKernel, change: dict[str, Any]) -> None:
     rule, options = CASES["adamw"]
     asked: dict[str, Any] = {
-        "rule_name": "adamw",
+        "optimizer": rule,
         "master": torch.zeros(8),
         "gradient": torch.zeros(8),
-        "states": stored_states(list(rule.new_states(torch.zeros(8), options).values())),
+        "states": stored_states(list(new_states(rule, torch.zeros(8), options).values())),
         "out": None,
     }
-    assert CpuKernel.serves(**asked)
-    assert not CpuKernel.serves(**(asked | change))
+    assert kernel.serves(**asked)
+    assert not kernel.serves(**(asked | change))

@@ -8,11 +8,14 @@ from lowtide.kernels.optimizer_states import (
     StoredState,
     narrow_blocks,
     new_state,
+    new_states,
     rounding_noise,
     stored_states,
     widened_blocks,
 )
-from lowtide.kernels.optimizer_step import RULES, update_shard
+from lowtide.kernels.optimizer_step import update_shard
+from lowtide.optimizers.optimizer import State
+from lowtide.optimizers.table import OPTIMIZERS
 from tests.kernels.cpu_kernel import ADAGRAD, ADAM
 
 NARROW = [torch.bfloat16, torch.int8]
@@ -25,7 +28,8 @@ def random_bits(numel: int, seed: int = 0) -> Tensor:
 
 
 def state_of(name: str, values: Tensor, dtype: torch.dtype, noise: Tensor | None = None) -> StoredState:
-    state = stored_states(list(new_state(name, values, 0.0, dtype).values()))[0]
+    kept = State(name, is_mean_of_squares=name == "exp_avg_sq")
+    state = stored_states(list(new_state(kept, values, {}, dtype).values()))[0]
     state.narrow(values, noise)
     return state
 
@@ -38,7 +42,7 @@ def values_of_all_sizes(numel: int, decades: int) -> Tensor:
 def test_names_shapes_and_dtypes_of_new_states() -> None:
     master = torch.zeros(1000)
     described = {
-        dtype: {name: (t.dtype, t.numel()) for name, t in RULES["adamw"].new_states(master, ADAM, dtype).items()}
+        dtype: {name: (t.dtype, t.numel()) for name, t in new_states(OPTIMIZERS["adamw"], master, ADAM, dtype).items()}
         for dtype in (torch.float32, torch.bfloat16, torch.int8)
     }
     assert described == {
@@ -51,31 +55,31 @@ def test_names_shapes_and_dtypes_of_new_states() -> None:
             "exp_avg_sq.scale": (torch.float32, 4),
         },
     }
-    assert all(not t.any() for name, t in RULES["adamw"].new_states(master, ADAM).items())
+    assert all(not t.any() for name, t in new_states(OPTIMIZERS["adamw"], master, ADAM).items())
 
 
 def test_wide_states_have_the_dtype_of_the_master_weights() -> None:
-    states = RULES["lion"].new_states(torch.zeros(3, dtype=torch.float64), ADAM)
+    states = new_states(OPTIMIZERS["lion"], torch.zeros(3, dtype=torch.float64), ADAM)
     assert states["exp_avg"].dtype == torch.float64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
 def test_the_start_value_is_kept(dtype: torch.dtype) -> None:
-    state = stored_states(list(RULES["adagrad"].new_states(torch.zeros(300), ADAGRAD, dtype).values()))[0]
+    state = stored_states(list(new_states(OPTIMIZERS["adagrad"], torch.zeros(300), ADAGRAD, dtype).values()))[0]
     torch.testing.assert_close(state.widened(), torch.full((300,), 0.2), rtol=STEP.get(state.payload.dtype, 0), atol=0)
 
 
 def test_an_unknown_dtype_is_refused() -> None:
     expected = "state_dtype: expected one of float32, bfloat16, int8, found torch.float16"
     with pytest.raises(ValueError, match=expected):
-        RULES["adamw"].new_states(torch.zeros(3), ADAM, torch.float16)
+        new_states(OPTIMIZERS["adamw"], torch.zeros(3), ADAM, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_narrow_states_of_float64_weights_are_refused(dtype: torch.dtype) -> None:
     expected = f"state_dtype: {dtype} states need float32 master weights, found torch.float64; use float32"
     with pytest.raises(ValueError, match=expected):
-        RULES["adamw"].new_states(torch.zeros(3, dtype=torch.float64), ADAM, dtype)
+        new_states(OPTIMIZERS["adamw"], torch.zeros(3, dtype=torch.float64), ADAM, dtype)
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -168,8 +172,8 @@ def test_the_noise_differs_between_steps_and_elements() -> None:
 def test_a_second_moment_grows_and_decays(dtype: torch.dtype) -> None:
     """1500 steps at beta2 0.999 leave 22 % of a gradient's square; rounded to nearest, all of it would be left."""
     options = ADAM | {"betas": (0.9, 0.999), "weight_decay": 0.0, "lr": 1e-3}
-    rule, master = RULES["adamw"], torch.randn(4096, generator=torch.Generator().manual_seed(0))
-    tensors = list(rule.new_states(master, options, dtype).values())
+    rule, master = OPTIMIZERS["adamw"], torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    tensors = list(new_states(rule, master, options, dtype).values())
     for step in range(1, 3001):
         gradient = torch.full_like(master, 1.0 if step <= 1500 else 0.0)
         update_shard(rule, master, gradient, tensors, step, options, 1.0, None)

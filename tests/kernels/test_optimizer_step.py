@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowtide.kernels.optimizer_step import CHUNK_NUMEL, RULES, UpdateRule, update_shard
+from lowtide.kernels.optimizer_states import new_states
+from lowtide.kernels.optimizer_step import CHUNK_NUMEL, update_shard
+from lowtide.optimizers.optimizer import Optimizer
+from lowtide.optimizers.table import OPTIMIZERS
 
 STEPS = 4
 ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -21,7 +24,6 @@ ADAGRAD: dict[str, Any] = {
     "eps": 1e-8,
 }
 LION: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "weight_decay": 0.1}
-STATELESS_SGD = UpdateRule("sgd", (), RULES["sgd"].apply)
 
 
 class Lion(torch.optim.Optimizer):
@@ -41,16 +43,16 @@ class Lion(torch.optim.Optimizer):
                 momentum.copy_(beta2 * momentum + (1 - beta2) * param.grad)
 
 
-Case = tuple[UpdateRule, dict[str, Any], Callable[..., torch.optim.Optimizer]]
+Case = tuple[Optimizer, dict[str, Any], Callable[..., torch.optim.Optimizer]]
 CASES: dict[str, Case] = {
-    "adamw": (RULES["adamw"], ADAM, torch.optim.AdamW),
-    "adam": (RULES["adam"], ADAM, torch.optim.Adam),
-    "sgd": (STATELESS_SGD, SGD | {"momentum": 0.0}, torch.optim.SGD),
-    "sgd with momentum": (RULES["sgd"], SGD, torch.optim.SGD),
-    "sgd with dampening": (RULES["sgd"], SGD | {"dampening": 0.3}, torch.optim.SGD),
-    "sgd with nesterov": (RULES["sgd"], SGD | {"nesterov": True}, torch.optim.SGD),
-    "adagrad": (RULES["adagrad"], ADAGRAD, torch.optim.Adagrad),
-    "lion": (RULES["lion"], LION, Lion),
+    "adamw": (OPTIMIZERS["adamw"], ADAM, torch.optim.AdamW),
+    "adam": (OPTIMIZERS["adam"], ADAM, torch.optim.Adam),
+    "sgd": (OPTIMIZERS["sgd"], SGD | {"momentum": 0.0}, torch.optim.SGD),
+    "sgd with momentum": (OPTIMIZERS["sgd"], SGD, torch.optim.SGD),
+    "sgd with dampening": (OPTIMIZERS["sgd"], SGD | {"dampening": 0.3}, torch.optim.SGD),
+    "sgd with nesterov": (OPTIMIZERS["sgd"], SGD | {"nesterov": True}, torch.optim.SGD),
+    "adagrad": (OPTIMIZERS["adagrad"], ADAGRAD, torch.optim.Adagrad),
+    "lion": (OPTIMIZERS["lion"], LION, Lion),
 }
 
 
@@ -62,7 +64,7 @@ def start_values(numel: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor
 
 
 def run(
-    rule: UpdateRule,
+    rule: Optimizer,
     options: dict[str, Any],
     weight: Tensor,
     gradients: list[Tensor],
@@ -72,8 +74,7 @@ def run(
 ) -> Tensor:
     """The weights after all steps; the shard is updated in stretches that end at `cuts`."""
     master = weight.clone()
-    start = options[rule.start_option] if rule.start_option else 0.0
-    states = [torch.full_like(master, start) for _ in rule.states]
+    states = list(new_states(rule, master, options).values())
     bounds = [0, *cuts, master.numel()]
     for number, gradient in enumerate(gradients, start=1):
         used = gradient.clone()

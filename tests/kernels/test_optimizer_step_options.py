@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from lowtide.kernels.dispatch import Backend
-from lowtide.kernels.optimizer_states import rounded_at_random
+from lowtide.kernels.optimizer_states import new_states, rounded_at_random
 from lowtide.kernels.optimizer_step import update_runs, update_shard
 from tests.kernels.cpu_kernel import ADAM, CASES
 
@@ -18,7 +18,7 @@ def step(
 ) -> list[Tensor]:
     """Everything that the step writes."""
     master, out = weight.clone(), torch.zeros(weight.numel(), dtype=torch.float16)
-    states = list(ADAMW.new_states(master, ADAM, torch.int8).values())
+    states = list(new_states(ADAMW, master, ADAM, torch.int8).values())
     update_shard(ADAMW, master, gradient.clone(), states, 1, ADAM, scale, out, skip=skip, backend=backend)
     return [master, out, *states]
 
@@ -41,7 +41,7 @@ def test_a_flag_leaves_everything_as_it_is(backend: Backend, dtype: torch.dtype,
     master, out, *states = step(backend, weight, gradient, 1.0, skip=torch.ones(1, dtype=dtype))
     assert torch.equal(master, weight) and not out.any()
     assert all(
-        torch.equal(a, b) for a, b in zip(states, ADAMW.new_states(weight, ADAM, torch.int8).values(), strict=True)
+        torch.equal(a, b) for a, b in zip(states, new_states(ADAMW, weight, ADAM, torch.int8).values(), strict=True)
     )
     gradient[5] = 1.0
     for found, expected in zip(

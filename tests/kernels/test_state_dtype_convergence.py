@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.kernels.optimizer_step import RULES, update_shard
+from lowtide.kernels.optimizer_states import new_states
+from lowtide.kernels.optimizer_step import update_shard
+from lowtide.optimizers.table import OPTIMIZERS
 from tests.models import TinyGPT, token_batch
 
 STEPS, BATCHES, ROWS = 400, 16, 16
@@ -27,8 +29,8 @@ def losses(rule_name: str, state_dtype: torch.dtype) -> list[float]:
     flat = torch.cat([param.detach().reshape(-1) for param in params])
     for param, piece in zip(params, flat.split([param.numel() for param in params]), strict=True):
         param.data = piece.view_as(param)
-    rule, options = RULES[rule_name], OPTIONS[rule_name]
-    states = list(rule.new_states(flat, options, state_dtype).values())
+    rule, options = OPTIMIZERS[rule_name], OPTIONS[rule_name]
+    states = list(new_states(rule, flat, options, state_dtype).values())
     found = []
     for step in range(1, STEPS + 1):
         loss = model(*token_batch(step % BATCHES, ROWS))

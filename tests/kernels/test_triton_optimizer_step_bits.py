@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.kernels.optimizer_states import stored_states
-from lowtide.kernels.optimizer_step import RULES, update_runs, update_shard
+from lowtide.kernels.optimizer_states import new_states, stored_states
+from lowtide.kernels.optimizer_step import update_runs, update_shard
+from lowtide.optimizers.table import OPTIMIZERS
 from tests.kernels.cpu_kernel import CASES, STATE_DTYPES, bits
 
 NUMEL = 1216  # whole vectors of torch's kernels; a tile, and a rest that is no block
@@ -53,7 +54,7 @@ def test_bits_are_those_of_torch(
     results = []
     for backend in ("triton", "reference"):
         master, out = weight.clone(), torch.full((NUMEL,), torch.nan, dtype=torch.float16)
-        states = list(rule.new_states(master, options, state_dtype).values())
+        states = list(new_states(rule, master, options, state_dtype).values())
         for step, gradient in enumerate(gradients, start=1):
             update_runs(
                 rule, master, gradient.clone(), states, step, runs, 0.5, out,
@@ -78,7 +79,7 @@ def test_states_of_any_size_are_rounded_alike(name: str, state_dtype: torch.dtyp
     weight = torch.randn(gradient.numel(), generator=generator)
     results = []
     for backend in ("triton", "reference"):
-        states = list(rule.new_states(weight, options, state_dtype).values())
+        states = list(new_states(rule, weight, options, state_dtype).values())
         with numpy.errstate(all="ignore"):  # Triton's interpreter computes with numpy
             update_shard(rule, weight.clone(), gradient.flatten(), states, 1, options, 1.0, None, backend=backend)
         results.append(states)
@@ -117,7 +118,7 @@ def test_where_a_shard_is_cut(state_dtype: torch.dtype, generator: torch.Generat
     shards = []
     for cuts in ((0, 3000), (0, 256, 1536, 3000)):
         master, out = weight.clone(), torch.full((3000,), torch.nan, dtype=torch.bfloat16)
-        states = stored_states(list(rule.new_states(master, options, state_dtype).values()))
+        states = stored_states(list(new_states(rule, master, options, state_dtype).values()))
         for step in (1, 2):
             for start, end in pairwise(cuts):
                 parts = [state.part(start, end) for state in states]
@@ -132,7 +133,7 @@ def test_where_a_shard_is_cut(state_dtype: torch.dtype, generator: torch.Generat
 
 def test_random_bits_of_weights_and_states_are_not_alike(generator: torch.Generator) -> None:
     """Of weights and gradients in the middle between two neighbours, half go the same way, up or down."""
-    rule, options = RULES["sgd"], CASES["sgd with momentum"][1] | MOMENTUM
+    rule, options = OPTIMIZERS["sgd"], CASES["sgd with momentum"][1] | MOMENTUM
     low = [torch.randn(3000, generator=generator).abs().bfloat16().float() for _ in range(2)]
     weight, gradient = ((one.view(torch.int32) + 0x8000).view(torch.float32) for one in low)
     buffer, out = torch.zeros(3000, dtype=torch.bfloat16), torch.zeros(3000, dtype=torch.bfloat16)

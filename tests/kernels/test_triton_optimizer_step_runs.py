@@ -5,12 +5,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lowtide.kernels.optimizer_coefficients import COEFFICIENTS
-from lowtide.kernels.optimizer_states import stored_states
+from lowtide.kernels.optimizer_states import new_states, stored_states
 from lowtide.kernels.optimizer_step import update_runs, update_shard
 from lowtide.kernels.triton import optimizer_step
 from lowtide.kernels.triton.launch import recorded_launches
 from lowtide.kernels.triton.option_runs import OptionRuns, run_table
+from lowtide.optimizers.table import OPTIMIZERS
 from tests.kernels.cpu_kernel import CASES
 
 NUMEL = 3000
@@ -24,7 +24,7 @@ def test_each_stretch_is_updated_as_if_alone(name: str, generator: torch.Generat
     rates = [0.01 * (index % 3 + 1) for index in range(len(ENDS))]
     runs = [(end, options | {"lr": lr}) for end, lr in zip(ENDS, rates, strict=True)]
     master, alone = weight.clone(), weight.clone()
-    states, states_alone = (list(rule.new_states(weight, options).values()) for _ in range(2))
+    states, states_alone = (list(new_states(rule, weight, options).values()) for _ in range(2))
     for step in (1, 2):
         update_runs(rule, master, gradient, states, step, runs, 0.5, None, backend="triton")
         for (start, end), (_, of_run) in zip(pairwise((0, *ENDS)), runs, strict=True):
@@ -38,7 +38,8 @@ def test_each_stretch_is_updated_as_if_alone(name: str, generator: torch.Generat
 def test_stretches_that_agree_are_one() -> None:
     options = CASES["adamw"][1]
     other, twin = options | {"lr": 0.5}, dict(options)
-    coefficients = COEFFICIENTS["adamw", 2]
+    coefficients = OPTIMIZERS["adamw"].coefficients
+    assert coefficients is not None
     runs = [(0, other), (10, options), (20, twin), (20, other), (30, other), (40, options)]
     found = OptionRuns.of(runs, 3, coefficients)
     assert found.ends == (20, 30, 40) and found.choices == (0, 1, 0)
@@ -47,20 +48,22 @@ def test_stretches_that_agree_are_one() -> None:
 
 def test_whole_numbers_are_no_constants() -> None:
     options = CASES["sgd with momentum"][1] | {"lr": 1, "weight_decay": 0, "dampening": 1, "momentum": 1}
-    (found,) = OptionRuns.of([(10, options)], 2, COEFFICIENTS["sgd", 1]).coefficients
+    coefficients = OPTIMIZERS["sgd"].coefficients
+    assert coefficients is not None
+    (found,) = OptionRuns.of([(10, options)], 2, coefficients).coefficients
     assert found == (0, -1, 1, 0, 0, 1, 0, 0) and all(type(value) is float for value in found)
 
 
 def test_one_set_of_options_needs_no_table() -> None:
     rule, options = CASES["adamw"]
     master = torch.empty(5000, device="meta")
-    states = list(rule.new_states(master, options).values())
+    states = list(new_states(rule, master, options).values())
     for runs, has_table in (
         ([(10, options), (5000, dict(options))], False),
         ([(10, options), (5000, options | {"lr": 1.0})], True),
     ):
         with recorded_launches() as launches:
-            optimizer_step.update("adamw", master, master, stored_states(states), 1, runs, 1.0, None, None, False)
+            optimizer_step.update(rule, master, master, stored_states(states), 1, runs, 1.0, None, None, False)
         assert [launch.grid for launch in launches] == [(5,)]
         assert (launches[0].args["C_ptr"] is not None) == has_table
         assert not launches[0].enable_fp_fusion  # the bits of the other tiers: products are rounded

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from lowtide.kernels.optimizer_states import stored_states
-from lowtide.kernels.optimizer_step import RULES
+from lowtide.kernels.optimizer_states import new_states, stored_states
 from lowtide.kernels.triton import optimizer_step
+from lowtide.optimizers.table import OPTIMIZERS
 
 OPTIONS: dict[str, Any] = {
     "lr": 1e-3,
@@ -35,11 +35,11 @@ def update(
         return torch.empty(numel, dtype=dtype, device="meta")
 
     master = meta(master_dtype)
-    states = stored_states(list(RULES[rule_name].new_states(master, OPTIONS, state_dtype).values()))
+    states = stored_states(list(new_states(OPTIMIZERS[rule_name], master, OPTIONS, state_dtype).values()))
     runs = [(numel * (i + 1) // num_runs, OPTIONS | {"weight_decay": 0.1 * i}) for i in range(num_runs)]
     out = meta(out_dtype) if out_dtype is not None else None
     optimizer_step.update(
-        rule_name, master, meta(dtype), states, 3, runs, meta(torch.float32, 1), out, meta(torch.bool, 1),
+        OPTIMIZERS[rule_name], master, meta(dtype), states, 3, runs, meta(torch.float32, 1), out, meta(torch.bool, 1),
         stochastic_rounding,
     )  # fmt: skip
 

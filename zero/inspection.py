@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..comm import Axis
+from ..comm import Axis, regions_of
 from ..kernels.sum_of_squares import squares_by_block
 from .exact_sum import NUM_LIMBS, to_limbs
 from .group import ShardedGroup
@@ -32,7 +32,6 @@ class Inspection:
 
     def __init__(self, group: ShardedGroup) -> None:
         self._group = group
-        self._is_alone = group.state_axis.size == group.replica_axis.size == 1
         self.found = self._nothing()
         self._first: NonFinite | None = None
 
@@ -42,30 +41,26 @@ class Inspection:
         self._first = None
 
     def look(self, axis: Axis, offset: int, total: Tensor, terms: Sequence[Tensor], counts: bool) -> None:
-        """total: from `offset` of the shard on. terms: of the ranks of the axis; none where they are not known.
+        """total: from `offset` of the shard on. terms: of the ranks of the axis, on the CPU; none: they are not known.
 
         counts: the total is final, and this rank is the one that counts it.
         """
         squares = squares_by_block(total, BLOCK_NUMEL)
         is_finite = torch.isfinite(squares)
-        if total.device.type == "cpu":  # elsewhere nothing is waited for, and there are no terms
-            if not bool(is_finite.all()):
-                self._trace(axis, offset, total, terms)
-                self.found[-1] = 1
-                return
-        else:
-            self.found[-1:] |= ~is_finite.all()
-            squares = torch.where(is_finite, squares, 0)
+        is_bad = ~is_finite.all().to(self.found.device)
+        self.found[-1:] |= is_bad
+        if terms and bool(is_bad):  # where there are none, the value can be found later as well
+            self._trace(axis, offset, total, terms)
         if counts:
-            self.found[:-1] += to_limbs(squares).to(self.found.device)
+            self.found[:-1] += to_limbs(torch.where(is_finite, squares, 0)).to(self.found.device)
 
     def first(self, shard: Tensor | None) -> NonFinite | None:
-        """The first value that is not finite. shard: where it still is, if it was not traced at once. May wait."""
-        if self._first is None and bool(self.found[-1]):
-            if shard is not None:
-                axis = self._group.state_axis
-                self._trace(axis, 0, shard, (shard,) if self._is_alone else ())
-            self._first = self._first or NonFinite(self._group.names[0], None)
+        """The first value that is not finite. shard: where it is looked for, if it was not traced. Waits for it."""
+        if self._first is None and shard is not None and bool(self.found[-1]):
+            replicas = self._group.replica_axis
+            mine = regions_of(shard.numel(), replicas.size)[replicas.rank]
+            is_alone = self._group.state_axis.size == replicas.size == 1
+            self._trace(replicas, mine.start, shard[mine], (shard,) if is_alone else ())
         return self._first
 
     def _nothing(self) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -69,10 +70,12 @@ class Move:
         states, replicas = self._group.state_axis, self._group.replica_axis
         is_last = replicas.size == 1
         if message is None and is_last:
-            self._inspection.look(states, 0, shard, (shard,), counts)
+            self._inspection.look(states, 0, shard, (), counts)
         if axis is states and message is not None:
             held = self._held(axis, message, shard.dtype, has_shard)
             terms = states.route.reduce_scatter(message, None if has_shard else shard, self._what)
+            if boundary and not is_last:  # what follows at once opens a message there
+                terms = replace(terms, arrived=self._when_free(replicas, terms.arrived, shard.numel()))
             yield from self._add_up(states, terms, slice(0, shard.numel()), shard, held, has_shard, counts and is_last)
         if is_last or not boundary:
             return
@@ -86,6 +89,10 @@ class Move:
             held = held if self._codec.may_lack_own(replicas, shard.dtype) else NOTHING
         terms = replicas.route.all_reduce(message, shard, self._what)
         yield from self._add_up(replicas, terms, mine, shard, held, False, counts)
+
+    def _when_free(self, axis: Axis, pending: Pending, numel: int) -> Pending:
+        """As `pending`, but not done before the next message of an axis is free."""
+        return Pending(pending.wait, lambda: pending.is_done and self._codec.next_message(axis, numel) is not None)
 
     @property
     def _what(self) -> str:

@@ -1,10 +1,14 @@
 """Shards within groups of two, replicas between the groups: the numbers of stage 0."""
 
+import time
+from functools import partial
+
 import pytest
 
+from lowtide.comm.shared_memory import _REDUCED, SharedMemoryRoute
 from tests import models
 from tests.ranks import RankPool
-from tests.zero.training import Case, assert_close, train_all, train_plainly
+from tests.zero.training import Case, Outcome, assert_close, train, train_all, train_plainly
 
 ROUTES = ("shared_memory", "sockets")
 
@@ -42,3 +46,24 @@ def test_a_shard_group_of_one_rank_is_stage_0(ranks: RankPool) -> None:
     stage_0, *outcomes = ranks(2, train_all, work)[0]
     for outcome in outcomes:
         assert outcome.differences(stage_0) == []
+
+
+def test_what_a_rank_does_early_waits_for_nothing(ranks: RankPool) -> None:
+    """A rank that hears late of a sum must not go on with a newer one: that one needs the memory of the older one."""
+    hybrid = Case(
+        partial(models.Mlp, 12), models.vector_batch, stage=2, config={"zero_optimization": {"shard_size": 2}}
+    )
+    outcomes = ranks(4, _train_hearing_late, hybrid)
+    assert outcomes[0].differences(ranks(4, train, hybrid)[0]) == []
+
+
+def _train_hearing_late(case: Case) -> Outcome:
+    hears = SharedMemoryRoute._has_come
+
+    def hears_late(route: SharedMemoryRoute, counter: int, target: int) -> bool:
+        time.sleep(2e-4)
+        return counter != _REDUCED and hears(route, counter, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedMemoryRoute, "_has_come", hears_late)
+        return train(case)

@@ -23,6 +23,8 @@ class Work:
     ranks: int
     threads: int
     microbatch: int
+    accumulation: int
+    clip: float
     warmup: int
     steps: int
     tied: bool
@@ -64,7 +66,8 @@ def run_job(contender: Contender, work: Work, python: str, allocator: str | None
     Raises JobError when a rank fails or the time is over; no process is left behind.
     """
     started = time.monotonic()
-    job = {**asdict(work), **contender.as_dict(), "allocator": allocator, "global_rows": work.ranks * work.microbatch}
+    rows = work.ranks * work.microbatch * work.accumulation
+    job = {**asdict(work), **contender.as_dict(), "allocator": allocator, "global_rows": rows}
     environment, num_processes = environment_of(work.threads, allocator), contender.num_processes(work.ranks)
     found = run_ranks(WORKER, job, num_processes, python, environment, work.timeout_seconds)
     return _gathered(found, work.warmup, time.monotonic() - started)

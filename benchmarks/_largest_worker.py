@@ -30,7 +30,7 @@ def train(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
 
     All steps train on one batch, so that a loss that never changes means that nothing was trained.
     """
-    setup = Setup(job["microbatch"], job["device"], job["recompute_blocks"])
+    setup = Setup(job["microbatch"], device=job["device"], recompute_blocks=job["recompute_blocks"])
     rows = job["global_rows"]
     share = slice(rank * rows // ranks, (rank + 1) * rows // ranks)
     ((tokens, targets),) = build_batches(job["size"], job["text_file"], 1, rows)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +38,16 @@ Model = nn.Module | Callable[[], nn.Module]
 class Setup:
     """What is asked of every contender alike, besides the model."""
 
-    microbatch: int = 1  # sequences of a rank in a step
+    microbatch: int = 1  # sequences of a rank in a forward
+    accumulation: int = 1  # forwards and backwards of a step
+    clip: float = 0.0  # the largest norm of all gradients together; 0: any
     device: str = "cpu"  # or "cuda": the current one
     recompute_blocks: bool = False  # blocks keep their input alone, and run again in the backward
+
+    def microbatches(self, tokens: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Gives a rank's batch in parts; tokens, targets: (accumulation x microbatch, sequence)."""
+        parts = (torch.split(one, self.microbatch) for one in (tokens, targets))
+        return list(zip(*parts, strict=True))
 
 
 @dataclass(frozen=True)
@@ -51,13 +58,27 @@ class Trainer:
     close: Callable[[], None]
 
 
-def _plain(model: nn.Module, optimizer: torch.optim.Optimizer, close: Callable[[], None]) -> Trainer:
+def _plain(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    setup: Setup,
+    close: Callable[[], None],
+    unsummed: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Trainer:
+    """unsummed: within it a backward keeps its gradients on its rank, as all but the last of a step may."""
+
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = model(tokens, targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        losses = []
+        for number, microbatch in enumerate(setup.microbatches(tokens, targets), 1):
+            with nullcontext() if number == setup.accumulation else unsummed():
+                loss: Tensor = model(*microbatch) / setup.accumulation
+                loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        if setup.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), setup.clip)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
+        return torch.stack(losses).sum()
 
     return Trainer(step, close)
 
@@ -85,7 +106,7 @@ def _built(model: Model, setup: Setup, device: str) -> nn.Module:
 def build_single(model: Model, setup: Setup) -> Trainer:
     """Gives plain torch in one process."""
     module = _built(model, setup, setup.device)
-    return _plain(module, AdamW(module.parameters(), fused=True, **ADAMW), lambda: None)
+    return _plain(module, AdamW(module.parameters(), fused=True, **ADAMW), setup, lambda: None)
 
 
 def build_ddp(model: Model, setup: Setup, *, sharded_optimizer: bool) -> Trainer:
@@ -100,7 +121,7 @@ def build_ddp(model: Model, setup: Setup, *, sharded_optimizer: bool) -> Trainer
         optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), AdamW, fused=True, **ADAMW)
     else:
         optimizer = AdamW(wrapped.parameters(), fused=True, **ADAMW)
-    return _plain(wrapped, optimizer, _wait_for_all)
+    return _plain(wrapped, optimizer, setup, _wait_for_all, wrapped.no_sync)
 
 
 def build_fsdp2(model: Model, setup: Setup, *, reshard_after_forward: bool) -> Trainer:
@@ -118,7 +139,7 @@ def build_fsdp2(model: Model, setup: Setup, *, reshard_after_forward: bool) -> T
     if is_empty:
         module.to_empty(device=setup.device)
         initialize_in_place(module)
-    return _plain(module, AdamW(module.parameters(), fused=True, **ADAMW), _wait_for_all)
+    return _plain(module, AdamW(module.parameters(), fused=True, **ADAMW), setup, _wait_for_all)
 
 
 def _choose_accelerator(setup: Setup) -> None:
@@ -140,9 +161,10 @@ def build_deepspeed(model: Model, setup: Setup, *, stage: int, offload: str = "n
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": setup.microbatch,
+        "gradient_accumulation_steps": setup.accumulation,
         "zero_optimization": {"stage": stage},
         "steps_per_print": 10**9,
-        "gradient_clipping": 0.0,  # nobody else clips; left out, it means 1.0
+        "gradient_clipping": setup.clip,  # left out, it means 1.0
     }
     if offload != "none":
         place = {"device": offload, "nvme_path": os.environ[OFFLOAD_FOLDER]}
@@ -155,10 +177,13 @@ def build_deepspeed(model: Model, setup: Setup, *, stage: int, offload: str = "n
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = engine(tokens, targets)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
+        losses = []
+        for microbatch in setup.microbatches(tokens, targets):
+            loss: Tensor = engine(*microbatch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
 
     return Trainer(step, _wait_for_all)
 
@@ -193,8 +218,10 @@ def build_lowtide(
         zero["stage3_prefetch_bucket_size"] = prefetch_numel
     config = {
         "train_micro_batch_size_per_gpu": setup.microbatch,
+        "gradient_accumulation_steps": setup.accumulation,
         "zero_optimization": zero,
         "optimizer": {"type": "adamw", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
+        "gradient_clipping": setup.clip,
         "communication": {"route": route},
         "activation_checkpointing": {"every": 1 if setup.recompute_blocks else 0},
         "device": setup.device,

@@ -36,7 +36,8 @@ def train(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
         (tokens[share], targets[share])
         for tokens, targets in build_batches(job["size"], job["text_file"], num_steps, rows)
     ]
-    model, setup = build_model(job["size"], tied=job["tied"]), Setup(job["microbatch"])
+    model = build_model(job["size"], tied=job["tied"])
+    setup = Setup(job["microbatch"], job["accumulation"], job["clip"])
     trainer = BUILDERS[job["kind"]](model, setup, **job["options"])
     del model
     losses: list[float] = []

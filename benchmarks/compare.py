@@ -50,7 +50,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--memory-steps", type=int, default=4, help="steps of a memory job; with glibc, peaks still grow (default: 4)")
     add("--ranks", type=int, default=2, help="processes of a job (default: 2)")
     add("--threads", type=int, default=1, help="threads of a process (default: 1)")
-    add("--microbatch", type=int, default=1, help="sequences of a rank in a step (default: 1)")
+    add("--microbatch", type=int, default=1, help="sequences of a rank in a forward (default: 1)")
+    add("--accumulation", type=int, default=1, help="forwards and backwards of a step (default: 1)")
+    add("--clip", type=float, default=0.0, metavar="NORM", help="clip the norm of the gradients (default: it is not)")
     add("--tied", action="store_true", help="the head is the embedding")
     add("--timeout", type=float, default=300.0, metavar="SECONDS", help="longest time of one job (default: 300)")
     add("--loss-tolerance", type=float, default=1e-4, help="relative difference of a loss that fails (default: 1e-4)")
@@ -59,7 +61,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write every raw number")
     add("--png", type=Path, metavar="FILE", help="write a bar chart")
     options = parser.parse_args(arguments)
-    for name in ["rounds", "steps", "ranks", "threads", "microbatch", "memory_steps"]:
+    for name in ["rounds", "steps", "ranks", "threads", "microbatch", "accumulation", "memory_steps"]:
         value = getattr(options, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')}: expected at least 1, found {value}")
@@ -91,7 +93,7 @@ class Runner:
     def work(self, warmup: int, steps: int) -> Work:
         """Gives what a job does, from the command line."""
         o = self.options
-        return Work(o.size, o.ranks, o.threads, o.microbatch, warmup, steps, o.tied, o.timeout)
+        return Work(o.size, o.ranks, o.threads, o.microbatch, o.accumulation, o.clip, warmup, steps, o.tied, o.timeout)
 
     def timed_work(self) -> Work:
         """Gives what a timed job does."""
@@ -139,9 +141,10 @@ class Runner:
 
 
 def _settings(options: argparse.Namespace, timed: Work) -> dict[str, Any]:
+    clipping = f"clipped at {options.clip:g}, " if options.clip else ""
     title = (
         f"GPT {options.size}, fp32, {options.ranks} ranks x {options.threads} thread(s), "
-        f"microbatch {options.microbatch}, "
+        f"{options.accumulation} x microbatch {options.microbatch}, {clipping}"
         f"{options.rounds} round(s) of {timed.steps} steps"
     )
     machine = {"machine": platform.machine(), "system": platform.platform(), "cpus": os.cpu_count()}

@@ -19,22 +19,19 @@ from .axis import Axis
 from .errors import CollectiveError
 from .mesh import Mesh
 from .peers import Peers
-from .pending import Inspect, Pending, Reduction, regions_of
-from .summation import NOTHING
+from .pending import Pending, Terms, regions_of
 from .world import World
 
 __all__ = [
-    "NOTHING",
     "Activity",
     "Arrangement",
     "Axis",
     "CollectiveError",
-    "Inspect",
     "Mesh",
     "Peers",
     "Pending",
     "Progress",
-    "Reduction",
+    "Terms",
     "World",
     "regions_of",
 ]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import CollectiveError, no_answer
-from .pending import Inspect, Pending, Reduction, regions_of
+from .pending import Pending, Terms
 from .trail import Channel
 
 # torch 2.13 deprecates the first names for the second.
@@ -23,7 +23,7 @@ class NativeRoute:
     """Collectives of the process group's backend, asynchronous; `wait` orders the current stream after them."""
 
     name = "native"
-    sums_in_place = False
+    sums_here = False
     copies_are_shared = False
 
     def __init__(
@@ -68,37 +68,23 @@ class NativeRoute:
         slot, self._next = self.next_slot(numel, dtype), None
         return slot
 
-    def reduce_scatter(
-        self, slot: Tensor, out: Tensor, accumulate: bool, held: slice, what: str, inspect: Inspect | None
-    ) -> Reduction:
-        """out = (out +) sum over ranks of slot[this rank's part]. slot: (size * out.numel(),)."""
+    def reduce_scatter(self, slot: Tensor, spare: Tensor | None, what: str) -> Terms:
+        """The sum over ranks of slot[this rank's part]. slot: (size * n,).
+
+        spare: (n,): the sum may be made there.
+        """
         if self._places is not None:  # the backend gives its parts to the ranks in their order
             slot = slot.view(self.size, -1)[self._places].view(-1)
-        direct = slot.dtype == out.dtype and not accumulate
-        total = out if direct else torch.empty(out.numel(), dtype=slot.dtype, device=self._device)
+        if spare is None or spare.dtype != slot.dtype:
+            spare = torch.empty(slot.numel() // self.size, dtype=slot.dtype, device=self._device)
+        total = spare
         pending = self._pending(_reduce_scatter(total, slot, group=self._group, async_op=True), what)
+        return Terms(pending, slice(0, total.numel()), lambda: [total], lambda: None)
 
-        def reduce() -> None:
-            pending.wait()
-            if not direct:
-                out.add_(total) if accumulate else out.copy_(total)
-            if inspect is not None:
-                inspect(0, out, ())
-
-        return Reduction([reduce])
-
-    def all_reduce(self, slot: Tensor, out: Tensor, held: slice, what: str, inspect: Inspect | None) -> Reduction:
-        """out = sum over ranks of slot."""
-        mine = regions_of(out.numel(), self.size)[self.rank]
+    def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
+        """The sum over ranks of slot, all of it on each."""
         pending = self._pending(dist.all_reduce(slot, group=self._group, async_op=True), what)
-
-        def reduce() -> None:
-            pending.wait()
-            out.copy_(slot)
-            if inspect is not None:
-                inspect(mine.start, out[mine], ())
-
-        return Reduction([reduce])
+        return Terms(pending, slice(0, out.numel()), lambda: [slot], lambda: None)
 
     def sum_small(self, values: Tensor, what: str) -> Tensor:
         """The exact sum over ranks of a small int64 vector."""

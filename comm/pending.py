@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -28,49 +29,23 @@ class Pending:
             finish()
 
 
-class Reduction:
-    """A started sum over the ranks of an axis, taken forward phase by phase.
+@dataclass(frozen=True)
+class Terms:
+    """A started sum over the ranks of an axis: what this rank has to add up.
 
-    A reduction of unit k is advanced when unit k+1 has been staged, so that its waiting time is covered by the
-    computation between the two. `advance` runs the next phase and says whether it was the last one.
+        arrived.wait()  ->  out[region] = read()[0] + read()[1] + ...  ->  pending = summed()  ->  pending.wait()
+
+    The caller adds, so he may look at the terms, and have his own elsewhere than in his slot.
     """
 
-    __slots__ = ("_phases", "_polls")
+    arrived: Pending
+    region: slice  # of the result: what this rank sums
+    read: Callable[[], list[Tensor]]
+    """One term for each rank, in their order, of the size of the region; or a single one, where the backend has summed
+    (`Route.sums_here` is False). They are there from `arrived` on until `summed`."""
+    summed: Callable[[], Pending | None]
+    """To be called when the region has its sum, which goes to the other ranks then; None: they do not need it."""
 
-    def __init__(self, phases: Sequence[Callable[[], None]], polls: Sequence[Callable[[], bool]] = ()) -> None:
-        """polls: for each phase, whether it would not wait; none: that is not known before it has."""
-        self._phases = list(phases)
-        self._polls = list(polls)
-
-    @property
-    def is_ready(self) -> bool:
-        """True where it is known that `advance` would not wait."""
-        return bool(self._polls) and self._polls[0]()
-
-    def also_needs(self, poll: Callable[[], bool]) -> None:
-        """What follows on the last phase, at once, would wait as long as `poll` says no."""
-        if self._polls:
-            last = self._polls[-1]
-            self._polls[-1] = lambda: last() and poll()
-
-    def advance(self) -> bool:
-        if self._phases:
-            self._phases.pop(0)()
-            del self._polls[:1]
-        return not self._phases
-
-    def wait(self) -> None:
-        while not self.advance():
-            pass
-
-
-Inspect = Callable[[int, Tensor, Sequence[Tensor]], None]
-"""`inspect(offset_in_out, total, contributions)`: called with what this rank has summed, while it can still be read
-what each rank of the axis, in its order, had sent for it (nothing where the backend does not show it).
-
-For an all-reduce it is called with this rank's region alone: over the ranks of the axis, once for each element. That is
-how a norm counts everything once, and how a non-finite value is traced to the rank that produced it.
-"""
 
 REGION_ALIGNMENT_NUMEL = 1024
 

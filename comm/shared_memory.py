@@ -38,8 +38,7 @@ import torch
 from torch import Tensor
 
 from .errors import UNEVEN, CollectiveError
-from .pending import Inspect, Pending, Reduction, regions_of
-from .summation import sum_with_held
+from .pending import Pending, Terms, regions_of
 from .trail import Channel
 
 FOLDER = "/dev/shm"
@@ -81,7 +80,7 @@ class SharedMemoryRoute:
     """Collectives between ranks that map the same memory. See the notes at the top of the file."""
 
     name = "shared_memory"
-    sums_in_place = True
+    sums_here = True
     copies_are_shared = True
 
     def __init__(
@@ -181,47 +180,34 @@ class SharedMemoryRoute:
         self._num_opened += 1
         return slot
 
-    def reduce_scatter(
-        self, slot: Tensor, out: Tensor, accumulate: bool, held: slice, what: str, inspect: Inspect | None
-    ) -> Reduction:
-        """out = (out +) sum over ranks of slot[this rank's part]. slot: (size * out.numel(),).
+    def reduce_scatter(self, slot: Tensor, spare: Tensor | None, what: str) -> Terms:
+        """Of the sum over ranks of slot[this rank's part]. slot: (size * n,)."""
+        number, arrived = self._post(what)
+        numel = slot.numel() // self.size
+        mine = slice(self._place * numel, (self._place + 1) * numel)
 
-        held: the part of `out` where this rank's own contribution is, and not in its slot.
-        """
-        number, sequence = self._post(), self._sequence
-        part = out.numel()
-
-        def reduce() -> None:
-            slots = self._posted(number, slot, what, sequence)
-            mine = [other[self._place * part : (self._place + 1) * part] for other in slots]
-            sum_with_held(mine, self.rank, out, held, accumulate)
-            if inspect is not None:
-                inspect(0, out, mine)
+        def summed() -> None:
             self._set(_CONSUMED, number + 1)
 
-        return Reduction([reduce], [lambda: self._has_come(_POSTED, number + 1)])
+        return Terms(arrived, slice(0, numel), lambda: self._views(number, slot, mine), summed)
 
-    def all_reduce(self, slot: Tensor, out: Tensor, held: slice, what: str, inspect: Inspect | None) -> Reduction:
-        """out = sum over ranks of slot. Each rank sums its region of all slots, and reads the others' sums.
+    def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
+        """Of out = sum over ranks of slot. Each rank sums its region of all slots, and reads the others' sums.
 
-        held: the part of its own region where this rank's own contribution is in `out`, and not in its slot. Where
-        `out` is memory of `allocate`, each sum is written once, for all ranks; before it is written anew they must have
-        come to a fence or a barrier.
+        Where `out` is memory of `allocate`, each sum is written once, for all ranks; before it is written anew they
+        must have come to a fence or a barrier.
         """
-        number, sequence = self._post(), self._sequence
+        number, arrived = self._post(what)
+        sequence = self._sequence
         regions = regions_of(out.numel(), self.size)
         mine = regions[self.rank]
         is_common = out.untyped_storage().data_ptr() in self._common
 
-        def reduce() -> None:
-            contributions = [other[mine] for other in self._posted(number, slot, what, sequence)]
-            total = out[mine]
-            sum_with_held(contributions, self.rank, total, held, accumulate=False)
-            if inspect is not None:
-                inspect(mine.start, total, contributions)
+        def summed() -> Pending:
             if not is_common:
-                self._sums_of(self.rank, number, slot, out, mine).copy_(total)
+                self._sums_of(self.rank, number, slot, out, mine).copy_(out[mine])
             self._set(_REDUCED, number + 1)
+            return Pending(collect, lambda: self._has_come(_REDUCED, number + 1))
 
         def collect() -> None:
             self._wait_for(_REDUCED, number + 1, what, sequence)
@@ -230,10 +216,7 @@ class SharedMemoryRoute:
                     out[region].copy_(self._sums_of(rank, number, slot, out, region))
             self._set(_CONSUMED, number + 1)
 
-        return Reduction(
-            [reduce, collect],
-            [lambda: self._has_come(_POSTED, number + 1), lambda: self._has_come(_REDUCED, number + 1)],
-        )
+        return Terms(arrived, mine, lambda: self._views(number, slot, mine), summed)
 
     def sum_small(self, values: Tensor, what: str) -> Tensor:
         """The exact sum over ranks of a small int64 vector; also a barrier."""
@@ -259,17 +242,19 @@ class SharedMemoryRoute:
 
     # -- counters -------------------------------------------------------------------------------------------------
 
-    def _post(self) -> int:
-        self._set(_POSTED, self._num_opened)
-        return self._num_opened - 1
+    def _post(self, what: str) -> tuple[int, Pending]:
+        """Shows the others the newest slot. Its number, and when theirs are there."""
+        posted, sequence = self._num_opened, self._sequence
+        self._set(_POSTED, posted)
+        arrived = Pending(
+            lambda: self._wait_for(_POSTED, posted, what, sequence), lambda: self._has_come(_POSTED, posted)
+        )
+        return posted - 1, arrived
 
-    def _posted(self, number: int, slot: Tensor, what: str, sequence: int) -> list[Tensor]:
-        self._wait_for(_POSTED, number + 1, what, sequence)
-        return self._views(number, slot)
-
-    def _views(self, number: int, slot: Tensor) -> list[Tensor]:
+    def _views(self, number: int, slot: Tensor, part: slice) -> list[Tensor]:
+        """A part of the slots of all ranks."""
         nbytes = slot.numel() * slot.dtype.itemsize
-        return [other[:nbytes].view(slot.dtype) for other in self._slots[number % len(self._slots)]]
+        return [other[:nbytes].view(slot.dtype)[part] for other in self._slots[number % len(self._slots)]]
 
     def _sums_of(self, rank: int, number: int, slot: Tensor, out: Tensor, region: slice) -> Tensor:
         """Where `rank` leaves its region of an all-reduce for the others, in a dtype that holds it exactly."""

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import CollectiveError, no_answer
-from .pending import Inspect, Pending, Reduction, regions_of
-from .summation import sum_with_held
+from .pending import Pending, Terms, regions_of
 from .trail import Channel
 
 _TAGS_PER_NAME = 1 << 11
@@ -29,7 +28,7 @@ class SocketRoute:
     """Collectives made of point-to-point messages; every message of an operation carries the operation's tag."""
 
     name = "sockets"
-    sums_in_place = True
+    sums_here = True
     copies_are_shared = False
 
     def __init__(
@@ -87,46 +86,26 @@ class SocketRoute:
         self._num_slots_opened += 1
         return slot
 
-    def reduce_scatter(
-        self, slot: Tensor, out: Tensor, accumulate: bool, held: slice, what: str, inspect: Inspect | None
-    ) -> Reduction:
-        """out = (out +) sum over ranks of slot[this rank's part]. slot: (size * out.numel(),).
-
-        held: the part of `out` where this rank's own contribution is, and not in its slot.
-        """
-        numel = out.numel()
+    def reduce_scatter(self, slot: Tensor, spare: Tensor | None, what: str) -> Terms:
+        """Of the sum over ranks of slot[this rank's part]. slot: (size * n,)."""
+        numel = slot.numel() // self.size
         bounds = [slice(place * numel, (place + 1) * numel) for place in self._places]
-        contributions, works, sequence = self._exchange_parts(slot, bounds, what)
+        terms, arrived = self._exchange_parts(slot, bounds, what)
+        return Terms(arrived, slice(0, numel), lambda: terms, lambda: None)
 
-        def reduce() -> None:
-            self._wait(works, what, sequence)
-            sum_with_held(contributions, self.rank, out, held, accumulate)
-            if inspect is not None:
-                inspect(0, out, contributions)
-
-        return Reduction([reduce])
-
-    def all_reduce(self, slot: Tensor, out: Tensor, held: slice, what: str, inspect: Inspect | None) -> Reduction:
-        """out = sum over ranks of slot. Each rank sums its region and sends the sum to the others.
-
-        held: the part of its own region where this rank's own contribution is in `out`, and not in its slot.
-        """
+    def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
+        """Of out = sum over ranks of slot. Each rank sums its region and sends the sum to the others."""
         bounds = regions_of(out.numel(), self.size)
-        contributions, works, first_sequence = self._exchange_parts(slot, bounds, what)
+        terms, arrived = self._exchange_parts(slot, bounds, what)
         regions = [out[region] for region in bounds]
-        mine = regions[self.rank]
-        second: list[dist.Work] = []
         tag, sequence = self._next_operation(what)
 
-        def reduce() -> None:
-            self._wait(works, what, first_sequence)
-            sum_with_held(contributions, self.rank, mine, held, accumulate=False)
-            if inspect is not None:
-                inspect(bounds[self.rank].start, mine, contributions)
-            second.extend(self._receive({peer: regions[peer] for peer in self._peers}, tag, what))
-            second.extend(self._send(dict.fromkeys(self._peers, mine), tag, what))
+        def send() -> Pending:
+            works = self._receive({peer: regions[peer] for peer in self._peers}, tag, what)
+            works += self._send(dict.fromkeys(self._peers, regions[self.rank]), tag, what)
+            return Pending(lambda: self._wait(works, what, sequence))
 
-        return Reduction([reduce, lambda: self._wait(second, what, sequence)])
+        return Terms(arrived, bounds[self.rank], lambda: terms, send)
 
     def sum_small(self, values: Tensor, what: str) -> Tensor:
         """The exact sum over ranks of a small int64 vector; also a barrier."""
@@ -147,10 +126,8 @@ class SocketRoute:
         self._group = None
         self._scratch.clear()
 
-    def _exchange_parts(
-        self, slot: Tensor, bounds: Sequence[slice], what: str
-    ) -> tuple[list[Tensor], list[dist.Work], int]:
-        """Sends each rank its part of slot; receives every rank's version of this rank's part. And the sequence."""
+    def _exchange_parts(self, slot: Tensor, bounds: Sequence[slice], what: str) -> tuple[list[Tensor], Pending]:
+        """Sends each rank its part of slot; receives every rank's version of this rank's part."""
         mine = bounds[self.rank]
         numel = mine.stop - mine.start
         tag, sequence = self._next_operation(what)
@@ -162,7 +139,7 @@ class SocketRoute:
             contributions[peer] = received[index]
         works = self._receive({peer: contributions[peer] for peer in self._peers}, tag, what)
         works += self._send({peer: slot[bounds[peer]] for peer in self._peers}, tag, what)
-        return contributions, works, sequence
+        return contributions, Pending(lambda: self._wait(works, what, sequence))
 
     def _buffer(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         nbytes = numel * dtype.itemsize

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .pending import Inspect, Pending, Reduction
+from .pending import Pending, Terms
 
 
 class SoloRoute:
     """Collectives of a single rank: a sum over ranks is the tensor itself."""
 
     name = "solo"
-    sums_in_place = False
+    sums_here = False
     copies_are_shared = False
     size = 1
     rank = 0
@@ -47,17 +47,13 @@ class SoloRoute:
         slot, self._next = self.next_slot(numel, dtype), None
         return slot
 
-    def reduce_scatter(
-        self, slot: Tensor, out: Tensor, accumulate: bool, held: slice, what: str, inspect: Inspect | None
-    ) -> Reduction:
-        """out = (out +) slot."""
-        out.add_(slot) if accumulate else out.copy_(slot)
-        return self._inspected(out, slot, inspect)
+    def reduce_scatter(self, slot: Tensor, spare: Tensor | None, what: str) -> Terms:
+        """The sum is the slot itself."""
+        return Terms(Pending(), slice(0, slot.numel()), lambda: [slot], lambda: None)
 
-    def all_reduce(self, slot: Tensor, out: Tensor, held: slice, what: str, inspect: Inspect | None) -> Reduction:
-        """out = slot."""
-        out.copy_(slot)
-        return self._inspected(out, slot, inspect)
+    def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
+        """As `reduce_scatter`."""
+        return self.reduce_scatter(slot, None, what)
 
     def sum_small(self, values: Tensor, what: str) -> Tensor:
         """The values themselves."""
@@ -68,8 +64,3 @@ class SoloRoute:
 
     def close(self) -> None:
         """Nothing to let go."""
-
-    def _inspected(self, out: Tensor, slot: Tensor, inspect: Inspect | None) -> Reduction:
-        if inspect is not None:
-            inspect(0, out, (slot,))
-        return Reduction([])

@@ -27,6 +27,7 @@ from ..zero.domain import Domain
 from ..zero.fused_update import FusedUpdate
 from ..zero.gradient import GroupGradient
 from ..zero.hooks import UnitHooks, cast_inputs
+from ..zero.host_update import HostUpdate
 from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.optimizer_choice import another, check_elementwise, record_like
@@ -139,10 +140,11 @@ def _make_engine(
     route = "sockets" if moves_pages and world.size > 1 else resolved.communication.route
     mesh = Mesh.create(world, arrangement, route, shared_bytes, messages=PIPE, folds=[domain.states])
     _log_one_copy(mesh, domain, zero.partition_size)
-    units = build_units(plan, mesh, policy, dtypes, rest, shares_gradients)
+    host = host_update(resolved, world)
+    units = build_units(plan, mesh, policy, dtypes, rest, shares_gradients, zero.offload_optimizer.is_delayed, host)
     with no_rank_alone(world, "lowtide.initialize"):
         sharded_optimizer, schedule, scheduler = _make_optimizer(
-            resolved, world, units, module, optimizer, lr_scheduler, rest
+            resolved, world, units, module, optimizer, lr_scheduler, rest, host
         )
     _fill(module, units, sharded_optimizer, mesh, values, dtypes)
     _checkpoint_activations(unit_plans, resolved.activation_checkpointing.every, ledger)
@@ -355,6 +357,7 @@ def _make_optimizer(
     choice: OptimizerChoice,
     lr_scheduler: Any,
     rest: ShardRest | None,
+    host: HostUpdate | None,
 ) -> tuple[ShardedOptimizer, Schedule | None, Any]:
     if choice is not None and config.optimizer is not None:
         raise ValueError(
@@ -382,7 +385,6 @@ def _make_optimizer(
         own = choice if isinstance(choice, torch.optim.Optimizer) else _call(choice, trained)
         _check_covers(own, trained)
         groups, update = own.param_groups, _update_like(own, optimizer_backend(config))
-    host = host_update(config, world)
     if update.has_rule and (host is not None or world.device.type == "cpu"):
         cpu_kernel()  # built now rather than in the first step, which would seem to hang for a second
     offloaded = offloaded_states(config, world, update.has_rule)

@@ -194,11 +194,11 @@ class Engine:
             )
         self._progress.enter(Activity.BACKWARD, self._num_microbatches)
         boundary = self._num_microbatches % self._accumulation == self._accumulation - 1
-        self._update.begin_backward(boundary)
+        on_final = self._update.begin_backward(boundary)
         if boundary:
             self._guard.expect_update()
         assert isinstance(self._sequence, UnitSequence)
-        self._sequence.begin_backward(boundary)
+        self._sequence.begin_backward(boundary, on_final)
         try:
             self._gradient_scale.backward(loss)
             self._sequence.end_backward()

@@ -28,7 +28,8 @@ def host_update(config: Config, world: World) -> HostUpdate | None:
     """What updates offloaded states on the host; None: they are updated where the model is."""
     if not config.zero_optimization.offload_optimizer.is_used or not model_is_apart(world):
         return None
-    return HostUpdate(copies_for(world), _pool(config.zero_optimization.offload_optimizer))
+    wanted = config.zero_optimization.offload_optimizer
+    return HostUpdate(copies_for(world), _pool(wanted), wanted.ratio)
 
 
 def offloaded_states(config: Config, world: World, has_rule: bool) -> OffloadedStates:
@@ -58,7 +59,7 @@ def offloaded_states(config: Config, world: World, has_rule: bool) -> OffloadedS
         )
     keeps_old = wanted.overlap == "speculative"
     store = file_store(config, world, wanted) if wanted.device == "nvme" else None
-    return OffloadedStates(store, _pool(wanted), wanted.ratio, keeps_old, in_whole_shards=is_apart)
+    return OffloadedStates(store, _pool(wanted), wanted.ratio, keeps_old)
 
 
 def shard_rest(config: Config, world: World) -> ShardRest | None:

@@ -30,21 +30,19 @@ def sum_step(
     mesh: Mesh, gradients: Sequence[GroupGradient], losses: Sequence[Tensor], events: Sequence[bool], what: str
 ) -> StepSums:
     """losses: () of each microbatch; none where a rank lacks a pipeline's last stage. A collective, and a barrier."""
-    squares = torch.zeros(NUM_LIMBS, dtype=torch.int64)
-    num_bad = 0
+    device = mesh.world.device
+    found = torch.zeros(NUM_LIMBS + 1, dtype=torch.int64, device=device)
     for gradient in gradients:
         gradient.settle()
-        squares += gradient.square_limbs
-        num_bad += gradient.non_finite is not None
+        found += gradient.inspection.found
     mean = torch.stack([loss.double() for loss in losses]).mean() if losses else torch.zeros((), dtype=torch.float64)
     is_wide = any(loss.dtype == torch.float64 for loss in losses)
     is_finite = bool(torch.isfinite(mean))
     loss = limbs_of(mean if is_finite else torch.zeros_like(mean))
-    counts = torch.tensor([num_bad, not is_finite, is_wide, *events], dtype=torch.int64)
-    packed = torch.cat([squares, loss.cpu(), counts]).to(mesh.world.device)
-    total = mesh.sum_small(packed, what).cpu()
-    num_bad, num_infinite, num_wide, *counted = (int(count) for count in total[2 * NUM_LIMBS :])
-    mean_loss = from_limbs(total[NUM_LIMBS : 2 * NUM_LIMBS]) / mesh.data_size if not num_infinite else math.nan
+    counts = torch.tensor([not is_finite, is_wide, *events], dtype=torch.int64)
+    total = mesh.sum_small(torch.cat([found, loss.to(device), counts.to(device)]), what).cpu()
+    num_bad, num_infinite, num_wide, *counted = total[[NUM_LIMBS, *range(2 * NUM_LIMBS + 1, len(total))]].tolist()
+    mean_loss = from_limbs(total[NUM_LIMBS + 1 : 2 * NUM_LIMBS + 1]) / mesh.data_size if not num_infinite else math.nan
     dtype = torch.float64 if num_wide else torch.float32
     return StepSums(mean_loss, dtype, from_limbs(total[:NUM_LIMBS]), num_bad, tuple(counted))
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from functools import partial
 
 import torch
 
 from ..comm import Mesh, Pending
 from ..offload import OffloadError
+from ..zero.gradient import GroupGradient
 from ..zero.optimizer import ShardedOptimizer
+from ..zero.reductions import OnFinal
 from ..zero.scheduled_units import ScheduledUnits
 from ..zero.sequence import UnitSequence
-from ..zero.shard_state import ShardState
 
 
 class Timing(Enum):
@@ -51,21 +51,18 @@ class StepUpdate:
         self._delay_after_steps = delay_after_steps
         self._failure = ""  # of an update in the background, on any rank: states are in part those after it
         self.timing = timing
-        shards = {id(shard.gradient): shard for shard in optimizer.shards}
-        self._order = [shards[id(gradient)] for unit in sequence.reduction_order for gradient in unit.gradients]
-        self._updates_in_backward = timing in (Timing.IN_BACKWARD, Timing.SPECULATIVE)
-        if self._updates_in_backward:
-            for shard in optimizer.shards:
-                shard.gradient.on_final = partial(self._update_one, shard)
+        self._shards = {id(shard.gradient): shard for shard in optimizer.shards}
+        self._order = [self._shards[id(gradient)] for unit in sequence.reduction_order for gradient in unit.gradients]
 
-    def begin_backward(self, boundary: bool) -> None:
-        """boundary: the backward that begins makes the gradients of the step final."""
-        if boundary and self._updates_in_backward:
-            self._optimizer.begin_step(self._order, speculates=self.timing is Timing.SPECULATIVE)
-        if self.timing is Timing.DELAYED:
-            for shard in self._optimizer.shards:
-                if boundary or shard.gradient.reduces_every_backward:
-                    shard.lend_gradient_memory()
+    def begin_backward(self, boundary: bool) -> OnFinal | None:
+        """boundary: the backward that begins makes the gradients of the step final.
+
+        Returns what is to be called with each of them, where the update does not wait for all.
+        """
+        if not boundary or self.timing not in (Timing.IN_BACKWARD, Timing.SPECULATIVE):
+            return None
+        self._optimizer.begin_step(self._order, speculates=self.timing is Timing.SPECULATIVE)
+        return self._update_one
 
     def take_back(self) -> None:
         """What was updated in this step has not been. Does nothing but where updates are speculative."""
@@ -151,10 +148,11 @@ class StepUpdate:
             if shard.group.frees_memory:
                 shard.group.release()
 
-    def _update_one(self, shard: ShardState) -> None:
-        if shard.gradient.non_finite is None:
+    def _update_one(self, gradient: GroupGradient) -> None:
+        shard = self._shards[id(gradient)]
+        if gradient.non_finite is None:
             self._optimizer.update(shard, self._unclipped_factor())
         else:
             self._optimizer.skip(shard)
         if self.timing is Timing.IN_BACKWARD:
-            shard.gradient.drop_shard()
+            gradient.drop_shard()

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from ..comm import Arrangement, Mesh
 from ..offload import PagedBuffer, PagePool, huge_zeros
+from .codec import Codec
 from .domain import Domain
 from .gradient import GroupGradient
 from .group import ShardedGroup
 from .group_memory import PagedMemory, ResizedMemory
+from .host_update import HostUpdate
 from .layout import FlatLayout
 from .policy import ZeroPolicy
 from .sequence import Unit
@@ -98,13 +100,17 @@ def build_units(
     dtypes: Dtypes,
     rest: ShardRest | None = None,
     shares_gradients: bool = False,
+    delays_updates: bool = False,
+    host: HostUpdate | None = None,
 ) -> list[Unit]:
     """Takes the memory of every group. Parameters still are what they were; `fill` comes next.
 
     rest: where shards are while nobody needs them, with room for `plan.shard_bytes`; None: in memory.
-    shares_gradients: replicas that share memory have one sum of their gradients, and nobody changes it.
+    shares_gradients: replicas that share memory have one sum of their gradients, and nobody changes it. delays_updates:
+    the gradients of a step are used while the next ones come. host: what updates parameters that are on a device.
     """
     plans = plan.groups
+    trained = [group for group in plans if group.requires_grad]
     take_memory = _memory_for(plan, mesh, rest)
     staged = slot_bytes(plans, dtypes)
     state_axis, replica_axis = mesh.over(plan.domain.states), mesh.over(plan.domain.replicas)
@@ -113,6 +119,11 @@ def build_units(
     for axis, nbytes, count in ((state_axis, staged, 1), (replica_axis, staged // state_axis.size, 2)):
         if axis.size > 1 and staged:
             axis.route.reserve_slots(nbytes, count)
+    common: dict[str, Tensor] = {}  # by name of the group
+    if shares_gradients and replica_axis.route.copies_are_shared:
+        own = [group for group in trained if not group.domain.copies]
+        specs = [(group.layout.shard_numel, dtypes.accumulated(group.dtype)) for group in own]
+        common = dict(zip((group.name for group in own), replica_axis.route.allocate(specs), strict=True))
     units = []
     for unit, group_plans in plan.units:
         groups, gradients = [], []
@@ -126,17 +137,15 @@ def build_units(
                 gradients.append(
                     GroupGradient(
                         group,
-                        _at_least_float32(dtypes.reduce, group.dtype),
+                        Codec(_at_least_float32(dtypes.reduce, group.dtype)),
                         dtypes.accumulated(group.dtype),
                         policy.reduces_every_backward,
+                        common.get(group.name),
+                        delays_updates,
+                        host if host is not None and host.updates(group.layout.shard_numel) else None,
                     )
                 )
         units.append(Unit(unit.name, unit.module, groups, gradients))
-    if shares_gradients and replica_axis.route.copies_are_shared:
-        gradients = [gradient for unit in units for gradient in unit.gradients]
-        specs = [(gradient.group.layout.shard_numel, gradient.accumulation_dtype) for gradient in gradients]
-        for gradient, memory in zip(gradients, replica_axis.route.allocate(specs), strict=True):
-            gradient.share(memory)
     return units
 
 

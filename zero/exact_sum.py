@@ -22,7 +22,7 @@ def to_limbs(values: Tensor) -> Tensor:
     """The exact sum of finite, non-negative float64 values, (n,), as (NUM_LIMBS,) int64."""
     limbs = torch.zeros(NUM_LIMBS, dtype=torch.int64, device=values.device)
     mantissa, exponent = torch.frexp(values)
-    integer = torch.ldexp(mantissa, torch.tensor(53, device=values.device)).to(torch.int64)  # below 2^53
+    integer = torch.ldexp(mantissa, torch.full((), 53, device=values.device)).to(torch.int64)  # below 2^53
     position = exponent.to(torch.int64) - 53 + _BIAS_BITS
     position = torch.where(integer == 0, torch.zeros_like(position), position)
     index, shift = position // _LIMB_BITS, position % _LIMB_BITS

@@ -84,12 +84,10 @@ class OffloadedStates:
         ratio: float = 1.0,
         keeps_old: bool = False,
         chunk_numel: int = CHUNK_NUMEL,
-        in_whole_shards: bool = False,
     ) -> None:
         """store: None: chunks rest in buffers of the pool, and are worked on there.
 
-        ratio: the share of each shard that is kept in the store; the first part of it stays in memory. in_whole_shards:
-        shards are kept there in one piece or not at all, so that the share is right for all together. keeps_old: there
+        ratio: the share of each shard that is kept in the store; the first part of it stays in memory. keeps_old: there
         is room for two of each chunk, so that an update can be taken back.
         """
         assert chunk_numel % BLOCK_NUMEL == 0
@@ -98,8 +96,6 @@ class OffloadedStates:
         self._ratio = ratio
         self._num_versions = 2 if keeps_old else 1
         self._chunk_numel = chunk_numel
-        self._in_whole_shards = in_whole_shards
-        self._numel_seen = self._numel_kept = 0
         self._sizes: list[int] = []
         self._buffers: dict[str, Tensor] = {}  # of the pool, that chunks rest in
         self.window = Window(max_leaving=2)
@@ -115,12 +111,7 @@ class OffloadedStates:
         return sum(self._sizes)
 
     def resident_numel(self, shard_numel: int) -> int:
-        """How many elements at the beginning of the next shard stay in memory; whole blocks."""
-        if self._in_whole_shards:
-            self._numel_seen += shard_numel
-            is_kept = self._numel_kept + shard_numel / 2 < self._ratio * self._numel_seen
-            self._numel_kept += shard_numel * is_kept
-            return shard_numel * (not is_kept)
+        """How many elements at the beginning of a shard stay in memory; whole blocks."""
         return round(shard_numel * (1 - self._ratio)) // BLOCK_NUMEL * BLOCK_NUMEL
 
     def divide(

@@ -101,7 +101,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         assert self._rest is None, "a shard that is not in memory cannot be computed with while it is updated"
         self.begin_step()
-        due = deque((shard, gradient) for shard in self.shards if (gradient := shard.take_gradient()) is not None)
+        due = deque((shard, gradient) for shard in self.shards if (gradient := shard.gradient.hand_over()) is not None)
         for shard, _ in due:
             shard.begin_delay()
         terms = Terms(self.num_steps, [dict(group) for group in self.param_groups], gradient_scale)

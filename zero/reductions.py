@@ -10,27 +10,30 @@ would not wait, so ranks come to differ in how far they are. That is harmless as
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ..comm import Reduction
+from ..comm import Pending
 from .gradient import GroupGradient
+
+OnFinal = Callable[[GroupGradient], None]
+"""Called when the sum of a gradient over microbatches and ranks is complete; may use it up."""
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
     """A reduction on its way."""
 
-    steps: Iterator[Reduction]
-    reduction: Reduction
+    steps: Iterator[Pending]
+    pending: Pending
     num_phases: int = 0  # that it has behind it
 
     def advance(self) -> bool:
         """Takes it one phase on; says whether it is still on its way."""
-        reduction = next(self.steps, None)
-        if reduction is None:
+        pending = next(self.steps, None)
+        if pending is None:
             return False
-        self.reduction = reduction
+        self.pending = pending
         self.num_phases += 1
         return True
 
@@ -41,13 +44,13 @@ class Reductions:
     def __init__(self) -> None:
         self._in_flight: list[_Flight] = []  # oldest first
 
-    def start(self, gradient: GroupGradient, boundary: bool) -> None:
+    def start(self, gradient: GroupGradient, boundary: bool, on_final: OnFinal | None = None) -> None:
         """Stages a group's gradient and starts to reduce it, after the others were taken on."""
         self._advance_all()
-        steps = gradient.collect(boundary)
-        reduction = next(steps, None)
-        if reduction is not None:
-            self._in_flight.append(_Flight(steps, reduction))
+        steps = _with_end(gradient, boundary, on_final)
+        pending = next(steps, None)
+        if pending is not None:
+            self._in_flight.append(_Flight(steps, pending))
 
     def poll(self) -> None:
         """Takes those on that would not wait: their memory is free the sooner, here and on other ranks.
@@ -57,7 +60,7 @@ class Reductions:
         older = None
         for flight in list(self._in_flight):
             is_behind = older is None or older.num_phases > flight.num_phases
-            if is_behind and flight.reduction.is_ready and not flight.advance():
+            if is_behind and flight.pending.is_done and not flight.advance():
                 self._in_flight.remove(flight)
             else:
                 older = flight
@@ -75,3 +78,10 @@ class Reductions:
         for flight in list(self._in_flight):
             if not flight.advance():
                 self._in_flight.remove(flight)
+
+
+def _with_end(gradient: GroupGradient, boundary: bool, on_final: OnFinal | None) -> Iterator[Pending]:
+    yield from gradient.collect(boundary)
+    if boundary and on_final is not None:
+        gradient.settle()
+        on_final(gradient)

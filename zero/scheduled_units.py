@@ -131,7 +131,4 @@ class ScheduledUnits:
             part = gradient.shard if place == own else parts[place]
             total = part.clone() if total is None else total.add_(part)
         assert total is not None
-        gradient.shard.copy_(total)
-        if gradient.group.is_counted:
-            gradient.count()
-        gradient.leave(is_final=True)
+        gradient.replace(total)

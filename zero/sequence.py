@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from ..comm import CollectiveError, Progress
 from .gradient import GroupGradient
 from .group import Residence, ShardedGroup
-from .reductions import Reductions
+from .reductions import OnFinal, Reductions
 
 
 class StateError(RuntimeError):
@@ -90,11 +90,11 @@ class Unit:
         for group in self.groups:
             group.release()
 
-    def release_reduced(self, boundary: bool) -> None:
-        """As `release`, after the last use before an update that may come in the backward."""
-        updated = {id(gradient.group) for gradient in self.gradients if boundary and gradient.updates_next}
+    def release_reduced(self, is_updated: bool) -> None:
+        """As `release`, after the reduction has begun. is_updated: the update comes right after it, in the backward."""
+        updated = {id(gradient.group) for gradient in self.gradients if not gradient.leaves_device}
         for group in self.groups:
-            group.release(holds_shard=id(group) in updated)
+            group.release(holds_shard=is_updated and id(group) in updated)
 
     def take_early(self, param: nn.Parameter, boundary: bool) -> None:
         """Stages a gradient before the others of the unit are there, if it is of the group that is reduced first."""
@@ -193,6 +193,7 @@ class UnitSequence:
         self._reductions = Reductions()
         self._num_uses = 0
         self._boundary = True
+        self._on_final: OnFinal | None = None
         self._graph_task: int | None = None  # autograd's number of the backward that runs, not of one inside of it
         self._expects_backward = False
 
@@ -246,10 +247,10 @@ class UnitSequence:
 
     # -- backward -------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, boundary: bool) -> None:
-        """boundary: the last microbatch of an optimizer step."""
+    def begin_backward(self, boundary: bool, on_final: OnFinal | None = None) -> None:
+        """boundary: the last microbatch of an optimizer step. on_final: called with each gradient that is complete."""
         self.phase = Phase.BACKWARD
-        self._boundary = boundary
+        self._boundary, self._on_final = boundary, on_final
         self._graph_task = None
         self._reduction_cursor = 0
         # What a forward without gradients has released since; every rank has run the same forwards.
@@ -365,9 +366,9 @@ class UnitSequence:
             if self._needs_ring:
                 self._backward_ring.leave_behind(unit)
             for gradient in unit.gradients:
-                self._reductions.start(gradient, self._boundary)
+                self._reductions.start(gradient, self._boundary, self._on_final)
             if unit is not self.rest:
-                unit.release_reduced(self._boundary)
+                unit.release_reduced(self._boundary and self._on_final is not None)
 
 
 _OUTSIDE_BACKWARD = (

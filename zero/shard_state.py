@@ -90,20 +90,18 @@ class ShardState:
         self.master_dtype = torch.float32 if self.is_mixed else self.group.dtype
         self.runs = self._find_runs(options_index_of)
         numel = self.group.layout.shard_numel
-        self.resident_numel = offloaded.resident_numel(numel)
+        self.is_apart = gradient.leaves_device
+        """Whether the update runs on the host and the parameters are on a device."""
+        self.resident_numel = numel * (not self.is_apart) if host is not None else offloaded.resident_numel(numel)
         device = self.group.shard.device
         self._own_master = huge_zeros(self.resident_numel, torch.float32, device) if self.is_mixed else None
         self.states: dict[str, Tensor] = {}
         self._new_states = new_states
         self._widened = widened
         self.chunks = offloaded.divide(self.group.name, self.resident_numel, numel, self._kinds)
-        self.is_apart = host is not None and bool(self.chunks)
-        """Whether the update runs on the host and the parameters are on a device."""
         self.resident = self.group.resident
         """The parameters' values, for the update."""
         if host is not None and self.is_apart:
-            assert not self.resident_numel
-            gradient.leave_to(host)
             # In mixed precision they are made of the master weights alone.
             self.resident = host.resident(self.group, rest, needs_values=not (self.is_mixed and self.runs))
         self.ahead = Version(self.resident_numel if self.is_mixed else 0, torch.empty(0, dtype=self.group.dtype))
@@ -164,17 +162,6 @@ class ShardState:
                 yield self._part(chunk.start, chunk.end, own_master, tensors, parameters)
 
     # -- second versions ------------------------------------------------------------------------------------------
-
-    def lend_gradient_memory(self) -> None:
-        """Memory of its own for the gradient that comes, which `take_gradient` can take away."""
-        gradient = self.gradient
-        if gradient.shard is None and not self.is_apart:
-            device = self.group.shard.device
-            gradient.shard = huge_zeros(self.group.layout.shard_numel, gradient.accumulation_dtype, device)
-
-    def take_gradient(self) -> Tensor | None:
-        """The final gradient, (shard_numel,), in memory that the next one is not written to."""
-        return self.gradient.hand_over()
 
     def begin_delay(self) -> None:
         """Memory for what the parameters become; takes none where there is some from the last time."""

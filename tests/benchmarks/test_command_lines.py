@@ -15,7 +15,7 @@ Script = Callable[[str], ModuleType]
 NEEDED = {"pipeline": ["--mode", "work"], "largest": ["--device", "cpu", "--budget-mib", "200"]}
 WITH_JOBS = ["compare", "pipeline", "checkpoint", "largest"]
 COUNTS = {
-    "compare": ["rounds", "steps", "ranks", "threads", "microbatch", "memory-steps"],
+    "compare": ["rounds", "steps", "ranks", "threads", "microbatch", "accumulation", "memory-steps"],
     "pipeline": ["microbatches", "rounds", "steps", "threads", "rows", "memory-steps"],
     "checkpoint": ["rounds", "repeats", "ranks", "threads"],
     "largest": ["budget-mib", "start-layers", "max-layers", "timed-steps", "ranks", "threads", "microbatch"],

@@ -53,8 +53,8 @@ def measured(engine: lowtide.Engine) -> dict[str, int]:
     groups = [group for unit in sequence.units for group in unit.groups]
     gradients = [gradient for unit in sequence.units for gradient in unit.gradients]
     kept = [group._resting if group.frees_memory else group.full for group in groups]
-    optional = [tensor for g in gradients for tensor in (g.local, g.shard, *(p.grad for p in g.group.params))]
-    common = [g._common for g in gradients if g._common is not None]
+    optional = [tensor for g in gradients for tensor in (g._local._flat, g.shard, *(p.grad for p in g.group.params))]
+    common = [g._memory._common for g in gradients if g._memory._common is not None]
     states = [tensor for shard in engine.optimizer.shards for tensor in shard.states.values()]
     masters = [shard.master for shard in engine.optimizer.shards if shard.master.dtype != shard.group.dtype]
     sharers = groups[0].state_axis.size if groups[0].copies_are_shared else 1

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from lowtide.comm import Axis
 from lowtide.zero.gradient import GroupGradient
+from lowtide.zero.move import Move
 from lowtide.zero.sequence import UnitSequence
 from tests.ranks import RankPool
 from tests.zero.training import ADAMW, Case, Outcome, train_all
@@ -134,19 +135,19 @@ def test_where_gradients_wait_for_the_boundary_they_stay(ranks: RankPool) -> Non
 
 def train_staged_and_not(cases: list[Case], num_refused: int) -> tuple[list[Outcome], list[Outcome]]:
     """num_refused: how often in a backward the slot is said not to be free."""
-    next_slot, asked = GroupGradient._next_slot, Counter[int]()
+    next_slot, asked = Move.next_message, Counter[int]()
 
-    def refusing(self: GroupGradient, axis: Axis) -> Tensor | None:
+    def refusing(self: Move, axis: Axis) -> Tensor | None:
         asked[id(self)] += 1
         return None if asked[id(self)] <= num_refused else next_slot(self, axis)
 
-    def started(self: UnitSequence, boundary: bool) -> None:
+    def started(self: UnitSequence, *args: Any) -> None:
         asked.clear()
-        begin_backward(self, boundary)
+        begin_backward(self, *args)
 
     begin_backward = UnitSequence.begin_backward
     with (
-        mock.patch.object(GroupGradient, "_next_slot", refusing),
+        mock.patch.object(Move, "next_message", refusing),
         mock.patch.object(UnitSequence, "begin_backward", started),
     ):
         staged = train_all(cases)

@@ -1,0 +1,129 @@
+"""Where the gradients of a step add up on a rank: memory of their sum, and what waits to be summed over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..offload import PagePool, TransientBuffer, huge_zeros
+from .group import ShardedGroup
+from .host_update import HostUpdate
+from .staging import Region, Staging
+
+
+class LocalSum:
+    """Gradients of a step's earlier microbatches, where reductions wait for the accumulation boundary.
+
+    They stay full on each rank: in `param.grad`, where autograd adds them up, if the dtypes agree; else flat,
+    (padded_numel,) of the accumulation dtype.
+    """
+
+    def __init__(self, group: ShardedGroup, dtype: torch.dtype) -> None:
+        self._group = group
+        self._is_flat = dtype != group.dtype
+        self._dtype = dtype
+        self._flat: Tensor | None = None
+        self.has_values = False
+        """In the flat memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the flat memory."""
+        return 0 if self._flat is None else self._flat.nbytes
+
+    def add(self) -> None:
+        """Takes the gradients of a backward."""
+        if not self._is_flat:
+            return
+        numel = self._group.layout.padded_numel
+        if self._flat is None:
+            self._flat = torch.zeros(numel, dtype=self._dtype, device=self._group.full.device)
+        Staging(self._group, [(0, numel, self._flat)], adds=self.has_values).finish()
+        self.has_values = True
+
+    def pour(self, regions: Sequence[Region], adds: bool) -> None:
+        """Goes on in other memory, where the last gradients are added to it. adds: there is something already."""
+        assert self._flat is not None
+        for start, end, memory in regions:
+            memory.add_(self._flat[start:end]) if adds else memory.copy_(self._flat[start:end])
+        self.has_values = False
+
+
+class ShardMemory:
+    """Memory of a group's reduced gradient, (shard_numel,) of `dtype`.
+
+    | mode        | memory                                 | when it is dropped                         |
+    |-------------|----------------------------------------|--------------------------------------------|
+    | common      | one for all replicas, from their route | stays                                      |
+    | handed over | new for each step                      | goes with the last reference to it         |
+    | else        | of its own                             | is given back, and taken anew by the next  |
+    """
+
+    def __init__(
+        self, group: ShardedGroup, dtype: torch.dtype, common: Tensor | None = None, is_handed_over: bool = False
+    ) -> None:
+        """common: each replica writes its region of the final sum there, so nobody may change it. Only where nothing is
+        accumulated in the shard, and all replicas come to a fence between the last use of a gradient and the next
+        backward. is_handed_over: the gradient of a step may still be used when the next one comes.
+        """
+        self._numel, self._dtype, self._device = group.layout.shard_numel, dtype, group.full.device
+        self._common = common
+        self._is_handed_over = is_handed_over
+        self._num_owners = group.replica_axis.size
+        self._pages: TransientBuffer | None = None
+
+    def take(self) -> Tensor:
+        """The memory, with any values."""
+        if self._common is not None:
+            return self._common
+        if self._device.type != "cpu" or not PagePool.is_possible():
+            return torch.empty(self._numel, dtype=self._dtype, device=self._device)
+        if self._is_handed_over:
+            return huge_zeros(self._numel, self._dtype, self._device)
+        self._pages = self._pages or TransientBuffer(self._numel, self._dtype)
+        return self._pages.tensor
+
+    def drop(self) -> None:
+        """Nobody uses it any more, until it is taken again."""
+        if self._pages is not None:
+            self._pages.drop()
+
+    def nbytes(self, taken: Tensor | None) -> int:
+        """This rank's part of what is held. taken: the memory, while it is in use."""
+        if self._common is not None:
+            return self._common.nbytes // self._num_owners
+        return 0 if taken is None else taken.nbytes
+
+
+class HostSum:
+    """The sum of a group's reduced gradients, in host memory: they leave the device one by one, and are added there."""
+
+    def __init__(self, host: HostUpdate) -> None:
+        self._host = host
+        self._total: Tensor | None = None
+
+    def add(self, shard: Tensor, on_arrived: Callable[[], None] | None) -> Tensor:
+        """Takes a shard whose memory on the device goes with it; on_arrived: called then. Returns the sum so far."""
+        self._total = self._host.take(shard, self._total, on_arrived)
+        return self._total
+
+    def arrive(self) -> None:
+        """Returns when all that was taken is in the sum."""
+        self._host.arrive()
+
+    def hand_over(self) -> None:
+        """The sum is the caller's, until `give_back`."""
+        self._total = None
+
+    def give_back(self, total: Tensor) -> None:
+        """A sum that was handed over was used up."""
+        self._host.give(total)
+
+    def drop(self) -> None:
+        """The sum was used up."""
+        if self._total is not None:
+            self.arrive()
+            self.give_back(self._total)
+            self._total = None

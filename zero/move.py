@@ -1,0 +1,127 @@
+"""The way of a full gradient from each rank to the shards of its sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..comm import Axis, Pending, Terms, regions_of
+from .codec import Codec
+from .group import ShardedGroup
+from .inspection import Inspection
+from .staging import Region
+from .summation import NOTHING
+
+
+class Move:
+    """Sums a group's gradient over the ranks of its domain: a codec, and the route of each axis.
+
+        staged --copy--> message --reduce-scatter over `states`--> shard --all-reduce over `replicas`--> shard
+
+    What a rank has for its own part of the sum need not be in its message: it is summed where it was staged.
+    """
+
+    def __init__(self, group: ShardedGroup, codec: Codec, inspection: Inspection) -> None:
+        self._group = group
+        self._codec = codec
+        self._inspection = inspection
+
+    def staging_axis(self, boundary: bool, has_shard: bool) -> Axis | None:
+        """The axis in whose message a backward's gradients are staged; None: they go into the shard."""
+        if self._group.state_axis.size > 1:
+            return self._group.state_axis
+        replica_axis = self._group.replica_axis
+        return replica_axis if replica_axis.size > 1 and boundary and not has_shard else None
+
+    @property
+    def adds_exactly(self) -> bool:
+        """Whether a gradient that comes to a message in two parts has the bits of one that autograd has added up."""
+        return self._codec.is_exact(self._group.dtype)
+
+    def next_message(self, axis: Axis) -> Tensor | None:
+        """What `open_message` will give, to be written already; None where it is not free yet."""
+        return self._codec.next_message(axis, self._group.layout.padded_numel)
+
+    def open_message(self, axis: Axis) -> Tensor:
+        """Memory to stage the next gradient in, (padded_numel,); may wait for other ranks."""
+        return self._codec.open_message(axis, self._group.layout.padded_numel, self._what)
+
+    def places(self, axis: Axis | None, message: Tensor | None, shard: Tensor, has_shard: bool) -> list[Region]:
+        """Where gradients are staged: the shard, or the message of `axis` but for what is summed in place."""
+        numel = self._group.layout.padded_numel
+        if axis is None or message is None:
+            return [(0, numel, shard)]
+        held, own = self._held(axis, message, shard.dtype, has_shard), regions_of(numel, axis.size)[axis.place]
+        memory = shard if axis is self._group.state_axis else shard[own]
+        start, end = own.start + held.start, own.start + held.stop
+        return [(0, start, message[:start]), (start, end, memory[held]), (end, numel, message[end:])]
+
+    def sum(
+        self, axis: Axis | None, message: Tensor | None, shard: Tensor, has_shard: bool, boundary: bool, counts: bool
+    ) -> Iterator[Pending]:
+        """Sums what was staged, step by step: each `next` after what it has given would not wait, or shall.
+
+        shard: (shard_numel,), which has the sum of earlier microbatches, if any. boundary: it becomes that of all
+        ranks. counts: its squares are counted then.
+        """
+        states, replicas = self._group.state_axis, self._group.replica_axis
+        is_last = replicas.size == 1
+        if message is None and is_last:
+            self._inspection.look(states, 0, shard, (), counts)
+        if axis is states and message is not None:
+            held = self._held(axis, message, shard.dtype, has_shard)
+            terms = states.route.reduce_scatter(message, None if has_shard else shard, self._what)
+            if boundary and not is_last:  # what follows at once opens a message there
+                terms = replace(terms, arrived=self._when_free(replicas, terms.arrived, shard.numel()))
+            yield from self._add_up(states, terms, slice(0, shard.numel()), shard, held, has_shard, counts and is_last)
+        if is_last or not boundary:
+            return
+        mine = regions_of(shard.numel(), replicas.size)[replicas.rank]
+        held = slice(0, mine.stop - mine.start)
+        if axis is replicas and message is not None:
+            held = self._held(axis, message, shard.dtype, has_shard)
+        else:
+            message = self._codec.open_message(replicas, shard.numel(), self._what)
+            message.copy_(shard)
+            held = held if self._codec.may_lack_own(replicas, shard.dtype) else NOTHING
+        terms = replicas.route.all_reduce(message, shard, self._what)
+        yield from self._add_up(replicas, terms, mine, shard, held, False, counts)
+
+    def _when_free(self, axis: Axis, pending: Pending, numel: int) -> Pending:
+        """As `pending`, but not done before the next message of an axis is free."""
+        return Pending(pending.wait, lambda: pending.is_done and self._codec.next_message(axis, numel) is not None)
+
+    @property
+    def _what(self) -> str:
+        return f"reduction of {self._group.name}"
+
+    def _held(self, axis: Axis, message: Tensor, dtype: torch.dtype, has_shard: bool) -> slice:
+        """What of its own region this rank need not put into the message that it stages in.
+
+        On the replica axis whole parameters, which then lie in one piece and can be made there (see `Staging.place`);
+        on the shard axis, where memory counts more, all of it, so that less of the message is ever touched.
+        """
+        if has_shard or not self._codec.may_lack_own(axis, dtype):
+            return NOTHING
+        own = regions_of(message.numel(), axis.size)[axis.place]
+        if axis is self._group.state_axis:
+            return slice(0, own.stop - own.start)
+        start, end = self._group.layout.whole_parameters(own.start, own.stop)
+        return slice(start - own.start, end - own.start) if start < end else NOTHING
+
+    def _add_up(
+        self, axis: Axis, terms: Terms, mine: slice, shard: Tensor, held: slice, accumulate: bool, counts: bool
+    ) -> Iterator[Pending]:
+        """mine: what this rank looks at, of what is then the same on all ranks of the axis."""
+        yield terms.arrived
+        terms.arrived.wait()
+        of_ranks = terms.read()
+        self._codec.add_up(of_ranks, axis.rank, shard[terms.region], held, accumulate)
+        self._inspection.look(axis, mine.start, shard[mine], of_ranks if axis.route.sums_here else (), counts)
+        spread = terms.summed()
+        if spread is not None:
+            yield spread
+            spread.wait()

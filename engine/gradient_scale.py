@@ -32,10 +32,10 @@ class GradientScale:
                   divided here ----^                                  ^---- divided on the way to each
     """
 
-    def __init__(self, config: Config, data_size: int, scaler: LossScaler, own: Iterable[nn.Parameter]) -> None:
+    def __init__(self, config: Config, data_size: int, loss_scaler: LossScaler, own: Iterable[nn.Parameter]) -> None:
         """data_size: the number of data-parallel ranks. own: the engine's parameters."""
         self._num_summed = data_size * (config.gradient_accumulation_steps or 1)
-        self._scaler = scaler
+        self.loss_scaler = loss_scaler
         self._fixed = _fixed_part(config, data_size)
         self._own = frozenset(map(id, own))
         self._entered: list[Node] = []  # what the inputs of the forward that runs were made by
@@ -43,7 +43,7 @@ class GradientScale:
     @property
     def seed(self) -> float:
         """What the backward of this microbatch begins with."""
-        return self._scaler.scale * self._fixed
+        return self.loss_scaler.scale * self._fixed
 
     @property
     def rest(self) -> float:

@@ -43,8 +43,9 @@ class ScheduledUnits:
         self._unreduced: dict[int, set[int]] = {}
         self._reductions = Reductions()
 
-    def begin_step(self) -> None:
-        """No gradient of the step was made yet."""
+    def begin_backward(self, boundary: bool) -> None:
+        """boundary: always; a schedule has all microbatches of an optimizer step."""
+        assert boundary
         self._reductions.abandon()
         self._unreduced = {
             id(unit): {stage for stage, members in self._stages.items() if unit in members} for unit in self.units
@@ -94,9 +95,9 @@ class ScheduledUnits:
         for gradient in unit.gradients:
             self._reductions.start(gradient, boundary)
 
-    # -- the ends of a step ---------------------------------------------------------------------------------------
+    # -- the ends of a schedule -----------------------------------------------------------------------------------
 
-    def finish(self) -> None:
+    def end_backward(self) -> None:
         """Completes all reductions, and sums what is tied. A collective over pipe and data-parallel ranks."""
         self._reductions.finish()
         for unit in self.units:
@@ -104,8 +105,8 @@ class ScheduledUnits:
                 for copies in gradient.group.domain.copies:
                     self._sum_tied(gradient, copies)
 
-    def abort(self) -> None:
-        """Ends a step that an error has ended."""
+    def abort(self, error: BaseException) -> None:
+        """Ends a schedule that `error` has ended."""
         self._reductions.abandon()
         self.release_all()
 

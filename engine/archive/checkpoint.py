@@ -237,7 +237,7 @@ class Checkpointer:
         return found
 
     def _optimizer_names(self, has_states: bool) -> OptimizerNames:
-        names = {id(param): name for name, param in self._named.trained.items()}
+        names = {id(param): name for name, param in self._named.whole.trained.items()}
         groups = (tuple(names[id(param)] for param in group["params"]) for group in self._optimizer.param_groups)
         has_step = has_states and self._optimizer.kind not in _WITHOUT_STEP
         return OptimizerNames(tuple(names.values()) if has_step else (), tuple(groups))

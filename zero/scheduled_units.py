@@ -7,7 +7,6 @@ without a canonical one; `sequence.py` is for ranks that go through a whole mode
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -72,12 +71,6 @@ class ScheduledUnits:
             self._users[id(unit)].discard(stage)
             if not self._users[id(unit)]:
                 unit.release()
-
-    def forward(self, stage: int) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def backward(self, stage: int) -> AbstractContextManager[object]:
-        return nullcontext()
 
     def collect(self, stage: int) -> None:
         """Takes a microbatch's gradients from `param.grad`: more will come."""

@@ -308,7 +308,7 @@ class Engine:
 
     def _close(self) -> None:
         with self._closing:
-            self._closing.callback(self._archive.checkpoints.finish)
+            self._closing.callback(self._archive.checkpoints.wait)
             self._steps.close()
 
     def __enter__(self) -> Self:
@@ -320,7 +320,7 @@ class Engine:
         if error is None:
             self.close()
         elif not self._turn.is_over:
-            self._archive.checkpoints.abandon()  # the other ranks may be lost: nothing is waited for together
+            self._archive.checkpoints.wait_alone()  # the other ranks may be lost: nothing is waited for together
             self._closing.close()
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ class Engine:
         wanted = self.config.checkpoint
         if save_failed:
             try:
-                self._archive.checkpoints.finish()  # raises what went wrong in the background
+                self._archive.checkpoints.wait()  # raises what went wrong in the background
             except CheckpointError as error:
                 if not is_preempted:
                     raise

@@ -50,7 +50,7 @@ class GradientScale:
         """What is left to multiply the sum of the step's gradients by."""
         return 1.0 / (self._num_summed * self.seed)
 
-    def enter(self, tensor: Tensor) -> Tensor:
+    def mark_input(self, tensor: Tensor) -> Tensor:
         """An input of the engine as its forward is to see it."""
         if self.seed == 1.0 or not tensor.requires_grad or not torch.is_grad_enabled():
             return tensor
@@ -59,7 +59,7 @@ class GradientScale:
         self._entered.append(get_gradient_edge(tensor).node)
         return inside
 
-    def leave(self, output: object) -> None:
+    def mark_output(self, output: object) -> None:
         """The forward has ended with this output."""
         if self.seed != 1.0:
             entered, self._entered = tuple(self._entered), []

@@ -121,7 +121,7 @@ class Steps:
 
     def prepared(self, inputs: Any) -> Any:
         """Inputs of a forward, on the device and in the compute dtype."""
-        return prepared(inputs, self._mesh.world.device, self._input_dtype, self.scale.enter)
+        return prepared(inputs, self._mesh.world.device, self._input_dtype, self.scale.mark_input)
 
     def check_model(self) -> None:
         """Raises ValueError where the model is not the one that the engine knows."""

@@ -41,7 +41,7 @@ class WholeModel:
             steps.check_model()
             with self.saving:
                 output = call_for_loss(self._module, ready, self._loss_fn)
-                steps.scale.leave(output)
+                steps.scale.mark_output(output)
                 loss = loss_of(output, ready, self._loss_fn)
             self.backward(steps, loss)
 
@@ -49,7 +49,7 @@ class WholeModel:
         steps.check_model()
         with self.saving, self._progress.forward(steps.num_microbatches, torch.is_grad_enabled()):
             output = forward(self._module, steps.prepared(args), steps.prepared(kwargs))
-            steps.scale.leave(output)
+            steps.scale.mark_output(output)
             return output
 
     def backward(self, steps: Steps, loss: Tensor) -> None:

@@ -75,6 +75,12 @@ class NamedState:
         shard = self._shards.get(id(group))
         return group.dtype if shard is None else shard.master_dtype
 
+    @property
+    def option_groups(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the parameters in each group of the optimizer's options, of the whole model."""
+        names = {id(param): name for name, param in self.whole.trained.items()}
+        return tuple(tuple(names[id(param)] for param in group["params"]) for group in self._optimizer.param_groups)
+
     def _aliases(self) -> dict[str, str]:
         first = {
             id(param): name for group in self._groups for name, param in zip(group.names, group.params, strict=True)

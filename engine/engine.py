@@ -201,7 +201,7 @@ class Engine:
                 yield
             return
         self._turn.check("engine.gathered()")
-        with self._steps.apart(Activity.WEIGHTS, Access.LOOKS), values.gathered(params, self._steps.num_changes):
+        with self._steps.apart(Activity.WEIGHTS, Access.LOOKS), values.gathered(params, self._steps.guard.num_changes):
             yield
 
     @in_turn
@@ -309,7 +309,7 @@ class Engine:
     def _close(self) -> None:
         with self._closing:
             self._closing.callback(self._archive.checkpoints.wait)
-            self._steps.close()
+            self._steps.update.close()
 
     def __enter__(self) -> Self:
         return self

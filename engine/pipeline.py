@@ -168,7 +168,7 @@ class Pipeline:
         """
         given = list(microbatches)
         ready = [steps.prepared(microbatch) for microbatch in given]
-        steps.check_model()
+        steps.guard.check()
         self._mesh.world.progress.enter(Activity.PIPELINE)
         self._check_same(given)
         with self._remembers_failure(), steps.backward(len(given)):

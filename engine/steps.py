@@ -94,10 +94,10 @@ class Steps:
         self.scale = scale = GradientScale(config, mesh.data_size, loss_scaler, own)
         timing = Timing.of(config)
         shares = any(group.copies_are_shared for group in groups)
-        self._guard = ModelGuard(module, passes.units, shares, has_settled=timing is not Timing.DELAYED)
+        self.guard = ModelGuard(module, passes.units, shares, has_settled=timing is not Timing.DELAYED)
         delay_after_steps = config.zero_optimization.offload_optimizer.delay_after_steps
         order = passes.reduction_order
-        self._update = StepUpdate(optimizer, order, mesh, timing, lambda: scale.rest, delay_after_steps)
+        self.update = StepUpdate(optimizer, order, mesh, timing, lambda: scale.rest, delay_after_steps)
 
     # -- microbatches ---------------------------------------------------------------------------------------------
 
@@ -123,17 +123,13 @@ class Steps:
         """Inputs of a forward, on the device and in the compute dtype."""
         return prepared(inputs, self._mesh.world.device, self._input_dtype, self.scale.mark_input)
 
-    def check_model(self) -> None:
-        """Raises ValueError where the model is not the one that the engine knows."""
-        self._guard.check()
-
     @contextmanager
     def backward(self, num_microbatches: int = 1) -> Iterator[None]:
         """The backward of so many microbatches. An error in it ends the step."""
         boundary = (self.num_microbatches + num_microbatches) % self.accumulation == 0
-        self._update.begin_backward(boundary)
+        self.update.begin_backward(boundary)
         if boundary:
-            self._guard.expect_update()
+            self.guard.expect_update()
         self._passes.begin_backward(boundary)
         try:
             yield
@@ -146,7 +142,7 @@ class Steps:
 
     def forget(self) -> None:
         """Of the microbatches so far nothing counts: the next one is the first of its step."""
-        self._update.take_back()  # what an error has interrupted
+        self.update.take_back()  # what an error has interrupted
         for gradient in self.gradients:
             gradient.reset()
             for param in gradient.group.params:
@@ -162,13 +158,13 @@ class Steps:
         Returns also on how many ranks each of the events has happened.
         """
         self._mesh.world.progress.enter(Activity.UPDATE)
-        self._guard.expect_update()
-        events = (self._update.has_failed(), *events)
+        self.guard.expect_update()
+        events = (self.update.has_failed(), *events)
         sums = sum_step(self._mesh, self.gradients, self.losses, events, f"the norm of step {number}")
         update_failed, *counts = sums.events
         if update_failed:
             self.forget()
-            self._update.raise_failure()
+            self.update.raise_failure()
         norm = math.sqrt(sums.square_norm) * self.scale.rest if not sums.num_bad else math.nan
         result = StepResult(
             torch.tensor(sums.loss, dtype=sums.loss_dtype),
@@ -178,8 +174,8 @@ class Steps:
             skipped=bool(sums.num_bad),
         )
         self._update_or_skip(sums, norm, number)
-        self._guard.remember_values()
-        if self._guard.shares_values:  # else a rank that is ahead may change what this one remembers
+        self.guard.remember_values()
+        if self.guard.shares_values:  # else a rank that is ahead may change what this one remembers
             self._mesh.fence(f"the end of step {number}")
         self.forget()
         self.scale.loss_scaler.update(result.skipped)
@@ -189,17 +185,17 @@ class Steps:
         clip, factor = self._config.gradient_clipping, self.scale.rest
         needs_clipping = bool(clip) and norm > clip
         if sums.num_bad or needs_clipping:
-            self._update.take_back()
+            self.update.take_back()
             self._mesh.fence(f"the end of what was tried in step {number}")
         if needs_clipping:
             factor *= clip / (norm + 1e-6)
         if not sums.num_bad:
-            self._update.end_step(factor, f"the update of step {number}")
+            self.update.end_step(factor, f"the update of step {number}")
         elif self._config.fp16.enabled:
-            self._update.settle()
+            self.update.settle()
         else:
             try:
-                raise non_finite_error(self._mesh, self.gradients, number, self._update.outcome_without_step)
+                raise non_finite_error(self._mesh, self.gradients, number, self.update.outcome_without_step)
             finally:
                 self.forget()
 
@@ -214,23 +210,15 @@ class Steps:
         with self._mesh.world.progress.during(activity):
             try:
                 if access is Access.LOOKS:
-                    self._update.take_back()
+                    self.update.take_back()
                 else:
-                    self._update.settle()
+                    self.update.settle()
             except OffloadError as error:
                 if access is not Access.REPLACES:
                     raise
                 logger.warning("%s", error)
             yield
             if access is Access.REPLACES:
-                self._update.forget_failure()
+                self.update.forget_failure()
             if access in (Access.CHANGES, Access.REPLACES):
-                self._guard.remember()
-
-    def num_changes(self) -> int:
-        """A number that grows with each change of parameters that the engine itself makes."""
-        return self._guard.num_changes()
-
-    def close(self) -> None:
-        """Waits for an update in the background. Raises OffloadError where it has failed, once."""
-        self._update.close()
+                self.guard.remember()

@@ -38,7 +38,7 @@ class WholeModel:
     def train(self, steps: Steps, microbatches: Iterator[Any]) -> None:
         for microbatch in microbatches:
             ready = steps.prepared(microbatch)
-            steps.check_model()
+            steps.guard.check()
             with self.saving:
                 output = call_for_loss(self._module, ready, self._loss_fn)
                 steps.scale.mark_output(output)
@@ -46,7 +46,7 @@ class WholeModel:
             self.backward(steps, loss)
 
     def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        steps.check_model()
+        steps.guard.check()
         with self.saving, self._progress.forward(steps.num_microbatches, torch.is_grad_enabled()):
             output = forward(self._module, steps.prepared(args), steps.prepared(kwargs))
             steps.scale.mark_output(output)

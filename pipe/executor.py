@@ -208,38 +208,16 @@ class Executor:
         if not self.schedule.is_forward_only:
             self._run.graphs[key] = [get_gradient_edge(tensor) for tensor in outputs]
 
+    def _do_send_forward(self, action: Action) -> None:
+        self._messages.send_output(action, self._run.outputs_to_send.pop(_key_of(action)))
+
+    def _do_send_backward(self, action: Action) -> None:
+        self._messages.send(action, self._run.gradients_to_send.pop(_key_of(action)))
+
     def _end_weights(self, stage: int) -> None:
         self._run.num_left[stage] -= 1
         if self._run.num_left[stage]:
             self._memory.collect(stage)
-
-    # -- messages ---------------------------------------------------------------------------------------------------
-
-    def _do_send_forward(self, action: Action) -> None:
-        self._messages.send_output(action, self._run.outputs_to_send.pop(_key_of(action)))
-
-    def _do_receive_forward(self, action: Action) -> None:
-        self._messages.receive_output(action)
-
-    def _do_send_backward(self, action: Action) -> None:
-        self._messages.send_gradients(action, self._run.gradients_to_send.pop(_key_of(action)))
-
-    def _do_receive_backward(self, action: Action) -> None:
-        self._messages.receive_gradients(action)
-
-    # -- whole stages -----------------------------------------------------------------------------------------------
-
-    def _do_gather(self, action: Action) -> None:
-        self._memory.gather(action.stage)
-
-    def _do_release(self, action: Action) -> None:
-        self._memory.release(action.stage)
-
-    def _do_reduce(self, action: Action) -> None:
-        self._memory.reduce(action.stage)
-
-    def _do_step(self, action: Action) -> None:
-        """Nothing: the engine updates all parameters after the list, when the norm over all stages is known."""
 
 
 def _key_of(action: Action) -> Key:
@@ -265,11 +243,11 @@ _TABLE: Mapping[Op, Callable[[Executor, Action], None]] = {
     Op.I: Executor._do_input_half,
     Op.W: Executor._do_weight_half,
     Op.SEND_F: Executor._do_send_forward,
-    Op.RECV_F: Executor._do_receive_forward,
+    Op.RECV_F: lambda self, action: self._messages.receive_output(action),
     Op.SEND_B: Executor._do_send_backward,
-    Op.RECV_B: Executor._do_receive_backward,
-    Op.GATHER: Executor._do_gather,
-    Op.RELEASE: Executor._do_release,
-    Op.REDUCE: Executor._do_reduce,
-    Op.STEP: Executor._do_step,
+    Op.RECV_B: lambda self, action: self._messages.receive_gradients(action),
+    Op.GATHER: lambda self, action: self._memory.gather(action.stage),
+    Op.RELEASE: lambda self, action: self._memory.release(action.stage),
+    Op.REDUCE: lambda self, action: self._memory.reduce(action.stage),
+    Op.STEP: lambda self, action: None,  # all parameters are updated after the list, by the norm over all stages
 }

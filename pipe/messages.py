@@ -70,12 +70,9 @@ class Messages:
                 "agree beforehand on what they send: the shapes of what a block returns may depend on those of the "
                 "batch alone"
             )
-        self._send(action, [tensor.detach() for tensor in carried.tensors])
+        self.send(action, [tensor.detach() for tensor in carried.tensors])
 
-    def send_gradients(self, action: Action, gradients: Sequence[Tensor]) -> None:
-        self._send(action, gradients)
-
-    def _send(self, action: Action, tensors: Sequence[Tensor]) -> None:
+    def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
         place, what = self._schedule.peer_rank(action), described(action)
         for index, tensor in enumerate(tensors):
             values = tensor.contiguous()

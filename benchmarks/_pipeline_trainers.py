@@ -39,6 +39,7 @@ class PipelineTrainer:
 def build_lowtide(model: PipelineModel, contender: PipelineContender, ranks: int, microbatches: int, rows: int) -> Any:
     """Gives lowtide as a user's script has it. rows: of a microbatch."""
     import lowtide
+    from lowtide.engine.pipeline import Pipeline
 
     config = {
         "train_micro_batch_size_per_gpu": rows,
@@ -53,8 +54,8 @@ def build_lowtide(model: PipelineModel, contender: PipelineContender, ranks: int
         "steps_per_print": 0,
     }
     engine = lowtide.initialize(model, config)
-    pipeline = engine._pipeline
-    assert pipeline is not None
+    pipeline = engine._driver
+    assert isinstance(pipeline, Pipeline)
     found: Timeline = []
 
     def note(action: Any, start: float, end: float) -> None:

@@ -66,13 +66,13 @@ def prepared(
     batch: Any,
     device: torch.device,
     dtype: torch.dtype | None,
-    enter: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    mark: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> Any:
-    """The batch on the device, floating-point tensors in `dtype` where one is given. enter: goes before, on each."""
+    """The batch on the device, floating-point tensors in `dtype` where one is given. mark: goes before, on each."""
 
     def move(tensor: Tensor) -> Tensor:
         wants_cast = dtype is not None and tensor.is_floating_point()
-        return enter(tensor).to(device, dtype if wants_cast else tensor.dtype, non_blocking=True)
+        return mark(tensor).to(device, dtype if wants_cast else tensor.dtype, non_blocking=True)
 
     return _map_tensors(batch, move)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -33,23 +34,24 @@ from ..zero.optimizer import ShardedOptimizer
 from ..zero.optimizer_choice import another, check_elementwise, record_like
 from ..zero.policy import ZeroPolicy
 from ..zero.released import ReleasedParameter
-from ..zero.scheduled_units import ScheduledUnits
 from ..zero.sequence import Unit, UnitSequence
 from ..zero.shard_rest import ShardRest
 from ..zero.torch_update import TorchUpdate
 from ..zero.units import UnitPlan, plan_units
 from .archive.agreement import no_rank_alone
+from .archive.full_values import FullValues
 from .config.config import Config
 from .config.elastic import first_world_size
 from .deferred import DeferredModel
+from .driver import Driver
 from .engine import Engine
-from .full_values import FullValues
 from .fusing import check_kernels, fuse_modules, optimizer_backend
 from .learning_rates import Schedule, scheduler_for
 from .lr_schedule import learning_rate_at
 from .offload import activation_store, host_update, model_is_apart, offloaded_states, shard_rest
 from .parts import Parts
 from .pipeline import PIPE, Pipeline, PipelinePlan
+from .whole_model import WholeModel
 
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
@@ -151,15 +153,16 @@ def _make_engine(
     with no_rank_alone(world, "lowtide.initialize"):
         activation_offload, close_last = _offload_activations(resolved, world, module, units)
     if pipeline_plan is not None:
-        pipeline = Pipeline(pipeline_plan, resolved, mesh, module, units, policy.frees_parameters, loss_fn, ledger)
-        sequence: UnitSequence | ScheduledUnits = pipeline.units
+        driver: Driver = Pipeline(
+            pipeline_plan, resolved, mesh, module, units, policy.frees_parameters, loss_fn, ledger
+        )
     else:
-        pipeline = None
         sequence = UnitSequence(units, _prefetch_numel(resolved), world.progress)
         on_block = activation_offload.begin_block if activation_offload else None
         UnitHooks(sequence, policy.frees_parameters, ledger, on_block)
         if world.device.type == "cpu":  # elsewhere the copy that it saves costs less than its Python
             DirectGradients(sequence, module.modules(), ledger)
+        driver = WholeModel(module, sequence, loss_fn, activation_offload or nullcontext(), world.progress)
     casts_inputs = resolved.bf16.auto_cast if resolved.bf16.enabled else resolved.fp16.auto_cast
     if dtypes.compute is not None and casts_inputs and _has_wide_buffers(module):
         cast_inputs([unit.module for unit in unit_plans if not unit.is_rest], dtypes.compute, ledger)
@@ -169,17 +172,13 @@ def _make_engine(
             config=resolved,
             mesh=mesh,
             module=module,
-            sequence=sequence,
-            pipeline=pipeline,
+            driver=driver,
             optimizer=sharded_optimizer,
             loss_scaler=_loss_scaler(resolved),
-            compute_dtype=dtypes.compute,
-            casts_inputs=casts_inputs,
-            loss_fn=loss_fn,
+            input_dtype=dtypes.compute if casts_inputs else None,
             schedule=schedule,
             lr_scheduler=scheduler,
             rows_per_microbatch=resolved.train_micro_batch_size_per_gpu if any(given[:2]) else None,
-            activation_offload=activation_offload,
             ledger=ledger,
             close_last=close_last,
         )

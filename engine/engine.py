@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,28 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.errors import CheckpointError
-from ..comm import Activity
-from ..offload import OffloadError
+from ..comm import Activity, Progress
 from ..watch.log import logger
-from ..zero.gradient import GroupGradient
-from ..zero.sequence import UnitSequence
-from .archive import weights
-from .archive.checkpoint import Checkpointer
-from .archive.named_state import NamedState
-from .batch import call, call_for_loss, forward, loss_of, microbatches, prepared
-from .full_values import FullValues
-from .gradient_scale import GradientScale
-from .guard import ModelGuard
+from .archive.archive import Archive
 from .learning_rates import LearningRates
 from .memory import ModelStateBytes, measure
 from .parts import Parts
-from .pipeline import Pipeline
 from .preemption import Preemption
-from .reporting import reported
 from .step_log import StepLog
 from .step_result import StepResult
-from .step_sums import non_finite_error, sum_step
-from .step_update import StepUpdate, Timing
+from .step_sums import sum_step
+from .steps import Access, Steps
 from .turn import Turn, in_turn
 
 
@@ -53,52 +41,36 @@ class Engine:
         self.config = parts.config
         self.module = parts.module
         self.optimizer = parts.optimizer
-        self._learning_rates = LearningRates(parts.optimizer, parts.schedule, parts.lr_scheduler)
         self.global_step = 0
         self.client_state: dict[str, Any] = {}
         """Saved with every checkpoint and restored with it: numbers, strings, ..., or what has a `state_dict()` and a
         `load_state_dict()`, such as a loader that knows its place in the data."""
-        self._turn = Turn()
-        self._parts = parts
         self._mesh = parts.mesh
-        self._progress = parts.mesh.world.progress
-        self._sequence = parts.sequence
-        self._scaler = parts.loss_scaler
-        self._accumulation = parts.config.gradient_accumulation_steps or 1
-        own = (param for unit in parts.sequence.units for group in unit.groups for param in group.params)
-        self._gradient_scale = GradientScale(parts.config, self.data_size, parts.loss_scaler, own)
-        self._num_microbatches = 0
-        self._losses: list[Tensor] = []
-        shares = any(group.copies_are_shared for unit in parts.sequence.units for group in unit.groups)
-        has_settled = self._timing is not Timing.DELAYED
-        self._guard = ModelGuard(parts.module, parts.sequence.units, shares, has_settled)
-        self._pipeline = parts.pipeline
-        whole = parts.pipeline.plan.state_names if parts.pipeline else None
-        self._values = FullValues(parts.module, parts.sequence.units, parts.optimizer, parts.mesh, whole)
-        self._log = StepLog(parts.config.steps_per_print if self.rank == 0 else 0)
-        self._last = StepResult(torch.zeros(()), torch.zeros(()), self.lr, self._scaler.scale, False)
-        self._saving: AbstractContextManager[object] = parts.activation_offload or nullcontext()
-        self._named = NamedState(
-            parts.module,
-            parts.sequence.units,
-            parts.optimizer,
+        self._driver = parts.driver
+        self._turn = Turn()
+        self._learning_rates = LearningRates(parts.optimizer, parts.schedule, parts.lr_scheduler)
+        self._steps = Steps(
+            parts.config,
             parts.mesh,
-            parts.pipeline.plan.trained if parts.pipeline else None,
-            whole,
+            parts.module,
+            parts.driver.passes,
+            parts.optimizer,
+            parts.loss_scaler,
+            parts.input_dtype,
+            parts.rows_per_microbatch,
         )
-        self._checkpointer = Checkpointer(parts.config, parts.mesh, parts.module, parts.optimizer, self._named)
+        units, whole = parts.driver.passes.units, parts.driver.whole
+        self._archive = Archive(parts.config, parts.mesh, parts.module, units, parts.optimizer, whole)
+        self._last = StepResult(torch.zeros(()), torch.zeros(()), self.lr, parts.loss_scaler.scale, False)
+        self._log = StepLog(parts.config.steps_per_print if self.rank == 0 else 0)
         self._preemption = Preemption()
         if parts.config.checkpoint.on_sigterm:
             self._preemption.arm(says_so=self.rank == 0)
-        delay_after_steps = parts.config.zero_optimization.offload_optimizer.delay_after_steps
-        self._update = StepUpdate(
-            parts.optimizer,
-            parts.sequence,
-            parts.mesh,
-            self._timing,
-            lambda: self._gradient_scale.rest,
-            delay_after_steps,
-        )
+        self._closing = ExitStack()  # the last one first
+        for close in (self._mesh.close, *reversed(parts.close_last), self.optimizer.close, parts.ledger.close):
+            self._closing.callback(close)
+        self._closing.callback(self._preemption.disarm)
+        self._closing.callback(self._turn.close)
         self._progress.stop_clock(Activity.BEFORE_FIRST_STEP)
 
     # -- who and where --------------------------------------------------------------------------------------------
@@ -137,7 +109,7 @@ class Engine:
 
     def memory(self) -> ModelStateBytes:
         """Bytes of parameters, gradients and optimizer states on this rank, as they are now."""
-        return measure(self._sequence.units, self.optimizer)
+        return measure(self._driver.passes.units, self.optimizer)
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -149,32 +121,16 @@ class Engine:
         error of all ranks alike the next call is a step of its own: no gradient of the failed one is left.
         """
         try:
-            parts = self._progress.drawn(microbatches(batch, self._accumulation, self._parts.rows_per_microbatch))
-            if self._pipeline is not None:
-                self._run_pipeline(self._pipeline, list(parts))
-                return self._step()
-            for microbatch in parts:
-                ready = self._prepare(microbatch)
-                self._guard.check()
-                with self._saving:
-                    output = call_for_loss(self.module, ready, self._parts.loss_fn)
-                    self._gradient_scale.leave(output)
-                    loss = loss_of(output, ready, self._parts.loss_fn)
-                self._backward(loss)
+            self._driver.train(self._steps, self._steps.microbatches_of(batch))
         except BaseException:
-            self._forget_gradients()
+            self._steps.forget()
             raise
         return self._step()
 
     @in_turn
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, with inputs on the device and in the compute dtype."""
-        self._check_has_whole("engine(batch)", "engine.eval_step(batch)")
-        self._guard.check()
-        with self._saving, self._progress.forward(self._num_microbatches, torch.is_grad_enabled()):
-            output = forward(self.module, self._prepare(args), self._prepare(kwargs))
-            self._gradient_scale.leave(output)
-            return output
+        return self._driver.forward(self._steps, args, kwargs)
 
     @in_turn
     def backward(self, loss: Tensor) -> None:
@@ -183,31 +139,7 @@ class Engine:
         Inputs and leaves that are not the engine's parameters get the gradient of `loss` itself.
         An error in it ends the step: its gradients are forgotten, and the next microbatch is the first of a new one.
         """
-        self._backward(loss)
-
-    def _backward(self, loss: Tensor) -> None:
-        self._check_has_whole("engine.backward(loss)", "engine.train_step(batch)")
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise ValueError(
-                f"backward: expected a loss with one element that requires a gradient, found {_describe(loss)}; "
-                "was it computed under torch.no_grad(), or detached?"
-            )
-        self._progress.enter(Activity.BACKWARD, self._num_microbatches)
-        boundary = self._num_microbatches % self._accumulation == self._accumulation - 1
-        on_final = self._update.begin_backward(boundary)
-        if boundary:
-            self._guard.expect_update()
-        assert isinstance(self._sequence, UnitSequence)
-        self._sequence.begin_backward(boundary, on_final)
-        try:
-            self._gradient_scale.backward(loss)
-            self._sequence.end_backward()
-        except BaseException as error:
-            self._sequence.abort(error)
-            self._forget_gradients()
-            raise
-        self._losses.append(loss.detach())
-        self._num_microbatches += 1
+        self._driver.backward(self._steps, loss)
 
     @in_turn
     def step(self) -> StepResult:
@@ -215,72 +147,32 @@ class Engine:
         return self._step()
 
     def _step(self) -> StepResult:
-        if self._num_microbatches % self._accumulation or not self._num_microbatches:
+        if not self._steps.is_complete:
             return self._last
-        self._progress.enter(Activity.UPDATE)
-        self._guard.expect_update()
         stop = self._preemption
-        events = (self._checkpointer.has_failed, self._update.has_failed(), stop.is_requested, stop.is_interrupt)
-        sums = sum_step(self._mesh, self._gradients, self._losses, events, f"the norm of step {self.global_step}")
-        save_failed, update_failed, *stops = sums.events
-        if update_failed:
-            self._forget_gradients()
-            self._update.raise_failure()
-        scale, lr, factor = self._scaler.scale, self.lr, self._gradient_scale.rest
-        grad_norm = math.sqrt(sums.square_norm) * factor if not sums.num_bad else math.nan
-        skipped = bool(sums.num_bad)
-        clip = self.config.gradient_clipping
-        needs_clipping = bool(clip) and grad_norm > clip
-        if skipped or needs_clipping:
-            self._update.take_back()
-            self._mesh.fence(f"the end of what was tried in step {self.global_step}")
-        if skipped and not self._is_fp16:
-            try:
-                self._raise_non_finite()
-            finally:
-                self._forget_gradients()
-        if not skipped:
-            if needs_clipping:
-                factor *= clip / (grad_norm + 1e-6)
-            self._update.finish(factor, f"the update of step {self.global_step}")
+        events = (self._archive.checkpoints.has_failed, stop.is_requested, stop.is_interrupt)
+        self._last, counts = self._steps.end(self.global_step, events)
+        if not self._last.skipped:
             self._learning_rates.advance()
-        else:
-            self._update.settle()
-        self._guard.remember_values()
-        if self._guard.shares_values:  # else a rank that is ahead may change what this one remembers
-            self._mesh.fence(f"the end of step {self.global_step}")
-        self._forget_gradients()
-        self._scaler.update(skipped)
         self.global_step += 1
-        self._last = StepResult(
-            torch.tensor(sums.loss, dtype=sums.loss_dtype),
-            torch.tensor(grad_norm, dtype=sums.loss_dtype),
-            lr,
-            scale,
-            skipped,
-        )
         self._progress.end_step(self.global_step)
         self._log.after_step(self.global_step, self._last, self.config.train_batch_size or 0)
-        self._save_if_due(bool(save_failed), *stops)
+        self._save_if_due(*counts)
         return self._last
 
     @in_turn
     @torch.no_grad()
-    @reported(Activity.EVALUATION)
     def eval_step(self, batch: Any) -> Tensor:
         """The loss of a batch of any size, averaged over the ranks, without gradients and in eval mode."""
-        was_training = self.module.training
-        self.module.eval()
-        try:
-            ready = self._prepare(batch)
-            if self._pipeline is not None:
-                losses = self._pipeline.evaluate(batch, ready)
-            else:
-                losses = [loss_of(call(self.module, ready), ready, self._parts.loss_fn)]
-        finally:
-            self.module.train(was_training)
-        sums = sum_step(self._mesh, (), losses, (), "the mean of the loss")
-        return torch.tensor(sums.loss, dtype=sums.loss_dtype)
+        with self._progress.during(Activity.EVALUATION):
+            was_training = self.module.training
+            self.module.eval()
+            try:
+                losses = self._driver.evaluate(self._steps, batch)
+            finally:
+                self.module.train(was_training)
+            sums = sum_step(self._mesh, (), losses, (), "the mean of the loss")
+            return torch.tensor(sums.loss, dtype=sums.loss_dtype)
 
     def train(self, mode: bool = True) -> Self:
         self.module.train(mode)
@@ -298,30 +190,30 @@ class Engine:
         modify: they may also be changed, on every rank alike; the changes reach shards and master weights at the end.
         Without it a change raises ValueError on every rank at the end.
         """
+        values = self._archive.values
         if modify:
-            with self._turn.of("engine.gathered(modify=True)"):  # what is changed is in the engine when this has ended
-                self._update.settle()
-                with self._progress.during(Activity.WEIGHTS), self._values.modified(params):
-                    yield
-                self._guard.remember()
+            # What is changed is in the engine when its turn has ended.
+            with (
+                self._turn.of("engine.gathered(modify=True)"),
+                self._steps.apart(Activity.WEIGHTS, Access.CHANGES),
+                values.modified(params),
+            ):
+                yield
             return
         self._turn.check("engine.gathered()")
-        self._update.take_back()  # what is not a step yet
-        with self._progress.during(Activity.WEIGHTS), self._values.gathered(params, self._guard.num_changes):
+        with self._steps.apart(Activity.WEIGHTS, Access.LOOKS), values.gathered(params, self._steps.guard.num_changes):
             yield
 
     @in_turn
-    @reported(Activity.WEIGHTS)
     def state_dict(self) -> dict[str, Tensor]:
         """Full parameters and buffers under the model's own names, on the CPU, on rank 0; empty on other ranks.
 
         All ranks must call it. Gathered and copied unit by unit.
         """
-        self._update.settle()
-        return self._values.state_dict()
+        with self._steps.apart(Activity.WEIGHTS, Access.READS):
+            return self._archive.state_dict()
 
     @in_turn
-    @reported(Activity.WEIGHTS)
     def export(
         self,
         folder: str | os.PathLike[str],
@@ -334,21 +226,19 @@ class Engine:
         one file, also "500MB". All ranks must call it; each writes its own shards, nothing is gathered. Raises
         CheckpointError on every rank where one could not write; an earlier export is as it was then.
         """
-        self._update.settle()
-        weights.export(self.module, self._named, self._mesh.world, folder, dtype, shard_bytes)
+        with self._steps.apart(Activity.WEIGHTS, Access.READS):
+            self._archive.export(folder, dtype, shard_bytes)
 
     @in_turn
-    @reported(Activity.WEIGHTS)
     def load_weights(self, path: str | os.PathLike[str], strict: bool = True) -> None:
         """Takes over the tensors of safetensors files, or of a checkpoint; each rank reads only what its shards hold.
 
         All ranks must call it. Raises ValueError, with all that is missing, extra or misshaped, before anything is
         changed; without `strict` missing and extra ones are logged. CheckpointError where a file cannot be read.
         """
-        self._forget_gradients()
-        self._update.settle()
-        weights.load_weights(self._named, self._mesh.world, path, strict)
-        self._guard.remember()
+        self._steps.forget()
+        with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
+            self._archive.load_weights(path, strict)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -370,25 +260,23 @@ class Engine:
         """
         return self._save_checkpoint(folder, tag, client_state)
 
-    @reported(Activity.SAVING)
     def _save_checkpoint(
         self,
         folder: str | os.PathLike[str],
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
     ) -> str:
-        if self._num_microbatches:
+        if self._steps.num_microbatches:
             raise ValueError(
-                f"save_checkpoint: expected a whole step, found {self._num_microbatches} of "
-                f"{self._accumulation} microbatches done (gradient_accumulation_steps); gradients are not saved, "
+                f"save_checkpoint: expected a whole step, found {self._steps.num_microbatches} of "
+                f"{self._steps.accumulation} microbatches done (gradient_accumulation_steps); gradients are not saved, "
                 "so call it after engine.step() has acted"
             )
-        self._update.settle()
-        state = {**self.client_state, **(client_state or {})}
-        return self._checkpointer.save(folder, tag, state, self.global_step, self._training_state())
+        with self._steps.apart(Activity.SAVING, Access.READS):
+            state = {**self.client_state, **(client_state or {})}
+            return self._archive.checkpoints.save(folder, tag, state, self.global_step, self._training_state())
 
     @in_turn
-    @reported(Activity.LOADING)
     def load_checkpoint(self, folder: str | os.PathLike[str], tag: str | None = None) -> dict[str, Any]:
         """Goes on where a checkpoint was saved, whatever its number of ranks and ZeRO stage; returns its client state.
 
@@ -399,14 +287,10 @@ class Engine:
         Raises NoCheckpointError where there is none; CheckpointError where a file is missing, truncated or altered, or
         the checkpoint is of another model.
         """
-        self._forget_gradients()
-        try:
-            self._update.settle()
-        except OffloadError as error:  # what it has left is overwritten
-            logger.warning("%s", error)
-        restored = self._checkpointer.load(folder, tag, self.client_state, self.lr_scheduler)
-        self._update.forget_failure()
-        self._restore_training_state(restored.training, restored.config)
+        self._steps.forget()
+        with self._steps.apart(Activity.LOADING, Access.REPLACES):
+            restored = self._archive.checkpoints.load(folder, tag, self.client_state, self.lr_scheduler)
+            self._restore_training_state(restored.training, restored.config)
         for key, value in restored.client_state.items():
             if key in self.client_state and not hasattr(self.client_state[key], "load_state_dict"):
                 self.client_state[key] = value
@@ -423,19 +307,9 @@ class Engine:
                 self._close()
 
     def _close(self) -> None:
-        with ExitStack() as ending:
-            ending.callback(self._leave)
-            ending.callback(self._checkpointer.finish)
-            self._update.close()
-
-    def _leave(self) -> None:
-        self._turn.close()
-        self._preemption.disarm()
-        self._parts.ledger.close()
-        self.optimizer.close()
-        for close in self._parts.close_last:
-            close()
-        self._mesh.close()
+        with self._closing:
+            self._closing.callback(self._archive.checkpoints.wait)
+            self._steps.update.close()
 
     def __enter__(self) -> Self:
         return self
@@ -446,68 +320,16 @@ class Engine:
         if error is None:
             self.close()
         elif not self._turn.is_over:
-            self._checkpointer.abandon()  # the other ranks may be lost: nothing is waited for together
-            self._leave()
+            self._archive.checkpoints.wait_alone()  # the other ranks may be lost: nothing is waited for together
+            self._closing.close()
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
     @property
-    def _is_fp16(self) -> bool:
-        return self.config.fp16.enabled
+    def _progress(self) -> Progress:
+        return self._mesh.world.progress
 
-    def _run_pipeline(self, pipeline: Pipeline, given: Sequence[Any]) -> None:
-        """All microbatches of a step forward and backward."""
-        ready = [self._prepare(microbatch) for microbatch in given]
-        self._guard.check()
-        self._progress.enter(Activity.PIPELINE)
-        self._update.begin_backward(boundary=True)
-        self._guard.expect_update()
-        self._losses = pipeline.train(given, ready, self._gradient_scale.seed)
-        self._num_microbatches = len(given)
-
-    def _check_has_whole(self, what: str, instead: str) -> None:
-        if self._pipeline is not None:
-            raise ValueError(
-                f"{what}: expected a rank with the whole model, found stages {list(self._pipeline.plan.stages)} of "
-                f"{self._pipeline.plan.split.num_stages} (parallel.pipeline); use {instead}, which works at every split"
-            )
-
-    def _prepare(self, batch: Any) -> Any:
-        dtype = self._parts.compute_dtype if self._parts.casts_inputs else None
-        return prepared(batch, self.device, dtype, self._gradient_scale.enter)
-
-    @property
-    def _timing(self) -> Timing:
-        zero = self.config.zero_optimization
-        if zero.update_in_backward:
-            return Timing.IN_BACKWARD
-        overlap = zero.offload_optimizer.overlap if zero.offload_optimizer.is_used else "none"
-        return {"none": Timing.AFTER_NORM, "speculative": Timing.SPECULATIVE, "delayed": Timing.DELAYED}[overlap]
-
-    def _forget_gradients(self) -> None:
-        """The next microbatch is the first of its step."""
-        self._update.take_back()  # what an error has interrupted
-        for unit in self._sequence.units:
-            for gradient in unit.gradients:
-                gradient.reset()
-                for param in gradient.group.params:
-                    param.grad = None
-        self._losses.clear()
-        self._num_microbatches = 0
-
-    @property
-    def _gradients(self) -> list[GroupGradient]:
-        return [gradient for unit in self._sequence.units for gradient in unit.gradients]
-
-    def _raise_non_finite(self) -> None:
-        outcome = (
-            "The parameters whose gradients are finite were updated already (update_in_backward)."
-            if self._update.timing is Timing.IN_BACKWARD
-            else "No parameter was updated."
-        )
-        raise non_finite_error(self._mesh, self._gradients, self.global_step, outcome)
-
-    def _save_if_due(self, save_failed: bool, is_preempted: int, is_interrupted: int) -> None:
+    def _save_if_due(self, save_failed: int, is_preempted: int, is_interrupted: int) -> None:
         """What the `checkpoint` section asks for at the end of a step; all ranks come to the same answer.
 
         is_preempted: on how many ranks. is_interrupted: on how many of them by Ctrl-C: what started the job is not to
@@ -516,7 +338,7 @@ class Engine:
         wanted = self.config.checkpoint
         if save_failed:
             try:
-                self._checkpointer.finish()  # raises what went wrong in the background
+                self._archive.checkpoints.wait()  # raises what went wrong in the background
             except CheckpointError as error:
                 if not is_preempted:
                     raise
@@ -537,21 +359,11 @@ class Engine:
             "num_steps": self.optimizer.num_steps,
             "optimizer": self.optimizer.kind,
             "learning_rates": self._learning_rates.state_dict(),
-            "loss_scaler": self._scaler.state_dict(),
+            "loss_scaler": self._steps.scale.loss_scaler.state_dict(),
         }
 
     def _restore_training_state(self, saved: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         self.global_step = saved["global_step"]
-        self._scaler.load_state_dict(saved["loss_scaler"])
+        self._steps.scale.loss_scaler.load_state_dict(saved["loss_scaler"])
         then, now = ((values.get("optimizer") or {}).get("params", {}) for values in (config, self.config.as_dict()))
         self._learning_rates.load_state_dict(saved["learning_rates"], then, now)
-        self._forget_gradients()
-        self._guard.remember()
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}, requires_grad={value.requires_grad}"
-    if isinstance(value, Mapping):
-        return f"a mapping with keys {sorted(map(str, value))}"
-    return f"{type(value).__name__}"

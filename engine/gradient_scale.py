@@ -32,10 +32,10 @@ class GradientScale:
                   divided here ----^                                  ^---- divided on the way to each
     """
 
-    def __init__(self, config: Config, data_size: int, scaler: LossScaler, own: Iterable[nn.Parameter]) -> None:
+    def __init__(self, config: Config, data_size: int, loss_scaler: LossScaler, own: Iterable[nn.Parameter]) -> None:
         """data_size: the number of data-parallel ranks. own: the engine's parameters."""
         self._num_summed = data_size * (config.gradient_accumulation_steps or 1)
-        self._scaler = scaler
+        self.loss_scaler = loss_scaler
         self._fixed = _fixed_part(config, data_size)
         self._own = frozenset(map(id, own))
         self._entered: list[Node] = []  # what the inputs of the forward that runs were made by
@@ -43,14 +43,14 @@ class GradientScale:
     @property
     def seed(self) -> float:
         """What the backward of this microbatch begins with."""
-        return self._scaler.scale * self._fixed
+        return self.loss_scaler.scale * self._fixed
 
     @property
     def rest(self) -> float:
         """What is left to multiply the sum of the step's gradients by."""
         return 1.0 / (self._num_summed * self.seed)
 
-    def enter(self, tensor: Tensor) -> Tensor:
+    def mark_input(self, tensor: Tensor) -> Tensor:
         """An input of the engine as its forward is to see it."""
         if self.seed == 1.0 or not tensor.requires_grad or not torch.is_grad_enabled():
             return tensor
@@ -59,7 +59,7 @@ class GradientScale:
         self._entered.append(get_gradient_edge(tensor).node)
         return inside
 
-    def leave(self, output: object) -> None:
+    def mark_output(self, output: object) -> None:
         """The forward has ended with this output."""
         if self.seed != 1.0:
             entered, self._entered = tuple(self._entered), []

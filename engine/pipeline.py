@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..comm import Mesh, World
+from ..comm import Activity, Mesh, World
 from ..model.ledger import Ledger
 from ..pipe.executor import Executor, shapes_in
 from ..pipe.schedules.action import Action, Op
@@ -24,9 +25,11 @@ from ..zero.domain import Copies
 from ..zero.scheduled_units import ScheduledUnits
 from ..zero.sequence import Unit
 from ..zero.units import UnitPlan
+from .archive.named_state import Whole
 from .batch import call, call_for_loss, loss_of
 from .config.config import Config
 from .config.parallel import schedule_of
+from .steps import Steps
 
 LossFn = Callable[[Any, Any], Tensor] | None
 PIPE = "pipe"
@@ -41,8 +44,7 @@ class PipelinePlan:
     split: SplitPlan
     place: int  # of this rank on the pipe axis
     numel: tuple[int, ...]  # parameter elements of each stage
-    trained: Mapping[str, nn.Parameter]  # of the whole model, by first name
-    state_names: tuple[str, ...]  # of the whole model's state_dict
+    whole: Whole
 
     @classmethod
     def of(cls, config: Config, world: World, module: nn.Module, sample_batch: Any, loss_fn: LossFn) -> PipelinePlan:
@@ -66,8 +68,10 @@ class PipelinePlan:
             split=split,
             place=world.rank // (world.size // schedule.num_ranks),
             numel=tuple(sum(params[name].numel() for name in names) for names in split.parameters),
-            trained={name: param for name, param in params.items() if param.requires_grad},
-            state_names=tuple(module.state_dict(keep_vars=True)),
+            whole=Whole(
+                {name: param for name, param in params.items() if param.requires_grad},
+                tuple(module.state_dict(keep_vars=True)),
+            ),
         )
 
     @property
@@ -103,7 +107,7 @@ class PipelinePlan:
 
 
 class Pipeline:
-    """Trains and evaluates on this rank's stages; all ranks of the pipe axis call the same methods together."""
+    """A driver for this rank's stages: see `Driver`. All ranks of the pipe axis call the same methods together."""
 
     def __init__(
         self,
@@ -117,7 +121,8 @@ class Pipeline:
         ledger: Ledger,
     ) -> None:
         """module: the whole model; what other ranks have is taken out of it."""
-        self.plan = plan
+        self.whole = plan.whole
+        self._plan = plan
         self._mesh = mesh
         stages = dict(zip(plan.stages, make_stages(module, plan.split, plan.stages, ledger), strict=True))
         names = {stage: set(plan.split.parameters[stage]) for stage in plan.stages}
@@ -125,7 +130,7 @@ class Pipeline:
             stage: [unit for unit in units if any(names[stage] & {*group.names} for group in unit.groups)]
             for stage in plan.stages
         }
-        self.units = ScheduledUnits(units, members, mesh)
+        self.passes = ScheduledUnits(units, members, mesh)
         costs = replace(Costs.uniform(plan.schedule.num_stages), parameter_bytes=tuple(map(float, plan.numel)))
         budget = config.zero_optimization.stage3_max_live_parameters
         if frees_parameters:
@@ -136,7 +141,7 @@ class Pipeline:
                 complete(schedule, costs, gathers=frees_parameters and not schedule.has_any(Op.GATHER), budget=budget),
                 plan.place,
                 stages,
-                self.units,
+                self.passes,
                 mesh.peers,
                 mesh.world.device,
                 lambda model, batch: call_for_loss(model, batch, loss_fn),
@@ -156,33 +161,48 @@ class Pipeline:
         """What runs training steps; its `on_action` can be set to time them."""
         return self._training
 
-    def train(self, given: Sequence[Any], ready: Sequence[Any], scale: float) -> list[Tensor]:
-        """Gradients of the step's microbatches, reduced; their losses, () each, on the ranks that have the last stage.
+    def train(self, steps: Steps, microbatches: Iterator[Any]) -> None:
+        """Losses are those of the ranks that have the last stage.
 
-        given: as they came from the caller; ready: on the device, in the compute dtype. scale: on the losses.
         Raises ValueError where ranks of the pipe axis were given other batches.
         """
+        given = list(microbatches)
+        ready = [steps.prepared(microbatch) for microbatch in given]
+        steps.guard.check()
+        self._mesh.world.progress.enter(Activity.PIPELINE)
         self._check_same(given)
-        self.units.begin_step()
-        try:
-            losses = self._training.run(ready, scale)
-            self.units.finish()
-        except BaseException as error:
-            self._failure = f"{type(error).__name__}: {error}"
-            self.units.abort()
-            raise
-        return losses
+        with self._remembers_failure(), steps.backward(len(given)):
+            losses = self._training.run(ready, steps.scale.seed)
+        steps.losses.extend(losses)
 
-    def evaluate(self, given: Any, ready: Any) -> list[Tensor]:
-        """The loss of a batch, on the ranks that have the last stage."""
-        self._check_same([given])
+    def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        raise self._lacks_whole("engine(batch)", "engine.eval_step(batch)")
+
+    def backward(self, steps: Steps, loss: Tensor) -> None:
+        raise self._lacks_whole("engine.backward(loss)", "engine.train_step(batch)")
+
+    def evaluate(self, steps: Steps, batch: Any) -> list[Tensor]:
+        ready = steps.prepared(batch)
+        self._check_same([batch])
         try:
-            return self._evaluation.run([ready])
+            with self._remembers_failure():
+                return self._evaluation.run([ready])
+        finally:
+            self.passes.release_all()
+
+    @contextmanager
+    def _remembers_failure(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
             raise
-        finally:
-            self.units.release_all()
+
+    def _lacks_whole(self, what: str, instead: str) -> ValueError:
+        return ValueError(
+            f"{what}: expected a rank with the whole model, found stages {list(self._plan.stages)} of "
+            f"{self._plan.split.num_stages} (parallel.pipeline); use {instead}, which works at every split"
+        )
 
     def _check_same(self, batches: Sequence[Any]) -> None:
         """A loader that divides its data by rank and world_size gives each stage another part: wrong, and not seen."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
@@ -12,8 +12,8 @@ from ..offload import OffloadError
 from ..zero.gradient import GroupGradient
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.reductions import OnFinal
-from ..zero.scheduled_units import ScheduledUnits
-from ..zero.sequence import UnitSequence
+from ..zero.sequence import Unit
+from .config.config import Config
 
 
 class Timing(Enum):
@@ -23,6 +23,15 @@ class Timing(Enum):
     IN_BACKWARD = "in backward"  # those of a unit, final; nothing can be clipped
     SPECULATIVE = "speculative"  # all gradients, and old values; taken back where the norm asks for it
     DELAYED = "delayed"  # those of two steps; as AFTER_NORM, but made and taken over while the next step computes
+
+    @classmethod
+    def of(cls, config: Config) -> Timing:
+        """What the config asks for."""
+        zero = config.zero_optimization
+        if zero.update_in_backward:
+            return cls.IN_BACKWARD
+        overlap = zero.offload_optimizer.overlap if zero.offload_optimizer.is_used else "none"
+        return {"none": cls.AFTER_NORM, "speculative": cls.SPECULATIVE, "delayed": cls.DELAYED}[overlap]
 
 
 class StepUpdate:
@@ -35,14 +44,15 @@ class StepUpdate:
     def __init__(
         self,
         optimizer: ShardedOptimizer,
-        sequence: UnitSequence | ScheduledUnits,
+        reduction_order: Sequence[Unit],
         mesh: Mesh,
         timing: Timing,
         unclipped_factor: Callable[[], float],
         delay_after_steps: int,
     ) -> None:
-        """unclipped_factor: by which reduced gradients are multiplied when nothing is clipped.
+        """reduction_order: of the units, in which their gradients become final.
 
+        unclipped_factor: by which reduced gradients are multiplied when nothing is clipped.
         delay_after_steps: of DELAYED, the number of updates that are waited for before one is not.
         """
         self._optimizer = optimizer
@@ -52,7 +62,7 @@ class StepUpdate:
         self._failure = ""  # of an update in the background, on any rank: states are in part those after it
         self.timing = timing
         self._shards = {id(shard.gradient): shard for shard in optimizer.shards}
-        self._order = [self._shards[id(gradient)] for unit in sequence.reduction_order for gradient in unit.gradients]
+        self._order = [self._shards[id(gradient)] for unit in reduction_order for gradient in unit.gradients]
 
     def begin_backward(self, boundary: bool) -> OnFinal | None:
         """boundary: the backward that begins makes the gradients of the step final.
@@ -68,7 +78,7 @@ class StepUpdate:
         """What was updated in this step has not been. Does nothing but where updates are speculative."""
         self._optimizer.roll_back()
 
-    def finish(self, factor: float, what: str) -> None:
+    def end_step(self, factor: float, what: str) -> None:
         """The step counts: updates what has not been updated yet, and brings all to the other ranks. A collective."""
         self._release_what_changes()
         pending: list[Pending] = []
@@ -83,6 +93,13 @@ class StepUpdate:
         for one in pending:
             one.wait()
         self._mesh.fence(what)
+
+    @property
+    def outcome_without_step(self) -> str:
+        """What has become of the parameters in a step that does not count, as users read it."""
+        if self.timing is Timing.IN_BACKWARD:
+            return "The parameters whose gradients are finite were updated already (update_in_backward)."
+        return "No parameter was updated."
 
     # -- updates in the background --------------------------------------------------------------------------------
 

@@ -19,13 +19,13 @@ for it in every step: there such a row reads nothing out of bounds, and its loss
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from .dispatch import Backend, uses_triton
-from .loss_terms import LossTerms, Reduction, check_label_range, check_labels_fit
+from .loss_terms import LossOptions, LossTerms, check_label_range, check_labels_fit
 from .rows import as_rows
 
 _BLOCK_BYTES = 4 * 2**20  # of logits that the eager reference widens at once: bounds its memory, fits a cache
@@ -36,14 +36,10 @@ def cross_entropy(
     logits: Tensor,
     labels: Tensor,
     *,
-    ignore_index: int = ...,
-    label_smoothing: float = ...,
-    z_loss: float = ...,
-    soft_cap: float | None = ...,
-    reduction: Reduction = ...,
     return_z_loss: Literal[False] = ...,
     overwrite_logits: bool = ...,
     backend: Backend = ...,
+    **options: Unpack[LossOptions],
 ) -> Tensor: ...
 
 
@@ -52,14 +48,10 @@ def cross_entropy(
     logits: Tensor,
     labels: Tensor,
     *,
-    ignore_index: int = ...,
-    label_smoothing: float = ...,
-    z_loss: float = ...,
-    soft_cap: float | None = ...,
-    reduction: Reduction = ...,
     return_z_loss: Literal[True],
     overwrite_logits: bool = ...,
     backend: Backend = ...,
+    **options: Unpack[LossOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -67,25 +59,22 @@ def cross_entropy(
     logits: Tensor,
     labels: Tensor,
     *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    soft_cap: float | None = None,
-    reduction: Reduction = "mean",
     return_z_loss: bool = False,
     overwrite_logits: bool = False,
     backend: Backend = "auto",
+    **options: Unpack[LossOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The loss, in float32 (float64 for float64 logits): a scalar, or of the labels' shape for reduction "none".
 
-    logits: (..., vocabulary); labels: (...), int64 or int32. return_z_loss: gives also the part of the loss that is
-    z_loss * lse^2, reduced alike, for logs: it has no gradient. overwrite_logits: backward writes the gradient over the
-    logits, which saves as much memory as they take. They must be a result that nobody reads after backward begins,
-    logits that are a parameter raise ValueError, and a second backward RuntimeError.
+    logits: (..., vocabulary); labels: (...), int64 or int32. options: fields of `LossTerms`. return_z_loss: gives
+    also the part of the loss that is z_loss * lse^2, reduced alike, for logs: it has no gradient. overwrite_logits:
+    backward writes the gradient over the logits, which saves as much memory as they take. They must be a result that
+    nobody reads after backward begins, logits that are a parameter raise ValueError, and a second backward
+    RuntimeError.
 
     Raises ValueError where shapes or options do not fit; for labels out of range see [Note: labels out of range].
     """
-    terms = LossTerms(ignore_index, label_smoothing, z_loss, soft_cap, reduction)
+    terms = LossTerms(**options)
     check_labels_fit("cross_entropy", "logits", logits, labels)
     if overwrite_logits and logits.requires_grad and logits.is_leaf:
         raise ValueError(
@@ -94,7 +83,7 @@ def cross_entropy(
         )
     on_triton = uses_triton(backend, "cross_entropy", logits, labels)
     if not on_triton:
-        check_label_range("cross_entropy", labels, logits.shape[-1], ignore_index)
+        check_label_range("cross_entropy", labels, logits.shape[-1], terms.ignore_index)
     loss, reduced_z = _CrossEntropy.apply(logits, labels, terms, overwrite_logits, on_triton)  # type: ignore[no-untyped-call]
     return (loss, reduced_z) if return_z_loss else loss
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields
 from functools import partial, wraps
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from .cross_entropy import cross_entropy
 from .dispatch import Backend
 from .hugging_face import family_of
 from .linear_cross_entropy import linear_cross_entropy
-from .loss_terms import Reduction
+from .loss_terms import LossOptions, Reduction
 
 _OUTPUTS = ("CausalLMOutputWithPast", "CausalLMOutputWithCrossAttentions")
 _LOSS_ONLY: ContextVar[bool] = ContextVar("loss_only", default=False)
@@ -132,10 +132,10 @@ def linear_loss_members(original: type[nn.Module], always: bool) -> dict[str, An
 def head_members(original: type[nn.Module], backend: Backend) -> dict[str, Any]:
     """forward: with labels the loss, without them the logits."""
 
-    def forward(self: Any, input: Tensor, labels: Tensor | None = None, **terms: Any) -> Any:
+    def forward(self: Any, input: Tensor, labels: Tensor | None = None, **options: Unpack[LossOptions]) -> Any:
         if labels is None:
             return original.forward(self, input)
-        return linear_cross_entropy(input, self.weight, labels, self.bias, backend=backend, **terms)
+        return linear_cross_entropy(input, self.weight, labels, self.bias, backend=backend, **options)
 
     return {"forward": forward}
 

@@ -16,14 +16,14 @@ computes the logits again: a fourth matrix product beside three.
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from .dispatch import Backend, uses_triton
 from .logit_chunks import DlogitsSums, Head, LogitChunks
-from .loss_terms import LossTerms, Reduction, check_label_range, check_labels_fit
+from .loss_terms import LossOptions, LossTerms, check_label_range, check_labels_fit
 from .rows import as_rows
 
 DEFAULT_CHUNK_BYTES = 512 * 2**20
@@ -36,15 +36,11 @@ def linear_cross_entropy(
     labels: Tensor,
     bias: Tensor | None = ...,
     *,
-    ignore_index: int = ...,
-    label_smoothing: float = ...,
-    z_loss: float = ...,
-    soft_cap: float | None = ...,
-    reduction: Reduction = ...,
     return_z_loss: Literal[False] = ...,
     chunk_bytes: int = ...,
     accumulate_dtype: torch.dtype | None = ...,
     backend: Backend = ...,
+    **options: Unpack[LossOptions],
 ) -> Tensor: ...
 
 
@@ -55,15 +51,11 @@ def linear_cross_entropy(
     labels: Tensor,
     bias: Tensor | None = ...,
     *,
-    ignore_index: int = ...,
-    label_smoothing: float = ...,
-    z_loss: float = ...,
-    soft_cap: float | None = ...,
-    reduction: Reduction = ...,
     return_z_loss: Literal[True],
     chunk_bytes: int = ...,
     accumulate_dtype: torch.dtype | None = ...,
     backend: Backend = ...,
+    **options: Unpack[LossOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -73,20 +65,16 @@ def linear_cross_entropy(
     labels: Tensor,
     bias: Tensor | None = None,
     *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    soft_cap: float | None = None,
-    reduction: Reduction = "mean",
     return_z_loss: bool = False,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     accumulate_dtype: torch.dtype | None = None,
     backend: Backend = "auto",
+    **options: Unpack[LossOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`cross_entropy` of the logits hidden weight^T + bias, in float32 (float64 for float64 inputs).
 
     hidden: (..., n); weight: (vocabulary, n) and bias: (vocabulary,), of the dtype of hidden, except under autocast,
-    which multiplies in its own dtype as torch's linear layer does; labels: (...), int64 or int32. The options up to
+    which multiplies in its own dtype as torch's linear layer does; labels: (...), int64 or int32. The options and
     return_z_loss are those of `cross_entropy`. chunk_bytes: bound of the logits that are held at once; at least one
     row is. accumulate_dtype: in which chunks of dweight are added up, None for float32 (float64 for float64 inputs);
     the dtype of weight saves memory and loses precision, see [Note: sum of dweight] in logit_chunks.py.
@@ -94,7 +82,7 @@ def linear_cross_entropy(
     Computes gradients only of what requires them. Raises ValueError where shapes, dtypes or options do not fit, and
     RuntimeError for a second backward through one forward; labels out of range are as in `cross_entropy`.
     """
-    terms = LossTerms(ignore_index, label_smoothing, z_loss, soft_cap, reduction)
+    terms = LossTerms(**options)
     dtype = _product_dtype(hidden)
     _check(hidden, weight, bias, labels, dtype)
     if chunk_bytes <= 0:
@@ -107,7 +95,7 @@ def linear_cross_entropy(
         )
     on_triton = uses_triton(backend, "linear_cross_entropy", hidden, weight, bias, labels)
     if not on_triton:
-        check_label_range("linear_cross_entropy", labels, weight.shape[0], ignore_index)
+        check_label_range("linear_cross_entropy", labels, weight.shape[0], terms.ignore_index)
     needs_gradient = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )

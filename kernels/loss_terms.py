@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor
 
 Reduction = Literal["mean", "sum", "none"]
 """mean: over the labels that are not ignored; sum: over them; none: a loss for each label."""
+
+
+class LossOptions(TypedDict, total=False):
+    """The fields of `LossTerms`, as a caller gives them by name."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    soft_cap: float | None
+    reduction: Reduction
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,13 @@ without a canonical one; `sequence.py` is for ranks that go through a whole mode
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from ..comm import Mesh, Pending
 from .domain import Copies
 from .gradient import GroupGradient
-from .reductions import Reductions
+from .reductions import OnFinal, Reductions
 from .sequence import Unit
 
 # Above those of the schedule's messages. Ranks come to the tied weights that they share in the same order, whichever
@@ -42,9 +41,12 @@ class ScheduledUnits:
         self._users: dict[int, set[int]] = {id(unit): set() for unit in units}  # stages for which it is full
         self._unreduced: dict[int, set[int]] = {}
         self._reductions = Reductions()
+        self._on_final: OnFinal | None = None
 
-    def begin_step(self) -> None:
-        """No gradient of the step was made yet."""
+    def begin_backward(self, boundary: bool, on_final: OnFinal | None) -> None:
+        """boundary: always; a schedule has all microbatches of an optimizer step. on_final: see `UnitSequence`."""
+        assert boundary
+        self._on_final = on_final
         self._reductions.abandon()
         self._unreduced = {
             id(unit): {stage for stage, members in self._stages.items() if unit in members} for unit in self.units
@@ -72,12 +74,6 @@ class ScheduledUnits:
             if not self._users[id(unit)]:
                 unit.release()
 
-    def forward(self, stage: int) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def backward(self, stage: int) -> AbstractContextManager[object]:
-        return nullcontext()
-
     def collect(self, stage: int) -> None:
         """Takes a microbatch's gradients from `param.grad`: more will come."""
         for unit in reversed(self._stages[stage]):
@@ -92,20 +88,24 @@ class ScheduledUnits:
 
     def _start(self, unit: Unit, boundary: bool) -> None:
         for gradient in unit.gradients:
-            self._reductions.start(gradient, boundary)
+            is_tied = bool(gradient.group.domain.copies)
+            self._reductions.start(gradient, boundary, None if is_tied else self._on_final)
 
-    # -- the ends of a step ---------------------------------------------------------------------------------------
+    # -- the ends of a schedule -----------------------------------------------------------------------------------
 
-    def finish(self) -> None:
+    def end_backward(self) -> None:
         """Completes all reductions, and sums what is tied. A collective over pipe and data-parallel ranks."""
         self._reductions.finish()
         for unit in self.units:
             for gradient in unit.gradients:
                 for copies in gradient.group.domain.copies:
                     self._sum_tied(gradient, copies)
+                if gradient.group.domain.copies and self._on_final is not None:
+                    gradient.settle()
+                    self._on_final(gradient)
 
-    def abort(self) -> None:
-        """Ends a step that an error has ended."""
+    def abort(self, error: BaseException) -> None:
+        """Ends a schedule that `error` has ended."""
         self._reductions.abandon()
         self.release_all()
 

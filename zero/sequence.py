@@ -148,7 +148,7 @@ class GatherRing:
         self._prefetch()
         return found is wanted
 
-    def finish(self) -> None:
+    def end_round(self) -> None:
         """Issues what is left of the round, so that every rank ends it at the same place."""
         while self._cursor:
             self._issue()
@@ -216,7 +216,7 @@ class UnitSequence:
         if self._needs_ring:
             if keeps_graph and not self.units[-1].is_full:
                 self._forward_ring.reach(self.units[-1])
-            self._forward_ring.finish()
+            self._forward_ring.end_round()
         if not keeps_graph:
             for unit in self.units:
                 unit.release()
@@ -247,7 +247,7 @@ class UnitSequence:
 
     # -- backward -------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, boundary: bool, on_final: OnFinal | None = None) -> None:
+    def begin_backward(self, boundary: bool, on_final: OnFinal | None) -> None:
         """boundary: the last microbatch of an optimizer step. on_final: called with each gradient that is complete."""
         self.phase = Phase.BACKWARD
         self._boundary, self._on_final = boundary, on_final
@@ -323,7 +323,7 @@ class UnitSequence:
         self._collect_ready()
         self._reductions.finish()
         if self._needs_ring:
-            self._backward_ring.finish()
+            self._backward_ring.end_round()
         self._end_pass()
 
     def abort(self, error: BaseException) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from ...checkpoint.errors import CheckpointError, NoCheckpointError
 from ...checkpoint.folder import CheckpointFolder
 from ...checkpoint.fragment import Fragment, TensorInfo
 from ...checkpoint.index import Manifest
-from ...checkpoint.names import shortened
 from ...checkpoint.reader import CheckpointReader
 from ...checkpoint.values import encode
 from ...checkpoint.writer import RankWriter, Snapshot
@@ -31,10 +31,10 @@ from ...watch.log import logger
 from ...zero.optimizer import ShardedOptimizer, StateKey
 from ..config.config import Config
 from .agreement import all_or_none, raise_together, shown
+from .fit import check_fits, states_in
 from .named_state import NamedState
 from .run_state import (
     OwnState,
-    check_options,
     encode_client_state,
     load_states,
     random_state,
@@ -43,7 +43,7 @@ from .run_state import (
     set_random_state,
 )
 from .save_job import SaveJob
-from .weights import kind_of, model_files
+from .weights import model_files
 
 _INTACT = "What was saved before is as it was, and training can go on."
 
@@ -56,6 +56,24 @@ class Restored:
     training: Any
     config: Mapping[str, Any]
     client_state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank writes."""
+
+    writer: RankWriter
+    fragments: Sequence[Fragment]
+    snapshot: Snapshot | None  # of their values, where training goes on before they are written
+    options: Sequence[tuple[str, bytes]]  # of the optimizer, for other readers
+    own_state: Mapping[str, Any]
+
+    def write(self) -> None:
+        if self.snapshot is None:
+            self.writer.write(self.fragments, self.options, self.own_state)
+        else:
+            self.writer.write(self.snapshot.fragments, self.options, self.own_state)
+            self.snapshot.drop()
 
 
 class Checkpointer:
@@ -74,8 +92,7 @@ class Checkpointer:
         self._module = module
         self._optimizer = optimizer
         self._named = named
-        self._job: SaveJob | None = None
-        self._job_folder: tuple[CheckpointFolder, str] | None = None
+        self._under_way: tuple[SaveJob, CheckpointFolder, str] | None = None  # the last is the tag
 
     # -- saving ---------------------------------------------------------------------------------------------------
 
@@ -90,72 +107,62 @@ class Checkpointer:
         """Writes a checkpoint, in the background where the config says so; returns its tag.
 
         Waits for an earlier one first. Raises CheckpointError on every rank where any fails; with `async` that is at a
-        later call of this or of `finish`.
+        later call of this or of `wait`.
         """
-        self.finish()
+        self.wait()
         has_own_tag = tag is not None
         tag = str(self._world.broadcast_object(tag if tag is not None else f"global_step{step}"))
         what = f"saving checkpoint '{tag}' to {shown(folder)}"
         with all_or_none(self._world, what, _INTACT):
             target = CheckpointFolder(folder)
-            own_state = {
-                "random": random_state(),
-                "client_state": encode_client_state(client_state),
-                "scalars": encode(self._optimizer.scalar_states(), "optimizer state"),
-            }
+            own_state = self._own_state(client_state)
             encoded = encode(dict(training), "training")
         states = self._state_dtypes()
         names = self._optimizer_names(bool(states))
         manifest = self._manifest(tag, has_own_tag, step, encoded, states)
         with all_or_none(self._world, what, _INTACT):
             saving = target.begin(tag) if self._world.rank == 0 else target.saving_folder(tag)
-
-        def commit() -> None:
-            target.commit(manifest, names, self._config.checkpoint.keep_last)
-            logger.info("checkpoint '%s' is complete in %s", tag, target.path)
-
-        is_first = self._world.rank == 0
+        commit = partial(self._commit, target, manifest, names) if self._world.rank == 0 else None
         try:
             with all_or_none(self._world, what, _INTACT):
-                if not saving.is_dir():
-                    raise CheckpointError(
-                        f"{saving} is not there; all ranks must see one folder, for example a network disk"
-                    )
-                writer = RankWriter(saving, self._world.rank)
-                groups = self._optimizer.param_groups
-                options = option_blobs(self._optimizer.kind, groups, names) if is_first else []
-                fragments = self._fragments()
-                snapshot = Snapshot(fragments) if self._config.checkpoint.asynchronous else None
-            if snapshot is None:
+                part = self._part(saving, names, own_state)
+            if part.snapshot is None:
                 with all_or_none(self._world, what, _INTACT):
-                    writer.write(fragments, options, own_state)
+                    part.write()
                 with all_or_none(self._world, what, _INTACT):
-                    if is_first:
+                    if commit is not None:
                         commit()
         except CheckpointError:
             self._discard(target, tag)
             raise
-        if snapshot is not None:
-
-            def write() -> None:
-                writer.write(snapshot.fragments, options, own_state)
-                snapshot.drop()
-
+        if part.snapshot is not None:
             processes = self._world.gather_objects(WritingProcess.this())
-            self._job = SaveJob(saving, processes, write, commit if is_first else None)
-            self._job_folder = (target, tag)
+            self._under_way = SaveJob(saving, processes, part.write, commit), target, tag
         return tag
+
+    def _part(self, saving: Path, names: OptimizerNames, own_state: Mapping[str, Any]) -> _Part:
+        if not saving.is_dir():
+            raise CheckpointError(f"{saving} is not there; all ranks must see one folder, for example a network disk")
+        groups = self._optimizer.param_groups
+        options = option_blobs(self._optimizer.kind, groups, names) if self._world.rank == 0 else []
+        fragments = self._fragments()
+        snapshot = Snapshot(fragments) if self._config.checkpoint.asynchronous else None
+        return _Part(RankWriter(saving, self._world.rank), fragments, snapshot, options, own_state)
+
+    def _commit(self, target: CheckpointFolder, manifest: Manifest, names: OptimizerNames) -> None:
+        target.commit(manifest, names, self._config.checkpoint.keep_last)
+        logger.info("checkpoint '%s' is complete in %s", manifest.tag, target.path)
 
     @property
     def has_failed(self) -> bool:
         """True where a save in the background has failed on this rank."""
-        return self._job is not None and self._job.has_failed
+        return self._under_way is not None and self._under_way[0].has_failed
 
-    def finish(self) -> None:
-        """Waits until the save that is under way is complete. Raises CheckpointError on every rank if it failed."""
-        if self._job is None or self._job_folder is None:
+    def wait(self) -> None:
+        """Returns when the save that is under way is complete. Raises CheckpointError on every rank if it failed."""
+        if self._under_way is None:
             return
-        job, (folder, tag) = self._job, self._job_folder
+        job, folder, tag = self._under_way
         what = f"saving checkpoint '{tag}' to {folder.path}"
         job.wait_written()
         try:
@@ -165,18 +172,18 @@ class Checkpointer:
         except CheckpointError:
             job.cancel()
             self._discard(folder, tag)
-            self._job, self._job_folder = None, None
+            self._under_way = None
             raise
-        self._job, self._job_folder = None, None
+        self._under_way = None
 
     def _discard(self, folder: CheckpointFolder, tag: str) -> None:
         if self._world.rank == 0:
             folder.discard(tag)
 
-    def abandon(self) -> None:
+    def wait_alone(self) -> None:
         """Waits for the save that is under way, as far as this rank can without the others: after an error."""
-        if self._job is not None:
-            self._job.wait_written()
+        if self._under_way is not None:
+            self._under_way[0].wait_written()
 
     # -- loading --------------------------------------------------------------------------------------------------
 
@@ -189,7 +196,7 @@ class Checkpointer:
         else is changed, as is the scheduler, and has its own back where that fails on any rank.
         Raises NoCheckpointError where there is none, CheckpointError where one is damaged or of another model.
         """
-        self.finish()
+        self.wait()
         target, tag, other = self._find(folder, tag)
         what = f"loading checkpoint '{tag}' from {target.path}"
         hint = f"The newest other checkpoint is '{other}': load_checkpoint(folder, tag=\"{other}\"). " if other else ""
@@ -203,7 +210,7 @@ class Checkpointer:
                 for rank in range(checkpoint.manifest.num_files):  # one may have had no element of a parameter group
                     scalars.update(read_scalars(checkpoint.own_state(rank)))
                 own = OwnState.read(checkpoint.own_state(self._rank_of_origin(checkpoint)))
-                self._check_fits(checkpoint, training)
+                check_fits(checkpoint, training, self._named, self._optimizer)
                 load_states(registered, own.client_state, undo)
                 load_states({"": scheduler}, {"": training["learning_rates"]["scheduler"]}, undo)
         except CheckpointError:
@@ -211,7 +218,7 @@ class Checkpointer:
             raise
         changed = "Parameters were read in part: load another checkpoint before you train on."
         with all_or_none(self._world, what, hint + changed):
-            self._optimizer.make_states(training["num_steps"], _states_in(checkpoint), scalars)
+            self._optimizer.make_states(training["num_steps"], states_in(checkpoint), scalars)
             shared = self._named.has_replicas  # they read the same values, perhaps on this host
             weights.read(self._named.weights(changes=True), shared)
             self._read_buffers(weights)
@@ -222,6 +229,14 @@ class Checkpointer:
         return Restored(tag, training, checkpoint.manifest.config, own.client_state)
 
     # -- what is saved --------------------------------------------------------------------------------------------
+
+    def _own_state(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
+        """What this rank has beside tensors."""
+        return {
+            "random": random_state(),
+            "client_state": encode_client_state(client_state),
+            "scalars": encode(self._optimizer.scalar_states(), "optimizer state"),
+        }
 
     def _fragments(self) -> list[Fragment]:
         """This rank's part of everything, by full name."""
@@ -237,11 +252,9 @@ class Checkpointer:
         return found
 
     def _optimizer_names(self, has_states: bool) -> OptimizerNames:
-        names = {id(param): name for name, param in self._named.trained.items()}
-        groups = (tuple(names[id(param)] for param in group["params"]) for group in self._optimizer.param_groups)
         record = OPTIMIZERS.get(self._optimizer.kind)
         has_step = has_states and (record is None or record.keeps_step)
-        return OptimizerNames(tuple(names.values()) if has_step else (), tuple(groups))
+        return OptimizerNames(tuple(self._named.whole.trained) if has_step else (), self._named.option_groups)
 
     def _state_dtypes(self) -> dict[str, dict[str, torch.dtype]]:
         """The states of each parameter that has any. A collective: a rank knows only those that it holds a part of."""
@@ -299,47 +312,6 @@ class Checkpointer:
             raise NoCheckpointError(absent)
         return folder, *found
 
-    def _check_fits(self, checkpoint: Checkpoint, training: Mapping[str, Any]) -> None:
-        """Raises CheckpointError, with every difference, where the checkpoint is of another model or optimizer."""
-        catalog = self._named.catalog
-        faults = _differences(checkpoint.weights.tensors, {**catalog.parameters, **catalog.buffers})
-        faults += [
-            f"the state '{name}' has shape {info.shape} in it"
-            for name, info in checkpoint.states.tensors.items()
-            if (own := catalog.parameters.get(name.rpartition(".")[0])) is not None and own.shape != info.shape
-        ]
-        try:
-            check_options(self._optimizer.param_groups, training, checkpoint.manifest.config)
-        except ValueError as error:
-            faults.append(str(error))
-        by_name = _states_in(checkpoint)
-        states = {state for one in by_name.values() for state in one}
-        if training["num_steps"] and not self._optimizer.can_take(training["optimizer"], states):
-            faults.append(
-                f"it has the states of optimizer {training['optimizer']} ({', '.join(sorted(states)) or 'none'}), this "
-                f"run has optimizer {self._optimizer.kind}; engine.load_weights(folder) takes the parameters alone"
-            )
-        elif training["num_steps"]:
-            faults += self._parameters_without_states(by_name, training["optimizer"])
-        if faults:
-            raise CheckpointError(f"{checkpoint.path} does not fit: " + "; ".join(faults))
-
-    def _parameters_without_states(self, found: Mapping[str, Mapping[str, torch.dtype]], kind: str) -> list[str]:
-        """Those that others of the same parameter group have: they were frozen, or in another group."""
-        faults = []
-        groups = self._optimizer_names(False).groups
-        if not self._optimizer.can_take(kind, ()):  # each parameter has all states, in any group
-            groups = (tuple(name for group in groups for name in group),)
-        for group in groups:
-            expected = {state for name in group for state in found.get(name, {})}
-            faults += [
-                f"'{name}' has no optimizer state in it ({', '.join(sorted(missing))}): it was not trained then"
-                for name in group
-                if (missing := expected - set(found.get(name, {})))
-                and math.prod(self._named.catalog.parameters[name].shape)
-            ]
-        return faults
-
     def _read_buffers(self, source: CheckpointReader) -> None:
         for name, buffer in self._named.buffers().items():
             flat = buffer.detach().contiguous().view(-1)  # the buffer's own memory, unless it has strides
@@ -360,27 +332,6 @@ class Checkpointer:
                 checkpoint.manifest.num_files,
                 self._world.size,
             )
-
-
-def _differences(found: Mapping[str, TensorInfo], expected: Mapping[str, TensorInfo]) -> list[str]:
-    """Tensors that are missing, of none, of another shape, or of another kind of numbers."""
-    faults = [f"'{name}' is not in it" for name in expected if name not in found]
-    faults += [f"{shortened(name)} is not in the model" for name in found if name not in expected]
-    for name, own in expected.items():
-        if name in found and found[name].shape != own.shape:
-            faults.append(f"'{name}' has shape {found[name].shape} in it, {own.shape} in the model")
-        elif name in found and kind_of(found[name].dtype) != kind_of(own.dtype):
-            faults.append(f"'{name}' is {found[name].dtype} in it, {own.dtype} in the model")
-    return faults
-
-
-def _states_in(checkpoint: Checkpoint) -> dict[str, dict[str, torch.dtype]]:
-    """Parameter -> the dtypes of its states."""
-    found: dict[str, dict[str, torch.dtype]] = {}
-    for full_name, info in checkpoint.states.tensors.items():
-        name, _, state = full_name.rpartition(".")
-        found.setdefault(name, {})[state] = info.dtype
-    return found
 
 
 def _prefixed(prefix: str, fragment: Fragment) -> Fragment:

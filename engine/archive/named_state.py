@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,21 @@ from ...zero.layout import Piece
 from ...zero.optimizer import ShardedOptimizer
 from ...zero.sequence import Unit
 from .catalog import Catalog
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The model before a pipeline has split it."""
+
+    trained: Mapping[str, nn.Parameter]  # by first name
+    names: Sequence[str]  # of its state_dict, in its order: aliases too
+
+    @classmethod
+    def of(cls, module: nn.Module, units: Sequence[Unit]) -> Whole:
+        """Where the module is the whole, and the units are all."""
+        groups = [gradient.group for unit in units for gradient in unit.gradients]
+        trained = {name: param for group in groups for name, param in zip(group.names, group.params, strict=True)}
+        return cls(trained, tuple(module.state_dict(keep_vars=True)))
 
 
 class NamedState:
@@ -30,20 +46,15 @@ class NamedState:
         units: Sequence[Unit],
         optimizer: ShardedOptimizer,
         mesh: Mesh,
-        trained: Mapping[str, nn.Parameter] | None = None,
-        whole_names: Sequence[str] | None = None,
+        whole: Whole,
     ) -> None:
-        """A collective. units: of this rank. trained: parameters that are trained anywhere; None: those of the units.
-
-        whole_names: of the whole model's state_dict, where `module` has a part of it; None: it is the whole.
-        """
+        """A collective. units: of this rank. whole: what `module` is, or has a part of."""
         self._module = module
         self._groups = [group for unit in units for group in unit.groups]
         self._shards = {id(shard.group): shard for shard in optimizer.shards}
         self._optimizer = optimizer
         self._mesh = mesh
-        self._trained = trained
-        self._whole_names = whole_names
+        self.whole = whole
         self.catalog = self._own_catalog()
         if mesh.data_size < mesh.world.size:
             own = self.catalog if mesh.data_rank == 0 else None
@@ -65,15 +76,10 @@ class NamedState:
         return group.dtype if shard is None else shard.master_dtype
 
     @property
-    def trained(self) -> Mapping[str, nn.Parameter]:
-        """The parameters that the optimizer updates, on any rank, by name."""
-        if self._trained is not None:
-            return self._trained
-        return {
-            name: param
-            for shard in self._optimizer.shards
-            for name, param in zip(shard.group.names, shard.group.params, strict=True)
-        }
+    def option_groups(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the parameters in each group of the optimizer's options, of the whole model."""
+        names = {id(param): name for name, param in self.whole.trained.items()}
+        return tuple(tuple(names[id(param)] for param in group["params"]) for group in self._optimizer.param_groups)
 
     def _aliases(self) -> dict[str, str]:
         first = {
@@ -92,11 +98,6 @@ class NamedState:
             for name, value in state.items()
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
         }
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Of the whole model's state_dict, in its order: aliases too."""
-        return self._whole_names if self._whole_names is not None else tuple(self._module.state_dict(keep_vars=True))
 
     @property
     def holds_buffers(self) -> bool:

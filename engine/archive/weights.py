@@ -215,7 +215,7 @@ def _dtype_of_weights(infos: Mapping[str, TensorInfo], state: NamedState) -> tor
 def _tensors_of(state: NamedState) -> dict[str, TensorInfo]:
     """Parameters, tied ones once, and persistent buffers, in the order of the module's own state_dict."""
     infos = {**state.catalog.parameters, **state.catalog.buffers}
-    order = [name for name in state.names if name in infos]
+    order = [name for name in state.whole.names if name in infos]
     return {name: infos[name] for name in dict.fromkeys([*order, *infos])}
 
 

@@ -117,7 +117,7 @@ def test_the_slot_of_a_parameter_says_which_box_it_is() -> None:
     config = {"optimizer": {"type": "adamw"}, "train_micro_batch_size_per_gpu": 1, "steps_per_print": 0}
     engine = lowtide.initialize(Columns(whole[box.index]), config)
     try:
-        (group,) = (group for unit in engine._sequence.units for group in unit.groups)
+        (group,) = (group for unit in engine._driver.passes.units for group in unit.groups)
         (slot,) = group.layout.slots
         assert (slot.whole, slot.box) == ((6, 5), Box.whole((6, 5)))
         slots = (dataclasses.replace(slot, whole=(6, 8), box=box),)

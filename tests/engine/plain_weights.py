@@ -72,8 +72,8 @@ def engine_of(stage: int, config: dict[str, Any], seed: int = 0, steps: int = 1)
 
 
 def named_state(engine: Any) -> NamedState:
-    parts = engine._parts
-    return NamedState(parts.module, parts.sequence.units, parts.optimizer, parts.mesh)
+    driver = engine._driver
+    return NamedState(engine.module, driver.passes.units, engine.optimizer, engine._mesh, driver.whole)
 
 
 def export(engine: Any, folder: Path | str, **options: Any) -> None:

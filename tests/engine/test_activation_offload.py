@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import lowtide
+from lowtide.engine.whole_model import WholeModel
+from lowtide.offload import ActivationOffload
 from tests.models import TinyGPT, tiny_gpt, token_batch
 from tests.ranks import RankPool
 from tests.zero.training import ADAMW, Case, share_of, train_all
@@ -37,8 +39,9 @@ def peak_of_saved(config: dict[str, Any]) -> tuple[int, int]:
     engine = lowtide.initialize(TinyGPT(width=64, layers=8), config)
     for step in range(3):
         engine.train_step(share_of(token_batch(step, 8 * engine.world_size)))
-    offload = engine._parts.activation_offload
-    assert offload is not None
+    assert isinstance(engine._driver, WholeModel)
+    offload = engine._driver.saving
+    assert isinstance(offload, ActivationOffload)
     found = offload.peak_resident_bytes, offload.offloaded_bytes
     engine.close()
     return found

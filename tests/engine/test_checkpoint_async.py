@@ -144,7 +144,7 @@ def fail_in_background(folder: Path, where: str) -> str:
         engine.save_checkpoint(folder, "bad")
         if engine.rank == 1:
             deadline = time.monotonic() + 30
-            while not engine._checkpointer.has_failed and time.monotonic() < deadline:
+            while not engine._archive.checkpoints.has_failed and time.monotonic() < deadline:
                 time.sleep(0.01)
     finally:
         os.pwrite = real

@@ -49,9 +49,9 @@ class Even(nn.Module):
 
 def measured(engine: lowtide.Engine) -> dict[str, int]:
     """Bytes by kind, from the storages themselves; each storage counts once."""
-    sequence = engine._sequence
-    groups = [group for unit in sequence.units for group in unit.groups]
-    gradients = [gradient for unit in sequence.units for gradient in unit.gradients]
+    passes = engine._driver.passes
+    groups = [group for unit in passes.units for group in unit.groups]
+    gradients = [gradient for unit in passes.units for gradient in unit.gradients]
     kept = [group._resting if group.frees_memory else group.full for group in groups]
     optional = [tensor for g in gradients for tensor in (g._local._flat, g.shard, *(p.grad for p in g.group.params))]
     common = [g._memory._common for g in gradients if g._memory._common is not None]

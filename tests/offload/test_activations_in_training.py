@@ -52,7 +52,7 @@ def open_store(folder: str | None) -> Any:
 
 
 def offload_of(engine: lowtide.Engine, store: Any) -> ActivationOffload:
-    groups = [group.full for unit in engine._sequence.units for group in unit.groups]
+    groups = [group.full for unit in engine._driver.passes.units for group in unit.groups]
     return ActivationOffload(store, 256, BUDGET, in_storages_of([*groups, *engine.module.buffers()]))
 
 
@@ -71,7 +71,7 @@ def train(case: Case, offloads: bool, folder: str | None) -> tuple[list[float], 
                 loss = engine(*parts)
             engine.backward(loss)
             losses.append(loss.item())
-        gradients = [gradient.shard.clone() for gradient in engine._gradients if gradient.shard is not None]
+        gradients = [gradient.shard.clone() for gradient in engine._steps.gradients if gradient.shard is not None]
         del loss
         engine.step()
     if offloads:
@@ -173,7 +173,7 @@ def step_after_failures() -> tuple[list[float], list[float]]:
                 with pytest.raises(OffloadError), offload:
                     engine.backward(engine(*batch))
                 store.failing.clear()
-                engine._forget_gradients()
+                engine._steps.forget()
             with offload:
                 loss = engine(*batch)
             engine.backward(loss)

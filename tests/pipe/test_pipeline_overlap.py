@@ -46,7 +46,7 @@ def intervals_of_steps(schedule: str) -> tuple[list[tuple[float, float]], float]
     chunks = SCHEDULES[schedule]
     each_has = BLOCKS // (RANKS * chunks)
     engine = engine_of(SleepingModel(BLOCKS), schedule, ROWS, balance=[each_has] * RANKS * chunks)
-    pipeline = engine._pipeline
+    pipeline = engine._driver
     times: list[tuple[float, float]] = []
 
     def note(action: Action, start: float, end: float) -> None:
@@ -107,7 +107,7 @@ def _memory_of(tensors: tuple[Tensor, ...]) -> list[StorageWeakRef]:
 def what_is_held_too_long(schedule: str) -> tuple[list[str], dict[str, int], int, Schedule]:
     """Complaints; the number of each kind of checks; the most graphs that were held at once; the schedule."""
     engine = engine_of(deep_gpt(), schedule, 2)
-    executor = engine._pipeline.executor
+    executor = engine._driver.executor
     buffers = Buffers()
     for stage in executor._stages.values():
         buffers.watch(stage)
@@ -129,7 +129,7 @@ def what_is_held_too_long(schedule: str) -> tuple[list[str], dict[str, int], int
 
     executor.on_action = look
     engine.train_step(models.token_batch(0, 2 * MICROBATCHES))
-    complete = engine._pipeline.schedule
+    complete = engine._driver.schedule
     engine.close()
     return found, dict(checks), most_held, complete
 
@@ -152,15 +152,15 @@ def storages_of_gradients(schedule: str) -> list[bool]:
     def note(action: Action, start: float, end: float) -> None:
         if action.op not in COMPUTE_OPS:
             return
-        for gradient in engine._gradients:
+        for gradient in engine._steps.gradients:
             for param in gradient.group.params:
                 if param.grad is not None:
                     assert gradient.shard is not None
                     found.append(param.grad.untyped_storage().data_ptr() == gradient.shard.untyped_storage().data_ptr())
 
-    engine._pipeline.executor.on_action = note
+    engine._driver.executor.on_action = note
     engine.train_step(models.token_batch(0, ROWS * MICROBATCHES))
-    assert engine.memory().gradient_bytes == sum(gradient.shard.nbytes for gradient in engine._gradients)
+    assert engine.memory().gradient_bytes == sum(gradient.shard.nbytes for gradient in engine._steps.gradients)
     engine.close()
     return found
 

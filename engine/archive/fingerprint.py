@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..zero.group import Residence, ShardedGroup
-from ..zero.layout import PARAM_ALIGNMENT_NUMEL, Slot
+from ...zero.group import Residence, ShardedGroup
+from ...zero.layout import PARAM_ALIGNMENT_NUMEL, Slot
 
 
 class Fingerprint:

@@ -8,30 +8,20 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..comm import Mesh
-from ..zero.group import Residence, ShardedGroup, values_of
-from ..zero.layout import Piece
-from ..zero.optimizer import ShardedOptimizer
-from ..zero.sequence import Unit
-from ..zero.shard_state import ShardState
+from ...comm import Mesh
+from ...zero.group import Residence, ShardedGroup, values_of
+from ...zero.layout import Piece
+from ...zero.optimizer import ShardedOptimizer
+from ...zero.sequence import Unit
+from ...zero.shard_state import ShardState
 from .fingerprint import Fingerprint
-from .pipeline import PIPE
 
 
 class FullValues:
     """Reads and writes full parameters. Every method is a collective: all ranks must call it alike."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        units: Sequence[Unit],
-        optimizer: ShardedOptimizer,
-        mesh: Mesh,
-        whole_names: Sequence[str] | None = None,
-    ) -> None:
-        """whole_names: of the whole model's state_dict, where `module` has a part of it; None: it is the whole."""
+    def __init__(self, module: nn.Module, units: Sequence[Unit], optimizer: ShardedOptimizer, mesh: Mesh) -> None:
         self._module = module
-        self._whole_names = whole_names
         self._groups = [group for unit in units for group in unit.groups]
         self._shards = {id(shard.group): shard for shard in optimizer.shards}
         self._mesh = mesh
@@ -72,7 +62,7 @@ class FullValues:
         """The groups of the parameters, full meanwhile, and the identities of those that are wanted; none: all."""
         wanted = {id(param) for param in params}
         known = {id(param) for group in self._groups for param in group.params}
-        if wanted - known and self._whole_names is None:
+        if wanted - known and self._has_whole:
             raise ValueError(
                 f"gathered: expected parameters of the engine's module, found {len(wanted - known)} that are not; "
                 "pass the parameters themselves, for example engine.module.head.weight"
@@ -87,7 +77,12 @@ class FullValues:
             for group in found:
                 group.release()
 
-    def state_dict(self) -> dict[str, Tensor]:
+    @property
+    def _has_whole(self) -> bool:
+        return self._mesh.data_size == self._mesh.world.size
+
+    def state_dict(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Of the whole model, on rank 0. names: of its state_dict, in its order."""
         is_writer = self._mesh.data_rank == 0
         values: dict[int, Tensor] = {}
         for group in self._groups:
@@ -104,11 +99,11 @@ class FullValues:
             for name, value in self._module.state_dict(keep_vars=True).items()
             if isinstance(value, Tensor)
         }
-        return found if self._whole_names is None else self._collected(found, self._whole_names)
+        return found if self._has_whole else self._collected(found, names)
 
     def _collected(self, own: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
         """On the first rank of a pipeline, what all its ranks have, in the model's order."""
-        pipe, peers, device = self._mesh.axes[PIPE], self._mesh.peers, self._mesh.world.device
+        pipe, peers, device = self._mesh.axes["pipe"], self._mesh.peers, self._mesh.world.device
         if pipe.rank:
             infos = [(name, tuple(value.shape), value.dtype) for name, value in own.items()]
             peers.send_object(infos, 0, 0, "the names for state_dict").wait()

@@ -1,0 +1,50 @@
+"""What a training is beside its steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ...comm import Mesh
+from ...zero.optimizer import ShardedOptimizer
+from ...zero.sequence import Unit
+from ..config.config import Config
+from . import weights
+from .checkpoint import Checkpointer
+from .full_values import FullValues
+from .named_state import NamedState, Whole
+
+
+class Archive:
+    """Full values, plain weights and checkpoints of an engine. Every method is a collective, between steps."""
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        module: nn.Module,
+        units: Sequence[Unit],
+        optimizer: ShardedOptimizer,
+        whole: Whole,
+    ) -> None:
+        """units: of this rank. whole: what `module` is, or has a part of."""
+        self.values = FullValues(module, units, optimizer, mesh)
+        self.named = NamedState(module, units, optimizer, mesh, whole)
+        self.checkpoints = Checkpointer(config, mesh, module, optimizer, self.named)
+        self._module = module
+        self._world = mesh.world
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """See `Engine.state_dict`."""
+        return self.values.state_dict(self.named.whole.names)
+
+    def export(self, folder: str | os.PathLike[str], dtype: str | torch.dtype | None, shard_bytes: int | str) -> None:
+        """See `Engine.export`."""
+        weights.export(self._module, self.named, self._world, folder, dtype, shard_bytes)
+
+    def load_weights(self, path: str | os.PathLike[str], strict: bool) -> None:
+        """See `Engine.load_weights`."""
+        weights.load_weights(self.named, self._world, path, strict)

@@ -1,0 +1,89 @@
+"""Whether a checkpoint is of this model, and of this optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.errors import CheckpointError
+from ...checkpoint.fragment import TensorInfo
+from ...checkpoint.names import shortened
+from ...zero.optimizer import ShardedOptimizer
+from .named_state import NamedState
+from .run_state import check_options
+from .weights import kind_of
+
+
+def check_fits(
+    checkpoint: Checkpoint, training: Mapping[str, Any], named: NamedState, optimizer: ShardedOptimizer
+) -> None:
+    """Raises CheckpointError, with every difference, where the checkpoint is of another model or optimizer."""
+    catalog = named.catalog
+    faults = _differences(checkpoint.weights.tensors, {**catalog.parameters, **catalog.buffers})
+    faults += [
+        f"the state '{name}' has shape {info.shape} in it"
+        for name, info in checkpoint.states.tensors.items()
+        if (own := catalog.parameters.get(name.rpartition(".")[0])) is not None and own.shape != info.shape
+    ]
+    try:
+        check_options(optimizer.param_groups, training, checkpoint.manifest.config)
+    except ValueError as error:
+        faults.append(str(error))
+    by_name = states_in(checkpoint)
+    states = {state for one in by_name.values() for state in one}
+    if training["num_steps"] and not optimizer.can_take(training["optimizer"], states):
+        faults.append(
+            f"it has the states of optimizer {training['optimizer']} ({', '.join(sorted(states)) or 'none'}), this "
+            f"run has optimizer {optimizer.kind}; engine.load_weights(folder) takes the parameters alone"
+        )
+    elif training["num_steps"]:
+        each_has_all = not optimizer.can_take(training["optimizer"], ())
+        faults += _parameters_without_states(by_name, named, each_has_all)
+    if faults:
+        raise CheckpointError(f"{checkpoint.path} does not fit: " + "; ".join(faults))
+
+
+def states_in(checkpoint: Checkpoint) -> dict[str, dict[str, torch.dtype]]:
+    """Parameter -> the dtypes of its states."""
+    found: dict[str, dict[str, torch.dtype]] = {}
+    for full_name, info in checkpoint.states.tensors.items():
+        name, _, state = full_name.rpartition(".")
+        found.setdefault(name, {})[state] = info.dtype
+    return found
+
+
+def _differences(found: Mapping[str, TensorInfo], expected: Mapping[str, TensorInfo]) -> list[str]:
+    """Tensors that are missing, of none, of another shape, or of another kind of numbers."""
+    faults = [f"'{name}' is not in it" for name in expected if name not in found]
+    faults += [f"{shortened(name)} is not in the model" for name in found if name not in expected]
+    for name, own in expected.items():
+        if name in found and found[name].shape != own.shape:
+            faults.append(f"'{name}' has shape {found[name].shape} in it, {own.shape} in the model")
+        elif name in found and kind_of(found[name].dtype) != kind_of(own.dtype):
+            faults.append(f"'{name}' is {found[name].dtype} in it, {own.dtype} in the model")
+    return faults
+
+
+def _parameters_without_states(
+    found: Mapping[str, Mapping[str, torch.dtype]], named: NamedState, each_has_all: bool
+) -> list[str]:
+    """Those that others of the same parameter group have: they were frozen, or in another group.
+
+    each_has_all: each parameter has all states, in any group.
+    """
+    faults = []
+    groups = named.option_groups
+    if each_has_all:
+        groups = (tuple(name for group in groups for name in group),)
+    for group in groups:
+        expected = {state for name in group for state in found.get(name, {})}
+        faults += [
+            f"'{name}' has no optimizer state in it ({', '.join(sorted(missing))}): it was not trained then"
+            for name in group
+            if (missing := expected - set(found.get(name, {}))) and math.prod(named.catalog.parameters[name].shape)
+        ]
+    return faults

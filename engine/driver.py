@@ -1,0 +1,38 @@
+"""What runs the forwards and backwards of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .archive.named_state import Whole
+from .steps import Steps, UnitPasses
+
+
+class Driver(Protocol):
+    """Runs them with the whole model, or by the schedule of a pipeline; the engine does not know which.
+
+    Every method is given the steps of the engine, which are told of each backward.
+    """
+
+    @property
+    def passes(self) -> UnitPasses:
+        """This rank's units, which hooks or the schedule take through forward and backward."""
+
+    @property
+    def whole(self) -> Whole:
+        """The model, of which this rank may have a part."""
+
+    def train(self, steps: Steps, microbatches: Iterator[Any]) -> None:
+        """The forwards and backwards of all microbatches of a step."""
+
+    def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the model returns. Raises ValueError where this rank has a part of it."""
+
+    def backward(self, steps: Steps, loss: Tensor) -> None:
+        """The backward of a loss of `forward`. Raises ValueError for what is none."""
+
+    def evaluate(self, steps: Steps, batch: Any) -> list[Tensor]:
+        """The loss of a batch, (), on the ranks that come to know it."""

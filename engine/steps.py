@@ -1,0 +1,225 @@
+"""The steps of training: backwards of microbatches, and the update that they end with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Activity, Mesh
+from ..offload import OffloadError
+from ..watch.log import logger
+from ..zero.gradient import GroupGradient
+from ..zero.loss_scale import LossScaler
+from ..zero.optimizer import ShardedOptimizer
+from ..zero.reductions import OnFinal
+from ..zero.sequence import Unit
+from .batch import microbatches, prepared
+from .config.config import Config
+from .gradient_scale import GradientScale
+from .guard import ModelGuard
+from .step_result import StepResult
+from .step_sums import StepSums, non_finite_error, sum_step
+from .step_update import StepUpdate, Timing
+
+
+class UnitPasses(Protocol):
+    """Takes the units of this rank through a backward.
+
+        begin_backward ... a unit is entered, its gradients come, it is left ... end_backward, or abort
+
+    Hooks on the model, or a schedule, tell it what happens in between.
+    """
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """The rest first, then the blocks."""
+
+    @property
+    def reduction_order(self) -> Sequence[Unit]:
+        """The same, in the order in which their gradients are reduced."""
+
+    def begin_backward(self, boundary: bool, on_final: OnFinal | None) -> None:
+        """boundary: it has the last microbatch of an optimizer step. on_final: called with each gradient then."""
+
+    def end_backward(self) -> None:
+        """Returns when all that is to be reduced has been."""
+
+    def abort(self, error: BaseException) -> None:
+        """Ends a backward that `error` has ended."""
+
+
+class Access(Enum):
+    """What a call between steps does with the parameters."""
+
+    LOOKS = "looks"  # it shows them as they are, without what is not a step yet
+    READS = "reads"  # all that the steps so far have updated is in them
+    CHANGES = "changes"  # as READS, and what it leaves is taken for right
+    REPLACES = "replaces"  # as CHANGES, states too; an update that has failed before is of no matter then
+
+
+class Steps:
+    """Each step is a number of backwards and one update of the shards.
+
+    backward   x gradient_accumulation_steps, or one of them all together: gradients are reduced as they come
+    end        the exact global norm, clip factor, update of the shards, and new parameters for the next forward
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        module: nn.Module,
+        passes: UnitPasses,
+        optimizer: ShardedOptimizer,
+        loss_scaler: LossScaler,
+        input_dtype: torch.dtype | None,
+        rows_per_microbatch: int | None,
+    ) -> None:
+        """input_dtype: of the floating-point inputs of a forward; None: as they are. rows_per_microbatch: None: any."""
+        self.losses: list[Tensor] = []  # () of each microbatch
+        self.num_microbatches = 0  # that are done
+        self._config = config
+        self._mesh = mesh
+        self._passes = passes
+        self._optimizer = optimizer
+        self._input_dtype = input_dtype
+        self._rows_per_microbatch = rows_per_microbatch
+        groups = [group for unit in passes.units for group in unit.groups]
+        own = (param for group in groups for param in group.params)
+        self.scale = scale = GradientScale(config, mesh.data_size, loss_scaler, own)
+        timing = Timing.of(config)
+        shares = any(group.copies_are_shared for group in groups)
+        self.guard = ModelGuard(module, passes.units, shares, has_settled=timing is not Timing.DELAYED)
+        delay_after_steps = config.zero_optimization.offload_optimizer.delay_after_steps
+        order = passes.reduction_order
+        self.update = StepUpdate(optimizer, order, mesh, timing, lambda: scale.rest, delay_after_steps)
+
+    # -- microbatches ---------------------------------------------------------------------------------------------
+
+    @property
+    def accumulation(self) -> int:
+        """The number of microbatches of a step."""
+        return self._config.gradient_accumulation_steps or 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the microbatches of a step are done."""
+        return self.num_microbatches > 0 and self.num_microbatches % self.accumulation == 0
+
+    @property
+    def gradients(self) -> list[GroupGradient]:
+        return [gradient for unit in self._passes.units for gradient in unit.gradients]
+
+    def microbatches_of(self, batch: Any) -> Iterator[Any]:
+        """Those of this rank's share of a global batch, or drawn from an iterator. Raises ValueError."""
+        return self._mesh.world.progress.drawn(microbatches(batch, self.accumulation, self._rows_per_microbatch))
+
+    def prepared(self, inputs: Any) -> Any:
+        """Inputs of a forward, on the device and in the compute dtype."""
+        return prepared(inputs, self._mesh.world.device, self._input_dtype, self.scale.mark_input)
+
+    @contextmanager
+    def backward(self, num_microbatches: int = 1) -> Iterator[None]:
+        """The backward of so many microbatches. An error in it ends the step."""
+        boundary = (self.num_microbatches + num_microbatches) % self.accumulation == 0
+        on_final = self.update.begin_backward(boundary)
+        if boundary:
+            self.guard.expect_update()
+        self._passes.begin_backward(boundary, on_final)
+        try:
+            yield
+            self._passes.end_backward()
+        except BaseException as error:
+            self._passes.abort(error)
+            self.forget()
+            raise
+        self.num_microbatches += num_microbatches
+
+    def forget(self) -> None:
+        """Of the microbatches so far nothing counts: the next one is the first of its step."""
+        self.update.take_back()  # what an error has interrupted
+        for gradient in self.gradients:
+            gradient.reset()
+            for param in gradient.group.params:
+                param.grad = None
+        self.losses.clear()
+        self.num_microbatches = 0
+
+    # -- the update -----------------------------------------------------------------------------------------------
+
+    def end(self, number: int, events: Sequence[bool]) -> tuple[StepResult, Sequence[int]]:
+        """Updates the parameters; a collective. number: of steps before this one. events: that this rank knows of.
+
+        Returns also on how many ranks each of the events has happened.
+        """
+        self._mesh.world.progress.enter(Activity.UPDATE)
+        self.guard.expect_update()
+        events = (self.update.has_failed(), *events)
+        sums = sum_step(self._mesh, self.gradients, self.losses, events, f"the norm of step {number}")
+        update_failed, *counts = sums.events
+        if update_failed:
+            self.forget()
+            self.update.raise_failure()
+        norm = math.sqrt(sums.square_norm) * self.scale.rest if not sums.num_bad else math.nan
+        result = StepResult(
+            torch.tensor(sums.loss, dtype=sums.loss_dtype),
+            torch.tensor(norm, dtype=sums.loss_dtype),
+            self._optimizer.lr,
+            self.scale.loss_scaler.scale,
+            skipped=bool(sums.num_bad),
+        )
+        self._update_or_skip(sums, norm, number)
+        self.guard.remember_values()
+        if self.guard.shares_values:  # else a rank that is ahead may change what this one remembers
+            self._mesh.fence(f"the end of step {number}")
+        self.forget()
+        self.scale.loss_scaler.update(result.skipped)
+        return result, counts
+
+    def _update_or_skip(self, sums: StepSums, norm: float, number: int) -> None:
+        clip, factor = self._config.gradient_clipping, self.scale.rest
+        needs_clipping = bool(clip) and norm > clip
+        if sums.num_bad or needs_clipping:
+            self.update.take_back()
+            self._mesh.fence(f"the end of what was tried in step {number}")
+        if needs_clipping:
+            factor *= clip / (norm + 1e-6)
+        if not sums.num_bad:
+            self.update.end_step(factor, f"the update of step {number}")
+        elif self._config.fp16.enabled:
+            self.update.settle()
+        else:
+            try:
+                raise non_finite_error(self._mesh, self.gradients, number, self.update.outcome_without_step)
+            finally:
+                self.forget()
+
+    # -- between steps --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def apart(self, activity: Activity, access: Access) -> Iterator[None]:
+        """Around a call that is not part of a step. A collective, but where it only looks.
+
+        Raises OffloadError on every rank where an update in the background has failed on any.
+        """
+        with self._mesh.world.progress.during(activity):
+            try:
+                if access is Access.LOOKS:
+                    self.update.take_back()
+                else:
+                    self.update.settle()
+            except OffloadError as error:
+                if access is not Access.REPLACES:
+                    raise
+                logger.warning("%s", error)
+            yield
+            if access is Access.REPLACES:
+                self.update.forget_failure()
+            if access in (Access.CHANGES, Access.REPLACES):
+                self.guard.remember()

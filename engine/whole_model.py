@@ -1,0 +1,76 @@
+"""The driver without a pipeline: each rank has the whole model, and hooks on it say which units are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Activity, Progress
+from ..zero.sequence import UnitSequence
+from .archive.named_state import Whole
+from .batch import call, call_for_loss, forward, loss_of
+from .steps import Steps
+
+
+class WholeModel:
+    """See `Driver`. A microbatch goes forward and backward before the next one."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        passes: UnitSequence,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        saving: AbstractContextManager[object],
+        progress: Progress,
+    ) -> None:
+        """passes: told of all uses by hooks. saving: entered around forwards; what they save for the backward."""
+        self.passes = passes
+        self.whole = Whole.of(module, passes.units)
+        self._module = module
+        self._loss_fn = loss_fn
+        self.saving = saving
+        self._progress = progress
+
+    def train(self, steps: Steps, microbatches: Iterator[Any]) -> None:
+        for microbatch in microbatches:
+            ready = steps.prepared(microbatch)
+            steps.guard.check()
+            with self.saving:
+                output = call_for_loss(self._module, ready, self._loss_fn)
+                steps.scale.mark_output(output)
+                loss = loss_of(output, ready, self._loss_fn)
+            self.backward(steps, loss)
+
+    def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        steps.guard.check()
+        with self.saving, self._progress.forward(steps.num_microbatches, torch.is_grad_enabled()):
+            output = forward(self._module, steps.prepared(args), steps.prepared(kwargs))
+            steps.scale.mark_output(output)
+            return output
+
+    def backward(self, steps: Steps, loss: Tensor) -> None:
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise ValueError(
+                f"backward: expected a loss with one element that requires a gradient, found {_describe(loss)}; "
+                "was it computed under torch.no_grad(), or detached?"
+            )
+        self._progress.enter(Activity.BACKWARD, steps.num_microbatches)
+        with steps.backward():
+            steps.scale.backward(loss)
+        steps.losses.append(loss.detach())
+
+    def evaluate(self, steps: Steps, batch: Any) -> list[Tensor]:
+        ready = steps.prepared(batch)
+        return [loss_of(call(self._module, ready), ready, self._loss_fn)]
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, requires_grad={value.requires_grad}"
+    if isinstance(value, Mapping):
+        return f"a mapping with keys {sorted(map(str, value))}"
+    return f"{type(value).__name__}"

@@ -1,0 +1,157 @@
+"""What the stages of a rank send to and receive from those of other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import Peers, Pending
+from .deliveries import deliveries
+from .schedules.action import Action, Op
+from .schedules.schedule import Schedule
+from .split.carried import Carried, CarriedSpec
+
+_MAX_TENSORS = 64  # in one message
+_NUM_TAGS = 1 << 19  # messages that share a tag come in the order in which they were sent
+_NEEDED = {Op.F: Op.RECV_F, Op.B: Op.RECV_B, Op.I: Op.RECV_B}
+Key = tuple[int, int]
+"""(stage, microbatch)."""
+
+
+def described(action: Action) -> str:
+    """An action as messages of errors and reports have it."""
+    microbatch = "" if action.microbatch is None else f", microbatch {action.microbatch}"
+    return f"pipeline action {action} (stage {action.stage}{microbatch})"
+
+
+class Messages:
+    """Outputs of stages on their way forward, and their gradients on the way back.
+
+    The first message for a kind of batch (the shapes of its tensors) carries a description of its tensors; later ones
+    are the tensors alone, which the sender checks against it. What is sent is held until it has arrived, as far as is
+    known (see `deliveries`).
+    """
+
+    def __init__(self, schedule: Schedule, place: int, peers: Peers, device: torch.device) -> None:
+        """place: this rank's on the pipe axis."""
+        self._schedule = schedule
+        self._peers = peers
+        self._device = device
+        self._deliveries = deliveries(schedule, place)
+        self._specs: dict[tuple[int, Hashable], CarriedSpec] = {}  # what stage receives for a kind of batch
+        self.begin(())
+
+    def begin(self, kinds: Sequence[Hashable]) -> None:
+        """A run begins: nothing is under way. kinds: of the batch of each microbatch."""
+        self._kinds = kinds
+        self._arriving: dict[tuple[Op, Key], tuple[list[Pending], list[Tensor]]] = {}
+        self._sent: dict[Action, list[tuple[Pending, Any]]] = {}  # oldest first
+
+    @property
+    def is_any_unused(self) -> bool:
+        """Whether something was received that nobody has taken."""
+        return bool(self._arriving)
+
+    # -- sending ----------------------------------------------------------------------------------------------------
+
+    def send_output(self, action: Action, carried: Carried) -> None:
+        place, what = self._schedule.peer_rank(action), described(action)
+        known = (action.peer_stage, self._kind_of(action))
+        if known not in self._specs:
+            self._specs[known] = carried.spec
+            self._hold(action, self._peers.send_object(carried.spec, place, self._tag(action, 0), what), None)
+        elif self._specs[known] != carried.spec:
+            raise ValueError(
+                f"pipeline: expected stage {action.stage} to return for microbatch {action.microbatch} what it had "
+                f"returned for a batch of the same shapes, {self._specs[known]}; found {carried.spec}. Stages must "
+                "agree beforehand on what they send: the shapes of what a block returns may depend on those of the "
+                "batch alone"
+            )
+        self.send(action, [tensor.detach() for tensor in carried.tensors])
+
+    def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
+        place, what = self._schedule.peer_rank(action), described(action)
+        for index, tensor in enumerate(tensors):
+            values = tensor.contiguous()
+            self._hold(action, self._peers.send(values, place, self._tag(action, index), what), values)
+
+    def _hold(self, action: Action, pending: Pending, values: Any) -> None:
+        """Keeps what is being sent until it has arrived."""
+        self._sent.setdefault(action, []).append((pending, values))
+
+    def wait_sent(self, num_left: int) -> None:
+        """Lets go of what has arrived, and waits for the oldest until so many messages are left.
+
+        See [Note: an order that cannot deadlock] in passes.py: waiting here is safe.
+        """
+        while self._sent:
+            oldest = next(iter(self._sent))
+            if len(self._sent) <= num_left and not all(pending.is_done for pending, _ in self._sent[oldest]):
+                return
+            self._wait(oldest)
+
+    def _wait(self, send: Action) -> None:
+        for pending, _ in self._sent.pop(send, ()):
+            pending.wait()
+
+    # -- receiving --------------------------------------------------------------------------------------------------
+
+    def receive_output(self, action: Action) -> None:
+        known = (action.stage, self._kind_of(action))
+        if known not in self._specs:
+            place, what = self._schedule.peer_rank(action), described(action)
+            self._specs[known] = self._peers.receive_object(place, self._tag(action, 0), what)
+        shapes = self._specs[known].tensors
+        self._receive(action, [torch.empty(one.shape, dtype=one.dtype, device=self._device) for one in shapes])
+
+    def receive_gradients(self, action: Action) -> None:
+        """They have the shapes of what was sent."""
+        spec = self._specs[action.peer_stage, self._kind_of(action)]
+        wanted = [one for one, needs in zip(spec.tensors, spec.needs_grad, strict=True) if needs]
+        self._receive(action, [torch.empty(one.shape, dtype=one.dtype, device=self._device) for one in wanted])
+
+    def _receive(self, action: Action, buffers: list[Tensor]) -> None:
+        place, what = self._schedule.peer_rank(action), described(action)
+        pending = [
+            self._peers.receive(buffer, place, self._tag(action, index), what) for index, buffer in enumerate(buffers)
+        ]
+        self._arriving[action.op, (action.stage, action.microbatch or 0)] = (pending, buffers)
+
+    def wait_for_needs_of(self, action: Action) -> None:
+        """Returns when what the action needs of other ranks is there."""
+        if action.op not in _NEEDED:
+            return
+        receive = Action(_NEEDED[action.op], action.stage, action.microbatch)
+        arriving = self._arriving.get((receive.op, (action.stage, action.microbatch or 0)))
+        if arriving is not None:
+            for one in arriving[0]:
+                one.wait()
+            for send in self._deliveries.get(receive, ()):
+                self._wait(send)
+
+    def take_output(self, key: Key) -> Carried | None:
+        """What stage key[0] has received; None: nothing from another rank."""
+        if (Op.RECV_F, key) not in self._arriving:
+            return None
+        buffers = self._arriving.pop((Op.RECV_F, key))[1]
+        return Carried(tuple(buffers), self._specs[key[0], self._kinds[key[1]]]).detached()
+
+    def take_gradients(self, key: Key) -> list[Tensor] | None:
+        """Of what stage key[0] has given; None: nothing from another rank."""
+        return self._arriving.pop((Op.RECV_B, key))[1] if (Op.RECV_B, key) in self._arriving else None
+
+    # -- pieces of it -----------------------------------------------------------------------------------------------
+
+    def _kind_of(self, action: Action) -> Hashable:
+        return self._kinds[action.microbatch or 0]
+
+    def _tag(self, action: Action, index: int) -> int:
+        """The same at both ends: of the earlier of the two stages, the microbatch, the direction and the tensor."""
+        assert index < _MAX_TENSORS, index
+        first = min(action.stage, action.peer_stage)
+        backward = action.op in (Op.SEND_B, Op.RECV_B)
+        number = (action.microbatch or 0) * self._schedule.num_stages + first
+        return (2 * number + backward) * _MAX_TENSORS % _NUM_TAGS + index

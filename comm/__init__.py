@@ -17,7 +17,7 @@ from ..watch.progress import Activity, Progress
 from .arrangement import Arrangement
 from .axis import Axis
 from .errors import CollectiveError
-from .mesh import Mesh
+from .mesh import Mesh, route_for
 from .peers import Peers
 from .pending import Inspect, Pending, Reduction, regions_of
 from .summation import NOTHING
@@ -37,4 +37,5 @@ __all__ = [
     "Reduction",
     "World",
     "regions_of",
+    "route_for",
 ]

@@ -478,11 +478,7 @@ class Engine:
 
     @property
     def _timing(self) -> Timing:
-        zero = self.config.zero_optimization
-        if zero.update_in_backward:
-            return Timing.IN_BACKWARD
-        overlap = zero.offload_optimizer.overlap if zero.offload_optimizer.is_used else "none"
-        return {"none": Timing.AFTER_NORM, "speculative": Timing.SPECULATIVE, "delayed": Timing.DELAYED}[overlap]
+        return Timing.of(self.config.zero_optimization)
 
     def _forget_gradients(self) -> None:
         """The next microbatch is the first of its step."""

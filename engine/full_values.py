@@ -15,7 +15,7 @@ from ..zero.optimizer import ShardedOptimizer
 from ..zero.sequence import Unit
 from ..zero.shard_state import ShardState
 from .fingerprint import Fingerprint
-from .pipeline import PIPE
+from .pipeline_plan import PIPE
 
 
 class FullValues:

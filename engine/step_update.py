@@ -14,6 +14,7 @@ from ..zero.optimizer import ShardedOptimizer
 from ..zero.scheduled_units import ScheduledUnits
 from ..zero.sequence import UnitSequence
 from ..zero.shard_state import ShardState
+from .config.sections import ZeroConfig
 
 
 class Timing(Enum):
@@ -23,6 +24,14 @@ class Timing(Enum):
     IN_BACKWARD = "in backward"  # those of a unit, final; nothing can be clipped
     SPECULATIVE = "speculative"  # all gradients, and old values; taken back where the norm asks for it
     DELAYED = "delayed"  # those of two steps; as AFTER_NORM, but made and taken over while the next step computes
+
+    @classmethod
+    def of(cls, zero: ZeroConfig) -> Timing:
+        """What the config asks for."""
+        if zero.update_in_backward:
+            return cls.IN_BACKWARD
+        overlap = zero.offload_optimizer.overlap if zero.offload_optimizer.is_used else "none"
+        return {"none": cls.AFTER_NORM, "speculative": cls.SPECULATIVE, "delayed": cls.DELAYED}[overlap]
 
 
 class StepUpdate:

@@ -17,7 +17,7 @@ from ..watch.progress import Activity, Progress
 from .arrangement import Arrangement
 from .axis import Axis
 from .errors import CollectiveError
-from .mesh import Mesh
+from .mesh import Mesh, route_for
 from .peers import Peers
 from .pending import Pending, Terms, regions_of
 from .world import World
@@ -34,4 +34,5 @@ __all__ = [
     "Terms",
     "World",
     "regions_of",
+    "route_for",
 ]

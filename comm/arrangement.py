@@ -38,6 +38,11 @@ class Arrangement:
         sizes = dict(self.sizes)
         return tuple(name for name in names if sizes[name] > 1)
 
+    def lines(self, folds: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+        """Each axis, and each fold of several axes that have several ranks."""
+        folded = dict.fromkeys(self.wide(names) for names in folds)
+        return [*((name,) for name, _ in self.sizes), *(names for names in folded if len(names) > 1)]
+
     def place(self, rank: int, names: Sequence[str]) -> int:
         """Which of these `rank` is, the last axis the fastest."""
         sizes, places, place = dict(self.sizes), self._places(rank), 0

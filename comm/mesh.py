@@ -34,6 +34,7 @@ class Mesh:
 
     world: World
     arrangement: Arrangement
+    route: str  # of axes with several ranks: shared_memory, sockets or native
     axes: Mapping[str, Axis]
     peers: Peers
     _lines: Mapping[tuple[str, ...], Axis]  # each axis, those that are folded of several, and one of this rank alone
@@ -58,8 +59,7 @@ class Mesh:
         if arrangement.num_ranks != world.size:
             raise ValueError(f"{arrangement} = {arrangement.num_ranks} != world size ({world.size})")
         route = _choose_route(world, route, shared_bytes)
-        folded = dict.fromkeys(arrangement.wide(names) for names in folds)
-        lines = [*((name,) for name, _ in arrangement.sizes), *(names for names in folded if len(names) > 1)]
+        lines = arrangement.lines(folds)
         first = _take_numbers(world, len(lines) + 1)
         trail = Trail(world, first)
         axes, groups = {}, {}
@@ -76,7 +76,7 @@ class Mesh:
         peers = Peers(axes[along].ranks, groups[along], _first_tag(number), world, trail, number % _NUM_RECORDED)
         alone = Axis("", 0, (world.rank,), (0,), SoloRoute(world.device))
         single = {name: axes[(name,)] for name, _ in arrangement.sizes}
-        return cls(world, arrangement, single, peers, {**axes, (): alone})
+        return cls(world, arrangement, route, single, peers, {**axes, (): alone})
 
     def over(self, names: Sequence[str]) -> Axis:
         """The axis of all ranks that differ on these axes alone, the first of them dividing first."""
@@ -111,30 +111,38 @@ class Mesh:
         self.world.leave()
 
 
-def _choose_route(world: World, route: str, shared_bytes: int) -> str:
-    if world.size == 1:
+def route_for(wanted: str, device: str, num_ranks: int, num_hosts: int) -> str:
+    """solo, shared_memory, sockets or native: what ranks take where there is room for it.
+
+    wanted: auto, shared_memory, sockets or native. device: its type. Raises ValueError where that is not possible.
+    """
+    if num_ranks == 1:
         return "solo"
-    if route == "native" or world.device.type != "cpu" or world.is_simulated:
-        if route in ("shared_memory", "sockets") and not world.is_simulated:
-            raise ValueError(f'communication.route: "{route}" is for CPU ranks; on {world.device.type} use "auto"')
+    if device != "cpu" and wanted in ("shared_memory", "sockets"):
+        raise ValueError(f'communication.route: "{wanted}" is for CPU ranks; on {device} use "auto"')
+    if wanted == "shared_memory" and num_hosts > 1:
+        raise ValueError(
+            'communication.route: expected all ranks on one host for "shared_memory", found '
+            f'{num_hosts} hosts; use "auto" or "sockets"'
+        )
+    if wanted != "auto":
+        return wanted
+    if device != "cpu":
         return "native"
-    if route == "sockets":
-        return "sockets"
-    hosts = world.hosts()
-    one_host = len(set(hosts)) == 1
-    if route == "shared_memory":
-        if not one_host:
-            raise ValueError(
-                'communication.route: expected all ranks on one host for "shared_memory", found '
-                f'{len(set(hosts))} hosts; use "auto" or "sockets"'
-            )
-        return "shared_memory"
-    faults = [
-        (rank, fault) for rank, fault in enumerate(world.gather_objects(shared_memory_fault(shared_bytes))) if fault
-    ]
-    if one_host and faults and world.rank == 0:
+    return "shared_memory" if num_hosts == 1 else "sockets"
+
+
+def _choose_route(world: World, wanted: str, shared_bytes: int) -> str:
+    if world.is_simulated and world.size > 1:
+        return "native"
+    route = route_for(wanted, world.device.type, world.size, world.num_hosts)
+    if route != "shared_memory" or wanted != "auto":
+        return route
+    found = world.gather_objects(shared_memory_fault(shared_bytes))
+    faults = [(rank, fault) for rank, fault in enumerate(found) if fault]
+    if faults and world.rank == 0:
         logger.warning('communication.route: "auto" takes sockets, since on rank %d %s', *faults[0])
-    return "shared_memory" if one_host and not faults else "sockets"
+    return "sockets" if faults else route
 
 
 def _take_numbers(world: World, count: int) -> int:

@@ -56,6 +56,11 @@ def page_aligned(nbytes: int) -> int:
     return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
+def counters_bytes(size: int) -> int:
+    """What a route between so many ranks takes before it is used."""
+    return page_aligned(8 * size * (_ROW_NUMEL + 2 * _MAIL_NUMEL))
+
+
 def free_shared_bytes() -> int:
     """Bytes that can still be taken from shared memory on this host; 0 where it has none."""
     try:
@@ -101,7 +106,7 @@ class SharedMemoryRoute:
         self._timeout_seconds = timeout_seconds
         self._channel = channel
         self._processes = [psutil.Process(pid) for pid in exchange(os.getpid())]
-        control = self._map(page_aligned(8 * self.size * (_ROW_NUMEL + 2 * _MAIL_NUMEL)), "counters").view(torch.int64)
+        control = self._map(counters_bytes(self.size), "counters").view(torch.int64)
         counters_numel = self.size * _ROW_NUMEL
         self._counters = control[:counters_numel].numpy().reshape(self.size, _ROW_NUMEL)
         # Called by `close`, and at the end of a script that has not closed its engine.

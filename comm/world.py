@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -167,9 +168,10 @@ class World:
                 seconds = time.monotonic() - started
                 raise CollectiveError(no_answer(self.rank, what, others, seconds, error)) from error
 
-    def hosts(self) -> list[str]:
-        """The identity of the host of each rank: boot identity and memory namespace, not only a name."""
-        return [str(host) for host in self.gather_objects(_host_identity())]
+    @cached_property
+    def num_hosts(self) -> int:
+        """How many hosts the ranks are on: told apart by boot identity and memory namespace, not only by name."""
+        return len(set(self.gather_objects(_host_identity())))
 
 
 def _choose_device(device: str) -> torch.device:

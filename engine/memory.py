@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.policy import ZeroPolicy
 from ..zero.sequence import Unit
+from .footprint import Shares
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,15 @@ def predict(
     Source: ZeRO, arXiv 1910.02054, section 5 and figure 1.
     """
     policy = ZeroPolicy.from_stage(stage)
-    shards = shard_size if policy.shards_states else 1
+    shares = Shares.of(
+        policy,
+        states=shard_size if policy.shards_states else 1,
+        parameters=shard_size if policy.frees_parameters else 1,
+    )
     return ModelStateBytes(
-        num_params * param_bytes // (shards if policy.frees_parameters else 1),
-        num_params * gradient_bytes // (shards if policy.reduces_every_backward else 1),
-        num_params * state_bytes // shards,
+        num_params * param_bytes // shares.parameters,
+        num_params * gradient_bytes // shares.gradients,
+        num_params * state_bytes // shares.states,
     )
 
 

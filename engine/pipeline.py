@@ -1,109 +1,28 @@
-"""The pipeline of an engine: from the config's words to stages, a schedule, and the executor that runs it."""
+"""The pipeline of an engine: its stages, and the executor that runs its schedule on them."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..comm import Activity, Mesh, World
+from ..comm import Activity, Mesh
 from ..model.ledger import Ledger
 from ..pipe.executor import Executor, shapes_in
 from ..pipe.schedules.action import Action, Op
-from ..pipe.schedules.costs import Costs
-from ..pipe.schedules.passes import complete
 from ..pipe.schedules.schedule import Schedule
-from ..pipe.split.split import SplitPlan, plan_split
 from ..pipe.split.trees import leaves
 from ..pipe.stage import make_stages
-from ..zero.domain import Copies
 from ..zero.scheduled_units import ScheduledUnits
 from ..zero.sequence import Unit
-from ..zero.units import UnitPlan
-from .archive.named_state import Whole
-from .batch import call, call_for_loss, loss_of
-from .config.config import Config
-from .config.parallel import schedule_of
+from .batch import call_for_loss, loss_of
+from .pipeline_plan import PIPE, LossFn, PipelinePlan
 from .steps import Steps
-
-LossFn = Callable[[Any, Any], Tensor] | None
-PIPE = "pipe"
-_TIED = "(tied {})"
-
-
-@dataclass(frozen=True)
-class PipelinePlan:
-    """Which rank has which stages, and which of the model's units: before memory is taken, and before it is split."""
-
-    schedule: Schedule  # F, B, I and W
-    split: SplitPlan
-    place: int  # of this rank on the pipe axis
-    numel: tuple[int, ...]  # parameter elements of each stage
-    whole: Whole
-
-    @classmethod
-    def of(cls, config: Config, world: World, module: nn.Module, sample_batch: Any, loss_fn: LossFn) -> PipelinePlan:
-        """Rank 0's plan, on every rank. Raises ValueError for a model that cannot be split so."""
-        assert config.gradient_accumulation_steps is not None
-        schedule = schedule_of(config.parallel, config.pipeline, config.gradient_accumulation_steps)
-        split, failure = None, None
-        if world.rank == 0:  # it alone: two measurements would not be the same
-            try:
-                split = _split(config, module, schedule.num_stages, sample_batch, loss_fn)
-            except Exception as error:  # of the model's forward too
-                failure = error
-        split, text = world.broadcast_object((split, None if failure is None else str(failure)))
-        if failure is not None:
-            raise failure
-        if text is not None:
-            raise ValueError(text)
-        params = dict(module.named_parameters())
-        return cls(
-            schedule=schedule,
-            split=split,
-            place=world.rank // (world.size // schedule.num_ranks),
-            numel=tuple(sum(params[name].numel() for name in names) for names in split.parameters),
-            whole=Whole(
-                {name: param for name, param in params.items() if param.requires_grad},
-                tuple(module.state_dict(keep_vars=True)),
-            ),
-        )
-
-    @property
-    def stages(self) -> tuple[int, ...]:
-        """The stages of this rank."""
-        return self.schedule.stages_of_rank(self.place)
-
-    @property
-    def places_of_tied(self) -> dict[str, tuple[int, ...]]:
-        """Parameters that stages of several places use -> these places."""
-        places = {
-            name: tuple(sorted({self.schedule.rank_of_stage[stage] for stage in stages}))
-            for name, stages in self.split.tied.items()
-        }
-        return {name: found for name, found in places.items() if len(found) > 1}
-
-    def own_units(self, units: Sequence[UnitPlan]) -> list[UnitPlan]:
-        """The units of the whole model as far as this rank has them; each parameter of several places alone in one."""
-        tied = self.places_of_tied
-        own = {name for stage in self.stages for name in self.split.parameters[stage]}
-        found = [
-            replace(unit, params=tuple((name, p) for name, p in unit.params if name in own and name not in tied))
-            for unit in units
-        ]
-        root = units[0].module
-        params = {name: param for unit in units for name, param in unit.params}
-        shared = [
-            UnitPlan(_TIED.format(name), root, ((name, params[name]),), (Copies(PIPE, places),))
-            for name, places in tied.items()
-            if name in own
-        ]
-        return [found[0], *shared, *(unit for unit in found[1:] if unit.params)]
 
 
 class Pipeline:
@@ -112,11 +31,9 @@ class Pipeline:
     def __init__(
         self,
         plan: PipelinePlan,
-        config: Config,
         mesh: Mesh,
         module: nn.Module,
         units: Sequence[Unit],
-        frees_parameters: bool,
         loss_fn: LossFn,
         ledger: Ledger,
     ) -> None:
@@ -125,20 +42,11 @@ class Pipeline:
         self._plan = plan
         self._mesh = mesh
         stages = dict(zip(plan.stages, make_stages(module, plan.split, plan.stages, ledger), strict=True))
-        names = {stage: set(plan.split.parameters[stage]) for stage in plan.stages}
-        members = {
-            stage: [unit for unit in units if any(names[stage] & {*group.names} for group in unit.groups)]
-            for stage in plan.stages
-        }
-        self.passes = ScheduledUnits(units, members, mesh)
-        costs = replace(Costs.uniform(plan.schedule.num_stages), parameter_bytes=tuple(map(float, plan.numel)))
-        budget = config.zero_optimization.stage3_max_live_parameters
-        if frees_parameters:
-            _check_budget(plan.numel, budget)
+        self.passes = ScheduledUnits(units, {stage: plan.members(units, stage) for stage in plan.stages}, mesh)
         self._failure: str | None = None  # of an earlier step, in the middle of its schedule
         self._training, self._evaluation = (
             Executor(
-                complete(schedule, costs, gathers=frees_parameters and not schedule.has_any(Op.GATHER), budget=budget),
+                plan.completed(schedule),
                 plan.place,
                 stages,
                 self.passes,
@@ -224,32 +132,6 @@ class Pipeline:
                 f"batch: expected the same one on the {pipe.size} ranks of a pipeline ({where}), found different ones; "
                 "divide the data by engine.data_rank and engine.data_size, not by engine.rank and engine.world_size"
             )
-
-
-def _split(config: Config, module: nn.Module, num_stages: int, sample_batch: Any, loss_fn: LossFn) -> SplitPlan:
-    sample = None
-    has_values = all(param.untyped_storage().nbytes() >= param.nbytes for param in module.parameters())
-    if config.pipeline.balance == "time" and not has_values:
-        raise ValueError(
-            'pipeline.balance: "time" needs a constructed model to measure, found a callable that builds one, which no '
-            'rank ever holds as a whole; pass the model, or set "parameters" or a list of numbers of blocks'
-        )
-    if sample_batch is not None:
-
-        def sample(model: nn.Module) -> Any:
-            return loss_of(call(model, sample_batch), sample_batch, loss_fn)
-
-    return plan_split(module, num_stages, config.pipeline.balance, sample)
-
-
-def _check_budget(numel: Sequence[int], budget: int | None) -> None:
-    stage = max(range(len(numel)), key=numel.__getitem__)
-    if budget is not None and numel[stage] > budget:
-        raise ValueError(
-            f"zero_optimization.stage3_max_live_parameters: expected at least the {numel[stage]} parameters of "
-            f"pipeline stage {stage}, which is gathered as a whole, found {budget}; raise it, or split the model over "
-            "more stages"
-        )
 
 
 def _evaluation(schedule: Schedule) -> Schedule:

@@ -30,20 +30,10 @@ class HostUpdate:
     Source: ZeRO-Offload, arXiv 2101.06840, section 4.
     """
 
-    def __init__(self, copies: HostCopies, pool: HostPool, ratio: float = 1.0) -> None:
-        """ratio: of all elements, those that are updated on the host; a shard as a whole or not at all."""
+    def __init__(self, copies: HostCopies, pool: HostPool) -> None:
         self._copies = copies
         self._pool = pool
-        self._ratio = ratio
-        self._numel_seen = self._numel_taken = 0
         self._gradients = Window(max_leaving=_MAX_LEAVING)
-
-    def updates(self, shard_numel: int) -> bool:
-        """Whether the next shard is updated on the host; asked once for each, so that the ratio is right for all."""
-        self._numel_seen += shard_numel
-        is_taken = self._numel_taken + shard_numel / 2 < self._ratio * self._numel_seen
-        self._numel_taken += shard_numel * is_taken
-        return is_taken
 
     def resident(self, group: ShardedGroup, rest: ShardRest | None, needs_values: bool) -> Resident:
         """The group's shard, (shard_numel,), which comes to a buffer of the host.

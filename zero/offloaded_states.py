@@ -8,7 +8,7 @@ step     load 1 | update 0 | save      all chunks of all shards in one window, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,6 +22,34 @@ CHUNK_NUMEL = 4 << 20
 """Elements of a chunk: large enough for the disk, small enough that three of them are little memory."""
 
 _ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class StatesPlan:
+    """Which elements of a rank's shards have their states elsewhere, and in which chunks: integers only."""
+
+    ratio: float = 0.0
+    """The share of the states that is elsewhere; the first part of each shard stays in memory with its parameters."""
+    in_whole_shards: bool = False
+    """A shard's are elsewhere in one piece or not at all, so that the share is right for all shards together."""
+    num_versions: int = 1  # of a chunk in a store: two, where an update can be taken back
+    chunk_numel: int = CHUNK_NUMEL  # whole blocks
+
+    def resident_numels(self, shard_numels: Sequence[int]) -> list[int]:
+        """How many elements at the beginning of each shard stay in memory; whole blocks."""
+        if not self.in_whole_shards:
+            return [round(numel * (1 - self.ratio)) // BLOCK_NUMEL * BLOCK_NUMEL for numel in shard_numels]
+        seen, kept, found = 0, 0, []
+        for numel in shard_numels:
+            seen += numel
+            is_kept = kept + numel / 2 < self.ratio * seen
+            kept += numel * is_kept
+            found.append(numel * (not is_kept))
+        return found
+
+    def chunks(self, start: int, end: int) -> list[tuple[int, int]]:
+        """The elements [start, end) of a shard, cut."""
+        return [(low, min(low + self.chunk_numel, end)) for low in range(start, end, self.chunk_numel)]
 
 
 @dataclass(frozen=True)
@@ -77,42 +105,20 @@ class Chunk:
 class OffloadedStates:
     """Makes the chunks of all shards, and has the window through which they come and go."""
 
-    def __init__(
-        self,
-        store: Store | None,
-        pool: HostPool,
-        ratio: float = 1.0,
-        keeps_old: bool = False,
-        chunk_numel: int = CHUNK_NUMEL,
-    ) -> None:
-        """store: None: chunks rest in buffers of the pool, and are worked on there.
-
-        ratio: the share of each shard that is kept in the store; the first part of it stays in memory. keeps_old: there
-        is room for two of each chunk, so that an update can be taken back.
-        """
-        assert chunk_numel % BLOCK_NUMEL == 0
+    def __init__(self, plan: StatesPlan, store: Store | None, pool: HostPool) -> None:
+        """store: None: chunks rest in buffers of the pool, and are worked on there."""
+        assert plan.chunk_numel % BLOCK_NUMEL == 0
+        self.plan = plan
         self._store = store
         self._pool = pool
-        self._ratio = ratio
-        self._num_versions = 2 if keeps_old else 1
-        self._chunk_numel = chunk_numel
         self._sizes: list[int] = []
         self._buffers: dict[str, Tensor] = {}  # of the pool, that chunks rest in
         self.window = Window(max_leaving=2)
-
-    @classmethod
-    def none(cls) -> OffloadedStates:
-        """All states stay in memory with their parameters."""
-        return cls(None, HostPool(), ratio=0.0)
 
     @property
     def nbytes(self) -> int:
         """Bytes of states that are not with the parameters."""
         return sum(self._sizes)
-
-    def resident_numel(self, shard_numel: int) -> int:
-        """How many elements at the beginning of a shard stay in memory; whole blocks."""
-        return round(shard_numel * (1 - self._ratio)) // BLOCK_NUMEL * BLOCK_NUMEL
 
     def divide(
         self, name: str, start: int, end: int, kinds_for: Callable[[int], Mapping[str, tuple[torch.dtype, int]]]
@@ -122,8 +128,7 @@ class OffloadedStates:
         kinds_for: dtype and number of elements of the tensors that so many elements of a shard have.
         """
         chunks = []
-        for low in range(start, end, self._chunk_numel):
-            high = min(low + self._chunk_numel, end)
+        for low, high in self.plan.chunks(start, end):
             layout = ChunkLayout.of(kinds_for(high - low))
             resident = self._resident(f"{name} [{low}, {high})", layout.nbytes)
             chunks.append(Chunk(low, high, layout, resident, self.window))
@@ -148,5 +153,5 @@ class OffloadedStates:
             self._sizes.append(nbytes)
             self._buffers[key] = self._pool.take(nbytes)
             return Resident(key, partial(self._buffers.__getitem__, key))
-        self._sizes += [nbytes] * self._num_versions
+        self._sizes += [nbytes] * self.plan.num_versions
         return Resident.of(self._store, key, partial(self._pool.take, nbytes), self._pool.give)

@@ -62,9 +62,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._host = host
         self._window = Window() if rest is None else rest.window  # of parameters, on their way to the update
         index_of = {id(p): index for index, group in enumerate(param_groups) for p in group["params"]}
+        resident_numels = offloaded.plan.resident_numels([one.group.layout.shard_numel for one in gradients])
         self.shards = [
-            ShardState(gradient, index_of, update.new_states, self._widened, offloaded, rest, host)
-            for gradient in gradients
+            ShardState(gradient, numel, index_of, update.new_states, self._widened, offloaded, rest, host)
+            for gradient, numel in zip(gradients, resident_numels, strict=True)
         ]
         offloaded.reserve()
         self._fill_chunks()

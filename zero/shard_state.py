@@ -23,6 +23,8 @@ from .widened_states import WidenedStates
 MASTER = "master"
 NewStates = Callable[[Tensor], dict[str, Tensor]]
 """Master weights, (n,) -> the states before the first step, by name."""
+Kinds = Mapping[str, tuple[torch.dtype, int]]
+"""Name of a tensor of states, or "master" -> its dtype and number of elements."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class ShardState:
     def __init__(
         self,
         gradient: GroupGradient,
+        resident_numel: int,
         options_index_of: Mapping[int, int],
         new_states: NewStates,
         widened: WidenedStates,
@@ -79,26 +82,28 @@ class ShardState:
         rest: ShardRest | None,
         host: HostUpdate | None,
     ) -> None:
-        """options_index_of: id of a parameter -> index in param_groups. new_states: of the states that the shard has.
+        """resident_numel: of the shard, whose states stay in memory. options_index_of: id of a parameter -> index in
+        param_groups. new_states: of the states that the shard has.
 
         widened: what opens 8-bit states, one for all shards. host: where offloaded states are updated, if that
         is not where the parameters are.
         """
         self.gradient = gradient
         self.group = gradient.group
-        self.is_mixed = self.group.dtype in (torch.bfloat16, torch.float16)
+        self.is_mixed = has_wider_masters(self.group.dtype)
         self.master_dtype = torch.float32 if self.is_mixed else self.group.dtype
         self.runs = self._find_runs(options_index_of)
         numel = self.group.layout.shard_numel
         self.is_apart = gradient.leaves_device
         """Whether the update runs on the host and the parameters are on a device."""
-        self.resident_numel = numel * (not self.is_apart) if host is not None else offloaded.resident_numel(numel)
+        self.resident_numel = resident_numel
         device = self.group.shard.device
         self._own_master = huge_zeros(self.resident_numel, torch.float32, device) if self.is_mixed else None
         self.states: dict[str, Tensor] = {}
         self._new_states = new_states
         self._widened = widened
-        self.chunks = offloaded.divide(self.group.name, self.resident_numel, numel, self._kinds)
+        kinds = kinds_of_block(self.group.dtype, new_states)
+        self.chunks = offloaded.divide(self.group.name, self.resident_numel, numel, partial(scaled, kinds))
         self.resident = self.group.resident
         """The parameters' values, for the update."""
         if host is not None and self.is_apart:
@@ -236,14 +241,26 @@ class ShardState:
             lambda: self._widened.open(part, stored, changes)[name][low - start : high - start],
         )
 
-    def _kinds(self, numel: int) -> dict[str, tuple[torch.dtype, int]]:
-        """dtype and size of what is kept of so many elements.
 
-        Seen on a block: an operation on a tensor of the meta device would import 33 MiB of modules.
-        """
-        block = torch.zeros(STATE_BLOCK_NUMEL, dtype=self.master_dtype)
-        tensors = {**({MASTER: block} if self.is_mixed else {}), **self._new_states(block)}
-        return {name: (tensor.dtype, _scaled(tensor.numel(), numel)) for name, tensor in tensors.items()}
+def has_wider_masters(dtype: torch.dtype) -> bool:
+    """Whether parameters of the dtype are updated in float32, and rounded."""
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def kinds_of_block(dtype: torch.dtype, new_states: NewStates) -> Kinds:
+    """What is kept of a block of 256 elements beside their parameters, which are of the dtype.
+
+    Seen on a block: an operation on a tensor of the meta device would import 33 MiB of modules.
+    """
+    is_mixed = has_wider_masters(dtype)
+    block = torch.zeros(STATE_BLOCK_NUMEL, dtype=torch.float32 if is_mixed else dtype)
+    tensors = {**({MASTER: block} if is_mixed else {}), **new_states(block)}
+    return {name: (tensor.dtype, tensor.numel()) for name, tensor in tensors.items()}
+
+
+def scaled(kinds: Kinds, numel: int) -> Kinds:
+    """What is kept of so many elements."""
+    return {name: (dtype, _scaled(of_block, numel)) for name, (dtype, of_block) in kinds.items()}
 
 
 def _scaled(numel_of_block: int, numel: int) -> int:

@@ -13,7 +13,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from lowtide.engine import build as engine_build
 from lowtide.engine import offload as engine_offload
 from lowtide.offload import HostPool, HostStore, PagePool, Transfer
 from tests.zero.training import Case, Outcome, train
@@ -117,8 +116,7 @@ def model_apart() -> Iterator[None]:
         return memory
 
     with (
-        patch.object(engine_offload, "model_is_apart", lambda world: True),
-        patch.object(engine_build, "model_is_apart", lambda world: True),
+        patch.object(engine_offload, "model_is_apart", lambda device: True),
         patch.object(engine_offload, "copies_for", lambda world: LateCopies()),
         patch.object(engine_offload, "HostPool", StrictPool),
         patch.object(engine_offload, "HostStore", LateStore),

@@ -1,0 +1,234 @@
+"""From a blueprint to an engine: ranks are connected, memory is taken and filled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint
+
+from ..comm import Mesh, World
+from ..kernels.cpu_optimizer import cpu_kernel
+from ..model.ledger import Ledger
+from ..offload import ActivationOffload, in_storages_of
+from ..watch.log import logger
+from ..zero.build import build_units
+from ..zero.direct_gradients import DirectGradients
+from ..zero.hooks import UnitHooks, cast_inputs
+from ..zero.host_update import HostUpdate
+from ..zero.loss_scale import LossScaler
+from ..zero.optimizer import ShardedOptimizer
+from ..zero.plan import Dtypes
+from ..zero.sequence import Unit, UnitSequence
+from ..zero.shard_rest import ShardRest
+from ..zero.units import UnitPlan
+from .archive.agreement import no_rank_alone
+from .archive.full_values import FullValues
+from .blueprint import Blueprint
+from .config.config import Config
+from .driver import Driver
+from .engine import Engine
+from .footprint import shared_bytes
+from .given_model import Values
+from .learning_rates import scheduler_for
+from .lr_schedule import learning_rate_at
+from .offload import activation_store, host_update, offloaded_states, shard_rest
+from .parts import Parts
+from .pipeline import Pipeline
+from .pipeline_plan import PIPE, LossFn
+from .step_update import Timing
+from .whole_model import WholeModel
+
+
+def assemble(
+    blueprint: Blueprint,
+    world: World,
+    module: nn.Module,
+    values: Values,
+    ledger: Ledger,
+    *,
+    loss_fn: LossFn,
+    lr_scheduler: Any,
+    rows_per_microbatch: int | None,
+) -> Engine:
+    """The engine of a blueprint that all ranks have alike. A collective.
+
+    module: of which the blueprint was made. values: of its parameters, which take the place of what it has. ledger:
+    of what is put on the module. Raises OffloadError and CollectiveError where there is no room.
+    """
+    config, alone = blueprint.config, partial(no_rank_alone, world, "lowtide.initialize")
+    own = blueprint.places[blueprint.place_of(world.rank)]
+    with alone():
+        rest = shard_rest(config, blueprint.homes, world)
+        if rest is not None:
+            rest.reserve([group.shard_bytes for group in own.groups])
+    mesh = _connect(blueprint, world)
+    host = host_update(config, blueprint.homes, world)
+    units = build_units(
+        own,
+        mesh,
+        blueprint.policy.reduces_every_backward,
+        rest,
+        shares_gradients=blueprint.shares_gradients,
+        delays_updates=blueprint.timing is Timing.DELAYED,
+        hosts={} if host is None else dict.fromkeys(blueprint.homes.updated_apart(own.trained), host),
+    )
+    with alone():
+        optimizer = _optimizer(blueprint, world, units, rest, host)
+        scheduler = scheduler_for(optimizer, lr_scheduler)
+    _fill(module, units, optimizer, mesh, values, blueprint.dtypes)
+    _checkpoint_activations(blueprint.units, config.activation_checkpointing.every, ledger)
+    with alone():
+        activation_offload, close_last = _offload_activations(blueprint, world, module, units)
+    driver = _driver(blueprint, mesh, module, units, loss_fn, ledger, activation_offload)
+    casts_inputs = _cast_inputs(blueprint, module, ledger)
+    return Engine(
+        Parts(
+            config=config,
+            mesh=mesh,
+            module=module,
+            driver=driver,
+            optimizer=optimizer,
+            loss_scaler=_loss_scaler(config),
+            input_dtype=blueprint.dtypes.compute if casts_inputs else None,
+            schedule=None if config.scheduler is None else partial(learning_rate_at, config.scheduler),
+            lr_scheduler=scheduler,
+            rows_per_microbatch=rows_per_microbatch,
+            ledger=ledger,
+            close_last=close_last,
+        )
+    )
+
+
+def _connect(blueprint: Blueprint, world: World) -> Mesh:
+    mesh = Mesh.create(
+        world,
+        blueprint.arrangement,
+        blueprint.wanted_route,
+        shared_bytes(blueprint),
+        messages=PIPE,
+        folds=[blueprint.domain.states],
+    )
+    partition = blueprint.config.zero_optimization.partition_size
+    if partition > 1 and mesh.over(blueprint.domain.states).route.copies_are_shared and not world.rank:
+        why = "its ranks share the memory of one host, which has one copy of the parameters that nobody gathers"
+        logger.info("config: zero_optimization.zero_hpz_partition_size: %d has no effect here: %s", partition, why)
+    return mesh
+
+
+def _optimizer(
+    blueprint: Blueprint, world: World, units: Sequence[Unit], rest: ShardRest | None, host: HostUpdate | None
+) -> ShardedOptimizer:
+    config, homes, plan = blueprint.config, blueprint.homes, blueprint.optimizer
+    if plan.fused is not None and (host is not None or world.device.type == "cpu"):
+        cpu_kernel()  # built now rather than in the first step, which would seem to hang for a second
+    offloaded = offloaded_states(config, homes, world)
+    gradients = [gradient for unit in units for gradient in unit.gradients]
+    return ShardedOptimizer(gradients, plan.param_groups, plan.make_update(), offloaded, rest, host)
+
+
+def _driver(
+    blueprint: Blueprint,
+    mesh: Mesh,
+    module: nn.Module,
+    units: Sequence[Unit],
+    loss_fn: LossFn,
+    ledger: Ledger,
+    activation_offload: ActivationOffload | None,
+) -> Driver:
+    """What runs the model: hooks on it say when units are used, or the schedule of a pipeline does."""
+    if blueprint.pipeline is not None:
+        plan = blueprint.pipeline.at(blueprint.place_of(mesh.world.rank))
+        return Pipeline(plan, mesh, module, units, loss_fn, ledger)
+    sequence = UnitSequence(units, blueprint.prefetch_numel, mesh.world.progress)
+    on_block = activation_offload.begin_block if activation_offload else None
+    UnitHooks(sequence, blueprint.policy.frees_parameters, ledger, on_block)
+    if mesh.world.device.type == "cpu":  # elsewhere the copy that it saves costs less than its Python
+        DirectGradients(sequence, module.modules(), ledger)
+    return WholeModel(module, sequence, loss_fn, activation_offload or nullcontext(), mesh.world.progress)
+
+
+def _fill(
+    module: nn.Module, units: list[Unit], optimizer: ShardedOptimizer, mesh: Mesh, values: Values, dtypes: Dtypes
+) -> None:
+    """Puts the model's values into the shards; the model's own memory is given back on the way."""
+    writer = FullValues(module, units, optimizer, mesh)
+    place = {id(p): (group, i) for unit in units for group in unit.groups for i, p in enumerate(group.params)}
+    with torch.no_grad():
+        for param, value in values:
+            if id(param) in place:  # else it is of another stage of the pipeline
+                group, index = place[id(param)]
+                writer.write(group, index, value)
+            # Of another stage too: what is not here still tells the dtype in which it is computed.
+            param.data = torch.zeros((), dtype=dtypes.of(param), device=param.device).expand(param.shape)
+        _prepare_buffers(module, mesh)
+        writer.refresh()
+        for unit in units:
+            for group in unit.groups:
+                group.install()
+                group.release()
+
+
+def _prepare_buffers(module: nn.Module, mesh: Mesh) -> None:
+    """Rank 0's buffers, on the device. They keep their types: an angle or a running mean in bf16 is another one."""
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = mesh.world.broadcast_tensor(buffer).to(mesh.world.device)
+
+
+def _cast_inputs(blueprint: Blueprint, module: nn.Module, ledger: Ledger) -> bool:
+    """Whether floating-point inputs of the model are cast; those of its blocks are where buffers may be wider."""
+    config, dtype = blueprint.config, blueprint.dtypes.compute
+    casts = config.bf16.auto_cast if config.bf16.enabled else config.fp16.auto_cast
+    if dtype is not None and casts and _has_wide_buffers(module):
+        cast_inputs([unit.module for unit in blueprint.units if not unit.is_rest], dtype, ledger)
+    return casts
+
+
+def _has_wide_buffers(module: nn.Module) -> bool:
+    """Whether what is computed with a buffer may be float32 though the parameters are not."""
+    owners = (part for part in module.modules() if not isinstance(part, _NormBase))
+    return any(buffer.dtype == torch.float32 for part in owners for buffer in part.buffers(recurse=False))
+
+
+def _checkpoint_activations(units: Sequence[UnitPlan], every: int, ledger: Ledger) -> None:
+    """Recomputes every `every`-th block in backward. Hooks lie outside of what is recomputed, so they run once."""
+    if not every:
+        return
+    for unit in [unit for unit in units if not unit.is_rest][::every]:
+        ledger.override(unit.module, "forward", partial(checkpoint, unit.module.forward, use_reentrant=False))
+
+
+def _offload_activations(
+    blueprint: Blueprint, world: World, module: nn.Module, units: Sequence[Unit]
+) -> tuple[ActivationOffload | None, Sequence[Callable[[], None]]]:
+    """What moves activations, and what is to be closed at the end."""
+    config = blueprint.config
+    store = activation_store(config, blueprint.homes, world)
+    if store is None:
+        return None, ()
+    wanted = config.activation_checkpointing.offload
+    kept = [*(group.full for unit in units for group in unit.groups), *module.buffers()]
+    offload = ActivationOffload(store, wanted.min_bytes, wanted.budget_bytes, in_storages_of(kept))
+    return offload, (offload.close, store.close)
+
+
+def _loss_scaler(config: Config) -> LossScaler:
+    fp16 = config.fp16
+    if not fp16.enabled:
+        return LossScaler()
+    dynamic = fp16.loss_scale == 0
+    return LossScaler(
+        scale=2.0**fp16.initial_scale_power if dynamic else fp16.loss_scale,
+        dynamic=dynamic,
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        minimum=fp16.min_loss_scale,
+    )

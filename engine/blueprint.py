@@ -1,0 +1,171 @@
+"""What a config makes of a model on so many ranks: all that is decided before memory is taken and ranks connected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from ..comm import Arrangement, route_for
+from ..offload import PagePool
+from ..pipe.split.split import SplitPlan
+from ..zero.domain import Domain
+from ..zero.plan import Dtypes, ModelPlan
+from ..zero.policy import ZeroPolicy
+from ..zero.units import UnitPlan, plan_units
+from .config.config import Config
+from .offload import Home, Homes
+from .optimizer_plan import OptimizerChoice, OptimizerPlan
+from .pipeline_plan import PIPE, PipelinePlan
+from .step_update import Timing
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A training before it is built: frozen, of any number of ranks, without process group or memory.
+
+    | what                         | where                                                                        |
+    |------------------------------|------------------------------------------------------------------------------|
+    | axes, and ranks on each      | `arrangement`: (pipe, replica, secondary, shard)                             |
+    | what is divided over which   | `domain`; `policy` is the ZeRO stage                                         |
+    | units, groups, flat layouts  | `units` of the whole model; `places`, by pipeline place, what its ranks have |
+    | dtypes                       | `dtypes`; each group of a place has its own                                  |
+    | how bytes move               | `route`                                                                      |
+    | where they rest              | `homes`                                                                      |
+    | what is done when            | `timing` of the updates; `pipeline.schedule`, where there are stages         |
+    | the optimizer                | `optimizer`                                                                  |
+    | bytes of a rank, by kind     | `footprint.bytes_of(blueprint, rank)`                                        |
+
+    `initialize` makes one and `assemble` builds it. A planner makes many, of a model on the meta device, and compares
+    their bytes: what it costs does not depend on the number of ranks.
+    """
+
+    config: Config  # resolved
+    policy: ZeroPolicy
+    arrangement: Arrangement
+    domain: Domain
+    dtypes: Dtypes
+    units: tuple[UnitPlan, ...]
+    pipeline: PipelinePlan | None  # as its first place sees it
+    places: tuple[ModelPlan, ...]
+    optimizer: OptimizerPlan
+    homes: Homes
+    timing: Timing
+    wanted_route: str
+    route: str  # what is wanted comes to where all ranks have room; of axes with several ranks
+    moves_pages: bool  # memory of released parameters goes to the next unit, and is not given back
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        model: nn.Module,
+        num_ranks: int,
+        *,
+        device: str = "cpu",
+        num_hosts: int = 1,
+        optimizer: OptimizerChoice = None,
+        split: SplitPlan | None = None,
+    ) -> Blueprint:
+        """config: as `Config.resolve` gives it for these ranks. model: on any device, the meta device too.
+
+        device: the type of the ranks' own, "cpu" or "cuda". num_hosts: that the ranks are on. optimizer: as
+        `initialize` takes it. split: of the pipeline's stages; None: planned here, from the model's code.
+        Raises ValueError where config, model and ranks do not fit together.
+        """
+        zero = config.zero_optimization
+        policy, dtypes = ZeroPolicy.from_stage(zero.stage), _dtypes(config, model)
+        arrangement = _arrangement(config, policy, num_ranks)
+        domain = _domain(policy, arrangement)
+        units = tuple(plan_units(model, None if zero.units == "auto" else zero.units))
+        pipeline = PipelinePlan.of(config, model, split) if config.parallel.pipeline > 1 else None
+        of_places = [units]
+        if pipeline is not None:
+            of_places = [tuple(pipeline.at(place).own_units(units)) for place in range(config.parallel.pipeline)]
+        places = tuple(ModelPlan.of(own, dtypes, domain, arrangement) for own in of_places)
+        trained = [group for place in places for group in place.trained]
+        chosen = OptimizerPlan.of(config, model, trained, optimizer)
+        homes = Homes.of(config, device, chosen.fused is not None)
+        rests_in_pages = homes.parameters is Home.FILE and not homes.is_apart and num_ranks > 1
+        wanted = "sockets" if rests_in_pages else config.communication.route
+        return cls(
+            config=config,
+            policy=policy,
+            arrangement=arrangement,
+            domain=domain,
+            dtypes=dtypes,
+            units=units,
+            pipeline=pipeline,
+            places=places,
+            optimizer=chosen,
+            homes=homes,
+            timing=Timing.of(zero),
+            wanted_route=wanted,
+            route=route_for(wanted, device, num_ranks, num_hosts),
+            moves_pages=device == "cpu" and PagePool.is_possible(),
+        )
+
+    def over(self, route: str) -> Blueprint:
+        """The same over another route."""
+        return replace(self, route=route)
+
+    def place_of(self, rank: int) -> int:
+        """The pipeline place of a rank: its part of the model is `places[...]`."""
+        return self.arrangement.place(rank, (PIPE,))
+
+    @property
+    def shares_gradients(self) -> bool:
+        """Whether replicas that share memory have one sum of their gradients.
+
+        Not of an update in backward, which gives them back at once, nor of a delayed one, beside which the next lie.
+        """
+        return not self.policy.shards_states and self.timing not in (Timing.IN_BACKWARD, Timing.DELAYED)
+
+    @property
+    def prefetch_numel(self) -> int:
+        """Elements gathered ahead of their use; with offloaded parameters within the budget of live ones."""
+        zero = self.config.zero_optimization
+        if not zero.offloads_parameters or zero.stage3_max_live_parameters is None:
+            return zero.stage3_prefetch_bucket_size
+        return min(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters)
+
+
+def _arrangement(config: Config, policy: ZeroPolicy, num_ranks: int) -> Arrangement:
+    """The axes of the job: the ranks of a pipeline place are data-parallel, in groups that shard.
+
+    Such a group may consist of several that hold all parameters each: the places of "secondary".
+    """
+    pipe_size, zero = config.parallel.pipeline, config.zero_optimization
+    data_size = num_ranks // pipe_size
+    states_size = policy.shard_size(data_size, zero.shard_size)
+    shard_size = zero.partition_size if zero.partition_size > 1 else states_size
+    sizes = (
+        (PIPE, pipe_size),
+        ("replica", data_size // states_size),
+        ("secondary", states_size // shard_size),
+        ("shard", shard_size),
+    )
+    return Arrangement(sizes, data=("replica", "secondary", "shard"))
+
+
+def _domain(policy: ZeroPolicy, arrangement: Arrangement) -> Domain:
+    states = ("shard", "secondary") if policy.shards_states else ()
+    return Domain(states, parameters=("shard",) if policy.frees_parameters else (), summed=arrangement.data)
+
+
+def _dtypes(config: Config, module: nn.Module) -> Dtypes:
+    compute = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
+    reduce, accumulate = _DTYPES[config.communication_data_type], _DTYPES[config.data_types.grad_accum_dtype]
+    return Dtypes(compute, reduce, accumulate, frozenset(map(id, _beside_statistics(module))))
+
+
+def _beside_statistics(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters of batch norms: torch takes them in the type of the running statistics alone, whatever the input's."""
+    for part in module.modules():
+        if isinstance(part, _NormBase) and part.running_mean is not None:
+            yield from part.parameters(recurse=False)

@@ -1,0 +1,249 @@
+"""Bytes of a blueprint: the only arithmetic of memory. What is assembled takes exactly this."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+
+import torch
+
+from ..comm import Arrangement, regions_of
+from ..comm.shared_memory import counters_bytes, page_aligned
+from ..offload import FileStore
+from ..zero.layout import round_up
+from ..zero.offloaded_states import ChunkLayout
+from ..zero.plan import GroupPlan, ModelPlan
+from ..zero.policy import ZeroPolicy
+from ..zero.shard_state import MASTER, Kinds, kinds_of_block, scaled
+from .blueprint import Blueprint
+from .gathered import peak_gathered_bytes
+from .offload import Home
+from .step_update import Timing
+
+_SLOTS_IN_TURN = 3  # of the sockets route
+
+
+class Moment(Enum):
+    """When bytes are counted, in a training that has made its first steps and uses every parameter."""
+
+    BETWEEN_STEPS = "between two steps"
+    ACCUMULATING = "between two microbatches of a step"
+    REDUCED = "after the last microbatch, before the step: gradients are final, and only now updated after the norm"
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes that one rank takes, by kind. What ranks of a host share is divided by their number.
+
+    Not in it: activations, buffers of the model, what a kernel needs while it runs, and host buffers through which
+    bytes only pass.
+    """
+
+    parameters: int  # at rest, with the model
+    gradients: int  # wherever they are
+    optimizer: int  # states, master weights and second versions of them, with the model
+    gathered: int  # the most that full parameters take at a time beside those at rest
+    staging: int  # for gradients on their way to other ranks; the native route's are the device allocator's
+    host: int  # what rests in host memory, where the model's is another one
+    file: int
+
+    @property
+    def model(self) -> int:
+        """The most in the memory of the model."""
+        return self.parameters + self.gradients + self.optimizer + self.gathered + self.staging
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Over how many ranks each kind of model state is divided; a share of 1 is the whole."""
+
+    parameters: int
+    gradients: int  # between microbatches
+    states: int
+
+    @classmethod
+    def of(cls, policy: ZeroPolicy, states: int, parameters: int) -> Shares:
+        """states, parameters: the ranks over which a domain divides them."""
+        return cls(parameters, states if policy.reduces_every_backward else 1, states)
+
+
+def bytes_of(blueprint: Blueprint, rank: int = 0, moment: Moment = Moment.REDUCED) -> RankBytes:
+    """What `rank` takes at a moment."""
+    return _Footprint(blueprint, rank).at(moment)
+
+
+def shared_bytes(blueprint: Blueprint) -> int:
+    """What the ranks of the host take of its shared memory; 0 over another route."""
+    if blueprint.route != "shared_memory":
+        return 0
+    arrangement, domain = blueprint.arrangement, blueprint.domain
+    data_size = arrangement.size(arrangement.data)
+    states_size, replicas_size = arrangement.size(domain.states), arrangement.size(domain.replicas)
+    sizes = [arrangement.size(names) for names in arrangement.lines([domain.states])]
+    total = sum(arrangement.num_ranks // size * counters_bytes(size) for size in sizes if size > 1)
+    for plan in blueprint.places:
+        total += data_size * _ring_bytes(plan, arrangement)
+        if states_size > 1:
+            total += data_size // states_size * sum(page_aligned(group.full_bytes) for group in plan.groups)
+        elif blueprint.shares_gradients and replicas_size > 1:
+            total += sum(page_aligned(_sum_bytes(group)) for group in plan.trained)
+    return total
+
+
+class _Footprint:
+    """The bytes of one rank, kind by kind."""
+
+    def __init__(self, blueprint: Blueprint, rank: int) -> None:
+        self._blueprint = blueprint
+        self._place = blueprint.place_of(rank)
+        self._plan: ModelPlan = blueprint.places[self._place]
+        size = blueprint.arrangement.size
+        self._states_size, self._replicas_size = size(blueprint.domain.states), size(blueprint.domain.replicas)
+        has_one_copy = blueprint.route == "shared_memory" and self._states_size > 1
+        parameters_size = self._states_size if has_one_copy else size(blueprint.domain.parameters)
+        self._shares = Shares.of(blueprint.policy, self._states_size, parameters_size)
+        self._replica = blueprint.arrangement.place(rank, blueprint.domain.replicas)
+        self._in_pipeline = blueprint.pipeline is not None
+        self._accumulates = (blueprint.config.gradient_accumulation_steps or 1) > 1
+        self._kinds = cache(lambda dtype: kinds_of_block(dtype, blueprint.optimizer.new_states))
+        numels = blueprint.homes.states_plan.resident_numels([one.layout.shard_numel for one in self._plan.trained])
+        self._resident = {id(group): numel for group, numel in zip(self._plan.trained, numels, strict=True)}
+
+    def at(self, moment: Moment) -> RankBytes:
+        blueprint, homes, plan = self._blueprint, self._blueprint.homes, self._plan
+        shards = [group.shard_bytes for group in plan.groups]
+        chunks = [nbytes for group in plan.trained for nbytes in self._chunks(group)]
+        return RankBytes(
+            parameters=sum(map(self._at_rest, plan.groups)),
+            gradients=sum(self._gradient(group, moment) for group in plan.trained),
+            optimizer=sum(self._states(group, moment) for group in plan.trained),
+            gathered=peak_gathered_bytes(blueprint, self._place, self._gathered) if self._frees_memory else 0,
+            staging=self._staging(),
+            host=_kept(shards, homes.parameters is Home.HOST) + _kept(chunks, homes.states is Home.HOST),
+            file=_kept(shards, homes.parameters is Home.FILE)
+            + _kept(chunks * homes.states_plan.num_versions, homes.states is Home.FILE),
+        )
+
+    # -- parameters -----------------------------------------------------------------------------------------------
+
+    @property
+    def _frees_memory(self) -> bool:
+        if self._blueprint.homes.parameters is not Home.MODEL:
+            return True
+        is_divided = self._blueprint.arrangement.size(self._blueprint.domain.parameters) > 1
+        return is_divided and self._blueprint.route != "shared_memory"
+
+    def _at_rest(self, group: GroupPlan) -> int:
+        if self._blueprint.homes.parameters is not Home.MODEL:
+            return 0
+        return group.full_bytes // self._shares.parameters
+
+    def _gathered(self, group: GroupPlan) -> int:
+        """What full parameters take beside those at rest, which lie among them where pages move."""
+        rest = group.full_bytes // self._shares.parameters
+        is_beside = not self._blueprint.moves_pages and rest < group.full_bytes
+        return group.full_bytes + rest * is_beside - self._at_rest(group)
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def _gradient(self, group: GroupPlan, moment: Moment) -> int:
+        blueprint, shard = self._blueprint, _sum_bytes(group)
+        shares_memory = blueprint.route == "shared_memory"
+        common = 0
+        if blueprint.shares_gradients and shares_memory and self._replicas_size > 1:
+            common = shard // self._replicas_size
+        own = 0 if common and not group.domain.copies else shard
+        leaves = blueprint.homes.updates_on_host and not self._resident[id(group)]
+        if moment is Moment.ACCUMULATING and not self._adds_in_place(group, leaves):
+            if not blueprint.policy.reduces_every_backward:
+                return common + self._local(group)
+            waits = bool(group.domain.copies) or self._replicas_size > 1  # for the sum over these
+            whole = group.layout.padded_numel * group.accumulation_dtype.itemsize
+            return whole // self._shares.gradients if waits or not leaves else 0
+        if blueprint.timing is Timing.IN_BACKWARD:
+            own = 0
+        is_given_back = leaves or blueprint.timing is Timing.DELAYED or (shares_memory and self._states_size > 1)
+        if moment is Moment.BETWEEN_STEPS and is_given_back:
+            own = 0
+        has_local = self._accumulates and not blueprint.policy.reduces_every_backward
+        is_kept = has_local and not self._adds_in_place(group, leaves) and group.accumulation_dtype != group.dtype
+        return common + own + (self._local(group) if is_kept else 0)
+
+    def _local(self, group: GroupPlan) -> int:
+        """Of full gradients: those of the parameters themselves, or flat where they are added up in another dtype."""
+        if group.accumulation_dtype == group.dtype:
+            return group.layout.numel * group.dtype.itemsize
+        return group.layout.padded_numel * group.accumulation_dtype.itemsize
+
+    def _adds_in_place(self, group: GroupPlan, leaves: bool) -> bool:
+        """Whether autograd adds up a step's gradients in the shard: see `GroupGradient.accumulate_in_place`."""
+        is_alone = self._states_size == self._replicas_size == 1
+        return self._in_pipeline and is_alone and not leaves and group.accumulation_dtype == group.dtype
+
+    def _staging(self) -> int:
+        trained, route = self._plan.trained, self._blueprint.route
+        if route == "shared_memory":
+            return _ring_bytes(self._plan, self._blueprint.arrangement)
+        if route != "sockets":
+            return 0
+        states, replicas, total = self._states_size, self._replicas_size, 0
+        if states > 1:
+            parts = [(one.reduce_dtype, one.layout.padded_numel, one.layout.shard_numel) for one in trained]
+            total += _exchanged(parts, states)
+        if replicas > 1:
+            shards = [(one.reduce_dtype, one.layout.shard_numel) for one in trained]
+            parts = [(dtype, numel, _numel(regions_of(numel, replicas)[self._replica])) for dtype, numel in shards]
+            total += _exchanged(parts, replicas)
+        return total
+
+    # -- states ---------------------------------------------------------------------------------------------------
+
+    def _states(self, group: GroupPlan, moment: Moment) -> int:
+        resident, kinds = self._resident[id(group)], self._kinds(group.dtype)
+        total = _bytes(scaled(kinds, resident))
+        # Master weights in memory stand for the second version of the parameters that are rounded from them.
+        second = (group.layout.shard_numel - (resident if MASTER in kinds else 0)) * group.dtype.itemsize
+        if self._blueprint.timing is Timing.DELAYED:
+            total += second
+        if self._blueprint.timing is Timing.SPECULATIVE and moment is Moment.REDUCED:
+            in_host = self._chunks(group) if self._blueprint.homes.states is Home.HOST else []
+            total += total + second + sum(in_host)
+        return total
+
+    def _chunks(self, group: GroupPlan) -> list[int]:
+        """Of what is not with the model."""
+        kinds, start, end = self._kinds(group.dtype), self._resident[id(group)], group.layout.shard_numel
+        parts = self._blueprint.homes.states_plan.chunks(start, end)
+        return [ChunkLayout.of(scaled(kinds, high - low)).nbytes for low, high in parts]
+
+
+def _ring_bytes(plan: ModelPlan, arrangement: Arrangement) -> int:
+    """Of a rank's slots in shared memory."""
+    return sum(count * page_aligned(nbytes) for _, nbytes, count in plan.rings(arrangement))
+
+
+def _sum_bytes(group: GroupPlan) -> int:
+    """Of a rank's part of the summed gradient."""
+    return group.layout.shard_numel * group.accumulation_dtype.itemsize
+
+
+def _exchanged(parts: Sequence[tuple[torch.dtype, int, int]], num_ranks: int) -> int:
+    """Slots, and what comes from the others. parts: (dtype, elements of a slot, elements that this rank sums)."""
+    slot = max((dtype.itemsize * numel for dtype, numel, _ in parts), default=0)
+    received = max(((num_ranks - 1) * dtype.itemsize * own for dtype, _, own in parts), default=0)
+    return _SLOTS_IN_TURN * (slot + received)
+
+
+def _kept(sizes: Iterable[int], are_here: bool) -> int:
+    """As files and pools of host memory round them up."""
+    return sum(round_up(size, FileStore.alignment_bytes) for size in sizes) if are_here else 0
+
+
+def _bytes(kinds: Kinds) -> int:
+    return sum(dtype.itemsize * numel for dtype, numel in kinds.values())
+
+
+def _numel(region: slice) -> int:
+    return int(region.stop - region.start)

@@ -1,0 +1,276 @@
+"""A blueprint says before anything is built what a training takes; what is built takes exactly that."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.comm.shared_memory import SharedMemoryRoute
+from lowtide.comm.sockets import SocketRoute
+from lowtide.engine.blueprint import Blueprint
+from lowtide.engine.config.config import Config
+from lowtide.engine.footprint import Moment, bytes_of, shared_bytes
+from lowtide.engine.optimizer_plan import OptimizerChoice
+from lowtide.zero.group import ShardedGroup
+from lowtide.zero.scheduled_units import ScheduledUnits
+from tests import models
+from tests.ranks import RankPool
+from tests.zero.apart import apart
+from tests.zero.training import ADAMW, rank_and_world
+
+FP32: dict[str, Any] = {}
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+NARROW: dict[str, Any] = {**BF16, "data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "bf16"}
+FROZEN = 3
+STEPS = 3  # until the largest gradient has been in each of the buffers that take turns
+
+Found = dict[str, int]  # bytes by kind, some at several moments
+
+
+def frozen_gpt() -> nn.Module:
+    """On every rank the number of trained groups has no factor of 3, so that each buffer of three gets the largest."""
+    model = models.TinyGPT(width=6, layers=5, tied=True)
+    model.blocks[FROZEN].requires_grad_(False)
+    return model
+
+
+def config_of(stage: int, accumulation: int = 1, route: str = "sockets", **more: Any) -> dict[str, Any]:
+    zero = {"stage": stage, **more.pop("zero", {})}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_print": 0,
+        "optimizer": ADAMW,
+        "communication": {"route": route},
+        "zero_optimization": zero,
+        **more,
+    }
+
+
+def blueprint_of(config: dict[str, Any], num_ranks: int, optimizer: OptimizerChoice = None) -> Blueprint:
+    """Of a model on the meta device."""
+    with torch.device("meta"):
+        model = frozen_gpt()
+    return Blueprint.of(Config.load(config).resolve(num_ranks), model, num_ranks, optimizer=optimizer)
+
+
+# -- what is said, and what is there ----------------------------------------------------------------------------------
+
+
+def said_of(config: dict[str, Any], rank: int, num_ranks: int, optimizer: OptimizerChoice = None) -> Found:
+    blueprint = blueprint_of(config, num_ranks, optimizer)
+    found: Found = {}
+    for moment in Moment:
+        values = asdict(bytes_of(blueprint, rank, moment))
+        found |= {f"{kind} {moment.value}": values.pop(kind) for kind in ("gradients", "optimizer")}
+        found |= values
+    return {**found, "shared": shared_bytes(blueprint)}
+
+
+def there_is(config: dict[str, Any], optimizer: OptimizerChoice = None) -> Found:
+    """The same, as an engine has it that trains on this rank. Shared memory: of the axes on which this rank is 0."""
+    peak, mapped, found = [0], [0], Found()
+    torch.manual_seed(0)
+    with shared_memory_counted(mapped):
+        engine = lowtide.initialize(frozen_gpt(), config, optimizer=optimizer)
+
+    def look(moment: Moment) -> None:
+        memory = engine.memory()
+        found[f"gradients {moment.value}"] = memory.gradient_bytes
+        found[f"optimizer {moment.value}"] = memory.optimizer_bytes
+
+    with parameters_watched(engine, peak), reductions_watched(look):
+        for step in range(STEPS):
+            peak[0] = 0  # in the first step, what has just been filled is still on its way to its home
+            train(engine, step, look)
+            look(Moment.BETWEEN_STEPS)
+    found["parameters"] = engine.memory().parameter_bytes
+    found["gathered"] = peak[0] - found["parameters"] if peak[0] else 0
+    found |= bytes_outside(engine)
+    engine.close()
+    return {**found, "shared": mapped[0]}
+
+
+def train(engine: lowtide.Engine, step: int, look: Any) -> None:
+    accumulation = engine.config.gradient_accumulation_steps or 1
+    rows = 2 * engine.data_size * accumulation
+    batch = [one.chunk(engine.data_size)[engine.data_rank] for one in models.token_batch(step, rows)]
+    if engine.config.parallel.pipeline > 1:
+        engine.train_step(tuple(batch))
+        return
+    for number, part in enumerate(zip(*(one.chunk(accumulation) for one in batch), strict=True), 1):
+        engine.backward(engine(*part))
+        look(Moment.REDUCED if number == accumulation else Moment.ACCUMULATING)
+        engine.step()
+
+
+def bytes_outside(engine: lowtide.Engine) -> Found:
+    """In files, in host memory that is not the model's, and on the way to other ranks."""
+    optimizer = engine.optimizer
+    stores: list[Any] = [one._store for one in (optimizer._offloaded, optimizer._rest) if one and one._store]
+    files = [os.fstat(store._file._descriptor).st_size for store in stores if hasattr(store, "_file")]
+    pools = [store.pool for store in stores if hasattr(store, "pool")]
+    pools += [optimizer._offloaded._pool] if optimizer._offloaded._buffers else []
+    return {"file": sum(files), "host": sum(pool.bytes_in_use for pool in pools), "staging": staging_bytes(engine)}
+
+
+def staging_bytes(engine: lowtide.Engine) -> int:
+    """Of this rank's slots, in shared memory or of its own, with what comes to them."""
+    memory: list[Tensor] = []
+    for route in {id(axis.route): axis.route for axis in engine._mesh._lines.values()}.values():
+        if isinstance(route, SharedMemoryRoute):
+            memory += [slots[route.rank] for slots in route._slots]
+        elif isinstance(route, SocketRoute):
+            memory += route._scratch.values()
+    return sum(one.nbytes for one in memory)
+
+
+@contextmanager
+def shared_memory_counted(mapped: list[int]) -> Iterator[None]:
+    plain = SharedMemoryRoute._map
+
+    def count(self: SharedMemoryRoute, nbytes: int, purpose: str) -> Any:
+        mapped[0] += nbytes if self.rank == 0 else 0
+        return plain(self, nbytes, purpose)
+
+    with patch.object(SharedMemoryRoute, "_map", count):
+        yield
+
+
+@contextmanager
+def parameters_watched(engine: lowtide.Engine, peak: list[int]) -> Iterator[None]:
+    plain = ShardedGroup.start_gather
+
+    def gather(self: ShardedGroup) -> None:
+        plain(self)
+        if self.frees_memory:
+            peak[0] = max(peak[0], engine.memory().parameter_bytes)
+
+    with patch.object(ShardedGroup, "start_gather", gather):
+        yield
+
+
+@contextmanager
+def reductions_watched(look: Any) -> Iterator[None]:
+    """Of a pipeline, whose step is one call."""
+    collect, end_backward = ScheduledUnits.collect, ScheduledUnits.end_backward
+
+    def after_collect(self: ScheduledUnits, stage: int) -> None:
+        collect(self, stage)
+        look(Moment.ACCUMULATING)
+
+    def after_end(self: ScheduledUnits) -> None:
+        end_backward(self)
+        look(Moment.REDUCED)
+
+    with (
+        patch.object(ScheduledUnits, "collect", after_collect),
+        patch.object(ScheduledUnits, "end_backward", after_end),
+    ):
+        yield
+
+
+def compare(cases: dict[str, dict[str, Any]], optimizer: OptimizerChoice = None) -> list[tuple[str, Found, Found]]:
+    """(case, said, there) of each case, on one rank."""
+    found = []
+    for name, config in cases.items():
+        there = there_is(config, optimizer)
+        said = said_of(config, *rank_and_world(), optimizer)
+        found.append((name, {kind: said[kind] for kind in there}, there))
+    return found
+
+
+def assert_equal(by_rank: list[list[tuple[str, Found, Found]]]) -> None:
+    wrong = []
+    for results in zip(*by_rank, strict=True):
+        shared = sum(there.pop("shared") for _, _, there in results)
+        for rank, (name, said, there) in enumerate(results):
+            there["shared"] = shared
+            kinds = [kind for kind in there if said[kind] != there[kind]]
+            wrong += [f"{name}, rank {rank}, {kind}: said {said[kind]}, there are {there[kind]}" for kind in kinds]
+    assert not wrong, "\n".join(wrong)
+
+
+# -- the law ----------------------------------------------------------------------------------------------------------
+
+
+def plain_cases() -> dict[str, dict[str, Any]]:
+    """Each stage with every dtype, accumulation and route, though not with every pair of them."""
+    cases = {}
+    for stage in range(4):
+        for number, dtypes in enumerate([FP32, BF16, NARROW]):
+            route = ("sockets", "shared_memory")[(stage + number) % 2]
+            cases[f"{stage} {number} {route}"] = config_of(stage, 2 - number // 2, route, **dtypes)
+    cases["1 shared, narrow sums"] = config_of(1, 2, "shared_memory", **NARROW)
+    cases["no prefetch"] = config_of(3, zero={"stage3_prefetch_bucket_size": 0})
+    cases["in backward"] = config_of(2, zero={"update_in_backward": True})
+    cases["8 bits"] = config_of(1, optimizer={"type": "adamw", "params": {"state_dtype": "int8"}})
+    return cases
+
+
+def test_two_ranks(ranks: RankPool) -> None:
+    assert_equal(ranks(2, compare, plain_cases()))
+
+
+def test_one_rank() -> None:
+    cases = {f"{stage}": config_of(stage, 2, "auto", **(BF16 if stage % 2 else FP32)) for stage in range(4)}
+    assert_equal([compare(cases)])
+
+
+def test_several_axes(ranks: RankPool) -> None:
+    pipeline: dict[str, Any] = {"parallel": {"pipeline": 2}}
+    cases = {
+        "hybrid 1": config_of(1, 2, "shared_memory", zero={"shard_size": 2}, **BF16),
+        "hybrid 3": config_of(3, 2, zero={"shard_size": 2}),
+        "hpZ": config_of(3, zero={"zero_hpz_partition_size": 2}, **BF16),
+        "hpZ, one copy": config_of(3, 1, "shared_memory", zero={"zero_hpz_partition_size": 2}),
+        "pipeline 0": config_of(0, 4, "shared_memory", **pipeline),
+        "pipeline 2": config_of(2, 4, "shared_memory", **pipeline, **BF16),
+        "pipeline 3": config_of(3, 4, **pipeline),
+    }
+    assert_equal(ranks(4, compare, cases))
+
+
+def offload_cases(folder: Path, device: str) -> dict[str, dict[str, Any]]:
+    nvme = {"device": device, **({"nvme_path": str(folder)} if device == "nvme" else {})}
+    cases = {}
+    for overlap in ("none", "speculative", "delayed"):
+        delay = {"delay_after_steps": 1} if overlap == "delayed" else {}
+        section = {**nvme, "overlap": overlap, **delay}
+        cases[f"{overlap} fp32"] = config_of(1, 2, zero={"offload_optimizer": section})
+        cases[f"{overlap} bf16"] = config_of(2, 2, zero={"offload_optimizer": {**section, "ratio": 0.5}}, **BF16)
+    cases["parameters"] = config_of(3, 2, zero={"offload_param": nvme, "offload_optimizer": nvme}, **BF16)
+    return cases
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_offload(ranks: RankPool, tmp_path: Path, device: str) -> None:
+    assert_equal(ranks(2, compare, offload_cases(tmp_path, device)))
+
+
+def test_offload_from_another_memory(ranks: RankPool, tmp_path: Path) -> None:
+    """Where the model is on a device, what rests in host memory is beside it."""
+    assert_equal(ranks(2, apart, compare, offload_cases(tmp_path, "cpu")))
+
+
+def test_many_ranks_cost_no_more_than_few() -> None:
+    config = {**config_of(3, 4, zero={"shard_size": 64}, **BF16), "parallel": {"pipeline": 2}}
+    with torch.device("meta"):
+        model = frozen_gpt()
+    started = time.process_time()
+    blueprint = Blueprint.of(Config.load(config).resolve(16_384), model, 16_384)
+    first, last = bytes_of(blueprint, 0), bytes_of(blueprint, 16_383)
+    assert time.process_time() - started < 1
+    assert str(blueprint.arrangement) == "pipe(2) x replica(128) x secondary(1) x shard(64)"
+    # Four trained groups at each place, of which a rank has the least that there is: a block of 1024 elements.
+    assert first.optimizer == last.optimizer == 4 * 12 * 1024 and first.gradients == last.gradients == 4 * 4 * 1024
+    assert first.parameters == 4 * 2 * 1024 and last.parameters == first.parameters + 2 * 1024, "the frozen block"

@@ -1,0 +1,121 @@
+"""The units of a model with the layouts of their groups: what is built, before it takes memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Arrangement
+from .domain import Domain
+from .layout import FlatLayout
+from .units import UnitPlan
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """What is computed, reduced and accumulated in. None: as the parameter, and at least float32 for the last two."""
+
+    compute: torch.dtype | None
+    reduce: torch.dtype | None
+    accumulate: torch.dtype | None
+    kept: Collection[int] = ()  # identities of parameters that are computed in their own dtype
+
+    def of(self, param: Tensor) -> torch.dtype:
+        """The dtype in which a parameter is computed."""
+        if self.compute is None or not param.is_floating_point() or id(param) in self.kept:
+            return param.dtype
+        return self.compute
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """A group before it has memory: its parameters, dtypes, layout and domain."""
+
+    name: str
+    params: tuple[tuple[str, nn.Parameter], ...]
+    dtype: torch.dtype  # of the parameters, as they are computed
+    reduce_dtype: torch.dtype  # of gradients between ranks
+    accumulation_dtype: torch.dtype  # of their sums over ranks and microbatches
+    layout: FlatLayout
+    domain: Domain
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.params[0][1].requires_grad
+
+    @property
+    def full_bytes(self) -> int:
+        """Of all parameters, with padding."""
+        return self.layout.padded_numel * self.dtype.itemsize
+
+    @property
+    def shard_bytes(self) -> int:
+        """Of a rank's part of the parameters."""
+        return self.layout.shard_numel * self.dtype.itemsize
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of the gradient where it is staged, with its sum where the reduce dtype cannot hold that."""
+        holds_sum = torch.promote_types(self.reduce_dtype, self.accumulation_dtype) == self.reduce_dtype
+        sum_itemsize = 0 if holds_sum else self.accumulation_dtype.itemsize
+        return self.layout.padded_numel * (self.reduce_dtype.itemsize + sum_itemsize)
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What one rank has of a model, on axes of given sizes. Ranks of one pipeline place have the same."""
+
+    units: tuple[tuple[UnitPlan, tuple[GroupPlan, ...]], ...]
+    domain: Domain  # of groups of which no other stage has a copy
+
+    @classmethod
+    def of(cls, units: Sequence[UnitPlan], dtypes: Dtypes, domain: Domain, arrangement: Arrangement) -> ModelPlan:
+        return cls(tuple((unit, tuple(_plan_groups(unit, dtypes, domain, arrangement))) for unit in units), domain)
+
+    @property
+    def groups(self) -> list[GroupPlan]:
+        return [group for _, groups in self.units for group in groups]
+
+    @property
+    def trained(self) -> list[GroupPlan]:
+        """Those that have gradients and states."""
+        return [group for group in self.groups if group.requires_grad]
+
+    def rings(self, arrangement: Arrangement) -> list[tuple[tuple[str, ...], int, int]]:
+        """(axes, bytes of a slot, number of slots) through which gradients are reduced, for each rank."""
+        staged = max((group.slot_bytes for group in self.trained), default=0)
+        # A unit is staged when the one before it was summed; an all-reduce takes one more phase. One more is no faster:
+        # ranks that are apart by less than a unit do not wait.
+        rings = (
+            (self.domain.states, staged, 1),
+            (self.domain.replicas, staged // arrangement.size(self.domain.states), 2),
+        )
+        return [ring for ring in rings if staged and arrangement.size(ring[0]) > 1]
+
+
+def _plan_groups(unit: UnitPlan, dtypes: Dtypes, domain: Domain, arrangement: Arrangement) -> Iterable[GroupPlan]:
+    domain, shard_count = replace(domain, copies=unit.copies), arrangement.size(domain.states)
+    members: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+    for name, param in unit.params:
+        members.setdefault((dtypes.of(param), param.requires_grad), []).append((name, param))
+    for (dtype, requires_grad), params in members.items():
+        kind = f"{str(dtype).removeprefix('torch.')}{'' if requires_grad else ', frozen'}"
+        yield GroupPlan(
+            name=f"unit {unit.name} ({kind})",
+            params=tuple(params),
+            dtype=dtype,
+            reduce_dtype=_at_least_float32(dtypes.reduce, dtype),
+            accumulation_dtype=_at_least_float32(dtypes.accumulate, dtype),
+            layout=FlatLayout.of([(name, tuple(param.shape)) for name, param in params], shard_count),
+            domain=domain,
+        )
+
+
+def _at_least_float32(wanted: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that was asked for, else float32; float64 parameters keep float64."""
+    if dtype == torch.float64:
+        return dtype
+    return wanted if wanted is not None else torch.float32

@@ -104,7 +104,7 @@ class Blueprint:
             places=places,
             optimizer=chosen,
             homes=homes,
-            timing=Timing.of(zero),
+            timing=Timing.of(config),
             wanted_route=wanted,
             route=route_for(wanted, device, num_ranks, num_hosts),
             moves_pages=device == "cpu" and PagePool.is_possible(),

@@ -478,7 +478,7 @@ class Engine:
 
     @property
     def _timing(self) -> Timing:
-        return Timing.of(self.config.zero_optimization)
+        return Timing.of(self.config)
 
     def _forget_gradients(self) -> None:
         """The next microbatch is the first of its step."""

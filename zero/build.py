@@ -20,7 +20,8 @@ def build_units(
     """Takes the memory of every group. Parameters still are what they were; `fill` comes next.
 
     rest: where shards are while nobody needs them, with room for all; None: in memory.
-    shares_gradients: replicas that share memory have one sum of their gradients, and nobody changes it.
+    shares_gradients: replicas that share memory have one sum of their gradients, and nobody changes it; but of tied
+    ones, to which other stages add.
     """
     take_memory = _memory_for(plan, mesh, rest)
     for axes, nbytes, count in plan.rings(mesh.arrangement):
@@ -41,7 +42,7 @@ def build_units(
         units.append(Unit(unit.name, unit.module, groups, gradients))
     replica_axis = mesh.over(plan.domain.replicas)
     if shares_gradients and replica_axis.route.copies_are_shared:
-        gradients = [gradient for unit in units for gradient in unit.gradients]
+        gradients = [gradient for unit in units for gradient in unit.gradients if not gradient.is_tied]
         specs = [(gradient.group.layout.shard_numel, gradient.accumulation_dtype) for gradient in gradients]
         for gradient, memory in zip(gradients, replica_axis.route.allocate(specs), strict=True):
             gradient.share(memory)

@@ -149,6 +149,15 @@ class _Footprint:
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def _gradient(self, group: GroupPlan, moment: Moment) -> int:
+        """A shard of the sum, and before it what is added up over microbatches.
+
+        |               | stage 0, 1                              | stage 2, 3                             |
+        |---------------|-----------------------------------------|----------------------------------------|
+        | accumulating  | full gradients, and no shard            | the shard, unless it has left          |
+        | reduced       | the shard, or a part of the common one; | the shard                              |
+        |               | flat memory of full ones is kept        |                                        |
+        | between steps | as before the step, but for shards that are given back: left, delayed, of shared memory  |
+        """
         blueprint, shard = self._blueprint, _sum_bytes(group)
         shares_memory = blueprint.route == "shared_memory"
         is_common = blueprint.shares_gradients and shares_memory and self._replicas_size > 1 and not group.domain.copies

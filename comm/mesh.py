@@ -34,7 +34,6 @@ class Mesh:
 
     world: World
     arrangement: Arrangement
-    route: str  # of axes with several ranks: shared_memory, sockets or native
     axes: Mapping[str, Axis]
     peers: Peers
     _lines: Mapping[tuple[str, ...], Axis]  # each axis, those that are folded of several, and one of this rank alone
@@ -76,7 +75,7 @@ class Mesh:
         peers = Peers(axes[along].ranks, groups[along], _first_tag(number), world, trail, number % _NUM_RECORDED)
         alone = Axis("", 0, (world.rank,), (0,), SoloRoute(world.device))
         single = {name: axes[(name,)] for name, _ in arrangement.sizes}
-        return cls(world, arrangement, route, single, peers, {**axes, (): alone})
+        return cls(world, arrangement, single, peers, {**axes, (): alone})
 
     def over(self, names: Sequence[str]) -> Axis:
         """The axis of all ranks that differ on these axes alone, the first of them dividing first."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -57,7 +57,7 @@ class Blueprint:
     homes: Homes
     timing: Timing
     wanted_route: str
-    route: str  # what is wanted comes to where all ranks have room; of axes with several ranks
+    route: str  # what that comes to, of axes with several ranks; "auto" takes sockets where a rank finds no room
     moves_pages: bool  # memory of released parameters goes to the next unit, and is not given back
 
     @classmethod
@@ -104,15 +104,11 @@ class Blueprint:
             places=places,
             optimizer=chosen,
             homes=homes,
-            timing=Timing.of(zero),
+            timing=Timing.of(config),
             wanted_route=wanted,
             route=route_for(wanted, device, num_ranks, num_hosts),
             moves_pages=device == "cpu" and PagePool.is_possible(),
         )
-
-    def over(self, route: str) -> Blueprint:
-        """The same over another route."""
-        return replace(self, route=route)
 
     def place_of(self, rank: int) -> int:
         """The pipeline place of a rank: its part of the model is `places[...]`."""

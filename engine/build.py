@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,7 +57,10 @@ def initialize(
         module, values = module_and_values(model, world)
         check_model(module)
         check_ranks_agree(world, resolved, module)
-        blueprint = _blueprint(resolved, world, module, ledger, loss_fn, optimizer, lr_scheduler, sample_batch)
+        _log_notes(world, [f"config: {note}" for note in resolved.notes])
+        check_kernels(resolved, world.device)
+        fuse_modules(module, resolved, world, ledger)
+        blueprint = _blueprint(resolved, world, module, loss_fn, optimizer, lr_scheduler, sample_batch)
         gives_rows = checked.train_batch_size or checked.train_micro_batch_size_per_gpu
         return assemble(
             blueprint,
@@ -90,16 +93,12 @@ def _blueprint(
     config: Config,
     world: World,
     module: nn.Module,
-    ledger: Ledger,
     loss_fn: LossFn,
     optimizer: OptimizerChoice,
     lr_scheduler: Any,
     sample_batch: Any,
 ) -> Blueprint:
-    """The same on all ranks. Notes what of the config has no effect, and fuses the modules that it names."""
-    _log_notes(world, config)
-    check_kernels(config, world.device)
-    fuse_modules(module, config, world, ledger)
+    """The same on all ranks. A collective."""
     split = agreed_split(world, config, module, sample_batch, loss_fn)
     num_hosts = world.num_hosts
     with no_rank_alone(world, "lowtide.initialize"):
@@ -117,14 +116,13 @@ def _blueprint(
                 f'scheduler: found one in the config ("{config.scheduler.type}") and one passed to initialize; '
                 "leave one out"
             )
-    if world.rank == 0:
-        for note in blueprint.homes.notes:
-            logger.info(note)
+    _log_notes(world, blueprint.homes.notes)
     return blueprint
 
 
-def _log_notes(world: World, config: Config) -> None:
+def _log_notes(world: World, notes: Sequence[str]) -> None:
+    """What of the config has no effect here, and what an "auto" is."""
     if world.rank == 0:
         configure()
-        for note in config.notes:
-            logger.info("config: %s", note)
+        for note in notes:
+            logger.info("%s", note)

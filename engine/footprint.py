@@ -37,8 +37,8 @@ class Moment(Enum):
 class RankBytes:
     """Bytes that one rank takes, by kind. What ranks of a host share is divided by their number.
 
-    Not in it: activations, buffers of the model, what a kernel needs while it runs, and host buffers through which
-    bytes only pass.
+    Not in it: activations, buffers of the model, what a kernel needs while it runs, host buffers through which bytes
+    only pass, and states of a caller's own optimizer, which are known after its first step.
     """
 
     parameters: int  # at rest, with the model
@@ -88,7 +88,7 @@ def shared_bytes(blueprint: Blueprint) -> int:
         if states_size > 1:
             total += data_size // states_size * sum(page_aligned(group.full_bytes) for group in plan.groups)
         elif blueprint.shares_gradients and replicas_size > 1:
-            total += sum(page_aligned(_sum_bytes(group)) for group in plan.trained)
+            total += sum(page_aligned(_sum_bytes(group)) for group in plan.trained if not group.domain.copies)
     return total
 
 
@@ -149,12 +149,19 @@ class _Footprint:
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def _gradient(self, group: GroupPlan, moment: Moment) -> int:
+        """A shard of the sum, and before it what is added up over microbatches.
+
+        |               | stage 0, 1                              | stage 2, 3                             |
+        |---------------|-----------------------------------------|----------------------------------------|
+        | accumulating  | full gradients, and no shard            | the shard, unless it has left          |
+        | reduced       | the shard, or a part of the common one; | the shard                              |
+        |               | flat memory of full ones is kept        |                                        |
+        | between steps | as before the step, but for shards that are given back: left, delayed, of shared memory  |
+        """
         blueprint, shard = self._blueprint, _sum_bytes(group)
         shares_memory = blueprint.route == "shared_memory"
-        common = 0
-        if blueprint.shares_gradients and shares_memory and self._replicas_size > 1:
-            common = shard // self._replicas_size
-        own = 0 if common and not group.domain.copies else shard
+        is_common = blueprint.shares_gradients and shares_memory and self._replicas_size > 1 and not group.domain.copies
+        common, own = (shard // self._replicas_size, 0) if is_common else (0, shard)
         leaves = blueprint.homes.updates_on_host and not self._resident[id(group)]
         if moment is Moment.ACCUMULATING and not self._adds_in_place(group, leaves):
             if not blueprint.policy.reduces_every_backward:

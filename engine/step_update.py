@@ -13,7 +13,7 @@ from ..zero.gradient import GroupGradient
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.reductions import OnFinal
 from ..zero.sequence import Unit
-from .config.sections import ZeroConfig
+from .config.config import Config
 
 
 class Timing(Enum):
@@ -25,8 +25,9 @@ class Timing(Enum):
     DELAYED = "delayed"  # those of two steps; as AFTER_NORM, but made and taken over while the next step computes
 
     @classmethod
-    def of(cls, zero: ZeroConfig) -> Timing:
+    def of(cls, config: Config) -> Timing:
         """What the config asks for."""
+        zero = config.zero_optimization
         if zero.update_in_backward:
             return cls.IN_BACKWARD
         overlap = zero.offload_optimizer.overlap if zero.offload_optimizer.is_used else "none"

@@ -93,7 +93,7 @@ class Steps:
         groups = [group for unit in passes.units for group in unit.groups]
         own = (param for group in groups for param in group.params)
         self.scale = scale = GradientScale(config, mesh.data_size, loss_scaler, own)
-        timing = Timing.of(config.zero_optimization)
+        timing = Timing.of(config)
         shares = any(group.copies_are_shared for group in groups)
         self.guard = ModelGuard(module, passes.units, shares, has_settled=timing is not Timing.DELAYED)
         delay_after_steps = config.zero_optimization.offload_optimizer.delay_after_steps

@@ -32,8 +32,9 @@ def build_units(
     """Takes the memory of every group. Parameters still are what they were; `fill` comes next.
 
     rest: where shards are while nobody needs them, with room for all; None: in memory. shares_gradients: replicas that
-    share memory have one sum of their gradients, and nobody changes it. delays_updates: the gradients of a step are
-    used while the next ones come. hosts: by name of the group, what updates parameters that are on a device.
+    share memory have one sum of their gradients, and nobody changes it; but of tied ones, to which other stages add.
+    delays_updates: the gradients of a step are used while the next ones come. hosts: by name of the group, what updates
+    parameters that are on a device.
     """
     take_memory = _memory_for(plan, mesh, rest)
     for axes, nbytes, count in plan.rings(mesh.arrangement):

@@ -1,6 +1,7 @@
 """A blueprint says before anything is built what a training takes; what is built takes exactly that."""
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -260,6 +261,34 @@ def test_offload(ranks: RankPool, tmp_path: Path, device: str) -> None:
 def test_offload_from_another_memory(ranks: RankPool, tmp_path: Path) -> None:
     """Where the model is on a device, what rests in host memory is beside it."""
     assert_equal(ranks(2, apart, compare, offload_cases(tmp_path, "cpu")))
+
+
+@pytest.mark.parametrize(
+    ("device", "num_hosts", "wanted", "route"),
+    [
+        ("cpu", 1, "auto", "shared_memory"),
+        ("cpu", 2, "auto", "sockets"),
+        ("cpu", 2, "native", "native"),
+        ("cuda", 1, "auto", "native"),
+    ],
+)
+def test_routes(device: str, num_hosts: int, wanted: str, route: str) -> None:
+    config = Config.load(config_of(2, route=wanted)).resolve(4)
+    blueprint = Blueprint.of(config, frozen_gpt(), 4, device=device, num_hosts=num_hosts)
+    assert blueprint.route == route and (shared_bytes(blueprint) > 0) == (route == "shared_memory")
+
+
+@pytest.mark.parametrize(
+    ("device", "num_hosts", "wanted", "said"),
+    [
+        ("cpu", 2, "shared_memory", 'expected all ranks on one host for "shared_memory", found 2 hosts'),
+        ("cuda", 1, "sockets", '"sockets" is for CPU ranks; on cuda use "auto"'),
+    ],
+)
+def test_routes_that_are_not_possible(device: str, num_hosts: int, wanted: str, said: str) -> None:
+    config = Config.load(config_of(2, route=wanted)).resolve(4)
+    with pytest.raises(ValueError, match=re.escape(f"communication.route: {said}")):
+        Blueprint.of(config, frozen_gpt(), 4, device=device, num_hosts=num_hosts)
 
 
 def test_many_ranks_cost_no_more_than_few() -> None:

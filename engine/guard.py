@@ -23,9 +23,9 @@ class ModelGuard:
     """
 
     def __init__(
-        self, module: nn.Module, units: Sequence[Unit], copies_are_shared: bool, has_settled: bool = True
+        self, module: nn.Module, units: Sequence[Unit], copies_are_shared: bool, only_steps_change: bool = True
     ) -> None:
-        """has_settled: parameters change in `engine.step` alone."""
+        """only_steps_change: parameters change in `engine.step` alone."""
         self._module = module
         groups = [group for unit in units for group in unit.groups]
         members = [(group, name, p) for group in groups for name, p in zip(group.names, group.params, strict=True)]
@@ -37,7 +37,7 @@ class ModelGuard:
         self._places = dict(module.named_parameters(remove_duplicate=False))
         self._parts = _parts_of(module)
         readable = [group for group in groups if id(group) in watched and not group.frees_parameters]
-        self._samples = [_Sample(group) for group in readable] if has_settled else []
+        self._samples = [_Sample(group) for group in readable] if only_steps_change else []
         self.shares_values = copies_are_shared and bool(self._samples)
         """Another rank may change what is remembered here: it must wait until that is done."""
         self._versions: list[int] = []

@@ -95,7 +95,7 @@ class Steps:
         self.scale = scale = GradientScale(config, mesh.data_size, loss_scaler, own)
         timing = Timing.of(config)
         shares = any(group.copies_are_shared for group in groups)
-        self.guard = ModelGuard(module, passes.units, shares, has_settled=timing is not Timing.DELAYED)
+        self.guard = ModelGuard(module, passes.units, shares, only_steps_change=timing is not Timing.DELAYED)
         delay_after_steps = config.zero_optimization.offload_optimizer.delay_after_steps
         order = passes.reduction_order
         self.update = StepUpdate(optimizer, order, mesh, timing, lambda: scale.rest, delay_after_steps)

@@ -145,7 +145,7 @@ class _Run:
             self._clock[rank] = end
             slots.append(Slot(action, start, end, self._order))
             self._order += 1
-            self._finish(action, end, ready)
+            self._happen_at_end(action, end, ready)
 
     def _needed(self, action: Action) -> _Event | None:
         """The event that `action` cannot come before; what must stand before it in the same list is there."""
@@ -167,7 +167,7 @@ class _Run:
             return (direction, source, microbatch)
         return ("arrival of " + direction, stage, microbatch)
 
-    def _finish(self, action: Action, end: float, ready: list[int]) -> None:
+    def _happen_at_end(self, action: Action, end: float, ready: list[int]) -> None:
         """Makes the events that the end of `action` brings."""
         op, stage, microbatch = action.op, action.stage, action.microbatch
         if microbatch is None or op is Op.W:

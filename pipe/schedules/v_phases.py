@@ -28,7 +28,7 @@ class VPhases:
             for word in words:
                 self._append(word)
 
-    def finish_weights(self) -> None:
+    def append_late_weights(self) -> None:
         """Appends the weight halves that are left, those of chunk 1 first."""
         for chunk, _ in sorted(self._late, reverse=True):
             self._append(f"W{chunk}")

@@ -72,6 +72,6 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
         phases.repeat(num_ranks - rank - 1, "I0 W0 F1 I1 W1")
         phases.repeat(rank, "I0 I1")
         phases.repeat(num_ranks - rank, "I0 W0")
-        phases.finish_weights()
+        phases.append_late_weights()
         actions.append(phases.actions(num_microbatches))
     return v_placement("zb-v", num_ranks, num_microbatches, actions)

@@ -1,7 +1,5 @@
 """Optimizer states in float32, bfloat16 or blocks of 8-bit floats: their tensors, and the torch form of the rounding.
 
-The rounding of weights at random is here too: it has the same random bits.
-
 [Note: Narrow states]
 Both narrow kinds round up or down at random, with the probability that makes the mean exact. Rounding to nearest loses
 every change below half a step: with beta2 = 0.999 a second moment changes by 0.1 % a step, bfloat16 rounds to
@@ -106,23 +104,15 @@ class StoredState:
         elif noise is None:
             self.payload.copy_(values)
         else:
-            self.payload.copy_(rounded_at_random(values, noise, self.payload.dtype))
+            self.payload.copy_(rounded_at_random(values, noise))
 
 
-def rounded_at_random(values: Tensor, noise: Tensor, dtype: torch.dtype) -> Tensor:
-    """values, (n,) float32, as values of bfloat16 or float16, (n,) float32: up or down, so that the mean is exact.
+def rounded_at_random(values: Tensor, noise: Tensor) -> Tensor:
+    """values, (n,) float32, as values of bfloat16, (n,) float32: up or down, so that the mean is exact.
 
-    noise: (n,) int32 random bits. A value that the dtype has stays as it is. Wider dtypes: values themselves.
+    noise: (n,) int32 random bits. A value that bfloat16 has stays as it is.
     """
-    if dtype not in (torch.bfloat16, torch.float16):
-        return values
-    bits = values.view(torch.int32)
-    dropped = (1 << (16 if dtype == torch.bfloat16 else 13)) - 1
-    rounded = (bits + (noise & dropped) & ~dropped).view(torch.float32)
-    if dtype == torch.float16:  # below its normal numbers the steps are even, 2^-24 each
-        is_small = values.abs() < 2.0**-14
-        steps = values.abs().where(is_small, 0.0) * 2.0**24 + (noise & dropped).float() * 2.0**-13
-        rounded = torch.where(is_small, (steps.to(torch.int32).float() * 2.0**-24).copysign(values), rounded)
+    rounded = (values.view(torch.int32) + (noise & 0xFFFF) & ~0xFFFF).view(torch.float32)
     return torch.where(values.isnan(), torch.nan, rounded)
 
 

@@ -5,12 +5,6 @@ Three tiers behind one function. On a GPU, a Triton kernel (`triton/optimizer_st
 run chunk by chunk: each chunk is small enough to stay in the cache between unscaling, update and cast. That tier is the
 specification of the others. All are elementwise (8-bit states: blockwise): what they do to an element does not depend
 on where it lies, so a shard may be any piece of the model.
-
-[Note: Weights without a wide copy]
-Master weights may be bfloat16 or float16: they are then the parameters, and the update is computed in float32. An
-update is often far below half a step of such a weight (2^-9 of it in bfloat16): rounded to nearest it is lost each
-time, rounded at random it is kept in the mean. Source: arXiv 2010.06192. The random bits are those of the states, see
-[Note: Narrow states] in `optimizer_states.py`, mixed once more for each state.
 """
 
 from __future__ import annotations
@@ -27,7 +21,6 @@ from .optimizer_states import (
     STATE_BLOCK_NUMEL,
     StoredState,
     other_noise,
-    rounded_at_random,
     rounding_noise,
     stored_states,
 )
@@ -47,7 +40,6 @@ def update_shard(
     out: Tensor | None,
     *,
     skip: Tensor | None = None,
-    stochastic_rounding: bool = False,
     backend: Backend = "auto",
 ) -> None:
     """master, states = optimizer(master, gradient_scale * gradient); out = master in the dtype of out.
@@ -55,14 +47,13 @@ def update_shard(
     master: (n,) any float dtype; gradient: (n,) any float dtype, used up; states: as `new_states` orders them;
     out: (n,) or None where the parameters are the master weights themselves.
     gradient_scale, skip: tensors of one element, on the device of master, that a kernel on a GPU reads there, so that
-    the host need not wait; where skip is not 0, nothing changes. stochastic_rounding: of master where it is bfloat16 or
-    float16, else of out where it is; on the CPU by torch's kernels. See [Note: Weights without a wide copy].
+    the host need not wait; where skip is not 0, nothing changes.
     Raises ValueError where tensors do not fit together, or the backend is not possible.
     """
     runs = [(master.numel(), options)]
     update_runs(
         optimizer, master, gradient, states, step, runs, gradient_scale, out,
-        skip=skip, stochastic_rounding=stochastic_rounding, backend=backend,
+        skip=skip, backend=backend,
     )  # fmt: skip
 
 
@@ -77,7 +68,6 @@ def update_runs(
     out: Tensor | None,
     *,
     skip: Tensor | None = None,
-    stochastic_rounding: bool = False,
     backend: Backend = "auto",
 ) -> None:
     """As `update_shard`, where stretches of the shard have options of their own.
@@ -95,25 +85,20 @@ def update_runs(
     ends = [0, *(end for end, _ in runs)]
     if ends[-1] != master.numel() or ends != sorted(ends):
         raise ValueError(f"{KERNEL}: expected ends of runs that ascend to {master.numel()}, found {ends[1:]}")
-    if stochastic_rounding and master.dtype == torch.float64:
-        raise ValueError(f"{KERNEL}: stochastic_rounding needs master weights of at most 32 bits, found torch.float64")
     if not master.numel():
         return
     if _triton_serves(backend, optimizer, master, gradient, stored, out):
         from .triton import optimizer_step as triton_form
 
-        triton_form.update(
-            optimizer, master, gradient, stored, step, runs, gradient_scale, out, skip, stochastic_rounding
-        )
+        triton_form.update(optimizer, master, gradient, stored, step, runs, gradient_scale, out, skip)
         return
     if skip is not None and bool(skip):
         return
     kernel = cpu_kernel() if master.device.type == "cpu" and backend != "reference" else None
-    rounds_out = stochastic_rounding and out is not None
-    if kernel is not None and not rounds_out and kernel.serves(optimizer, master, gradient, stored, out):
+    if kernel is not None and kernel.serves(optimizer, master, gradient, stored, out):
         kernel.update(optimizer, master, gradient, stored, step, runs, float(gradient_scale), out)
         return
-    _update_by_torch(optimizer, master, gradient, stored, step, runs, gradient_scale, out, stochastic_rounding)
+    _update_by_torch(optimizer, master, gradient, stored, step, runs, gradient_scale, out)
 
 
 def _triton_serves(
@@ -180,7 +165,6 @@ def _update_by_torch(
     runs: Sequence[tuple[int, Options]],
     gradient_scale: float | Tensor,
     out: Tensor | None,
-    stochastic_rounding: bool,
 ) -> None:
     step_tensor = torch.tensor(float(step), device=master.device)
     starts = [0, *(end for end, _ in runs)]
@@ -193,13 +177,11 @@ def _update_by_torch(
         ]
         parts = [state.part(first, last) for state in states]
         weight = master[first:last]
-        wide_weight, noise = _update_chunk(
-            optimizer, weight, gradient[first:last], parts, step_tensor, inside, gradient_scale, stochastic_rounding
-        )
+        wide_weight = _update_chunk(optimizer, weight, gradient[first:last], parts, step_tensor, inside, gradient_scale)
         if wide_weight is not weight:
-            _store_weights(wide_weight, noise, weight)
+            weight.copy_(wide_weight)
         if out is not None:
-            _store_weights(weight, noise if wide_weight is weight else None, out[first:last])
+            out[first:last].copy_(weight)
 
 
 def _update_chunk(
@@ -210,12 +192,10 @@ def _update_chunk(
     step: Tensor,
     runs: Sequence[tuple[int, int, Options]],
     gradient_scale: float | Tensor,
-    stochastic_rounding: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """runs: (start, end, options) within the chunk. Returns the updated weights and random bits for rounding them.
+) -> Tensor:
+    """runs: (start, end, options) within the chunk. Returns the updated weights.
 
-    The weights are those given, updated in place, or float32 where those are narrower; the bits are None to round to
-    nearest.
+    They are those given, updated in place, or float32 where those are narrower.
     """
     wide_weight = weight.to(torch.promote_types(weight.dtype, torch.float32))  # itself, where it is wide
     gradient = gradient.to(wide_weight.dtype)
@@ -223,8 +203,8 @@ def _update_chunk(
         gradient = gradient * gradient_scale.reshape(()).to(gradient.dtype)
     elif gradient_scale != 1.0:
         gradient = gradient * gradient_scale
-    is_random = stochastic_rounding or any(state.is_narrow for state in states)
-    noise = rounding_noise(gradient, wide_weight, int(step)) if is_random else None
+    is_narrow = any(state.is_narrow for state in states)
+    noise = rounding_noise(gradient, wide_weight, int(step)) if is_narrow else None
     wide = [state.widened() for state in states]
     for start, end, options in runs:
         part = slice(start, end)
@@ -234,8 +214,4 @@ def _update_chunk(
             if state.is_narrow:
                 state.narrow(values, noise)
             noise = other_noise(noise)
-    return wide_weight, noise if stochastic_rounding else None
-
-
-def _store_weights(weight: Tensor, noise: Tensor | None, place: Tensor) -> None:
-    place.copy_(weight if noise is None else rounded_at_random(weight, noise, place.dtype))
+    return wide_weight

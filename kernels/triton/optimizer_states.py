@@ -23,23 +23,10 @@ def other_noise(noise):
 
 
 @triton.jit
-def rounded_at_random(x, noise, DTYPE: tl.constexpr):
-    """x, float32, in DTYPE: up or down for bfloat16 and float16, so that the mean is exact."""
-    bits = x.to(tl.uint32, bitcast=True)
-    if tl.bfloat16 == DTYPE:
-        halves = tl.where(x == x, (bits + (noise & 0xFFFF)) >> 16, 0x7FC0)
-        y = halves.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    elif tl.float16 == DTYPE:
-        # Below float16's normal numbers the steps are even, 2^-24 each.
-        is_small = tl.abs(x) < 2.0**-14
-        steps = tl.where(is_small, tl.abs(x), 0.0) * 2.0**24 + (noise & 0x1FFF).to(tl.float32) * 2.0**-13
-        small = steps.to(tl.int32).to(tl.float32) * 2.0**-24
-        signed = small.to(tl.uint32, bitcast=True) | (bits & 0x80000000)
-        rounded = tl.where(is_small, signed, (bits + (noise & 0x1FFF)) & 0xFFFFE000)
-        y = tl.where(x == x, rounded.to(tl.float32, bitcast=True), float("nan")).to(DTYPE)
-    else:
-        y = x.to(DTYPE)
-    return y
+def rounded_at_random(x, noise):
+    """x, float32, in bfloat16: up or down, so that the mean is exact."""
+    halves = tl.where(x == x, (x.to(tl.uint32, bitcast=True) + (noise & 0xFFFF)) >> 16, 0x7FC0)
+    return halves.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -90,5 +77,7 @@ def store_state(S_ptr, at, ok, SCALE_ptr, block, block_ok, x, noise):
             code = tl.where((code == 0) & (y > 0.0), 1, code)
         code = tl.where(is_broken[:, None], 0, code)
         tl.store(S_ptr + at, code.to(S_ptr.dtype.element_ty), mask=ok)
+    elif S_ptr.dtype.element_ty == tl.bfloat16:
+        tl.store(S_ptr + at, rounded_at_random(x, noise), mask=ok)
     else:
-        tl.store(S_ptr + at, rounded_at_random(x, noise, S_ptr.dtype.element_ty), mask=ok)
+        tl.store(S_ptr + at, x, mask=ok)

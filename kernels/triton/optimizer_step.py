@@ -19,7 +19,7 @@ from torch import Tensor
 from ...optimizers.optimizer import MAX_COEFFICIENTS, Optimizer, Options
 from ..optimizer_states import STATE_BLOCK_NUMEL, StoredState, signed_word, step_seed
 from .launch import launch
-from .optimizer_states import load_state, other_noise, rounded_at_random, rounding_noise, store_state
+from .optimizer_states import load_state, other_noise, rounding_noise, store_state
 from .option_runs import OptionRuns, coefficient_table, run_table, stream_of
 
 TILE_BLOCKS = 4  # a tile is 1024 elements: 4 a thread, 16 bytes of float32, or 8 where nothing is as wide
@@ -65,7 +65,7 @@ def _updated(g, w, s, v, c0, c1, c2, c3, c4, c5, c6, c7, RULE: tl.constexpr, HAS
 def _update_tile(
     W_ptr, G_ptr, S_ptr, V_ptr, S_SCALE_ptr, V_SCALE_ptr, OUT_ptr, ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, C_ptr,
     program, end, seed, factor, c0, c1, c2, c3, c4, c5, c6, c7,
-    RULE: tl.constexpr, IS_RANDOM: tl.constexpr, TILE_BLOCKS: tl.constexpr, BLOCK_NUMEL: tl.constexpr,
+    RULE: tl.constexpr, TILE_BLOCKS: tl.constexpr, BLOCK_NUMEL: tl.constexpr,
     NUM_COEFFICIENTS: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The elements from start on: a whole tile, or as many as there are before end."""
@@ -109,15 +109,10 @@ def _update_tile(
         noise = other_noise(noise)
     if V_ptr is not None:
         store_state(V_ptr + start, at, ok, V_SCALE_ptr, at_block, block_ok, v, noise)
-        noise = other_noise(noise)
-    W_TYPE: tl.constexpr = W_ptr.dtype.element_ty
-    stored = rounded_at_random(w, noise, W_TYPE) if IS_RANDOM else w.to(W_TYPE)
+    stored = w.to(W_ptr.dtype.element_ty)
     tl.store(W_ptr + start + at, stored, mask=ok)
     if OUT_ptr is not None:
-        OUT_TYPE: tl.constexpr = OUT_ptr.dtype.element_ty
-        is_wide: tl.constexpr = tl.float32 == W_TYPE
-        out = rounded_at_random(w, noise, OUT_TYPE) if IS_RANDOM and is_wide else stored.to(tl.float32).to(OUT_TYPE)
-        tl.store(OUT_ptr + start + at, out, mask=ok)
+        tl.store(OUT_ptr + start + at, stored.to(tl.float32).to(OUT_ptr.dtype.element_ty), mask=ok)
 
 
 # Numbers that differ between shards and steps: compiled once, not for each that 16 divides.
@@ -126,7 +121,7 @@ def _kernel(
     W_ptr, G_ptr, S_ptr, V_ptr, S_SCALE_ptr, V_SCALE_ptr, OUT_ptr, FACTOR_ptr, SKIP_ptr,
     ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, C_ptr,
     n, seed, factor, c0, c1, c2, c3, c4, c5, c6, c7,
-    RULE: tl.constexpr, IS_RANDOM: tl.constexpr, TILE_BLOCKS: tl.constexpr, BLOCK_NUMEL: tl.constexpr,
+    RULE: tl.constexpr, TILE_BLOCKS: tl.constexpr, BLOCK_NUMEL: tl.constexpr,
     NUM_COEFFICIENTS: tl.constexpr,
 ):  # fmt: skip
     """W, states = RULE(W, factor * G);  OUT = W. Pointers that are None: there is no such state, output or table."""
@@ -144,13 +139,13 @@ def _kernel(
         _update_tile(
             W_ptr, G_ptr, S_ptr, V_ptr, S_SCALE_ptr, V_SCALE_ptr, OUT_ptr, ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, C_ptr,
             program, end, seed, factor, c0, c1, c2, c3, c4, c5, c6, c7,
-            RULE, IS_RANDOM, TILE_BLOCKS, BLOCK_NUMEL, NUM_COEFFICIENTS, True,
+            RULE, TILE_BLOCKS, BLOCK_NUMEL, NUM_COEFFICIENTS, True,
         )  # fmt: skip
     elif start < end:
         _update_tile(
             W_ptr, G_ptr, S_ptr, V_ptr, S_SCALE_ptr, V_SCALE_ptr, OUT_ptr, ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, C_ptr,
             program, end, seed, factor, c0, c1, c2, c3, c4, c5, c6, c7,
-            RULE, IS_RANDOM, TILE_BLOCKS, BLOCK_NUMEL, NUM_COEFFICIENTS, False,
+            RULE, TILE_BLOCKS, BLOCK_NUMEL, NUM_COEFFICIENTS, False,
         )  # fmt: skip
 
 
@@ -164,7 +159,6 @@ def update(
     gradient_scale: float | Tensor,
     out: Tensor | None,
     skip: Tensor | None,
-    stochastic_rounding: bool,
 ) -> None:
     """As `optimizer_step.update_runs`; all contiguous, n at least 1; the gradient is only read."""
     assert optimizer.coefficients is not None, optimizer.name
@@ -191,7 +185,7 @@ def update(
         C_ptr=coefficients,
         n=master.numel(), seed=signed_word(step_seed(step)), factor=1.0 if has_factor else float(gradient_scale),
         **numbers,
-        RULE=optimizer.name, IS_RANDOM=stochastic_rounding, TILE_BLOCKS=TILE_BLOCKS, BLOCK_NUMEL=STATE_BLOCK_NUMEL,
+        RULE=optimizer.name, TILE_BLOCKS=TILE_BLOCKS, BLOCK_NUMEL=STATE_BLOCK_NUMEL,
         NUM_COEFFICIENTS=MAX_COEFFICIENTS,
     )  # fmt: skip
     for tensor in (master, *([] if out is None else [out])):  # a graph that saved them must not use them now

@@ -52,62 +52,25 @@ def test_a_flag_leaves_everything_as_it_is(backend: Backend, dtype: torch.dtype,
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_mean_of_many_roundings_is_the_value(dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_the_mean_of_many_roundings_is_the_value(generator: torch.Generator) -> None:
     """A mean of 4000 has a deviation of at most half a step / sqrt(4000); six of them are allowed."""
-    sizes = 2.0 ** -torch.randint(0, 20, (512,), generator=generator)  # float16: normal numbers and those below
-    values = torch.randn(512, generator=generator) * sizes
+    values = torch.randn(512, generator=generator) * 2.0 ** -torch.randint(0, 20, (512,), generator=generator)
     noise = torch.randint(-(2**31), 2**31, (4000, 512), generator=generator).to(torch.int32)
-    rounded = torch.stack([rounded_at_random(values, one, dtype) for one in noise])
-    assert torch.equal(rounded.to(dtype).float(), rounded)
-    step = torch.finfo(dtype).eps * values.double().abs()
-    step = step.clamp(min=2.0**-24) if dtype == torch.float16 else step
+    rounded = torch.stack([rounded_at_random(values, one) for one in noise])
+    assert torch.equal(rounded.bfloat16().float(), rounded)
+    step = torch.finfo(torch.bfloat16).eps * values.double().abs()
     assert ((rounded.double() - values.double()).abs() <= step).all()
     error = (rounded.double().mean(0) - values.double()).abs()
-    assert (error <= 6 * step / 2 / 4000**0.5 + 2.0**-12 * step).all()  # at most 13 random bits: 2^-13 of a step
+    assert (error <= 6 * step / 2 / 4000**0.5).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_what_the_dtype_has_stays(dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_what_bfloat16_has_stays(generator: torch.Generator) -> None:
     sizes = 2.0 ** -torch.randint(0, 24, (5000,), generator=generator)
-    values = (torch.randn(5000, generator=generator) * sizes).to(dtype).float()
-    values[:4] = torch.tensor([0.0, torch.inf, -torch.inf, torch.finfo(dtype).max])
+    values = (torch.randn(5000, generator=generator) * sizes).bfloat16().float()
+    values[:4] = torch.tensor([0.0, torch.inf, -torch.inf, torch.finfo(torch.bfloat16).max])
     noise = torch.randint(-(2**31), 2**31, (5000,), generator=generator).to(torch.int32)
-    assert torch.equal(rounded_at_random(values, noise, dtype), values)
-    assert rounded_at_random(torch.tensor([torch.nan]), noise[:1], dtype).isnan()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_weights_without_a_wide_copy_take_small_updates(
-    backend: Backend, dtype: torch.dtype, generator: torch.Generator
-) -> None:
-    """8 updates of about an eighth of a step: to nearest none is left, at random all are there in the mean."""
-    rule, options = CASES["sgd"]
-    numel, num_steps, eps = 1000, 8, torch.finfo(dtype).eps
-    options = options | {"lr": eps / 8, "weight_decay": 0.0}
-    start = (1.25 + torch.rand(numel, generator=generator) / 2).to(dtype)
-    gradient = -1.0 - torch.rand(numel, generator=generator)
-    moved = {}
-    for is_random in (False, True):
-        master = start.clone()
-        for number in range(1, num_steps + 1):
-            update_shard(
-                rule, master, gradient.clone(), [], number, options, 1.0, None,
-                stochastic_rounding=is_random, backend=backend,
-            )  # fmt: skip
-        moved[is_random] = float((master.double() - start.double()).mean()) / eps
-    assert moved[False] == 0.0
-    # An update moves by one step or none: a deviation of half a step at most, over 1000 * 8 of them.
-    deviation = 0.5 * num_steps**0.5 / numel**0.5
-    assert moved[True] == pytest.approx(-num_steps / 8 * float(gradient.mean()), abs=6 * deviation)
-
-
-def test_float64_weights_are_not_rounded_at_random() -> None:
-    expected = "optimizer_step: stochastic_rounding needs master weights of at most 32 bits, found torch.float64"
-    wide = torch.ones(3, dtype=torch.float64)
-    with pytest.raises(ValueError, match=expected):
-        update_shard(CASES["sgd"][0], wide, wide, [], 1, CASES["sgd"][1], 1.0, None, stochastic_rounding=True)
+    assert torch.equal(rounded_at_random(values, noise), values)
+    assert rounded_at_random(torch.tensor([torch.nan]), noise[:1]).isnan()
 
 
 def test_tensors_that_do_not_fit_are_errors() -> None:

@@ -95,10 +95,7 @@ def test_padding_stays_zero() -> None:
         master, out = torch.zeros(300), torch.ones(300, dtype=torch.bfloat16)
         states = list(new_states(rule, master, options, torch.int8).values())
         for step in (1, 2):
-            update_shard(
-                rule, master, torch.zeros(300), states, step, options, 1.0, out,
-                stochastic_rounding=True, backend="triton",
-            )  # fmt: skip
+            update_shard(rule, master, torch.zeros(300), states, step, options, 1.0, out, backend="triton")
         assert not master.any() and not out.any(), name
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lowtide.kernels.optimizer_states import new_states, stored_states
 from lowtide.kernels.optimizer_step import update_runs, update_shard
-from lowtide.optimizers.table import OPTIMIZERS
 from tests.kernels.cpu_kernel import CASES, STATE_DTYPES, bits
 
 NUMEL = 1216  # whole vectors of torch's kernels; a tile, and a rest that is no block
@@ -38,7 +37,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="torch has another order of operations"
 )
-@pytest.mark.parametrize("master_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("master_dtype", [torch.float32, torch.float16], ids=str)  # the interpreter truncates bfloat16
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_bits_are_those_of_torch(
@@ -56,10 +55,7 @@ def test_bits_are_those_of_torch(
         master, out = weight.clone(), torch.full((NUMEL,), torch.nan, dtype=torch.float16)
         states = list(new_states(rule, master, options, state_dtype).values())
         for step, gradient in enumerate(gradients, start=1):
-            update_runs(
-                rule, master, gradient.clone(), states, step, runs, 0.5, out,
-                stochastic_rounding=True, backend=backend,
-            )  # fmt: skip
+            update_runs(rule, master, gradient.clone(), states, step, runs, 0.5, out, backend=backend)
         results.append([master, out, *states])
     assert_same(*results)
 
@@ -89,28 +85,6 @@ def test_states_of_any_size_are_rounded_alike(name: str, state_dtype: torch.dtyp
     assert_same([found[0].nan_to_num(0.0)], [expected[0].nan_to_num(0.0)])
 
 
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_weights_of_any_size_are_rounded_alike(out_dtype: torch.dtype, generator: torch.Generator) -> None:
-    """With learning rate 0 the weights stay, and only their cast is random."""
-    rule, options = CASES["sgd"]
-    options = options | {"lr": 0.0, "weight_decay": 0.0}
-    weight = torch.randn(3000, generator=generator) * 2.0 ** -torch.randint(0, 140, (3000,), generator=generator)
-    weight[:1000] *= 2.0**12
-    weight[weight == 0.0] = 1.0  # -0 may become 0
-    weight[1] = torch.nan
-    gradient = torch.randn(3000, generator=generator)
-    results = []
-    for backend in ("triton", "reference"):
-        master, out = weight.clone(), torch.full((3000,), torch.nan, dtype=out_dtype)
-        update_shard(
-            rule, master, gradient.clone(), [], 1, options, 1.0, out, stochastic_rounding=True, backend=backend
-        )
-        assert torch.equal(master.nan_to_num(0.0), weight.nan_to_num(0.0))
-        assert out[1].isnan() and out[1:2].isnan().sum() == out.isnan().sum()
-        results.append(out.nan_to_num(0.0))
-    assert_same([results[0]], [results[1]])
-
-
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 def test_where_a_shard_is_cut(state_dtype: torch.dtype, generator: torch.Generator) -> None:
     rule, options = CASES["adamw"]
@@ -125,19 +99,7 @@ def test_where_a_shard_is_cut(state_dtype: torch.dtype, generator: torch.Generat
                 tensors = [t for part in parts for t in (part.payload, part.scale) if t is not None]
                 update_shard(
                     rule, master[start:end], gradient[start:end], tensors, step, options, 1 / 3, out[start:end],
-                    stochastic_rounding=True, backend="triton",
+                    backend="triton",
                 )  # fmt: skip
         shards.append([master, out, *(state.widened() for state in states)])
     assert_same(*shards)
-
-
-def test_random_bits_of_weights_and_states_are_not_alike(generator: torch.Generator) -> None:
-    """Of weights and gradients in the middle between two neighbours, half go the same way, up or down."""
-    rule, options = OPTIMIZERS["sgd"], CASES["sgd with momentum"][1] | MOMENTUM
-    low = [torch.randn(3000, generator=generator).abs().bfloat16().float() for _ in range(2)]
-    weight, gradient = ((one.view(torch.int32) + 0x8000).view(torch.float32) for one in low)
-    buffer, out = torch.zeros(3000, dtype=torch.bfloat16), torch.zeros(3000, dtype=torch.bfloat16)
-    update_shard(rule, weight, gradient, [buffer], 1, options, 1.0, out, stochastic_rounding=True, backend="triton")
-    went_up = [stored.float() > below for stored, below in zip((out, buffer), low, strict=True)]
-    for up in (*went_up, went_up[0] == went_up[1]):
-        assert abs(int(up.sum()) - 1500) < 6 * 27.4  # six deviations of 3000 throws of a coin

@@ -63,7 +63,7 @@ def test_one_set_of_options_needs_no_table() -> None:
         ([(10, options), (5000, options | {"lr": 1.0})], True),
     ):
         with recorded_launches() as launches:
-            optimizer_step.update(rule, master, master, stored_states(states), 1, runs, 1.0, None, None, False)
+            optimizer_step.update(rule, master, master, stored_states(states), 1, runs, 1.0, None, None)
         assert [launch.grid for launch in launches] == [(5,)]
         assert (launches[0].args["C_ptr"] is not None) == has_table
         assert not launches[0].enable_fp_fusion  # the bits of the other tiers: products are rounded

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from importlib.metadata import distribution
 from pathlib import Path
 
 import psutil
@@ -84,19 +83,6 @@ def test_a_port_that_is_taken_on_another_host_does_not_matter(hosts: Network, tm
         result = HostsJob(hosts, tmp_path, STARTED, *TWO_BY_TWO, "--master-port", "29577").finish()
         owner.stdin.close()
     assert result.status == 0, result
-
-
-def test_another_version_of_torch_is_refused_by_the_preflight(hosts: Network, tmp_path: Path) -> None:
-    torch = distribution("torch")
-    metadata = Path(str(torch.locate_file(f"torch-{torch.version}.dist-info"))) / "METADATA"
-    text = metadata.read_text(encoding="utf-8").replace(f"Version: {torch.version}", "Version: 2.11.0", 1)
-    with hosts["n2"].other_file(metadata, text):
-        result = refused(hosts, tmp_path, *TWO_BY_TWO)
-        assert "2.11.0" in result.err and torch.version in result.err and "n2" in result.err
-        table = [line for line in result.err.splitlines() if "n1" in line or "n2" in line]
-        assert any("2.11.0" in line for line in table)
-        job = HostsJob(hosts, tmp_path, STARTED, *TWO_BY_TWO, "--no-preflight")
-        assert job.finish().status == 0
 
 
 def test_a_folder_that_is_missing_on_one_host_is_told(hosts: Network, tmp_path: Path) -> None:

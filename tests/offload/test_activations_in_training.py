@@ -111,8 +111,7 @@ def test_one_rank_trains_the_same(ranks: RankPool, in_file: bool, tmp_path: Path
     assert ranks(1, differences, cases_on(""), str(tmp_path) if in_file else None) == [[]]
 
 
-@pytest.mark.parametrize("in_file", [False, True])
-@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
+@pytest.mark.parametrize(("route", "in_file"), [("shared_memory", True), ("sockets", False)])
 def test_two_ranks_train_the_same(ranks: RankPool, route: str, in_file: bool, tmp_path: Path) -> None:
     assert ranks(2, differences, cases_on(route), str(tmp_path) if in_file else None) == [[], []]
 

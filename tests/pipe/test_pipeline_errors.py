@@ -109,19 +109,9 @@ class Broken(nn.Module):
         return x[:, :5] if self.calls == 3 and self.how == "shrinks" else x
 
 
-class Net(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Broken("works"), Broken("works"), Broken(how), Broken("works")])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
-
-
 def train_broken(how: str, timeout_seconds: float) -> tuple[str, float]:
-    engine = lowtide.initialize(Net(how), CONFIG | {"communication": {"timeout_seconds": timeout_seconds}})
+    model = models.Chain(Broken("works"), Broken("works"), Broken(how), Broken("works"))
+    engine = lowtide.initialize(model, CONFIG | {"communication": {"timeout_seconds": timeout_seconds}})
     started = time.monotonic()
     return text_of(lambda: engine.train_step(torch.ones(8, 8))), time.monotonic() - started
 

@@ -74,19 +74,23 @@ def copy_tree(tests: Path, folder: Path) -> Path:
     return tree
 
 
-def is_caught(tree: Path, arguments: Sequence[str], seconds: float) -> bool:
-    """Whether a test fails, or all of them take longer than so many seconds."""
+def failing(tree: Path, arguments: Sequence[str], seconds: float) -> str:
+    """The test that fails first; "a hang" where all of them take longer than so many seconds; empty where none does."""
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", *arguments]
     process = subprocess.Popen(
-        command, cwd=tree, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
     try:
-        return process.wait(seconds) not in (0, 4, 5)  # 4 and 5: these tests have none of this name
+        output = process.communicate(timeout=seconds)[0].decode(errors="replace")
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        return True
+        process.communicate()
+        return "a hang"
+    if process.returncode in (0, 4, 5):  # 4 and 5: these tests have none of this name
+        return ""
+    told = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return told[0].split(" - ")[0] if told else f"pytest left with {process.returncode}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,11 +116,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 path.write_text(source.replace(fault.before, fault.after))
                 quick = [law for law in laws if law.startswith(f"tests/{fault.folder}/")]
                 asked = [quick] if given.laws else [quick, *ASKED[fault.folder]]
-                by = next((" ".join(one[:3]) for one in asked if is_caught(tree, one, given.seconds)), "")
+                by = next(filter(None, (failing(tree, one, given.seconds) for one in asked)), "")
                 path.write_text(source)
                 found = "caught" if by else "missed"
             counts[found] += 1
-            print(f"{found} in {time.monotonic() - started:.0f} s {by}: {fault}", flush=True)
+            print(f"{found} in {time.monotonic() - started:.0f} s: {fault}\n  {by}", flush=True)
     print(", ".join(f"{count} {name}" for name, count in counts.items()))
     return int(counts["caught"] < len(chosen))
 

@@ -67,6 +67,38 @@ class Mlp(nn.Module):
         return functional.mse_loss(self.last(x), y)
 
 
+class Chain(nn.Module):
+    """Blocks one after the other; the mean square of what comes out is the loss."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.float().square().mean()
+
+
+class Explodes(nn.Module):
+    """Its gradient is not finite where `factor` is 2."""
+
+    factor = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().sum() * torch.where((x.detach() * 0 + self.factor) > 1, torch.inf, 1.0).mean()
+
+
+def linear_chain(width: int, count: int) -> Chain:
+    return Chain(*(nn.Linear(width, width) for _ in range(count)))
+
+
 def tiny_gpt() -> nn.Module:
     return TinyGPT()
 

@@ -1,14 +1,11 @@
 """A comparison's numbers: a ratio is of one round, a time is a median, and losses that differ fail."""
 
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 Helper = Callable[[str], ModuleType]
 
@@ -73,23 +70,3 @@ def test_peaks_of_ranks_become_the_largest_and_warm_up_is_left_out(helper: Helpe
     ]
     found = helper("_job")._gathered(ranks, 1, 7.5)
     assert found == helper("_job").JobResult([3.0, 4.5], [2.0], 3, 2, 0, 7.5)
-
-
-def test_the_table_and_the_files_say_what_was_found(helper: Helper, row: Callable[..., Any], tmp_path: Path) -> None:
-    ours, ddp = row("lowtide-3", {0: [1.0], 1: [3.0]}), row("ddp", {0: [2.0], 1: [2.0]})
-    ours.memory["exact"] = helper("_job").JobResult([5.0, 4.0], [1.0], peak_bytes=3 << 20, baseline_bytes=2 << 20)
-    ddp.failure = "memory exact: rank 0 ended with status 1: no output"
-    found = comparison_of(helper, ddp, ours)
-    console = Console(width=140, record=True)
-    console.print(helper("_report").make_table(found, ["exact"]))
-    lines = {
-        line.split("│")[1].strip(): line.split("│")[2:] for line in console.export_text().splitlines() if "│" in line
-    }
-    assert [cell.strip() for cell in lines["lowtide stage 3"]][:5] == ["2.000", "1.00 (0.50-1.50)", "-", "3", "-"]
-    assert lines["DDP FAILED"][3].strip() == "-"
-    assert helper("_conclusion").conclude(console, found.rows, found.as_dict(), tmp_path / "found.json") == 1
-    assert console.export_text().strip() == "ddp FAILED: memory exact: rank 0 ended with status 1: no output"
-    read = json.loads((tmp_path / "found.json").read_text())
-    assert read["contenders"][1]["ratios_to_ddp"] == [0.5, 1.5] and read["baseline_bytes"] == 2 << 20
-    helper("_report").write_chart(found, ["exact"], tmp_path / "found.png")
-    assert (tmp_path / "found.png").stat().st_size > 0

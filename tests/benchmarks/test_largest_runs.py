@@ -84,20 +84,6 @@ def test_a_contender_that_fails_is_left_out_and_told(largest: ModuleType, tmp_pa
     }
 
 
-def test_the_table_tells_the_cap_from_what_was_found(largest: ModuleType, tmp_path: Path) -> None:
-    found, _ = run(largest, "--max-layers 20 --size tiny", [*MIB_OF_A_LAYER, "lowtide-2"])
-    said = io.StringIO()
-    console = Console(file=said, width=200)
-    console.print(largest.make_table(found))
-    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in said.getvalue().splitlines()]
-    rows = {line[0]: line[1:] for line in cells if line}
-    assert rows["DDP"] == ["9", "0.5 M", "1.00", "190", "711", "711"]
-    assert rows["FSDP2"] == [">= 20", ">= 1.0 M", "2.13", "170", "320", "711"]
-    assert rows["lowtide stage 2 FAILED"] == ["-"] * 6
-    largest.write_chart(found, tmp_path / "found.png")
-    assert (tmp_path / "found.png").stat().st_size > 0
-
-
 def test_a_budget_that_is_too_small_for_one_layer_is_told(largest: ModuleType) -> None:
     found, _ = run(largest, "--budget-mib 25", ["ddp", "fsdp2", "lowtide-3"])
     assert layers_of(found) == [None, 1, 1] and found.peer.contender.name == "fsdp2"

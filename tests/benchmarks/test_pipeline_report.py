@@ -1,14 +1,11 @@
 """A comparison of pipelines: makespans and bubbles of what was done when, ratios, and losses that differ."""
 
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 Helper = Callable[[str], ModuleType]
 
@@ -110,24 +107,3 @@ def test_every_block_is_in_one_stage_and_every_stage_on_one_rank(
     assert contender.blocks_of_stages(ranks, blocks) == counts
     held = [block for stage in range(len(counts)) for block in contender.blocks_of_stage(stage, ranks, blocks)]
     assert held == list(range(blocks))
-
-
-def test_tables_and_files_say_what_was_found(
-    helper: Helper, row: Callable[..., Any], result: Callable[..., Any], tmp_path: Path
-) -> None:
-    report = helper("_pipeline_report")
-    ours, torch_row = row("1f1b", 2, {0: [1.0]}), row("torch-1f1b", 2, {0: [2.0]})
-    ours.timed[0] = result([1.0], timelines=[TIMELINE])
-    ours.memory, torch_row.memory = result([1.0], peak_bytes=3 << 20), result([1.0], peak_bytes=4 << 20)
-    rows = [torch_row, ours]
-    console = Console(width=180, record=True)
-    console.print(report.work_table(rows, "work"), report.sleep_table(rows, "sleep"))
-    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in console.export_text().splitlines()]
-    work, sleep = (line for line in cells if "1f1b" in line)
-    assert work == ["2", "1f1b", "1.000", "0.50", "3", "0.75", "0e+00"]
-    assert sleep[2:8] == ["5000", "6000", "1.200", "25.0%", "25.0%", "50.0%"]
-    assert sleep[8:] == ["+25.0", "-20.0%", "2000", "1000"]
-    read = json.loads(json.dumps(report.as_dict(rows, {"title": "work"})))
-    assert read["contenders"][1]["ratios"] == [0.5]
-    report.write_timelines(rows, "sleep", tmp_path / "found.png")
-    assert (tmp_path / "found.png").stat().st_size > 0

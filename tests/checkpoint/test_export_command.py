@@ -9,17 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-import lowtide
 from lowtide.bin.main import main
 from lowtide.checkpoint.index import RankIndex
 from lowtide.checkpoint.names import data_name, index_name
 from tests.checkpoint.making import resign, write
 from tests.engine.plain_weights import differences, engine_of, export, load_weights, saved_once
-from tests.engine.test_hugging_face import MODELS, batch_of, config_of
 from tests.ranks import RankPool
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 BF16 = {"bf16": {"enabled": True}}
@@ -98,29 +95,6 @@ def test_load_weights_takes_a_checkpoint_too(ranks: RankPool, tmp_path: Path, na
     first = ranks(2, save, str(tmp_path), {})[0]
     expected = loaded(tmp_path / "own") if name == "." else saved_once(first)
     assert differences(saved_once(ranks(3, load, str(tmp_path / name))[0]), expected) == []
-
-
-def save_hugging_face(name: str, folder: str) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    engine = lowtide.initialize(MODELS[name](), config_of(3, "auto") | BF16)
-    engine.train_step(batch_of(name, torch.Generator().manual_seed(engine.rank)))
-    engine.save_checkpoint(folder)
-    state = engine.state_dict()
-    engine.close()
-    return state
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", None])
-def test_from_pretrained_loads_it(ranks: RankPool, tmp_path: Path, name: str, dtype: str | None) -> None:
-    state = ranks(2, save_hugging_face, name, str(tmp_path))[0]
-    options = [] if dtype is None else ["--dtype", dtype]
-    assert main(["export", str(tmp_path), str(tmp_path / "out"), *options]) == 0
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert found.dtype == (torch.float16 if dtype == "fp16" else torch.bfloat16)
-    assert type(found) is type(MODELS[name]()) and found.generation_config is not None
-    if dtype != "fp16":
-        assert differences(dict(found.state_dict()), state) == []
 
 
 # -- errors ---------------------------------------------------------------------------------------------------------

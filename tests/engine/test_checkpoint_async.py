@@ -194,18 +194,14 @@ config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "adamw"}, "
 engine = lowtide.initialize(mlp(), config)
 engine.train_step(vector_batch(0, 4))
 engine.save_checkpoint("checkpoints")
-ENDING
+if engine.rank == 0:
+    sys.exit(0)  # the other falls off its end
 """
-ENDINGS = {"falls off its end": "", "exits": "sys.exit(0)"}
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_a_script_that_ends_right_after_a_save_completes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
-) -> None:
+def test_a_script_that_ends_right_after_a_save_completes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    source = SCRIPT.replace("ENDING", ENDINGS[ending])
-    status, out, err = Job(tmp_path, source, "--nproc", "2").finish(60)
+    status, out, err = Job(tmp_path, SCRIPT, "--nproc", "2").finish(60)
     assert status == 0, out + err
     target = CheckpointFolder(tmp_path / "checkpoints")
     assert target.latest() == "global_step1" and target.unfinished() == []

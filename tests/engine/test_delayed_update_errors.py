@@ -9,12 +9,13 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import lowtide
 from lowtide.engine.errors import NonFiniteGradientError
 from lowtide.offload import FileStore, OffloadError
 from tests.engine.delaying import MLP, OWN, Sgd, start, take_steps
+from tests.models import Explodes
 from tests.ranks import RankPool
 from tests.zero.test_delayed_update import delayed
 from tests.zero.training import ADAMW, Case, share_of
@@ -142,21 +143,6 @@ def test_a_failure_that_a_load_makes_void_is_logged(
         TOLD.replace("update 2", "update 1").replace("rank 1", "rank 0")
     ]
     engine.close()
-
-
-class Explodes(nn.Module):
-    """Its gradient is not finite where the factor is 2."""
-
-    factor = 0.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().sum() * torch.where((x.detach() * 0 + self.factor) > 1, torch.inf, 1.0).mean()
 
 
 def values_after_a_bad_step(config: dict[str, Any], is_bad: bool) -> dict[str, Tensor]:

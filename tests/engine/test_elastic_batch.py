@@ -1,17 +1,11 @@
 """A job that goes on with other ranks than it began with keeps its global batch, or says why it cannot."""
 
-import logging
-import os
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
-import lowtide
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.config.elastic import first_world_size
-from tests.ranks import RankPool
 
 TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 IN_BACKWARD = {"zero_optimization": {"update_in_backward": True}}
@@ -216,66 +210,3 @@ def test_a_variable_without_a_number_of_ranks_is_an_error(text: str) -> None:
         "LOWTIDE_FIRST_WORLD_SIZE: expected the number of ranks of the first attempt, at least 1, found "
         f'"{text}"; `lowtide launch` sets it for every rank, leave it out elsewhere'
     )
-
-
-class Regression(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(7, 7) for _ in range(3)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = (self.layers(x) - x.roll(1, 1)).square().mean()
-        return loss
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
-def losses_and_lines(first: int) -> tuple[list[float], list[str]]:
-    """Four steps on 24 rows each, and what the engine says of the batch."""
-    config = {
-        MICRO: 3,
-        ACCUMULATION: 2,
-        "zero_optimization": {"stage": 3},
-        "optimizer": {"type": "adamw", "params": {"lr": 0.01}},
-        "seed": 0,
-        "steps_per_print": 0,
-    }
-    logger, lines = logging.getLogger("lowtide"), Lines()
-    level = logger.level
-    world_size = torch.distributed.get_world_size()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "WORLD_SIZE", str(world_size))
-        patch.setitem(os.environ, "LOWTIDE_FIRST_WORLD_SIZE", str(first))
-        logger.addHandler(lines)
-        logger.setLevel(logging.INFO)
-        try:
-            with lowtide.initialize(Regression, config) as engine:
-                assert engine.config.train_batch_size == 24
-                share = 24 // engine.data_size
-                rows = torch.randn(4, 24, 7, generator=torch.Generator().manual_seed(1))
-                mine = rows[:, engine.data_rank * share : (engine.data_rank + 1) * share]
-                losses = [engine.train_step(batch).loss.item() for batch in mine]
-        finally:
-            logger.removeHandler(lines)
-            logger.setLevel(level)
-    return losses, [line for line in lines.texts if "train_batch_size" in line]
-
-
-def test_losses_stay_on_fewer_ranks_and_rank_0_says_what_was_chosen(ranks: RankPool) -> None:
-    expected, lines = ranks(4, losses_and_lines, 4)[0]
-    assert lines == []
-    for num_ranks, triple in ((3, "2 x 4 x 3"), (2, "3 x 4 x 2"), (1, "3 x 8 x 1")):
-        results = ranks(num_ranks, losses_and_lines, 4)
-        for losses, _ in results:
-            assert losses == pytest.approx(expected, abs=1e-6)
-        (line,) = results[0][1]
-        assert line.startswith(f"config: train_batch_size: stays 24 on {num_ranks} rank")
-        assert line.endswith(f"is now {triple}, was 3 x 2 x 4")
-        assert all(lines == [] for _, lines in results[1:])

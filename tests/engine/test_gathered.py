@@ -72,7 +72,7 @@ def expected(case: Case, world_size: int) -> tuple[list[float], dict[str, Tensor
     return losses, model.state_dict(), seen
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_changes_reach_every_shard(ranks: RankPool, world_size: int) -> None:
     routes = ROUTES if world_size == 2 else ("auto",)
     cases = [CASE.at(stage, config={"communication": {"route": route}}) for route in routes for stage in STAGES]

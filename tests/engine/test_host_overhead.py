@@ -18,7 +18,7 @@ SCRIPT = """
 
     import lowtide
 
-    WIDTH, NUM_BLOCKS, ROUNDS = 1024, 100, 10
+    WIDTH, NUM_BLOCKS, ROUNDS = 1024, 100, 4
 
 
     class Block(nn.Module):

@@ -13,21 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
+from tests.models import Chain, linear_chain
 from tests.ranks import RankError, RankPool, environment, free_port
 
 ROUTES = ["shared_memory", "sockets"]
 TIMEOUT_SECONDS = 1.5
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
 
 
 def train_until_rank_1_is_lost(stage: int, route: str, how: str) -> tuple[str, str, float]:
@@ -38,7 +28,7 @@ def train_until_rank_1_is_lost(stage: int, route: str, how: str) -> tuple[str, s
         "communication": {"route": route, "timeout_seconds": TIMEOUT_SECONDS if how == "late" else 60},
         "steps_per_print": 0,
     }
-    engine = lowtide.initialize(Net(), config)
+    engine = lowtide.initialize(linear_chain(8, 2), config)
     engine.train_step((torch.ones(2, 8),))
     if dist.get_rank() == 1:
         if how == "dies":
@@ -128,7 +118,8 @@ def test_a_script_that_ends_on_one_rank_is_told_on_the_others(tmp_path: Path) ->
 
 def ask_after_rank_1_has_left() -> str:
     """The error of rank 0 in what is no step, and is made of the backend's own collectives."""
-    engine = lowtide.initialize(Net(), {"optimizer": {"type": "sgd"}, "communication": {"timeout_seconds": 60}})
+    config = {"optimizer": {"type": "sgd"}, "communication": {"timeout_seconds": 60}}
+    engine = lowtide.initialize(linear_chain(8, 2), config)
     if dist.get_rank() == 1:
         engine.close()
         return ""
@@ -144,12 +135,8 @@ def test_a_rank_that_left_is_an_error_outside_of_steps_too(ranks: RankPool) -> N
     assert text.startswith("CollectiveError: rank 0 in a") and "no answer from rank 1 after" in text
 
 
-class OwnOrder(nn.Module):
+class OwnOrder(Chain):
     """Rank 0 uses its blocks in the order of registration, rank 1 the other way round."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks if dist.get_rank() == 0 else reversed(self.blocks):
@@ -164,7 +151,7 @@ def train_in_own_order() -> str:
         "communication": {"route": "sockets", "timeout_seconds": TIMEOUT_SECONDS},
         "steps_per_print": 0,
     }
-    engine = lowtide.initialize(OwnOrder(), config)
+    engine = lowtide.initialize(OwnOrder(*(nn.Linear(8, 8) for _ in range(3))), config)
     try:
         engine.train_step((torch.ones(2, 8),))
     except RuntimeError as error:

@@ -6,24 +6,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import lowtide
+from tests.models import linear_chain
 from tests.ranks import RankPool
 
 ROUTES = ["shared_memory", "sockets"]
 STAGES = [0, 1, 2, 3]
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(40, 40) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x.float().square().mean()
 
 
 def engine_with_fault(stage: int, route: str, value: float, step: int, rank: int, **changes: Any) -> lowtide.Engine:
@@ -37,7 +27,7 @@ def engine_with_fault(stage: int, route: str, value: float, step: int, rank: int
         "steps_per_print": 0,
         **changes,
     }
-    model = Net()
+    model = linear_chain(40, 3)
     engine = lowtide.initialize(model, config)
 
     def spoil(gradient: Tensor) -> Tensor | None:

@@ -15,23 +15,16 @@ import lowtide
 from lowtide.watch.progress import ProgressReader, RankProgress
 from lowtide.watch.stacks import collect_stacks
 from lowtide.watch.waiting import who_waits_for_whom
+from tests.models import Chain
 from tests.ranks import RankPool
 
 BATCH = (torch.ones(2, 8),)
 BLOCKED_SECONDS = 0.15
 
 
-class Net(nn.Module):
+def observed_net(in_block: Callable[[], None] = lambda: None) -> Chain:
     """`in_block` is called in the forward of the last block."""
-
-    def __init__(self, in_block: Callable[[], None] = lambda: None) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([*(nn.Linear(8, 8) for _ in range(3)), Observed(in_block)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
+    return Chain(*(nn.Linear(8, 8) for _ in range(3)), Observed(in_block))
 
 
 class Observed(nn.Linear):
@@ -95,7 +88,9 @@ def late_to(what: str, folder: str, stage: int = 3, route: str = "sockets") -> t
     observer = Observer(folder)
     if what == "start":
         observer.stay_away()
-    engine = lowtide.initialize(Net(observer.when_watching), config(stage, route, gradient_accumulation_steps=2))
+    engine = lowtide.initialize(
+        observed_net(observer.when_watching), config(stage, route, gradient_accumulation_steps=2)
+    )
     engine.train_step([*BATCH])
     if what == "step":
         observer.stay_away()
@@ -172,7 +167,7 @@ def test_what_is_no_step_is_named(ranks: RankPool, tmp_path: Path, what: str, do
 def a_pipeline_that_waits(folder: str) -> str:
     observer = Observer(folder)
     settings = config(0, parallel={"pipeline": 2}, gradient_accumulation_steps=2)
-    engine = lowtide.initialize(Net(observer.when_watching), settings)
+    engine = lowtide.initialize(observed_net(observer.when_watching), settings)
     engine.train_step((torch.ones(2, 8),))
     observer.is_watching = dist.get_rank() == 1
     engine.train_step((torch.ones(2, 8),))
@@ -190,7 +185,7 @@ def test_a_pipeline_names_the_action_and_the_rank(ranks: RankPool, tmp_path: Pat
 def numbers_after_training(folder: str, route: str) -> list[tuple[tuple[int, int], ...]]:
     """What both ranks have counted after three steps, as this rank sees it."""
     observer = Observer(folder)
-    engine = lowtide.initialize(Net(), config(2 if route == "native" else 3, route))
+    engine = lowtide.initialize(observed_net(), config(2 if route == "native" else 3, route))
     for _ in range(3):
         engine.train_step(BATCH)
     dist.barrier()
@@ -208,7 +203,7 @@ def test_all_ranks_count_their_collectives_alike(ranks: RankPool, tmp_path: Path
 
 def after_closing(folder: str) -> str:
     observer = Observer(folder)
-    with lowtide.initialize(Net(), config()) as engine:
+    with lowtide.initialize(observed_net(), config()) as engine:
         engine.train_step(BATCH)
     return str(ProgressReader(observer.paths[0], 0).read()).rpartition(" for ")[0]
 
@@ -221,7 +216,7 @@ def reported_limit(folder: str) -> tuple[float | None, int]:
     observer = Observer(folder)
     settings = config()
     settings["communication"]["step_timeout_seconds"] = 12.5
-    with lowtide.initialize(Net(), settings):
+    with lowtide.initialize(observed_net(), settings):
         found = ProgressReader(observer.paths[0], 0).read()
         assert found is not None
         return found.step_limit_seconds, found.pid - os.getpid()

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import lowtide
 from lowtide.engine.errors import NonFiniteGradientError
 from tests.engine.test_optimizer_offload import assert_pairs_agree
-from tests.models import FEATURES, mlp, tiny_gpt, token_batch, vector_batch
+from tests.models import FEATURES, Explodes, mlp, tiny_gpt, token_batch, vector_batch
 from tests.ranks import RankPool
 from tests.zero.training import ADAMW, Case, Outcome, share_of, train_all
 
@@ -34,9 +34,14 @@ def run_pairs(ranks: RankPool, case: Case, folder: Path, stages: tuple[int, ...]
 
 
 # The norm of tiny_gpt lies between 1 and 4 in these steps: never above 100, always above 0.1, and now and then above 2.
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("clip", [0.0, 100.0, 0.1, "between"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("clip", "place", "precision"),
+    [
+        *((0.0, "cpu", "bf16"), (100.0, "nvme", "fp32")),
+        *((0.1, "cpu", "fp32"), (0.1, "nvme", "bf16")),
+        *(("between", "nvme", "fp32"), ("between", "cpu", "bf16")),
+    ],
+)
 def test_it_is_bitwise_the_plain_step(
     ranks: RankPool, tmp_path: Path, place: str, clip: float | str, precision: str
 ) -> None:
@@ -94,21 +99,6 @@ def test_a_float16_overflow_leaves_everything_as_it_was(ranks: RankPool, tmp_pat
     case = Case(mlp, vector_batch, steps=8, config={"fp16": fp16})
     outcomes = run_pairs(ranks, case, tmp_path, (1, 3), place)
     assert 0 < sum(outcomes[1].skipped) < 8
-
-
-class Explodes(nn.Module):
-    """Its gradient is not finite where the input is 7."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().sum() * torch.where((x.detach() * 0 + self.factor) > 1, torch.inf, 1.0).mean()
-
-    factor = 0.0
 
 
 def values_after_a_bad_step(place: dict[str, Any]) -> bool:

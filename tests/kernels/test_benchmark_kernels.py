@@ -2,8 +2,6 @@
 
 import dataclasses
 import importlib.util
-import io
-import itertools
 import json
 import re
 from collections.abc import Callable
@@ -13,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 import lowtide.kernels.dispatch
 
@@ -31,21 +28,6 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-class FakeClock:
-    """Runs the work, and says that each call took a millisecond more than the one before."""
-
-    def __init__(self) -> None:
-        self.milliseconds = itertools.count(1)
-
-    def run(self, work: Callable[[], object], wait_microseconds: float = 0.0) -> tuple[float, float]:
-        work()
-        return float(next(self.milliseconds)), 7.0
-
-    def peak_bytes(self, work: Callable[[], object]) -> int:
-        work()
-        return 3 * 2**20
 
 
 def with_form(script: ModuleType, name: str, contender: str, form: Callable[[Any], Any]) -> Any:
@@ -108,41 +90,6 @@ def test_peers_compute_the_same(script: ModuleType, peer: str, generator: torch.
         if peer in case.forms:
             errors = script.Checker(problem_of(script, case, case.tiny, generator)).errors(case.forms[peer])
             assert max(errors.values()) <= 1.0, (case.name, errors)
-
-
-def test_passes_are_timed_and_reported(script: ModuleType, tmp_path: Path, generator: torch.Generator) -> None:
-    findings = script.Findings({"title": "a machine"}, [], [], copy_bandwidth=1e9)
-
-    def failing(inputs: Any) -> Any:
-        raise ZeroDivisionError("no such peer")
-
-    case = dataclasses.replace(with_form(script, "rms_norm", "liger", failing), sizes=((5, 123),))
-    problem = problem_of(script, case, (5, 123), generator)
-    script.run_problem(findings, problem, ("lowtide", "torch", "liger"), FakeClock(), rounds=4)
-    losses = problem_of(script, script.CASES["cross_entropy"], (7, 300), generator)
-    script.run_problem(findings, losses, ("lowtide",), FakeClock(), rounds=1)
-    forward, _, loss, both = findings.rows
-    assert [row.which for row in findings.rows] == ["forward", "backward", "forward", "both"]
-    # After three untimed calls each, 7 to 14: ours first, then second, and so on.
-    assert forward.ours.milliseconds == [7.0, 10.0, 11.0, 14.0]
-    assert forward.measured["torch"].milliseconds == [8.0, 9.0, 12.0, 13.0]
-    assert forward.fastest_peer == "torch" and forward.measured["liger"].failure == "ZeroDivisionError: no such peer"
-    assert forward.ratio("torch") == pytest.approx((11 / 12 + 14 / 13) / 2)
-    assert forward.moved_bytes == 4 * (2 * 5 * 123 + 123 + 5)
-    assert forward.bandwidth == pytest.approx(forward.moved_bytes / 10.5e-3)
-    assert both.moved_bytes == 3 * 4 * 7 * 300 + 2 * 8 * 7
-    assert loss.fastest_peer is None
-    missed = findings.missed_aims
-    assert f"rms_norm 5 x 123 float32 forward: {forward.bandwidth / 1e9:.0%} of copy bandwidth" in missed
-    assert not any("cross_entropy" in line for line in missed)  # not at its largest size
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(script.make_table(findings, ["torch", "liger"]))
-    line = next(line for line in console.export_text().splitlines() if "forward" in line)
-    assert "10.5000" in line and "failed" in line and " 3 " in line
-    findings.write_json(tmp_path / "found.json")
-    assert len(json.loads((tmp_path / "found.json").read_text())["rows"]) == 4
-    script.write_chart(findings, tmp_path / "found.png")
-    assert (tmp_path / "found.png").stat().st_size > 0
 
 
 def test_what_cannot_be_run_is_said(

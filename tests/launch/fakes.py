@@ -45,11 +45,11 @@ if sys.argv[1:] == ["--version"]:
     sys.exit()
 words = sys.argv[1:]
 hosts = [entry.split(":")[0] for entry in words[words.index("--host") + 1].split(",")]
-assert words[words.index("-x") + 1] == "LOWTIDE_TOKEN"
+passed = {name: os.environ[name] for name in ("PATH", "HOME", words[words.index("-x") + 1])}  # nothing else travels
 start = words.index(sys.executable)
 tasks = []
 for index, host in enumerate(hosts):
-    environ = {**os.environ, "OMPI_COMM_WORLD_RANK": str(index), "LSB_HOSTNAME": host, "FAKE_HOST": host}
+    environ = {**passed, "OMPI_COMM_WORLD_RANK": str(index), "LSB_HOSTNAME": host, "FAKE_HOST": host}
     tasks.append(subprocess.Popen(words[start:], env=environ))
 sys.exit(max(task.wait() for task in tasks))
 """

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 LAUNCH = [sys.executable, "-c", "import sys; from lowtide.bin.main import main; sys.exit(main())", "launch"]
+START_SECONDS = 60.0  # on a machine that is busy with other things, ranks that import torch take their time
 
 
 class Job:
@@ -41,15 +42,21 @@ class Job:
 
     def finish(self, timeout: float = 30) -> tuple[int, str, str]:
         """Exit status, stdout and stderr; no process of the job is left."""
-        out, err = self.process.communicate(timeout=timeout)
+        try:
+            out, err = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self._end()
+            raise
         assert self.survivors() == []
         return self.process.returncode, out, err
 
     def wait_for_files(self, *names: str) -> None:
         """Returns when the ranks have made all these files."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + START_SECONDS
         while not all((self.folder / name).exists() for name in names):
-            assert time.monotonic() < deadline and self.process.poll() is None, f"no {names}"
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                self._end()
+                raise AssertionError(f"no {names}")
             time.sleep(0.02)
 
     def survivors(self, wait: float = 0.0) -> list[psutil.Process]:
@@ -60,6 +67,11 @@ class Job:
             if not found or time.monotonic() >= deadline:
                 return found
             time.sleep(0.05)
+
+    def _end(self) -> None:
+        """So that a test that fails leaves no ranks that train on; they end with their launcher."""
+        self.process.kill()
+        self.process.communicate()
 
     def _is_ours(self, process: psutil.Process) -> bool:
         try:

@@ -5,7 +5,6 @@ import signal
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.launch import fakes
 from tests.launch.jobs import Job
@@ -79,32 +78,6 @@ def test_a_rank_is_killed(tmp_path: Path) -> None:
     ranks(job)[1].kill()
     status, _, err = job.finish(timeout=SECONDS)
     assert status == 128 + signal.SIGKILL and "rank 1 of 2" in err and "was ended by SIGKILL" in err
-
-
-def test_ranks_that_ignore_sigterm_are_gone_in_time_too(tmp_path: Path) -> None:
-    job = Job(tmp_path, "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPS, "--nproc", "2")
-    job.wait_for_files("ready0", "ready1")
-    ranks(job)[0].kill()
-    assert job.finish(timeout=SECONDS)[0] == 128 + signal.SIGKILL
-
-
-@pytest.mark.parametrize("who", ["launcher", "agent", "guard", "rank"])
-def test_one_of_two_hosts_reached_by_ssh(tmp_path: Path, who: str) -> None:
-    variables = fakes.install(tmp_path / "bin", "ssh", fakes.SSH)
-    options = ("--hosts", "a:1,b:1", "--transport", "ssh", "--no-preflight")
-    job = started(tmp_path, *options, variables=variables)
-    victim = {
-        "launcher": lambda: psutil.Process(job.process.pid),
-        "agent": lambda: agents(job)[1],
-        "guard": lambda: guards(job)[1],
-        "rank": lambda: ranks(job)[1],
-    }[who]()
-    victim.kill()
-    _, err = job.process.communicate(timeout=SECONDS)
-    assert job.survivors(wait=SECONDS) == []
-    status = {"launcher": -signal.SIGKILL, "rank": 128 + signal.SIGKILL}.get(who, 1)
-    assert job.process.returncode == status
-    assert who == "launcher" or "host b" in err or "host a" in err
 
 
 def test_a_host_that_is_silent_is_lost(tmp_path: Path) -> None:

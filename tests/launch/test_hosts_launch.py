@@ -1,14 +1,11 @@
 """One command on one host, ranks on two others: where they run, what they are given, and what they print."""
 
 import json
-import signal
 from pathlib import Path
-
-import pytest
 
 from tests.launch.hosts_job import HostsJob
 from tests.launch.jobs import LAUNCH
-from tests.launch.network import GREETING, Network
+from tests.launch.network import Network
 
 TWO_BY_TWO = ("--hosts", "n1:2,n2:2")
 
@@ -22,27 +19,6 @@ told["stdin"] = os.read(0, 10).decode()
 with open(f"told{os.environ['RANK']}.json", "w") as file:
     json.dump(told, file)
 print("rank", os.environ["RANK"], "was here")
-"""
-TRICKY = {
-    "SPACES": "  two  words ",
-    "QUOTES": """ "double" 'single' `back` $HOME \\ """,
-    "LINES": "first\nsecond\n\n",
-    "UMLAUT": "größer ≥ €",
-    "EMPTY": "",
-    "OPTION": "--hosts=n9 -o ProxyCommand=false; true",
-}
-# Ready, it waits for SIGINT or SIGTERM, and says which one came.
-ASK = """
-import os, pathlib, signal, sys, time
-rank = os.environ["RANK"]
-def stop(number, frame):
-    pathlib.Path(f"stopped{rank}").write_text(signal.Signals(number).name)
-    sys.exit(0)
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, stop)
-pathlib.Path(f"ready{rank}").touch()
-while True:
-    time.sleep(0.1)
 """
 
 
@@ -64,26 +40,6 @@ def test_ranks_run_where_they_are_told_to_and_know_each_other(hosts: Network, tm
     assert {rank["GLOO_SOCKET_IFNAME"] for rank in found} == {"eth0"}  # not that of 127.0.1.1, and not docker0
 
 
-def test_what_ranks_print_says_who_printed_it(hosts: Network, tmp_path: Path) -> None:
-    result = HostsJob(hosts, tmp_path, TELL, *TWO_BY_TWO).finish()
-    assert "rank 0 was here" in result.out
-    for rank, host in ((1, "n1"), (2, "n2"), (3, "n2")):
-        assert f"[{host} rank {rank}] rank {rank} was here" in (result.out + result.err).replace(":", " "), result
-    for name in ("n1", "n2"):  # what the remote shell said first was taken for what it is
-        assert GREETING.format(name=name) in result.out + result.err
-
-
-def test_values_of_the_environment_arrive_unchanged(hosts: Network, tmp_path: Path) -> None:
-    pairs = [part for name, value in TRICKY.items() for part in ("--env", f"{name}={value}")]
-    arguments = ["", "a b", "it's", '"', "line\nline", "--nproc", "$HOME"]
-    source = TELL + "import sys\njson.dump(sys.argv[1:], open(f\"arguments{os.environ['RANK']}.json\", 'w'))"
-    result = HostsJob(hosts, tmp_path, source, *TWO_BY_TWO, *pairs, arguments=arguments).finish()
-    assert result.status == 0, result
-    for rank in range(4):
-        assert {name: told(tmp_path, rank)[name] for name in TRICKY} == TRICKY
-        assert json.loads((tmp_path / f"arguments{rank}.json").read_text()) == arguments
-
-
 def test_the_launcher_may_stand_on_one_of_the_hosts(hosts: Network, tmp_path: Path) -> None:
     (tmp_path / "hosts.txt").write_text("# two of them\nn1 slots=2\nn2 slots=1\n")
     result = HostsJob(hosts, tmp_path, TELL, "--hostfile", str(tmp_path / "hosts.txt"), at="n1").finish()
@@ -100,17 +56,6 @@ def test_each_host_keeps_the_files_of_its_own_ranks(hosts: Network, tmp_path: Pa
         assert hosts["n2"].run("ls", str(logs)).split() == ["rank2.log", "rank3.log"]
         assert hosts["n2"].run("cat", str(logs / "rank3.log")) == "rank 3 was here\n"
     assert list(logs.iterdir()) == []
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_reaches_all_ranks_of_all_hosts(hosts: Network, tmp_path: Path, number: signal.Signals) -> None:
-    job = HostsJob(hosts, tmp_path, ASK, *TWO_BY_TWO)
-    job.wait_for_files(*[f"ready{rank}" for rank in range(4)])
-    job.send(number)
-    result = job.finish()
-    assert [(tmp_path / f"stopped{rank}").read_text() for rank in range(4)] == [number.name] * 4
-    assert result.status == 0, result
-    job.wait_until_gone()
 
 
 def test_a_command_runs_on_every_host_without_a_job(hosts: Network, tmp_path: Path) -> None:

@@ -1,13 +1,10 @@
-"""Jobs that a resource manager starts: srun and mpirun that really run on several hosts, pods that find each other."""
+"""Jobs whose hosts a resource manager names: those of LSF, and pods that find each other."""
 
 import json
 import signal
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.launch import fake_starter
 from tests.launch.hosts_job import HostsJob
 from tests.launch.network import Network
 
@@ -21,27 +18,7 @@ if "--stay" in sys.argv:
     time.sleep(1000)
 """
 WORDS = "two  words and a\nline"
-SLURM = {
-    "SLURM_JOB_ID": "4711",
-    "SLURM_JOB_NODELIST": "n[1-2]",
-    "SLURM_NNODES": "2",
-    "SLURM_JOB_NUM_NODES": "2",
-    "SLURM_TASKS_PER_NODE": "2(x2)",
-    "SLURM_NTASKS_PER_NODE": "2",
-    "SLURM_NTASKS": "4",
-    "SLURM_TEST_NODES": "n1,n2",
-}
-STARTERS = {"srun": [], "openmpi": ["--transport", "mpirun", "--hosts", "n1:2,n2:2"]}
-STARTERS["hydra"] = STARTERS["openmpi"]
 NAMES = tuple(f"told{rank}" for rank in range(4))
-
-
-def start(hosts: Network, folder: Path, kind: str, *arguments: str) -> HostsJob:
-    """A job in a batch script on n1, the first host of the job."""
-    path = fake_starter.install(kind, folder / "bin")
-    environment = {"PATH": path, "OMPI_ALLOW_RUN_AS_ROOT": "1", **(SLURM if kind == "srun" else {})}
-    options = [*STARTERS[kind], "--env", f"WORDS={WORDS}"]
-    return HostsJob(hosts, folder, WAIT, *options, at="n1", arguments=arguments, environment=environment)
 
 
 def check_places(folder: Path) -> None:
@@ -50,44 +27,6 @@ def check_places(folder: Path) -> None:
         told = json.loads((folder / f"told{rank}").read_text(encoding="utf-8"))
         assert (told["host"], told["LOCAL_RANK"], told["WORLD_SIZE"]) == (f"n{rank // 2 + 1}", str(rank % 2), "4")
         assert told["WORDS"] == WORDS
-
-
-@pytest.mark.parametrize("starter", list(STARTERS))
-def test_a_job_starts_through_it(hosts: Network, tmp_path: Path, starter: str) -> None:
-    job = start(hosts, tmp_path, starter)
-    result = job.finish()
-    assert result.status == 0, result
-    check_places(tmp_path)
-    job.wait_until_gone(1.0)
-
-
-@pytest.mark.parametrize("starter", ["srun", "openmpi"])
-def test_a_killed_launcher_leaves_nothing(hosts: Network, tmp_path: Path, starter: str) -> None:
-    job = start(hosts, tmp_path, starter, "--stay")
-    job.wait_for_files(*NAMES)
-    job.send(signal.SIGKILL)
-    job.wait_until_gone(5.0)
-    assert job.finish().status == 128 + signal.SIGKILL
-
-
-@pytest.mark.parametrize("starter", ["srun", "openmpi"])
-def test_a_killed_rank_ends_all(hosts: Network, tmp_path: Path, starter: str) -> None:
-    job = start(hosts, tmp_path, starter, "--stay")
-    job.wait_for_files(*NAMES)
-    job.rank_process(3).kill()
-    job.wait_until_gone(5.0)
-    result = job.finish()
-    assert result.status == 128 + signal.SIGKILL and "rank 3 of 4 (host n2" in result.err
-
-
-def test_a_starter_that_fails_is_quoted(hosts: Network, tmp_path: Path) -> None:
-    folder = tmp_path / "bin"
-    path = fake_starter.install("srun", folder)
-    (folder / "srun").write_text("#!/bin/sh\necho 'srun: error: Invalid account' >&2\nexit 3\n")
-    environment = {"PATH": path, **SLURM}
-    job = HostsJob(hosts, tmp_path, WAIT, at="n1", environment=environment)
-    result = job.finish(20)
-    assert result.status != 0 and "srun: error: Invalid account" in result.err and "exit status 3" in result.err
 
 
 def test_hosts_of_lsf_are_reached_by_ssh(hosts: Network, tmp_path: Path) -> None:

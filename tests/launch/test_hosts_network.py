@@ -1,6 +1,5 @@
 """The hosts that other tests are made of: real enough to fail as hosts do, and gone when their maker is."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,8 +11,7 @@ import psutil
 import pytest
 
 from tests.launch import network as network_module
-from tests.launch import switch as switch_module
-from tests.launch.network import FOLDER_PREFIX, GREETING, REQUIRED, Network, require_network
+from tests.launch.network import FOLDER_PREFIX, REQUIRED, Network, require_network
 from tests.launch.virtual_host import main_process
 
 # A process that makes hosts of its own, says where their files are, and waits.
@@ -25,22 +23,6 @@ sleeper = network["b"].popen(["sleep", "1000"])
 print(network.folder, flush=True)
 sys.stdin.read()
 """
-
-
-def test_ssh_runs_a_command_on_every_host(hosts: Network) -> None:
-    for name, host in hosts.hosts.items():
-        out = hosts["login"].run("ssh", name, "hostname; echo $HOME; cat /etc/hosts")
-        greeting, hostname, home, *table = out.splitlines()
-        assert (greeting, hostname, home) == (GREETING.format(name=name), name, str(host.home))
-        assert f"127.0.1.1 {name}" in table
-
-
-def test_hosts_share_files_and_not_memory(hosts: Network, tmp_path: Path) -> None:
-    hosts["n1"].run("sh", "-c", f"echo hello >{tmp_path}/file; echo hello >/dev/shm/file")
-    assert hosts["n2"].run("cat", str(tmp_path / "file")) == "hello\n"
-    with pytest.raises(RuntimeError, match="No such file"):
-        hosts["n2"].run("cat", "/dev/shm/file")
-    hosts["n1"].run("rm", "/dev/shm/file")
 
 
 def test_a_cut_host_is_silent_until_it_is_restored(hosts: Network) -> None:
@@ -80,23 +62,6 @@ def test_a_zombie_counts_as_a_process(hosts: Network) -> None:
     assert hosts["n1"].wait_until_idle() == []
 
 
-def test_a_small_disk_is_full_on_its_host_alone(hosts: Network, tmp_path: Path) -> None:
-    write = ["dd", "if=/dev/zero", f"of={tmp_path}/disk/file", "bs=100k", "count=1"]
-    with hosts["n2"].small_disk(tmp_path / "disk"):
-        with pytest.raises(RuntimeError, match="No space left on device"):
-            hosts["n2"].run(*write)
-        hosts["n1"].run(*write)
-    assert (tmp_path / "disk" / "file").stat().st_size == 102400
-
-
-def test_a_file_may_differ_on_one_host(hosts: Network, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("one")
-    with hosts["n2"].other_file(tmp_path / "file", "two"):
-        assert hosts["n2"].run("cat", str(tmp_path / "file")) == "two"
-        assert hosts["n1"].run("cat", str(tmp_path / "file")) == "one"
-    assert hosts["n2"].run("cat", str(tmp_path / "file")) == "one"
-
-
 def test_nothing_outlives_a_maker_that_is_killed(network: Network) -> None:
     maker = subprocess.Popen([sys.executable, "-c", MAKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert maker.stdout is not None and maker.stdin is not None
@@ -123,23 +88,3 @@ def test_a_machine_without_namespaces_skips_and_ci_fails(monkeypatch: pytest.Mon
     monkeypatch.setenv(REQUIRED, "1")
     with pytest.raises(pytest.fail.Exception, match=f"{REQUIRED}=1, but sshd not found"):
         require_network()
-
-
-def test_a_missing_program_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(switch_module, "SYSTEM_PATH", os.devnull)
-    fault = network_module.network_fault.__wrapped__()
-    assert fault is not None and fault.startswith("ip, sshd, ssh, ssh-keygen, unshare")
-    assert fault.endswith("not found; Debian has them in iproute2 mount openssh-client openssh-server util-linux")
-
-
-def test_a_user_who_is_not_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    require_network()
-    monkeypatch.setattr(os, "getuid", lambda: 1000)
-    assert network_module.network_fault.__wrapped__() == "network namespaces with an sshd in each need root"
-
-
-def test_what_the_kernel_does_not_permit_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
-    require_network()
-    refusal = "unshare: unshare failed: Operation not permitted\n"
-    monkeypatch.setattr(network_module, "run", lambda words: subprocess.CompletedProcess(words, 1, "", refusal))
-    assert network_module.network_fault.__wrapped__() == f"namespaces are not permitted here: {refusal.strip()}"

@@ -2,15 +2,12 @@
 
 import sys
 from collections.abc import Sequence
-from importlib.metadata import distribution
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.launch.hosts_job import HostsJob, Result
 from tests.launch.network import Network
-from tests.launch.virtual_host import main_process
 
 TWO_BY_TWO = ("--hosts", "n1:2,n2:2")
 STARTED = "import os, pathlib; pathlib.Path('started' + os.environ['RANK']).touch()"
@@ -66,16 +63,6 @@ def test_a_host_without_this_python_is_named(hosts: Network, tmp_path: Path) -> 
     assert "n2" in result.err and "No such file or directory" in result.err and sys.executable in result.err
 
 
-def test_a_taken_port_is_told_with_its_owner(hosts: Network, tmp_path: Path) -> None:
-    listen = "import socket, sys; s = socket.create_server(('', 29577)); print(flush=True); sys.stdin.read()"
-    with hosts["n1"].popen([sys.executable, "-c", listen], stdin=-1, stdout=-1) as owner:
-        assert owner.stdin is not None and owner.stdout is not None
-        owner.stdout.readline()
-        result = refused(hosts, tmp_path, *TWO_BY_TWO, "--master-port", "29577", besides=[main_process(owner)])
-        owner.stdin.close()
-    assert "n1" in result.err and "port 29577" in result.err and "taken by process" in result.err
-
-
 def test_a_port_that_is_taken_on_another_host_does_not_matter(hosts: Network, tmp_path: Path) -> None:
     listen = "import socket, sys; s = socket.create_server(('10.77.0.3', 29577)); print(flush=True); sys.stdin.read()"
     with hosts["n2"].popen([sys.executable, "-c", listen], stdin=-1, stdout=-1) as owner:
@@ -84,36 +71,3 @@ def test_a_port_that_is_taken_on_another_host_does_not_matter(hosts: Network, tm
         result = HostsJob(hosts, tmp_path, STARTED, *TWO_BY_TWO, "--master-port", "29577").finish()
         owner.stdin.close()
     assert result.status == 0, result
-
-
-def test_another_version_of_torch_is_refused_by_the_preflight(hosts: Network, tmp_path: Path) -> None:
-    torch = distribution("torch")
-    metadata = Path(str(torch.locate_file(f"torch-{torch.version}.dist-info"))) / "METADATA"
-    text = metadata.read_text(encoding="utf-8").replace(f"Version: {torch.version}", "Version: 2.11.0", 1)
-    with hosts["n2"].other_file(metadata, text):
-        result = refused(hosts, tmp_path, *TWO_BY_TWO)
-        assert "2.11.0" in result.err and torch.version in result.err and "n2" in result.err
-        table = [line for line in result.err.splitlines() if "n1" in line or "n2" in line]
-        assert any("2.11.0" in line for line in table)
-        job = HostsJob(hosts, tmp_path, STARTED, *TWO_BY_TWO, "--no-preflight")
-        assert job.finish().status == 0
-
-
-def test_a_folder_that_is_missing_on_one_host_is_told(hosts: Network, tmp_path: Path) -> None:
-    with hosts["n2"].small_disk(tmp_path):
-        result = refused(hosts, tmp_path, *TWO_BY_TWO)
-    assert "n2" in result.err and "script.py" in result.err
-
-
-@pytest.mark.parametrize("kept", ["0", "8k"])
-def test_a_full_disk_for_the_logs_is_told(hosts: Network, tmp_path: Path, kept: str) -> None:
-    logs = tmp_path / "logs"
-    with hosts["n2"].small_disk(logs, "64k"):
-        hosts["n2"].run("sh", "-c", f"dd if=/dev/zero of={logs}/fill bs=1k 2>/dev/null || true")
-        if kept != "0":
-            hosts["n2"].run("truncate", "--size", "48k", str(logs / "fill"))
-        source = STARTED + "\nfor number in range(4000):\n    print('line', number, 'of many')\n"
-        job = HostsJob(hosts, tmp_path, source, *TWO_BY_TWO, "--log-dir", str(logs), "--check-folder", str(logs))
-        result = job.finish()
-    assert "n2" in result.err and str(logs) in result.err and "No space left on device" in result.err
-    assert (result.status != 0) == (kept == "0"), result  # full before the start; or later, and the job goes on

@@ -1,7 +1,6 @@
 """The life of a job: environment, failure of a rank, signals, and that nothing is left behind."""
 
 import json
-import os
 import signal
 import time
 from pathlib import Path
@@ -151,13 +150,3 @@ def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
     assert job.process.poll() is None
     job.process.terminate()
     assert job.finish(timeout=10)[0] == 128 + signal.SIGTERM
-
-
-def test_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
-    source = "import os, pathlib, time\npathlib.Path('ready' + os.environ['RANK']).touch()\ntime.sleep(600)"
-    job = Job(tmp_path, source, "--nproc", "2")
-    job.wait_for_files("ready0", "ready1")
-    assert len(job.survivors()) == 5  # launcher, guard, agent, two ranks
-    os.kill(job.process.pid, signal.SIGKILL)
-    job.process.communicate()
-    assert job.survivors(wait=5) == []

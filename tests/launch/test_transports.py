@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -17,15 +16,14 @@ import pytest
 from lowtide.launch.agent.agent import TOKEN_VARIABLE
 from lowtide.launch.hosts.host import LaunchError
 from lowtide.launch.hosts.plan import HostPlan, RankPlan
-from lowtide.launch.hosts.report import report_host
 from lowtide.launch.transports import mpirun
 from lowtide.launch.transports.link import END_SECONDS, agent_command
 from lowtide.launch.transports.srun import srun_command
 from lowtide.launch.transports.ssh import SshOptions, SshTransport
 from lowtide.launch.wire.handshake import ANSWER_BYTES, LauncherHandshake
 from lowtide.launch.wire.loop import Loop
-from lowtide.launch.wire.messages import Hello, Start, Welcome, encode
 from lowtide.launch.wire.messages import Job as MessageOfJob
+from lowtide.launch.wire.messages import Start, Welcome, encode
 from tests.launch import fakes
 from tests.launch.jobs import Job
 from tests.launch.test_local import SAVES_ON_SIGNAL, WRITES_ENVIRONMENT
@@ -104,14 +102,6 @@ def test_a_program_that_is_not_there_is_named(tmp_path: Path, transport: str, pr
     assert f"expected the program '{program}' on the PATH of this host, found none; install it, load its module" in err
 
 
-WAITS = """
-import os, pathlib, time
-pathlib.Path("../ready" + os.environ["RANK"]).touch()
-while not os.path.exists("../go"):
-    time.sleep(0.01)
-"""
-
-
 def by_hand(folder: Path, source: str, index: int, port: int, *options: str, token: str = "") -> Job:
     """The launcher of one of two hosts that somebody has started."""
     where = ("--num-hosts", "2", "--host-index", str(index), "--meet", f"127.0.0.1:{port}", "--nproc", "1")
@@ -124,17 +114,6 @@ def joined(folder: Path, source: str, *options: str, token: str = "") -> tuple[J
     port = free_port()
     other = by_hand(folder, source, 1, port, *options, token=token)
     return by_hand(folder, source, 0, port, *options, token=token), other
-
-
-def reached(port: int) -> socket.socket:
-    """A connection to a port of this host, as soon as somebody listens there."""
-    deadline = time.monotonic() + 10
-    while True:
-        try:
-            return socket.create_connection(("127.0.0.1", port), 10)
-        except ConnectionRefusedError:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
 
 
 def test_launchers_that_were_started_on_every_host_join(tmp_path: Path) -> None:
@@ -162,35 +141,6 @@ def test_launchers_tell_that_there_is_no_token_and_ranks_never_have_it(tmp_path:
         assert status == 0
         said = "LOWTIDE_TOKEN is not set: whoever reaches 127.0.0.1:" in err
         assert said == (not token)
-
-
-@pytest.fixture
-def closing() -> Iterator[contextlib.ExitStack]:
-    """Closes what a test has opened, also where it fails."""
-    with contextlib.ExitStack() as stack:
-        yield stack
-
-
-def test_strangers_at_the_meeting_port_harm_nothing(tmp_path: Path, closing: contextlib.ExitStack) -> None:
-    port = free_port()
-    first = by_hand(tmp_path, WAITS, 0, port)
-    words = [b"", b"x" * 10_000, encode(Hello(1, ("\x1b[2J",), 1, (), report_host())) + b"\n", b"\x1b[31m\n"]
-    strangers = [closing.enter_context(reached(port)) for _ in range(300)]
-    for number, stranger in enumerate(strangers):
-        with contextlib.suppress(ConnectionError):
-            stranger.sendall(words[number % len(words)])
-    agent = [*agent_command("--connect", f"127.0.0.1:{port}", "--index", "1", "--wait", "0.5")]
-    done = subprocess.run(agent, env={**os.environ, TOKEN_VARIABLE: "wrong"}, capture_output=True, text=True)
-    assert done.returncode == 1 and "is LOWTIDE_TOKEN the same on all hosts?" in done.stderr
-    other = by_hand(tmp_path, WAITS, 1, port)
-    first.wait_for_files("../ready0", "../ready1")
-    with pytest.raises(ConnectionRefusedError):  # all hosts are there: nobody else may come
-        socket.create_connection(("127.0.0.1", port), 10)
-    (tmp_path / "go").touch()
-    status, _, err = first.finish()
-    assert status == 0 and "a connection from 127.0.0.1 was sent away: " in err  # whichever was the first
-    assert "\x1b" not in err and len(err.splitlines()) < 10
-    assert other.finish()[0] == 0
 
 
 def test_an_agent_obeys_nobody_who_listens_at_the_meeting_port_before_the_launcher(tmp_path: Path) -> None:

@@ -27,10 +27,6 @@ PLACES: dict[str, tuple[int, Case]] = {  # name: ranks, case
 }
 
 
-def save_at(case: Case, folder: Path, world_size: int, tag: str) -> Continuation:
-    return save_and_go_on(case, folder, world_size, tag)
-
-
 def load_all(case: Case, folder: Path, world_size: int, tags: list[str]) -> list[Continuation]:
     return [load_and_go_on(case, folder, world_size, tag) for tag in tags]
 
@@ -44,16 +40,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def saved(ranks: RankPool, folder: Path) -> dict[str, Continuation]:
     """What went on without a break, for every place; the tag is its number."""
     return {
-        name: ranks(world_size, save_at, case, folder, world_size, f"place{number}")[0]
+        name: ranks(world_size, save_and_go_on, case, folder, world_size, f"place{number}")[0]
         for number, (name, (world_size, case)) in enumerate(PLACES.items())
     }
 
 
 @pytest.mark.parametrize("name", PLACES)
 def test_every_checkpoint_loads_here(ranks: RankPool, folder: Path, saved: dict[str, Continuation], name: str) -> None:
+    """What was saved here, at the next place, and at the third from here: every pair of places that differ in kind."""
     world_size, case = PLACES[name]
-    tags = [f"place{number}" for number in range(len(PLACES))]
-    for origin, outcome in zip(PLACES, ranks(world_size, load_all, case, folder, world_size, tags)[0], strict=True):
+    here, names = list(PLACES).index(name), [*PLACES, *PLACES]
+    tags = [f"place{(here + step) % len(PLACES)}" for step in (0, 1, 3)]
+    origins = [names[here + step] for step in (0, 1, 3)]
+    for origin, outcome in zip(origins, ranks(world_size, load_all, case, folder, world_size, tags)[0], strict=True):
         before, where = saved[origin], f"saved at {origin}, loaded at {name}"
         assert sorted(outcome.restored) == sorted(before.restored), where
         for tensor, value in before.restored.items():

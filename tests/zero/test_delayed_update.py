@@ -45,8 +45,7 @@ def differences(found: Outcome, expected: Outcome) -> list[str]:
     return (["losses"] if found.losses != expected.losses else []) + names
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("precision", list(DTYPES))
+@pytest.mark.parametrize(("precision", "world_size"), [("bf16", 1), ("fp32", 2), ("bf16", 4)])
 def test_every_stage_and_place_is_bitwise_plain_torch(
     ranks: RankPool, tmp_path: Path, world_size: int, precision: str
 ) -> None:
@@ -103,8 +102,7 @@ def train_with_late_updates(case: Case) -> Outcome:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
+@pytest.mark.parametrize(("place", "route"), [("cpu", "shared_memory"), ("nvme", "sockets")])
 def test_an_update_reads_and_writes_nothing_that_the_next_step_does(
     ranks: RankPool, tmp_path: Path, stage: int, place: str, route: str
 ) -> None:
@@ -157,8 +155,7 @@ def test_all_microbatches_of_a_step_compute_with_the_same_parameters(
         assert differences(outcome, expected) == []
 
 
-@pytest.mark.parametrize("ratio", [0.3, 0.75])
-@pytest.mark.parametrize("precision", list(DTYPES))
+@pytest.mark.parametrize(("ratio", "precision"), [(0.3, "fp32"), (0.75, "bf16")])
 def test_a_part_may_stay_in_memory(ranks: RankPool, tmp_path: Path, ratio: float, precision: str) -> None:
     case = in_precision(Case(wide_384, vector_batch, steps=4), precision)
     expected = train_delayed(case, 2, DTYPES[precision])
@@ -210,7 +207,7 @@ def test_an_optimizer_of_the_caller_s_own_may_be_delayed(ranks: RankPool, tmp_pa
 
 @pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
 def test_narrow_states_agree_at_every_stage_and_place(ranks: RankPool, tmp_path: Path, state_dtype: str) -> None:
-    for kind in ("adamw", "lion", "adagrad"):
+    for kind in ("adamw", "adagrad"):  # two states, and one that only grows
         case = GPT.at(0, config={"optimizer": {"type": kind, "params": {"lr": 1e-3, "state_dtype": state_dtype}}})
         grid = [delayed(case, stage, tmp_path, place) for stage in STAGES for place in PLACES]
         waited, first, *others = ranks(2, train_all, [case, *grid])[0]

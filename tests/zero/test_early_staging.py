@@ -16,6 +16,7 @@ from lowtide.comm import Axis
 from lowtide.zero.gradient import GroupGradient
 from lowtide.zero.move import Move
 from lowtide.zero.sequence import UnitSequence
+from tests.models import Chain
 from tests.ranks import RankPool
 from tests.zero.training import ADAMW, Case, Outcome, train_all
 
@@ -31,17 +32,6 @@ class Block(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
 
 
 class TwiceBlock(Block):
@@ -98,7 +88,7 @@ def held_at_most(config: dict[str, Any], accumulation: int = 1) -> tuple[int, in
     """(how often a gradient was offered, the most that were still held then) of a step."""
     torch.manual_seed(0)
     engine = lowtide.initialize(
-        Net(),
+        Chain(*(Block() for _ in range(BLOCKS))),
         {
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": accumulation,
@@ -174,7 +164,7 @@ def train_by_hand(stage: int, fails: bool) -> tuple[list[float], int]:
         "steps_per_print": 0,
         "zero_optimization": {"stage": stage},
     }
-    engine = lowtide.initialize(Net(), config)
+    engine = lowtide.initialize(Chain(*(Block() for _ in range(BLOCKS))), config)
     losses = []
     for number in range(6):
         if fails and number == 2:

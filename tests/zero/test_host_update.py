@@ -28,6 +28,16 @@ CASES = {
 }
 
 
+# Every pair of a precision, a place and a number of ranks.
+every_pair = pytest.mark.parametrize(
+    ("precision", "device", "world_size"),
+    [
+        *(("fp32", "cpu", 1), ("fp32", "nvme", 2), ("fp32", "cpu", 4)),
+        *(("bf16", "nvme", 1), ("bf16", "cpu", 2), ("bf16", "nvme", 4)),
+    ],
+)
+
+
 def on_native(case: Case, **zero: Any) -> Case:
     """With the collectives that a device has: no one copy of the parameters for all ranks of a host."""
     zero = {**case.config.get("zero_optimization", {}), **zero}
@@ -46,18 +56,14 @@ def assert_same(ranks: RankPool, world_size: int, cases: list[tuple[Case, Case]]
         assert moved.differences(plain) == [], (world_size, index, cases[index][1].config)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@every_pair
 def test_every_stage(ranks: RankPool, tmp_path: Path, world_size: int, device: str, precision: str) -> None:
     config = {"bf16": {"enabled": precision == "bf16"}}
     cases = [pair(CASES["tiny_gpt"].at(stage, config=config), tmp_path, device) for stage in range(4)]
     assert_same(ranks, world_size, cases)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@every_pair
 def test_parameters_too(ranks: RankPool, tmp_path: Path, world_size: int, device: str, precision: str) -> None:
     config = {"bf16": {"enabled": precision == "bf16"}}
     cases = [pair(case.at(3, config=config), tmp_path, device, params=True) for case in CASES.values()]
@@ -80,8 +86,7 @@ def test_a_share_of_the_shards(ranks: RankPool, tmp_path: Path, ratio: float) ->
     assert_same(ranks, 2, cases)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("params", [False, True])
+@pytest.mark.parametrize(("precision", "params"), [("fp32", True), ("bf16", False)])
 def test_updates_in_backward(ranks: RankPool, tmp_path: Path, precision: str, params: bool) -> None:
     config = {"bf16": {"enabled": precision == "bf16"}}
     case = Case(tiny_gpt, token_batch, stage=3, config=config)
@@ -102,8 +107,7 @@ def test_float16_with_steps_that_overflow(ranks: RankPool, tmp_path: Path) -> No
         assert [name for name in moved.differences(plain) if name != "norms"] == []
 
 
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "device"), [("fp32", "nvme"), ("bf16", "cpu")])
 def test_delayed_updates(ranks: RankPool, tmp_path: Path, device: str, precision: str) -> None:
     """The same as those beside which nothing is on a device."""
     cases = []

@@ -169,10 +169,14 @@ def train_plainly(case: Case, world_size: int) -> tuple[list[float], dict[str, T
     return norms, model.state_dict()
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("route", ROUTES)
-def test_skipped_blocks_count_as_zero_gradients(ranks: RankPool, route: str, world_size: int) -> None:
-    chosen = CASES if world_size == 2 else CASES[1::2]
+@pytest.mark.parametrize(
+    ("route", "world_size", "chosen"),
+    [("sockets", 2, CASES), ("shared_memory", 2, CASES[::2]), ("shared_memory", 4, CASES[1::2])],
+    ids=["sockets", "shared memory", "shared memory of 4"],
+)
+def test_skipped_blocks_count_as_zero_gradients(
+    ranks: RankPool, route: str, world_size: int, chosen: list[Case]
+) -> None:
     cases = [case for case in chosen if case.keeps_order or case.zero.get("stage", 3) < 3 or route == "shared_memory"]
     found = ranks(world_size, train_all, cases, route)[0]
     for case, (norms, state) in zip(cases, found, strict=True):

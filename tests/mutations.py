@@ -1,0 +1,129 @@
+"""Whether the tests see small faults: each of tests/mutations.txt is put into a copy of the tree, and tests are run.
+
+    python tests/mutations.py                          all of them: hours
+    python tests/mutations.py --folder pipe --every 5  each fifth of those in pipe/
+    python tests/mutations.py --tests ../old/tests     the same faults, seen by other tests
+
+A fault is caught where a test fails or does not end in time; it is out of date where its line is not there once. The
+laws at small size of its folder (tests/quick.txt) are asked first, then all its tests, then those of a folder above it.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = ROOT / "tests" / "mutations.txt"
+# What is asked about a folder after its quick laws, in this order.
+ASKED = {
+    "zero": [["tests/zero"], ["tests/engine"]],
+    "comm": [["tests/comm"], ["tests/zero"]],
+    "pipe": [["tests/pipe"]],
+    "offload": [["tests/offload"], ["tests/zero", "tests/engine", "-k", "offload or host or delayed or speculative"]],
+    "checkpoint": [["tests/checkpoint"], ["tests/engine", "-k", "checkpoint or export or load"]],
+}
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*cache", "__pycache__", "*.egg-info")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """With `after` in the place of `before`, which stands once in `file`, something is wrong."""
+
+    file: str
+    before: str
+    after: str
+
+    @property
+    def folder(self) -> str:
+        return self.file.split("/")[0]
+
+    def __str__(self) -> str:
+        return f"{self.file}\n  - {self.before}\n  + {self.after}"
+
+
+def read_table(text: str) -> list[Fault]:
+    """The faults in the order of the table."""
+    faults, file, before = [], "", ""
+    for line in text.splitlines():
+        if line.startswith("- "):
+            before = line[2:]
+        elif line.startswith("+ "):
+            faults.append(Fault(file, before, line[2:]))
+        elif line and not line.startswith("#"):
+            file = line
+    return faults
+
+
+def copy_tree(tests: Path, folder: Path) -> Path:
+    """A copy of the checkout with these tests, whose `lowtide` is its own and not the one that is installed."""
+    tree = folder / "tree"
+    shutil.copytree(ROOT, tree, ignore=LEFT_OUT)
+    shutil.rmtree(tree / "tests")
+    shutil.copytree(tests, tree / "tests", ignore=LEFT_OUT)
+    for path in ROOT.iterdir():
+        if (path / "__init__.py").exists() and path.name not in ("lowtide", "tests"):
+            (tree / "lowtide" / path.name).symlink_to(tree / path.name)
+    return tree
+
+
+def failing(tree: Path, arguments: Sequence[str], seconds: float) -> str:
+    """The test that fails first; "a hang" where all of them take longer than so many seconds; empty where none does."""
+    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", *arguments]
+    process = subprocess.Popen(
+        command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        output = process.communicate(timeout=seconds)[0].decode(errors="replace")
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return "a hang"
+    if process.returncode in (0, 4, 5):  # 4 and 5: these tests have none of this name
+        return ""
+    told = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return told[0].split(" - ")[0] if told else f"pytest left with {process.returncode}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", choices=sorted(ASKED), help="faults of this folder alone")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="each N-th fault alone")
+    parser.add_argument("--laws", action="store_true", help="ask the laws at small size alone")
+    parser.add_argument("--match", default="", metavar="TEXT", help="faults with this text in their line or file alone")
+    parser.add_argument("--tests", type=Path, default=ROOT / "tests", help="the folder of tests that are asked")
+    parser.add_argument("--seconds", type=float, default=900.0, help="of one run of tests; longer is a hang")
+    given = parser.parse_args(arguments)
+    chosen = [fault for fault in read_table(TABLE.read_text()) if given.folder in (None, fault.folder)]
+    chosen = [fault for fault in chosen if given.match in f"{fault.file} {fault.before}"][:: given.every]
+    laws = [line for line in (ROOT / "tests" / "quick.txt").read_text().splitlines() if line.startswith("tests/")]
+    counts = {"caught": 0, "missed": 0, "out of date": 0}
+    with tempfile.TemporaryDirectory(prefix="lowtide-mutations-") as folder:
+        tree = copy_tree(given.tests, Path(folder))
+        for fault in chosen:
+            path, started = tree / fault.file, time.monotonic()
+            source = path.read_text() if path.exists() else ""
+            found, by = "out of date", ""
+            if source.count(fault.before) == 1:
+                path.write_text(source.replace(fault.before, fault.after))
+                quick = [law for law in laws if law.startswith(f"tests/{fault.folder}/")]
+                asked = [quick] if given.laws else [quick, *ASKED[fault.folder]]
+                by = next(filter(None, (failing(tree, one, given.seconds) for one in asked)), "")
+                path.write_text(source)
+                found = "caught" if by else "missed"
+            counts[found] += 1
+            print(f"{found} in {time.monotonic() - started:.0f} s: {fault}\n  {by}", flush=True)
+    print(", ".join(f"{count} {name}" for name, count in counts.items()))
+    return int(counts["caught"] < len(chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

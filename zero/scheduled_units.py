@@ -41,12 +41,10 @@ class ScheduledUnits:
         self._users: dict[int, set[int]] = {id(unit): set() for unit in units}  # stages for which it is full
         self._unreduced: dict[int, set[int]] = {}
         self._reductions = Reductions()
-        self._on_final: OnFinal | None = None
 
     def begin_backward(self, boundary: bool, on_final: OnFinal | None) -> None:
-        """boundary: always; a schedule has all microbatches of an optimizer step. on_final: see `UnitSequence`."""
-        assert boundary
-        self._on_final = on_final
+        """boundary: always; a schedule has all microbatches of an optimizer step. on_final: None; so says the config."""
+        assert boundary and on_final is None
         self._reductions.abandon()
         self._unreduced = {
             id(unit): {stage for stage, members in self._stages.items() if unit in members} for unit in self.units
@@ -88,8 +86,7 @@ class ScheduledUnits:
 
     def _start(self, unit: Unit, boundary: bool) -> None:
         for gradient in unit.gradients:
-            is_tied = bool(gradient.group.domain.copies)
-            self._reductions.start(gradient, boundary, None if is_tied else self._on_final)
+            self._reductions.start(gradient, boundary)
 
     # -- the ends of a schedule -----------------------------------------------------------------------------------
 
@@ -100,9 +97,6 @@ class ScheduledUnits:
             for gradient in unit.gradients:
                 for copies in gradient.group.domain.copies:
                     self._sum_tied(gradient, copies)
-                if gradient.group.domain.copies and self._on_final is not None:
-                    gradient.settle()
-                    self._on_final(gradient)
 
     def abort(self, error: BaseException) -> None:
         """Ends a schedule that `error` has ended."""

@@ -43,7 +43,7 @@ class ScheduledUnits:
         self._reductions = Reductions()
 
     def begin_backward(self, boundary: bool, on_final: OnFinal | None) -> None:
-        """boundary: always; a schedule has all microbatches of an optimizer step. on_final: None; so says the config."""
+        """boundary: always; a schedule has all microbatches of a step. on_final: None; so says the config."""
         assert boundary and on_final is None
         self._reductions.abandon()
         self._unreduced = {

@@ -18,7 +18,7 @@ SCRIPT = """
 
     import lowtide
 
-    WIDTH, NUM_BLOCKS, ROUNDS = 1024, 100, 4
+    WIDTH, NUM_BLOCKS, ROUNDS = 1024, 100, 6
 
 
     class Block(nn.Module):

@@ -61,7 +61,7 @@ def non_finite_error(mesh: Mesh, gradients: Sequence[GroupGradient], step: int, 
     producer = f"rank {first.rank}" if first.rank is not None else "the sum over ranks"
     others = sorted({item.parameter for item in found} - {first.parameter})
     return NonFiniteGradientError(
-        f"step {step}: expected finite gradients, found a NaN or infinite value in the gradient of "
+        f"step {step}: expected finite gradients, found {first.what} in the gradient of "
         f"'{first.parameter}' on {producer}"
         + (f" (also in {len(others)} more parameters)" if others else "")
         + f". {outcome} Look at that rank's batch and at the learning rate; "

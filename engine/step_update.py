@@ -167,7 +167,7 @@ class StepUpdate:
 
     def _update_one(self, gradient: GroupGradient) -> None:
         shard = self._shards[id(gradient)]
-        if gradient.non_finite is None:
+        if gradient.check():
             self._optimizer.update(shard, self._unclipped_factor())
         else:
             self._optimizer.skip(shard)

@@ -74,7 +74,7 @@ def cross_entropy(
 
     Raises ValueError where shapes or options do not fit; for labels out of range see [Note: labels out of range].
     """
-    terms = LossTerms(**options)
+    terms = LossTerms.of("cross_entropy", options)
     check_labels_fit("cross_entropy", "logits", logits, labels)
     if overwrite_logits and logits.requires_grad and logits.is_leaf:
         raise ValueError(

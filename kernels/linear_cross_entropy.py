@@ -82,7 +82,7 @@ def linear_cross_entropy(
     Computes gradients only of what requires them. Raises ValueError where shapes, dtypes or options do not fit, and
     RuntimeError for a second backward through one forward; labels out of range are as in `cross_entropy`.
     """
-    terms = LossTerms(**options)
+    terms = LossTerms.of("linear_cross_entropy", options)
     dtype = _product_dtype(hidden)
     _check(hidden, weight, bias, labels, dtype)
     if chunk_bytes <= 0:

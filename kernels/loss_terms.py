@@ -33,6 +33,14 @@ class LossTerms:
     soft_cap: float | None = None  # bound of the logits' size
     reduction: Reduction = "mean"
 
+    @classmethod
+    def of(cls, function: str, options: LossOptions) -> LossTerms:
+        """What a caller of that function asks for. Raises TypeError for a name that is none of the fields."""
+        unknown = [name for name in options if name not in LossOptions.__annotations__]
+        if unknown:
+            raise TypeError(f"{function}() got an unexpected keyword argument '{unknown[0]}'")
+        return cls(**options)
+
     def __post_init__(self) -> None:
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise ValueError(f"cross-entropy: expected label_smoothing in [0, 1], found {self.label_smoothing}")

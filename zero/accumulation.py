@@ -109,6 +109,10 @@ class HostSum:
         self._total = self._host.take(shard, self._total, on_arrived)
         return self._total
 
+    def has(self, shard: Tensor) -> bool:
+        """Whether that is the memory of the sum, and not one that a shard can be made in."""
+        return shard is self._total
+
     def arrive(self) -> None:
         """Returns when all that was taken is in the sum."""
         self._host.arrive()

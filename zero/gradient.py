@@ -52,6 +52,7 @@ class GroupGradient:
         self._memory = ShardMemory(group, accumulation_dtype, common, is_handed_over or host is not None)
         self._host = None if host is None else HostSum(host)
         self._has_shard = False  # of earlier microbatches
+        self._is_final = False  # of all of a step; another backward may still add to it
         self._staging: Staging | None = None  # of the backward that runs
         self._early: set[int] = set()  # parameters whose gradients wait for it
         self._is_in_place = False  # `param.grad` are views of the shard
@@ -71,7 +72,14 @@ class GroupGradient:
     @property
     def non_finite(self) -> NonFinite | None:
         """The first non-finite value that was found. Where the device was not waited for, this does."""
-        return self.inspection.first(self.shard)
+        return self.inspection.first(self.shard, is_own=not self._is_tied)
+
+    def check(self) -> bool:
+        """Whether all of it is finite. Remembers what is not, whatever becomes of the shard. Waits for the device."""
+        if self.inspection.is_finite:
+            return True
+        self.inspection.first(self.shard, is_own=not self._is_tied)
+        return False
 
     def settle(self) -> None:
         """Returns when what has left the device is there, and counted."""
@@ -85,7 +93,7 @@ class GroupGradient:
         self._early.clear()
         self._is_in_place = False
         self._local.has_values = False
-        self._has_shard = False
+        self._has_shard = self._is_final = False
         if self.group.copies_are_shared or self._host is not None:
             self.drop_shard()
 
@@ -158,6 +166,9 @@ class GroupGradient:
                 self.drop_shard()  # full gradients lie elsewhere until the boundary
             self._local.add()
             return
+        if self._is_final:
+            self.settle()
+            self.inspection.count_anew()
         axis = self._move.staging_axis(boundary, self._has_shard)
         message = None if axis is None else self._move.open_message(axis)
         staging, self._staging = self._staging or self._open_staging(axis, message), None
@@ -166,13 +177,14 @@ class GroupGradient:
         self._is_in_place = False
         counts = boundary and self._host is None and not self._is_tied
         yield from self._move.sum(axis, message, self._open_shard(), self._has_shard, boundary, counts)
-        self._has_shard = True
+        self._has_shard, self._is_final = True, boundary
         if not self._is_tied and (boundary or self.group.replica_axis.size == 1):
             self._leave(boundary)
 
     def replace(self, total: Tensor) -> None:
         """The final shard of a tied weight: the sum over its copies, (shard_numel,)."""
         assert self.shard is not None
+        self.inspection.first(self.shard, is_own=True)  # while it can be seen whose it is
         self.shard.copy_(total)
         if self.group.is_counted:
             self._count()
@@ -181,7 +193,7 @@ class GroupGradient:
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
     def _open_shard(self) -> Tensor:
-        if self.shard is None:
+        if self.shard is None or (self._host is not None and self._host.has(self.shard)):
             self.shard = self._memory.take()
         return self.shard
 

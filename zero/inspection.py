@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ class NonFinite:
 
     parameter: str
     rank: int | None  # that produced it; None where only the sum over ranks is known
+    what: str = "a NaN or infinite value"
 
 
 class Inspection:
@@ -40,6 +42,10 @@ class Inspection:
         self.found = self._nothing()
         self._first = None
 
+    def count_anew(self) -> None:
+        """The total that was counted is not the last one of its step."""
+        self.found[:-1] = 0
+
     def look(self, axis: Axis, offset: int, total: Tensor, terms: Sequence[Tensor], counts: bool) -> None:
         """total: from `offset` of the shard on. terms: of the ranks of the axis, on the CPU; none: they are not known.
 
@@ -54,23 +60,32 @@ class Inspection:
         if counts:
             self.found[:-1] += to_limbs(torch.where(is_finite, squares, 0)).to(self.found.device)
 
-    def first(self, shard: Tensor | None) -> NonFinite | None:
-        """The first value that is not finite. shard: where it is looked for, if it was not traced. Waits for it."""
-        if self._first is None and shard is not None and bool(self.found[-1]):
+    @property
+    def is_finite(self) -> bool:
+        """Whether nothing was found that is not. Waits for the device."""
+        return not bool(self.found[-1])
+
+    def first(self, shard: Tensor | None, is_own: bool) -> NonFinite | None:
+        """The first value that is not finite. Waits for the device.
+
+        shard: where it is looked for, if it was not traced. is_own: nobody but the ranks of the axes had a part in it.
+        """
+        if self._first is None and shard is not None and not self.is_finite:
             replicas = self._group.replica_axis
             mine = regions_of(shard.numel(), replicas.size)[replicas.rank]
             is_alone = self._group.state_axis.size == replicas.size == 1
-            self._trace(replicas, mine.start, shard[mine], (shard,) if is_alone else ())
+            self._trace(replicas, mine.start, shard[mine], (shard,) if is_alone and is_own else ())
         return self._first
 
     def _nothing(self) -> Tensor:
         return torch.zeros(NUM_LIMBS + 1, dtype=torch.int64, device=self._group.full.device)
 
     def _trace(self, axis: Axis, offset: int, total: Tensor, terms: Sequence[Tensor]) -> None:
-        bad = torch.nonzero(~torch.isfinite(total))
-        if self._first is not None or not len(bad):
+        squares = total.double().square()
+        if self._first is not None or bool(torch.isfinite(squares.sum())):
             return
-        index = int(bad[0])
+        bad = torch.nonzero(~torch.isfinite(squares))
+        index = int(bad[0]) if len(bad) else int(squares.argmax())  # of many that are large
         name = self._group.layout.slot_at(self._group.own.start + offset + index).name
         own = axis.rank if axis.rank < len(terms) else None
         in_place = own is not None and terms[own].data_ptr() == total.data_ptr()
@@ -81,4 +96,6 @@ class Inspection:
         ]
         if in_place and not producers:
             producers = [axis.ranks[axis.rank]]  # its own term has become the sum; nobody else's was bad
-        self._first = NonFinite(name, producers[0] if producers else None)
+        value = float(total[index])
+        what = f"{value:.1e}, whose square is not," if math.isfinite(value) else NonFinite.what
+        self._first = NonFinite(name, producers[0] if producers else None, what)

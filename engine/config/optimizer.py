@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import SerializeAsAny, ValidationInfo, field_validator
+from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
 
 from ...configs.section import Section
 from ...optimizers.optimizer import OptimizerParams, State, StateDtype
@@ -14,12 +14,22 @@ class OptimizerConfig(Section):
     """The optimizer of that name, and its parameters."""
 
     type: str
-    params: SerializeAsAny[OptimizerParams]
+    params: SerializeAsAny[OptimizerParams] = Field(default_factory=OptimizerParams, validate_default=True)
+
+    @field_validator("type")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        if value not in OPTIMIZERS:
+            raise ValueError(f"expected one of {', '.join(OPTIMIZERS)}, found {shown(value)}")
+        return value
 
     @field_validator("params", mode="before")
     @classmethod
-    def _of_its_type(cls, value: object, info: ValidationInfo) -> OptimizerParams:
-        return OPTIMIZERS[info.data["type"]].params.model_validate(value)
+    def _of_its_type(cls, value: object, info: ValidationInfo) -> object:
+        if "type" not in info.data:  # which is an error of its own
+            return value
+        given = value.model_dump() if type(value) is OptimizerParams else value
+        return OPTIMIZERS[info.data["type"]].params.model_validate(given)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -129,3 +129,12 @@ def test_an_optimizer_that_is_not_done_lists_what_there_is(kind: str) -> None:
 )
 def test_each_fault_says_what_was_expected_and_found(optimizer: Any, expected: str) -> None:
     assert expected in message_of(optimizer)
+
+
+def test_a_config_made_of_words_is_checked_too() -> None:
+    made = Config(train_batch_size=8, optimizer={"type": "sgd"})  # type: ignore[arg-type]  # pydantic makes it
+    assert made.optimizer is not None
+    assert made.optimizer.options["lr"] == 1e-3
+    for section in ({"type": "AdamW", "params": {}}, {"params": {}}, {"type": 3}):
+        with pytest.raises(ValueError, match=r"optimizer\.type"):
+            Config(train_batch_size=8, optimizer=section)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lowtide
+from lowtide.engine.errors import NonFiniteGradientError
+from lowtide.zero.inspection import Inspection
 from tests.models import linear_chain
 from tests.ranks import RankPool
 
@@ -100,3 +103,25 @@ def test_float16_skips_the_step_on_every_rank_and_halves_the_scale(
 ) -> None:
     for found in ranks(world_size, skips, route):
         assert found == [([False, True, False], [16.0, 16.0, 8.0], True)] * len(STAGES)
+
+
+def test_a_finite_gradient_whose_square_is_not_is_named_too() -> None:
+    """Its norm would be infinite, or wrong."""
+    config = {"optimizer": {"type": "sgd"}, "steps_per_print": 0}
+    with lowtide.initialize(torch.nn.Linear(4, 1).double(), config) as engine:
+        engine.backward(engine(torch.ones(1, 4, dtype=torch.float64)).sum() * 1e160)
+        with pytest.raises(NonFiniteGradientError) as caught:
+            engine.step()
+    assert "found 1.0e+160, whose square is not, in the gradient of 'weight' on rank 0" in str(caught.value)
+
+
+def test_what_another_stage_adds_to_a_tied_weight_is_not_this_ranks() -> None:
+    group = Mock(full=torch.zeros(4), own=slice(0, 4))
+    group.state_axis = group.replica_axis = Mock(size=1, rank=0, ranks=(0,))
+    inspection = Inspection(group)
+    inspection.look(group.state_axis, 0, torch.zeros(4), (), counts=False)
+    assert inspection.first(torch.zeros(4), is_own=True) is None
+    total = torch.tensor([0.0, float("nan"), 0.0, 0.0])
+    inspection.look(group.state_axis, 0, total, (), counts=True)
+    found = inspection.first(total, is_own=False)
+    assert found is not None and found.rank is None

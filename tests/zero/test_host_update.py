@@ -208,3 +208,22 @@ def test_memory_is_pinned_as_the_config_says(monkeypatch: pytest.MonkeyPatch, is
         engine.train_step(vector_batch(0, 1))
         engine.close()
     assert pin.called == is_pinned
+
+
+@pytest.mark.parametrize("overlap", ["none", "delayed"])
+def test_two_backwards_before_a_step_add_up(overlap: str) -> None:
+    """Each of two losses has its own backward, at the boundary."""
+    offload = {"device": "cpu", "overlap": overlap, **({"delay_after_steps": 0} if overlap == "delayed" else {})}
+    for stage in (0, 2, 3):
+        with model_apart():
+            config = {
+                "train_micro_batch_size_per_gpu": 1,
+                "optimizer": {"type": "sgd", "params": {"lr": 1.0}},
+                "zero_optimization": {"stage": stage, "offload_optimizer": offload},
+            }
+            with lowtide.initialize(torch.nn.Linear(3, 1, bias=False), config) as engine:
+                for place in range(2):
+                    inputs = torch.zeros(1, 3)
+                    inputs[0, place] = 10.0**place
+                    engine.backward(engine(inputs).sum())
+                assert engine.step().grad_norm.item() == pytest.approx(101**0.5)

@@ -10,11 +10,11 @@ import pytest
 
 from tests.checkpoint.crashing import KEPT
 
-KILLS = 15
+KILLS = 18  # each pair of stage and way to save three times
 
 
 @pytest.mark.slow
-def test_no_kill_loses_nothing_that_was_saved(tmp_path: Path) -> None:
+def test_no_kill_loses_what_a_save_has_promised(tmp_path: Path) -> None:
     """Each job loads what the one before it has left, as two ranks, and goes on. Each checkpoint is read as a whole."""
     command = [sys.executable, "-m", "tests.checkpoint.crashing", str(tmp_path / "run"), str(KILLS), "1"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -27,6 +27,6 @@ def test_no_kill_loses_nothing_that_was_saved(tmp_path: Path) -> None:
         assert death["promised_step"] <= death["found_step"] <= death["promised_step"] + 2, (number, death)
         assert death["num_saves"] > 0, (number, done.stderr[-3000:])
         assert death["num_automatic"] <= KEPT + 2, (number, death)
-    assert any(death["was_saving"] for death in deaths)  # kills did hit a save
+    assert sum(death["was_saving"] for death in deaths) > KILLS / 5  # kills did hit a save
     found = [death["found_step"] for death in deaths]
     assert found == sorted(found) and found[-1] > KILLS / 4

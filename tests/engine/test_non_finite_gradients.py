@@ -65,15 +65,19 @@ def errors(route: str, rank: int) -> list[tuple[str, str, bool]]:
     return found
 
 
-@pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (2, 1), (4, 2)])
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    ("route", "world_size", "rank"),
+    [*((route, *place) for route in ROUTES for place in [(1, 0), (2, 1), (4, 2)]), ("native", 2, 1)],
+)
 def test_the_error_names_parameter_rank_and_step(ranks: RankPool, route: str, world_size: int, rank: int) -> None:
+    """By the native route only the sum is seen, and so no rank is named."""
+    producer = "the sum over ranks" if route == "native" else f"rank {rank}"
     for found in ranks(world_size, errors, route, rank):
         for kind, text, is_same in found:
             assert kind == "NonFiniteGradientError" and is_same
             assert text.startswith(
                 "step 2: expected finite gradients, found a NaN or infinite value in the gradient of 'blocks.1.weight' "
-                f"on rank {rank}. No parameter was updated."
+                f"on {producer}. No parameter was updated."
             )
 
 

@@ -51,6 +51,7 @@ def test_masks_and_tables_have_the_dtype_of_the_whole_model(ranks: RankPool, pre
     scaling = {"initial_scale_power": 8} if precision == "fp16" else {}
     section = {precision: {"enabled": True, **scaling}}
     names = ["llama", "bert", "t5", "vit"]  # each with masks or tables of its own kind
+    names += ["llama_with_checkpointing"] if precision == "bf16" else []
     alone = ranks(1, numbers_of_all, names, config_of(1, "1f1b", 0) | section)[0]
     split = ranks(2, numbers_of_all, names, config_of(2, schedule, 0) | section, timeout=120)[0]
     assert_same(split, alone, 2e-3)

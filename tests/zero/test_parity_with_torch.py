@@ -13,12 +13,13 @@ FLOAT64 = [
     Case(models.tiny_gpt_float64, models.token_batch, clip=0.3),
     Case(models.mlp_float64, models.vector_batch_float64, clip=0.05),
 ]
+NATIVE = [FLOAT64[0].at(0, config={"communication": {"route": "native"}})]
 
 
 @pytest.mark.parametrize(
     ("cases", "tolerance", "world_size"),
-    [(FLOAT64, 1e-10, 1), (FLOAT64, 1e-10, 2), (FLOAT64, 1e-10, 4), (FLOAT32, 2e-5, 2)],
-    ids=["float64-1", "float64-2", "float64-4", "float32-2"],
+    [(FLOAT64, 1e-10, 1), (FLOAT64, 1e-10, 2), (FLOAT64, 1e-10, 4), (FLOAT32, 2e-5, 2), (NATIVE, 1e-10, 2)],
+    ids=["float64-1", "float64-2", "float64-4", "float32-2", "float64-2-native"],
 )
 def test_every_stage_equals_plain_torch(ranks: RankPool, cases: list[Case], tolerance: float, world_size: int) -> None:
     grid = [case.at(stage, accumulation=a) for case in cases for a in ACCUMULATIONS for stage in STAGES]

@@ -1,11 +1,15 @@
 """A comparison's numbers: a ratio is of one round, a time is a median, and losses that differ fail."""
 
+import io
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 Helper = Callable[[str], ModuleType]
 
@@ -70,3 +74,17 @@ def test_peaks_of_ranks_become_the_largest_and_warm_up_is_left_out(helper: Helpe
     ]
     found = helper("_job")._gathered(ranks, 1, 7.5)
     assert found == helper("_job").JobResult([3.0, 4.5], [2.0], 3, 2, 0, 7.5)
+
+
+def test_a_failed_contender_gives_status_1_and_the_numbers_are_kept(
+    helper: Helper, row: Callable[..., Any], tmp_path: Path
+) -> None:
+    conclude = helper("_conclusion").conclude
+    ours, ddp = row("lowtide-3", {0: [1.0], 1: [3.0]}), row("ddp", {0: [2.0], 1: [2.0]})
+    found, console = comparison_of(helper, ddp, ours), Console(width=140, record=True, file=io.StringIO())
+    assert conclude(console, found.rows, found.as_dict(), None) == 0
+    ddp.failure = "memory exact: rank 0 ended with status 1: no output"
+    assert conclude(console, found.rows, found.as_dict(), tmp_path / "found.json") == 1
+    assert console.export_text().strip() == "ddp FAILED: memory exact: rank 0 ended with status 1: no output"
+    read = json.loads((tmp_path / "found.json").read_text())
+    assert [one["ratios_to_ddp"] for one in read["contenders"]] == [[1.0, 1.0], [0.5, 1.5]]

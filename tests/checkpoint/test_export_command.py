@@ -9,14 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
+import lowtide
 from lowtide.bin.main import main
 from lowtide.checkpoint.index import RankIndex
 from lowtide.checkpoint.names import data_name, index_name
 from tests.checkpoint.making import resign, write
 from tests.engine.plain_weights import differences, engine_of, export, load_weights, saved_once
+from tests.engine.test_hugging_face import MODELS, batch_of, config_of
 from tests.ranks import RankPool
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 BF16 = {"bf16": {"enabled": True}}
@@ -95,6 +98,24 @@ def test_load_weights_takes_a_checkpoint_too(ranks: RankPool, tmp_path: Path, na
     first = ranks(2, save, str(tmp_path), {})[0]
     expected = loaded(tmp_path / "own") if name == "." else saved_once(first)
     assert differences(saved_once(ranks(3, load, str(tmp_path / name))[0]), expected) == []
+
+
+def save_llama(folder: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    engine = lowtide.initialize(MODELS["llama"](), config_of(3, "auto"))
+    engine.train_step(batch_of("llama", torch.Generator().manual_seed(engine.rank)))
+    engine.save_checkpoint(folder)
+    state: dict[str, Tensor] = engine.state_dict()
+    engine.close()
+    return state
+
+
+def test_from_pretrained_loads_it(ranks: RankPool, tmp_path: Path) -> None:
+    state = ranks(2, save_llama, str(tmp_path))[0]
+    assert main(["export", str(tmp_path), str(tmp_path / "out"), "--dtype", "fp16"]) == 0
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(found) is type(MODELS["llama"]()) and found.generation_config is not None
+    assert differences(dict(found.state_dict()), {name: value.half() for name, value in state.items()}) == []
 
 
 # -- errors ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -28,6 +29,21 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+class FakeClock:
+    """Runs the work, and says that each call took a millisecond more than the one before."""
+
+    def __init__(self) -> None:
+        self.milliseconds = itertools.count(1)
+
+    def run(self, work: Callable[[], object], wait_microseconds: float = 0.0) -> tuple[float, float]:
+        work()
+        return float(next(self.milliseconds)), 7.0
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        work()
+        return 3 * 2**20
 
 
 def with_form(script: ModuleType, name: str, contender: str, form: Callable[[Any], Any]) -> Any:
@@ -90,6 +106,33 @@ def test_peers_compute_the_same(script: ModuleType, peer: str, generator: torch.
         if peer in case.forms:
             errors = script.Checker(problem_of(script, case, case.tiny, generator)).errors(case.forms[peer])
             assert max(errors.values()) <= 1.0, (case.name, errors)
+
+
+def test_passes_are_timed_and_judged(script: ModuleType, generator: torch.Generator) -> None:
+    findings = script.Findings({}, [], [], copy_bandwidth=1e9)
+
+    def failing(inputs: Any) -> Any:
+        raise ZeroDivisionError("no such peer")
+
+    case = dataclasses.replace(with_form(script, "rms_norm", "liger", failing), sizes=((5, 123),))
+    problem = problem_of(script, case, (5, 123), generator)
+    script.run_problem(findings, problem, ("lowtide", "torch", "liger"), FakeClock(), rounds=4)
+    losses = problem_of(script, script.CASES["cross_entropy"], (7, 300), generator)
+    script.run_problem(findings, losses, ("lowtide",), FakeClock(), rounds=1)
+    forward, _, loss, both = findings.rows
+    assert [row.which for row in findings.rows] == ["forward", "backward", "forward", "both"]
+    # After three untimed calls each, 7 to 14: ours first, then second, and so on.
+    assert forward.ours.milliseconds == [7.0, 10.0, 11.0, 14.0]
+    assert forward.measured["torch"].milliseconds == [8.0, 9.0, 12.0, 13.0]
+    assert forward.fastest_peer == "torch" and forward.measured["liger"].failure == "ZeroDivisionError: no such peer"
+    assert forward.ratio("torch") == pytest.approx((11 / 12 + 14 / 13) / 2)
+    assert forward.moved_bytes == 4 * (2 * 5 * 123 + 123 + 5)
+    assert forward.bandwidth == pytest.approx(forward.moved_bytes / 10.5e-3)
+    assert both.moved_bytes == 3 * 4 * 7 * 300 + 2 * 8 * 7
+    assert loss.fastest_peer is None
+    missed = findings.missed_aims
+    assert f"rms_norm 5 x 123 float32 forward: {forward.bandwidth / 1e9:.0%} of copy bandwidth" in missed
+    assert not any("cross_entropy" in line for line in missed)  # not at its largest size
 
 
 def test_what_cannot_be_run_is_said(

@@ -1,7 +1,8 @@
 """The RMS norm and the layer norm in Triton's interpreter equal their formulas in float64, forward and backward."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,19 +23,20 @@ Vectors = Sequence[Tensor | None]  # the weight, and the bias where the norm has
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm, its form with a residual, its formula, and how many vectors it takes."""
+    """A norm, its form with a residual, its formula, how many vectors it takes, and the options it is called with."""
 
     norm: Callable[..., Tensor]
     add_norm: Callable[..., tuple[Tensor, Tensor]]
     reference: Callable[..., Tensor]
     num_vectors: int
     centers: bool
+    options: Mapping[str, float] = field(default_factory=dict)
 
     def __call__(self, x: Tensor, vectors: Vectors, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """y and the rows that are normed."""
         if residual is not None:
-            return self.add_norm(x, residual, *vectors, EPS, backend="triton")
-        return self.norm(x, *vectors, EPS, backend="triton"), x
+            return self.add_norm(x, residual, *vectors, EPS, backend="triton", **self.options)
+        return self.norm(x, *vectors, EPS, backend="triton", **self.options), x
 
     def vectors(self, n_cols: int, dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
         return [drawn((n_cols,), dtype, generator) for _ in range(self.num_vectors)]
@@ -47,7 +49,10 @@ class Norm:
         """
         exact_h, *exact_vectors = [None if v is None else v.detach().double().requires_grad_() for v in (h, *vectors)]
         assert exact_h is not None
-        exact = self.reference(exact_h, *exact_vectors, EPS)
+        weight, *biases = exact_vectors
+        offset = self.options.get("offset", 0.0)
+        shifted = weight if weight is None else weight + offset
+        exact = self.reference(exact_h, shifted, *biases, EPS)
         exact.backward(dy.double())
         wide, g = exact_h.detach(), dy.double()
         mean = wide.mean(-1, keepdim=True) if self.centers else torch.zeros(())
@@ -55,8 +60,8 @@ class Norm:
         normed = ((wide - mean) * rstd).abs()
         if self.centers:
             normed = normed + rstd * wide.abs().amax(-1, keepdim=True)
-        w, b = (0.0 if v is None else v.detach().double().abs() for v in (*vectors, None)[:2])
-        w = 1.0 if vectors[0] is None else w
+        w = 1.0 if shifted is None else shifted.detach().abs()
+        b = 0.0 if not biases or biases[0] is None else biases[0].detach().abs()
         assert_near_float64(y, exact.detach(), normed * w + b, steps=16)
         largest = (w * g.abs()).amax(-1, keepdim=True) * rstd
         dx, dx_size = grad_of(exact_h), largest * (2 + normed) * (1 + normed.amax(-1, keepdim=True))
@@ -73,8 +78,10 @@ class Norm:
 
 
 RMS = Norm(rms_norm, add_rms_norm, rms_norm_reference, num_vectors=1, centers=False)
+RMS_OFFSET = Norm(rms_norm, add_rms_norm, rms_norm_reference, num_vectors=1, centers=False, options={"offset": 1.0})
 LAYER = Norm(layer_norm, add_layer_norm, layer_norm_reference, num_vectors=2, centers=True)
-both_norms = pytest.mark.parametrize("norm", [RMS, LAYER], ids=["rms", "layer"])
+NORMS = {"rms": RMS, "rms_offset": RMS_OFFSET, "layer": LAYER}
+all_norms = pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -86,7 +93,7 @@ def grad_of(tensor: Tensor) -> Tensor:
     return tensor.grad
 
 
-@both_norms
+@all_norms
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -109,22 +116,7 @@ def test_the_references_are_torch_s(generator: torch.Generator) -> None:
     torch.testing.assert_close(layer_norm(x, None, bias, EPS), F.layer_norm(x, (123,), None, bias, EPS))
 
 
-@pytest.mark.parametrize("has_residual", [True, False])
-def test_an_offset_is_added_to_the_weight_of_the_rms_norm(has_residual: bool, generator: torch.Generator) -> None:
-    def outcome(weight: Tensor, **options: Any) -> list[Tensor]:
-        x, weight = rows.clone().requires_grad_(), weight.clone().requires_grad_()
-        if has_residual:
-            y, _ = add_rms_norm(x, rows, weight, EPS, backend="triton", **options)
-        else:
-            y = rms_norm(x, weight, EPS, backend="triton", **options)
-        y.backward(torch.ones_like(y))
-        return [y.detach(), grad_of(x), grad_of(weight)]
-
-    rows, weight = torch.randn(5, 123, generator=generator), torch.randint(-4, 4, (123,), generator=generator).float()
-    torch.testing.assert_close(outcome(weight, offset=1.0), outcome(weight + 1))
-
-
-@both_norms
+@all_norms
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("uses", ["both", "normed", "sum"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -145,23 +137,24 @@ def test_the_residual_is_added_first(norm: Norm, dtype: torch.dtype, uses: str, 
     norm.check(y, h, x, vectors, dy, dh if uses == "both" else None)  # the norm is of the sum as it was rounded
 
 
-@both_norms
+VECTORS_THERE = [(norm, there) for norm in NORMS for there in product((True, False), repeat=NORMS[norm].num_vectors)]
+
+
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("has_weight", [True, False])
+@pytest.mark.parametrize(("name", "there"), VECTORS_THERE)
 @pytest.mark.parametrize("has_residual", [True, False])
 def test_rows_wider_than_a_block(
-    norm: Norm,
+    name: str,
+    there: tuple[bool, ...],
     has_residual: bool,
-    has_weight: bool,
-    has_bias: bool,
     generator: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    norm = NORMS[name]
     monkeypatch.setattr(triton_form, "MAX_BLOCK_SIZE", 64)
     x, residual = (drawn((3, 200), torch.float32, generator) for _ in range(2))
-    given = zip(norm.vectors(200, torch.float32, generator), (has_weight, has_bias), strict=False)
-    vectors = [vector if has else None for vector, has in given]
+    given = zip(norm.vectors(200, torch.float32, generator), there, strict=True)
+    vectors = [vector if is_there else None for vector, is_there in given]
     dy = torch.randn(x.shape, generator=generator)
     y, h = norm(x, vectors, residual if has_residual else None)
     y.backward(dy)
@@ -182,7 +175,7 @@ def test_rows_far_from_zero_keep_their_variance(
     torch.testing.assert_close(y.var(-1, correction=0), torch.ones(4), rtol=1e-4, atol=0.0)
 
 
-@both_norms
+@all_norms
 def test_several_strips_add_up(norm: Norm, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows a tile, more rows than there are programs: strips of several tiles, the last one cut short."""
     monkeypatch.setattr(triton_form, "BACKWARD_THREAD_NUMEL", 1)
@@ -195,7 +188,7 @@ def test_several_strips_add_up(norm: Norm, generator: torch.Generator, monkeypat
     norm.check(y, x, x, vectors, dy)
 
 
-@both_norms
+@all_norms
 @pytest.mark.parametrize("max_block_size", [16, 8192])
 @pytest.mark.parametrize("has_residual", [True, False])
 def test_strides_are_followed(
@@ -216,7 +209,7 @@ def test_strides_are_followed(
         norm.check(y, h, x, vectors, dy, dh if has_residual else None)
 
 
-@both_norms
+@all_norms
 def test_a_gradient_that_is_one_number_for_all(norm: Norm, generator: torch.Generator) -> None:
     x, vectors = drawn((5, 24), torch.float32, generator), norm.vectors(24, torch.float32, generator)
     y, _ = norm(x, vectors)
@@ -233,7 +226,7 @@ def test_a_frozen_weight_gets_no_gradient(generator: torch.Generator) -> None:
     RMS.check(y, x, x, [weight], dy)
 
 
-@both_norms
+@all_norms
 def test_a_weight_may_be_wider_than_the_rows(norm: Norm, generator: torch.Generator) -> None:
     x, vectors = drawn((5, 24), torch.bfloat16, generator), norm.vectors(24, torch.float32, generator)
     dy = torch.randn(x.shape, generator=generator).bfloat16()
@@ -243,7 +236,7 @@ def test_a_weight_may_be_wider_than_the_rows(norm: Norm, generator: torch.Genera
     norm.check(y, x, x, vectors, dy)
 
 
-@both_norms
+@all_norms
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0,)], ids=str)
 def test_empty_tensors_stay_empty(norm: Norm, shape: tuple[int, ...]) -> None:
     x = torch.empty(shape, requires_grad=True)

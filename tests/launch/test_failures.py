@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.launch import fakes
 from tests.launch.jobs import Job
@@ -78,6 +79,19 @@ def test_a_rank_is_killed(tmp_path: Path) -> None:
     ranks(job)[1].kill()
     status, _, err = job.finish(timeout=SECONDS)
     assert status == 128 + signal.SIGKILL and "rank 1 of 2" in err and "was ended by SIGKILL" in err
+
+
+@pytest.mark.parametrize("who", ["launcher", "rank"])
+def test_one_of_two_hosts_reached_by_ssh(tmp_path: Path, who: str) -> None:
+    variables = fakes.install(tmp_path / "bin", "ssh", fakes.SSH)
+    options = ("--hosts", "a:1,b:1", "--transport", "ssh", "--no-preflight")
+    job = started(tmp_path, *options, variables=variables)
+    victim = psutil.Process(job.process.pid) if who == "launcher" else ranks(job)[1]
+    victim.kill()
+    _, err = job.process.communicate(timeout=SECONDS)
+    assert job.survivors(wait=SECONDS) == []
+    assert job.process.returncode == (-signal.SIGKILL if who == "launcher" else 128 + signal.SIGKILL)
+    assert who == "launcher" or ("(host " in err and "was ended by SIGKILL" in err)
 
 
 def test_a_host_that_is_silent_is_lost(tmp_path: Path) -> None:

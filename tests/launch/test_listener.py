@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from lowtide.launch.hosts.host import LaunchError
 from lowtide.launch.transports import listener as listener_module
 from lowtide.launch.transports.link import Link
 from lowtide.launch.transports.listener import MAX_STRANGERS, Listener
@@ -120,6 +121,23 @@ def test_one_that_goes_without_a_word_is_not_told(hall: Hall) -> None:
     hall.visit().close()
     hall.loop.run(lambda: False, 0.1)
     assert hall.lines == []
+
+
+def test_an_agent_with_another_token_is_told_to_compare_them(hall: Hall) -> None:
+    errors: list[LaunchError] = []
+
+    def come() -> None:
+        try:
+            connected(f"127.0.0.1:{hall.listener.port}", "wrong", 0.3, lambda text: None)
+        except LaunchError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    assert hall.loop.run(lambda: bool(errors), 5)
+    thread.join()
+    assert "it ended the connection without a proof; is LOWTIDE_TOKEN the same on all hosts?" in str(errors[0])
+    assert hall.links == []
 
 
 def test_a_byte_now_and_then_does_not_prolong_the_time(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Every transport gives the same job: ranks, environment, output, signals."""
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -26,32 +27,36 @@ from lowtide.launch.wire.messages import Job as MessageOfJob
 from lowtide.launch.wire.messages import Start, Welcome, encode
 from tests.launch import fakes
 from tests.launch.jobs import Job
-from tests.launch.test_local import SAVES_ON_SIGNAL, WRITES_ENVIRONMENT
+from tests.launch.test_local import IGNORES_SIGTERM, SAVES_ON_SIGNAL, SLEEPS, WRITES_ENVIRONMENT
 from tests.ranks import free_port
 
 PROGRAMS = {"ssh": fakes.SSH, "srun": fakes.SRUN, "mpirun": fakes.MPIRUN}
 NOTE = "two words, \"quotes\" and 'more',\na second line; $HOME `ls` \\ é"
 
 
-def on_two_hosts(folder: Path, source: str, transport: str, *options: str, slots: int = 1) -> Job:
+def on_two_hosts(
+    folder: Path, source: str, transport: str, *options: str, slots: int = 1, arguments: tuple[str, ...] = ()
+) -> Job:
     variables = fakes.install(folder / "bin", transport, PROGRAMS[transport])
     where = ("--hosts", f"a:{slots},b:{slots}", "--transport", transport)
-    return Job(folder, source, *where, *options, variables=variables)
+    return Job(folder, source, *where, *options, arguments=arguments, variables=variables)
 
 
 @pytest.mark.parametrize("transport", PROGRAMS)
 def test_ranks_have_hosts_and_environment(tmp_path: Path, transport: str) -> None:
-    job = on_two_hosts(tmp_path, WRITES_ENVIRONMENT, transport, "--env", f"NOTE={NOTE}", slots=2)
+    options, arguments = ("--env", f"NOTE={NOTE}", "--env", "EMPTY="), ("", "--nproc")
+    job = on_two_hosts(tmp_path, WRITES_ENVIRONMENT, transport, *options, slots=2, arguments=arguments)
     status, _, err = job.finish()
     assert status == 0, err
-    found = [json.loads((tmp_path / f"rank{rank}").read_text())[0] for rank in range(4)]
+    found, given = zip(*(json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(4)), strict=True)
+    assert given == (list(arguments),) * 4
     assert [(f["FAKE_HOST"], f["LOCAL_RANK"], f["LOCAL_WORLD_SIZE"], f["GROUP_RANK"]) for f in found] == [
         ("a", "0", "2", "0"),
         ("a", "1", "2", "0"),
         ("b", "0", "2", "1"),
         ("b", "1", "2", "1"),
     ]
-    assert {f["NOTE"] for f in found} == {NOTE}
+    assert {(f["NOTE"], f["EMPTY"]) for f in found} == {(NOTE, "")}
     assert {f["WORLD_SIZE"] for f in found} == {"4"} and len({f["MASTER_PORT"] for f in found}) == 1
     assert not any("LOWTIDE_TOKEN" in f for f in found)
     address = {f["MASTER_ADDR"] for f in found}.pop()
@@ -59,14 +64,35 @@ def test_ranks_have_hosts_and_environment(tmp_path: Path, transport: str) -> Non
     assert "hosts of the job:" in err
 
 
-@pytest.mark.parametrize("transport", PROGRAMS)
-def test_a_signal_reaches_ranks_on_other_hosts(tmp_path: Path, transport: str) -> None:
-    job = on_two_hosts(tmp_path, SAVES_ON_SIGNAL, transport, "--no-preflight")
+@pytest.mark.parametrize(
+    ("transport", "number"), [("ssh", signal.SIGINT), ("srun", signal.SIGTERM), ("mpirun", signal.SIGTERM)]
+)
+def test_a_signal_reaches_ranks_on_other_hosts(tmp_path: Path, transport: str, number: signal.Signals) -> None:
+    job = on_two_hosts(tmp_path, SAVES_ON_SIGNAL.replace("SIGTERM", number.name), transport, "--no-preflight")
     job.wait_for_files("ready0", "ready1")
-    job.process.terminate()
+    job.process.send_signal(number)
     status, _, err = job.finish()
     assert status == 0, err
-    assert (tmp_path / "saved0").read_text() == (tmp_path / "saved1").read_text() == str(int(signal.SIGTERM))
+    assert (tmp_path / "saved0").read_text() == (tmp_path / "saved1").read_text() == str(int(number))
+
+
+def test_a_second_interrupt_kills_at_once_on_other_hosts_too(tmp_path: Path) -> None:
+    deaf = IGNORES_SIGTERM.replace("SIGTERM", "SIGINT").replace("sys.exit(9)", "pass")
+    job = on_two_hosts(tmp_path, deaf, "ssh", "--no-preflight", "--grace", "600")
+    job.wait_for_files("ready0", "ready1")
+    job.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert job.process.poll() is None
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish(timeout=10)[0] == 128 + signal.SIGINT
+
+
+def test_a_killed_launcher_leaves_nothing_on_the_hosts_of_srun(tmp_path: Path) -> None:
+    job = on_two_hosts(tmp_path, SLEEPS, "srun", "--no-preflight")
+    job.wait_for_files("ready0", "ready1")
+    job.process.kill()
+    job.process.communicate()
+    assert job.survivors(wait=5.0) == []
 
 
 def test_prefixes_name_the_host_and_logs_are_written(tmp_path: Path) -> None:
@@ -122,13 +148,19 @@ import os, pathlib, time
 rank = os.environ["RANK"]
 os.write(1, f"rank {rank} of {os.environ['WORLD_SIZE']}\\n".encode())  # whole, between the lines of others
 pathlib.Path("../said" + rank).touch()
-while not pathlib.Path("../said0").exists():
+while not pathlib.Path("../go").exists():
     time.sleep(0.01)
 raise SystemExit(3 * int(rank))
 """
-    first, other = joined(tmp_path, source)
+    port = free_port()
+    other, first = (by_hand(tmp_path, source, index, port) for index in (1, 0))
+    first.wait_for_files("../said0", "../said1")
+    with socket.socket() as stranger:
+        answer = stranger.connect_ex(("127.0.0.1", port))
+    (tmp_path / "go").touch()
     status, out, err = first.finish()
     assert status == 3, err
+    assert answer == errno.ECONNREFUSED  # all hosts are there: nobody else may come
     assert "rank 0 of 2" in out and "rank 1 of 2" in out
     assert other.finish()[0] == 3  # every launcher ends with the status of the job
 

@@ -188,18 +188,6 @@ class VirtualHost:
             self._unmount(folder)
 
     @contextlib.contextmanager
-    def other_file(self, path: Path, text: str) -> Iterator[None]:
-        """Gives the file at `path` another text on this host alone."""
-        own = self.folder / "other" / path.name
-        own.parent.mkdir(exist_ok=True)
-        own.write_text(text, encoding="utf-8")
-        self.run("mount", "--bind", str(own), str(path))
-        try:
-            yield
-        finally:
-            self._unmount(path)
-
-    @contextlib.contextmanager
     def home_file(self, name: str, text: str) -> Iterator[None]:
         """Gives a file of this host's home, such as ".ssh/authorized_keys", another text."""
         path = self.home / name

@@ -4,8 +4,9 @@
     python tests/mutations.py --folder pipe --every 5  each fifth of those in pipe/
     python tests/mutations.py --tests ../old/tests     the same faults, seen by other tests
 
-A fault is caught where a test fails or does not end in time; it is out of date where its line is not there once. The
-laws at small size of its folder (tests/quick.txt) are asked first, then all its tests, then those of a folder above it.
+A fault is caught where a test fails; it is a hang where the tests take more than three times as long as without it, and
+out of date where its line is not there once. The laws at small size of its folder (tests/quick.txt) are asked first,
+then all its tests, then those of a folder above it. Each of these lists must pass without a fault before.
 """
 
 import argparse
@@ -30,6 +31,7 @@ ASKED = {
     "offload": [["tests/offload"], ["tests/zero", "tests/engine", "-k", "offload or host or delayed or speculative"]],
     "checkpoint": [["tests/checkpoint"], ["tests/engine", "-k", "checkpoint or export or load"]],
 }
+NOT_FOUND, NOTHING_RUN = 4, 5  # what pytest leaves with where there is no test of a name, and where none is left
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*cache", "__pycache__", "*.egg-info")
 
 
@@ -74,8 +76,8 @@ def copy_tree(tests: Path, folder: Path) -> Path:
     return tree
 
 
-def failing(tree: Path, arguments: Sequence[str], seconds: float) -> str:
-    """The test that fails first; "a hang" where all of them take longer than so many seconds; empty where none does."""
+def run_tests(tree: Path, arguments: Sequence[str], seconds: float | None = None) -> tuple[int, str]:
+    """What pytest left with, and its output; 0 is success. TimeoutExpired: it took longer than so many seconds."""
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", *arguments]
     process = subprocess.Popen(
@@ -86,11 +88,31 @@ def failing(tree: Path, arguments: Sequence[str], seconds: float) -> str:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        return "a hang"
-    if process.returncode in (0, 4, 5):  # 4 and 5: these tests have none of this name
-        return ""
+        raise
+    return process.returncode, output
+
+
+def limit_of(tree: Path, arguments: Sequence[str], may_lack: bool) -> float | None:
+    """Seconds after which these tests hang. None: the tree lacks some of them, as it may. SystemExit: they fail."""
+    started = time.monotonic()
+    status, output = run_tests(tree, arguments)
+    if status in (NOT_FOUND, NOTHING_RUN) and may_lack:
+        return None
+    if status:
+        sys.exit(f"expected tests that pass without a fault, found that pytest left with {status}:\n{output[-3000:]}")
+    return 60 + 3 * (time.monotonic() - started)
+
+
+def look(tree: Path, arguments: Sequence[str], seconds: float) -> tuple[str, str]:
+    """Whether tests that pass without the fault see it: "caught", "missed" or "hang"; and the test that fails first."""
+    try:
+        status, output = run_tests(tree, arguments, seconds)
+    except subprocess.TimeoutExpired:
+        return "hang", f"more than {seconds:.0f} s"
+    if status == 0:
+        return "missed", ""
     told = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return told[0].split(" - ")[0] if told else f"pytest left with {process.returncode}"
+    return "caught", told[0].split(" - ")[0] if told else f"pytest left with {status}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,25 +122,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--laws", action="store_true", help="ask the laws at small size alone")
     parser.add_argument("--match", default="", metavar="TEXT", help="faults with this text in their line or file alone")
     parser.add_argument("--tests", type=Path, default=ROOT / "tests", help="the folder of tests that are asked")
-    parser.add_argument("--seconds", type=float, default=900.0, help="of one run of tests; longer is a hang")
     given = parser.parse_args(arguments)
     chosen = [fault for fault in read_table(TABLE.read_text()) if given.folder in (None, fault.folder)]
     chosen = [fault for fault in chosen if given.match in f"{fault.file} {fault.before}"][:: given.every]
     laws = [line for line in (ROOT / "tests" / "quick.txt").read_text().splitlines() if line.startswith("tests/")]
-    counts = {"caught": 0, "missed": 0, "out of date": 0}
+    may_lack = given.tests != ROOT / "tests"
+    counts = {"caught": 0, "missed": 0, "hang": 0, "out of date": 0}
     with tempfile.TemporaryDirectory(prefix="lowtide-mutations-") as folder:
         tree = copy_tree(given.tests, Path(folder))
+        asked: dict[str, list[tuple[list[str], float]]] = {}  # of each folder: tests, and when they hang
+        for name in dict.fromkeys(fault.folder for fault in chosen):
+            quick = [law for law in laws if law.startswith(f"tests/{name}/")]
+            limits = [(one, limit_of(tree, one, may_lack)) for one in [quick, *([] if given.laws else ASKED[name])]]
+            asked[name] = [(one, limit) for one, limit in limits if limit is not None]
         for fault in chosen:
             path, started = tree / fault.file, time.monotonic()
             source = path.read_text() if path.exists() else ""
             found, by = "out of date", ""
             if source.count(fault.before) == 1:
                 path.write_text(source.replace(fault.before, fault.after))
-                quick = [law for law in laws if law.startswith(f"tests/{fault.folder}/")]
-                asked = [quick] if given.laws else [quick, *ASKED[fault.folder]]
-                by = next(filter(None, (failing(tree, one, given.seconds) for one in asked)), "")
+                looks = (look(tree, one, seconds) for one, seconds in asked[fault.folder])
+                found, by = next((seen for seen in looks if seen[0] != "missed"), ("missed", ""))
                 path.write_text(source)
-                found = "caught" if by else "missed"
             counts[found] += 1
             print(f"{found} in {time.monotonic() - started:.0f} s: {fault}\n  {by}", flush=True)
     print(", ".join(f"{count} {name}" for name, count in counts.items()))

@@ -20,14 +20,14 @@ def change(model: nn.Module) -> None:
     """A surgery on three parameters, in each of the ways in which users write it."""
     gpt: Any = model
     with torch.no_grad():
-        gpt.embedding.weight[3:5] = 0.25
+        gpt.head.weight[3:290] = 0.25
         gpt.blocks[1].up.weight.mul_(2)
         nn.init.constant_(gpt.blocks[2].norm.bias, 0.5)
 
 
 def changed_params(model: nn.Module) -> list[nn.Parameter]:
     gpt: Any = model
-    return [gpt.embedding.weight, gpt.blocks[1].up.weight, gpt.blocks[2].norm.bias]
+    return [gpt.head.weight, gpt.blocks[1].up.weight, gpt.blocks[2].norm.bias]
 
 
 def train_and_change(case: Case, everything: bool) -> tuple[list[float], dict[str, Tensor], list[Tensor]]:
@@ -72,10 +72,11 @@ def expected(case: Case, world_size: int) -> tuple[list[float], dict[str, Tensor
     return losses, model.state_dict(), seen
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_changes_reach_every_shard(ranks: RankPool, world_size: int) -> None:
-    routes = ROUTES if world_size == 2 else ("auto",)
-    cases = [CASE.at(stage, config={"communication": {"route": route}}) for route in routes for stage in STAGES]
+    """Over four ranks one of the parameters fills the third's shard, and reaches into those beside it."""
+    routes, stages = ROUTES if world_size == 2 else ("auto",), STAGES if world_size < 4 else (3,)
+    cases = [CASE.at(stage, config={"communication": {"route": route}}) for route in routes for stage in stages]
     losses, state, seen = expected(CASE, world_size)
     results = ranks(world_size, train_and_change_all, cases)
     for found_losses, found_state, _ in results[0]:

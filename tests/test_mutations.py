@@ -1,0 +1,10 @@
+"""The faults of tests/mutations.txt can be put where they say."""
+
+from tests.mutations import ROOT, TABLE, read_table
+
+
+def test_every_line_that_a_fault_replaces_stands_once_in_its_file() -> None:
+    faults = read_table(TABLE.read_text())
+    sources = {fault.file: (ROOT / fault.file).read_text() for fault in faults}
+    assert [str(fault) for fault in faults if sources[fault.file].count(fault.before) != 1] == []
+    assert [str(fault) for fault in faults if fault.before == fault.after] == []

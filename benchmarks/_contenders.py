@@ -51,6 +51,7 @@ CONTENDERS = {
     for contender in [
         Contender(REFERENCE, "one process, whole batch", "single", {}),
         Contender(DDP, "DDP", "ddp", {"sharded_optimizer": False}),
+        Contender("ddp-each", "DDP, sums of each microbatch", "ddp", {"sharded_optimizer": False, "sums_each": True}),
         Contender("ddp-zero", "DDP + ZeroRedundancyOptimizer", "ddp", {"sharded_optimizer": True}),
         Contender(FSDP2, "FSDP2", "fsdp2", {"reshard_after_forward": True}),
         Contender("fsdp2-keep", "FSDP2, no reshard after forward", "fsdp2", {"reshard_after_forward": False}),

@@ -109,8 +109,11 @@ def build_single(model: Model, setup: Setup) -> Trainer:
     return _plain(module, AdamW(module.parameters(), fused=True, **ADAMW), setup, lambda: None)
 
 
-def build_ddp(model: Model, setup: Setup, *, sharded_optimizer: bool) -> Trainer:
-    """Gives DistributedDataParallel with bucket views; `sharded_optimizer` shards the optimizer state (ZeRO-1)."""
+def build_ddp(model: Model, setup: Setup, *, sharded_optimizer: bool, sums_each: bool = False) -> Trainer:
+    """Gives DistributedDataParallel with bucket views; `sharded_optimizer` shards the optimizer state (ZeRO-1).
+
+    sums_each: a loop that does not know `no_sync`, with which gradients are summed over ranks once a step.
+    """
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
@@ -121,7 +124,7 @@ def build_ddp(model: Model, setup: Setup, *, sharded_optimizer: bool) -> Trainer
         optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), AdamW, fused=True, **ADAMW)
     else:
         optimizer = AdamW(wrapped.parameters(), fused=True, **ADAMW)
-    return _plain(wrapped, optimizer, setup, _wait_for_all, wrapped.no_sync)
+    return _plain(wrapped, optimizer, setup, _wait_for_all, nullcontext if sums_each else wrapped.no_sync)
 
 
 def build_fsdp2(model: Model, setup: Setup, *, reshard_after_forward: bool) -> Trainer:

@@ -13,16 +13,17 @@ from lowtide.comm.world import World
 from tests.ranks import RankPool, free_port
 
 
-def listening_addresses() -> set[str]:
+def listening() -> set[tuple[str, int]]:
     found = psutil.Process().net_connections("tcp")
-    return {entry.laddr.ip for entry in found if entry.status == psutil.CONN_LISTEN}
+    return {(entry.laddr.ip, entry.laddr.port) for entry in found if entry.status == psutil.CONN_LISTEN}
 
 
 def join(address: str) -> tuple[set[str], float]:
     """Where the process listens while it is in a world, and a sum over its ranks."""
     os.environ["MASTER_ADDR"] = address
+    before = listening()  # torch may not have let go yet of what an earlier test of this process had
     world = World.join("cpu")
-    found = listening_addresses()
+    found = {ip for ip, _ in listening() - before}
     total = torch.ones(())
     torch.distributed.all_reduce(total)
     world.barrier()

@@ -12,7 +12,7 @@ from ..offload import OffloadError
 from ..zero.gradient import GroupGradient
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.reductions import OnFinal
-from ..zero.sequence import Unit
+from ..zero.sequence import StateError, Unit
 from .config.config import Config
 
 
@@ -74,9 +74,18 @@ class StepUpdate:
         self._optimizer.begin_step(self._order, speculates=self.timing is Timing.SPECULATIVE)
         return self._update_one
 
-    def take_back(self) -> None:
-        """What was updated in this step has not been. Does nothing but where updates are speculative."""
-        self._optimizer.roll_back()
+    def refuse_second_backward(self) -> None:
+        """Raises StateError where shards of this step are updated already, for good."""
+        if self.timing is Timing.IN_BACKWARD:
+            raise StateError(
+                "zero_optimization.update_in_backward: expected engine.step() after a backward at the accumulation "
+                "boundary, which has updated the parameters, found another backward; put all but the last of a step "
+                "under `with engine.no_sync():`, or leave update_in_backward out"
+            )
+
+    def take_back(self) -> bool:
+        """What was updated in this step has not been: says whether there was any; only speculative updates are."""
+        return self._optimizer.roll_back()
 
     def end_step(self, factor: float, what: str) -> None:
         """The step counts: updates what has not been updated yet, and brings all to the other ranks. A collective."""

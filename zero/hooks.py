@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..model.blocks import has_forward, parameters_read_by
 from ..model.ledger import Ledger
-from .sequence import Phase, Unit, UnitSequence
+from .graph_task import current_graph_task
+from .sequence import Phase, Unit, UnitSequence, Use
 
 
 class UnitHooks:
@@ -35,7 +36,7 @@ class UnitHooks:
         self._add = ledger.hook
         root = sequence.rest.module
         self._add(root.register_forward_pre_hook(lambda module, args: sequence.begin_forward(), prepend=True))
-        self._add(root.register_forward_hook(lambda module, args, output: sequence.end_forward(_keeps_graph(output))))
+        self._add(root.register_forward_hook(self._after_root))
         for unit in sequence.blocks:
             self._hook_block(unit)
         for unit in sequence.units:
@@ -43,9 +44,15 @@ class UnitHooks:
         if frees_parameters:
             self._hook_users_of_rest(sequence.rest)
 
+    def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        tensors = _tensors_with_graph(output)
+        if self._sequence.phase is Phase.FORWARD and tensors:
+            _on_first_gradient(tensors, self._sequence.hear)
+        self._sequence.end_forward(keeps_graph=bool(tensors))
+
     def _hook_block(self, unit: Unit) -> None:
         sequence = self._sequence
-        uses: list[int] = []
+        uses: list[Use | None] = []
 
         def before(module: nn.Module, args: Any) -> None:
             uses.append(sequence.enter(unit))
@@ -55,14 +62,15 @@ class UnitHooks:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             use = uses.pop()
             uses.clear()  # a forward that ended with an exception has left its own behind
-            if sequence.phase is not Phase.BACKWARD and (tensors := _tensors_with_graph(output)):
-                _on_first_gradient(tensors, lambda: sequence.enter_backward(unit, use))
+            if use is not None and (tensors := _tensors_with_graph(output)):
+                _on_first_gradient(tensors, lambda: sequence.enter_backward(use))
             sequence.leave(unit)
 
         self._add(unit.module.register_forward_pre_hook(before, prepend=True))
         self._add(unit.module.register_forward_hook(after))
 
     def _hook_params(self, unit: Unit) -> None:
+        unit.find_accumulators()
         for gradient in unit.gradients:
             for name, param in zip(gradient.group.names, gradient.group.params, strict=True):
                 hook = _gradient_hook(self._sequence, unit, name)
@@ -118,12 +126,14 @@ def _tensors_with_graph(output: Any) -> list[Tensor]:
 
 
 def _on_first_gradient(tensors: Sequence[Tensor], action: Callable[[], None]) -> None:
-    """Runs `action` once, before the first gradient of any of the tensors goes on into the module."""
-    pending = [action]
+    """Runs `action` before the first gradient of any of the tensors goes on into the module, once in each backward."""
+    told: list[int] = []
 
     def hook(gradient: Tensor) -> None:
-        if pending:
-            pending.pop()()
+        task = current_graph_task()
+        if told != [task]:
+            told[:] = [task]
+            action()
 
     for tensor in tensors:
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]

@@ -86,7 +86,7 @@ def net(inputs: int = WIDTH, outputs: int = 1) -> nn.Module:
 
 
 def mean(losses: Sequence[Tensor]) -> Tensor:
-    return torch.stack(losses).mean()
+    return torch.stack(list(losses)).mean()
 
 
 def plain(make: Make, data: Data) -> list[Trained]:

@@ -16,10 +16,12 @@ from tests.ranks import RankPool
 def kinds(route: str, folder: Path) -> dict[str, dict[str, Any]]:
     """Sections `zero_optimization`."""
     files = {"device": "nvme", "nvme_path": str(folder)}
-    stages = {f"stage {stage}": {"stage": stage} for stage in range(4)}
-    all_in_files = {"all in files": {"stage": 3, "offload_optimizer": files, "offload_param": files}}
-    speculating = {"states in files": {"stage": 1, "offload_optimizer": {**files, "overlap": "speculative"}}}
-    alone = {"each rank its own shards": {"stage": 2, "shard_size": 1}}
+    stages: dict[str, dict[str, Any]] = {f"stage {stage}": {"stage": stage} for stage in range(4)}
+    all_in_files: dict[str, Any] = {"all in files": {"stage": 3, "offload_optimizer": files, "offload_param": files}}
+    speculating: dict[str, Any] = {
+        "states in files": {"stage": 1, "offload_optimizer": {**files, "overlap": "speculative"}}
+    }
+    alone: dict[str, Any] = {"each rank its own shards": {"stage": 2, "shard_size": 1}}
     return {
         "solo": {**stages, **all_in_files, **speculating},
         "shared_memory": {**stages, **speculating, **alone},
@@ -64,10 +66,10 @@ def test_a_backward_that_fails_ends_its_step_and_the_next_one_counts(stage: int)
             if fails:
                 for again in (False, True):  # with what was heard of the first one still there
                     loss = loss_of(engine, step=5)
-                    engine.module[2].weight.register_hook(fail)
+                    hook = engine.module.get_parameter("2.weight").register_hook(fail)
                     with pytest.raises(ZeroDivisionError):
                         loss.backward(retain_graph=again)
-                    engine.module[2].weight._backward_hooks.clear()
+                    hook.remove()
                     if again:
                         loss.backward()
                         engine.zero_grad()

@@ -48,7 +48,7 @@ class ReadElsewhere(Net):
     """A block's weight is read outside of its forward, in a reentrant checkpoint: its gradient comes in two parts."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(lambda h: h * self.blocks[1].weight.sum(), self.blocks[0](x), use_reentrant=True)
+        x = checkpoint(lambda h: h * self.get_parameter("blocks.1.weight").sum(), self.blocks[0](x), use_reentrant=True)
         loss: Tensor = self.head(self.blocks[1](x)).square().mean()
         return loss
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import ModuleType, NoneType
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from ..model.blocks import has_forward, parameters_read_by
 from ..model.ledger import Ledger
 from .graph_task import current_graph_task
+from .released import set_reader
 from .sequence import Phase, Unit, UnitSequence, Use
 
 
@@ -43,6 +45,20 @@ class UnitHooks:
             self._hook_params(unit)
         if frees_parameters:
             self._hook_users_of_rest(sequence.rest)
+            self._modules = frozenset(map(id, root.modules()))
+            for unit in sequence.units:
+                self._let_read(unit, ledger)
+
+    def _let_read(self, unit: Unit, ledger: Ledger) -> None:
+        def read() -> bool:
+            may = self._sequence.phase is not Phase.IDLE or _is_in_method(self._modules)
+            if may:
+                self._sequence.read(unit)
+            return may
+
+        for group in unit.groups:
+            for param in group.params:
+                ledger.callback(set_reader(param, read))
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
         tensors = _tensors_with_graph(output)
@@ -93,6 +109,23 @@ class UnitHooks:
             if module is not rest.module and has_forward(module) and members & set(map(id, parameters_read_by(module))):
                 self._add(module.register_forward_pre_hook(before, prepend=True))
                 self._add(module.register_forward_hook(after))
+
+
+def _is_in_method(modules: Collection[int]) -> bool:
+    """Whether the caller is in a method that a class of the modules has beyond those of every module.
+
+    Those are called on all ranks alike, while one rank alone may print a value, or ask for a `state_dict`.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("self",) and id(frame.f_locals.get("self")) in modules:
+            of_all = frame.f_code.co_filename == nn.Module.forward.__code__.co_filename
+            return not of_all or frame.f_code in _CALLS
+        frame = frame.f_back
+    return False
+
+
+_CALLS = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
 
 
 def cast_inputs(blocks: Iterable[nn.Module], dtype: torch.dtype, ledger: Ledger) -> None:

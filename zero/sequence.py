@@ -44,6 +44,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from ..comm import CollectiveError, Progress
+from ..watch.log import logger
 from .gradient import GroupGradient
 from .graph_task import GraphTask, accumulator_of, current_graph_task, will_run
 from .group import Residence, ShardedGroup
@@ -308,6 +309,20 @@ class UnitSequence:
         self._forwards.add(forward)
         return Use(unit, forward, self._num_uses)
 
+    def read(self, unit: Unit) -> None:
+        """Its parameters are read outside of its forward: they are full from now on, until the step ends.
+
+        What autograd saves of them is needed at a time that no hook tells.
+        """
+        if unit not in self._kept and unit is not self.rest:
+            logger.info(
+                "unit '%s' is read outside of its forward, so it stays gathered until the step ends; name a common "
+                "parent of it and its reader in zero_optimization.units if that takes too much memory",
+                unit.name,
+            )
+        self.enter(unit)
+        self._kept.add(unit)
+
     def leave(self, unit: Unit) -> None:
         """A unit's forward ends: its parameters are freed, but for those with which the backward will begin."""
         if self.phase is Phase.BACKWARD:
@@ -427,7 +442,7 @@ class UnitSequence:
         What was started is finished, unless the others are lost: in the canonical order they come to it as well.
         """
         self.phase = Phase.IDLE
-        self._heard = None
+        self._heard = self._graph_task = None
         if isinstance(error, CollectiveError):
             self._reductions.abandon()
             return
@@ -512,6 +527,7 @@ class UnitSequence:
             self._forwards.discard(forward)
         self._of_backward.clear()
         self._forward = Forward()
+        self._graph_task = None
         self.phase = Phase.IDLE
 
     def _release(self, unit: Unit) -> None:

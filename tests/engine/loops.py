@@ -369,6 +369,50 @@ def blocks_called_alone(make: Make, data: Data) -> list[Trained]:
     return [model]
 
 
+class Parts(nn.Module):
+    """Methods that read a parameter of its own, a weight of another module and a computed one; None in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(WIDTH))
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+        self.more = nn.ModuleList([nn.Linear(WIDTH, WIDTH), None])  # type: ignore[list-item]  # as diffusers has it
+        nn.utils.parametrizations.weight_norm(self.blocks[1])
+        self.head = nn.Linear(WIDTH, 1)
+
+    def encode(self, x: Tensor) -> Tensor:
+        x = x + self.position
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        for part in self.more:
+            x = x if part is None else part(x)
+        return x
+
+    def project(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.head.weight, self.head.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(self.encode(x)) + self.get_parameter("blocks.2.weight").square().mean()
+
+
+def methods(make: Make, data: Data) -> list[Trained]:
+    """Called without the forward of the whole, and beside it; one with other values in place of a parameter's."""
+    model = make(Parts())
+    for step in range(STEPS):
+        losses = []
+        for x in data(step):
+            encoded = model.module.encode(x)
+            with torch.no_grad():
+                target = model.module.project(model.module.encode(x + 1))
+            other = torch.func.functional_call(model.module, {"position": torch.ones(WIDTH)}, (x,))
+            losses.append(
+                (model.module.project(encoded) - target).square().mean() + other.mean() + model(x).abs().mean()
+            )
+        mean(losses).backward()
+        model.step()
+    return [model]
+
+
 LOOPS: tuple[Loop, ...] = (
     plain,
     gradient_of_an_output,
@@ -388,6 +432,7 @@ LOOPS: tuple[Loop, ...] = (
     distillation,
     counted_by_hand,
     blocks_called_alone,
+    methods,
 )
 OPTIMIZER = {"type": "adamw", "params": {"lr": 0.01, "weight_decay": 0.1}}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import ModuleType, NoneType
+from types import FrameType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ def _is_in_method(modules: Collection[int]) -> bool:
 
     Those are called on all ranks alike, while one rank alone may print a value, or ask for a `state_dict`.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("self",) and id(frame.f_locals.get("self")) in modules:
             of_all = frame.f_code.co_filename == nn.Module.forward.__code__.co_filename

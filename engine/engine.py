@@ -165,7 +165,7 @@ class Engine:
     @in_turn
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets what the backwards since the last step have added up; `step` does so by itself."""
-        self._steps.take_back()
+        self._steps.refuse_more("engine.zero_grad()")
         self._steps.forget()
 
     @contextmanager

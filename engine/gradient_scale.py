@@ -12,9 +12,9 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ..zero.graph_task import GraphTask, current_graph_task
-from ..zero.hooks import tensors_in
 from ..zero.loss_scale import LossScaler
 from ..zero.sequence import StateError
+from .batch import replace_tensors
 from .config.config import Config
 
 _EDGE = "lowtide: edge of the engine"  # a key in the metadata of nodes of the graph
@@ -55,23 +55,36 @@ class GradientScale:
         """What is left to multiply the sum of the step's gradients by."""
         return 1.0 / (self._num_summed * self.seed)
 
+    @property
+    def is_given(self) -> bool:
+        """Whether the backward that runs began with a loss that was multiplied."""
+        return self._given is not None and self._given() is not None
+
     def mark_input(self, tensor: Tensor) -> Tensor:
         """An input of the engine as its forward is to see it."""
         if self.seed == 1.0 or not tensor.requires_grad or not torch.is_grad_enabled():
             return tensor
         inside = tensor.view_as(tensor)
-        inside.register_hook(lambda gradient: gradient / self.seed)  # type: ignore[no-untyped-call]
+        inside.register_hook(lambda gradient: _Edge.apply(gradient, self, False))  # type: ignore[no-untyped-call]
         self._entered.append(get_gradient_edge(tensor).node)
         return inside
 
-    def mark_output(self, output: object) -> None:
-        """The forward has ended with this output."""
-        if self.seed != 1.0:
-            entered, self._entered = tuple(self._entered), []
-            for tensor in tensors_in(output):
-                if tensor.grad_fn is not None:
-                    _metadata(tensor.grad_fn).setdefault(_EDGE, {})[id(self)] = entered
-                    tensor.register_hook(self._multiplied)  # type: ignore[no-untyped-call]
+    def mark_output(self, output: Any) -> Any:
+        """The output of a forward as the caller is to see it."""
+        if self.seed == 1.0:
+            return output
+        entered, self._entered = tuple(self._entered), []
+
+        def marked(tensor: Tensor) -> Tensor:
+            if tensor.grad_fn is None:
+                return tensor
+            outside = tensor.view_as(tensor)  # of its own: a loss and its logits may both be returned
+            assert outside.grad_fn is not None
+            _metadata(outside.grad_fn)[_EDGE] = {id(self): entered}
+            outside.register_hook(self._multiplied)  # type: ignore[no-untyped-call]
+            return outside
+
+        return replace_tensors(output, marked)
 
     def check_applied(self) -> None:
         """Raises StateError where gradients have come without the seed in the run of autograd that ends."""
@@ -87,10 +100,10 @@ class GradientScale:
         return loss if self.seed == 1.0 else cast(Tensor, _Applied.apply(loss, loss.grad_fn, self))  # type: ignore[no-untyped-call]
 
     def _multiplied(self, gradient: Tensor) -> Tensor | None:
-        if self._given is not None and self._given() is not None:
+        if self.is_given:
             return None
         self._applied_in = current_graph_task()
-        return gradient * self.seed
+        return cast(Tensor, _Edge.apply(gradient, self, True))  # type: ignore[no-untyped-call]
 
     def _begin_given(self, loss: Node | None) -> None:
         """Where the gradient of seed x loss goes over to what is not the engine's, it is divided."""
@@ -103,6 +116,26 @@ class GradientScale:
                 handle.remove()
 
         self._given = weakref.ref(GraphTask(end))
+
+
+class _Edge(torch.autograd.Function):
+    """Where a gradient enters the engine's part of the graph, or leaves it.
+
+    What a first derivative (create_graph) has given to the outside is entered by the second one, and the other way
+    round: it takes or gives the seed there, beside the factor that it goes through in any case.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, scale: GradientScale, enters: bool) -> Tensor:
+        ctx.scale, ctx.enters = scale, enters
+        return gradient * scale.seed if enters else gradient / scale.seed
+
+    @staticmethod
+    def backward(ctx: Any, second: Tensor) -> tuple[Tensor, None, None]:
+        if not ctx.scale.is_given:
+            ctx.scale._applied_in = current_graph_task()
+            return second, None, None
+        return second * ctx.scale.seed if ctx.enters else second / ctx.scale.seed, None, None
 
 
 class _Applied(torch.autograd.Function):

@@ -74,13 +74,14 @@ class StepUpdate:
         self._optimizer.begin_step(self._order, speculates=self.timing is Timing.SPECULATIVE)
         return self._update_one
 
-    def refuse_second_backward(self) -> None:
-        """Raises StateError where shards of this step are updated already, for good."""
+    def refuse_more(self, what: str) -> None:
+        """Raises StateError where shards of this step are updated already, for good. what: the user has asked for."""
         if self.timing is Timing.IN_BACKWARD:
             raise StateError(
                 "zero_optimization.update_in_backward: expected engine.step() after a backward at the accumulation "
-                "boundary, which has updated the parameters, found another backward; put all but the last of a step "
-                "under `with engine.no_sync():`, or leave update_in_backward out"
+                f"boundary, which has updated the parameters, found {what}; put all but the last backward of a step "
+                "under `with engine.no_sync():`, those of other models under `with engine.frozen():`, or leave "
+                "update_in_backward out"
             )
 
     def take_back(self) -> bool:

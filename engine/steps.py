@@ -155,9 +155,7 @@ class Steps:
     def begin_backward(self, num_microbatches: int = 1) -> None:
         """As `backward`, until `end_backward` or `abort_backward`."""
         boundary = self._is_boundary(num_microbatches)
-        if self.is_complete:  # a sum that was final was not
-            self.take_back()
-            self.update.refuse_second_backward()
+        self.refuse_more("another backward")  # a sum that was final was not
         on_final = self.update.begin_backward(boundary)
         if boundary:
             self.guard.expect_update()
@@ -181,6 +179,12 @@ class Steps:
         if self._is_last is not None:
             return self._is_last
         return self._by_hand or (self.num_microbatches + num_microbatches) % self.accumulation == 0
+
+    def refuse_more(self, what: str) -> None:
+        """Takes back what was updated before the end of the step. Raises StateError where it is there for good."""
+        if self.is_complete:
+            self.update.refuse_more(what)
+            self.take_back()
 
     def take_back(self) -> None:
         """What was updated before the end of the step has not been, on all ranks. Does nothing where nothing was."""

@@ -42,17 +42,14 @@ class WholeModel:
             ready = steps.prepared(microbatch)
             steps.begin_forward()
             with self.saving:
-                output = call_for_loss(self._module, ready, self._loss_fn)
-                steps.scale.mark_output(output)
+                output = steps.scale.mark_output(call_for_loss(self._module, ready, self._loss_fn))
                 loss = loss_of(output, ready, self._loss_fn)
             self.backward(steps, loss)
 
     def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         steps.begin_forward()
         with self.saving, self._progress.forward(steps.num_microbatches, torch.is_grad_enabled()):
-            output = forward(self._module, steps.prepared(args), steps.prepared(kwargs))
-            steps.scale.mark_output(output)
-            return output
+            return steps.scale.mark_output(forward(self._module, steps.prepared(args), steps.prepared(kwargs)))
 
     def backward(self, steps: Steps, loss: Tensor) -> None:
         check_loss(loss, "backward")

@@ -369,6 +369,26 @@ def blocks_called_alone(make: Make, data: Data) -> list[Trained]:
     return [model]
 
 
+class WithLogits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net(outputs=3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        logits = self.net(x)
+        return {"loss": functional.cross_entropy(logits, torch.arange(len(x)) % 3), "logits": logits}
+
+
+def loss_and_logits(make: Make, data: Data) -> list[Trained]:
+    """Both are returned, and a loss of one's own is added to the first."""
+    model = make(WithLogits())
+    for step in range(STEPS):
+        outputs = [model(x) for x in data(step)]
+        mean([output["loss"] + 0.1 * output["logits"].square().mean() for output in outputs]).backward()
+        model.step()
+    return [model]
+
+
 class Parts(nn.Module):
     """Methods that read a parameter of its own, a weight of another module and a computed one; None in a list."""
 
@@ -433,6 +453,7 @@ LOOPS: tuple[Loop, ...] = (
     counted_by_hand,
     blocks_called_alone,
     methods,
+    loss_and_logits,
 )
 OPTIMIZER = {"type": "adamw", "params": {"lr": 0.01, "weight_decay": 0.1}}
 

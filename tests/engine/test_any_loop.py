@@ -9,32 +9,30 @@ from torch import Tensor
 
 import lowtide
 from lowtide.zero.sequence import StateError
-from tests.engine.loops import LOOPS, OPTIMIZER, batch, net, run, run_plainly
+from tests.engine.loops import LOOPS, OPTIMIZER, batch, blocks_called_alone, methods, net, run, run_plainly
 from tests.ranks import RankPool
 
 
 def kinds(route: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """Sections `zero_optimization`."""
     files = {"device": "nvme", "nvme_path": str(folder)}
-    stages: dict[str, dict[str, Any]] = {f"stage {stage}": {"stage": stage} for stage in range(4)}
-    all_in_files: dict[str, Any] = {"all in files": {"stage": 3, "offload_optimizer": files, "offload_param": files}}
-    speculating: dict[str, Any] = {
-        "states in files": {"stage": 1, "offload_optimizer": {**files, "overlap": "speculative"}}
+    sections: dict[str, dict[str, Any]] = {
+        **{f"stage {stage}": {"stage": stage} for stage in range(4)},
+        "all in files": {"stage": 3, "offload_optimizer": files, "offload_param": files},
+        "speculating": {"stage": 1, "offload_optimizer": {**files, "overlap": "speculative"}},
+        "each rank its own shards": {"stage": 2, "shard_size": 1},
     }
-    alone: dict[str, Any] = {"each rank its own shards": {"stage": 2, "shard_size": 1}}
-    return {
-        "solo": {**stages, **all_in_files, **speculating},
-        "shared_memory": {**stages, **speculating, **alone},
-        "sockets": {**stages, **all_in_files, **alone},
-    }[route]
+    left_out = {"solo": "each rank its own shards", "shared_memory": "all in files", "sockets": "speculating"}[route]
+    found = {kind: {"zero_optimization": section} for kind, section in sections.items() if kind != left_out}
+    return {**found, "predivided": {"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 4.0}}
 
 
 def run_all(route: str, folder: Path) -> dict[tuple[str, str], list[dict[str, Tensor]]]:
     route_of = {"communication": {"route": route}} if route != "solo" else {}
     return {
-        (loop.__name__, kind): run(loop, {"zero_optimization": zero, **route_of})
+        (loop.__name__, kind): run(loop, {**config, **route_of})
         for loop in LOOPS
-        for kind, zero in kinds(route, folder).items()
+        for kind, config in kinds(route, folder).items()
+        if not (kind == "predivided" and loop in (blocks_called_alone, methods))  # past what multiplies
     }
 
 
@@ -109,11 +107,18 @@ def test_no_sync_adds_to_the_step_of_the_next_backward() -> None:
     torch.testing.assert_close(states[0], states[1], rtol=1e-6, atol=1e-7)
 
 
-def test_a_second_backward_that_an_update_cannot_take_in_is_refused() -> None:
-    with engine_for(1, update_in_backward=True) as engine:
-        loss_of(engine).backward()
-        with pytest.raises(StateError, match=r"expected engine.step\(\) after a backward at the accumulation boundary"):
+def test_what_an_update_in_backward_cannot_take_in_or_back_is_refused() -> None:
+    asks = {
+        "another backward": lambda engine: loss_of(engine).backward(),
+        r"engine.zero_grad\(\)": lambda engine: engine.zero_grad(),
+    }
+    for what, ask in asks.items():
+        with engine_for(1, update_in_backward=True) as engine:
             loss_of(engine).backward()
+            with pytest.raises(
+                StateError, match=rf"after a backward at the accumulation boundary, .*, found {what}; put"
+            ):
+                ask(engine)
 
 
 def test_a_backward_in_another_call_of_its_engine_is_refused() -> None:

@@ -33,15 +33,16 @@ class LocalSum:
         """Of the flat memory."""
         return 0 if self._flat is None else self._flat.nbytes
 
-    def add(self) -> None:
-        """Takes the gradients of a backward."""
+    def add(self) -> set[int]:
+        """Takes the gradients of a backward; of which parameters. None where they stay with their parameters."""
         if not self._is_flat:
-            return
+            return set()
         numel = self._group.layout.padded_numel
         if self._flat is None:
             self._flat = torch.zeros(numel, dtype=self._dtype, device=self._group.full.device)
-        Staging(self._group, [(0, numel, self._flat)], adds=self.has_values).finish()
+        taken = Staging(self._group, [(0, numel, self._flat)], adds=self.has_values).finish()
         self.has_values = True
+        return taken
 
     def pour(self, regions: Sequence[Region], adds: bool) -> None:
         """Goes on in other memory, where the last gradients are added to it. adds: there is something already."""

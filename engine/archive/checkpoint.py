@@ -206,7 +206,7 @@ class Checkpointer:
                 checkpoint = target.open(tag)
                 weights, states = checkpoint.weights, checkpoint.states
                 training = read_training(checkpoint.manifest.training)
-                scalars: dict[int, dict[str, Any]] = {}
+                scalars: dict[int | str, dict[str, Any] | None] = {}
                 for rank in range(checkpoint.manifest.num_files):  # one may have had no element of a parameter group
                     scalars.update(read_scalars(checkpoint.own_state(rank)))
                 own = OwnState.read(checkpoint.own_state(self._rank_of_origin(checkpoint)))

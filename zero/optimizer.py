@@ -197,6 +197,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if (states := self.states_of(shard, piece))
         }
 
+    def missed_steps(self, param: nn.Parameter) -> int:
+        """In how many steps nobody used a parameter, so that it stayed as it was."""
+        return self._missed[id(param)]
+
     def scalar_states(self) -> ScalarStates:
         """What is kept beside elementwise states: the steps that a parameter was not used in, or what torch keeps."""
         if self._update.has_rule:

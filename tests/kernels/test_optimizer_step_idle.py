@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from lowtide.kernels.dispatch import Backend
-from lowtide.kernels.optimizer_states import new_states
+from lowtide.kernels.optimizer_states import new_states, stored_states
 from lowtide.kernels.optimizer_step import update_runs
 from tests.kernels.cpu_kernel import CASES, STATE_DTYPES
 
@@ -25,15 +26,20 @@ def test_step_0_leaves_a_stretch_as_it_is(
     gradient[256:512] = 0
     expected, others = master.clone(), [state.clone() for state in states]
     update_runs(rule, expected, gradient.clone(), others, 7, [(1000, options)], 0.5, None, backend=backend)
-    old = [master.clone(), *(state.clone() for state in states)]
+    before = wide(master, states)
     runs = [(256, options), (512, options), (1000, options)]
     update_runs(rule, master, gradient, states, 7, runs, 0.5, None, steps=[7, 0, 7], backend=backend)
-    for found, before, wanted in zip([master, *states], old, [expected, *others], strict=True):
-        size = 256 if found.numel() == 1000 else 1
-        kept = slice(size, 2 * size)
-        assert torch.equal(found[kept], before[kept])
-        assert torch.equal(found[: kept.start], wanted[: kept.start])
-        assert torch.equal(found[kept.stop :], wanted[kept.stop :])
+    triples = zip(wide(master, states), before, wide(expected, others), strict=True)
+    for index, (found, old, wanted) in enumerate(triples):
+        # A block whose largest value was rounded up to a power of two gets twice the scale: its smallest lose a bit.
+        lost = 2.0**-16 * float(old.abs().max()) if state_dtype == torch.int8 and index else 0.0
+        torch.testing.assert_close(found[256:512], old[256:512], rtol=0, atol=lost)
+        assert torch.equal(found[:256], wanted[:256]) and torch.equal(found[512:], wanted[512:])
+
+
+def wide(master: Tensor, states: list[Tensor]) -> list[Tensor]:
+    """Copies of the values."""
+    return [master.clone(), *(state.widened().clone() for state in stored_states(states))]
 
 
 def test_as_many_steps_as_runs() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import lowtide
 from lowtide.engine.step_sums import Uses
@@ -235,6 +236,16 @@ def test_a_checkpoint_knows_how_often_each_was_updated(ranks: RankPool, tmp_path
         *(Case(stage, 2, own=own) for own in OWN for stage in (0, 3)),
     ]
     check(ranks(2, restart_all, cases, tmp_path, after)[0], cases, 2)
+
+
+def test_other_readers_find_the_steps_of_each(tmp_path: Path) -> None:
+    case = Case(3, 2)
+    train(case, tmp_path, restart_after=3)
+    dcp_to_torch_save(tmp_path / "global_step3", tmp_path / "plain.pt")
+    states = torch.load(tmp_path / "plain.pt", weights_only=True)["optim"]["state"]
+    found = {name: int(state["step"]) for name, state in states.items() if not name.endswith("bias")}
+    names = ("first", *(f"branches.{index}.0" for index in range(4)))
+    assert [found[f"{name}.weight"] for name in names] == [3, 2, 1, 0, 0] and found["lonely"] == 0
 
 
 def changes_of(case: Case) -> list[list[str]]:

@@ -151,9 +151,9 @@ class Shard:
 
     def step_by_kernel(self, kernel: CpuKernel, states: list[Tensor]) -> None:
         self.num_steps += 1
-        runs = [(self.master.numel(), self.options)]
+        step, runs = self.num_steps, [(self.master.numel(), self.options)]
         stored = stored_states(states)
-        kernel.update(self.rule, self.master, self.gradient, stored, self.num_steps, runs, 1.0, self.out)
+        kernel.update(self.rule, self.master, self.gradient, stored, step, runs, [step], 1.0, self.out)
 
     def step_by_torch(self, chunk_numel: int) -> None:
         self.num_steps += 1

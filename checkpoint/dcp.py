@@ -35,7 +35,7 @@ PARAM_GROUPS = "optim.param_groups."
 """What the names of the options of parameter groups begin with, which are no tensors."""
 _STATE = "optim.state."
 STEP = "optim.step"
-"""The tensor to which all `optim.state.NAME.step` refer."""
+"""The tensor to which all `optim.state.NAME.step` refer, but those that have one of their own, `optim.step.NAME`."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,13 @@ def metadata_bytes(
     """
     built = _Builder(rows)
     for name, info in tensors.items():
-        if name != STEP:
+        if name != STEP and not name.startswith(f"{STEP}."):
             built.add_tensor(name, info, source=name)
     for alias, name in aliases.items():
         built.add_tensor(alias, tensors[name], source=name)
     for name in optimizer.stepped:
-        built.add_tensor(f"{_STATE}{name}.step", tensors[STEP], source=STEP)
+        own = f"{STEP}.{name}"
+        built.add_tensor(f"{_STATE}{name}.step", tensors[STEP], source=own if own in tensors else STEP)
     for name in rows:
         if name.startswith(PARAM_GROUPS):
             built.add_option(name, optimizer)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +25,58 @@ class StepSums:
     square_norm: float  # sum of squared gradients as they were reduced
     num_bad: int  # groups with a non-finite gradient
     events: tuple[int, ...]  # on how many ranks each of the events has happened
+    unused: frozenset[int] = frozenset()  # identities of the parameters that got no gradient on any rank
+
+
+class Uses:
+    """Which parameters of an optimizer got a gradient in a step: a count of ranks for each, many counts in a word.
+
+    word     | parameter 0 | parameter 1 | ... |      as many bits for each as the number of ranks has
+    """
+
+    def __init__(
+        self, param_groups: Sequence[Mapping[str, Any]], gradients: Sequence[GroupGradient], num_ranks: int
+    ) -> None:
+        """param_groups: of the whole model, on all ranks alike. gradients: of this rank."""
+        self._params = [id(param) for group in param_groups for param in group["params"]]
+        place_of = {param: place for place, param in enumerate(self._params)}
+        self._places = [(one, [place_of[id(param)] for param in one.group.params]) for one in gradients]
+        self._num_bits = num_ranks.bit_length()
+        self._per_word = 63 // self._num_bits
+        self._shifts = torch.arange(self._per_word) * self._num_bits
+        self._all = self._packed({place for _, places in self._places for place in places})
+
+    def packed(self) -> Tensor:
+        """What this rank has used, (words,) int64."""
+        unused = [
+            place
+            for gradient, places in self._places
+            if len(gradient.used) < len(places)
+            for index, place in enumerate(places)
+            if index not in gradient.used
+        ]
+        return self._all - self._packed(unused) if unused else self._all
+
+    def unused(self, total: Tensor) -> frozenset[int]:
+        """total: the sum of `packed` over all ranks. Returns identities of parameters."""
+        counts = total[:, None] >> self._shifts & (1 << self._num_bits) - 1
+        places = (counts.view(-1)[: len(self._params)] == 0).nonzero().view(-1).tolist()
+        return frozenset(self._params[place] for place in places)
+
+    def _packed(self, places: Collection[int]) -> Tensor:
+        words = [0] * -(-len(self._params) // self._per_word)
+        for place in places:
+            words[place // self._per_word] |= 1 << place % self._per_word * self._num_bits
+        return torch.tensor(words, dtype=torch.int64)
 
 
 def sum_step(
-    mesh: Mesh, gradients: Sequence[GroupGradient], losses: Sequence[Tensor], events: Sequence[bool], what: str
+    mesh: Mesh,
+    gradients: Sequence[GroupGradient],
+    losses: Sequence[Tensor],
+    events: Sequence[bool],
+    what: str,
+    uses: Uses | None = None,
 ) -> StepSums:
     """losses: () of each microbatch; none where a rank lacks a pipeline's last stage. A collective, and a barrier."""
     device = mesh.world.device
@@ -40,11 +89,14 @@ def sum_step(
     is_finite = bool(torch.isfinite(mean))
     loss = limbs_of(mean if is_finite else torch.zeros_like(mean))
     counts = torch.tensor([not is_finite, is_wide, *events], dtype=torch.int64)
-    total = mesh.sum_small(torch.cat([found, loss.to(device), counts.to(device)]), what).cpu()
-    num_bad, num_infinite, num_wide, *counted = total[[NUM_LIMBS, *range(2 * NUM_LIMBS + 1, len(total))]].tolist()
-    mean_loss = from_limbs(total[NUM_LIMBS + 1 : 2 * NUM_LIMBS + 1]) / mesh.data_size if not num_infinite else math.nan
+    parts = [found, loss, counts] if uses is None else [found, loss, counts, uses.packed()]
+    total = mesh.sum_small(torch.cat([part.to(device) for part in parts]), what).cpu()
+    found, loss, counts, *used = total.split([len(part) for part in parts])
+    num_infinite, num_wide, *counted = counts.tolist()
+    mean_loss = from_limbs(loss) / mesh.data_size if not num_infinite else math.nan
     dtype = torch.float64 if num_wide else torch.float32
-    return StepSums(mean_loss, dtype, from_limbs(total[:NUM_LIMBS]), num_bad, tuple(counted))
+    unused = uses.unused(*used) if uses is not None else frozenset[int]()
+    return StepSums(mean_loss, dtype, from_limbs(found[:-1]), int(found[-1]), tuple(counted), unused)
 
 
 def limbs_of(value: Tensor) -> Tensor:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 
 import torch
+from torch import Tensor
 
 from ..comm import Mesh, Pending
 from ..offload import OffloadError
 from ..zero.gradient import GroupGradient
+from ..zero.layout import Piece
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.reductions import OnFinal
 from ..zero.sequence import StateError, Unit
+from ..zero.shard_state import ShardState
 from .config.config import Config
 
 
@@ -60,6 +63,7 @@ class StepUpdate:
         self._unclipped_factor = unclipped_factor
         self._delay_after_steps = delay_after_steps
         self._failure = ""  # of an update in the background, on any rank: states are in part those after it
+        self._postponed: list[tuple[ShardState, list[tuple[Piece, Tensor]]]] = []
         self.timing = timing
         self._shards = {id(shard.gradient): shard for shard in optimizer.shards}
         self._order = [self._shards[id(gradient)] for unit in reduction_order for gradient in unit.gradients]
@@ -71,6 +75,7 @@ class StepUpdate:
         """
         if not boundary or self.timing not in (Timing.IN_BACKWARD, Timing.SPECULATIVE):
             return None
+        self._postponed = []
         self._optimizer.begin_step(self._order, speculates=self.timing is Timing.SPECULATIVE)
         return self._update_one
 
@@ -84,18 +89,27 @@ class StepUpdate:
                 "update_in_backward out"
             )
 
+    def has_missed(self, unused: Collection[int]) -> bool:
+        """Whether a speculative update took other parameters for unused: those of the step before."""
+        return self._optimizer.speculation.is_open and self._optimizer.unused != unused
+
     def take_back(self) -> bool:
         """What was updated in this step has not been: says whether there was any; only speculative updates are."""
         return self._optimizer.roll_back()
 
-    def end_step(self, factor: float, what: str) -> None:
-        """The step counts: updates what has not been updated yet, and brings all to the other ranks. A collective."""
+    def end_step(self, factor: float, unused: frozenset[int], what: str) -> None:
+        """The step counts: updates what has not been updated yet, and brings all to the other ranks. A collective.
+
+        unused: identities of the parameters that stay as they are.
+        """
         self._release_what_changes()
+        self._optimizer.unused = unused
         pending: list[Pending] = []
         if self.timing is Timing.DELAYED and self._optimizer.num_steps >= self._delay_after_steps:
             pending.extend(self._take_over())
             self._optimizer.start_delayed(factor)
         elif self.timing is Timing.IN_BACKWARD or self._optimizer.speculation.is_open:
+            self._update_postponed(unused)
             self._optimizer.accept()
             pending.extend(shard.group.refresh() for shard in self._optimizer.shards)
         else:
@@ -178,8 +192,43 @@ class StepUpdate:
     def _update_one(self, gradient: GroupGradient) -> None:
         shard = self._shards[id(gradient)]
         if gradient.check():
+            if self.timing is Timing.IN_BACKWARD:
+                self._postpone(shard)
             self._optimizer.update(shard, self._unclipped_factor())
         else:
             self._optimizer.skip(shard)
         if self.timing is Timing.IN_BACKWARD:
             gradient.drop_shard()
+
+    # -- what is not yet known to be used, in the backward ----------------------------------------------------------
+
+    def _postpone(self, shard: ShardState) -> None:
+        """Leaves out the parameters that this rank has not used: whether another has, the end of the step says.
+
+        Their part of the gradient is kept until then.
+        """
+        used, gradient = shard.gradient.used, shard.gradient.shard
+        self._optimizer.unused = frozenset(id(p) for i, p in enumerate(shard.group.params) if i not in used)
+        pieces = [piece for piece in shard.group.pieces if piece.index not in used]
+        if not pieces or gradient is None:
+            return
+        kept = []
+        for piece in pieces:
+            part = gradient[piece.offset_in_shard : piece.offset_in_shard + piece.numel]
+            kept.append((piece, part.clone()))
+            part.zero_()
+        self._postponed.append((shard, kept))
+
+    def _update_postponed(self, unused: frozenset[int]) -> None:
+        """Updates what another rank has used."""
+        postponed, self._postponed = self._postponed, []
+        for shard, kept in postponed:
+            used = {id(shard.group.params[piece.index]) for piece, _ in kept} - unused
+            if not used:
+                continue
+            gradient = torch.zeros(shard.group.layout.shard_numel, dtype=kept[0][1].dtype, device=kept[0][1].device)
+            for piece, values in kept:
+                gradient[piece.offset_in_shard : piece.offset_in_shard + piece.numel] = values
+            self._optimizer.unused = shard.param_ids - used
+            self._optimizer.update(shard, self._unclipped_factor(), gradient)
+        self._optimizer.unused = unused

@@ -24,7 +24,7 @@ from .config.config import Config
 from .gradient_scale import GradientScale
 from .guard import ModelGuard
 from .step_result import StepResult
-from .step_sums import StepSums, non_finite_error, sum_step
+from .step_sums import StepSums, Uses, non_finite_error, sum_step
 from .step_update import StepUpdate, Timing
 
 
@@ -105,6 +105,7 @@ class Steps:
         self.guard = ModelGuard(module, passes.units, shares, only_steps_change=timing is not Timing.DELAYED)
         delay_after_steps = config.zero_optimization.offload_optimizer.delay_after_steps
         order = passes.reduction_order
+        self._uses = Uses(optimizer.param_groups, self.gradients, mesh.world.size)
         self.update = StepUpdate(optimizer, order, mesh, timing, lambda: scale.rest, delay_after_steps)
 
     # -- microbatches ---------------------------------------------------------------------------------------------
@@ -213,7 +214,7 @@ class Steps:
         self._mesh.world.progress.enter(Activity.UPDATE)
         self.guard.expect_update()
         events = (self.update.has_failed(), *events)
-        sums = sum_step(self._mesh, self.gradients, self.losses, events, f"the norm of step {number}")
+        sums = sum_step(self._mesh, self.gradients, self.losses, events, f"the norm of step {number}", self._uses)
         update_failed, *counts = sums.events
         if update_failed:
             self.forget()
@@ -237,12 +238,12 @@ class Steps:
     def _update_or_skip(self, sums: StepSums, norm: float, number: int) -> None:
         clip, factor = self._config.gradient_clipping, self.scale.rest
         needs_clipping = bool(clip) and norm > clip
-        if sums.num_bad or needs_clipping:
+        if sums.num_bad or needs_clipping or self.update.has_missed(sums.unused):
             self.take_back()
         if needs_clipping:
             factor *= clip / (norm + 1e-6)
         if not sums.num_bad:
-            self.update.end_step(factor, f"the update of step {number}")
+            self.update.end_step(factor, sums.unused, f"the update of step {number}")
         elif self._config.fp16.enabled:
             self.update.settle()
         else:

@@ -87,15 +87,15 @@ class CpuKernel:
         states: Sequence[StoredState],
         step: int,
         runs: Sequence[tuple[int, Options]],
+        steps: Sequence[int],
         gradient_scale: float,
         out: Tensor | None,
     ) -> None:
         """As `optimizer_step.update_runs`, for what it `serves`; the gradient is only read."""
-        assert optimizer.coefficients is not None, optimizer.name
         ends = (ctypes.c_int64 * len(runs))(*(end for end, _ in runs))
         values = (ctypes.c_float * (MAX_COEFFICIENTS * len(runs)))()
-        for index, (_, options) in enumerate(runs):
-            of_run = optimizer.coefficients(options, step)
+        for index, ((_, options), step_of_run) in enumerate(zip(runs, steps, strict=True)):
+            of_run = optimizer.coefficients_at(options, step_of_run)
             values[index * MAX_COEFFICIENTS : index * MAX_COEFFICIENTS + len(of_run)] = list(of_run)
         job = _Job(
             master=master.data_ptr(),

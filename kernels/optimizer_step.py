@@ -67,15 +67,17 @@ def update_runs(
     gradient_scale: float | Tensor,
     out: Tensor | None,
     *,
+    steps: Sequence[int] = (),
     skip: Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
     """As `update_shard`, where stretches of the shard have options of their own.
 
-    runs: (end, options) of each stretch, ascending; the last ends at n. 8-bit states lie in blocks of 256 elements from
-    the start of the tensors, whatever stretches there are, so a shard with such states is updated as a whole, or cut
-    where a block begins. A GPU's kernel gets what step and options come to as numbers: captured into a CUDA graph, it
-    would repeat this step.
+    runs: (end, options) of each stretch, ascending; the last ends at n. steps: of each stretch, where they differ: how
+    often it was updated, with this time; 0: its gradient is zero, and it stays as it is. 8-bit states lie in blocks of
+    256 elements from the start of the tensors, whatever stretches there are, so a shard with such states is updated as
+    a whole, or cut where a block begins. A GPU's kernel gets what steps and options come to as numbers: captured into
+    a CUDA graph, it would repeat this step.
     """
     stored = stored_states(states)
     assert len(stored) <= len(optimizer.states), (optimizer.name, len(stored))
@@ -85,20 +87,23 @@ def update_runs(
     ends = [0, *(end for end, _ in runs)]
     if ends[-1] != master.numel() or ends != sorted(ends):
         raise ValueError(f"{KERNEL}: expected ends of runs that ascend to {master.numel()}, found {ends[1:]}")
+    steps = steps or [step] * len(runs)
+    if len(steps) != len(runs):
+        raise ValueError(f"{KERNEL}: expected a step of each of the {len(runs)} runs, found {len(steps)}")
     if not master.numel():
         return
     if _triton_serves(backend, optimizer, master, gradient, stored, out):
         from .triton import optimizer_step as triton_form
 
-        triton_form.update(optimizer, master, gradient, stored, step, runs, gradient_scale, out, skip)
+        triton_form.update(optimizer, master, gradient, stored, step, runs, steps, gradient_scale, out, skip)
         return
     if skip is not None and bool(skip):
         return
     kernel = cpu_kernel() if master.device.type == "cpu" and backend != "reference" else None
     if kernel is not None and kernel.serves(optimizer, master, gradient, stored, out):
-        kernel.update(optimizer, master, gradient, stored, step, runs, float(gradient_scale), out)
+        kernel.update(optimizer, master, gradient, stored, step, runs, steps, float(gradient_scale), out)
         return
-    _update_by_torch(optimizer, master, gradient, stored, step, runs, gradient_scale, out)
+    _update_by_torch(optimizer, master, gradient, stored, step, runs, steps, gradient_scale, out)
 
 
 def _triton_serves(
@@ -163,21 +168,22 @@ def _update_by_torch(
     states: Sequence[StoredState],
     step: int,
     runs: Sequence[tuple[int, Options]],
+    steps: Sequence[int],
     gradient_scale: float | Tensor,
     out: Tensor | None,
 ) -> None:
-    step_tensor = torch.tensor(float(step), device=master.device)
+    step_tensors = {one: torch.tensor(float(one), device=master.device) for one in steps if one}
     starts = [0, *(end for end, _ in runs)]
     for first in range(0, master.numel(), CHUNK_NUMEL):
         last = min(first + CHUNK_NUMEL, master.numel())
         inside = [
-            (max(start, first) - first, min(end, last) - first, options)
-            for start, (end, options) in zip(starts, runs, strict=False)
-            if start < last and end > first
+            (max(start, first) - first, min(end, last) - first, options, step_tensors[of_run])
+            for start, (end, options), of_run in zip(starts, runs, steps, strict=False)
+            if start < last and end > first and of_run
         ]
         parts = [state.part(first, last) for state in states]
         weight = master[first:last]
-        wide_weight = _update_chunk(optimizer, weight, gradient[first:last], parts, step_tensor, inside, gradient_scale)
+        wide_weight = _update_chunk(optimizer, weight, gradient[first:last], parts, step, inside, gradient_scale)
         if wide_weight is not weight:
             weight.copy_(wide_weight)
         if out is not None:
@@ -189,11 +195,11 @@ def _update_chunk(
     weight: Tensor,
     gradient: Tensor,
     states: Sequence[StoredState],
-    step: Tensor,
-    runs: Sequence[tuple[int, int, Options]],
+    step: int,
+    runs: Sequence[tuple[int, int, Options, Tensor]],
     gradient_scale: float | Tensor,
 ) -> Tensor:
-    """runs: (start, end, options) within the chunk. Returns the updated weights.
+    """runs: (start, end, options, step) within the chunk. Returns the updated weights.
 
     They are those given, updated in place, or float32 where those are narrower.
     """
@@ -204,11 +210,11 @@ def _update_chunk(
     elif gradient_scale != 1.0:
         gradient = gradient * gradient_scale
     is_narrow = any(state.is_narrow for state in states)
-    noise = rounding_noise(gradient, wide_weight, int(step)) if is_narrow else None
+    noise = rounding_noise(gradient, wide_weight, step) if is_narrow else None
     wide = [state.widened() for state in states]
-    for start, end, options in runs:
+    for start, end, options, of_run in runs:
         part = slice(start, end)
-        optimizer.apply(wide_weight[part], gradient[part], [state[part] for state in wide], step, options)
+        optimizer.apply(wide_weight[part], gradient[part], [state[part] for state in wide], of_run, options)
     if noise is not None:
         for state, values in zip(states, wide, strict=True):
             if state.is_narrow:

@@ -59,6 +59,7 @@ ADAGRAD = Optimizer(
     states=(State("sum", is_mean_of_squares=True, start_option="initial_accumulator_value"),),
     apply=_apply,
     coefficients=_coefficients,
+    idle=(0.0, 0.0, 1.0),
     torch_class="Adagrad",
     deepspeed_names=("cpuadagrad", "deepspeedcpuadagrad"),
 )

@@ -78,6 +78,7 @@ def _adam_coefficients(options: Options, step: int) -> tuple[float, ...]:
     return _coefficients(options, step, options["weight_decay"])
 
 
+_IDLE_MOMENTS = (0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0)
 _MOMENTS = (State("exp_avg"), State("exp_avg_sq", is_mean_of_squares=True))
 
 ADAMW = Optimizer(
@@ -86,6 +87,7 @@ ADAMW = Optimizer(
     states=_MOMENTS,
     apply=_apply(decoupled=True),
     coefficients=_adamw_coefficients,
+    idle=(1.0, *_IDLE_MOMENTS),
     torch_class="AdamW",
     torch_options={"decoupled_weight_decay": True},
     deepspeed_names=("fusedadamw", "cpuadamw"),
@@ -97,6 +99,7 @@ ADAM = Optimizer(
     states=_MOMENTS,
     apply=_apply(decoupled=False),
     coefficients=_adam_coefficients,
+    idle=(0.0, *_IDLE_MOMENTS),
     torch_class="Adam",
     torch_options={"decoupled_weight_decay": False},
     deepspeed_names=("fusedadam", "cpuadam", "deepspeedcpuadam"),

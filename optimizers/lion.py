@@ -49,6 +49,7 @@ LION = Optimizer(
     states=(State("exp_avg"),),
     apply=_apply,
     coefficients=_coefficients,
+    idle=(1.0, 0.0, 0.0, 0.0, 0.0, 0.0),
     keeps_step=False,
     deepspeed_names=("fusedlion", "cpulion", "deepspeedcpulion"),
     deepspeed_defaults={"lr": 1e-3, "betas": (0.9, 0.999)},

@@ -55,6 +55,7 @@ class Optimizer:
     counted from 1. It is the specification of the kernels.
     coefficients(options, step): what the C++ and the Triton kernel compute with, where they know the optimizer by its
     name: at most MAX_COEFFICIENTS numbers, in the order in which they name them. None: it has no kernel.
+    idle: the coefficients with which a gradient of zero changes nothing.
     """
 
     title: str  # "AdamW"; in configs and checkpoints it has the name "adamw"
@@ -62,6 +63,7 @@ class Optimizer:
     states: tuple[State, ...]
     apply: Apply
     coefficients: Coefficients | None = None
+    idle: tuple[float, ...] = ()
     keeps_step: bool = True  # whether torch's state dict of such an optimizer has a step
     torch_class: str | None = None  # in torch.optim: the class that does the same
     torch_options: Options = field(default_factory=dict)  # what that class must have for it, beside our own options
@@ -84,6 +86,11 @@ class Optimizer:
 
         twin: type[torch.optim.Optimizer] | None = getattr(torch.optim, self.torch_class) if self.torch_class else None
         return twin
+
+    def coefficients_at(self, options: Options, step: int) -> tuple[float, ...]:
+        """The coefficients of a step, counted from 1; step 0: those that leave everything as it is."""
+        assert self.coefficients is not None, self.name
+        return self.coefficients(options, step) if step else self.idle
 
     def states_for(self, options: Options) -> tuple[State, ...]:
         """The states that are kept with these options, in the order in which `apply` takes them."""

@@ -74,6 +74,7 @@ SGD = Optimizer(
     states=(State("momentum_buffer", needed_option="momentum"),),
     apply=_apply,
     coefficients=_coefficients,
+    idle=(0.0, 0.0, 1.0, 0.0, 0.0, 0.0),
     keeps_step=False,
     torch_class="SGD",
 )

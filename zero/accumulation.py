@@ -33,12 +33,14 @@ class LocalSum:
         """Of the flat memory."""
         return 0 if self._flat is None else self._flat.nbytes
 
-    def add(self) -> None:
-        """Takes the gradients of a backward."""
-        if self._is_flat:
-            flat = self._open_flat()
-            Staging(self._group, [(0, flat.numel(), flat)], adds=self.has_values).finish()
-            self.has_values = True
+    def add(self) -> set[int]:
+        """Takes the gradients of a backward; of which parameters. None where they stay with their parameters."""
+        if not self._is_flat:
+            return set()
+        flat = self._open_flat()
+        taken = Staging(self._group, [(0, flat.numel(), flat)], adds=self.has_values).finish()
+        self.has_values = True
+        return taken
 
     def take_back(self, total: Tensor) -> None:
         """Adds a sum that seemed final, (padded_numel,)."""

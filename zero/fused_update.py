@@ -15,7 +15,11 @@ from ..kernels.optimizer_step import update_runs
 from ..offload import Memory
 from ..optimizers.optimizer import Optimizer, Options
 from .layout import Piece
-from .shard_state import ShardState, StatePart
+from .shard_state import Run, ShardState, StatePart
+
+ScalarStates = Mapping[int | str, Mapping[str, Any] | None]
+"""By name of a parameter, or by index in param_groups of all that are not named: states that are not elementwise, by
+name. None: it has no states yet."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,18 @@ class Terms:
     step: int  # from 1
     options: Sequence[Options]  # of each parameter group
     gradient_scale: float
+    unused: Collection[int]  # identities of parameters that nobody used: they and their states stay as they are
+    missed: Mapping[int, int]  # identity of a parameter -> in how many steps before this one that was so, if in any
+
+    def step_of(self, param_id: int) -> int:
+        """How often a parameter was updated, with this time; 0 where it is not."""
+        return 0 if param_id in self.unused else self.step - self.missed.get(param_id, 0)
+
+    def stretches(self, shard: ShardState) -> list[tuple[Run, int]]:
+        """The runs of a shard, each with its step."""
+        if shard.param_ids.isdisjoint(self.unused) and shard.param_ids.isdisjoint(self.missed):
+            return [(run, self.step) for run in shard.runs]
+        return shard.stretches(self.step_of)
 
 
 @dataclass(frozen=True)
@@ -58,12 +74,10 @@ class FusedUpdate:
         """Makes one step of all parts of the shard with its gradient, (shard_numel,)."""
         if not shard.states:
             shard.make_states()
+        stretches = terms.stretches(shard)
         for part in parts:
-            runs = [
-                (min(run.end, part.end) - part.start, terms.options[run.options_index])
-                for run in shard.runs
-                if run.start < part.end and run.end > part.start
-            ]
+            inside = [(run, step) for run, step in stretches if run.start < part.end and run.end > part.start]
+            runs = [(min(run.end, part.end) - part.start, terms.options[run.options_index]) for run, _ in inside]
             if runs:  # else no parameter reaches into this part
                 update_runs(
                     self.optimizer,
@@ -74,6 +88,7 @@ class FusedUpdate:
                     runs,
                     terms.gradient_scale,
                     part.rounded,
+                    steps=[step for _, step in inside],
                     backend=self.backend,
                 )
 
@@ -84,14 +99,14 @@ class FusedUpdate:
         self,
         shard: ShardState,
         dtypes: Mapping[str, Mapping[str, torch.dtype]],
-        scalars: Mapping[int, Mapping[str, Any]],
+        scalars: ScalarStates,
     ) -> None:
         shard.make_states()
 
     def forget_states(self, shard: ShardState) -> None:
         shard.states.clear()
 
-    def scalar_states(self, shard: ShardState) -> dict[int, dict[str, Any]]:
+    def scalar_states(self, shard: ShardState) -> ScalarStates:
         return {}
 
     def state_bytes(self, shard: ShardState) -> int:

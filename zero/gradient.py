@@ -45,6 +45,8 @@ class GroupGradient:
         self.accumulation_dtype = accumulation_dtype
         self.reduces_every_backward = reduces_every_backward
         self.shard: Tensor | None = None
+        self.used: set[int] = set()
+        """Parameters of the group that got a gradient on this rank, in any backward of the step so far."""
         self.inspection = Inspection(group)
         self._move = Move(group, codec, self.inspection)
         self._is_tied = bool(group.domain.copies)  # what others have is added after the move
@@ -89,6 +91,7 @@ class GroupGradient:
     def reset(self) -> None:
         """Forgets the gradient after an optimizer step."""
         self.inspection.forget()
+        self.used.clear()
         self._staging = None
         self._early.clear()
         self._is_in_place = False
@@ -130,7 +133,8 @@ class GroupGradient:
         if is_alone and self._host is None and self.accumulation_dtype == self.group.dtype:
             shard = self._open_shard().zero_()
             for slot, param in zip(self.group.layout.slots, self.group.params, strict=True):
-                param.grad = shard[slot.offset_in_flat : slot.end_in_flat].view(slot.shape)
+                # With a count of its own changes, `_version`, that says whether anything was added.
+                param.grad = shard[slot.offset_in_flat : slot.end_in_flat].view(slot.shape).data
             self._is_in_place = True
 
     def take_early(self, index: int, boundary: bool) -> None:
@@ -164,7 +168,7 @@ class GroupGradient:
         if not boundary and not self.reduces_every_backward:
             if not self._has_shard:
                 self.drop_shard()  # full gradients lie elsewhere until the boundary
-            self._local.add()
+            self.used |= self._local.add()
             return
         if self._is_final:
             self._reopen()
@@ -172,7 +176,9 @@ class GroupGradient:
         message = None if axis is None else self._move.open_message(axis)
         staging, self._staging = self._staging or self._open_staging(axis, message), None
         self._early.clear()
-        staging.finish()
+        if self._is_in_place:
+            self._drop_untouched()
+        self.used |= staging.finish()
         self._is_in_place = False
         counts = boundary and self._host is None and not self._is_tied
         yield from self._move.sum(axis, message, self._open_shard(), self._has_shard, boundary, counts)
@@ -207,6 +213,12 @@ class GroupGradient:
         if replica == 0:  # the shard may be one that all replicas write to
             self._local.take_back(self.shard)
         self._has_shard = False
+
+    def _drop_untouched(self) -> None:
+        """What nothing was added to is no gradient."""
+        for param in self.group.params:
+            if param.grad is not None and param.grad._version == 0:
+                param.grad = None
 
     def _open_shard(self) -> Tensor:
         if self.shard is None or (self._host is not None and self._host.has(self.shard)):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..offload import Memory, Window
 from .delayed_update import DelayedUpdate
-from .fused_update import FusedUpdate, Terms
+from .fused_update import FusedUpdate, ScalarStates, Terms
 from .gradient import GroupGradient
 from .host_update import HostUpdate
 from .layout import Piece
@@ -24,6 +25,7 @@ from .widened_states import WidenedStates
 
 StateKey = tuple[int, torch.dtype]
 """Index in param_groups, dtype of the master weights: parameters that agree in both have the same states."""
+_MISSED = "missed_steps"
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -53,6 +55,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         defaults = {key: value for key, value in param_groups[0].items() if key != "params"}
         self.__setstate__({"defaults": defaults, "state": {}, "param_groups": param_groups})
         self.num_steps = 0
+        self.unused: frozenset[int] = frozenset()
+        """Identities of the parameters that the step under way, or the last one, leaves as they are: without a gradient
+        on any rank."""
+        self._missed: Counter[int] = Counter()  # identity of a parameter -> the number of steps that left it so
         self._update = update
         self._widened = WidenedStates()
         self.speculation = Speculation()
@@ -94,6 +100,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         due = deque((one, one.gradient.shard) for one in self.shards if one.gradient.shard is not None)
         self._window.expect([shard.resident for shard, _ in due])
         self._update_all(due, self._terms(gradient_scale), self._update_shard, on_updated)
+        self._missed.update(self.unused)
 
     def start_delayed(self, gradient_scale: float) -> None:
         """As `step`, in the background, with options as they are now; the next gradients may come meanwhile.
@@ -105,7 +112,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         due = deque((shard, gradient) for shard in self.shards if (gradient := shard.gradient.hand_over()) is not None)
         for shard, _ in due:
             shard.begin_delay()
-        terms = Terms(self.num_steps, [dict(group) for group in self.param_groups], gradient_scale)
+        now = self._terms(gradient_scale)
+        terms = replace(now, options=[dict(group) for group in now.options], missed=dict(now.missed))
+        self._missed.update(self.unused)
 
         def update() -> None:
             self._update_all(due, terms, self._update_ahead)
@@ -127,10 +136,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.speculation.begin()
         self._expect_chunks(order)
 
-    def update(self, shard: ShardState, gradient_scale: float) -> None:
-        """Updates one shard; its gradient is used up."""
-        if shard.gradient.shard is not None:
-            self._update_shard(shard, shard.gradient.shard, self._terms(gradient_scale))
+    def update(self, shard: ShardState, gradient_scale: float, gradient: Tensor | None = None) -> None:
+        """Updates one shard; its gradient, or the one given, (shard_numel,), is used up."""
+        gradient = shard.gradient.shard if gradient is None else gradient
+        if gradient is not None:
+            self._update_shard(shard, gradient, self._terms(gradient_scale))
             if shard.is_apart:
                 self._window.let_go(shard.group.resident)  # what was read of it for `speculation` is of before
 
@@ -141,6 +151,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def accept(self) -> None:
         """A step whose shards were updated one by one is whole, and counts."""
         self.speculation.forget()
+        self._missed.update(self.unused)
 
     def roll_back(self) -> bool:
         """A step that speculated, whole or in part, has not been. Says whether there was one."""
@@ -188,15 +199,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if (states := self.states_of(shard, piece))
         }
 
-    def scalar_states(self) -> dict[int, dict[str, Any]]:
-        """Index in param_groups -> what a torch optimizer keeps there beside elementwise states: its step, mostly."""
-        return {index: states for shard in self.shards for index, states in self._update.scalar_states(shard).items()}
+    def missed_steps(self, param: nn.Parameter) -> int:
+        """In how many steps nobody used a parameter, so that it stayed as it was."""
+        return self._missed[id(param)]
+
+    def scalar_states(self) -> ScalarStates:
+        """What is kept beside elementwise states: the steps that a parameter was not used in, or what torch keeps."""
+        if self._update.has_rule:
+            missed = {name: self._missed[id(p)] for name, p in self._named_params()}
+            return {name: {_MISSED: count} for name, count in missed.items() if count}
+        return {key: states for shard in self.shards for key, states in self._update.scalar_states(shard).items()}
 
     def make_states(
         self,
         num_steps: int,
         dtypes: Mapping[str, Mapping[str, torch.dtype]],
-        scalars: Mapping[int, Mapping[str, Any]],
+        scalars: ScalarStates,
     ) -> None:
         """Takes memory for the states of a run that has made `num_steps`; `states_of` says where to fill them in.
 
@@ -204,6 +222,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         the master weights, as in torch. scalars: as `scalar_states` gives them.
         """
         self.num_steps = num_steps
+        missed = {id(param): (scalars.get(name) or {}).get(_MISSED, 0) for name, param in self._named_params()}
+        self._missed = Counter({key: count for key, count in missed.items() if count})
         for shard in self.shards:
             if dtypes or scalars:
                 self._update.make_states(shard, dtypes, scalars)
@@ -246,6 +266,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
+    def _named_params(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for shard in self.shards:
+            yield from zip(shard.group.names, shard.group.params, strict=True)
+
     def _fill_chunks(self) -> None:
         for shard in self.shards:
             shard.fill_chunks()
@@ -255,7 +279,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._offloaded.window.expect([chunk.resident for shard in order for chunk in shard.chunks])
 
     def _terms(self, gradient_scale: float) -> Terms:
-        return Terms(self.num_steps, self.param_groups, gradient_scale)
+        return Terms(self.num_steps, self.param_groups, gradient_scale, self.unused, self._missed)
 
     def _update_all(
         self,

@@ -92,7 +92,10 @@ class ShardState:
         self.group = gradient.group
         self.is_mixed = has_wider_masters(self.group.dtype)
         self.master_dtype = torch.float32 if self.is_mixed else self.group.dtype
-        self.runs = self._find_runs(options_index_of)
+        self._options_index_of = options_index_of
+        self.param_ids = frozenset(id(self.group.params[piece.index]) for piece in self.group.pieces)
+        """Of the parameters that have a part here."""
+        self.runs = [run for run, _ in self.stretches(lambda _: 0)]
         numel = self.group.layout.shard_numel
         self.is_apart = gradient.leaves_device
         """Whether the update runs on the host and the parameters are on a device."""
@@ -123,15 +126,20 @@ class ShardState:
         edges = [chunk.start for chunk in self.chunks]
         return [part for piece in self.group.pieces for part in _cut(piece, edges)]
 
-    def _find_runs(self, options_index_of: Mapping[int, int]) -> list[Run]:
-        starts: list[tuple[int, int]] = []
+    def stretches(self, step_of: Callable[[int], int]) -> list[tuple[Run, int]]:
+        """`runs`, cut where parameters have made another number of steps, with that number.
+
+        step_of: the identity of a parameter -> its number.
+        """
+        starts: list[tuple[int, int, int]] = []
         for piece in self.group.pieces:
-            index = options_index_of[id(self.group.params[piece.index])]
-            if not starts or starts[-1][1] != index:
-                starts.append((piece.offset_in_shard, index))
+            param_id = id(self.group.params[piece.index])
+            index, step = self._options_index_of[param_id], step_of(param_id)
+            if not starts or starts[-1][1:] != (index, step):
+                starts.append((piece.offset_in_shard, index, step))
         # A run reaches to the next one, padding included: whole vectors, so that no element is a rest of its own.
-        ends = [start for start, _ in starts[1:]] + [self.group.layout.shard_numel]
-        return [Run(start, end, index) for (start, index), end in zip(starts, ends, strict=False)]
+        ends = [start for start, *_ in starts[1:]] + [self.group.layout.shard_numel]
+        return [(Run(start, end, index), step) for (start, index, step), end in zip(starts, ends, strict=False)]
 
     def make_states(self) -> None:
         """Takes memory for the states of the part that is in memory, with their first values; leaves those it has."""

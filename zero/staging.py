@@ -64,8 +64,11 @@ class Staging:
                 place.copy_(part)
         self._taken.add(index)
 
-    def finish(self) -> None:
-        """Takes what is left, and writes zeros where there is none, and between the parameters."""
+    def finish(self) -> set[int]:
+        """Takes what is left, and writes zeros where there is none, and between the parameters.
+
+        Returns which parameters had a gradient.
+        """
         end = 0
         for index, (slot, param) in enumerate(zip(self._group.layout.slots, self._group.params, strict=True)):
             is_there = param.grad is not None
@@ -74,6 +77,7 @@ class Staging:
             if is_there:
                 self.take(index)
         self._zero(end, self._group.layout.padded_numel)
+        return self._taken
 
     def _zero(self, low: int, high: int) -> None:
         for start, end, memory in () if self._adds else self._regions:

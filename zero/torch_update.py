@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import copy
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,15 +14,71 @@ from torch import Tensor, nn
 
 from ..offload import Memory
 from ..optimizers.optimizer import Options
-from .fused_update import Terms
+from .fused_update import ScalarStates, Terms
 from .layout import Piece
 from .optimizer_choice import OptimizerFactory
 from .shard_state import Run, ShardState, StatePart
 
 
+@dataclass(frozen=True)
+class _Flat:
+    """A run of a shard, or one parameter of it, which is one flat parameter of an inner optimizer."""
+
+    run: Run
+    options: dict[str, Any]  # a parameter group of the inner optimizer
+    parameter: int | None = None  # index in the group of the one that it is, where that has a history of its own
+
+    @property
+    def param(self) -> nn.Parameter:
+        (param,) = self.options["params"]
+        assert isinstance(param, nn.Parameter)
+        return param
+
+
+@dataclass(frozen=True)
+class _Inner:
+    """The optimizer of a shard's runs."""
+
+    optimizer: torch.optim.Optimizer
+    flats: list[_Flat]
+
+    def state_of(self, flat: _Flat) -> dict[str, Any]:
+        state: dict[str, Any] = self.optimizer.state[flat.param]
+        return state
+
+    def cut(self, pieces: Sequence[Piece], wanted: Collection[int]) -> None:
+        """Makes flat parameters of those pieces of the shard that are of the `wanted`, with their part of the states.
+
+        Each reaches to the next piece, as runs do.
+        """
+        if not wanted:
+            return
+        index_at = {one.offset_in_shard: one.index for one in pieces if one.index in wanted}
+        edges = {*index_at, *(after.offset_in_shard for one, after in pairwise(pieces) if one.index in wanted)}
+        self.flats[:] = [part for flat in self.flats for part in self._parts(flat, edges, index_at)]
+        self.optimizer.param_groups[:] = [flat.options for flat in self.flats]
+
+    def _parts(self, flat: _Flat, edges: Collection[int], index_at: Mapping[int, int]) -> Iterator[_Flat]:
+        run, param = flat.run, flat.param
+        inside = sorted(edge for edge in edges if run.start < edge < run.end)
+        if not inside:
+            yield replace(flat, parameter=index_at.get(run.start, flat.parameter))
+            return
+        state = self.optimizer.state.pop(param, {})
+        for low, high in pairwise([run.start, *inside, run.end]):
+            inner = slice(low - run.start, high - run.start)
+            part = nn.Parameter(param.data[inner])
+            if state:
+                self.optimizer.state[part] = {
+                    name: v[inner] if _is_elementwise(v, param) else copy.deepcopy(v) for name, v in state.items()
+                }
+            yield _Flat(replace(run, start=low, end=high), {**flat.options, "params": [part]}, index_at.get(low))
+
+
 class TorchUpdate:
     """Each run of a shard is one flat parameter of an optimizer that the factory makes, with its own states.
 
+    A parameter that was not used in some step is one of its own from then on: torch counts its steps by itself.
     Has the methods of `FusedUpdate`. Its states are in memory, and known after the first step.
     """
 
@@ -26,7 +86,7 @@ class TorchUpdate:
 
     def __init__(self, factory: OptimizerFactory) -> None:
         self._factory = factory
-        self._inner: dict[int, torch.optim.Optimizer] = {}  # by identity of the shard
+        self._inner: dict[int, _Inner] = {}  # by identity of the shard
 
     @property
     def name(self) -> str:
@@ -43,77 +103,95 @@ class TorchUpdate:
 
     def update(self, shard: ShardState, parts: Iterable[StatePart], gradient: Tensor, terms: Terms) -> None:
         (whole,) = parts
-        if id(shard) not in self._inner:
-            self._inner[id(shard)] = self._make_inner(shard)
-        for run, options in self._runs(shard):
-            outer = terms.options[run.options_index]
+        inner = self._inner.get(id(shard)) or self._make_inner(shard)
+        params = shard.group.params
+        inner.cut(shard.group.pieces, {index for index, param in enumerate(params) if id(param) in terms.unused})
+        for flat in inner.flats:
+            options, param = flat.options, flat.param
+            outer = terms.options[flat.run.options_index]
             options.update({key: value for key, value in outer.items() if key in options and key != "params"})
-            (param,) = options["params"]
-            param.data = whole.master[run.start : run.end]
-            # A copy: other ranks may share the gradient.
-            param.grad = gradient[run.start : run.end].to(whole.master.dtype) * terms.gradient_scale
-        self._inner[id(shard)].step()
-        for _, options in self._runs(shard):
-            options["params"][0].grad = None
+            param.data = whole.master[flat.run.start : flat.run.end]
+            if flat.parameter is None or id(params[flat.parameter]) not in terms.unused:
+                # A copy: other ranks may share the gradient.
+                param.grad = gradient[flat.run.start : flat.run.end].to(whole.master.dtype) * terms.gradient_scale
+        inner.optimizer.step()
+        for flat in inner.flats:
+            flat.param.grad = None
         if whole.rounded is not None:
             whole.rounded.copy_(whole.master)
 
     def states_of(self, shard: ShardState, piece: Piece, changes: bool) -> dict[str, Memory]:
+        """Zeros, where a parameter has none yet: `scalar_states` says so."""
         if id(shard) not in self._inner:
             return {}
-        run, param = next(
-            (run, options["params"][0])
-            for run, options in self._runs(shard)
-            if run.start <= piece.offset_in_shard < run.end
-        )
-        low = piece.offset_in_shard - run.start
-        states = self._inner[id(shard)].state[param].items()
-        return {name: v[low : low + piece.numel] for name, v in states if _is_elementwise(v, param)}
+        inner = self._inner[id(shard)]
+        flat = next(one for one in inner.flats if one.run.start <= piece.offset_in_shard < one.run.end)
+        state = inner.state_of(flat)
+        if not state:
+            return {
+                name: torch.zeros(piece.numel, dtype=flat.param.dtype if dtype.is_floating_point else dtype)
+                for name, dtype in self._first_dtypes.items()
+            }
+        low = piece.offset_in_shard - flat.run.start
+        return {name: v[low : low + piece.numel] for name, v in state.items() if _is_elementwise(v, flat.param)}
 
     def make_states(
-        self,
-        shard: ShardState,
-        dtypes: Mapping[str, Mapping[str, torch.dtype]],
-        scalars: Mapping[int, Mapping[str, Any]],
+        self, shard: ShardState, dtypes: Mapping[str, Mapping[str, torch.dtype]], scalars: ScalarStates
     ) -> None:
-        inner = self._inner[id(shard)] = self._make_inner(shard)
-        for run, options in self._runs(shard):
-            param = options["params"][0]
-            piece = next(piece for piece in shard.group.pieces if piece.offset_in_shard >= run.start)
-            for name, dtype in dtypes.get(shard.group.names[piece.index], {}).items():
+        inner = self._make_inner(shard)
+        names = shard.group.names
+        inner.cut(shard.group.pieces, {index for index, name in enumerate(names) if name in scalars})
+        for flat in inner.flats:
+            param, state = flat.param, inner.state_of(flat)
+            index = flat.parameter
+            if index is None:
+                index = next(one.index for one in shard.group.pieces if one.offset_in_shard >= flat.run.start)
+            kept = scalars.get(names[index], scalars.get(flat.run.options_index, {}))
+            if kept is None:
+                state.clear()
+                continue
+            for name, dtype in dtypes.get(names[index], {}).items():
                 own_dtype = param.dtype if dtype.is_floating_point else dtype
-                inner.state[param][name] = torch.zeros_like(param, dtype=own_dtype)
-            for name, value in scalars.get(run.options_index, {}).items():
-                inner.state[param][name] = value.clone() if isinstance(value, Tensor) else value
+                state[name] = torch.zeros_like(param, dtype=own_dtype)
+            for name, value in kept.items():
+                state[name] = value.clone() if isinstance(value, Tensor) else value
 
     def forget_states(self, shard: ShardState) -> None:
         self._inner.pop(id(shard), None)
 
-    def scalar_states(self, shard: ShardState) -> dict[int, dict[str, Any]]:
-        """Index in param_groups -> what a torch optimizer keeps there beside elementwise states: its step, mostly."""
-        found = {}
-        for run, options in self._runs(shard):
-            param = options["params"][0]
-            states = self._inner[id(shard)].state[param].items()
-            found[run.options_index] = {name: v for name, v in states if not _is_elementwise(v, param)}
+    def scalar_states(self, shard: ShardState) -> ScalarStates:
+        """What a torch optimizer keeps beside elementwise states, its step, mostly."""
+        found: dict[int | str, Mapping[str, Any] | None] = {}
+        if id(shard) not in self._inner:
+            return found
+        inner = self._inner[id(shard)]
+        for flat in inner.flats:
+            state = inner.state_of(flat)
+            key = flat.run.options_index if flat.parameter is None else shard.group.names[flat.parameter]
+            kept = {name: v for name, v in state.items() if not _is_elementwise(v, flat.param)}
+            found[key] = kept if state or flat.parameter is None else None
         return found
 
     def state_bytes(self, shard: ShardState) -> int:
-        states = self._inner[id(shard)].state.values() if id(shard) in self._inner else ()
+        states = self._inner[id(shard)].optimizer.state.values() if id(shard) in self._inner else ()
         return sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor) and v.dim())
 
-    def _runs(self, shard: ShardState) -> Iterator[tuple[Run, dict[str, Any]]]:
-        """With the options of each; none before the shard has states."""
-        if id(shard) in self._inner:
-            yield from zip(shard.runs, self._inner[id(shard)].param_groups, strict=True)
+    @cached_property
+    def _first_dtypes(self) -> dict[str, torch.dtype]:
+        """The elementwise states of a float32 parameter after a step, by name."""
+        param = nn.Parameter(torch.zeros(2))
+        param.grad = torch.zeros(2)
+        optimizer = self._factory([param])
+        optimizer.step()
+        return {name: v.dtype for name, v in optimizer.state[param].items() if _is_elementwise(v, param)}
 
-    def _make_inner(self, shard: ShardState) -> torch.optim.Optimizer:
+    def _make_inner(self, shard: ShardState) -> _Inner:
         views = [nn.Parameter(shard.master[run.start : run.end]) for run in shard.runs]
-        if not views:
-            views = [nn.Parameter(shard.master[:0])]
-        inner = self._factory(views)
-        template = inner.param_groups[0]
-        inner.param_groups[:] = [{**template, "params": [view]} for view in views][: len(shard.runs)]
+        optimizer = self._factory(views or [nn.Parameter(shard.master[:0])])
+        template = optimizer.param_groups[0]
+        flats = [_Flat(run, {**template, "params": [view]}) for run, view in zip(shard.runs, views, strict=True)]
+        optimizer.param_groups[:] = [flat.options for flat in flats]
+        inner = self._inner[id(shard)] = _Inner(optimizer, flats)
         return inner
 
 

@@ -206,7 +206,7 @@ class Checkpointer:
                 checkpoint = target.open(tag)
                 weights, states = checkpoint.weights, checkpoint.states
                 training = read_training(checkpoint.manifest.training)
-                scalars: dict[int, dict[str, Any]] = {}
+                scalars: dict[int | str, dict[str, Any] | None] = {}
                 for rank in range(checkpoint.manifest.num_files):  # one may have had no element of a parameter group
                     scalars.update(read_scalars(checkpoint.own_state(rank)))
                 own = OwnState.read(checkpoint.own_state(self._rank_of_origin(checkpoint)))
@@ -247,9 +247,15 @@ class Checkpointer:
             for name, buffer in self._named.buffers().items():
                 found.append(Fragment(MODEL + name, tuple(buffer.shape), 0, buffer.detach().reshape(-1)))
         if self._world.rank == 0:
-            step = torch.tensor([float(self._optimizer.num_steps)])
-            found.append(Fragment(STEP, (), 0, step))
+            for name, count in self._steps().items():
+                found.append(Fragment(name, (), 0, torch.tensor([float(count)])))
         return found
+
+    def _steps(self) -> dict[str, int]:
+        """By full name: how often the optimizer has updated, and the parameters that it has not updated each time."""
+        done, trained = self._optimizer.num_steps, self._named.whole.trained
+        missed = {f"{STEP}.{name}": self._optimizer.missed_steps(param) for name, param in trained.items()}
+        return {STEP: done, **{name: done - count for name, count in missed.items() if count}}
 
     def _optimizer_names(self, has_states: bool) -> OptimizerNames:
         record = OPTIMIZERS.get(self._optimizer.kind)
@@ -271,7 +277,7 @@ class Checkpointer:
         for name, dtypes in states.items():
             for state, dtype in dtypes.items():
                 tensors[f"{STATE}{name}.{state}"] = TensorInfo(catalog.parameters[name].shape, dtype)
-        tensors[STEP] = TensorInfo((), torch.float32)
+        tensors |= dict.fromkeys(self._steps(), TensorInfo((), torch.float32))
         return Manifest(
             tag=tag,
             step=step,

@@ -102,8 +102,8 @@ class OwnState:
         return cls(read_random_state(encoded["random"]), client_state)
 
 
-def read_scalars(encoded: Any) -> dict[int, dict[str, Any]]:
-    """What a rank has said of torch's optimizers, by the index of the parameter group. Raises ValueError."""
+def read_scalars(encoded: Any) -> dict[int | str, dict[str, Any] | None]:
+    """What a rank has said of its optimizer, by parameter or index of the parameter group. Raises ValueError."""
     _check_own_state(encoded)
     try:
         return _SCALARS.validate_python(decode(encoded["scalars"], "optimizer state"))
@@ -116,7 +116,7 @@ def _check_own_state(encoded: Any) -> None:
         raise ValueError(f"expected the random, client_state and scalars of a rank, found {shortened(encoded)}")
 
 
-_SCALARS = TypeAdapter(dict[int, dict[str, Any]])
+_SCALARS = TypeAdapter(dict[int | str, dict[str, Any] | None])
 
 
 def check_options(groups: Sequence[Mapping[str, Any]], training: Mapping[str, Any], config: Mapping[str, Any]) -> None:

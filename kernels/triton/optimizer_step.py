@@ -156,14 +156,14 @@ def update(
     states: Sequence[StoredState],
     step: int,
     runs: Sequence[tuple[int, Options]],
+    steps: Sequence[int],
     gradient_scale: float | Tensor,
     out: Tensor | None,
     skip: Tensor | None,
 ) -> None:
     """As `optimizer_step.update_runs`; all contiguous, n at least 1; the gradient is only read."""
-    assert optimizer.coefficients is not None, optimizer.name
     tile_numel, device = TILE_BLOCKS * STATE_BLOCK_NUMEL, master.device
-    chosen = OptionRuns.of(runs, step, optimizer.coefficients)
+    chosen = OptionRuns.of(runs, steps, optimizer.coefficients_at)
     table = coefficients = None
     if len(chosen.ends) > 1:
         stream = stream_of(device)

@@ -24,25 +24,25 @@ class OptionRuns:
 
     @staticmethod
     def of(
-        runs: Sequence[tuple[int, Options]], step: int, coefficients: Callable[[Options, int], Coefficients]
+        runs: Sequence[tuple[int, Options]], steps: Sequence[int], coefficients: Callable[[Options, int], Coefficients]
     ) -> OptionRuns:
-        """runs: (end, options), ascending; coefficients: of options and step.
+        """runs: (end, options), ascending; steps: of each run; coefficients: of options and step.
 
         Stretches with equal coefficients share them, and are one if adjacent.
         """
-        by_options: dict[int, int] = {}  # id of options, which are few objects for many runs
+        by_options: dict[tuple[int, int], int] = {}  # id of options, which are few objects for many runs, and step
         by_value: dict[Coefficients, int] = {}
         ends: list[int] = []
         choices: list[int] = []
-        for end, options in runs:
+        for (end, options), step in zip(runs, steps, strict=True):
             if end == (ends[-1] if ends else 0):
                 continue
-            choice = by_options.get(id(options))
+            choice = by_options.get((id(options), step))
             if choice is None:
                 # Whole numbers, as in weight_decay=0, would be compiled into a kernel of their own.
                 values = tuple(map(float, coefficients(options, step)))
                 values += (0.0,) * (MAX_COEFFICIENTS - len(values))
-                choice = by_options[id(options)] = by_value.setdefault(values, len(by_value))
+                choice = by_options[id(options), step] = by_value.setdefault(values, len(by_value))
             if choices and choices[-1] == choice:
                 ends[-1] = end
                 continue

@@ -95,6 +95,7 @@ class Shard:
                 states,
                 step,
                 runs or [(end - start, self.options)],
+                [step] * max(len(runs), 1),
                 scale,
                 out,
             )

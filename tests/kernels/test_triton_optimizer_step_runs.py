@@ -41,7 +41,7 @@ def test_stretches_that_agree_are_one() -> None:
     coefficients = OPTIMIZERS["adamw"].coefficients
     assert coefficients is not None
     runs = [(0, other), (10, options), (20, twin), (20, other), (30, other), (40, options)]
-    found = OptionRuns.of(runs, 3, coefficients)
+    found = OptionRuns.of(runs, [3] * len(runs), coefficients)
     assert found.ends == (20, 30, 40) and found.choices == (0, 1, 0)
     assert found.coefficients == (coefficients(options, 3), coefficients(other, 3))
 
@@ -50,7 +50,7 @@ def test_whole_numbers_are_no_constants() -> None:
     options = CASES["sgd with momentum"][1] | {"lr": 1, "weight_decay": 0, "dampening": 1, "momentum": 1}
     coefficients = OPTIMIZERS["sgd"].coefficients
     assert coefficients is not None
-    (found,) = OptionRuns.of([(10, options)], 2, coefficients).coefficients
+    (found,) = OptionRuns.of([(10, options)], [2], coefficients).coefficients
     assert found == (0, -1, 1, 0, 0, 1, 0, 0) and all(type(value) is float for value in found)
 
 
@@ -63,7 +63,7 @@ def test_one_set_of_options_needs_no_table() -> None:
         ([(10, options), (5000, options | {"lr": 1.0})], True),
     ):
         with recorded_launches() as launches:
-            optimizer_step.update(rule, master, master, stored_states(states), 1, runs, 1.0, None, None)
+            optimizer_step.update(rule, master, master, stored_states(states), 1, runs, [1, 1], 1.0, None, None)
         assert [launch.grid for launch in launches] == [(5,)]
         assert (launches[0].args["C_ptr"] is not None) == has_table
         assert not launches[0].enable_fp_fusion  # the bits of the other tiers: products are rounded

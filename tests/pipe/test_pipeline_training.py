@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 from tests import models
 from tests.pipe.pipelines import (
@@ -48,6 +50,26 @@ def test_every_zero_stage_trains_like_one_process(ranks: RankPool) -> None:
     ]
     for what, outcome in zip(STAGES_BESIDE_PIPELINES, ranks(4, train_all, cases)[0], strict=True):
         assert_close(outcome, expected, TOLERANCE_64, TOLERANCE_64, str(what))
+
+
+class PartlyUnused(models.TinyGPT):
+    """A weight that nobody uses in each block, and one of the root; the head is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4, tied=True)
+        for block in self.blocks:
+            block.lonely = nn.Parameter(torch.ones(3, 5))
+        self.lonely = nn.Parameter(torch.ones(7))
+        self.double()
+
+
+def test_what_nobody_uses_stays_as_it_was(ranks: RankPool) -> None:
+    case = replace(PLAIN, build=PartlyUnused)
+    for num_ranks, stages in ((2, (0,)), (4, (1, 3))):
+        expected = train_plainly(case, num_ranks // 2, num_parts=MICROBATCHES)
+        cases = [pipelined(case.at(stage), 2, schedule) for stage in stages for schedule in ("1f1b", "zb-v")]
+        for one, outcome in zip(cases, ranks(num_ranks, train_all, cases)[0], strict=True):
+            assert_close(outcome, expected, TOLERANCE_64, TOLERANCE_64, str(one))
 
 
 @pytest.mark.parametrize("route", ["shared_memory", "sockets"])

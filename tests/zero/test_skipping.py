@@ -1,4 +1,5 @@
-"""Ranks that run different blocks train together, and a block that a rank left out counts with a zero gradient."""
+"""Ranks that run different blocks train together: a block that some left out counts there with a gradient of zero, and
+one that all left out stays as it was."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -147,21 +148,27 @@ def train_all(cases: Sequence[Case], route: str) -> list[tuple[list[float], dict
     return [train(case, route) for case in cases]
 
 
+def _added(total: Tensor | None, new: Tensor | None) -> Tensor | None:
+    return total if new is None else new if total is None else total + new
+
+
 def train_plainly(case: Case, world_size: int) -> tuple[list[float], dict[str, Tensor]]:
-    """The same in one process: gradients are the mean over ranks and microbatches, zero where a block did not run."""
+    """The same in one process: gradients are the mean over ranks and microbatches, zero where a block did not run.
+
+    A block that did not run at all has none, and momentum does not move it.
+    """
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
     norms = []
     for step in range(STEPS):
-        sums = [torch.zeros_like(param) for param in model.parameters()]
+        sums: list[Tensor | None] = [None for _ in model.parameters()]
         for rank in range(world_size):
             for microbatch in range(case.accumulation):
                 loss = model(data(step, rank, microbatch), plan_of(case, step, rank, microbatch))
                 found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-                for total, gradient in zip(sums, found, strict=True):
-                    total += 0 if gradient is None else gradient
+                sums = [_added(total, new) for total, new in zip(sums, found, strict=True)]
         for param, total in zip(model.parameters(), sums, strict=True):
-            param.grad = total / (world_size * case.accumulation)
+            param.grad = None if total is None else total / (world_size * case.accumulation)
         norms.append(
             torch.stack([param.grad.norm() for param in model.parameters() if param.grad is not None]).norm().item()
         )

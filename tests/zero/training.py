@@ -139,9 +139,6 @@ def train_plainly(
             loss = model(*part)
             (loss / num_parts).backward()
             losses.append(loss.item())
-        for param in params:
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
         norm = torch.nn.utils.clip_grad_norm_(params, case.clip or math.inf)
         outcome.lrs.append(optimizer.param_groups[0]["lr"])
         optimizer.step()

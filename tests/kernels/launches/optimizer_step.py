@@ -37,9 +37,8 @@ def update(
     states = stored_states(list(new_states(OPTIMIZERS[rule_name], master, OPTIONS, state_dtype).values()))
     runs = [(numel * (i + 1) // num_runs, OPTIONS | {"weight_decay": 0.1 * i}) for i in range(num_runs)]
     out = meta(out_dtype) if out_dtype is not None else None
-    optimizer_step.update(
-        OPTIMIZERS[rule_name], master, meta(dtype), states, 3, runs, meta(torch.float32, 1), out, meta(torch.bool, 1)
-    )
+    scale, skip = meta(torch.float32, 1), meta(torch.bool, 1)
+    optimizer_step.update(OPTIMIZERS[rule_name], master, meta(dtype), states, 3, runs, [3] * num_runs, scale, out, skip)
 
 
 BFLOAT16, INT8 = torch.bfloat16, torch.int8

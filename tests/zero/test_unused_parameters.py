@@ -1,0 +1,324 @@
+"""What no rank has used in a step stays as it was, and its optimizer counts no step: as in torch, for a gradient that
+is None."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import lowtide
+from lowtide.engine.step_sums import Uses
+from tests.ranks import RankPool
+from tests.zero.apart import apart
+
+WIDTH = 20
+STEPS = 5
+ADAMW: dict[str, Any] = {"type": "adamw", "params": {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3}}
+CPU = {"device": "cpu"}
+SGD: dict[str, Any] = {"type": "sgd", "params": {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}}
+
+
+class Branches(nn.Module):
+    """Runs the branches that it is told to run. The shards of a branch begin and end inside of its parameters."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 51), nn.Linear(51, WIDTH)) for _ in range(4))
+        self.beside = nn.Parameter(torch.randn(WIDTH, 60))  # in the unit of the rest
+        self.lonely = nn.Parameter(torch.randn(7, 9))
+        self.to(dtype)
+
+    def forward(self, x: Tensor, plan: tuple[int, ...]) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for index in plan:
+            x = x + (torch.tanh(x @ self.beside) @ self.beside.T if index == 4 else self.branches[index](x))
+        result: Tensor = x.square().mean()
+        return result
+
+
+# By step: what rank 0 and rank 1 run, in the first microbatch, and in the last or only one.
+PLANS: list[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]] = [
+    (((0, 1), (1,)), ((0, 2), (2,))),  # nobody branch 3, nor what is beside
+    (((0,), (0,)), ((), (3,))),  # branch 3 in the last microbatch of rank 1 alone
+    (((), ()), ((), ())),
+    (((1, 3), (0, 4)), ((4,), (1,))),
+    (((2,), (4,)), ((0, 1), (2,))),
+]
+
+
+def batch(step: int, rank: int, microbatch: int, accumulation: int, dtype: torch.dtype) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(100 * step + 10 * rank + microbatch)
+    plan = PLANS[step][rank % 2][microbatch == accumulation - 1]
+    return {"x": torch.randn(3, WIDTH, generator=generator).to(dtype), "plan": plan}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training; `config` is beside what all have."""
+
+    stage: int = 0
+    accumulation: int = 1
+    optimizer: Any = field(default_factory=lambda: ADAMW)
+    dtype: torch.dtype = torch.float64
+    route: str = "auto"
+    zero: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    own: Callable[[Any], torch.optim.Optimizer] | None = None  # an optimizer of the caller's
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if "bf16" in self.config else self.dtype
+
+    def engine(self) -> lowtide.Engine:
+        torch.manual_seed(0)
+        values = {
+            "gradient_accumulation_steps": self.accumulation,
+            "zero_optimization": {"stage": self.stage, **self.zero},
+            "communication": {"route": self.route},
+            "steps_per_print": 0,
+            **({} if self.own else {"optimizer": self.optimizer}),
+            **self.config,
+        }
+        return lowtide.initialize(Branches(self.dtype), values, optimizer=self.own)
+
+    def batches(self, step: int, rank: int) -> Iterator[dict[str, Any]]:
+        for microbatch in range(self.accumulation):
+            yield batch(step, rank, microbatch, self.accumulation, self.compute_dtype)
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def train(case: Case, folder: Path | None = None, restart_after: int = STEPS) -> dict[str, Tensor]:
+    """The parameters at the end. folder: where a second engine goes on from, after so many steps."""
+    engine = case.engine()
+    for step in range(STEPS):
+        if step == restart_after:
+            engine.save_checkpoint(str(folder))
+            engine.close()
+            engine = case.engine()
+            engine.load_checkpoint(str(folder))
+        engine.train_step(case.batches(step, rank()))
+    state = engine.state_dict()
+    engine.close()
+    return state
+
+
+def train_all(cases: list[Case]) -> list[dict[str, Tensor]]:
+    return [train(case) for case in cases]
+
+
+def train_plainly(case: Case, world_size: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Branches(case.dtype)
+    if case.own:
+        optimizer = case.own(model.parameters())
+    else:
+        kinds: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+        optimizer = kinds[case.optimizer["type"]](model.parameters(), **case.optimizer["params"])
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for one in range(world_size):
+            for values in case.batches(step, one):
+                (model(**values) / (world_size * case.accumulation)).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def check(found: list[dict[str, Tensor]], cases: list[Case], world_size: int) -> None:
+    for state, case in zip(found, cases, strict=True):
+        tolerance = 1e-9 if case.dtype == torch.float64 else 2e-5
+        for name, value in train_plainly(case, world_size).items():
+            torch.testing.assert_close(
+                state[name], value, rtol=tolerance, atol=tolerance, msg=f"{case}, {name}: {{}}".format
+            )
+
+
+def grid(routes: tuple[str, ...], **zero: Any) -> list[Case]:
+    return [
+        Case(stage, accumulation, optimizer, dtype, route, zero)
+        for route in routes
+        for stage in (0, 1, 2, 3)
+        for accumulation, optimizer, dtype in (
+            (2, ADAMW, torch.float64),
+            (1, ADAMW, torch.float32),
+            (2, SGD, torch.float32),
+        )
+    ]
+
+
+def test_it_trains_as_torch_alone_does(ranks: RankPool) -> None:
+    cases = grid(("auto",))
+    check(ranks(1, train_all, cases)[0], cases, 1)
+
+
+@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
+def test_ranks_agree_on_what_nobody_used(ranks: RankPool, route: str) -> None:
+    cases = grid((route,))
+    check(ranks(2, train_all, cases)[0], cases, 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_updates_before_the_norm_are_known(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    """In the backward a rank waits with what it has not used; a speculative update is taken back."""
+    place = {"device": "nvme", "nvme_path": str(tmp_path), "overlap": "speculative"}
+    cases = [case for case in grid(("auto",), update_in_backward=True) if case.accumulation == 1]
+    cases += grid(("auto",), offload_optimizer=place)
+    check(ranks(world_size, train_all, cases)[0], cases, world_size)
+
+
+def test_states_that_rest_elsewhere(ranks: RankPool, tmp_path: Path) -> None:
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    cases = [
+        *(Case(stage, 2, dtype=torch.float32, zero={"offload_optimizer": nvme}) for stage in (0, 2, 3)),
+        *(Case(3, 2, SGD, torch.float32, zero={"offload_optimizer": one, "offload_param": one}) for one in (nvme, CPU)),
+    ]
+    check(ranks(2, train_all, cases)[0], cases, 2)
+
+
+def test_hybrid_and_secondary_partitions(ranks: RankPool) -> None:
+    """The second pair of ranks does what the first one does."""
+    cases = [
+        *(Case(stage, 2, zero={"shard_size": 2}) for stage in (1, 2, 3)),
+        *(Case(3, 2, zero={"zero_hpz_partition_size": 2}, route=route) for route in ("shared_memory", "sockets")),
+        Case(1, 1, zero={"shard_size": 2, "update_in_backward": True}),
+    ]
+    check(ranks(4, train_all, cases)[0], cases, 4)
+
+
+def train_both_ways(cases: list[Case]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """In memory; and with states on the host and the model on a device that is not there."""
+    return [(train(case), apart(train, replace(case, zero={"offload_optimizer": CPU}))) for case in cases]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_update_on_the_host(ranks: RankPool, world_size: int) -> None:
+    cases = [
+        Case(stage, 2, dtype=torch.float32, route="native", config=config)
+        for stage in (0, 3)
+        for config in ({}, {"bf16": {"enabled": True}})
+    ]
+    for plain, moved in ranks(world_size, train_both_ways, cases)[0]:
+        assert all(torch.equal(value, moved[name]) for name, value in plain.items())
+
+
+OWN: list[Callable[[Any], torch.optim.Optimizer]] = [
+    partial(torch.optim.RMSprop, lr=0.01, momentum=0.9, weight_decay=0.1),
+    partial(torch.optim.NAdam, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
+    partial(torch.optim.Adam, lr=0.01, amsgrad=True, weight_decay=0.1),
+    partial(torch.optim.Rprop, lr=0.01),
+    partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+]
+
+
+def test_optimizers_of_the_callers_own(ranks: RankPool) -> None:
+    cases = [Case(stage, accumulation, own=own) for own in OWN for stage, accumulation in ((0, 2), (3, 1))]
+    check(ranks(2, train_all, cases)[0], cases, 2)
+
+
+def restart_all(cases: list[Case], folder: Path, after: int) -> list[dict[str, Tensor]]:
+    return [train(case, folder / str(index), after) for index, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_a_checkpoint_knows_how_often_each_was_updated(ranks: RankPool, tmp_path: Path, after: int) -> None:
+    cases = [
+        *(Case(stage, 2, optimizer, torch.float32) for stage in (0, 3) for optimizer in (ADAMW, SGD)),
+        *(Case(stage, 2, own=own) for own in OWN for stage in (0, 3)),
+    ]
+    check(ranks(2, restart_all, cases, tmp_path, after)[0], cases, 2)
+
+
+def test_other_readers_find_the_steps_of_each(tmp_path: Path) -> None:
+    case = Case(3, 2)
+    train(case, tmp_path, restart_after=3)
+    dcp_to_torch_save(tmp_path / "global_step3", tmp_path / "plain.pt")
+    states = torch.load(tmp_path / "plain.pt", weights_only=True)["optim"]["state"]
+    found = {name: int(state["step"]) for name, state in states.items() if not name.endswith("bias")}
+    names = ("first", *(f"branches.{index}.0" for index in range(4)))
+    assert [found[f"{name}.weight"] for name in names] == [3, 2, 1, 0, 0] and found["lonely"] == 0
+
+
+def changes_of(case: Case) -> list[list[str]]:
+    """After each step, of which parameters the values have changed."""
+    engine = case.engine()
+    before, found = engine.state_dict(), []
+    for step in range(STEPS):
+        engine.train_step(case.batches(step, rank()))
+        now = engine.state_dict()
+        found.append([name for name, value in now.items() if not torch.equal(value, before[name])])
+        before = now
+    engine.close()
+    return found
+
+
+def changes_of_all(cases: list[Case]) -> list[list[list[str]]]:
+    return [changes_of(case) for case in cases]
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "int8"])
+def test_not_a_bit_of_it_moves(ranks: RankPool, state_dtype: str) -> None:
+    optimizer = {"type": "adamw", "params": {**ADAMW["params"], "state_dtype": state_dtype}}
+    cases = [
+        Case(stage, 2, optimizer, torch.float32, config=config)
+        for stage in (0, 3)
+        for config in ({}, {"bf16": {"enabled": True}})
+    ]
+    for found in ranks(2, changes_of_all, cases)[0]:
+        for step, names in enumerate(found):
+            used = {index for of_rank in PLANS[step] for plan in of_rank for index in plan}
+            branches = {int(name.split(".")[1]) for name in names if name.startswith("branches")}
+            assert branches == used - {4} and ("beside" in names) == (4 in used) and "lonely" not in names
+
+
+def test_a_delayed_update(ranks: RankPool) -> None:
+    """What a step changes are the parameters that the step before has used."""
+    delayed = {"offload_optimizer": {**CPU, "overlap": "delayed", "delay_after_steps": 0}}
+    cases = [Case(stage, 2, dtype=torch.float32, zero=delayed, config={"bf16": {"enabled": True}}) for stage in (0, 3)]
+    for found in ranks(2, changes_of_all, cases)[0]:
+        assert all("lonely" not in names for names in found)
+
+
+class Nothing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.requires_grad_().sum()
+
+
+def test_a_step_that_uses_nothing_moves_nothing() -> None:
+    engine = lowtide.initialize(Nothing(), {"optimizer": ADAMW, "steps_per_print": 0})
+    result = engine.train_step(torch.ones(2, 3))
+    assert result.grad_norm == 0 and torch.equal(engine.state_dict()["weight"], torch.ones(5))
+    engine.close()
+
+
+@dataclass
+class Used:
+    """What `Uses` asks a gradient."""
+
+    group: Any
+    used: set[int]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8, 700])
+def test_counts_of_many_ranks_share_a_word(num_ranks: int) -> None:
+    params = [nn.Parameter(torch.zeros(())) for _ in range(100)]
+    gradient: Any = Used(Used(None, set()), set(range(100)))
+    gradient.group.params = params
+    uses = Uses([{"params": params[50:]}, {"params": params[:50]}], [gradient], num_ranks)
+    total = uses.packed() * (num_ranks - 1)
+    gradient.used = set(range(100)) - {3, 99}
+    assert uses.unused(total + uses.packed()) == (set() if num_ranks > 1 else {id(params[3]), id(params[99])})
+    assert uses.unused(uses.packed() * num_ranks) == {id(params[3]), id(params[99])}

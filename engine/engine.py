@@ -16,10 +16,13 @@ from ..checkpoint.errors import CheckpointError
 from ..comm import Activity, Progress
 from ..watch.log import logger
 from .archive.archive import Archive
+from .facade import ModuleFacade
 from .learning_rates import LearningRates
 from .memory import ModelStateBytes, measure
+from .parameter_access import ParameterAccess
 from .parts import Parts
 from .preemption import Preemption
+from .step_gradients import StepGradients
 from .step_log import StepLog
 from .step_result import StepResult
 from .step_sums import sum_step
@@ -27,7 +30,7 @@ from .steps import Access, Steps
 from .turn import Turn, in_turn
 
 
-class Engine:
+class Engine(ParameterAccess, ModuleFacade):
     """Trains one model as its config says.
 
         train_step(batch) = [forward, backward] x gradient_accumulation_steps, then step
@@ -61,6 +64,8 @@ class Engine:
         )
         units, whole = parts.driver.passes.units, parts.driver.whole
         self._archive = Archive(parts.config, parts.mesh, parts.module, units, parts.optimizer, whole)
+        self._parameter_values = self._archive.parameters
+        self._gradients = StepGradients(parts.config, parts.mesh, self._steps, self._archive.parameters)
         self._last = StepResult(torch.zeros(()), torch.zeros(()), self.lr, parts.loss_scaler.scale, False)
         self._log = StepLog(parts.config.steps_per_print if self.rank == 0 else 0)
         self._preemption = Preemption()
@@ -140,6 +145,8 @@ class Engine:
         An error in it ends the step: its gradients are forgotten, and the next microbatch is the first of a new one.
         """
         self._driver.backward(self._steps, loss)
+        if self._steps.is_complete:
+            self._steps.reduced.put()
 
     @in_turn
     def step(self) -> StepResult:

@@ -17,8 +17,9 @@ from ..watch.log import logger
 from ..zero.gradient import GroupGradient
 from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
+from ..zero.reduced_gradient import ReducedGradients
 from ..zero.reductions import OnFinal
-from ..zero.sequence import Unit
+from ..zero.sequence import StateError, Unit
 from .batch import microbatches, prepared
 from .config.config import Config
 from .gradient_scale import GradientScale
@@ -84,6 +85,7 @@ class Steps:
         """input_dtype: of the floating-point inputs of a forward; None: as they are. rows_per_microbatch: None: any."""
         self.losses: list[Tensor] = []  # () of each microbatch
         self.num_microbatches = 0  # that are done
+        self.clip_factor: float | None = None  # by which the caller has clipped the gradients of this step
         self._config = config
         self._mesh = mesh
         self._passes = passes
@@ -91,7 +93,8 @@ class Steps:
         self._input_dtype = input_dtype
         self._rows_per_microbatch = rows_per_microbatch
         groups = [group for unit in passes.units for group in unit.groups]
-        own = (param for group in groups for param in group.params)
+        own = [param for group in groups for param in group.params]
+        self.reduced = ReducedGradients([param for param in own if param.requires_grad])
         self.scale = scale = GradientScale(config, mesh.data_size, loss_scaler, own)
         timing = Timing.of(config)
         shares = any(group.copies_are_shared for group in groups)
@@ -127,6 +130,12 @@ class Steps:
     @contextmanager
     def backward(self, num_microbatches: int = 1) -> Iterator[None]:
         """The backward of so many microbatches. An error in it ends the step."""
+        if self.clip_factor is not None:
+            raise StateError(
+                "backward: expected engine.step() after engine.clip_grad_norm_(), found another backward, whose "
+                "gradients would not be clipped; call clip_grad_norm_ after the last one"
+            )
+        self.reduced.take_out()
         boundary = (self.num_microbatches + num_microbatches) % self.accumulation == 0
         on_final = self.update.begin_backward(boundary)
         if boundary:
@@ -150,6 +159,7 @@ class Steps:
                 param.grad = None
         self.losses.clear()
         self.num_microbatches = 0
+        self.clip_factor = None
 
     # -- the update -----------------------------------------------------------------------------------------------
 
@@ -184,12 +194,15 @@ class Steps:
 
     def _update_or_skip(self, sums: StepSums, norm: float, number: int) -> None:
         clip, factor = self._config.gradient_clipping, self.scale.rest
-        needs_clipping = bool(clip) and norm > clip
+        clip_factor = clip / (norm + 1e-6) if clip and norm > clip else 1.0
+        if self.clip_factor is not None:
+            clip_factor = self.clip_factor
+        needs_clipping = clip_factor < 1.0
         if sums.num_bad or needs_clipping:
             self.update.take_back()
             self._mesh.fence(f"the end of what was tried in step {number}")
         if needs_clipping:
-            factor *= clip / (norm + 1e-6)
+            factor *= clip_factor
         if not sums.num_bad:
             self.update.end_step(factor, f"the update of step {number}")
         elif self._config.fp16.enabled:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from .gradient import GroupGradient
 from .host_update import HostUpdate
 from .layout import Piece
 from .offloaded_states import OffloadedStates
+from .sequence import StateError
 from .shard_rest import ShardRest
 from .shard_state import ShardState, Version
 from .speculation import Speculation
@@ -24,6 +25,12 @@ from .widened_states import WidenedStates
 
 StateKey = tuple[int, torch.dtype]
 """Index in param_groups, dtype of the master weights: parameters that agree in both have the same states."""
+
+
+BY_HAND = (
+    "{what}: expected engine.step(), which updates the shards of all ranks with the gradients of the whole step, found "
+    "a call of the optimizer itself, which has none of them; call engine.step() in its place. zero_grad() is not needed"
+)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -80,12 +87,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Whether an option was set that needs a state which is not kept: SGD's momentum, where it began without."""
         return any(map(self._update.lacks_state, self.param_groups))
 
-    def step(  # type: ignore[override]
-        self,
-        closure: Any = None,
-        gradient_scale: float = 1.0,
-        on_updated: Callable[[ShardState], None] | None = None,
-    ) -> None:
+    def step(self, closure: Any = None) -> NoReturn:
+        """Raises StateError: an update needs all ranks and the norm of all gradients, which the engine knows."""
+        raise StateError(BY_HAND.format(what="engine.optimizer.step()"))
+
+    def update_all(self, gradient_scale: float, on_updated: Callable[[ShardState], None] | None = None) -> None:
         """Updates all shards with gradient_scale * gradient. The engine calls it; it has reduced the gradients.
 
         on_updated: called after each shard, so that sending it overlaps with the update of the next.
@@ -96,7 +102,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._update_all(due, self._terms(gradient_scale), self._update_shard, on_updated)
 
     def start_delayed(self, gradient_scale: float) -> None:
-        """As `step`, in the background, with options as they are now; the next gradients may come meanwhile.
+        """As `update_all`, in the background, with options as they are now; the next gradients may come meanwhile.
 
         Parameters stay as they are, until `delayed.wait` has found no error and every shard was told to take `ahead`.
         """

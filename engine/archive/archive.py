@@ -16,6 +16,7 @@ from . import weights
 from .checkpoint import Checkpointer
 from .full_values import FullValues
 from .named_state import NamedState, Whole
+from .parameter_values import ParameterValues
 
 
 class Archive:
@@ -33,6 +34,7 @@ class Archive:
         """units: of this rank. whole: what `module` is, or has a part of."""
         self.values = FullValues(module, units, optimizer, mesh)
         self.named = NamedState(module, units, optimizer, mesh, whole)
+        self.parameters = ParameterValues(units, optimizer, mesh, self.named)
         self.checkpoints = Checkpointer(config, mesh, module, optimizer, self.named)
         self._module = module
         self._world = mesh.world

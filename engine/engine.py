@@ -16,6 +16,7 @@ from ..checkpoint.errors import CheckpointError
 from ..comm import Activity, Progress
 from ..watch.log import logger
 from .archive.archive import Archive
+from .averaged_weights import AveragedWeights
 from .facade import ModuleFacade
 from .learning_rates import LearningRates
 from .memory import ModelStateBytes, measure
@@ -30,7 +31,7 @@ from .steps import Access, Steps
 from .turn import Turn, in_turn
 
 
-class Engine(ParameterAccess, ModuleFacade):
+class Engine(ParameterAccess, AveragedWeights, ModuleFacade):
     """Trains one model as its config says.
 
         train_step(batch) = [forward, backward] x gradient_accumulation_steps, then step
@@ -273,6 +274,7 @@ class Engine(ParameterAccess, ModuleFacade):
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
     ) -> str:
+        self._steps.check_averages_hidden("engine.save_checkpoint()")
         if self._steps.num_microbatches:
             raise ValueError(
                 f"save_checkpoint: expected a whole step, found {self._steps.num_microbatches} of "
@@ -367,6 +369,7 @@ class Engine(ParameterAccess, ModuleFacade):
             "optimizer": self.optimizer.kind,
             "learning_rates": self._learning_rates.state_dict(),
             "loss_scaler": self._steps.scale.loss_scaler.state_dict(),
+            "averages": self._averages_state(),
         }
 
     def _restore_training_state(self, saved: Mapping[str, Any], config: Mapping[str, Any]) -> None:

@@ -135,6 +135,7 @@ class Steps:
                 "backward: expected engine.step() after engine.clip_grad_norm_(), found another backward, whose "
                 "gradients would not be clipped; call clip_grad_norm_ after the last one"
             )
+        self.check_averages_hidden("backward")
         self.reduced.take_out()
         boundary = (self.num_microbatches + num_microbatches) % self.accumulation == 0
         on_final = self.update.begin_backward(boundary)
@@ -168,6 +169,7 @@ class Steps:
 
         Returns also on how many ranks each of the events has happened.
         """
+        self.check_averages_hidden("engine.step()")
         self._mesh.world.progress.enter(Activity.UPDATE)
         self.guard.expect_update()
         events = (self.update.has_failed(), *events)
@@ -221,6 +223,8 @@ class Steps:
 
         Raises OffloadError on every rank where an update in the background has failed on any.
         """
+        if access in (Access.CHANGES, Access.REPLACES):
+            self.check_averages_hidden("a change of the weights")
         with self._mesh.world.progress.during(activity):
             try:
                 if access is Access.LOOKS:
@@ -236,3 +240,7 @@ class Steps:
                 self.update.forget_failure()
             if access in (Access.CHANGES, Access.REPLACES):
                 self.guard.remember()
+
+    def check_averages_hidden(self, what: str) -> None:
+        if self._optimizer.averages is not None:
+            self._optimizer.averages.check_hidden(what)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..offload import Memory, Window
+from .averages import Averages
 from .delayed_update import DelayedUpdate
 from .fused_update import FusedUpdate, Terms
 from .gradient import GroupGradient
@@ -64,6 +65,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._widened = WidenedStates()
         self.speculation = Speculation()
         self.delayed = DelayedUpdate()
+        self.averages: Averages | None = None
+        """Of the master weights, where somebody wants them."""
         self._offloaded = offloaded
         self._rest = rest
         self._host = host
@@ -100,6 +103,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         due = deque((one, one.gradient.shard) for one in self.shards if one.gradient.shard is not None)
         self._window.expect([shard.resident for shard, _ in due])
         self._update_all(due, self._terms(gradient_scale), self._update_shard, on_updated)
+        self._average()
 
     def start_delayed(self, gradient_scale: float) -> None:
         """As `update_all`, in the background, with options as they are now; the next gradients may come meanwhile.
@@ -115,6 +119,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         def update() -> None:
             self._update_all(due, terms, self._update_ahead)
+            self._average(ahead=True)
             self._offloaded.window.wait()  # an error of the drive is one of this step
 
         self.delayed.start(update)
@@ -147,6 +152,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def accept(self) -> None:
         """A step whose shards were updated one by one is whole, and counts."""
         self.speculation.forget()
+        self._average()
 
     def roll_back(self) -> None:
         """A step that speculated, whole or in part, has not been. Does nothing where there is none."""
@@ -217,12 +223,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._fill_chunks()
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer states, separate master weights, and what updates keep beside them, in this rank's memory.
+        """Bytes of optimizer states, master weights, their averages, and what updates keep beside them, in memory.
 
         Waits for an update in the background, whose gradients are given back then.
         """
         self.delayed.wait()
-        total = self.speculation.nbytes
+        total = self.speculation.nbytes + (0 if self.averages is None else self.averages.nbytes)
         for shard in self.shards:
             total += shard.ahead.values.nbytes
             if shard.is_mixed:
@@ -253,6 +259,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _fill_chunks(self) -> None:
         for shard in self.shards:
             shard.fill_chunks()
+
+    def _average(self, ahead: bool = False) -> None:
+        """After a step that counts. Master weights that rest in a store are read once more for it."""
+        if self.averages is not None:
+            self.averages.update(ahead)
+            self._window.put_back()
+            self._offloaded.window.put_back()
 
     def _expect_chunks(self, order: Iterable[ShardState]) -> None:
         """The chunks of all these shards in one order: that of the next shard is read while this one is updated."""

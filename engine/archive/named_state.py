@@ -132,6 +132,18 @@ class NamedState:
             for fragment in fragments_of(shard.group, piece, f".{name}", memory, saves)
         ]
 
+    def averages(self, saves: bool = False) -> list[Fragment]:
+        """What this rank holds of the averages of master weights, named as these; none where there are none."""
+        averages = self._optimizer.averages
+        if averages is None:
+            return []
+        return [
+            fragment
+            for shard in self._optimizer.shards
+            for piece in shard.pieces
+            for fragment in fragments_of(shard.group, piece, "", averages.of(shard, piece), saves)
+        ]
+
     @property
     def has_replicas(self) -> bool:
         """True where other ranks hold the same parts of anything."""

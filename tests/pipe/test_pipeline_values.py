@@ -13,9 +13,10 @@ NAMES = ("embedding.weight", "head.weight", "blocks.4.up.bias")
 
 
 def train_and_look(case: Case) -> list[torch.Tensor]:
-    """Two steps, with values set between them. The embedding is tied over the first and the last stage."""
+    """Two steps, with values set between them, and averages in the end. First and last stage share the embedding."""
     torch.manual_seed(0)
     with lowtide.initialize(case.build(), case.as_config()) as engine:
+        engine.ema(0.8)
         for step in range(2):
             batch = case.global_batch(step, engine.data_size)
             engine.train_step(tuple(tensor.chunk(engine.data_size)[engine.data_rank] for tensor in batch))
@@ -24,6 +25,8 @@ def train_and_look(case: Case) -> list[torch.Tensor]:
                 engine.set_full("head.weight", torch.full((models.VOCAB, 22), 0.125))
                 engine.set_full("blocks.0.up.bias", torch.full((66,), 0.5), "exp_avg")
                 engine.set_local("blocks.4.up.bias", engine.local("blocks.4.up.bias") * 0 + 0.25)
+        with engine.ema_weights():
+            seen += [engine.full(name) for name in NAMES]
     return seen
 
 

@@ -71,7 +71,8 @@ class ParameterAccess:
         is not trained. To be called between the backward of the last microbatch and `engine.step()`: StateError at any
         other time, and with `update_in_backward`, where gradients are not held.
         """
-        return self._gradients.gradient(param, local)
+        with self._steps.apart(Activity.WEIGHTS, Access.NOTHING):
+            return self._gradients.gradient(param, local)
 
     @in_turn
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -82,4 +83,5 @@ class ParameterAccess:
         ranks must call it, between the backward of the last microbatch and `engine.step()`: StateError at any other
         time, and with `update_in_backward`. ValueError where `gradient_clipping` of the config clips to another norm.
         """
-        return self._gradients.clip(max_norm, norm_type, error_if_nonfinite)
+        with self._steps.apart(Activity.WEIGHTS, Access.NOTHING):
+            return self._gradients.clip(max_norm, norm_type, error_if_nonfinite)

@@ -58,6 +58,7 @@ class UnitPasses(Protocol):
 class Access(Enum):
     """What a call between steps does with the parameters."""
 
+    NOTHING = "nothing"  # it has to do with gradients alone
     LOOKS = "looks"  # it shows them as they are, without what is not a step yet
     READS = "reads"  # all that the steps so far have updated is in them
     CHANGES = "changes"  # as READS, and what it leaves is taken for right
@@ -93,8 +94,11 @@ class Steps:
         self._input_dtype = input_dtype
         self._rows_per_microbatch = rows_per_microbatch
         groups = [group for unit in passes.units for group in unit.groups]
-        own = [param for group in groups for param in group.params]
-        self.reduced = ReducedGradients([param for param in own if param.requires_grad])
+        own = (param for group in groups for param in group.params)
+        trained = [group for group in groups if group.requires_grad]
+        self.reduced = ReducedGradients(
+            [pair for group in trained for pair in zip(group.names, group.params, strict=True)]
+        )
         self.scale = scale = GradientScale(config, mesh.data_size, loss_scaler, own)
         timing = Timing.of(config)
         shares = any(group.copies_are_shared for group in groups)
@@ -130,13 +134,14 @@ class Steps:
     @contextmanager
     def backward(self, num_microbatches: int = 1) -> Iterator[None]:
         """The backward of so many microbatches. An error in it ends the step."""
+        if self.reduced.take_out():
+            self.forget()  # as zero_grad() before another backward does in torch
         if self.clip_factor is not None:
             raise StateError(
                 "backward: expected engine.step() after engine.clip_grad_norm_(), found another backward, whose "
                 "gradients would not be clipped; call clip_grad_norm_ after the last one"
             )
         self.check_averages_hidden("backward")
-        self.reduced.take_out()
         boundary = (self.num_microbatches + num_microbatches) % self.accumulation == 0
         on_final = self.update.begin_backward(boundary)
         if boundary:
@@ -170,6 +175,7 @@ class Steps:
         Returns also on how many ranks each of the events has happened.
         """
         self.check_averages_hidden("engine.step()")
+        self.reduced.take_out()
         self._mesh.world.progress.enter(Activity.UPDATE)
         self.guard.expect_update()
         events = (self.update.has_failed(), *events)
@@ -229,7 +235,7 @@ class Steps:
             try:
                 if access is Access.LOOKS:
                     self.update.take_back()
-                else:
+                elif access is not Access.NOTHING:
                     self.update.settle()
             except OffloadError as error:
                 if access is not Access.REPLACES:

@@ -12,7 +12,7 @@ import lowtide
 from lowtide import Engine
 from lowtide.zero.sequence import StateError
 from tests import models
-from tests.zero.training import Case
+from tests.zero.training import Case, adamw
 
 CASE = Case(models.mlp, models.vector_batch)
 WORDS = (
@@ -146,3 +146,34 @@ def test_hooks_see_gradients_as_before() -> None:
             assert gradient is not None and gradient.norm().item() == pytest.approx(seen[-1], rel=1e-6)
             engine.step()
     assert len(seen) == 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_are_cleared_before_another_backward_are_forgotten(stage: int, to_none: bool) -> None:
+    """As a GAN's loop forgets what the generator's loss has left in the discriminator."""
+    torch.manual_seed(0)
+    model = models.mlp()
+    optimizer = adamw(model.parameters())
+    with engine_after_backward(stage) as engine:
+        for step in (1, 2):
+            engine.module.zero_grad(set_to_none=to_none)
+            engine.backward(engine(*models.vector_batch(step, 2)))
+            optimizer.zero_grad()
+            model(*models.vector_batch(step, 2)).backward()
+        assert engine.step().grad_norm.item() == pytest.approx(
+            nn.utils.clip_grad_norm_(model.parameters(), math.inf).item(), rel=1e-5
+        )
+        optimizer.step()
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(engine.full(name), value, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_that_is_put_in_after_the_backward_is_not_overlooked(stage: int) -> None:
+    with engine_after_backward(stage) as engine:
+        weight = engine.module.get_parameter("last.weight")
+        weight.grad = torch.zeros(3, 7)
+        words = "parameter 'last.weight': expected the gradient that was reduced, found another one that was put in"
+        with pytest.raises(StateError, match=words):
+            engine.step()

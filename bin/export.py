@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         checkpoint = open_checkpoint(arguments.checkpoint, arguments.tag)
         plan = export_source(
-            checkpoint.weights,
+            checkpoint.averaged_weights if arguments.ema else checkpoint.weights,
             arguments.folder,
             dtypes=checkpoint.compute_dtypes,
             dtype=arguments.dtype,
@@ -98,6 +98,7 @@ def parser() -> Parser:
     result.add_argument(
         "--dtype", type=_dtype, help="fp32, bf16, fp16 or fp64 (default: what each parameter is computed in)"
     )
+    result.add_argument("--ema", action="store_true", help="moving averages (engine.ema) in the place of weights")
     size = "size of a file, such as 500MB (default: 5GB)"
     result.add_argument("--shard-bytes", metavar="SIZE", type=_bytes, default="5GB", help=size)
     return result

@@ -19,6 +19,7 @@ from .reader import CheckpointReader
 
 MODEL = "model."
 STATE = "optim.state."
+AVERAGE = "ema."
 
 
 class Checkpoint:
@@ -63,6 +64,22 @@ class Checkpoint:
     def states(self) -> CheckpointReader:
         """Optimizer states, named `parameter.state`."""
         return self._reader(STATE)
+
+    @property
+    def averages(self) -> CheckpointReader:
+        """Moving averages of parameters, by the model's own names; empty where none were made."""
+        return self._reader(AVERAGE)
+
+    @property
+    def averaged_weights(self) -> CheckpointReader:
+        """As `weights`, with averages in the place of parameters that have one. Raises ValueError where none have."""
+        averages, weights = self.averages, self.weights
+        if not averages.tensors:
+            raise ValueError(f"{self.path}: expected averages in it, found none: the run has not called engine.ema()")
+        rows = self._contents[1]
+        prefixes = {name: AVERAGE if name in averages.tensors else MODEL for name in weights.tensors}
+        tensors = {name: averages.tensors.get(name, info) for name, info in weights.tensors.items()}
+        return CheckpointReader(self.path, tensors, {name: rows.get(prefixes[name] + name, ()) for name in tensors})
 
     def own_state(self, rank: int) -> Any:
         """What the rank said of itself alone, encoded by `values`."""

@@ -4,6 +4,7 @@ With it FSDP2, `dcp_to_torch_save` and every other reader of that format load a 
 
     model.NAME                    a parameter or buffer, tied parameters under each of their names
     optim.state.NAME.STATE        an optimizer state; STATE may be "step", one number for all of them
+    ema.NAME                      a moving average of a parameter
     optim.param_groups.0.lr       an option of a parameter group; "params" are the names of its parameters
     optim.param_groups.NAME.lr    the same for those who flatten the state dict of an optimizer
 

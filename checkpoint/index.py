@@ -173,7 +173,7 @@ class _ManifestContent(FileContent):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds. Tensors go by "model.NAME" and "optim.state.NAME.STATE"."""
+    """What a checkpoint holds. Tensors go by "model.NAME", "optim.state.NAME.STATE" and "ema.NAME"."""
 
     tag: str
     step: int

@@ -140,6 +140,17 @@ class World:
             dist.broadcast(buffer, src=0)
         return buffer
 
+    def assemble(self, parts: torch.Tensor) -> torch.Tensor:
+        """What all ranks have together, on every rank, bit by bit.
+
+        parts: (n,) on `device`, what this rank has, and zero elsewhere; it is written to. No element is on two ranks.
+        """
+        if self.size > 1 and not self.is_simulated:
+            bits = torch.int32 if parts.element_size() % 4 == 0 else torch.uint8
+            with self._waiting("the parts of a tensor"):
+                dist.all_reduce(parts.view(bits))
+        return parts
+
     def barrier(self) -> None:
         if self.size > 1:
             with self._waiting("a barrier"):

@@ -38,10 +38,12 @@ def reference() -> str:
 
 
 def _members(cls: type) -> Iterator[tuple[str, str]]:
-    """Public methods and properties that the class itself defines, in the order of the source."""
-    for name, value in vars(cls).items():
+    """Public methods and properties of the class and of its bases in the same folder, in the order of the source."""
+    folder = cls.__module__.rpartition(".")[0]
+    owners = [one for one in cls.__mro__ if one.__module__.rpartition(".")[0] == folder]
+    for owner, name, value in ((one, *item) for one in owners for item in vars(one).items()):
         function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-        if name.startswith("_") or not inspect.isfunction(function) or function.__module__ != cls.__module__:
+        if name.startswith("_") or not inspect.isfunction(function) or function.__module__ != owner.__module__:
             continue
         if isinstance(value, property):
             kind = _annotation(inspect.signature(function).return_annotation)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from ..comm import World
 from ..model.ledger import Ledger
 from ..offload import keep_heap
 from ..watch.log import configure, logger
+from ..zero.optimizer import BY_HAND
+from ..zero.sequence import StateError
 from .archive.agreement import no_rank_alone
 from .assemble import assemble
 from .blueprint import Blueprint
@@ -61,6 +63,8 @@ def initialize(
         check_kernels(resolved, world.device)
         fuse_modules(module, resolved, world, ledger)
         blueprint = _blueprint(resolved, world, module, loss_fn, optimizer, lr_scheduler, sample_batch)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            ledger.hook(optimizer.register_step_pre_hook(_refuse_step))
         gives_rows = checked.train_batch_size or checked.train_micro_batch_size_per_gpu
         return assemble(
             blueprint,
@@ -76,6 +80,11 @@ def initialize(
         ledger.close()
         world.leave()  # the others hear of it where they wait for this rank, and the next engine starts anew
         raise
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> NoReturn:
+    """A hook on the caller's own optimizer, whose options the engine uses."""
+    raise StateError(BY_HAND.format(what=f"{type(optimizer).__name__}.step()"))
 
 
 def _prepare_process(config: Config, world: World) -> Config:

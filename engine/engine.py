@@ -16,10 +16,14 @@ from ..checkpoint.errors import CheckpointError
 from ..comm import Activity, Progress
 from ..watch.log import logger
 from .archive.archive import Archive
+from .averaged_weights import AveragedWeights
+from .facade import ModuleFacade
 from .learning_rates import LearningRates
 from .memory import ModelStateBytes, measure
+from .parameter_access import ParameterAccess
 from .parts import Parts
 from .preemption import Preemption
+from .step_gradients import StepGradients
 from .step_log import StepLog
 from .step_result import StepResult
 from .step_sums import sum_step
@@ -27,7 +31,7 @@ from .steps import Access, Steps
 from .turn import Turn, in_turn
 
 
-class Engine:
+class Engine(ParameterAccess, AveragedWeights, ModuleFacade):
     """Trains one model as its config says.
 
         train_step(batch) = [forward, backward] x gradient_accumulation_steps, then step
@@ -62,6 +66,8 @@ class Engine:
         parts.driver.listen(self._steps, self._turn)
         units, whole = parts.driver.passes.units, parts.driver.whole
         self._archive = Archive(parts.config, parts.mesh, parts.module, units, parts.optimizer, whole)
+        self._parameter_values = self._archive.parameters
+        self._gradients = StepGradients(parts.config, parts.mesh, self._steps, self._archive.parameters)
         self._last = StepResult(torch.zeros(()), torch.zeros(()), self.lr, parts.loss_scaler.scale, False)
         self._log = StepLog(parts.config.steps_per_print if self.rank == 0 else 0)
         self._preemption = Preemption()
@@ -143,6 +149,8 @@ class Engine:
         only the loss in the result of the step is not known then (NaN): see `scale`.
         """
         self._driver.backward(self._steps, loss)
+        if self._steps.is_complete:
+            self._steps.reduced.put()
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss, whose `backward()` is that of the engine: with float16's loss scale from the loss on, and with the
@@ -305,6 +313,7 @@ class Engine:
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
     ) -> str:
+        self._steps.check_averages_hidden("engine.save_checkpoint()")
         if self._steps.num_microbatches:
             raise ValueError(
                 f"save_checkpoint: expected a whole step, found {self._steps.num_microbatches} of "
@@ -399,6 +408,7 @@ class Engine:
             "optimizer": self.optimizer.kind,
             "learning_rates": self._learning_rates.state_dict(),
             "loss_scaler": self._steps.scale.loss_scaler.state_dict(),
+            "averages": self._averages_state(),
         }
 
     def _restore_training_state(self, saved: Mapping[str, Any], config: Mapping[str, Any]) -> None:

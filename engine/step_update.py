@@ -113,7 +113,7 @@ class StepUpdate:
             self._optimizer.accept()
             pending.extend(shard.group.refresh() for shard in self._optimizer.shards)
         else:
-            self._optimizer.step(gradient_scale=factor, on_updated=lambda shard: pending.append(shard.group.refresh()))
+            self._optimizer.update_all(factor, on_updated=lambda shard: pending.append(shard.group.refresh()))
         for one in pending:
             one.wait()
         self._mesh.fence(what)

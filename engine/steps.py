@@ -17,8 +17,9 @@ from ..watch.log import logger
 from ..zero.gradient import GroupGradient
 from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
+from ..zero.reduced_gradient import ReducedGradients
 from ..zero.reductions import OnFinal
-from ..zero.sequence import Unit
+from ..zero.sequence import StateError, Unit
 from .batch import microbatches, prepared
 from .config.config import Config
 from .gradient_scale import GradientScale
@@ -60,6 +61,7 @@ class UnitPasses(Protocol):
 class Access(Enum):
     """What a call between steps does with the parameters."""
 
+    NOTHING = "nothing"  # it has to do with gradients alone
     LOOKS = "looks"  # it shows them as they are, without what is not a step yet
     READS = "reads"  # all that the steps so far have updated is in them
     CHANGES = "changes"  # as READS, and what it leaves is taken for right
@@ -91,6 +93,7 @@ class Steps:
         """Whether the last of them was the last of its step."""
         self._is_last: bool | None = None  # as the caller says; None: by their number
         self._by_hand = False  # he has said so in this step
+        self.clip_factor: float | None = None  # by which the caller has clipped the gradients of this step
         self._config = config
         self._mesh = mesh
         self._passes = passes
@@ -99,6 +102,10 @@ class Steps:
         self._rows_per_microbatch = rows_per_microbatch
         groups = [group for unit in passes.units for group in unit.groups]
         own = (param for group in groups for param in group.params)
+        trained = [group for group in groups if group.requires_grad]
+        self.reduced = ReducedGradients(
+            [pair for group in trained for pair in zip(group.names, group.params, strict=True)]
+        )
         self.scale = scale = GradientScale(config, mesh.data_size, loss_scaler, own)
         timing = Timing.of(config)
         shares = any(group.copies_are_shared for group in groups)
@@ -155,8 +162,16 @@ class Steps:
 
     def begin_backward(self, num_microbatches: int = 1) -> None:
         """As `backward`, until `end_backward` or `abort_backward`."""
-        boundary = self._is_boundary(num_microbatches)
+        self.check_averages_hidden("backward")
         self.refuse_more("another backward")  # a sum that was final was not
+        if self.reduced.take_out():
+            self.forget()  # as zero_grad() before another backward does in torch
+        if self.clip_factor is not None:
+            raise StateError(
+                "backward: expected engine.step() after engine.clip_grad_norm_(), found another backward, whose "
+                "gradients would not be clipped; call clip_grad_norm_ after the last one"
+            )
+        boundary = self._is_boundary(num_microbatches)
         on_final = self.update.begin_backward(boundary)
         if boundary:
             self.guard.expect_update()
@@ -203,6 +218,7 @@ class Steps:
         self.losses.clear()
         self.num_microbatches = 0
         self.is_complete = self._by_hand = False
+        self.clip_factor = None
 
     # -- the update -----------------------------------------------------------------------------------------------
 
@@ -211,6 +227,8 @@ class Steps:
 
         Returns also on how many ranks each of the events has happened.
         """
+        self.check_averages_hidden("engine.step()")
+        self.reduced.take_out()
         self._mesh.world.progress.enter(Activity.UPDATE)
         self.guard.expect_update()
         events = (self.update.has_failed(), *events)
@@ -237,11 +255,14 @@ class Steps:
 
     def _update_or_skip(self, sums: StepSums, norm: float, number: int) -> None:
         clip, factor = self._config.gradient_clipping, self.scale.rest
-        needs_clipping = bool(clip) and norm > clip
+        clip_factor = clip / (norm + 1e-6) if clip and norm > clip else 1.0
+        if self.clip_factor is not None:
+            clip_factor = self.clip_factor
+        needs_clipping = clip_factor < 1.0
         if sums.num_bad or needs_clipping or self.update.has_missed(sums.unused):
             self.take_back()
         if needs_clipping:
-            factor *= clip / (norm + 1e-6)
+            factor *= clip_factor
         if not sums.num_bad:
             self.update.end_step(factor, sums.unused, f"the update of step {number}")
         elif self._config.fp16.enabled:
@@ -260,11 +281,13 @@ class Steps:
 
         Raises OffloadError on every rank where an update in the background has failed on any.
         """
+        if access in (Access.CHANGES, Access.REPLACES):
+            self.check_averages_hidden("a change of the weights")
         with self._mesh.world.progress.during(activity):
             try:
                 if access is Access.LOOKS:
                     self.update.take_back()
-                else:
+                elif access is not Access.NOTHING:
                     self.update.settle()
             except OffloadError as error:
                 if access is not Access.REPLACES:
@@ -275,3 +298,7 @@ class Steps:
                 self.update.forget_failure()
             if access in (Access.CHANGES, Access.REPLACES):
                 self.guard.remember()
+
+    def check_averages_hidden(self, what: str) -> None:
+        if self._optimizer.averages is not None:
+            self._optimizer.averages.check_hidden(what)

@@ -53,6 +53,8 @@ class Unasked:
                 self._steps.abort_backward(error)
                 raise
             self._steps.end_backward()
+            if self._steps.is_complete:
+                self._steps.reduced.put()
             self._steps.losses.append(self._losses.get(current_graph_task(), torch.tensor(math.nan)))
         finally:
             self._losses.clear()

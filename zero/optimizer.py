@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ..offload import Memory, Window
+from .averages import Averages
 from .delayed_update import DelayedUpdate
 from .fused_update import FusedUpdate, ScalarStates, Terms
 from .gradient import GroupGradient
 from .host_update import HostUpdate
 from .layout import Piece
 from .offloaded_states import OffloadedStates
+from .sequence import StateError
 from .shard_rest import ShardRest
 from .shard_state import ShardState, Version
 from .speculation import Speculation
@@ -26,6 +28,12 @@ from .widened_states import WidenedStates
 StateKey = tuple[int, torch.dtype]
 """Index in param_groups, dtype of the master weights: parameters that agree in both have the same states."""
 _MISSED = "missed_steps"
+
+
+BY_HAND = (
+    "{what}: expected engine.step(), which updates the shards of all ranks with the gradients of the whole step, found "
+    "a call of the optimizer itself, which has none of them; call engine.step() in its place. zero_grad() is not needed"
+)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -63,6 +71,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._widened = WidenedStates()
         self.speculation = Speculation()
         self.delayed = DelayedUpdate()
+        self.averages: Averages | None = None
+        """Of the master weights, where somebody wants them."""
         self._offloaded = offloaded
         self._rest = rest
         self._host = host
@@ -86,12 +96,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Whether an option was set that needs a state which is not kept: SGD's momentum, where it began without."""
         return any(map(self._update.lacks_state, self.param_groups))
 
-    def step(  # type: ignore[override]
-        self,
-        closure: Any = None,
-        gradient_scale: float = 1.0,
-        on_updated: Callable[[ShardState], None] | None = None,
-    ) -> None:
+    def step(self, closure: Any = None) -> NoReturn:
+        """Raises StateError: an update needs all ranks and the norm of all gradients, which the engine knows."""
+        raise StateError(BY_HAND.format(what="engine.optimizer.step()"))
+
+    def update_all(self, gradient_scale: float, on_updated: Callable[[ShardState], None] | None = None) -> None:
         """Updates all shards with gradient_scale * gradient. The engine calls it; it has reduced the gradients.
 
         on_updated: called after each shard, so that sending it overlaps with the update of the next.
@@ -101,9 +110,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._window.expect([shard.resident for shard, _ in due])
         self._update_all(due, self._terms(gradient_scale), self._update_shard, on_updated)
         self._missed.update(self.unused)
+        self._average()
 
     def start_delayed(self, gradient_scale: float) -> None:
-        """As `step`, in the background, with options as they are now; the next gradients may come meanwhile.
+        """As `update_all`, in the background, with options as they are now; the next gradients may come meanwhile.
 
         Parameters stay as they are, until `delayed.wait` has found no error and every shard was told to take `ahead`.
         """
@@ -118,6 +128,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         def update() -> None:
             self._update_all(due, terms, self._update_ahead)
+            self._average(ahead=True)
             self._offloaded.window.wait()  # an error of the drive is one of this step
 
         self.delayed.start(update)
@@ -152,6 +163,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """A step whose shards were updated one by one is whole, and counts."""
         self.speculation.forget()
         self._missed.update(self.unused)
+        self._average()
 
     def roll_back(self) -> bool:
         """A step that speculated, whole or in part, has not been. Says whether there was one."""
@@ -233,12 +245,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._fill_chunks()
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer states, separate master weights, and what updates keep beside them, in this rank's memory.
+        """Bytes of optimizer states, master weights, their averages, and what updates keep beside them, in memory.
 
         Waits for an update in the background, whose gradients are given back then.
         """
         self.delayed.wait()
-        total = self.speculation.nbytes
+        total = self.speculation.nbytes + (0 if self.averages is None else self.averages.nbytes)
         for shard in self.shards:
             total += shard.ahead.values.nbytes
             if shard.is_mixed:
@@ -273,6 +285,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _fill_chunks(self) -> None:
         for shard in self.shards:
             shard.fill_chunks()
+
+    def _average(self, ahead: bool = False) -> None:
+        """After a step that counts. Master weights that rest in a store are read once more for it."""
+        if self.averages is not None:
+            self.averages.update(ahead)
+            self._window.put_back()
+            self._offloaded.window.put_back()
 
     def _expect_chunks(self, order: Iterable[ShardState]) -> None:
         """The chunks of all these shards in one order: that of the next shard is read while this one is updated."""

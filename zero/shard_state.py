@@ -208,6 +208,19 @@ class ShardState:
             return self._own_master[low:high]
         return _range_of(chunk, MASTER, self.master_dtype, low, high, changes)
 
+    def masters(self, changes: bool = False, ahead: bool = False) -> Iterator[tuple[int, Tensor]]:
+        """(offset in the shard, master weights) of each stretch, until the next one is asked for.
+
+        ahead: those after a delayed update, before the parameters are that version.
+        """
+        if self._own_master is None:
+            is_ahead = ahead and bool(self.ahead.values.numel())
+            yield 0, self.ahead.values if is_ahead else values_of(self.group.own_values(changes))
+            return
+        yield 0, self._own_master
+        for chunk in self.chunks:
+            yield chunk.start, chunk.open(changes)[MASTER]
+
     def states_of(self, piece: Piece, changes: bool = False) -> dict[str, Memory]:
         """The states of one of `pieces`, by name; those in memory only once they are made. 8-bit states as float32."""
         low, high = piece.offset_in_shard, piece.offset_in_shard + piece.numel

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...comm import Mesh
+from ...zero.averages import Averages
 from ...zero.optimizer import ShardedOptimizer
 from ...zero.sequence import Unit
 from ..config.config import Config
@@ -16,6 +17,7 @@ from . import weights
 from .checkpoint import Checkpointer
 from .full_values import FullValues
 from .named_state import NamedState, Whole
+from .parameter_values import ParameterValues
 
 
 class Archive:
@@ -33,8 +35,10 @@ class Archive:
         """units: of this rank. whole: what `module` is, or has a part of."""
         self.values = FullValues(module, units, optimizer, mesh)
         self.named = NamedState(module, units, optimizer, mesh, whole)
+        self.parameters = ParameterValues(units, optimizer, mesh, self.named)
         self.checkpoints = Checkpointer(config, mesh, module, optimizer, self.named)
         self._module = module
+        self._mesh = mesh
         self._world = mesh.world
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -44,6 +48,13 @@ class Archive:
     def export(self, folder: str | os.PathLike[str], dtype: str | torch.dtype | None, shard_bytes: int | str) -> None:
         """See `Engine.export`."""
         weights.export(self._module, self.named, self._world, folder, dtype, shard_bytes)
+
+    def swap(self, averages: Averages) -> None:
+        """Averages and weights change places, on all ranks, with all that is computed of the weights."""
+        self._mesh.fence("the end of what reads the weights")
+        with torch.no_grad():
+            averages.swap()
+        self.named.publish()
 
     def load_weights(self, path: str | os.PathLike[str], strict: bool) -> None:
         """See `Engine.load_weights`."""

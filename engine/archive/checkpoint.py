@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...checkpoint.checkpoint import MODEL, STATE, Checkpoint
+from ...checkpoint.checkpoint import AVERAGE, MODEL, STATE, Checkpoint
 from ...checkpoint.dcp import STEP, OptimizerNames, option_blobs
 from ...checkpoint.errors import CheckpointError, NoCheckpointError
 from ...checkpoint.folder import CheckpointFolder
@@ -223,7 +223,9 @@ class Checkpointer:
             weights.read(self._named.weights(changes=True), shared)
             self._read_buffers(weights)
             states.read(self._named.states(changes=True), shared)
+            checkpoint.averages.read(self._named.averages() if checkpoint.averages.tensors else [], shared)
         self._named.publish()
+        self._restore_averages(training["averages"])
         self._restore_random(checkpoint, own.random)
         logger.info("checkpoint '%s' (step %d) loaded from %s", tag, checkpoint.manifest.step, target.path)
         return Restored(tag, training, checkpoint.manifest.config, own.client_state)
@@ -243,6 +245,7 @@ class Checkpointer:
         weights = self._named.weights(saves=True)
         states = self._named.states(saves=True)
         found = [_prefixed(MODEL, fragment) for fragment in weights] + [_prefixed(STATE, state) for state in states]
+        found += [_prefixed(AVERAGE, fragment) for fragment in self._named.averages(saves=True)]
         if self._named.holds_buffers:
             for name, buffer in self._named.buffers().items():
                 found.append(Fragment(MODEL + name, tuple(buffer.shape), 0, buffer.detach().reshape(-1)))
@@ -277,6 +280,8 @@ class Checkpointer:
         for name, dtypes in states.items():
             for state, dtype in dtypes.items():
                 tensors[f"{STATE}{name}.{state}"] = TensorInfo(catalog.parameters[name].shape, dtype)
+        if self._optimizer.averages is not None:
+            tensors |= {AVERAGE + name: catalog.parameters[name] for name in catalog.state_keys}
         tensors |= dict.fromkeys(self._steps(), TensorInfo((), torch.float32))
         return Manifest(
             tag=tag,
@@ -325,6 +330,16 @@ class Checkpointer:
             if flat.data_ptr() != buffer.data_ptr():
                 buffer.detach().copy_(flat.view(buffer.shape))
 
+    def _restore_averages(self, saved: Mapping[str, Any] | None) -> None:
+        """saved: what the checkpoint says of them; their values are read."""
+        own = self._optimizer.averages
+        if own is not None and saved is not None:
+            own.num_updates = saved["num_updates"]
+        elif own is not None:
+            own.reset()
+        if self._world.rank == 0 and (own is None) != (saved is None):
+            logger.warning("%s", _AVERAGES_LEFT if own is None else _AVERAGES_BEGIN)
+
     def _rank_of_origin(self, checkpoint: Checkpoint) -> int:
         """The rank whose own state this one takes over."""
         return self._world.rank if checkpoint.manifest.num_files == self._world.size else 0
@@ -338,6 +353,13 @@ class Checkpointer:
                 checkpoint.manifest.num_files,
                 self._world.size,
             )
+
+
+_AVERAGES_LEFT = (
+    "the checkpoint has moving averages of the weights, which were not loaded, and will not be in the next one: call "
+    "engine.ema(decay) before engine.load_checkpoint to go on with them"
+)
+_AVERAGES_BEGIN = "the checkpoint has no moving averages of the weights: they begin anew with those that were loaded"
 
 
 def _prefixed(prefix: str, fragment: Fragment) -> Fragment:

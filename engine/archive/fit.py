@@ -24,6 +24,10 @@ def check_fits(
     """Raises CheckpointError, with every difference, where the checkpoint is of another model or optimizer."""
     catalog = named.catalog
     faults = _differences(checkpoint.weights.tensors, {**catalog.parameters, **catalog.buffers})
+    if optimizer.averages is not None and checkpoint.averages.tensors:
+        expected = {name: catalog.parameters[name] for name in catalog.state_keys}
+        averages = {name: info for name, info in checkpoint.averages.tensors.items() if name in expected}
+        faults += [f"average: {fault}" for fault in _differences(averages, expected)]
     faults += [
         f"the state '{name}' has shape {info.shape} in it"
         for name, info in checkpoint.states.tensors.items()

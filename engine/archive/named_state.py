@@ -119,7 +119,7 @@ class NamedState:
                     memory = part_of(group.own_values(changes), low, low + piece.numel)
                 else:
                     memory = shard.master_of(piece, changes)
-                fragments += _fragments(group, piece, "", memory, saves)
+                fragments += fragments_of(group, piece, "", memory, saves)
         return fragments
 
     def states(self, changes: bool = False, saves: bool = False) -> list[Fragment]:
@@ -129,7 +129,19 @@ class NamedState:
             for shard in self._optimizer.shards
             for piece in shard.pieces
             for name, memory in self._optimizer.states_of(shard, piece, changes).items()
-            for fragment in _fragments(shard.group, piece, f".{name}", memory, saves)
+            for fragment in fragments_of(shard.group, piece, f".{name}", memory, saves)
+        ]
+
+    def averages(self, saves: bool = False) -> list[Fragment]:
+        """What this rank holds of the averages of master weights, named as these; none where there are none."""
+        averages = self._optimizer.averages
+        if averages is None:
+            return []
+        return [
+            fragment
+            for shard in self._optimizer.shards
+            for piece in shard.pieces
+            for fragment in fragments_of(shard.group, piece, "", averages.of(shard, piece), saves)
         ]
 
     @property
@@ -137,24 +149,28 @@ class NamedState:
         """True where other ranks hold the same parts of anything."""
         return any(group.replica_axis.size > 1 for group in self._groups)
 
-    def publish(self) -> None:
-        """After weights have changed in place: the computed copies follow, on all ranks. A collective."""
+    def publish(self, groups: Sequence[ShardedGroup] | None = None) -> None:
+        """After weights have changed in place: the computed copies follow, on all ranks. A collective.
+
+        groups: those that have changed; None: all.
+        """
         self._optimizer.settle()
-        for shard in self._optimizer.shards:
+        groups = self._groups if groups is None else groups
+        for shard in [self._shards[id(group)] for group in groups if id(group) in self._shards]:
             for piece in shard.pieces if shard.is_mixed else ():
                 low = piece.offset_in_shard
                 own = values_of(part_of(shard.group.own_values(changes=True), low, low + piece.numel))
                 own.copy_(values_of(shard.master_of(piece)))
-        for group in self._groups:
+        for group in groups:
             if group.frees_memory:  # full ones have the other ranks' old values
                 group.release()
-        pending = [group.refresh() for group in self._groups]
+        pending = [group.refresh() for group in groups]
         for one in pending:
             one.wait()
         self._mesh.fence("new parameters")
 
 
-def _fragments(group: ShardedGroup, piece: Piece, suffix: str, memory: Memory, saves: bool) -> list[Fragment]:
+def fragments_of(group: ShardedGroup, piece: Piece, suffix: str, memory: Memory, saves: bool) -> list[Fragment]:
     """What this rank holds of a piece; saves: without what others save, one of those copies that are equal."""
     slot = group.layout.slots[piece.index]
     fragment = Fragment(slot.name + suffix, slot.whole, piece.offset_in_param, memory, slot.box)

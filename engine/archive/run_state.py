@@ -71,18 +71,23 @@ class _TrainingContent(FileContent):
         overflows_left: Count
         steps_without_overflow: Count
 
+    class Averages(FileContent):
+        decay: Number
+        num_updates: Count
+
     global_step: Count
     num_steps: Count
     optimizer: Text
     learning_rates: LearningRates
     loss_scaler: LossScaler
+    averages: Averages | None = None  # of weights; earlier versions had none
 
 
 def read_training(encoded: Any) -> dict[str, Any]:
     """Where a run stood, as `Engine` gave it to be saved. Raises ValueError, with the place, for anything else."""
     training = decode(encoded, "training")
     _TrainingContent.parse(training)
-    return dict(training)
+    return {"averages": None, **training}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,205 @@
+"""One parameter's master weights, optimizer states and gradient, whole or as this rank has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ...comm import Mesh
+from ...offload import Memory
+from ...zero.group import ShardedGroup, part_of, values_of
+from ...zero.layout import Piece
+from ...zero.optimizer import ShardedOptimizer
+from ...zero.sequence import Unit
+from .agreement import no_rank_alone
+from .named_state import NamedState, fragments_of
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter lies. The group is None on ranks whose stages of a pipeline do not have it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # of the master weights
+    group: ShardedGroup | None
+    index: int  # in the group
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+Part = tuple[Piece, Memory]
+
+
+class ParameterValues:
+    """Reads and writes the values that belong to one parameter, in the dtype of its master weights.
+
+    | values        | `state`           | of which parameters                              |
+    |---------------|-------------------|--------------------------------------------------|
+    | weights       | None              | all: master weights, where there are any         |
+    | a state       | "exp_avg", ...    | trained ones, from the first step on             |
+    | the gradient  | see `gradient`    | trained ones                                     |
+
+    All ranks must call each method alike, but for `local`. Errors are those of all ranks, before anything is changed.
+    """
+
+    def __init__(self, units: Sequence[Unit], optimizer: ShardedOptimizer, mesh: Mesh, named: NamedState) -> None:
+        self._groups = [group for unit in units for group in unit.groups]
+        self._shards = {id(shard.group): shard for shard in optimizer.shards}
+        self._optimizer = optimizer
+        self._mesh = mesh
+        self._named = named
+
+    def full(self, param: nn.Parameter | str, state: str | None, what: str) -> Tensor:
+        """All of it, of the parameter's shape, on every rank's device. what: how users read the call."""
+        with no_rank_alone(self._mesh.world, what):
+            place = self._place_of(param, what)
+            parts = self._parts(place, state, what)
+        return self._collected(place, parts)
+
+    def local(self, param: nn.Parameter | str, state: str | None, what: str) -> Tensor:
+        """What this rank has of it, flat; nothing is moved."""
+        place = self._place_of(param, what)
+        return _flat(self._parts(place, state, what), place.dtype, self._mesh.world.device)
+
+    def set_full(self, param: nn.Parameter | str, value: Tensor, state: str | None, what: str) -> None:
+        """Rank 0's `value`, of the parameter's shape, becomes it."""
+        with no_rank_alone(self._mesh.world, what):
+            place = self._place_of(param, what)
+            parts = self._parts(place, state, what, changes=True)
+            _check(what, place, value, place.shape, "the parameter's shape")
+        flat = self._mesh.world.broadcast_tensor(value.detach().to(place.dtype)).reshape(-1)
+        self._write(place, state, [(p, m, flat[p.offset_in_param : p.offset_in_param + p.numel]) for p, m in parts])
+
+    def set_local(self, param: nn.Parameter | str, value: Tensor, state: str | None, what: str) -> None:
+        """`value`, flat, becomes what this rank has of it, as `local` gives it."""
+        with no_rank_alone(self._mesh.world, what):
+            place = self._place_of(param, what)
+            parts = self._parts(place, state, what, changes=True)
+            sizes = [piece.numel for piece, _ in parts]
+            _check(what, place, value, (sum(sizes),), "this rank's part, flat")
+        values = torch.split(value.detach(), sizes)
+        self._write(place, state, [(p, m, v) for (p, m), v in zip(parts, values, strict=True)])
+
+    def gradient(self, param: nn.Parameter | str, factor: float, is_local: bool, what: str) -> Tensor | None:
+        """`factor` times what is reduced; None of a parameter that is not trained."""
+        if is_local:
+            place = self._place_of(param, what)
+        else:
+            with no_rank_alone(self._mesh.world, what):
+                place = self._place_of(param, what)
+        if place.name not in self._named.catalog.state_keys:
+            return None
+        parts = self._gradient_parts(place)
+        if is_local:
+            return _flat(parts, place.dtype, self._mesh.world.device).mul_(factor)
+        return self._collected(place, parts).mul_(factor)
+
+    # -- pieces of it ---------------------------------------------------------------------------------------------
+
+    def _place_of(self, param: nn.Parameter | str, what: str) -> _Place:
+        """Raises ValueError for what is no parameter of the model."""
+        catalog = self._named.catalog
+        name = param if isinstance(param, str) else self._name_of(param, what)
+        name = catalog.aliases.get(name, name)
+        info = catalog.parameters.get(name)
+        if info is None:
+            raise ValueError(
+                f"{what}: expected a parameter of the model or its name, as in engine.named_parameters(), found "
+                f"'{name}', which is none"
+            )
+        for group in self._groups:
+            if name in group.names:
+                index = group.names.index(name)
+                return _Place(name, group.layout.slots[index].shape, info.dtype, group, index)
+        return _Place(name, info.shape, info.dtype, None, 0)
+
+    def _name_of(self, param: nn.Parameter, what: str) -> str:
+        for group in self._groups:
+            for name, own in zip(group.names, group.params, strict=True):
+                if own is param:
+                    return name
+        for name, trained in self._named.whole.trained.items():  # of other stages too
+            if trained is param:
+                return name
+        raise ValueError(
+            f"{what}: expected a parameter of the engine's module, for example engine.module.head.weight, or its name, "
+            f"found a {type(param).__name__} that is none of them"
+        )
+
+    def _parts(self, place: _Place, state: str | None, what: str, changes: bool = False) -> list[Part]:
+        """What this rank has of weights or a state. Raises ValueError for a state that is not there."""
+        group = place.group
+        shard = None if group is None else self._shards.get(id(group))
+        if state is None:
+            if group is None:
+                return []
+            if shard is None:
+                own = group.own_values(changes)
+                return [(p, _part(own, p)) for p in group.pieces if p.index == place.index]
+            return [(p, shard.master_of(p, changes)) for p in shard.pieces if p.index == place.index]
+        self._check_has_states(place, what)
+        pieces = [] if shard is None else [p for p in shard.pieces if p.index == place.index]
+        found = [] if shard is None else [(p, self._optimizer.states_of(shard, p, changes)) for p in pieces]
+        for _, states in found:
+            if state not in states:
+                raise ValueError(
+                    f"{what}: expected a state of '{place.name}' that has its shape ({', '.join(states)}), found "
+                    f"'{state}'"
+                )
+        return [(piece, states[state]) for piece, states in found]
+
+    def _check_has_states(self, place: _Place, what: str) -> None:
+        if place.name not in self._named.catalog.state_keys:
+            raise ValueError(f"{what}: expected a trained parameter, found '{place.name}', which has no states")
+        if not self._optimizer.num_steps:
+            raise ValueError(f"{what}: expected a step before it, found none: there are no optimizer states yet")
+
+    def _gradient_parts(self, place: _Place) -> list[Part]:
+        if place.group is None:
+            return []
+        gradient = self._shards[id(place.group)].gradient
+        gradient.settle()
+        assert gradient.shard is not None
+        return [(p, _part(gradient.shard, p)) for p in place.group.pieces if p.index == place.index]
+
+    def _collected(self, place: _Place, parts: Sequence[Part]) -> Tensor:
+        """The whole on every rank, of the parts of all. A collective."""
+        device = self._mesh.world.device
+        whole = torch.zeros(place.numel, dtype=place.dtype, device=device)
+        for piece, memory in parts:
+            assert place.group is not None
+            for fragment in fragments_of(place.group, piece, "", memory, saves=True):
+                whole[fragment.start : fragment.end].copy_(fragment.values)
+        return self._mesh.world.assemble(whole).view(place.shape)
+
+    def _write(self, place: _Place, state: str | None, changes: Sequence[tuple[Piece, Memory, Tensor]]) -> None:
+        with torch.no_grad():
+            for _, memory, values in changes:
+                values_of(memory).copy_(values)
+            if state is None:
+                self._named.publish([] if place.group is None else [place.group])
+            else:
+                self._optimizer.settle()
+
+
+def _part(memory: Memory, piece: Piece) -> Memory:
+    return part_of(memory, piece.offset_in_shard, piece.offset_in_shard + piece.numel)
+
+
+def _flat(parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A copy of all parts, one behind the other."""
+    values = [values_of(memory).detach().to(device=device, dtype=dtype, copy=True) for _, memory in parts]
+    return torch.cat(values) if values else torch.empty(0, dtype=dtype, device=device)
+
+
+def _check(what: str, place: _Place, value: object, shape: tuple[int, ...], whose: str) -> None:
+    if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{what}: expected a tensor of shape {shape}, {whose}, for '{place.name}', found {found}")

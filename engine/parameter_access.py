@@ -1,0 +1,87 @@
+"""What an engine shows of single parameters: values, optimizer states, gradients."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ..comm import Activity
+from .archive.parameter_values import ParameterValues
+from .step_gradients import StepGradients
+from .steps import Access, Steps
+from .turn import Turn, in_turn
+
+
+class ParameterAccess:
+    """Reads and sets what belongs to one parameter, by the parameter itself or by its name in the model.
+
+    `state` is an optimizer state that has the shape of its parameter, such as "exp_avg" and "exp_avg_sq". Without
+    it the master weights are meant: float32 where parameters are computed in half precision, else the parameter itself.
+    All of it is in the master weights' dtype, also where states have 8 bits, and wherever it rests.
+    """
+
+    _turn: Turn
+    _steps: Steps
+    _parameter_values: ParameterValues
+    _gradients: StepGradients
+
+    @in_turn
+    def full(self, param: nn.Parameter | str, state: str | None = None) -> Tensor:
+        """All of a parameter's master weights, or of a state, as a new tensor of its shape on every rank.
+
+        All ranks must call it. Raises ValueError for what is no parameter, and for a state that it does not have.
+        """
+        with self._steps.apart(Activity.WEIGHTS, Access.READS):
+            return self._parameter_values.full(param, state, "engine.full()")
+
+    @in_turn
+    def set_full(self, param: nn.Parameter | str, value: Tensor, state: str | None = None) -> None:
+        """Sets what `full` shows to rank 0's `value`, of the parameter's shape and any dtype.
+
+        All ranks must call it. What is computed with follows on all ranks. Raises ValueError as `full`, and for another
+        shape.
+        """
+        with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
+            self._parameter_values.set_full(param, value, state, "engine.set_full()")
+
+    @in_turn
+    def local(self, param: nn.Parameter | str, state: str | None = None) -> Tensor:
+        """As `full`, but only what lies in this rank's shard, (n,), in the order of the flattened parameter.
+
+        Nothing is moved between ranks; only where updates run in the background (`overlap` "delayed") must all ranks
+        call it. n is 0 where the parameter does not reach into this rank's shard.
+        """
+        with self._steps.apart(Activity.WEIGHTS, Access.READS):
+            return self._parameter_values.local(param, state, "engine.local()")
+
+    @in_turn
+    def set_local(self, param: nn.Parameter | str, value: Tensor, state: str | None = None) -> None:
+        """Sets what `local` shows to `value`, (n,).
+
+        All ranks must call it, each with its own part; ranks that hold the same part (replicas) with equal values.
+        """
+        with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
+            self._parameter_values.set_local(param, value, state, "engine.set_local()")
+
+    @in_turn
+    def gradient(self, param: nn.Parameter | str, local: bool = False) -> Tensor | None:
+        """The gradient with which the step will update: the mean over microbatches and ranks, before clipping.
+
+        Of the parameter's shape on every rank, then all ranks must call it; or only what lies in this rank's shard,
+        (n,), as `local` cuts it. In the master weights' dtype, without float16's loss scale. None of a parameter that
+        is not trained. To be called between the backward of the last microbatch and `engine.step()`: StateError at any
+        other time, and with `update_in_backward`, where gradients are not held.
+        """
+        with self._steps.apart(Activity.WEIGHTS, Access.NOTHING):
+            return self._gradients.gradient(param, local)
+
+    @in_turn
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Clips the gradients of the coming step to `max_norm`, and returns their total norm over all ranks, ().
+
+        As torch.nn.utils.clip_grad_norm_: they are multiplied by max_norm / (norm + 1e-6), where that is below 1.
+        norm_type: 2 or inf. The norm is NaN where a gradient is not finite, RuntimeError with `error_if_nonfinite`. All
+        ranks must call it, between the backward of the last microbatch and `engine.step()`: StateError at any other
+        time, and with `update_in_backward`. ValueError where `gradient_clipping` of the config clips to another norm.
+        """
+        with self._steps.apart(Activity.WEIGHTS, Access.NOTHING):
+            return self._gradients.clip(max_norm, norm_type, error_if_nonfinite)

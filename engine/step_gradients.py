@@ -1,0 +1,93 @@
+"""What a caller sees of a step's gradients between its last backward and its update, and how he clips them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Mesh
+from ..zero.sequence import StateError
+from .archive.parameter_values import ParameterValues
+from .config.config import Config
+from .step_sums import sum_step
+from .step_update import Timing
+from .steps import Steps
+
+
+class StepGradients:
+    """Reduced gradients of the step that is about to be made. Every method is a collective, but for a local gradient.
+
+    backward ... backward | here | step
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, steps: Steps, values: ParameterValues) -> None:
+        self._config = config
+        self._mesh = mesh
+        self._steps = steps
+        self._values = values
+
+    def gradient(self, param: nn.Parameter | str, is_local: bool) -> Tensor | None:
+        """See `ParameterAccess.gradient`."""
+        what = "engine.gradient()"
+        self._check_is_complete(what)
+        self._check_is_held(what, "gradients are used up one by one as they come; a hook on the parameter sees its own")
+        return self._values.gradient(param, self._steps.scale.rest, is_local, what)
+
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """See `ParameterAccess.clip_grad_norm_`."""
+        what = "engine.clip_grad_norm_()"
+        max_norm, norm_type = float(max_norm), float(norm_type)
+        self._check_is_complete(what)
+        self._check_can_clip(what, max_norm, norm_type)
+        norm, dtype = self._norm(norm_type)
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(
+                f"{what}: expected a finite total norm, found {norm}: a gradient is not finite. error_if_nonfinite="
+                "False leaves that to engine.step(), which names the parameter, or skips the step in float16"
+            )
+        if not self._config.gradient_clipping:
+            self._steps.clip_factor = min(1.0, max_norm / (norm + 1e-6))
+        return torch.tensor(norm, dtype=dtype, device=self._mesh.world.device)
+
+    # -- pieces of it ---------------------------------------------------------------------------------------------
+
+    def _norm(self, norm_type: float) -> tuple[float, torch.dtype]:
+        """Of all gradients of all ranks, and the dtype in which it is shown."""
+        gradients = self._steps.gradients
+        sums = sum_step(self._mesh, gradients, self._steps.losses, (), "the norm for engine.clip_grad_norm_")
+        if sums.num_bad:
+            return math.nan, sums.loss_dtype
+        if norm_type == 2.0:
+            return math.sqrt(sums.square_norm) * self._steps.scale.rest, sums.loss_dtype
+        shards = [gradient.shard for gradient in gradients if gradient.shard is not None]
+        largest = max((float(torch.linalg.vector_norm(shard, math.inf)) for shard in shards), default=0.0)
+        return max(self._mesh.world.gather_objects(largest)) * self._steps.scale.rest, sums.loss_dtype
+
+    def _check_is_complete(self, what: str) -> None:
+        steps = self._steps
+        if not steps.is_complete:
+            raise StateError(
+                f"{what}: expected the gradients of a whole step, found {steps.num_microbatches} of "
+                f"{steps.accumulation} microbatches done (gradient_accumulation_steps); call it between the backward "
+                "of the last one and engine.step()"
+            )
+
+    def _check_can_clip(self, what: str, max_norm: float, norm_type: float) -> None:
+        if norm_type not in (2.0, math.inf):
+            raise ValueError(f"{what}: expected a norm_type of 2 or inf, found {norm_type:g}")
+        if not max_norm >= 0:
+            raise ValueError(f"{what}: expected a max_norm of 0 or more, found {max_norm:g}")
+        clips = self._config.gradient_clipping
+        if clips and max_norm != math.inf and (max_norm != clips or norm_type != 2.0):
+            raise ValueError(
+                f"{what}: found a max_norm of {max_norm:g} (norm_type {norm_type:g}), and gradient_clipping {clips:g} "
+                "in the config, which clips each step: leave one of them out. max_norm=inf only tells the norm"
+            )
+        if max_norm != math.inf or norm_type != 2.0:
+            self._check_is_held(what, "the update is made already, unit by unit; max_norm=inf only tells the norm")
+
+    def _check_is_held(self, what: str, why: str) -> None:
+        if self._steps.update.timing is Timing.IN_BACKWARD:
+            raise StateError(f"{what}: expected update_in_backward false in zero_optimization, found it true: {why}")

@@ -1,0 +1,179 @@
+"""What a loop of plain torch does between backward and step is right, harmless, or an error: never without effect."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide import Engine
+from lowtide.zero.sequence import StateError
+from tests import models
+from tests.zero.training import Case, adamw
+
+CASE = Case(models.mlp, models.vector_batch)
+WORDS = (
+    "the gradients of this step are reduced and divided over the ranks, so param.grad has no values between backward"
+)
+STAGES = [0, 1, 2, 3]
+
+
+def engine_after_backward(stage: int, **options: Any) -> Engine:
+    torch.manual_seed(0)
+    engine = lowtide.initialize(models.mlp(), CASE.at(stage).as_config(), **options)
+    engine.backward(engine(*models.vector_batch(0, 2)))
+    return engine
+
+
+def clip_the_head(engine: Engine) -> object:
+    return nn.utils.clip_grad_norm_(engine.module.get_submodule("last").parameters(), 1.0)
+
+
+def log_a_norm(engine: Engine) -> object:
+    return [param.grad.norm() for param in engine.parameters() if param.grad is not None]
+
+
+def unscale(engine: Engine) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(torch.optim.SGD(engine.parameters(), lr=0.1))
+
+
+USES: list[Callable[[Engine], object]] = [
+    lambda engine: nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0),
+    lambda engine: nn.utils.clip_grad_norm_(engine.parameters(), 1.0, norm_type=math.inf, foreach=False),
+    lambda engine: nn.utils.clip_grad_value_(engine.parameters(), 1.0),
+    lambda engine: torch.optim.SGD(engine.parameters(), lr=0.1, foreach=False).step(),
+    clip_the_head,
+    log_a_norm,
+    unscale,
+]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_are_reduced_cannot_be_used_in_place(stage: int) -> None:
+    with engine_after_backward(stage) as engine:
+        before = engine.full("last.weight")
+        for use in USES:
+            with pytest.raises((StateError, lowtide.ReleasedParameterError), match=f"{WORDS}|is released: only"):
+                use(engine)
+        assert torch.equal(engine.full("last.weight"), before)
+        bytes_before = engine.memory().gradient_bytes
+        engine.module.zero_grad(set_to_none=False)
+        engine.module.zero_grad()
+        assert engine.memory().gradient_bytes == bytes_before
+        engine.step()
+        assert not torch.equal(engine.full("last.weight"), before)
+        assert all(param.grad is None for param in engine.parameters())
+
+
+def test_the_words_name_what_to_do() -> None:
+    with engine_after_backward(0) as engine, pytest.raises(StateError) as caught:
+        nn.utils.clip_grad_norm_(engine.parameters(), 1.0)
+    assert str(caught.value) == (
+        f"{WORDS} and engine.step(), and linalg_vector_norm cannot use them: engine.clip_grad_norm_(max_norm), or "
+        "gradient_clipping in the config, clips them, engine.gradient(parameter) shows one, and engine.step() updates "
+        "with them"
+    )
+    assert repr(engine.module.get_parameter("last.bias").grad) in ("None", "ReducedGradient()")
+
+
+def steps_of(stage: int, clears: bool) -> list[float]:
+    """Losses of a loop with accumulation that clears gradients as loops of torch do, or does not."""
+    torch.manual_seed(0)
+    losses = []
+    model = models.mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = {**CASE.at(stage, accumulation=2).as_config()}
+    del config["optimizer"]
+    with lowtide.initialize(model, config, optimizer=optimizer) as engine:
+        for step in range(3):
+            for clear in (engine.optimizer.zero_grad, optimizer.zero_grad, engine.module.zero_grad) if clears else ():
+                clear()
+            for microbatch in range(2):
+                loss = engine(*models.vector_batch(2 * step + microbatch, 2))
+                engine.backward(loss)
+                losses.append(loss.item())
+            for clear in (engine.optimizer.zero_grad, optimizer.zero_grad) if clears else ():
+                clear()
+            engine.step()
+    return losses
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_clearing_gradients_changes_nothing_of_a_step(stage: int) -> None:
+    assert steps_of(stage, clears=True) == steps_of(stage, clears=False)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_only_the_engine_steps(stage: int) -> None:
+    model = models.mlp()
+    own = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(own, 1)
+    config = {**CASE.at(stage).as_config()}
+    del config["optimizer"]
+    engine = lowtide.initialize(model, config, optimizer=own, lr_scheduler=scheduler)
+    for name, step in {"AdamW.step()": own.step, "engine.optimizer.step()": engine.optimizer.step}.items():
+        engine.backward(engine(*models.vector_batch(0, 2)))
+        with pytest.raises(StateError) as caught:
+            step()
+        assert str(caught.value) == (
+            f"{name}: expected engine.step(), which updates the shards of all ranks with the gradients of the whole "
+            "step, found a call of the optimizer itself, which has none of them; call engine.step() in its place. "
+            "zero_grad() is not needed"
+        )
+        engine.step()
+    assert not own.state
+    engine.close()
+    own.step()  # it is the caller's again
+
+
+def test_hooks_see_gradients_as_before() -> None:
+    seen: list[float] = []
+    with lowtide.initialize(models.mlp(), CASE.at(2).as_config()) as engine:
+        weight = engine.module.get_parameter("last.weight")
+
+        def look(param: Any) -> None:
+            seen.append(param.grad.norm().item())
+
+        weight.register_post_accumulate_grad_hook(look)
+        for step in range(2):
+            engine.backward(engine(*models.vector_batch(step, 2)))
+            gradient = engine.gradient(weight)
+            assert gradient is not None and gradient.norm().item() == pytest.approx(seen[-1], rel=1e-6)
+            engine.step()
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_are_cleared_before_another_backward_are_forgotten(stage: int, to_none: bool) -> None:
+    """As a GAN's loop forgets what the generator's loss has left in the discriminator."""
+    torch.manual_seed(0)
+    model = models.mlp()
+    optimizer = adamw(model.parameters())
+    with engine_after_backward(stage) as engine:
+        for step in (1, 2):
+            engine.module.zero_grad(set_to_none=to_none)
+            engine.backward(engine(*models.vector_batch(step, 2)))
+            optimizer.zero_grad()
+            model(*models.vector_batch(step, 2)).backward()
+        assert engine.step().grad_norm.item() == pytest.approx(
+            nn.utils.clip_grad_norm_(model.parameters(), math.inf).item(), rel=1e-5
+        )
+        optimizer.step()
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(engine.full(name), value, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_that_is_put_in_after_the_backward_is_not_overlooked(stage: int) -> None:
+    with engine_after_backward(stage) as engine:
+        weight = engine.module.get_parameter("last.weight")
+        weight.grad = torch.zeros(3, 7)
+        words = "parameter 'last.weight': expected the gradient that was reduced, found another one that was put in"
+        with pytest.raises(StateError, match=words):
+            engine.step()

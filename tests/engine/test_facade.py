@@ -1,0 +1,81 @@
+"""An engine offers what a wrapper of the module would: its parameters, submodules and attributes."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide import Engine
+
+
+class Encoder(nn.Module):
+    """Has attributes and methods beside its forward, of which the engine has some too."""
+
+    full = "of the module"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.register_buffer("scale", torch.ones(1))
+
+    def encode(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers(x)
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x).square().mean()
+
+
+CONFIG: dict[str, Any] = {"optimizer": {"type": "sgd"}, "steps_per_print": 0}
+
+
+@pytest.fixture(params=[0, 3])
+def engine(request: pytest.FixtureRequest) -> Any:
+    with lowtide.initialize(Encoder(), {**CONFIG, "zero_optimization": {"stage": request.param}}) as engine:
+        yield engine
+
+
+def test_it_lists_what_the_module_has(engine: Engine) -> None:
+    module = engine.module
+    for name in ("named_parameters", "named_buffers", "named_modules", "named_children"):
+        assert [(key, id(one)) for key, one in getattr(engine, name)()] == [
+            (key, id(one)) for key, one in getattr(module, name)()
+        ]
+    for name in ("parameters", "buffers", "modules", "children"):
+        assert list(map(id, getattr(engine, name)())) == list(map(id, getattr(module, name)()))
+    assert next(name for name, _ in engine.named_parameters("a")) == "a.layers.0.weight"
+    assert not list(engine.parameters(recurse=False)) and [name for name, _ in engine.named_buffers(recurse=False)] == [
+        "scale"
+    ]
+    assert list(engine.state_dict()) == list(module.state_dict(keep_vars=True))
+    assert engine.training and not engine.eval().training
+
+
+def test_other_attributes_are_the_modules(engine: Engine) -> None:
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        assert engine.encode(x).square().mean() == engine(x)
+    assert engine.layers is engine.module.layers
+    assert callable(engine.full)  # the engine's own names go first
+
+
+def test_what_neither_has_is_told(engine: Engine) -> None:
+    words = "neither the engine nor its module has an attribute 'genrate': expected one of lowtide.Engine or of Encoder"
+    with pytest.raises(AttributeError, match=words):
+        _ = engine.genrate
+    assert not hasattr(engine, "__len__")
+
+
+def test_an_engine_is_not_copied(engine: Engine) -> None:
+    for make in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="an engine cannot be copied or pickled, since it holds connections"):
+            make(engine)
+
+
+def test_an_engine_that_is_not_made_yet_has_no_attributes() -> None:
+    with pytest.raises(AttributeError, match="'Engine' object has no attribute 'layers'"):
+        _ = Engine.__new__(Engine).layers

@@ -1,0 +1,261 @@
+"""A parameter's gradient, master weights and states are those of torch, whole and in parts, wherever they rest."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide import Engine
+from tests import models
+from tests.ranks import RankPool
+from tests.zero.training import Case, adamw, one_thread, share_of
+
+CASE = Case(models.tiny_gpt_float64, models.token_batch, accumulation=2)
+SHOWN = ("embedding.weight", "blocks.1.qkv.weight", "blocks.2.norm.bias", "position")
+STATES = ("exp_avg", "exp_avg_sq")
+BF16 = {"bf16": {"enabled": True}}
+Seen = dict[str, Tensor]
+
+
+def run_microbatches(engine: Engine, case: Case, step: int) -> None:
+    share = share_of(case.global_batch(step, engine.data_size))
+    for part in zip(*(tensor.chunk(case.accumulation) for tensor in share), strict=True):
+        engine.backward(engine(*part))
+
+
+def joined(engine: Engine, part: Tensor, size: int) -> Tensor:
+    """The parts of all ranks one behind the other; replicas have all."""
+    parts = engine._mesh.world.gather_objects(part)
+    return parts[0] if parts[0].numel() == size else torch.cat(parts)
+
+
+def look(case: Case) -> Seen:
+    """Three steps, the second of which clips by hand; after each all values of some parameters."""
+    torch.manual_seed(0)
+    engine = lowtide.initialize(case.build(), case.as_config())
+    seen: Seen = {}
+    params = dict(engine.named_parameters())
+    for step in range(3):
+        run_microbatches(engine, case, step)
+        for name in SHOWN:
+            found = engine.gradient(name)
+            part = engine.gradient(params[name], local=True)
+            assert found is not None and part is not None
+            seen[f"{step} {name} gradient"] = found
+            assert torch.equal(joined(engine, part, found.numel()), found.reshape(-1))
+        if step == 1:
+            seen["norm"] = engine.clip_grad_norm_(0.5)
+        seen[f"{step} grad_norm"] = engine.step().grad_norm
+        for name in SHOWN:
+            for state in (None, *STATES):
+                whole = seen[f"{step} {name} {state}"] = engine.full(params[name], state)
+                assert torch.equal(joined(engine, engine.local(name, state), whole.numel()), whole.reshape(-1))
+    engine.close()
+    return seen
+
+
+def look_all(cases: list[Case]) -> list[Seen]:
+    return [look(case) for case in cases]
+
+
+@one_thread()
+def expected(case: Case, world_size: int) -> Seen:
+    torch.manual_seed(0)
+    model = case.build()
+    optimizer = adamw(model.parameters())
+    params = dict(model.named_parameters())
+    seen: Seen = {}
+    for step in range(3):
+        optimizer.zero_grad()
+        model(*case.global_batch(step, world_size)).backward()
+        seen |= {f"{step} {name} gradient": params[name].grad.clone() for name in SHOWN}  # type: ignore[union-attr]
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5 if step == 1 else float("inf"))
+        seen |= {"norm": norm} if step == 1 else {}
+        seen[f"{step} grad_norm"] = norm
+        optimizer.step()
+        for name in SHOWN:
+            seen[f"{step} {name} None"] = params[name].detach().clone()
+            seen |= {f"{step} {name} {state}": optimizer.state[params[name]][state].clone() for state in STATES}
+    return seen
+
+
+@pytest.mark.parametrize(("world_size", "route"), [(1, "auto"), (2, "shared_memory"), (2, "sockets")])
+def test_what_is_shown_is_what_torch_has(ranks: RankPool, world_size: int, route: str) -> None:
+    cases = [CASE.at(stage, config={"communication": {"route": route}}) for stage in (0, 1, 2, 3)]
+    values = expected(CASE, world_size)
+    for rank_seen in ranks(world_size, look_all, cases):
+        for case, seen in zip(cases, rank_seen, strict=True):
+            assert list(seen) == list(values)
+            for name, value in values.items():
+                message = f"stage {case.stage}, {name}: {{}}".format
+                torch.testing.assert_close(seen[name], value, rtol=1e-9, atol=1e-9, msg=message)
+
+
+def test_hybrid_sharding_and_hpz_show_the_same(ranks: RankPool) -> None:
+    zeros: list[dict[str, Any]] = [{"shard_size": 2}, {"zero_hpz_partition_size": 2}]
+    cases = [CASE.at(3, config={"zero_optimization": zero, "communication": {"route": "sockets"}}) for zero in zeros]
+    values = expected(CASE, 4)
+    for seen in ranks(4, look_whole_values, cases)[0]:
+        torch.testing.assert_close(seen, {name: values[name] for name in seen}, rtol=1e-9, atol=1e-9)
+
+
+def look_whole_values(cases: list[Case]) -> list[Seen]:
+    """As `look`, of what is whole alone: how parts lie is another matter where two axes divide."""
+    found = []
+    for case in cases:
+        torch.manual_seed(0)
+        with lowtide.initialize(case.build(), case.as_config()) as engine:
+            run_microbatches(engine, case, 0)
+            gradients = {f"0 {name} gradient": engine.gradient(name) for name in SHOWN}
+            engine.step()
+            seen: Any = {f"0 {name} {state}": engine.full(name, state) for name in SHOWN for state in (None, *STATES)}
+            found.append({**gradients, **seen})
+    return found
+
+
+def change(engine: Engine, how: str) -> None:
+    """The same values by each way to set them."""
+    for number, name in enumerate(SHOWN):
+        for state, shift in ((None, 0.25), ("exp_avg", 0.125), ("exp_avg_sq", 0.5)):
+            if how == "full":
+                value = engine.full(name, state) + shift * (number + 1)
+                engine.set_full(name, value if engine.rank == 0 else torch.zeros_like(value), state)
+            else:
+                engine.set_local(name, engine.local(name, state) + shift * (number + 1), state)
+
+
+def train_and_change(cases: list[Case]) -> list[tuple[list[float], Seen]]:
+    """Two steps, a change, a step; then the state of the optimizer, and of the model."""
+    found = []
+    for case in cases:
+        for how in ("full", "local"):
+            torch.manual_seed(0)
+            with lowtide.initialize(case.build(), case.as_config()) as engine:
+                losses = []
+                for step in range(3):
+                    losses.append(engine.train_step(share_of(case.global_batch(step, engine.data_size))).loss.item())
+                    if step == 1:
+                        change(engine, how)
+                seen = {f"{name} {state}": engine.full(name, state) for name in SHOWN for state in (None, *STATES)}
+                found.append((losses, {**seen, **engine.state_dict()}))
+    return found
+
+
+@one_thread()
+def changed_by_torch(case: Case, world_size: int) -> tuple[list[float], Seen]:
+    torch.manual_seed(0)
+    model = case.build()
+    optimizer = adamw(model.parameters())
+    losses, params = [], dict(model.named_parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(*case.global_batch(step, world_size))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        for number, name in enumerate(SHOWN if step == 1 else ()):
+            with torch.no_grad():
+                params[name].add_(0.25 * (number + 1))
+            optimizer.state[params[name]]["exp_avg"] += 0.125 * (number + 1)
+            optimizer.state[params[name]]["exp_avg_sq"] += 0.5 * (number + 1)
+    seen = {f"{name} None": params[name].detach() for name in SHOWN}
+    seen |= {f"{name} {state}": optimizer.state[params[name]][state] for name in SHOWN for state in STATES}
+    return losses, {**seen, **model.state_dict()}
+
+
+@pytest.mark.parametrize(("world_size", "route"), [(1, "auto"), (2, "shared_memory"), (2, "sockets")])
+def test_what_is_set_is_what_training_goes_on_with(ranks: RankPool, world_size: int, route: str) -> None:
+    cases = [CASE.at(stage, config={"communication": {"route": route}}) for stage in (0, 1, 2, 3)]
+    losses, values = changed_by_torch(CASE, world_size)
+    for found_losses, seen in ranks(world_size, train_and_change, cases)[0]:
+        torch.testing.assert_close(found_losses, losses, rtol=1e-10, atol=0)
+        torch.testing.assert_close({name: seen[name] for name in values}, values, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_what_rests_elsewhere_is_shown_and_set_alike(ranks: RankPool, tmp_path: Path, precision: str) -> None:
+    """Offload of states and parameters to memory and files, delayed and speculative updates: the bits of no offload."""
+    file = {"device": "nvme", "nvme_path": str(tmp_path)}
+    case = Case(models.tiny_gpt, models.token_batch, stage=3, config=BF16 if precision == "bf16" else {})
+    offloads: list[dict[str, Any]] = [
+        {},
+        {"offload_optimizer": {"device": "cpu"}},
+        {"offload_optimizer": file, "offload_param": file},
+        {"offload_optimizer": {**file, "overlap": "speculative"}},
+    ]
+    cases = [case.at(3, config={"zero_optimization": offload}) for offload in offloads]
+    plain, *others = ranks(2, train_and_change, cases)[0][::2]
+    for losses, seen in others:
+        assert losses == plain[0]
+        assert [name for name, value in plain[1].items() if not torch.equal(seen[name], value)] == []
+
+
+def test_a_delayed_update_is_waited_for() -> None:
+    delayed = {"offload_optimizer": {"device": "cpu", "overlap": "delayed", "delay_after_steps": 0}}
+    case = Case(models.mlp, models.vector_batch, stage=2, config={"zero_optimization": delayed, **BF16})
+    with lowtide.initialize(case.build(), case.as_config()) as engine:
+        for step in range(3):
+            engine.train_step(case.global_batch(step, 1))
+        value = engine.full("last.weight")
+        assert torch.equal(engine.state_dict()["last.weight"], value.bfloat16())
+        engine.set_full("last.weight", torch.full((3, 7), 0.3))
+        engine.train_step(case.global_batch(3, 1))
+        assert (engine.full("last.weight") - 0.3).abs().max() < 0.05
+
+
+def test_8_bit_states_are_float32_here() -> None:
+    optimizer = {"type": "adamw", "params": {"lr": 1e-2, "state_dtype": "int8"}}
+    case = Case(models.tiny_gpt, models.token_batch, config={"optimizer": optimizer})
+    with lowtide.initialize(case.build(), case.as_config()) as engine:
+        engine.train_step(case.global_batch(0, 1))
+        engine.set_full("norm.bias", torch.full((22,), 0.5), "exp_avg")
+        found = engine.full("norm.bias", "exp_avg")
+        torch.testing.assert_close(found, torch.full((22,), 0.5), rtol=2e-2, atol=0)
+        assert engine.local("head.weight", "exp_avg_sq").dtype == torch.float32
+
+
+def test_the_callers_own_optimizer_has_states_of_its_own_names() -> None:
+    with lowtide.initialize(models.mlp(), {"steps_per_print": 0}, optimizer=torch.optim.NAdam) as engine:
+        engine.train_step(models.vector_batch(0, 2))
+        engine.set_full("last.bias", torch.ones(3), "exp_avg")
+        assert torch.equal(engine.full("last.bias", "exp_avg"), torch.ones(3))
+        with pytest.raises(ValueError, match=r"expected a state of 'last.bias' .*\(exp_avg, exp_avg_sq\), found 'mu_p"):
+            engine.full("last.bias", "mu_product")
+
+
+class Tied(models.TinyGPT):
+    """With a frozen parameter and a tied one."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        self.position.requires_grad_(False)
+
+
+def look_at_tied_and_frozen(stages: tuple[int, ...]) -> list[list[Any]]:
+    found = []
+    for stage in stages:
+        torch.manual_seed(0)
+        case = Case(Tied, models.token_batch, stage, config=BF16)
+        with lowtide.initialize(case.build(), case.as_config()) as engine:
+            engine.backward(engine(*share_of(case.global_batch(0, engine.data_size))))
+            seen: list[Any] = [engine.gradient("position"), engine.gradient("head.weight")]
+            engine.step()
+            engine.set_full("head.weight", torch.full((models.VOCAB, 22), 0.25))
+            engine.set_full("position", torch.full((models.LENGTH, 22), 0.125))
+            names = ("embedding.weight", "position")
+            state = engine.state_dict()
+            found.append([*seen, *(engine.full(name) for name in names), *(state.get(name) for name in names)])
+            with pytest.raises(
+                ValueError, match=r"engine.full\(\): expected a trained parameter, found 'position', wh"
+            ):
+                engine.full("position", "exp_avg")
+    return found
+
+
+def test_tied_and_frozen_parameters(ranks: RankPool) -> None:
+    for frozen, tied, *values in ranks(2, look_at_tied_and_frozen, (0, 1, 3))[0]:
+        assert frozen is None and tied.shape == (models.VOCAB, 22)
+        assert [value.unique().tolist() for value in values] == [[0.25], [0.125]] * 2

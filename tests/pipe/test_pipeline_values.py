@@ -1,0 +1,39 @@
+"""Values of one parameter are shown to all ranks of a pipeline, and set on the stages that have it."""
+
+import torch
+
+import lowtide
+from tests import models
+from tests.pipe.pipelines import deep_tied_gpt_64, pipelined
+from tests.ranks import RankPool
+from tests.zero.training import Case
+
+CASE = Case(deep_tied_gpt_64, models.token_batch, accumulation=2)
+NAMES = ("embedding.weight", "head.weight", "blocks.4.up.bias")
+
+
+def train_and_look(case: Case) -> list[torch.Tensor]:
+    """Two steps, with values set between them, and averages in the end. First and last stage share the embedding."""
+    torch.manual_seed(0)
+    with lowtide.initialize(case.build(), case.as_config()) as engine:
+        engine.ema(0.8)
+        for step in range(2):
+            batch = case.global_batch(step, engine.data_size)
+            engine.train_step(tuple(tensor.chunk(engine.data_size)[engine.data_rank] for tensor in batch))
+            seen = [engine.full(name, state) for name in NAMES for state in (None, "exp_avg")]
+            if step == 0:
+                engine.set_full("head.weight", torch.full((models.VOCAB, 22), 0.125))
+                engine.set_full("blocks.0.up.bias", torch.full((66,), 0.5), "exp_avg")
+                engine.set_local("blocks.4.up.bias", engine.local("blocks.4.up.bias") * 0 + 0.25)
+        with engine.ema_weights():
+            seen += [engine.full(name) for name in NAMES]
+    return seen
+
+
+def test_each_rank_sees_what_one_rank_would(ranks: RankPool) -> None:
+    (expected,) = ranks(1, train_and_look, CASE)
+    for stage, num_ranks in ((0, 2), (3, 4)):
+        for found in ranks(num_ranks, train_and_look, pipelined(CASE.at(stage), 2, "1f1b")):
+            if num_ranks == 2:
+                torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+            assert torch.equal(found[0], found[2]) and len({value.shape for value in found[::2]}) == 2

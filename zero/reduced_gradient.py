@@ -1,0 +1,121 @@
+"""What stands in `param.grad` between the last backward of a step and its update.
+
+The gradients are reduced and divided over the ranks then, and `param.grad` would be None. torch's `clip_grad_norm_` and
+the `step` of an optimizer take that for "nothing to do", and would do nothing without a word. So there is a gradient
+that has no values, and says where they are when anybody asks for them. It may be cleared; where another backward comes
+before the update, what was reduced is forgotten then, as in torch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .sequence import StateError
+
+_HARMLESS = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "grad_fn", "is_leaf")),
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.__hash__,
+    Tensor.requires_grad_,
+    Tensor.detach_,
+}
+_CLEARING = {Tensor.zero_, torch._foreach_zero_}
+_REPLACED = (
+    "parameter '{name}': expected the gradient that was reduced, found another one that was put into its grad after "
+    "the backward, which engine.step() would not use; change gradients in a hook (register_post_accumulate_grad_hook)"
+)
+
+
+class ReducedGradient(Tensor):
+    """A gradient without values. See the top of the file."""
+
+    cleared: set[int]
+    """Gets the identity of each that was cleared in place."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func in _CLEARING:  # `zero_grad(set_to_none=False)`
+            for one in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+                one.cleared.add(id(one))
+            return args[0] if isinstance(args[0], Tensor) else None
+        if func == Tensor.nbytes.__get__:  # type: ignore[attr-defined]  # a descriptor: mypy takes it for its value
+            return 0
+        operation = getattr(func, "__name__", str(func))
+        if operation == "__get__":
+            operation = "an attribute of it"
+        raise StateError(
+            f"the gradients of this step are reduced and divided over the ranks, so param.grad has no values between "
+            f"backward and engine.step(), and {operation} cannot use them: engine.clip_grad_norm_(max_norm), or "
+            "gradient_clipping in the config, clips them, engine.gradient(parameter) shows one, and engine.step() "
+            "updates with them"
+        )
+
+    def __repr__(self, **ignored: Any) -> str:  # type: ignore[override]
+        return "ReducedGradient()"
+
+
+class ReducedGradients:
+    """Puts a `ReducedGradient` into the parameters, and takes it out before autograd adds to it."""
+
+    def __init__(self, params: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """params: with their names."""
+        self._names = [name for name, _ in params]
+        self._params = [param for _, param in params]
+        self._gradients: list[ReducedGradient] = []
+        self._cleared: set[int] = set()
+        self._are_there = False
+
+    def put(self) -> None:
+        """The gradients are reduced: from now on they are not in `param.grad`."""
+        if len(self._gradients) != len(self._params):
+            self._gradients = [_stand_in(param, self._cleared) for param in self._params]
+        with torch._C.DisableTorchFunctionSubclass():  # a released parameter would cost a call of Python
+            for param, gradient in zip(self._params, self._gradients, strict=True):
+                param.grad = gradient
+        self._are_there = True
+
+    def take_out(self) -> bool:
+        """Autograd may add to `param.grad` from now on. Returns whether all were cleared since `put`.
+
+        Raises StateError where somebody has put a gradient of his own in its place, which nobody would use. Does
+        nothing where they are not there.
+        """
+        if not self._are_there:
+            return False
+        self._are_there = False
+        with torch._C.DisableTorchFunctionSubclass():
+            found = [param.grad for param in self._params]
+            for param in self._params:
+                param.grad = None
+        cleared = set(self._cleared)
+        self._cleared.clear()
+        if not cleared and all(map(operator.is_, found, self._gradients)):
+            return False
+        for now, own, name in zip(found, self._gradients, self._names, strict=True):
+            if now is not None and now is not own:
+                raise StateError(_REPLACED.format(name=name))
+        return all(now is None or id(now) in cleared for now in found)
+
+
+def _stand_in(param: nn.Parameter, cleared: set[int]) -> ReducedGradient:
+    """Of the parameter's shape, which torch asks for, with memory for one element."""
+    one = torch.zeros((), dtype=param.dtype, device=param.device)
+    gradient: ReducedGradient = one.expand(param.shape).as_subclass(ReducedGradient)
+    gradient.cleared = cleared
+    return gradient

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,6 +59,7 @@ def initialize(
         module, values = module_and_values(model, world)
         check_model(module)
         check_ranks_agree(world, resolved, module)
+        _log_notes(world, alone_note(world))
         _log_notes(world, [f"config: {note}" for note in resolved.notes])
         check_kernels(resolved, world.device)
         fuse_modules(module, resolved, world, ledger)
@@ -118,6 +121,22 @@ def _blueprint(
             )
     _log_notes(world, blueprint.homes.notes)
     return blueprint
+
+
+def alone_note(world: World) -> list[str]:
+    """What to say to somebody who may have meant to start ranks."""
+    if not world.began_alone:
+        return []
+    script = Path(sys.argv[0]).name if sys.argv[0].endswith(".py") else "SCRIPT"
+    on_cuda = world.device.type == "cuda"
+    num_devices = torch.cuda.device_count() if on_cuda else 1
+    ranks = "" if on_cuda else "--nproc N "
+    return [
+        f"training alone on {world.device}"
+        + (f", one of {num_devices} devices" if num_devices > 1 else "")
+        + f": no launcher has started this process; `lowtide launch {ranks}{script}` starts "
+        + ("a rank on each device" if on_cuda else "N ranks")
+    ]
 
 
 def _log_notes(world: World, notes: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -163,7 +163,11 @@ class Engine:
     @in_turn
     @torch.no_grad()
     def eval_step(self, batch: Any) -> Tensor:
-        """The loss of a batch of any size, averaged over the ranks, without gradients and in eval mode."""
+        """The loss of a batch of any size, averaged over the ranks, without gradients and in eval mode.
+
+        All ranks must call it. One rank alone evaluates by `engine(...)` under torch.no_grad(), at stage 3 inside of
+        `with engine.gathered():`.
+        """
         with self._progress.during(Activity.EVALUATION):
             was_training = self.module.training
             self.module.eval()
@@ -173,6 +177,19 @@ class Engine:
                 self.module.train(was_training)
             sums = sum_step(self._mesh, (), losses, (), "the mean of the loss")
             return torch.tensor(sums.loss, dtype=sums.loss_dtype)
+
+    @in_turn
+    def agree(self, flag: bool | Tensor, how: Literal["any", "all"] = "any") -> bool:
+        """Whether `flag` is true on any rank, or on all of them: the same answer everywhere. All ranks must call it.
+
+        if engine.agree(loss < best_so_far + 0.01):  # some rank wants to stop: all do
+            break
+        """
+        if how not in ("any", "all"):
+            raise ValueError(f'engine.agree: expected how="any" or "all", found {how!r}')
+        is_one = torch.tensor([bool(flag)], dtype=torch.int64, device=self.device)
+        count = int(self._mesh.sum_small(is_one, "engine.agree()"))
+        return count == self.world_size if how == "all" else count > 0
 
     def train(self, mode: bool = True) -> Self:
         self.module.train(mode)
@@ -187,6 +204,7 @@ class Engine:
     def gathered(self, *params: nn.Parameter, modify: bool = False) -> Iterator[None]:
         """A context in which the given parameters (none: all) are full. All ranks must enter it.
 
+        Until a step changes them, each rank may run the model in it by itself, or not.
         modify: they may also be changed, on every rank alike; the changes reach shards and master weights at the end.
         Without it a change raises ValueError on every rank at the end.
         """

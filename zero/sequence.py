@@ -74,6 +74,11 @@ class Unit:
     def is_full(self) -> bool:
         return all(group.residence is Residence.FULL for group in self.groups)
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is full whatever is released: on all ranks, each of which may use it without the others."""
+        return all(group.is_kept for group in self.groups)
+
     def start_gather(self) -> None:
         for group in self.groups:
             group.start_gather()
@@ -124,6 +129,8 @@ class GatherRing:
 
         What is issued when does not depend on which units are used, only on how far the ring has come.
         """
+        if unit.is_kept:
+            return
         assert unit in self._order
         while not self._pass_next(unit):
             pass
@@ -150,6 +157,8 @@ class GatherRing:
 
     def end_round(self) -> None:
         """Issues what is left of the round, so that every rank ends it at the same place."""
+        if all(unit.is_kept for unit in self._order):
+            return
         while self._cursor:
             self._issue()
         while self._issued:

@@ -10,8 +10,8 @@ _ALONE = (
     "`with engine.gathered():`, which all ranks enter."
 )
 UNEVEN = (
-    "All ranks must make the same number of steps: where their data do not end together, let a DistributedSampler pad "
-    "them, or end all ranks at the smallest number of batches."
+    "All ranks must make the same number of steps: where their data do not end together, put the loop into "
+    "`with engine.join():`, let a DistributedSampler pad them, or end all ranks at the smallest number of batches."
 )
 
 

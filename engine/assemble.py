@@ -35,6 +35,7 @@ from .driver import Driver
 from .engine import Engine
 from .footprint import shared_bytes
 from .given_model import Values
+from .join import Join
 from .learning_rates import scheduler_for
 from .lr_schedule import learning_rate_at
 from .offload import activation_store, host_update, offloaded_states, shard_rest
@@ -85,7 +86,8 @@ def assemble(
     _checkpoint_activations(blueprint.units, config.activation_checkpointing.every, ledger)
     with alone():
         activation_offload, close_last = _offload_activations(blueprint, world, module, units)
-    driver = _driver(blueprint, mesh, module, units, loss_fn, ledger, activation_offload)
+    join = Join(mesh)
+    driver = _driver(blueprint, mesh, module, units, loss_fn, ledger, activation_offload, join)
     casts_inputs = _cast_inputs(blueprint, module, ledger)
     return Engine(
         Parts(
@@ -93,6 +95,7 @@ def assemble(
             mesh=mesh,
             module=module,
             driver=driver,
+            join=join,
             optimizer=optimizer,
             loss_scaler=_loss_scaler(config),
             input_dtype=blueprint.dtypes.compute if casts_inputs else None,
@@ -140,12 +143,13 @@ def _driver(
     loss_fn: LossFn,
     ledger: Ledger,
     activation_offload: ActivationOffload | None,
+    join: Join,
 ) -> Driver:
     """What runs the model: hooks on it say when units are used, or the schedule of a pipeline does."""
     if blueprint.pipeline is not None:
         plan = blueprint.pipeline.at(blueprint.place_of(mesh.world.rank))
         return Pipeline(plan, mesh, module, units, loss_fn, ledger)
-    sequence = UnitSequence(units, blueprint.prefetch_numel, mesh.world.progress)
+    sequence = UnitSequence(units, blueprint.prefetch_numel, mesh.world.progress, join.before_pass)
     on_block = activation_offload.begin_block if activation_offload else None
     UnitHooks(sequence, blueprint.policy.frees_parameters, ledger, on_block)
     if mesh.world.device.type == "cpu":  # elsewhere the copy that it saves costs less than its Python

@@ -16,13 +16,13 @@ from ..checkpoint.errors import CheckpointError
 from ..comm import Activity, Progress
 from ..watch.log import logger
 from .archive.archive import Archive
+from .join import NO_JOIN, Call
 from .learning_rates import LearningRates
 from .memory import ModelStateBytes, measure
 from .parts import Parts
 from .preemption import Preemption
 from .step_log import StepLog
 from .step_result import StepResult
-from .step_sums import sum_step
 from .steps import Access, Steps
 from .turn import Turn, in_turn
 
@@ -48,6 +48,7 @@ class Engine:
         self._mesh = parts.mesh
         self._driver = parts.driver
         self._turn = Turn()
+        self._join = parts.join
         self._learning_rates = LearningRates(parts.optimizer, parts.schedule, parts.lr_scheduler)
         self._steps = Steps(
             parts.config,
@@ -58,6 +59,7 @@ class Engine:
             parts.loss_scaler,
             parts.input_dtype,
             parts.rows_per_microbatch,
+            parts.join,
         )
         units, whole = parts.driver.passes.units, parts.driver.whole
         self._archive = Archive(parts.config, parts.mesh, parts.module, units, parts.optimizer, whole)
@@ -149,6 +151,10 @@ class Engine:
     def _step(self) -> StepResult:
         if not self._steps.is_complete:
             return self._last
+        with self._join.together(Call.STEP):
+            return self._complete_step()
+
+    def _complete_step(self) -> StepResult:
         stop = self._preemption
         events = (self._archive.checkpoints.has_failed, stop.is_requested, stop.is_interrupt)
         self._last, counts = self._steps.end(self.global_step, events)
@@ -175,8 +181,8 @@ class Engine:
                 losses = self._driver.evaluate(self._steps, batch)
             finally:
                 self.module.train(was_training)
-            sums = sum_step(self._mesh, (), losses, (), "the mean of the loss")
-            return torch.tensor(sums.loss, dtype=sums.loss_dtype)
+            with self._join.together(Call.EVALUATION) as num_ranks:
+                return self._steps.mean_over_ranks(losses, num_ranks)
 
     @in_turn
     def agree(self, flag: bool | Tensor, how: Literal["any", "all"] = "any") -> bool:
@@ -187,9 +193,46 @@ class Engine:
         """
         if how not in ("any", "all"):
             raise ValueError(f'engine.agree: expected how="any" or "all", found {how!r}')
-        is_one = torch.tensor([bool(flag)], dtype=torch.int64, device=self.device)
-        count = int(self._mesh.sum_small(is_one, "engine.agree()"))
-        return count == self.world_size if how == "all" else count > 0
+        with self._join.together(Call.AGREEMENT) as num_ranks:
+            count = self._count(bool(flag))
+        return count == num_ranks if how == "all" else count > 0
+
+    def _count(self, flag: bool) -> int:
+        """On how many ranks. A collective."""
+        mine = torch.tensor([flag], dtype=torch.int64, device=self.device)
+        return int(self._mesh.sum_small(mine, "engine.agree()"))
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """For data that end earlier on some ranks: who leaves the loop goes on at the end of the context, without data.
+
+            with engine.join():
+                for batch in loader:  # of another length on each rank
+                    engine.train_step(batch)
+
+        Ranks without data take part in the steps of the others until all have run out. Gradient and loss are the mean
+        over the microbatches that there were. All ranks must enter it; `train_step`, forward, `backward`, `step`,
+        `eval_step` and `agree` may be in it, and what the config saves. Raises ValueError over a pipeline, StateError
+        for other calls of all ranks in it.
+        """
+        self._turn.check("engine.join()")
+        if self.data_size < self.world_size:
+            raise ValueError(NO_JOIN)
+        with self._join.opened():
+            yield
+            with self._turn.of("engine.join()"):
+                for call in self._join.calls_without_data():
+                    self._take_part(call)
+
+    def _take_part(self, call: Call) -> None:
+        if call is Call.STEP:
+            self._step()
+        elif call is Call.EVALUATION:
+            self._steps.mean_over_ranks([], self.world_size)
+        elif call is Call.AGREEMENT:
+            self._count(False)
+        else:
+            self._driver.take_part(self._steps, call)
 
     def train(self, mode: bool = True) -> Self:
         self.module.train(mode)

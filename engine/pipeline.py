@@ -21,6 +21,7 @@ from ..pipe.stage import make_stages
 from ..zero.scheduled_units import ScheduledUnits
 from ..zero.sequence import Unit
 from .batch import call_for_loss, loss_of
+from .join import NO_JOIN, Call
 from .pipeline_plan import PIPE, LossFn, PipelinePlan
 from .steps import Steps
 
@@ -88,6 +89,9 @@ class Pipeline:
 
     def backward(self, steps: Steps, loss: Tensor) -> None:
         raise self._lacks_whole("engine.backward(loss)", "engine.train_step(batch)")
+
+    def take_part(self, steps: Steps, call: Call) -> None:
+        raise ValueError(NO_JOIN)
 
     def evaluate(self, steps: Steps, batch: Any) -> list[Tensor]:
         ready = steps.prepared(batch)

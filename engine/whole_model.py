@@ -13,6 +13,7 @@ from ..comm import Activity, Progress
 from ..zero.sequence import UnitSequence
 from .archive.named_state import Whole
 from .batch import call, call_for_loss, forward, loss_of
+from .join import Call
 from .steps import Steps
 
 
@@ -62,6 +63,15 @@ class WholeModel:
         with steps.backward():
             steps.scale.backward(loss)
         steps.losses.append(loss.detach())
+
+    def take_part(self, steps: Steps, call: Call) -> None:
+        if call is Call.BACKWARD:
+            with steps.backward():
+                pass  # all units count as unused
+            return
+        with torch.set_grad_enabled(call is Call.FORWARD):
+            self.passes.begin_forward()
+            self.passes.end_forward(keeps_graph=call is Call.FORWARD)
 
     def evaluate(self, steps: Steps, batch: Any) -> list[Tensor]:
         ready = steps.prepared(batch)

@@ -25,7 +25,7 @@ gathered and released when it is used and at no other time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
@@ -188,8 +188,16 @@ class UnitSequence:
     units: the rest first, then the blocks in the order of registration.
     """
 
-    def __init__(self, units: Sequence[Unit], prefetch_numel: int, progress: Progress) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        prefetch_numel: int,
+        progress: Progress,
+        before_pass: Callable[[Phase], None] = lambda phase: None,
+    ) -> None:
+        """before_pass: told before the collectives of a forward, where there are some, and of a backward."""
         self.units = units
+        self._before_pass = before_pass
         self._progress = progress
         self.rest, self.blocks = units[0], list(units[1:])
         self.phase = Phase.IDLE
@@ -214,6 +222,8 @@ class UnitSequence:
             return
         if self.phase is Phase.FORWARD:  # the last forward ended with an exception
             self.end_forward(keeps_graph=False)
+        if self._needs_ring:
+            self._before_pass(Phase.FORWARD)
         self.phase = Phase.FORWARD
         self._expects_backward = torch.is_grad_enabled()
         self.enter(self.rest)
@@ -258,6 +268,7 @@ class UnitSequence:
 
     def begin_backward(self, boundary: bool, on_final: OnFinal | None) -> None:
         """boundary: the last microbatch of an optimizer step. on_final: called with each gradient that is complete."""
+        self._before_pass(Phase.BACKWARD)
         self.phase = Phase.BACKWARD
         self._boundary, self._on_final = boundary, on_final
         self._graph_task = None

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..comm import Mesh, World
 from ..kernels.cpu_optimizer import cpu_kernel
+from ..model.compiled import Compiled
 from ..model.ledger import Ledger
 from ..offload import ActivationOffload, in_storages_of
 from ..watch.log import logger
@@ -52,6 +53,7 @@ def assemble(
     module: nn.Module,
     values: Values,
     ledger: Ledger,
+    compiled: Compiled,
     *,
     loss_fn: LossFn,
     lr_scheduler: Any,
@@ -60,7 +62,7 @@ def assemble(
     """The engine of a blueprint that all ranks have alike. A collective.
 
     module: of which the blueprint was made. values: of its parameters, which take the place of what it has. ledger:
-    of what is put on the module. Raises OffloadError and CollectiveError where there is no room.
+    of what is put on the module. compiled: what of it is to be. Raises OffloadError and CollectiveError where there is no room.
     """
     config, alone = blueprint.config, partial(no_rank_alone, world, "lowtide.initialize")
     own = blueprint.places[blueprint.place_of(world.rank)]
@@ -83,6 +85,7 @@ def assemble(
         optimizer = _optimizer(blueprint, world, units, rest, host)
         scheduler = scheduler_for(optimizer, lr_scheduler)
     _fill(module, units, optimizer, mesh, values, blueprint.dtypes)
+    compiled.apply([unit.module for unit in blueprint.units if not unit.is_rest])
     _checkpoint_activations(blueprint.units, config.activation_checkpointing.every, ledger)
     with alone():
         activation_offload, close_last = _offload_activations(blueprint, world, module, units)

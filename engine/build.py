@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import World
+from ..model.compiled import Compiled
 from ..model.ledger import Ledger
 from ..offload import keep_heap
 from ..watch.log import configure, logger
@@ -57,6 +58,8 @@ def initialize(
     try:
         resolved = _prepare_process(checked, world)
         module, values = module_and_values(model, world)
+        compiled = Compiled(module, ledger)
+        module = compiled.module
         check_model(module)
         check_ranks_agree(world, resolved, module)
         _log_notes(world, alone_note(world))
@@ -71,6 +74,7 @@ def initialize(
             module,
             values,
             ledger,
+            compiled,
             loss_fn=loss_fn,
             lr_scheduler=lr_scheduler,
             rows_per_microbatch=resolved.train_micro_batch_size_per_gpu if gives_rows else None,

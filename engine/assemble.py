@@ -62,7 +62,8 @@ def assemble(
     """The engine of a blueprint that all ranks have alike. A collective.
 
     module: of which the blueprint was made. values: of its parameters, which take the place of what it has. ledger:
-    of what is put on the module. compiled: what of it is to be. Raises OffloadError and CollectiveError where there is no room.
+    of what is put on the module. compiled: what of it is to be. Raises OffloadError and CollectiveError where there is
+    no room.
     """
     config, alone = blueprint.config, partial(no_rank_alone, world, "lowtide.initialize")
     own = blueprint.places[blueprint.place_of(world.rank)]

@@ -39,7 +39,7 @@ class Engine:
 
     def __init__(self, parts: Parts) -> None:
         self.config = parts.config
-        self.module = parts.module
+        self._module = parts.module
         self.optimizer = parts.optimizer
         self.global_step = 0
         self.client_state: dict[str, Any] = {}
@@ -76,6 +76,19 @@ class Engine:
         self._progress.stop_clock(Activity.BEFORE_FIRST_STEP)
 
     # -- who and where --------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The model that is trained. `module.compile(...)` compiles the forwards of its parts by torch.compile."""
+        return self._module
+
+    @module.setter
+    def module(self, other: object) -> None:
+        raise AttributeError(
+            f"engine.module: expected the model that was given to lowtide.initialize, found a {type(other).__name__} "
+            "in its place, which the engine would not run; compile it by engine.module.compile(...), and for another "
+            "model call initialize again"
+        )
 
     @property
     def rank(self) -> int:

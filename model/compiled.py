@@ -1,28 +1,33 @@
 """torch.compile on a model with hooks: forwards are compiled, and hooks stand around them.
 
 [Note: what is compiled]
-Hooks wait for other ranks, and change the class and the memory of parameters. A compiler that traces them breaks its graph
-there, recompiles, or fails. So where a user has asked for a module to be compiled, what is compiled is its forward, and
-hooks are outside; of a module that holds units, the forward of each unit and of each outermost part beside them:
+Hooks wait for other ranks, and change the class and the memory of parameters. A compiler that traces them breaks its
+graph there, recompiles, or fails. So where a user has asked for a module to be compiled, what is compiled is its
+forward, and hooks are outside; of a module that holds units, the forward of each unit and of each outermost part beside
+them:
 
     torch.compile(model)      embedding     block 0     block 1     norm     head      one graph each
                               eager: what the forwards of the model and of its containers do between them
 
-Parameters are all there when a compiled forward begins, so guards see what they saw when it was compiled. The wrapper that
-torch.compile(module) puts around a module is taken out meanwhile: names have no "_orig_mod" in them.
+Parameters are all there when a compiled forward begins, so guards see what they saw when it was compiled. The wrapper
+that torch.compile(module) puts around a module is taken out meanwhile: names have no "_orig_mod" in them.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from .blocks import has_forward
 from .ledger import Ledger
+
+_frames = torch._C._dynamo.eval_frame  # of the interpreter: importing torch._dynamo costs a second
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Gives the compiled form of a function, as the user's options say."""
@@ -56,6 +61,7 @@ class Compiled:
             self._compile(parts, make)
         for module in _outside(self.module, inner):
             self._ledger.override(module, "compile", _compiling(self, module, inner))
+            self._ledger.override(module, "__call__", _refusing_to_be_traced(module))
         return divided
 
     def compile(self, module: nn.Module, inner: Collection[int], make: Compile) -> None:
@@ -64,7 +70,12 @@ class Compiled:
 
     def _compile(self, parts: list[nn.Module], make: Compile) -> None:
         for part in parts:
-            self._ledger.override(part, "forward", make(part.forward))
+            forward: Any = part.forward
+            if isinstance(forward, partial) and forward.func is checkpoint:  # what is recomputed is what was compiled
+                compiled: Any = partial(checkpoint, make(forward.args[0]), **forward.keywords)
+            else:
+                compiled = make(forward)
+            self._ledger.override(part, "forward", compiled)
 
     # -- what torch.compile has put there -------------------------------------------------------------------------
 
@@ -120,9 +131,22 @@ def _compiling(compiled: Compiled, module: nn.Module, units: Collection[int]) ->
     return compile
 
 
-def _putting_back(
-    parent: nn.Module, name: str, inner: nn.Module | None, child: nn.Module | None
-) -> Callable[[], None]:
+def _refusing_to_be_traced(module: nn.Module) -> Callable[..., Any]:
+    """What `module.__call__` is, of which torch.compile(module) makes a wrapper. `module(...)` does not come here."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _frames.get_eval_frame_callback() not in (None, False):
+            raise RuntimeError(
+                f"torch.compile of a {type(module).__name__} that an engine trains: expected its compile(...), found a "
+                "wrapper that would trace the engine's hooks as well; call engine.module.compile(...), or that of a "
+                "part such as a block, or compile the model before lowtide.initialize, and go on with engine(...)"
+            )
+        return type(module).__call__(module, *args, **kwargs)
+
+    return call
+
+
+def _putting_back(parent: nn.Module, name: str, inner: nn.Module | None, child: nn.Module | None) -> Callable[[], None]:
     def put_back() -> None:
         if parent._modules.get(name) is inner:
             parent._modules[name] = child

@@ -1,4 +1,4 @@
-"""The argument parser of every command: argparse, with "did you mean" for options and choices that do not exist."""
+"""The argument parser of every command: argparse, with "did you mean" for what does not exist, and short errors."""
 
 import argparse
 import difflib
@@ -22,10 +22,10 @@ class Parser(argparse.ArgumentParser):
         return options, extra
 
     def error(self, message: str) -> NoReturn:
-        """Prints usage and message and exits with 2. What is missing is often there, with a slip in it."""
+        """Prints the message and where help is, and exits with 2. What is missing is often there, with a slip in it."""
         if message.startswith("the following arguments are required"):
             message = self._slip_before("--") or message
-        super().error(message)
+        self.exit(2, f"{self.prog}: error: {message}\nsee `{self.prog} --help`\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -50,8 +50,7 @@ class Parser(argparse.ArgumentParser):
         name = word.partition("=")[0]
         options = [option for option in self._option_string_actions if option.startswith("--")]
         close = difflib.get_close_matches(name, options, n=1)
-        hint = f'did you mean "{close[0]}"?' if close else f"`{self.prog} --help` lists the options"
-        return f'unknown option "{name}"; {hint}'
+        return f'unknown option "{name}"' + (f'; did you mean "{close[0]}"?' if close else "")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -1,7 +1,9 @@
 """`lowtide plan`: bytes of model states per rank, before anything is started."""
 
 import argparse
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
+from decimal import Decimal
 
 from rich.console import Console
 from rich.table import Table
@@ -53,29 +55,37 @@ def _gigabytes(count_bytes: int) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _numbers(text: str, parse: Callable[[str], float]) -> list[int]:
-    try:
-        values = [parse(part) for part in text.split(",")]
-    except ValueError:
-        values = []
-    if not values or any(value < 1 or value != int(value) for value in values):
-        raise argparse.ArgumentTypeError(f'expected whole numbers of at least 1 with commas between, found "{text}"')
-    return [int(value) for value in values]
-
-
 def _params(text: str) -> list[int]:
-    return _numbers(text, float)
+    """ "7.5b,350M,13e9" -> [7_500_000_000, 350_000_000, 13_000_000_000]"""
+    found = [_SIZE.fullmatch(part.strip()) for part in text.split(",")]
+    counts = [Decimal(match[1]).scaleb(_POWERS[match[2].lower()]) for match in found if match is not None]
+    if len(counts) < len(found) or any(count < 1 or count != int(count) for count in counts):
+        raise argparse.ArgumentTypeError(
+            f'expected numbers of parameters with commas between, such as 7b, 1.5B, 350M or 13e9, found "{text}"'
+        )
+    return [int(count) for count in counts]
+
+
+_POWERS = {"": 0, "k": 3, "m": 6, "b": 9, "t": 12}
+_SIZE = re.compile(r"(\d+(?:\.\d*)?(?:e\+?\d{1,2})?)([kmbt]?)", re.IGNORECASE)
 
 
 def _ranks(text: str) -> list[int]:
-    return _numbers(text, int)
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f'expected whole numbers of at least 1 with commas between, found "{text}"')
+    return list(map(int, parts))
 
 
 def parser() -> Parser:
     """The command line of `lowtide plan`."""
     result = Parser(prog="lowtide plan", description=HELP[0].upper() + HELP[1:] + ".")
     result.add_argument(
-        "--params", metavar="N,...", type=_params, required=True, help="parameters of the model, for example 7.5e9"
+        "--params",
+        metavar="N,...",
+        type=_params,
+        required=True,
+        help="parameters of the model: 7b, 1.5B, 350M, 13e9; or of several",
     )
     result.add_argument(
         "--ranks",

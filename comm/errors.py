@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+_ALONE = (
+    " It waits for parameters: a forward counts as a call of the engine. One rank alone may run it inside of "
+    "`with engine.gathered():`, which all ranks enter."
+)
 UNEVEN = (
-    "All ranks must make the same number of steps: where their data do not end together, let a DistributedSampler pad "
-    "them, or end all ranks at the smallest number of batches."
+    "All ranks must make the same number of steps: where their data do not end together, put the loop into "
+    "`with engine.join():`, let a DistributedSampler pad them, or end all ranks at the smallest number of batches."
 )
 
 
@@ -22,5 +26,5 @@ def no_answer(rank: int, what: str, peers: Sequence[int], waited_seconds: float,
     return (
         f"rank {rank} in {what}: no answer from rank {named} after {waited_seconds:.1f} s ({cause}). "
         "A rank died, has left, or the ranks make different calls of the engine; a slow rank needs a larger "
-        f"communication.timeout_seconds. {UNEVEN}"
+        f"communication.timeout_seconds. {UNEVEN}" + (_ALONE if what.startswith("gather of") else "")
     )

@@ -28,6 +28,7 @@ import secrets
 import sys
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
@@ -231,9 +232,16 @@ class SharedMemoryRoute:
         sequence = self._channel.begin(what)
         box = self._mail[self._num_mailed % 2]
         box[self.rank, : values.numel()].copy_(values)
+        box[self.rank, -1] = name = zlib.crc32(what.encode())
         self._num_mailed += 1
         self._set(_MAILED, self._num_mailed)
         self._wait_for(_MAILED, self._num_mailed, what, sequence)
+        if not bool((box[:, -1] == name).all()):
+            others = [rank for rank, theirs in zip(self.ranks, box[:, -1].tolist(), strict=True) if theirs != name]
+            raise CollectiveError(
+                f"rank {self.ranks[self.rank]} in {what}: rank {', '.join(map(str, others))} came to another call of "
+                f"the engine. All ranks must make the same calls in the same order.{self._channel.compare(others)}"
+            )
         return box[:, : values.numel()].sum(dim=0)
 
     def fence(self, what: str) -> None:

@@ -55,7 +55,8 @@ class World:
     """Who this process is.
 
     `owns_process_group` says whether the default process group is one that `join` made; the last to `leave` ends it.
-    `progress` is the record of what this process does; off, where neither a launcher nor the config asks for it.
+    `began_alone`: it was made without a launcher, just now. `progress` is the record of what this process does; off,
+    where neither a launcher nor the config asks for it.
     """
 
     rank: int
@@ -64,6 +65,7 @@ class World:
     backend: str
     owns_process_group: bool
     timeout_seconds: float
+    began_alone: bool = False
     progress: Progress = field(default_factory=Progress, compare=False)
     watchdog: Watchdog = field(default_factory=Watchdog, compare=False)
 
@@ -77,6 +79,7 @@ class World:
         """
         chosen = _choose_device(device)
         progress = Progress.of_this_process()
+        began_alone = not dist.is_initialized() and not _is_launched()
         if not dist.is_initialized():
             num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
             progress.identify(int(os.environ.get("RANK", "0")), num_ranks)
@@ -90,7 +93,7 @@ class World:
             torch.cuda.set_device(chosen)
         rank, size = dist.get_rank(), dist.get_world_size()
         progress.identify(rank, size)
-        return cls(rank, size, chosen, str(dist.get_backend()), owned, timeout_seconds, progress)
+        return cls(rank, size, chosen, str(dist.get_backend()), owned, timeout_seconds, began_alone, progress)
 
     def leave(self) -> None:
         """Destroys the default process group where `join` made it and nobody else is in it. To be called once."""
@@ -212,13 +215,17 @@ def _cuda_index(num_visible: int) -> int:
     return local_rank
 
 
+def _is_launched() -> bool:
+    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
+
+
 def _make_process_group(device: torch.device, timeout_seconds: float) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
-    present = [name for name in _LAUNCHER_VARIABLES if name in os.environ]
-    if "RANK" not in present and "WORLD_SIZE" not in present:
+    if not _is_launched():
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
+    present = [name for name in _LAUNCHER_VARIABLES if name in os.environ]
     missing = [name for name in _LAUNCHER_VARIABLES if name not in present]
     if missing:
         raise ValueError(

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..comm import Mesh, World
 from ..kernels.cpu_optimizer import cpu_kernel
+from ..model.compiled import Compiled
 from ..model.ledger import Ledger
 from ..offload import ActivationOffload, in_storages_of
 from ..watch.log import logger
@@ -35,6 +36,7 @@ from .driver import Driver
 from .engine import Engine
 from .footprint import shared_bytes
 from .given_model import Values
+from .join import Join
 from .learning_rates import scheduler_for
 from .lr_schedule import learning_rate_at
 from .offload import activation_store, host_update, offloaded_states, shard_rest
@@ -51,6 +53,7 @@ def assemble(
     module: nn.Module,
     values: Values,
     ledger: Ledger,
+    compiled: Compiled,
     *,
     loss_fn: LossFn,
     lr_scheduler: Any,
@@ -59,7 +62,8 @@ def assemble(
     """The engine of a blueprint that all ranks have alike. A collective.
 
     module: of which the blueprint was made. values: of its parameters, which take the place of what it has. ledger:
-    of what is put on the module. Raises OffloadError and CollectiveError where there is no room.
+    of what is put on the module. compiled: what of it is to be. Raises OffloadError and CollectiveError where there is
+    no room.
     """
     config, alone = blueprint.config, partial(no_rank_alone, world, "lowtide.initialize")
     own = blueprint.places[blueprint.place_of(world.rank)]
@@ -82,10 +86,12 @@ def assemble(
         optimizer = _optimizer(blueprint, world, units, rest, host)
         scheduler = scheduler_for(optimizer, lr_scheduler)
     _fill(module, units, optimizer, mesh, values, blueprint.dtypes)
+    compiled.apply([unit.module for unit in blueprint.units if not unit.is_rest])
     _checkpoint_activations(blueprint.units, config.activation_checkpointing.every, ledger)
     with alone():
         activation_offload, close_last = _offload_activations(blueprint, world, module, units)
-    driver = _driver(blueprint, mesh, module, units, loss_fn, ledger, activation_offload)
+    join = Join(mesh)
+    driver = _driver(blueprint, mesh, module, units, loss_fn, ledger, activation_offload, join)
     casts_inputs = _cast_inputs(blueprint, module, ledger)
     return Engine(
         Parts(
@@ -93,6 +99,7 @@ def assemble(
             mesh=mesh,
             module=module,
             driver=driver,
+            join=join,
             optimizer=optimizer,
             loss_scaler=_loss_scaler(config),
             input_dtype=blueprint.dtypes.compute if casts_inputs else None,
@@ -140,12 +147,13 @@ def _driver(
     loss_fn: LossFn,
     ledger: Ledger,
     activation_offload: ActivationOffload | None,
+    join: Join,
 ) -> Driver:
     """What runs the model: hooks on it say when units are used, or the schedule of a pipeline does."""
     if blueprint.pipeline is not None:
         plan = blueprint.pipeline.at(blueprint.place_of(mesh.world.rank))
         return Pipeline(plan, mesh, module, units, loss_fn, ledger)
-    sequence = UnitSequence(units, blueprint.prefetch_numel, mesh.world.progress)
+    sequence = UnitSequence(units, blueprint.prefetch_numel, mesh.world.progress, join.before_pass)
     on_block = activation_offload.begin_block if activation_offload else None
     UnitHooks(sequence, blueprint.policy.frees_parameters, ledger, on_block)
     if mesh.world.device.type == "cpu":  # elsewhere the copy that it saves costs less than its Python

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ..comm import World
+from ..model.compiled import Compiled
 from ..model.ledger import Ledger
 from ..offload import keep_heap
 from ..watch.log import configure, logger
@@ -57,8 +60,11 @@ def initialize(
     try:
         resolved = _prepare_process(checked, world)
         module, values = module_and_values(model, world)
+        compiled = Compiled(module, ledger)
+        module = compiled.module
         check_model(module)
         check_ranks_agree(world, resolved, module)
+        _log_notes(world, alone_note(world))
         _log_notes(world, [f"config: {note}" for note in resolved.notes])
         check_kernels(resolved, world.device)
         fuse_modules(module, resolved, world, ledger)
@@ -72,6 +78,7 @@ def initialize(
             module,
             values,
             ledger,
+            compiled,
             loss_fn=loss_fn,
             lr_scheduler=lr_scheduler,
             rows_per_microbatch=resolved.train_micro_batch_size_per_gpu if gives_rows else None,
@@ -127,6 +134,22 @@ def _blueprint(
             )
     _log_notes(world, blueprint.homes.notes)
     return blueprint
+
+
+def alone_note(world: World) -> list[str]:
+    """What to say to somebody who may have meant to start ranks."""
+    if not world.began_alone:
+        return []
+    script = Path(sys.argv[0]).name if sys.argv[0].endswith(".py") else "SCRIPT"
+    on_cuda = world.device.type == "cuda"
+    num_devices = torch.cuda.device_count() if on_cuda else 1
+    ranks = "" if on_cuda else "--nproc N "
+    return [
+        f"training alone on {world.device}"
+        + (f", one of {num_devices} devices" if num_devices > 1 else "")
+        + f": no launcher has started this process; `lowtide launch {ranks}{script}` starts "
+        + ("a rank on each device" if on_cuda else "N ranks")
+    ]
 
 
 def _log_notes(world: World, notes: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from .archive.named_state import Whole
+from .join import Call
 from .steps import Steps, UnitPasses
 from .turn import Turn
 
@@ -40,6 +41,9 @@ class Driver(Protocol):
 
     def scale(self, steps: Steps, loss: Tensor) -> Tensor:
         """The loss, whose `backward()` is as `backward`. Raises ValueError for what is none."""
+
+    def take_part(self, steps: Steps, call: Call) -> None:
+        """A forward or backward that other ranks make with data, without any. Raises ValueError over a pipeline."""
 
     def evaluate(self, steps: Steps, batch: Any) -> list[Tensor]:
         """The loss of a batch, (), on the ranks that come to know it."""

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from ..watch.log import logger
 from .archive.archive import Archive
 from .averaged_weights import AveragedWeights
 from .facade import ModuleFacade
+from .join import NO_JOIN, Call
 from .learning_rates import LearningRates
 from .memory import ModelStateBytes, measure
 from .parameter_access import ParameterAccess
@@ -26,7 +27,6 @@ from .preemption import Preemption
 from .step_gradients import StepGradients
 from .step_log import StepLog
 from .step_result import StepResult
-from .step_sums import sum_step
 from .steps import Access, Steps
 from .turn import Turn, in_turn
 
@@ -43,7 +43,7 @@ class Engine(ParameterAccess, AveragedWeights, ModuleFacade):
 
     def __init__(self, parts: Parts) -> None:
         self.config = parts.config
-        self.module = parts.module
+        self._module = parts.module
         self.optimizer = parts.optimizer
         self.global_step = 0
         self.client_state: dict[str, Any] = {}
@@ -52,6 +52,7 @@ class Engine(ParameterAccess, AveragedWeights, ModuleFacade):
         self._mesh = parts.mesh
         self._driver = parts.driver
         self._turn = Turn()
+        self._join = parts.join
         self._learning_rates = LearningRates(parts.optimizer, parts.schedule, parts.lr_scheduler)
         self._steps = Steps(
             parts.config,
@@ -62,6 +63,7 @@ class Engine(ParameterAccess, AveragedWeights, ModuleFacade):
             parts.loss_scaler,
             parts.input_dtype,
             parts.rows_per_microbatch,
+            parts.join,
         )
         parts.driver.listen(self._steps, self._turn)
         units, whole = parts.driver.passes.units, parts.driver.whole
@@ -81,6 +83,19 @@ class Engine(ParameterAccess, AveragedWeights, ModuleFacade):
         self._progress.stop_clock(Activity.BEFORE_FIRST_STEP)
 
     # -- who and where --------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The model that is trained. `module.compile(...)` compiles the forwards of its parts by torch.compile."""
+        return self._module
+
+    @module.setter
+    def module(self, other: object) -> None:
+        raise AttributeError(
+            f"engine.module: expected the model that was given to lowtide.initialize, found a {type(other).__name__} "
+            "in its place, which the engine would not run; compile it by engine.module.compile(...), and for another "
+            "model call initialize again"
+        )
 
     @property
     def rank(self) -> int:
@@ -196,6 +211,10 @@ class Engine(ParameterAccess, AveragedWeights, ModuleFacade):
     def _step(self) -> StepResult:
         if not self._steps.is_complete:
             return self._last
+        with self._join.together(Call.STEP):
+            return self._complete_step()
+
+    def _complete_step(self) -> StepResult:
         stop = self._preemption
         events = (self._archive.checkpoints.has_failed, stop.is_requested, stop.is_interrupt)
         self._last, counts = self._steps.end(self.global_step, events)
@@ -210,7 +229,11 @@ class Engine(ParameterAccess, AveragedWeights, ModuleFacade):
     @in_turn
     @torch.no_grad()
     def eval_step(self, batch: Any) -> Tensor:
-        """The loss of a batch of any size, averaged over the ranks, without gradients and in eval mode."""
+        """The loss of a batch of any size, averaged over the ranks, without gradients and in eval mode.
+
+        All ranks must call it. One rank alone evaluates by `engine(...)` under torch.no_grad(), at stage 3 inside of
+        `with engine.gathered():`.
+        """
         with self._progress.during(Activity.EVALUATION):
             was_training = self.module.training
             self.module.eval()
@@ -218,8 +241,58 @@ class Engine(ParameterAccess, AveragedWeights, ModuleFacade):
                 losses = self._driver.evaluate(self._steps, batch)
             finally:
                 self.module.train(was_training)
-            sums = sum_step(self._mesh, (), losses, (), "the mean of the loss")
-            return torch.tensor(sums.loss, dtype=sums.loss_dtype)
+            with self._join.together(Call.EVALUATION) as num_ranks:
+                return self._steps.mean_over_ranks(losses, num_ranks)
+
+    @in_turn
+    def agree(self, flag: bool | Tensor, how: Literal["any", "all"] = "any") -> bool:
+        """Whether `flag` is true on any rank, or on all of them: the same answer everywhere. All ranks must call it.
+
+        if engine.agree(loss < best_so_far + 0.01):  # some rank wants to stop: all do
+            break
+        """
+        if how not in ("any", "all"):
+            raise ValueError(f'engine.agree: expected how="any" or "all", found {how!r}')
+        with self._join.together(Call.AGREEMENT) as num_ranks:
+            count = self._count(bool(flag))
+        return count == num_ranks if how == "all" else count > 0
+
+    def _count(self, flag: bool) -> int:
+        """On how many ranks. A collective."""
+        mine = torch.tensor([flag], dtype=torch.int64, device=self.device)
+        return int(self._mesh.sum_small(mine, "engine.agree()"))
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """For data that end earlier on some ranks: who leaves the loop goes on at the end of the context, without data.
+
+            with engine.join():
+                for batch in loader:  # of another length on each rank
+                    engine.train_step(batch)
+
+        Ranks without data take part in the steps of the others until all have run out. Gradient and loss are the mean
+        over the microbatches that there were. All ranks must enter it; `train_step`, forward, `backward`, `step`,
+        `eval_step` and `agree` may be in it, and what the config saves. Raises ValueError over a pipeline, StateError
+        for other calls of all ranks in it.
+        """
+        self._turn.check("engine.join()")
+        if self.data_size < self.world_size:
+            raise ValueError(NO_JOIN)
+        with self._join.opened():
+            yield
+            with self._turn.of("engine.join()"):
+                for call in self._join.calls_without_data():
+                    self._take_part(call)
+
+    def _take_part(self, call: Call) -> None:
+        if call is Call.STEP:
+            self._step()
+        elif call is Call.EVALUATION:
+            self._steps.mean_over_ranks([], self.world_size)
+        elif call is Call.AGREEMENT:
+            self._count(False)
+        else:
+            self._driver.take_part(self._steps, call)
 
     def train(self, mode: bool = True) -> Self:
         self.module.train(mode)
@@ -234,6 +307,7 @@ class Engine(ParameterAccess, AveragedWeights, ModuleFacade):
     def gathered(self, *params: nn.Parameter, modify: bool = False) -> Iterator[None]:
         """A context in which the given parameters (none: all) are full. All ranks must enter it.
 
+        Until a step changes them, each rank may run the model in it by itself, or not.
         modify: they may also be changed, on every rank alike; the changes reach shards and master weights at the end.
         Without it a change raises ValueError on every rank at the end.
         """

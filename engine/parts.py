@@ -15,6 +15,7 @@ from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
 from .config.config import Config
 from .driver import Driver
+from .join import Join
 from .learning_rates import Schedule
 
 
@@ -26,6 +27,7 @@ class Parts:
     mesh: Mesh
     module: nn.Module
     driver: Driver
+    join: Join
     optimizer: ShardedOptimizer
     loss_scaler: LossScaler
     input_dtype: torch.dtype | None  # of floating-point inputs; None: as they are

@@ -21,6 +21,7 @@ from ..pipe.stage import make_stages
 from ..zero.scheduled_units import ScheduledUnits
 from ..zero.sequence import Unit
 from .batch import call_for_loss, loss_of
+from .join import NO_JOIN, Call
 from .pipeline_plan import PIPE, LossFn, PipelinePlan
 from .steps import Steps
 from .turn import Turn
@@ -95,6 +96,9 @@ class Pipeline:
 
     def scale(self, steps: Steps, loss: Tensor) -> Tensor:
         raise self._lacks_whole("engine.scale(loss)", "engine.train_step(batch)")
+
+    def take_part(self, steps: Steps, call: Call) -> None:
+        raise ValueError(NO_JOIN)
 
     def evaluate(self, steps: Steps, batch: Any) -> list[Tensor]:
         ready = steps.prepared(batch)

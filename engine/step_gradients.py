@@ -33,7 +33,7 @@ class StepGradients:
         what = "engine.gradient()"
         self._check_is_complete(what)
         self._check_is_held(what, "gradients are used up one by one as they come; a hook on the parameter sees its own")
-        return self._values.gradient(param, self._steps.scale.rest, is_local, what)
+        return self._values.gradient(param, self._steps.rest, is_local, what)
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """See `ParameterAccess.clip_grad_norm_`."""
@@ -60,10 +60,10 @@ class StepGradients:
         if sums.num_bad:
             return math.nan, sums.loss_dtype
         if norm_type == 2.0:
-            return math.sqrt(sums.square_norm) * self._steps.scale.rest, sums.loss_dtype
+            return math.sqrt(sums.square_norm) * self._steps.rest, sums.loss_dtype
         shards = [gradient.shard for gradient in gradients if gradient.shard is not None]
         largest = max((float(torch.linalg.vector_norm(shard, math.inf)) for shard in shards), default=0.0)
-        return max(self._mesh.world.gather_objects(largest)) * self._steps.scale.rest, sums.loss_dtype
+        return max(self._mesh.world.gather_objects(largest)) * self._steps.rest, sums.loss_dtype
 
     def _check_is_complete(self, what: str) -> None:
         steps = self._steps

@@ -187,7 +187,7 @@ class StepUpdate:
         """A forward since the backward has left some full parameters, of values that now change."""
         for shard in self._optimizer.shards:
             if shard.group.frees_memory:
-                shard.group.release()
+                shard.group.release_kept()
 
     def _update_one(self, gradient: GroupGradient) -> None:
         shard = self._shards[id(gradient)]

@@ -24,6 +24,7 @@ from .batch import microbatches, prepared
 from .config.config import Config
 from .gradient_scale import GradientScale
 from .guard import ModelGuard
+from .join import Join, weighted
 from .step_result import StepResult
 from .step_sums import StepSums, Uses, non_finite_error, sum_step
 from .step_update import StepUpdate, Timing
@@ -85,6 +86,7 @@ class Steps:
         loss_scaler: LossScaler,
         input_dtype: torch.dtype | None,
         rows_per_microbatch: int | None,
+        join: Join,
     ) -> None:
         """input_dtype: of the floating-point inputs of a forward; None: as they are. rows_per_microbatch: None: any."""
         self.losses: list[Tensor] = []  # () of each microbatch
@@ -96,6 +98,7 @@ class Steps:
         self.clip_factor: float | None = None  # by which the caller has clipped the gradients of this step
         self._config = config
         self._mesh = mesh
+        self._join = join
         self._passes = passes
         self._optimizer = optimizer
         self._input_dtype = input_dtype
@@ -106,14 +109,14 @@ class Steps:
         self.reduced = ReducedGradients(
             [pair for group in trained for pair in zip(group.names, group.params, strict=True)]
         )
-        self.scale = scale = GradientScale(config, mesh.data_size, loss_scaler, own)
+        self.scale = GradientScale(config, mesh.data_size, loss_scaler, own)
         timing = Timing.of(config)
         shares = any(group.copies_are_shared for group in groups)
         self.guard = ModelGuard(module, passes.units, shares, only_steps_change=timing is not Timing.DELAYED)
         delay_after_steps = config.zero_optimization.offload_optimizer.delay_after_steps
         order = passes.reduction_order
         self._uses = Uses(optimizer.param_groups, self.gradients, mesh.world.size)
-        self.update = StepUpdate(optimizer, order, mesh, timing, lambda: scale.rest, delay_after_steps)
+        self.update = StepUpdate(optimizer, order, mesh, timing, lambda: self.rest, delay_after_steps)
 
     # -- microbatches ---------------------------------------------------------------------------------------------
 
@@ -137,6 +140,7 @@ class Steps:
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
         """Backwards inside are the last of their step, or not, whatever their number is. Then the caller counts."""
+        self._join.check_outside("engine.accumulate()")
         before, self._is_last, self._by_hand = self._is_last, last, True
         try:
             yield
@@ -216,7 +220,7 @@ class Steps:
                 param.grad = None
         self._passes.release_all()
         self.losses.clear()
-        self.num_microbatches = 0
+        self.num_microbatches = self._join.num_missing = 0
         self.is_complete = self._by_hand = False
         self.clip_factor = None
 
@@ -232,12 +236,13 @@ class Steps:
         self._mesh.world.progress.enter(Activity.UPDATE)
         self.guard.expect_update()
         events = (self.update.has_failed(), *events)
-        sums = sum_step(self._mesh, self.gradients, self.losses, events, f"the norm of step {number}", self._uses)
+        losses = self._losses_by_weight()
+        sums = sum_step(self._mesh, self.gradients, losses, events, f"the norm of step {number}", self._uses)
         update_failed, *counts = sums.events
         if update_failed:
             self.forget()
             self.update.raise_failure()
-        norm = math.sqrt(sums.square_norm) * self.scale.rest if not sums.num_bad else math.nan
+        norm = math.sqrt(sums.square_norm) * self.rest if not sums.num_bad else math.nan
         result = StepResult(
             torch.tensor(sums.loss, dtype=sums.loss_dtype),
             torch.tensor(norm, dtype=sums.loss_dtype),
@@ -253,8 +258,25 @@ class Steps:
         self.scale.loss_scaler.update(result.skipped)
         return result, counts
 
+    @property
+    def rest(self) -> float:
+        """What the sum of the step's gradients is multiplied by for their mean over the microbatches there were."""
+        return self.scale.rest * self._weight
+
+    @property
+    def _weight(self) -> float:
+        """How many microbatches a step has, for each that there was: 1 but under `engine.join`."""
+        full = self._mesh.data_size * max(self.accumulation, self.num_microbatches)
+        return full / (full - self._join.num_missing) if self._join.num_missing else 1.0
+
+    def _losses_by_weight(self) -> list[Tensor]:
+        """Losses whose mean, averaged over the ranks, is that of all there were."""
+        if not self._join.num_missing:
+            return self.losses
+        return weighted(self.losses, self._weight * len(self.losses) / self.num_microbatches)
+
     def _update_or_skip(self, sums: StepSums, norm: float, number: int) -> None:
-        clip, factor = self._config.gradient_clipping, self.scale.rest
+        clip, factor = self._config.gradient_clipping, self.rest
         clip_factor = clip / (norm + 1e-6) if clip and norm > clip else 1.0
         if self.clip_factor is not None:
             clip_factor = self.clip_factor
@@ -275,12 +297,19 @@ class Steps:
 
     # -- between steps --------------------------------------------------------------------------------------------
 
+    def mean_over_ranks(self, losses: list[Tensor], num_ranks: int) -> Tensor:
+        """() on the CPU: of the losses of so many ranks; others have none. A collective."""
+        sums = sum_step(self._mesh, (), losses, (), "the mean of the loss")
+        return torch.tensor(sums.loss * (self._mesh.world.size / num_ranks), dtype=sums.loss_dtype)
+
     @contextmanager
     def apart(self, activity: Activity, access: Access) -> Iterator[None]:
         """Around a call that is not part of a step. A collective, but where it only looks.
 
-        Raises OffloadError on every rank where an update in the background has failed on any.
+        Raises OffloadError on every rank where an update in the background has failed on any, and StateError where not
+        all ranks would come.
         """
+        self._join.check_outside(activity.value)
         if access in (Access.CHANGES, Access.REPLACES):
             self.check_averages_hidden("a change of the weights")
         with self._mesh.world.progress.during(activity):

@@ -13,6 +13,7 @@ from ..comm import Activity, Progress
 from ..zero.sequence import UnitSequence
 from .archive.named_state import Whole
 from .batch import call, call_for_loss, forward, loss_of
+from .join import Call
 from .steps import Steps
 from .turn import Turn
 from .unasked import Unasked, check_loss
@@ -66,6 +67,15 @@ class WholeModel:
     def listen(self, steps: Steps, turn: Turn) -> None:
         self._unasked = Unasked(self.passes, steps, turn, self._progress)
         self.passes.listen(self._unasked)
+
+    def take_part(self, steps: Steps, call: Call) -> None:
+        if call is Call.BACKWARD:
+            with steps.backward():
+                pass  # all units count as unused
+            return
+        with torch.set_grad_enabled(call is Call.FORWARD):
+            self.passes.begin_forward()
+            self.passes.end_forward(keeps_graph=call is Call.FORWARD)
 
     def evaluate(self, steps: Steps, batch: Any) -> list[Tensor]:
         steps.take_back()

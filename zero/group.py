@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
@@ -74,6 +74,7 @@ class ShardedGroup:
         self.resident = Resident(name, lambda: self.shard)
         """The shard, for a window that brings it to where it is updated."""
         self._pending = Pending()  # of the last gather
+        self._is_kept: Callable[[], bool] = _never  # full, whatever is released
         self._is_loading = False  # the shard comes from its store, and the gather after it
         self._memory = GroupMemory(self.full, self.shard)
         self._rest: ShardRest | None = None
@@ -201,11 +202,11 @@ class ShardedGroup:
         self.residence = Residence.FULL
 
     def release(self, holds_shard: bool = False) -> None:
-        """Frees the full parameters; only where the policy frees them at all.
+        """Frees the full parameters; only where the policy frees them at all, and nobody keeps them.
 
         holds_shard: which else goes back to its store, is updated next.
         """
-        if not self.frees_parameters or self.residence is Residence.SHARDED:
+        if not self.frees_parameters or self.residence is Residence.SHARDED or self._is_kept():
             return
         if self.residence is Residence.COMING:  # prefetched, and then not needed
             self._finish_gather()
@@ -219,6 +220,19 @@ class ShardedGroup:
             self._rest.window.hold(self.resident)
             if not holds_shard:
                 self._rest.window.let_go(self.resident)
+
+    def keep(self, as_long_as: Callable[[], bool]) -> None:
+        """From now on `release` has no effect while it says so: a rank may use the parameters without the others."""
+        self._is_kept = as_long_as
+
+    @property
+    def is_kept(self) -> bool:
+        return self._is_kept()
+
+    def release_kept(self) -> None:
+        """Takes back `keep`, and releases."""
+        self._is_kept = _never
+        self.release()
 
     def refresh(self) -> Pending:
         """Brings updated shards of other ranks to where parameters are at rest, views of which stay as they are."""
@@ -250,6 +264,10 @@ class ShardedGroup:
     def _point_params_at_full(self) -> None:
         for slot, param in zip(self.layout.slots, self.params, strict=True):
             param.data = self.full[slot.offset_in_flat : slot.end_in_flat].view(slot.shape)
+
+
+def _never() -> bool:
+    return False
 
 
 def values_of(memory: Memory) -> Tensor:

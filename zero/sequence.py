@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -94,6 +94,11 @@ class Unit:
     @property
     def is_full(self) -> bool:
         return all(group.residence is Residence.FULL for group in self.groups)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is full whatever is released: on all ranks, each of which may use it without the others."""
+        return all(group.is_kept for group in self.groups)
 
     def start_gather(self) -> None:
         for group in self.groups:
@@ -181,6 +186,8 @@ class GatherRing:
 
         What is issued when does not depend on which units are used, only on how far the ring has come.
         """
+        if unit.is_kept:
+            return
         assert unit in self._order
         while not self._pass_next(unit):
             pass
@@ -207,6 +214,8 @@ class GatherRing:
 
     def end_round(self) -> None:
         """Issues what is left of the round, so that every rank ends it at the same place."""
+        if all(unit.is_kept for unit in self._order):
+            return
         while self._cursor:
             self._issue()
         while self._issued:
@@ -236,8 +245,16 @@ class UnitSequence:
     units: the rest first, then the blocks in the order of registration.
     """
 
-    def __init__(self, units: Sequence[Unit], prefetch_numel: int, progress: Progress) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        prefetch_numel: int,
+        progress: Progress,
+        before_pass: Callable[[Phase], None] = lambda phase: None,
+    ) -> None:
+        """before_pass: told before the collectives of a forward, where there are some, and of a backward."""
         self.units = units
+        self._before_pass = before_pass
         self._progress = progress
         self.rest, self.blocks = units[0], list(units[1:])
         self.phase = Phase.IDLE
@@ -275,6 +292,8 @@ class UnitSequence:
             return
         if self.phase is Phase.FORWARD:  # the last forward ended with an exception
             self.end_forward(keeps_graph=False)
+        if self._needs_ring:
+            self._before_pass(Phase.FORWARD)
         self.phase = Phase.FORWARD
         self._expects_backward = torch.is_grad_enabled()
         self._forward = Forward()
@@ -356,6 +375,7 @@ class UnitSequence:
 
     def begin_backward(self, boundary: bool, on_final: OnFinal | None) -> None:
         """boundary: the last microbatch of an optimizer step. on_final: called with each gradient that is complete."""
+        self._before_pass(Phase.BACKWARD)
         self.phase = Phase.BACKWARD
         self._boundary, self._on_final = boundary, on_final
         self._graph_task = None

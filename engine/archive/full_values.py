@@ -44,21 +44,28 @@ class FullValues:
 
     @contextmanager
     def gathered(self, params: Sequence[nn.Parameter], num_changes: Callable[[], int]) -> Iterator[None]:
-        """num_changes: of the engine itself, which may be made meanwhile."""
-        with self._full(params) as (groups, wanted):
-            before, number = Fingerprint(groups, wanted), num_changes()
+        """num_changes: of the engine itself, that may come meanwhile. Until then each rank may use them alone."""
+        number = num_changes()
+
+        def is_unchanged() -> bool:
+            return num_changes() == number
+
+        with self._full(params, is_unchanged) as (groups, wanted):
+            before = Fingerprint(groups, wanted)
             yield
-            if num_changes() == number:
+            if is_unchanged():
                 self._check_unchanged(before, groups)
 
     @contextmanager
     def modified(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
         """As `gathered`; what is changed in it reaches shards and master weights, unless it ends with an error."""
-        with self._full(params) as (groups, wanted), self._private_copies(groups, wanted):
+        with self._full(params, lambda: True) as (groups, wanted), self._private_copies(groups, wanted):
             yield
 
     @contextmanager
-    def _full(self, params: Sequence[nn.Parameter]) -> Iterator[tuple[list[ShardedGroup], set[int]]]:
+    def _full(
+        self, params: Sequence[nn.Parameter], as_long_as: Callable[[], bool]
+    ) -> Iterator[tuple[list[ShardedGroup], set[int]]]:
         """The groups of the parameters, full meanwhile, and the identities of those that are wanted; none: all."""
         wanted = {id(param) for param in params}
         known = {id(param) for group in self._groups for param in group.params}
@@ -71,11 +78,12 @@ class FullValues:
         found = [group for group in chosen if group.residence is not Residence.FULL]
         for group in found:
             group.gather()
+            group.keep(as_long_as)
         try:
             yield chosen, wanted
         finally:
             for group in found:
-                group.release()
+                group.release_kept()
 
     @property
     def _has_whole(self) -> bool:
@@ -161,7 +169,7 @@ class FullValues:
     def _drop_copies(self, group: ShardedGroup) -> None:
         """The group's parameters are what the engine has."""
         if group.frees_memory:
-            group.release()
+            group.release_kept()
         else:
             group.install()
 

@@ -3,9 +3,13 @@
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
 
+from lowtide.comm import World
+from lowtide.engine.build import alone_note
 from lowtide.watch.log import configure, logger
 
 SCRIPT = """
@@ -13,6 +17,7 @@ import torch, lowtide
 model = torch.nn.Linear(4, 4)
 config = {"optimizer": {"type": "sgd"}, "steps_per_print": 2, "zero_optimization": {"overlap_comm": True}}
 engine = lowtide.initialize(model, config, loss_fn=lambda output, batch: output.sum())
+other = lowtide.initialize(torch.nn.Linear(4, 4), config)
 for _ in range(5):
     engine.train_step(torch.ones(2, 4))
 engine.close()
@@ -28,6 +33,21 @@ def test_steps_per_print_prints_steps_and_notes() -> None:
     ]
     assert sum(line.startswith(("lowtide: step 2: loss", "lowtide: step 4: loss")) for line in lines) == 2
     assert any("zero_optimization.overlap_comm" in line for line in lines)
+    assert [line for line in lines if "alone" in line] == [  # once, for two engines
+        "lowtide: training alone on cpu: no launcher has started this process; `lowtide launch --nproc N SCRIPT` "
+        "starts N ranks"
+    ]
+
+
+def test_who_trains_alone_beside_idle_devices_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(sys, "argv", ["/home/me/train.py"])
+    alone = World(0, 1, torch.device("cuda", 0), "nccl", True, 60.0, began_alone=True)
+    assert alone_note(alone) == [
+        "training alone on cuda:0, one of 8 devices: no launcher has started this process; `lowtide launch train.py` "
+        "starts a rank on each device"
+    ]
+    assert alone_note(replace(alone, began_alone=False)) == []
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])

@@ -38,8 +38,26 @@ def test_fp32_has_no_separate_master_weights(capsys: pytest.CaptureFixture[str])
     assert rows(capsys.readouterr().out)["2"] == ["16", "12", "10", "8"]
 
 
-@pytest.mark.parametrize("arguments", [["--params", "many"], ["--params", "1e9", "--ranks", "0"], ["--params", "1.5"]])
-def test_numbers_that_are_none_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("text", "title"),
+    [("7b", "7 billion"), ("1.5B", "1.5 billion"), ("350M", "0.35 billion"), ("13e9", "13 billion"), ("1T", "1,000 b")],
+)
+def test_a_size_is_read_as_people_write_it(text: str, title: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--params", text, "--ranks", "1"]) == 0
+    assert f"  {title}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["many", "7 billion", "7bb", "1.5", "0", "-7b", "inf", "nan", "1e999", "7b,", "9k,7x"])
+def test_a_size_that_is_none_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(arguments)
-    assert "expected whole numbers of at least 1 with commas between" in capsys.readouterr().err
+        main([f"--params={text}"])
+    assert capsys.readouterr().err == (
+        "lowtide plan: error: argument --params: expected numbers of parameters with commas between, such as 7b, 1.5B, "
+        f'350M or 13e9, found "{text}"\nsee `lowtide plan --help`\n'
+    )
+
+
+def test_numbers_of_ranks_that_are_none_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--params", "1e9", "--ranks", "2,0"])
+    assert 'expected whole numbers of at least 1 with commas between, found "2,0"' in capsys.readouterr().err

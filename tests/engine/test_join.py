@@ -1,0 +1,234 @@
+"""Under `engine.join` ranks with fewer batches go on without data: the mean is over the microbatches there were."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowtide
+from tests import models
+from tests.ranks import RankPool
+from tests.zero.training import ROWS, Case, adamw, one_thread
+
+CASE = Case(models.tiny_gpt_float64, models.token_batch, clip=0.3)
+ZERO: list[dict[str, Any]] = [
+    {"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
+    {"zero_optimization": {"offload_optimizer": {"device": "cpu", "overlap": "speculative"}}},
+    {"zero_optimization": {"update_in_backward": True}, "gradient_clipping": 0},
+    {"communication": {"route": "native"}},
+    {"prescale_gradients": True, "communication": {"route": "sockets"}},
+]
+
+
+def microbatches(case: Case, rank: int, count: int) -> Iterator[tuple[Tensor, ...]]:
+    """Those of a rank: no two ranks have one in common."""
+    return (case.batch(100 * rank + number, ROWS) for number in range(count))
+
+
+def train_unevenly(case: Case, counts: list[int], by_hand: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """counts: of microbatches on each rank. Losses, norms, final state."""
+    torch.manual_seed(0)
+    engine = lowtide.initialize(case.build(), case.as_config())
+    own = list(microbatches(case, engine.rank, counts[engine.rank]))
+    results: list[Any] = []
+    with engine.join():
+        if by_hand:
+            for batch in own:
+                engine.backward(engine(*batch))
+                results.append(engine.step())
+        else:
+            parts = [own[first : first + case.accumulation] for first in range(0, len(own), case.accumulation)]
+            for part in parts:
+                results.append(engine.train_step(iter(part)))  # noqa: PERF401  (a loop as users write it)
+    assert engine.global_step == max(counts) // case.accumulation
+    state = engine.state_dict()
+    engine.close()
+    results = results[case.accumulation - 1 :: case.accumulation] if by_hand else results
+    return [result.loss.item() for result in results], [result.grad_norm.item() for result in results], state
+
+
+def train_all(cases: list[Case], counts: list[int], by_hand: bool) -> list[Any]:
+    return [train_unevenly(case, counts, by_hand) for case in cases]
+
+
+@one_thread()
+def expected(case: Case, counts: list[int]) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """By torch alone: the mean over what there was."""
+    torch.manual_seed(0)
+    model = case.build()
+    optimizer = adamw(model.parameters())
+    data = [list(microbatches(case, rank, count)) for rank, count in enumerate(counts)]
+    losses, norms = [], []
+    for first in range(0, max(counts), case.accumulation):
+        present = [batch for own in data for batch in own[first : first + case.accumulation]]
+        optimizer.zero_grad()
+        loss = torch.stack([model(*batch) for batch in present]).mean()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip or math.inf).item())
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms, model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("counts", "accumulation", "by_hand"),
+    [([4, 2], 1, False), ([2, 4], 2, False), ([3, 6], 2, True), ([1, 4, 2], 1, True), ([2, 0, 4], 2, False)],
+)
+@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
+def test_the_mean_is_over_what_there_was(
+    ranks: RankPool, route: str, counts: list[int], accumulation: int, by_hand: bool
+) -> None:
+    config = {"communication": {"route": route}}
+    cases = [CASE.at(stage, config=config, accumulation=accumulation) for stage in (0, 1, 2, 3)]
+    losses, norms, state = expected(cases[0], counts)
+    for rank, found in enumerate(ranks(len(counts), train_all, cases, counts, by_hand)):
+        for own_losses, own_norms, own_state in found:
+            num_steps = counts[rank] // accumulation
+            torch.testing.assert_close(own_losses, losses[:num_steps], rtol=1e-10, atol=0)
+            torch.testing.assert_close(own_norms, norms[:num_steps], rtol=1e-8, atol=0)
+            if rank == 0:
+                torch.testing.assert_close(own_state, dict(state), rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_it_goes_with_whatever_else_the_config_says(ranks: RankPool, stage: int) -> None:
+    cases = [CASE.at(stage, config=config) for config in ZERO if stage == 3 or "offload_param" not in str(config)]
+    found = ranks(2, train_all, cases, [1, 3], True)[1]
+    for case, (losses, _, state) in zip(cases, found, strict=True):
+        plain = Case(CASE.build, CASE.batch, clip=case.as_config()["gradient_clipping"])
+        torch.testing.assert_close(losses, expected(plain, [1, 3])[0], rtol=1e-10, atol=0)
+        assert not state  # it is rank 0's
+
+
+def in_half_precision(dtype: str) -> list[float]:
+    config = {dtype: {"enabled": True}, "communication": {"route": "sockets"}}
+    engine = lowtide.initialize(models.tiny_gpt(), CASE.at(3, config=config).as_config())
+    with engine.join():
+        results = [engine.train_step(batch) for batch in microbatches(CASE, engine.rank, 2 + 2 * engine.rank)]
+    return [result.grad_norm.item() for result in results if not result.skipped]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_norms_are_of_the_mean_in_half_precision_too(ranks: RankPool, dtype: str) -> None:
+    _, norms = ranks(2, in_half_precision, dtype)
+    exact = expected(CASE, [2, 4])[1]
+    assert norms and norms == pytest.approx(exact[-len(norms) :], rel=0.1)
+
+
+def do_more_in_the_loop(stage: int, folder: str) -> list[Any]:
+    """Evaluates, agrees and saves while rank 1 has run out."""
+    config = {"communication": {"route": "sockets"}, "checkpoint": {"folder": folder, "every_steps": 1}}
+    engine = lowtide.initialize(models.tiny_gpt_float64(), CASE.at(stage, config=config).as_config())
+    found: list[Any] = []
+    with engine.join():
+        for number, batch in enumerate(microbatches(CASE, engine.rank, 3 - 2 * engine.rank)):
+            engine.train_step(batch)
+            with torch.no_grad():
+                alone = engine(*batch).item()
+            mean = engine.eval_step(batch).item()
+            found += [alone, mean, engine.agree(engine.rank == 0), engine.agree(True, how="all")]
+            if engine.agree(number == 1):
+                break
+    return [*found, engine.global_step, engine.load_checkpoint(folder), engine.eval_step(batch).item()]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_evaluate_agree_save_and_stop_in_it(ranks: RankPool, stage: int, tmp_path: Any) -> None:
+    first, second = ranks(2, do_more_in_the_loop, stage, str(tmp_path))
+    assert first[1] == second[1] == pytest.approx((first[0] + second[0]) / 2, rel=1e-12)
+    assert first[5] == pytest.approx(first[4], rel=1e-12)  # rank 1 has no data
+    assert first[2:4] == second[2:4] == first[6:8] == [True, True]
+    assert first[8:10] == second[4:6] == [2, {}] and first[10] == second[6]
+
+
+def leave_in_the_middle_of_a_step() -> list[float]:
+    """Three microbatches of two a step; the fourth comes after the context."""
+    engine = lowtide.initialize(models.tiny_gpt_float64(), CASE.at(2, accumulation=2).as_config())
+    data = list(microbatches(CASE, engine.rank, 4))
+    with engine.join():
+        for batch in data[: 3 - engine.rank]:
+            engine.backward(engine(*batch))
+            first = engine.step()
+    engine.backward(engine(*data[3]))
+    return [first.loss.item(), engine.step().loss.item(), engine.global_step]
+
+
+def test_a_step_that_all_leave_unfinished_waits_for_its_rest(ranks: RankPool) -> None:
+    torch.manual_seed(0)
+    found = ranks(2, leave_in_the_middle_of_a_step)
+    model, optimizer = models.tiny_gpt_float64(), None
+    losses = []
+    for present in ([(0, 0), (0, 1), (1, 0), (1, 1)], [(0, 2), (0, 3), (1, 3)]):
+        optimizer = optimizer or adamw(model.parameters())
+        optimizer.zero_grad()
+        data = {rank: list(microbatches(CASE, rank, 4)) for rank in (0, 1)}
+        loss = torch.stack([model(*data[rank][number]) for rank, number in present]).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CASE.clip)
+        optimizer.step()
+        losses.append(loss.item())
+    assert [values[1:] for values in found] == [[pytest.approx(losses[1], rel=1e-10), 2]] * 2
+
+
+def make_other_calls(what: str) -> str:
+    config = {"communication": {"route": "sockets", "timeout_seconds": 5}}
+    engine = lowtide.initialize(models.tiny_gpt(), CASE.at(3, config=config).as_config())
+    batch = next(microbatches(CASE, engine.rank, 1))
+    with pytest.raises(RuntimeError) as error, engine.join():
+        if what == "save":
+            engine.save_checkpoint("nowhere")
+        elif what == "gathered":
+            with engine.gathered():
+                pass
+        elif what == "again":
+            with engine.join():
+                pass
+        elif engine.rank == 0:
+            engine.agree(True)
+        else:
+            engine.train_step(batch)
+    if what != "differ":
+        engine.train_step(batch)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        (
+            "save",
+            "saving a checkpoint: expected it outside of `with engine.join():`, found it inside, where ranks that ",
+        ),
+        ("gathered", "reading or writing full weights: expected it outside of `with engine.join():`, found it inside"),
+        ("again", "engine.join(): expected one at a time, found one inside of another; leave one out"),
+        (
+            "differ",
+            "engine.join(): expected the same calls of the engine on all ranks that have data, found a forward on 1 "
+            "and engine.agree() on 1",
+        ),
+    ],
+)
+def test_what_ranks_without_data_cannot_join_is_refused(ranks: RankPool, what: str, text: str) -> None:
+    assert all(found.startswith(text) for found in ranks(2, make_other_calls, what))
+
+
+def join_a_pipeline() -> str:
+    config = {**CASE.as_config(), "parallel": {"pipeline": 2}, "pipeline": {"schedule": "gpipe"}}
+    engine = lowtide.initialize(models.tiny_gpt(), config)
+    with pytest.raises(ValueError, match="expected an engine without") as error, engine.join():
+        pass
+    return str(error.value)
+
+
+def test_a_pipeline_is_refused(ranks: RankPool) -> None:
+    assert ranks(2, join_a_pipeline)[0].startswith(
+        "engine.join(): expected an engine without parallel.pipeline, found one with it: the ranks of a pipeline take "
+    )
+
+
+def test_one_rank_needs_nobody() -> None:
+    found = train_unevenly(CASE.at(3), [3], by_hand=True)
+    torch.testing.assert_close(found[0], expected(CASE, [3])[0], rtol=1e-10, atol=0)

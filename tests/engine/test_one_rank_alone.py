@@ -1,0 +1,144 @@
+"""One rank evaluates by itself between steps; ranks agree on when to stop."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import lowtide
+from tests import models
+from tests.ranks import RankPool
+from tests.zero.training import Case, share_of
+
+CASE = Case(models.tiny_gpt, models.token_batch, accumulation=2)
+
+
+class Generating(models.TinyGPT):
+    """Calls its parts, and itself, without gradients."""
+
+    @torch.no_grad()
+    def generate(self, ids: Tensor, count: int) -> Tensor:
+        for _ in range(count):
+            x = self.embedding(ids[:, -models.LENGTH :]) + self.position
+            for block in self.blocks:
+                x = block(x)
+            ids = torch.cat([ids, self.head(self.norm(x))[:, -1:].argmax(-1)], dim=1)
+        return ids
+
+
+def train_and_look(stage: int, route: str, evaluates: bool, gathers: bool) -> tuple[list[float], list[Any]]:
+    """The losses of training, and what rank 0 alone has computed before each step."""
+    torch.manual_seed(0)
+    config = {"communication": {"route": route, "timeout_seconds": 20}}
+    engine = lowtide.initialize(Generating(), CASE.at(stage, config=config).as_config())
+    losses, seen = [], []
+    for step in range(3):
+        batch = share_of(CASE.global_batch(step, engine.world_size))
+        if evaluates:
+            with engine.gathered() if gathers else nullcontext():
+                if engine.rank == 0:
+                    with torch.no_grad():
+                        seen += [engine(*batch).item(), engine.module(*batch).item()]
+                    if stage < 3 or gathers:  # it reads a parameter outside of the model's forward
+                        seen.append(engine.module.generate(batch[0], 3).tolist())  # type: ignore[operator]
+        losses.append(engine.train_step(batch).loss.item())
+    engine.close()
+    return losses, seen
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
+def test_one_rank_evaluates_alone(ranks: RankPool, stage: int, route: str) -> None:
+    """Where parameters are here without the others, that is all; elsewhere inside of `gathered`."""
+    expected = ranks(2, train_and_look, stage, route, False, False)[0][0]
+    is_here = stage < 3 or route == "shared_memory"
+    for gathers in (False, True) if is_here else (True,):
+        losses, seen = ranks(2, train_and_look, stage, route, True, gathers)[0]
+        assert losses == expected and seen[0] == seen[1]
+        assert len(seen) == (9 if stage < 3 or gathers else 6)
+
+
+def step_inside_of_gathered(stage: int, route: str) -> list[float]:
+    """Parameters that a step has changed are not kept as they were."""
+    torch.manual_seed(0)
+    config = {"communication": {"route": route, "timeout_seconds": 20}}
+    engine = lowtide.initialize(Generating(), CASE.at(stage, config=config).as_config())
+    with engine.gathered():
+        found = [engine.train_step(share_of(CASE.global_batch(step, 2))).loss.item() for step in range(3)]
+    engine.close()
+    return found
+
+
+def test_steps_inside_of_gathered_go_on_with_what_they_have_made(ranks: RankPool) -> None:
+    expected = ranks(2, train_and_look, 3, "sockets", False, False)[0][0]
+    assert ranks(2, step_inside_of_gathered, 3, "sockets")[0] == expected
+
+
+def evaluate_alone(route: str, call: str) -> str:
+    """The error where rank 0 evaluates as only all ranks together can, and the other goes on to a step."""
+    config = {"communication": {"route": route, "timeout_seconds": 0.5}}
+    engine = lowtide.initialize(models.tiny_gpt(), CASE.at(3, config=config).as_config())
+    batch = share_of(CASE.global_batch(0, 2))
+    with pytest.raises(lowtide.CollectiveError) as error:
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                engine.eval_step(batch) if call == "eval_step" else [engine(*batch), engine(*batch)]
+        engine.train_step(batch)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("route", "call", "text"),
+    [
+        ("sockets", "forward", "may run it inside of `with engine.gathered():`, which all ranks enter."),
+        ("shared_memory", "eval_step", "Do all ranks run the same calls of the engine in the same order?"),
+        ("sockets", "eval_step", "or the ranks make different calls of the engine"),
+    ],
+)
+def test_a_call_of_all_ranks_that_one_makes_alone_is_an_error(
+    ranks: RankPool, route: str, call: str, text: str
+) -> None:
+    assert text in ranks(2, evaluate_alone, route, call)[0]
+
+
+def agree_on_many(stage: int, route: str) -> list[bool]:
+    config = {"communication": {"route": route}}
+    engine = lowtide.initialize(models.mlp(), Case(models.mlp, models.vector_batch, stage, config=config).as_config())
+    rank = engine.rank
+    found = [
+        engine.agree(True),
+        engine.agree(rank == 1),
+        engine.agree(torch.tensor(rank == 1), how="all"),
+        engine.agree(True, how="all"),
+        engine.agree(False, how="any"),
+    ]
+    engine.train_step(share_of(models.vector_batch(0, 4)))
+    return [*found, engine.agree(rank == 0)]
+
+
+@pytest.mark.parametrize("route", ["shared_memory", "sockets", "native"])
+def test_ranks_agree(ranks: RankPool, route: str) -> None:
+    assert ranks(2, agree_on_many, 2, route) == [[True, True, False, True, False, True]] * 2
+
+
+def agree_on_one_rank() -> str:
+    """Rank 0 asks the others, which are in another small sum."""
+    engine = lowtide.initialize(models.mlp(), Case(models.mlp, models.vector_batch).as_config())
+    with pytest.raises(lowtide.CollectiveError) as error:
+        engine.agree(True) if engine.rank == 0 else engine.eval_step(models.vector_batch(0, 2))
+    return str(error.value)
+
+
+def test_small_sums_of_different_calls_are_not_mixed(ranks: RankPool) -> None:
+    for rank, text in enumerate(ranks(2, agree_on_one_rank)):
+        what, other = ("engine.agree()", 1) if rank == 0 else ("the mean of the loss", 0)
+        assert text.startswith(f"rank {rank} in {what}: rank {other} came to another call of the engine.")
+
+
+def test_how_ranks_agree_is_one_of_two() -> None:
+    engine = lowtide.initialize(models.mlp(), Case(models.mlp, models.vector_batch).as_config())
+    with pytest.raises(ValueError, match=r"engine\.agree: expected how=.any. or .all., found .most."):
+        engine.agree(True, how="most")  # type: ignore[arg-type]  # what a user may write

@@ -53,7 +53,7 @@ class ModuleFacade:
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the module: `generate`, `encode`, `config`. Asked for only where the engine has none."""
-        module = self.__dict__.get("module")  # none, while the engine is made
+        module = self.__dict__.get("_module")  # none, while the engine is made
         if module is None or name.startswith("__"):
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
         try:

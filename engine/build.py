@@ -39,8 +39,10 @@ def initialize(
     model: a module, or a callable without arguments that builds one; then no rank ever holds the whole.
     config: a JSON file, the name of a preset such as "zero3", a dictionary, or a `lowtide.Config`.
     loss_fn(output, batch) -> loss; without it the model's output is the loss, or has it as .loss, ["loss"] or [0].
-    optimizer: in place of the config's: an optimizer over the model's parameters, a torch optimizer class, or a
-    callable from parameters to an optimizer; it must treat every element by itself.
+    optimizer: in place of the config's: an optimizer over parameters of the model, a torch optimizer class, or a
+    callable from parameters to an optimizer; it must treat every element by itself. Parameters that no group has are
+    not updated; where they require a gradient, it counts in the norm. Those of a group may be frozen and unfrozen
+    between steps (`requires_grad_`), also from the beginning.
     lr_scheduler: in place of the config's: a callable from the optimizer to a scheduler, or a scheduler of the given
     optimizer.
     sample_batch: a batch, small or not, with which a pipeline sees how the model runs: needed for pipeline.balance

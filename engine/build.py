@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ def initialize(
     optimizer: in place of the config's: an optimizer over parameters of the model, a torch optimizer class, or a
     callable from parameters to an optimizer; it must treat every element by itself. Parameters that no group has are
     not updated; where they require a gradient, it counts in the norm. Those of a group may be frozen and unfrozen
-    between steps (`requires_grad_`), also from the beginning.
+    between steps (`requires_grad_`), also from the beginning. None, and none in the config: an engine that computes
+    and does not train, as of a teacher; its parameters are frozen until it is closed.
     lr_scheduler: in place of the config's: a callable from the optimizer to a scheduler, or a scheduler of the given
     optimizer.
     sample_batch: a batch, small or not, with which a pipeline sees how the model runs: needed for pipeline.balance
@@ -63,6 +65,8 @@ def initialize(
         check_kernels(resolved, world.device)
         fuse_modules(module, resolved, world, ledger)
         blueprint = _blueprint(resolved, world, module, loss_fn, optimizer, lr_scheduler, sample_batch)
+        if not blueprint.optimizer.trains:
+            _freeze(module, ledger)
         gives_rows = checked.train_batch_size or checked.train_micro_batch_size_per_gpu
         return assemble(
             blueprint,
@@ -78,6 +82,14 @@ def initialize(
         ledger.close()
         world.leave()  # the others hear of it where they wait for this rank, and the next engine starts anew
         raise
+
+
+def _freeze(module: nn.Module, ledger: Ledger) -> None:
+    """Without an optimizer no gradient of a parameter would ever be used."""
+    for param in module.parameters():
+        if param.requires_grad:
+            param.requires_grad_(False)
+            ledger.callback(partial(param.requires_grad_, True))
 
 
 def _prepare_process(config: Config, world: World) -> Config:
@@ -113,6 +125,11 @@ def _blueprint(
             optimizer=optimizer,
             split=split,
         )
+        if lr_scheduler is not None and not blueprint.optimizer.trains:
+            raise ValueError(
+                "lr_scheduler: expected an optimizer beside it, in the config or passed to initialize(..., "
+                "optimizer=...); found neither"
+            )
         if lr_scheduler is not None and config.scheduler is not None:
             raise ValueError(
                 f'scheduler: found one in the config ("{config.scheduler.type}") and one passed to initialize; '

@@ -120,6 +120,7 @@ class Engine:
         Raises NonFiniteGradientError where a gradient is not finite (float16: the step is skipped instead). After an
         error of all ranks alike the next call is a step of its own: no gradient of the failed one is left.
         """
+        self._steps.check_trains("engine.train_step")
         try:
             self._driver.train(self._steps, self._steps.microbatches_of(batch))
         except BaseException:
@@ -139,11 +140,13 @@ class Engine:
         Inputs and leaves that are not the engine's parameters get the gradient of `loss` itself.
         An error in it ends the step: its gradients are forgotten, and the next microbatch is the first of a new one.
         """
+        self._steps.check_trains("engine.backward")
         self._driver.backward(self._steps, loss)
 
     @in_turn
     def step(self) -> StepResult:
         """Updates the parameters at the accumulation boundary; before it, only returns the last result."""
+        self._steps.check_trains("engine.step")
         return self._step()
 
     def _step(self) -> StepResult:

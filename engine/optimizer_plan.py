@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.dispatch import Backend
+from ..optimizers.optimizer import Optimizer, OptimizerParams, Options
 from ..optimizers.table import OPTIMIZERS
 from ..zero.fused_update import FusedUpdate
 from ..zero.optimizer_choice import OptimizerFactory, another, check_elementwise, record_like
@@ -33,6 +34,7 @@ class OptimizerPlan:
     | in a group                             | updated; frozen ones too, in the steps in which they are not      |
     | in none, and requires a gradient       | left out: its gradient is summed, and counts in the norm          |
     | in none, and does not; or not of floats| frozen                                                            |
+    | of an engine without an optimizer      | frozen                                                            |
     """
 
     param_groups: list[dict[str, Any]]  # the caller's own dictionaries
@@ -41,7 +43,7 @@ class OptimizerPlan:
 
     @classmethod
     def of(cls, config: Config, module: nn.Module, choice: OptimizerChoice) -> OptimizerPlan:
-        """Raises ValueError where none or two were given, or one cannot run on shards."""
+        """Raises ValueError where two were given, one cannot run on shards, or the config needs one."""
         if choice is not None and config.optimizer is not None:
             raise ValueError(
                 f'optimizer: found one in the config ("{config.optimizer.type}") and one passed to initialize; '
@@ -50,6 +52,9 @@ class OptimizerPlan:
         params = list(module.parameters())
         trained = [param for param in params if param.requires_grad]
         backend = optimizer_backend(config)
+        if choice is None and config.optimizer is None:
+            _check_needs_none(config)
+            return cls([], FusedUpdate(_NOTHING, {}, torch.float32, backend), None)
         if not trained and not isinstance(choice, torch.optim.Optimizer):
             raise ValueError(
                 f"model: expected at least one parameter that requires a gradient, found {len(params)} that do not; "
@@ -59,11 +64,7 @@ class OptimizerPlan:
             own = choice if isinstance(choice, torch.optim.Optimizer) else _call(choice, trained)
             _check_members(own, params)
             return cls._like(own, backend)
-        if config.optimizer is None:
-            raise ValueError(
-                'optimizer: expected one in the config, for example {"type": "adamw", "params": {"lr": 1e-3}}, or one '
-                "passed to initialize(..., optimizer=...); found neither"
-            )
+        assert config.optimizer is not None
         options, record = config.optimizer.options, OPTIMIZERS[config.optimizer.type]
         param_groups: list[dict[str, Any]] = [{"params": trained, **options}]
         state_dtype = _STATE_DTYPES[config.optimizer.state_dtype]
@@ -79,6 +80,11 @@ class OptimizerPlan:
         check_elementwise(factory)
         return cls(own.param_groups, None, factory)
 
+    @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer at all; without one nothing has a gradient."""
+        return bool(self.param_groups)
+
     @cached_property
     def _members(self) -> frozenset[int]:
         return frozenset(id(param) for group in self.param_groups for param in group["params"])
@@ -87,7 +93,7 @@ class OptimizerPlan:
         """What becomes of a parameter of the model."""
         if id(param) in self._members and param.is_floating_point():
             return Role.UPDATED
-        return Role.LEFT_OUT if param.requires_grad else Role.FROZEN
+        return Role.LEFT_OUT if param.requires_grad and self.trains else Role.FROZEN
 
     def check_states(self, groups: Sequence[GroupPlan]) -> None:
         """groups: that are updated. Raises ValueError where they cannot have their states in the dtype."""
@@ -109,6 +115,30 @@ class OptimizerPlan:
             return self.fused
         assert self.factory is not None
         return TorchUpdate(self.factory)
+
+
+def _do_nothing(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None: ...
+
+
+_NOTHING = Optimizer("None", OptimizerParams, states=(), apply=_do_nothing, keeps_step=False)
+"""Of an engine without an optimizer: has no parameters."""
+
+
+def _check_needs_none(config: Config) -> None:
+    """Raises ValueError where the config is of a training."""
+    zero = config.zero_optimization
+    wants = {
+        "scheduler": config.scheduler is not None,
+        "gradient_clipping": bool(config.gradient_clipping),
+        "zero_optimization.offload_optimizer": zero.offload_optimizer.is_used,
+        "zero_optimization.update_in_backward": zero.update_in_backward,
+    }
+    found = [key for key, is_wanted in wants.items() if is_wanted]
+    if found:
+        raise ValueError(
+            f"optimizer: expected one beside {found[0]}, in the config, for example "
+            '{"type": "adamw", "params": {"lr": 1e-3}}, or passed to initialize(..., optimizer=...); found neither'
+        )
 
 
 def _call(make: Callable[[Any], torch.optim.Optimizer], params: list[nn.Parameter]) -> torch.optim.Optimizer:

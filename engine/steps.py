@@ -101,6 +101,14 @@ class Steps:
         self._uses = Uses(optimizer.param_groups, self.gradients, mesh.world.size)
         self.update = StepUpdate(optimizer, order, mesh, timing, lambda: scale.rest, delay_after_steps)
 
+    def check_trains(self, call: str) -> None:
+        """Raises ValueError in an engine without an optimizer."""
+        if not self._optimizer.param_groups:
+            raise ValueError(
+                f"{call}: expected an engine with an optimizer, found one without; put one into the config, or give it "
+                "to lowtide.initialize(..., optimizer=...). This one computes: engine(...), engine.eval_step(batch)"
+            )
+
     # -- microbatches ---------------------------------------------------------------------------------------------
 
     @property

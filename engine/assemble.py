@@ -24,7 +24,7 @@ from ..zero.hooks import UnitHooks, cast_inputs
 from ..zero.host_update import HostUpdate
 from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
-from ..zero.plan import Dtypes
+from ..zero.plan import Dtypes, Role
 from ..zero.sequence import Unit, UnitSequence
 from ..zero.shard_rest import ShardRest
 from ..zero.units import UnitPlan
@@ -80,7 +80,7 @@ def assemble(
         rest,
         shares_gradients=blueprint.shares_gradients,
         delays_updates=blueprint.timing is Timing.DELAYED,
-        hosts={} if host is None else dict.fromkeys(blueprint.homes.updated_apart(own.trained), host),
+        hosts={} if host is None else dict.fromkeys(blueprint.homes.updated_apart(own.updated), host),
     )
     with alone():
         optimizer = _optimizer(blueprint, world, units, rest, host)
@@ -135,7 +135,7 @@ def _optimizer(
     if plan.fused is not None and (host is not None or world.device.type == "cpu"):
         cpu_kernel()  # built now rather than in the first step, which would seem to hang for a second
     offloaded = offloaded_states(config, homes, world)
-    gradients = [gradient for unit in units for gradient in unit.gradients]
+    gradients = [one for unit in units for one in unit.gradients if one.group.role is Role.UPDATED]
     return ShardedOptimizer(gradients, plan.param_groups, plan.make_update(), offloaded, rest, host)
 
 

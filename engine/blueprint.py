@@ -83,13 +83,13 @@ class Blueprint:
         arrangement = _arrangement(config, policy, num_ranks)
         domain = _domain(policy, arrangement)
         units = tuple(plan_units(model, None if zero.units == "auto" else zero.units))
-        pipeline = PipelinePlan.of(config, model, split) if config.parallel.pipeline > 1 else None
+        chosen = OptimizerPlan.of(config, model, optimizer)
+        pipeline = PipelinePlan.of(config, model, split, chosen.role_of) if config.parallel.pipeline > 1 else None
         of_places = [units]
         if pipeline is not None:
             of_places = [tuple(pipeline.at(place).own_units(units)) for place in range(config.parallel.pipeline)]
-        places = tuple(ModelPlan.of(own, dtypes, domain, arrangement) for own in of_places)
-        trained = [group for place in places for group in place.trained]
-        chosen = OptimizerPlan.of(config, model, trained, optimizer)
+        places = tuple(ModelPlan.of(own, dtypes, domain, arrangement, chosen.role_of) for own in of_places)
+        chosen.check_states([group for place in places for group in place.updated])
         homes = Homes.of(config, device, chosen.fused is not None)
         rests_in_pages = homes.parameters is Home.FILE and not homes.is_apart and num_ranks > 1
         wanted = "sockets" if rests_in_pages else config.communication.route

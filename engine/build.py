@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,8 +45,11 @@ def initialize(
     model: a module, or a callable without arguments that builds one; then no rank ever holds the whole.
     config: a JSON file, the name of a preset such as "zero3", a dictionary, or a `lowtide.Config`.
     loss_fn(output, batch) -> loss; without it the model's output is the loss, or has it as .loss, ["loss"] or [0].
-    optimizer: in place of the config's: an optimizer over the model's parameters, a torch optimizer class, or a
-    callable from parameters to an optimizer; it must treat every element by itself.
+    optimizer: in place of the config's: an optimizer over parameters of the model, a torch optimizer class, or a
+    callable from parameters to an optimizer; it must treat every element by itself. Parameters that no group has are
+    not updated; where they require a gradient, it counts in the norm. Those of a group may be frozen and unfrozen
+    between steps (`requires_grad_`), also from the beginning. None, and none in the config: an engine that computes
+    and does not train, as of a teacher; its parameters are frozen until it is closed.
     lr_scheduler: in place of the config's: a callable from the optimizer to a scheduler, or a scheduler of the given
     optimizer.
     sample_batch: a batch, small or not, with which a pipeline sees how the model runs: needed for pipeline.balance
@@ -71,6 +75,8 @@ def initialize(
         blueprint = _blueprint(resolved, world, module, loss_fn, optimizer, lr_scheduler, sample_batch)
         if isinstance(optimizer, torch.optim.Optimizer):
             ledger.hook(optimizer.register_step_pre_hook(_refuse_step))
+        if not blueprint.optimizer.trains:
+            _freeze(module, ledger)
         gives_rows = checked.train_batch_size or checked.train_micro_batch_size_per_gpu
         return assemble(
             blueprint,
@@ -92,6 +98,14 @@ def initialize(
 def _refuse_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> NoReturn:
     """A hook on the caller's own optimizer, whose options the engine uses."""
     raise StateError(BY_HAND.format(what=f"{type(optimizer).__name__}.step()"))
+
+
+def _freeze(module: nn.Module, ledger: Ledger) -> None:
+    """Without an optimizer no gradient of a parameter would ever be used."""
+    for param in module.parameters():
+        if param.requires_grad:
+            param.requires_grad_(False)
+            ledger.callback(partial(param.requires_grad_, True))
 
 
 def _prepare_process(config: Config, world: World) -> Config:
@@ -127,6 +141,11 @@ def _blueprint(
             optimizer=optimizer,
             split=split,
         )
+        if lr_scheduler is not None and not blueprint.optimizer.trains:
+            raise ValueError(
+                "lr_scheduler: expected an optimizer beside it, in the config or passed to initialize(..., "
+                "optimizer=...); found neither"
+            )
         if lr_scheduler is not None and config.scheduler is not None:
             raise ValueError(
                 f'scheduler: found one in the config ("{config.scheduler.type}") and one passed to initialize; '

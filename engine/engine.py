@@ -142,6 +142,7 @@ class Engine(ParameterAccess, AveragedWeights, ModuleFacade):
         Raises NonFiniteGradientError where a gradient is not finite (float16: the step is skipped instead). After an
         error of all ranks alike the next call is a step of its own: no gradient of the failed one is left.
         """
+        self._steps.check_trains("engine.train_step")
         try:
             self._driver.train(self._steps, self._steps.microbatches_of(batch))
         except BaseException:
@@ -163,6 +164,7 @@ class Engine(ParameterAccess, AveragedWeights, ModuleFacade):
         `loss.backward()` does the same, for any graph through what the engine has returned, of several engines too;
         only the loss in the result of the step is not known then (NaN): see `scale`.
         """
+        self._steps.check_trains("engine.backward")
         self._driver.backward(self._steps, loss)
         if self._steps.is_complete:
             self._steps.reduced.put()
@@ -188,6 +190,8 @@ class Engine(ParameterAccess, AveragedWeights, ModuleFacade):
     @in_turn
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets what the backwards since the last step have added up; `step` does so by itself."""
+        if self._steps.num_microbatches:
+            self._join.check_outside("engine.zero_grad() in the middle of a step")
         self._steps.refuse_more("engine.zero_grad()")
         self._steps.forget()
 
@@ -206,6 +210,7 @@ class Engine(ParameterAccess, AveragedWeights, ModuleFacade):
     @in_turn
     def step(self) -> StepResult:
         """Updates the parameters at the accumulation boundary; before it, only returns the last result."""
+        self._steps.check_trains("engine.step")
         return self._step()
 
     def _step(self) -> StepResult:
@@ -287,6 +292,8 @@ class Engine(ParameterAccess, AveragedWeights, ModuleFacade):
     def _take_part(self, call: Call) -> None:
         if call is Call.STEP:
             self._step()
+        elif call is Call.TAKING_BACK:
+            self._steps.take_back()
         elif call is Call.EVALUATION:
             self._steps.mean_over_ranks([], self.world_size)
         elif call is Call.AGREEMENT:

@@ -108,17 +108,17 @@ class _Footprint:
         self._in_pipeline = blueprint.pipeline is not None
         self._accumulates = (blueprint.config.gradient_accumulation_steps or 1) > 1
         self._kinds = cache(lambda dtype: kinds_of_block(dtype, blueprint.optimizer.new_states))
-        numels = blueprint.homes.states_plan.resident_numels([one.layout.shard_numel for one in self._plan.trained])
-        self._resident = {id(group): numel for group, numel in zip(self._plan.trained, numels, strict=True)}
+        numels = blueprint.homes.states_plan.resident_numels([one.layout.shard_numel for one in self._plan.updated])
+        self._resident = {id(group): numel for group, numel in zip(self._plan.updated, numels, strict=True)}
 
     def at(self, moment: Moment) -> RankBytes:
         blueprint, homes, plan = self._blueprint, self._blueprint.homes, self._plan
         shards = [group.shard_bytes for group in plan.groups]
-        chunks = [nbytes for group in plan.trained for nbytes in self._chunks(group)]
+        chunks = [nbytes for group in plan.updated for nbytes in self._chunks(group)]
         return RankBytes(
             parameters=sum(map(self._at_rest, plan.groups)),
             gradients=sum(self._gradient(group, moment) for group in plan.trained),
-            optimizer=sum(self._states(group, moment) for group in plan.trained),
+            optimizer=sum(self._states(group, moment) for group in plan.updated),
             gathered=peak_gathered_bytes(blueprint, self._place, self._gathered) if self._frees_memory else 0,
             staging=self._staging(),
             host=_kept(shards, homes.parameters is Home.HOST) + _kept(chunks, homes.states is Home.HOST),
@@ -162,7 +162,7 @@ class _Footprint:
         shares_memory = blueprint.route == "shared_memory"
         is_common = blueprint.shares_gradients and shares_memory and self._replicas_size > 1 and not group.domain.copies
         common, own = (shard // self._replicas_size, 0) if is_common else (0, shard)
-        leaves = blueprint.homes.updates_on_host and not self._resident[id(group)]
+        leaves = blueprint.homes.updates_on_host and not self._resident.get(id(group), 1)
         if moment is Moment.ACCUMULATING and not self._adds_in_place(group, leaves):
             if not blueprint.policy.reduces_every_backward:
                 return common + self._local(group)

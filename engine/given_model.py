@@ -46,11 +46,6 @@ def check_model(module: nn.Module) -> None:
     params = list(module.named_parameters())
     if not params:
         raise ValueError(f"model: expected a module with parameters, found {type(module).__name__} without any")
-    if not any(param.requires_grad for _, param in params):
-        raise ValueError(
-            f"model: expected at least one parameter that requires a gradient, found {len(params)} that do not; "
-            "call requires_grad_(True) on what is to be trained"
-        )
     released = [name for name, param in params if isinstance(param, ReleasedParameter)]
     if released:
         raise ValueError(

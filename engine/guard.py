@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..zero.group import ShardedGroup
+from ..zero.plan import Role
 from ..zero.sequence import Unit
 
 
@@ -16,7 +17,8 @@ class ModelGuard:
 
     | what is compared                                  | of which parameters                                        |
     |---------------------------------------------------|------------------------------------------------------------|
-    | identity in its place, requires_grad              | all                                                        |
+    | identity in its place                             | all                                                        |
+    | requires_grad                                     | those frozen and in no group of the optimizer              |
     | where its values lie                              | all whose memory is kept                                   |
     | how often it was changed in place                 | those of which masters or other ranks have another copy    |
     | a few of its elements, for what went past `.data` | of those, the ones that can be read between steps          |
@@ -29,7 +31,7 @@ class ModelGuard:
         self._module = module
         groups = [group for unit in units for group in unit.groups]
         members = [(group, name, p) for group in groups for name, p in zip(group.names, group.params, strict=True)]
-        self._params = [(name, param, group.requires_grad) for group, name, param in members]
+        self._params = [(name, param) for group, name, param in members if group.role is Role.FROZEN]
         self._known = {id(param): name for _, name, param in members}
         self._kept = [(name, param) for group, name, param in members if not group.frees_memory]
         watched = {id(g) for g in groups if copies_are_shared or g.frees_memory or g.dtype.itemsize < 4}
@@ -68,15 +70,16 @@ class ModelGuard:
         self._values = [sample.take() for sample in self._samples]
 
     def check(self) -> None:
-        """Raises ValueError for parameters that were added, replaced, tied, taken out, frozen, unfrozen or changed."""
+        """Raises ValueError for parameters that were added, replaced, tied, taken out, unfrozen or changed."""
         if any(part.has_changed() for part in self._parts):
             self._check_places()
         with torch._C.DisableTorchFunctionSubclass():  # reading an attribute of a released one costs a call of Python
-            for name, param, requires_grad in self._params:
-                if param.requires_grad and not requires_grad:  # frozen for some steps: nobody uses it in those
+            for name, param in self._params:
+                if param.requires_grad:
                     raise ValueError(
-                        f"parameter '{name}': expected requires_grad=False as at lowtide.initialize, found True; it "
-                        "has no gradient and no states: unfreeze it before initialize, or call that again"
+                        f"parameter '{name}': expected requires_grad=False as at lowtide.initialize, found True; no "
+                        "group of the optimizer has it; give it to one at initialize (it may be frozen then), or call "
+                        "engine.optimizer.add_param_group"
                     )
             for (name, param), address in zip(self._kept, self._addresses, strict=True):
                 if param.data_ptr() != address:

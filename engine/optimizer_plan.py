@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..kernels.dispatch import Backend
+from ..optimizers.optimizer import Optimizer, OptimizerParams, Options
 from ..optimizers.table import OPTIMIZERS
 from ..zero.fused_update import FusedUpdate
 from ..zero.optimizer_choice import OptimizerFactory, another, check_elementwise, record_like
-from ..zero.plan import GroupPlan
+from ..zero.plan import GroupPlan, Role
 from ..zero.torch_update import TorchUpdate
 from .config.config import Config
 from .fusing import optimizer_backend
@@ -26,36 +27,47 @@ OptimizerChoice = torch.optim.Optimizer | type[torch.optim.Optimizer] | Callable
 
 @dataclass(frozen=True)
 class OptimizerPlan:
-    """Options by parameter, and what updates: a rule of `kernels/`, or the caller's own elementwise optimizer."""
+    """Options by parameter, and what updates: a rule of `kernels/`, or the caller's own elementwise optimizer.
+
+    | a parameter                            | is                                                                |
+    |----------------------------------------|-------------------------------------------------------------------|
+    | in a group                             | updated; frozen ones too, in the steps in which they are not      |
+    | in none, and requires a gradient       | left out: its gradient is summed, and counts in the norm          |
+    | in none, and does not; or not of floats| frozen                                                            |
+    | of an engine without an optimizer      | frozen                                                            |
+    """
 
     param_groups: list[dict[str, Any]]  # the caller's own dictionaries
     fused: FusedUpdate | None
     factory: OptimizerFactory | None  # of the caller's class, where there is no rule that does the same
 
     @classmethod
-    def of(
-        cls, config: Config, module: nn.Module, groups: Sequence[GroupPlan], choice: OptimizerChoice
-    ) -> OptimizerPlan:
-        """groups: that are trained. Raises ValueError where none or two were given, or one cannot run on shards."""
+    def of(cls, config: Config, module: nn.Module, choice: OptimizerChoice) -> OptimizerPlan:
+        """Raises ValueError where two were given, one cannot run on shards, or the config needs one."""
         if choice is not None and config.optimizer is not None:
             raise ValueError(
                 f'optimizer: found one in the config ("{config.optimizer.type}") and one passed to initialize; '
                 "leave one out"
             )
-        trained = [param for param in module.parameters() if param.requires_grad]
+        params = list(module.parameters())
+        trained = [param for param in params if param.requires_grad]
         backend = optimizer_backend(config)
+        if choice is None and config.optimizer is None:
+            _check_needs_none(config)
+            return cls([], FusedUpdate(_NOTHING, {}, torch.float32, backend), None)
+        if not trained and not isinstance(choice, torch.optim.Optimizer):
+            raise ValueError(
+                f"model: expected at least one parameter that requires a gradient, found {len(params)} that do not; "
+                "call requires_grad_(True) on what is to be trained"
+            )
         if choice is not None:
             own = choice if isinstance(choice, torch.optim.Optimizer) else _call(choice, trained)
-            _check_covers(own, trained)
+            _check_members(own, params)
             return cls._like(own, backend)
-        if config.optimizer is None:
-            raise ValueError(
-                'optimizer: expected one in the config, for example {"type": "adamw", "params": {"lr": 1e-3}}, or one '
-                "passed to initialize(..., optimizer=...); found neither"
-            )
+        assert config.optimizer is not None
         options, record = config.optimizer.options, OPTIMIZERS[config.optimizer.type]
         param_groups: list[dict[str, Any]] = [{"params": trained, **options}]
-        state_dtype = _state_dtype(config.optimizer.state_dtype, groups)
+        state_dtype = _STATE_DTYPES[config.optimizer.state_dtype]
         return cls(param_groups, FusedUpdate(record, options, state_dtype, backend), None)
 
     @classmethod
@@ -67,6 +79,31 @@ class OptimizerPlan:
         factory = partial(another, own)
         check_elementwise(factory)
         return cls(own.param_groups, None, factory)
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer at all; without one nothing has a gradient."""
+        return bool(self.param_groups)
+
+    @cached_property
+    def _members(self) -> frozenset[int]:
+        return frozenset(id(param) for group in self.param_groups for param in group["params"])
+
+    def role_of(self, param: nn.Parameter) -> Role:
+        """What becomes of a parameter of the model."""
+        if id(param) in self._members and param.is_floating_point():
+            return Role.UPDATED
+        return Role.LEFT_OUT if param.requires_grad and self.trains else Role.FROZEN
+
+    def check_states(self, groups: Sequence[GroupPlan]) -> None:
+        """groups: that are updated. Raises ValueError where they cannot have their states in the dtype."""
+        wide = [group.name for group in groups if group.dtype == torch.float64]
+        if self.fused is not None and self.fused.state_dtype != torch.float32 and wide:
+            name = next(name for name, dtype in _STATE_DTYPES.items() if dtype == self.fused.state_dtype)
+            raise ValueError(
+                f'optimizer.params.state_dtype: "{name}" needs parameters of at most float32, found float64 in '
+                f'{wide[0]}; use "fp32", with which the states have the dtype of the parameters'
+            )
 
     def new_states(self, master: Tensor) -> dict[str, Tensor]:
         """The states of master weights, (n,), by name; none where only the first step shows them."""
@@ -80,27 +117,39 @@ class OptimizerPlan:
         return TorchUpdate(self.factory)
 
 
+def _do_nothing(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None: ...
+
+
+_NOTHING = Optimizer("None", OptimizerParams, states=(), apply=_do_nothing, keeps_step=False)
+"""Of an engine without an optimizer: has no parameters."""
+
+
+def _check_needs_none(config: Config) -> None:
+    """Raises ValueError where the config is of a training."""
+    zero = config.zero_optimization
+    wants = {
+        "scheduler": config.scheduler is not None,
+        "gradient_clipping": bool(config.gradient_clipping),
+        "zero_optimization.offload_optimizer": zero.offload_optimizer.is_used,
+        "zero_optimization.update_in_backward": zero.update_in_backward,
+    }
+    found = [key for key, is_wanted in wants.items() if is_wanted]
+    if found:
+        raise ValueError(
+            f"optimizer: expected one beside {found[0]}, in the config, for example "
+            '{"type": "adamw", "params": {"lr": 1e-3}}, or passed to initialize(..., optimizer=...); found neither'
+        )
+
+
 def _call(make: Callable[[Any], torch.optim.Optimizer], params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return make(params)
 
 
-def _state_dtype(name: str, groups: Sequence[GroupPlan]) -> torch.dtype:
-    wide = [group.name for group in groups if group.dtype == torch.float64]
-    if name != "fp32" and wide:
+def _check_members(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+    members, known = [param for group in optimizer.param_groups for param in group["params"]], set(map(id, params))
+    extra = sum(id(param) not in known for param in members)
+    if extra or not members:
         raise ValueError(
-            f'optimizer.params.state_dtype: "{name}" needs parameters of at most float32, found float64 in {wide[0]}; '
-            'use "fp32", with which the states have the dtype of the parameters'
-        )
-    return _STATE_DTYPES[name]
-
-
-def _check_covers(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> None:
-    covered = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    missing = sum(id(param) not in covered for param in trained)
-    extra = len(covered - {id(param) for param in trained})
-    if missing or extra:
-        raise ValueError(
-            f"optimizer: expected one over exactly the {len(trained)} parameters of the model that require "
-            f"gradients, found {missing} of them left out and {extra} others; freeze what is not to be trained with "
-            "requires_grad_(False)"
+            f"optimizer: expected one over parameters of the model, of which there are {len(params)}, found one over "
+            f"{len(members)}, of which {extra} are not of the model; make it over model.parameters(), or some of them"
         )

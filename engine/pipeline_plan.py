@@ -15,6 +15,7 @@ from ..pipe.schedules.passes import complete
 from ..pipe.schedules.schedule import Schedule
 from ..pipe.split.split import SplitPlan, plan_split
 from ..zero.domain import Copies
+from ..zero.plan import Role, Roles
 from ..zero.policy import ZeroPolicy
 from ..zero.sequence import Unit
 from ..zero.units import UnitPlan
@@ -41,7 +42,7 @@ class PipelinePlan:
     place: int = 0  # on the pipe axis
 
     @classmethod
-    def of(cls, config: Config, module: nn.Module, split: SplitPlan | None) -> PipelinePlan:
+    def of(cls, config: Config, module: nn.Module, split: SplitPlan | None, role_of: Roles) -> PipelinePlan:
         """split: None: made here. Raises ValueError for a model that cannot be split so."""
         assert config.gradient_accumulation_steps is not None
         schedule = schedule_of(config.parallel, config.pipeline, config.gradient_accumulation_steps)
@@ -52,7 +53,7 @@ class PipelinePlan:
             split=split,
             numel=tuple(sum(params[name].numel() for name in names) for names in split.parameters),
             whole=Whole(
-                {name: param for name, param in params.items() if param.requires_grad},
+                {name: param for name, param in params.items() if role_of(param) is not Role.FROZEN},
                 tuple(module.state_dict(keep_vars=True)),
             ),
             frees_parameters=ZeroPolicy.from_stage(config.zero_optimization.stage).frees_parameters,

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..comm import Mesh
 from ..zero.exact_sum import NUM_LIMBS, from_limbs, to_limbs
 from ..zero.gradient import GroupGradient
+from ..zero.plan import Role
 from .errors import NonFiniteGradientError
 
 
@@ -40,7 +41,8 @@ class Uses:
         """param_groups: of the whole model, on all ranks alike. gradients: of this rank."""
         self._params = [id(param) for group in param_groups for param in group["params"]]
         place_of = {param: place for place, param in enumerate(self._params)}
-        self._places = [(one, [place_of[id(param)] for param in one.group.params]) for one in gradients]
+        updated = [one for one in gradients if one.group.role is Role.UPDATED]
+        self._places = [(one, [place_of[id(param)] for param in one.group.params]) for one in updated]
         self._num_bits = num_ranks.bit_length()
         self._per_word = 63 // self._num_bits
         self._shifts = torch.arange(self._per_word) * self._num_bits

@@ -66,7 +66,12 @@ class StepUpdate:
         self._postponed: list[tuple[ShardState, list[tuple[Piece, Tensor]]]] = []
         self.timing = timing
         self._shards = {id(shard.gradient): shard for shard in optimizer.shards}
-        self._order = [self._shards[id(gradient)] for unit in reduction_order for gradient in unit.gradients]
+        self._order = [
+            self._shards[id(gradient)]
+            for unit in reduction_order
+            for gradient in unit.gradients
+            if id(gradient) in self._shards
+        ]
 
     def begin_backward(self, boundary: bool) -> OnFinal | None:
         """boundary: the backward that begins makes the gradients of the step final.
@@ -190,8 +195,10 @@ class StepUpdate:
                 shard.group.release_kept()
 
     def _update_one(self, gradient: GroupGradient) -> None:
-        shard = self._shards[id(gradient)]
-        if gradient.check():
+        shard = self._shards.get(id(gradient))
+        if shard is None:  # no group of the optimizer has it
+            gradient.check()
+        elif gradient.check():
             if self.timing is Timing.IN_BACKWARD:
                 self._postpone(shard)
             self._optimizer.update(shard, self._unclipped_factor())

@@ -24,7 +24,7 @@ from .batch import microbatches, prepared
 from .config.config import Config
 from .gradient_scale import GradientScale
 from .guard import ModelGuard
-from .join import Join, weighted
+from .join import Call, Join, weighted
 from .step_result import StepResult
 from .step_sums import StepSums, Uses, non_finite_error, sum_step
 from .step_update import StepUpdate, Timing
@@ -91,6 +91,7 @@ class Steps:
         """input_dtype: of the floating-point inputs of a forward; None: as they are. rows_per_microbatch: None: any."""
         self.losses: list[Tensor] = []  # () of each microbatch
         self.num_microbatches = 0  # that are done
+        self._num_begun = 0  # with those of the backward that runs
         self.is_complete = False
         """Whether the last of them was the last of its step."""
         self._is_last: bool | None = None  # as the caller says; None: by their number
@@ -105,7 +106,7 @@ class Steps:
         self._rows_per_microbatch = rows_per_microbatch
         groups = [group for unit in passes.units for group in unit.groups]
         own = (param for group in groups for param in group.params)
-        trained = [group for group in groups if group.requires_grad]
+        trained = [gradient.group for gradient in self.gradients]
         self.reduced = ReducedGradients(
             [pair for group in trained for pair in zip(group.names, group.params, strict=True)]
         )
@@ -117,6 +118,14 @@ class Steps:
         order = passes.reduction_order
         self._uses = Uses(optimizer.param_groups, self.gradients, mesh.world.size)
         self.update = StepUpdate(optimizer, order, mesh, timing, lambda: self.rest, delay_after_steps)
+
+    def check_trains(self, call: str) -> None:
+        """Raises ValueError in an engine without an optimizer."""
+        if not self._optimizer.param_groups:
+            raise ValueError(
+                f"{call}: expected an engine with an optimizer, found one without; put one into the config, or give it "
+                "to lowtide.initialize(..., optimizer=...). This one computes: engine(...), engine.eval_step(batch)"
+            )
 
     # -- microbatches ---------------------------------------------------------------------------------------------
 
@@ -180,6 +189,7 @@ class Steps:
         if boundary:
             self.guard.expect_update()
         self.is_complete = boundary
+        self._num_begun = self.num_microbatches + num_microbatches
         self._passes.begin_backward(boundary, on_final)
 
     def end_backward(self, num_microbatches: int = 1) -> None:
@@ -209,6 +219,7 @@ class Steps:
     def take_back(self) -> None:
         """What was updated before the end of the step has not been, on all ranks. Does nothing where nothing was."""
         if self.update.take_back():
+            self._join.before(Call.TAKING_BACK)
             self._mesh.fence("the end of what was tried in the backward")
 
     def forget(self) -> None:
@@ -266,7 +277,7 @@ class Steps:
     @property
     def _weight(self) -> float:
         """How many microbatches a step has, for each that there was: 1 but under `engine.join`."""
-        full = self._mesh.data_size * max(self.accumulation, self.num_microbatches)
+        full = self._mesh.data_size * self._num_begun
         return full / (full - self._join.num_missing) if self._join.num_missing else 1.0
 
     def _losses_by_weight(self) -> list[Tensor]:

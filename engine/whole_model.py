@@ -69,8 +69,8 @@ class WholeModel:
         self.passes.listen(self._unasked)
 
     def take_part(self, steps: Steps, call: Call) -> None:
-        if call is Call.BACKWARD:
-            with steps.backward():
+        if call in (Call.BACKWARD, Call.LAST_BACKWARD):
+            with steps.accumulate(last=call is Call.LAST_BACKWARD), steps.backward():
                 pass  # all units count as unused
             return
         with torch.set_grad_enabled(call is Call.FORWARD):

@@ -13,7 +13,7 @@ from .gradient import GroupGradient
 from .group import ShardedGroup
 from .group_memory import PagedMemory, ResizedMemory
 from .host_update import HostUpdate
-from .plan import ModelPlan
+from .plan import ModelPlan, Role
 from .sequence import Unit
 from .shard_rest import ShardRest
 
@@ -50,11 +50,17 @@ def build_units(
         groups, gradients = [], []
         for group_plan in group_plans:
             group = ShardedGroup(
-                group_plan.name, group_plan.params, group_plan.dtype, group_plan.layout, mesh, group_plan.domain
+                group_plan.name,
+                group_plan.params,
+                group_plan.dtype,
+                group_plan.layout,
+                mesh,
+                group_plan.domain,
+                group_plan.role,
             )
             take_memory(group)
             groups.append(group)
-            if group.requires_grad:
+            if group_plan.role is not Role.FROZEN:
                 gradients.append(
                     GroupGradient(
                         group,

@@ -13,6 +13,7 @@ from ..offload import Memory, Resident, StoredRange
 from .domain import Domain
 from .group_memory import GroupMemory
 from .layout import FlatLayout, Piece
+from .plan import Role
 from .released import mark_present, mark_released
 from .shard_rest import ShardRest
 
@@ -26,7 +27,7 @@ class Residence(Enum):
 
 
 class ShardedGroup:
-    """Parameters of one unit with the same dtype and requires_grad, flat and sharded.
+    """Parameters of one unit with the same dtype and role, flat and sharded.
 
     Parameters are views into `full`, (padded_numel,), for good: what autograd saved of them (a transposed view, say)
     refers to the storage of `full`. Releasing takes the memory away from that storage, gathering gives it back and
@@ -52,6 +53,7 @@ class ShardedGroup:
         layout: FlatLayout,
         mesh: Mesh,
         domain: Domain,
+        role: Role,
     ) -> None:
         """params: (name, parameter) in the order of the layout. dtype: what they are computed in."""
         self.name = name
@@ -66,7 +68,7 @@ class ShardedGroup:
         self.copies_are_shared = self.state_axis.route.copies_are_shared  # by its ranks: one of the parameters
         self.is_counted = all(mesh.axes[one.axis].rank == one.places[0] for one in domain.copies)
         self.frees_parameters = bool(domain.parameters)
-        self.requires_grad = self.params[0].requires_grad
+        self.role = role
         self.residence = Residence.FULL
         self.full = torch.empty(0)
         self._resting = torch.empty(0)  # of `full`, or beside it

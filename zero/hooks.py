@@ -90,7 +90,10 @@ class UnitHooks:
         for gradient in unit.gradients:
             for name, param in zip(gradient.group.names, gradient.group.params, strict=True):
                 hook = _gradient_hook(self._sequence, unit, name)
+                requires_grad = param.requires_grad
+                param.requires_grad_(True)  # a frozen one takes no hook; unfrozen later, it has this one
                 self._add(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                param.requires_grad_(requires_grad)
 
     def _hook_users_of_rest(self, rest: Unit) -> None:
         """A module outside the blocks may be called by itself, not through the root: its parameters must be there."""

@@ -60,7 +60,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # Optimizer.__init__ imports torch's compiler, 70 MiB a process; what unpickling sets is all that is needed. The
         # groups are the user's very dictionaries: a scheduler bound to them acts here too. From the defaults schedulers
         # read which options there are.
-        defaults = {key: value for key, value in param_groups[0].items() if key != "params"}
+        defaults = {key: value for group in param_groups[:1] for key, value in group.items() if key != "params"}
         self.__setstate__({"defaults": defaults, "state": {}, "param_groups": param_groups})
         self.num_steps = 0
         self.unused: frozenset[int] = frozenset()
@@ -88,8 +88,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def lr(self) -> float:
-        """The learning rate of the first parameter group."""
-        return float(self.param_groups[0]["lr"])
+        """The learning rate of the first parameter group; 0 where there is none."""
+        return float(self.param_groups[0]["lr"]) if self.param_groups else 0.0
 
     @property
     def lacks_state(self) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,17 @@ class Dtypes:
         return self.compute
 
 
+class Role(Enum):
+    """What becomes of a parameter in training, and which memory is taken for it beside its own."""
+
+    FROZEN = "frozen"  # nothing: it has no gradient, now or later
+    LEFT_OUT = "left out"  # a gradient, and no states: no group of the optimizer has it
+    UPDATED = "updated"  # a gradient, and states
+
+
+Roles = Callable[[nn.Parameter], Role]
+
+
 @dataclass(frozen=True)
 class GroupPlan:
     """A group before it has memory: its parameters, dtypes, layout and domain."""
@@ -41,10 +53,7 @@ class GroupPlan:
     accumulation_dtype: torch.dtype  # of their sums over ranks and microbatches
     layout: FlatLayout
     domain: Domain
-
-    @property
-    def requires_grad(self) -> bool:
-        return self.params[0][1].requires_grad
+    role: Role
 
     @property
     def full_bytes(self) -> int:
@@ -72,8 +81,11 @@ class ModelPlan:
     domain: Domain  # of groups of which no other stage has a copy
 
     @classmethod
-    def of(cls, units: Sequence[UnitPlan], dtypes: Dtypes, domain: Domain, arrangement: Arrangement) -> ModelPlan:
-        return cls(tuple((unit, tuple(_plan_groups(unit, dtypes, domain, arrangement))) for unit in units), domain)
+    def of(
+        cls, units: Sequence[UnitPlan], dtypes: Dtypes, domain: Domain, arrangement: Arrangement, role_of: Roles
+    ) -> ModelPlan:
+        groups = ((unit, tuple(_plan_groups(unit, dtypes, domain, arrangement, role_of))) for unit in units)
+        return cls(tuple(groups), domain)
 
     @property
     def groups(self) -> list[GroupPlan]:
@@ -81,8 +93,13 @@ class ModelPlan:
 
     @property
     def trained(self) -> list[GroupPlan]:
+        """Those that have gradients."""
+        return [group for group in self.groups if group.role is not Role.FROZEN]
+
+    @property
+    def updated(self) -> list[GroupPlan]:
         """Those that have gradients and states."""
-        return [group for group in self.groups if group.requires_grad]
+        return [group for group in self.groups if group.role is Role.UPDATED]
 
     def rings(self, arrangement: Arrangement) -> list[tuple[tuple[str, ...], int, int]]:
         """(axes, bytes of a slot, number of slots) through which gradients are reduced, for each rank."""
@@ -96,13 +113,15 @@ class ModelPlan:
         return [ring for ring in rings if staged and arrangement.size(ring[0]) > 1]
 
 
-def _plan_groups(unit: UnitPlan, dtypes: Dtypes, domain: Domain, arrangement: Arrangement) -> Iterable[GroupPlan]:
+def _plan_groups(
+    unit: UnitPlan, dtypes: Dtypes, domain: Domain, arrangement: Arrangement, role_of: Roles
+) -> Iterable[GroupPlan]:
     domain, shard_count = replace(domain, copies=unit.copies), arrangement.size(domain.states)
-    members: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+    members: dict[tuple[torch.dtype, Role], list[tuple[str, nn.Parameter]]] = {}
     for name, param in unit.params:
-        members.setdefault((dtypes.of(param), param.requires_grad), []).append((name, param))
-    for (dtype, requires_grad), params in members.items():
-        kind = f"{str(dtype).removeprefix('torch.')}{'' if requires_grad else ', frozen'}"
+        members.setdefault((dtypes.of(param), role_of(param)), []).append((name, param))
+    for (dtype, role), params in members.items():
+        kind = f"{str(dtype).removeprefix('torch.')}{'' if role is Role.UPDATED else f', {role.value}'}"
         yield GroupPlan(
             name=f"unit {unit.name} ({kind})",
             params=tuple(params),
@@ -111,6 +130,7 @@ def _plan_groups(unit: UnitPlan, dtypes: Dtypes, domain: Domain, arrangement: Ar
             accumulation_dtype=_at_least_float32(dtypes.accumulate, dtype),
             layout=FlatLayout.of([(name, tuple(param.shape)) for name, param in params], shard_count),
             domain=domain,
+            role=role,
         )
 
 

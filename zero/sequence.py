@@ -250,9 +250,11 @@ class UnitSequence:
         units: Sequence[Unit],
         prefetch_numel: int,
         progress: Progress,
-        before_pass: Callable[[Phase], None] = lambda phase: None,
+        before_pass: Callable[[Phase, bool], None] = lambda phase, boundary: None,
     ) -> None:
-        """before_pass: told before the collectives of a forward, where there are some, and of a backward."""
+        """before_pass: told before the collectives of a forward, where there are some, of a backward, and whether that
+        is the last of a step; IDLE: of a run of autograd that reduces nothing, where it gathers from other ranks.
+        """
         self.units = units
         self._before_pass = before_pass
         self._progress = progress
@@ -293,7 +295,7 @@ class UnitSequence:
         if self.phase is Phase.FORWARD:  # the last forward ended with an exception
             self.end_forward(keeps_graph=False)
         if self._needs_ring:
-            self._before_pass(Phase.FORWARD)
+            self._before_pass(Phase.FORWARD, False)
         self.phase = Phase.FORWARD
         self._expects_backward = torch.is_grad_enabled()
         self._forward = Forward()
@@ -375,7 +377,7 @@ class UnitSequence:
 
     def begin_backward(self, boundary: bool, on_final: OnFinal | None) -> None:
         """boundary: the last microbatch of an optimizer step. on_final: called with each gradient that is complete."""
-        self._before_pass(Phase.BACKWARD)
+        self._before_pass(Phase.BACKWARD, boundary)
         self.phase = Phase.BACKWARD
         self._boundary, self._on_final = boundary, on_final
         self._graph_task = None
@@ -499,6 +501,8 @@ class UnitSequence:
 
     def _begin_lending(self) -> None:
         """A run in which nothing is reduced."""
+        if self._needs_ring:
+            self._before_pass(Phase.IDLE, False)
         if not self.rest.is_full:
             self._lent.append(self.rest)
         self._begin_gathers()

@@ -254,16 +254,22 @@ class Checkpointer:
                 found.append(Fragment(name, (), 0, torch.tensor([float(count)])))
         return found
 
+    @property
+    def _updated(self) -> dict[str, nn.Parameter]:
+        """The parameters that have states, of the whole model."""
+        keys = self._named.catalog.state_keys
+        return {name: param for name, param in self._named.whole.trained.items() if name in keys}
+
     def _steps(self) -> dict[str, int]:
         """By full name: how often the optimizer has updated, and the parameters that it has not updated each time."""
-        done, trained = self._optimizer.num_steps, self._named.whole.trained
+        done, trained = self._optimizer.num_steps, self._updated
         missed = {f"{STEP}.{name}": self._optimizer.missed_steps(param) for name, param in trained.items()}
         return {STEP: done, **{name: done - count for name, count in missed.items() if count}}
 
     def _optimizer_names(self, has_states: bool) -> OptimizerNames:
         record = OPTIMIZERS.get(self._optimizer.kind)
         has_step = has_states and (record is None or record.keeps_step)
-        return OptimizerNames(tuple(self._named.whole.trained) if has_step else (), self._named.option_groups)
+        return OptimizerNames(tuple(self._updated) if has_step else (), self._named.option_groups)
 
     def _state_dtypes(self) -> dict[str, dict[str, torch.dtype]]:
         """The states of each parameter that has any. A collective: a rank knows only those that it holds a part of."""

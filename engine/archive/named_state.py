@@ -79,7 +79,8 @@ class NamedState:
     def option_groups(self) -> tuple[tuple[str, ...], ...]:
         """The names of the parameters in each group of the optimizer's options, of the whole model."""
         names = {id(param): name for name, param in self.whole.trained.items()}
-        return tuple(tuple(names[id(param)] for param in group["params"]) for group in self._optimizer.param_groups)
+        groups = self._optimizer.param_groups
+        return tuple(tuple(names[id(param)] for param in group["params"] if id(param) in names) for group in groups)
 
     def _aliases(self) -> dict[str, str]:
         first = {

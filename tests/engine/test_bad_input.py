@@ -168,9 +168,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "ValueError: model: expected a callable that returns an nn.Module, found dict",
     ),
     "no optimizer": (
-        lambda: initialize(None, {"optimizer": None}),
-        'ValueError: optimizer: expected one in the config, for example {"type": "adamw", "params": {"lr": '
-        "1e-3}}, or one passed to initialize(..., optimizer=...); found neither",
+        lambda: initialize(None, {"optimizer": None, "gradient_clipping": 1.0}),
+        "ValueError: optimizer: expected one beside gradient_clipping, in the config, for example "
+        '{"type": "adamw", "params": {"lr": 1e-3}}, or passed to initialize(..., optimizer=...); found neither',
     ),
     "two optimizers": (
         two_optimizers,

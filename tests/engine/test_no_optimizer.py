@@ -1,0 +1,110 @@
+"""An engine without an optimizer computes, saves and loads, and says in words that it does not train."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from tests import models
+from tests.ranks import RankPool
+from tests.zero.training import Case, share_of
+
+CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "steps_per_print": 0}
+NVME = {"device": "nvme"}
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return models.tiny_gpt()
+
+
+def compute(stage: int, config: dict[str, Any], folder: Path) -> list[Any]:
+    """What a teacher gives, in several ways, and how many of its bytes are not parameters."""
+    batch = share_of(models.token_batch(0, 4))
+    with lowtide.initialize(build(), {**CONFIG, "zero_optimization": {"stage": stage, **config}}) as engine:
+        loss, mean = engine(*batch), engine.eval_step(batch)
+        assert not loss.requires_grad and engine.lr == 0
+        memory = engine.memory()
+        engine.export(folder / "plain")
+        engine.save_checkpoint(folder / "saved")
+        state = engine.state_dict()
+        weight = engine.module.get_parameter("head.weight")
+        with engine.gathered(weight, modify=True):
+            weight.mul_(2)
+        assert engine(*batch) != loss
+        engine.load_checkpoint(folder / "saved")
+        restored = engine(*batch)
+        engine.load_weights(folder / "plain")
+        return [loss, restored, engine(*batch), mean, memory.gradient_bytes + memory.optimizer_bytes, state]
+
+
+def test_it_computes_what_torch_does(ranks: RankPool, tmp_path: Path) -> None:
+    model = build()
+    losses = [model(*(part.chunk(2)[rank] for part in models.token_batch(0, 4))) for rank in range(2)]
+    for stage, config in ((0, {}), (1, {}), (3, {}), (3, {"offload_param": NVME | {"nvme_path": str(tmp_path)}})):
+        found = ranks(2, compute, stage, config, tmp_path / f"{stage} {len(config)}")
+        for (*own, mean, others, _), expected in zip(found, losses, strict=True):
+            torch.testing.assert_close(own, [expected.detach()] * 3)
+            torch.testing.assert_close(mean, torch.stack(losses).mean().detach())
+            assert others == 0
+        assert all(torch.equal(value, found[0][-1][name]) for name, value in model.state_dict().items())
+
+
+def distill(stage: int) -> dict[str, Any]:
+    """A student of a teacher that is another engine."""
+    case = Case(models.mlp, models.vector_batch, stage, steps=2)
+    teacher = lowtide.initialize(case.build(), {**CONFIG, "zero_optimization": {"stage": stage}})
+    student = lowtide.initialize(case.build(), case.as_config())
+    batch = share_of(case.global_batch(0, student.world_size))
+    for _ in range(2):
+        loss = (student(*batch) - 2 * teacher(*batch)).square()
+        student.backward(loss)
+        student.step()
+    state = student.state_dict()
+    teacher.close()
+    student.close()
+    return state
+
+
+def test_a_teacher_beside_a_student(ranks: RankPool) -> None:
+    at_0, at_3 = (ranks(2, distill, stage)[0] for stage in (0, 3))
+    assert all(torch.equal(value, at_3[name]) for name, value in at_0.items())
+
+
+def test_it_says_that_it_does_not_train() -> None:
+    model = build()
+    engine = lowtide.initialize(model, CONFIG)
+    batch = models.token_batch(0, 2)
+    for name, call in {
+        "train_step": lambda: engine.train_step(batch),
+        "backward": lambda: engine.backward(engine(*batch)),
+        "step": engine.step,
+    }.items():
+        words = f"engine.{name}: expected an engine with an optimizer, found one without; put one into the config"
+        with pytest.raises(ValueError, match=re.escape(words)):
+            call()
+    assert not any(param.requires_grad for param in model.parameters())
+    engine.close()
+    assert all(param.requires_grad for param in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "zero_optimization.offload_optimizer"),
+        ({"zero_optimization": {"update_in_backward": True}}, "zero_optimization.update_in_backward"),
+    ],
+)
+def test_a_config_of_a_training_needs_one(config: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValueError, match=f"optimizer: expected one beside {key}, in the config, for example"):
+        lowtide.initialize(build(), CONFIG | config)
+
+
+def test_so_does_a_scheduler() -> None:
+    with pytest.raises(ValueError, match="lr_scheduler: expected an optimizer beside it, in the config or passed"):
+        lowtide.initialize(build(), CONFIG, lr_scheduler=torch.optim.lr_scheduler.LinearLR)

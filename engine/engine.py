@@ -342,6 +342,16 @@ class Engine(ParameterAccess, AveragedWeights, ModuleFacade):
             return self._archive.state_dict()
 
     @in_turn
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Takes over rank 0's full parameters and buffers, as `state_dict` gives them; other ranks may pass {}.
+
+        All ranks must call it. Raises ValueError as `load_weights`, which reads files, and each rank its own part.
+        """
+        self._steps.forget()
+        with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
+            self._archive.load_state_dict(state_dict, strict)
+
+    @in_turn
     def export(
         self,
         folder: str | os.PathLike[str],

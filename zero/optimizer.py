@@ -36,6 +36,13 @@ BY_HAND = (
 )
 
 
+_NO_STATE_DICT = (
+    "{what}: expected engine.save_checkpoint and engine.load_checkpoint, which save and load the states of all ranks, "
+    "found a call of the optimizer itself, whose states are divided over the ranks; engine.full(parameter, state) "
+    "shows those of one parameter"
+)
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """Updates every rank's shards. `param_groups` are the user's: learning rates and decays may be changed there.
 
@@ -99,6 +106,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> NoReturn:
         """Raises StateError: an update needs all ranks and the norm of all gradients, which the engine knows."""
         raise StateError(BY_HAND.format(what="engine.optimizer.step()"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the options alone. Raises StateError once there are states, which no rank has as a whole."""
+        if self.num_steps:
+            raise StateError(_NO_STATE_DICT.format(what="engine.optimizer.state_dict()"))
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Of the options alone. Raises StateError for one with states, which would be lost."""
+        if state_dict.get("state"):
+            raise StateError(_NO_STATE_DICT.format(what="engine.optimizer.load_state_dict()"))
+        groups = state_dict["param_groups"]
+        if len(groups) != len(self.param_groups):
+            raise ValueError(
+                f"engine.optimizer.load_state_dict(): expected {len(self.param_groups)} parameter groups, found "
+                f"{len(groups)}"
+            )
+        for own, options in zip(self.param_groups, groups, strict=True):  # in place: schedulers hold these
+            own.update({key: value for key, value in options.items() if key != "params"})
 
     def update_all(self, gradient_scale: float, on_updated: Callable[[ShardState], None] | None = None) -> None:
         """Updates all shards with gradient_scale * gradient. The engine calls it; it has reduced the gradients.

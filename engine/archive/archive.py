@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,10 @@ class Archive:
     def export(self, folder: str | os.PathLike[str], dtype: str | torch.dtype | None, shard_bytes: int | str) -> None:
         """See `Engine.export`."""
         weights.export(self._module, self.named, self._world, folder, dtype, shard_bytes)
+
+    def load_state_dict(self, given: Mapping[str, Any], strict: bool) -> None:
+        """See `Engine.load_state_dict`."""
+        weights.load_state_dict(self.named, self.values, self._world, given, strict)
 
     def swap(self, averages: Averages) -> None:
         """Averages and weights change places, on all ranks, with all that is computed of the weights."""

@@ -35,6 +35,12 @@ class FullValues:
             for piece in _pieces_of(shard.pieces, index):
                 _place_in_master(shard, piece, values)
 
+    def write_named(self, name: str, values: Tensor) -> None:
+        """As `write`, by name; nothing where this rank's stages of a pipeline do not have the parameter."""
+        for group in self._groups:
+            if name in group.names:
+                self.write(group, group.names.index(name), values)
+
     def refresh(self) -> None:
         """After shards have changed: full buffers that are kept get the new values of all ranks."""
         pending = [group.refresh() for group in self._groups]

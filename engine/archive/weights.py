@@ -22,7 +22,8 @@ from ...checkpoint.names import LATEST, MANIFEST, folder_path
 from ...checkpoint.safetensors_files import SafetensorsSource, WeightsPlan
 from ...comm import World
 from ...watch.log import logger
-from .agreement import all_or_none, shown
+from .agreement import all_or_none, no_rank_alone, shown
+from .full_values import FullValues
 from .named_state import NamedState
 
 
@@ -88,6 +89,35 @@ def load_weights(state: NamedState, world: World, path: str | os.PathLike[str], 
         for buffer, whole in zip(named.values(), wholes, strict=True):
             if not buffer.is_contiguous():
                 buffer.detach().copy_(whole.values.view(buffer.shape))
+    state.publish()
+
+
+def load_state_dict(
+    state: NamedState, values: FullValues, world: World, given: Mapping[str, Any], strict: bool = True
+) -> None:
+    """Puts rank 0's tensors into shards, master weights and buffers. A collective. See `Engine.load_state_dict`."""
+    with no_rank_alone(world, "engine.load_state_dict()"):
+        own = {name: TensorInfo(tuple(v.shape), v.dtype) for name, v in given.items() if isinstance(v, Tensor)}
+    found = world.broadcast_object(own)
+    expected = {**state.catalog.parameters, **state.catalog.buffers}
+    match = Match.of(expected, state.catalog.aliases, found)
+    if match.misshaped or (strict and not match.is_complete):
+        raise ValueError(
+            f"engine.load_state_dict(): expected the model's tensors on rank 0, found {match.describe()}\n"
+            f"Nothing was loaded.{_advice(match)}"
+        )
+    if world.rank == 0 and not match.is_complete:
+        logger.warning("engine.load_state_dict(): found %s", match.describe())
+    buffers = state.buffers()
+    with torch.no_grad():
+        for name, source in match.sources.items():
+            info = expected[name]
+            whole = given[source].detach() if world.rank == 0 else torch.empty(info.shape)
+            value = world.broadcast_tensor(whole.to(info.dtype))
+            if name in buffers:
+                buffers[name].copy_(value)
+            else:
+                values.write_named(name, value)
     state.publish()
 
 

@@ -225,11 +225,13 @@ def load(case: Case, folder: Path, has_averages: bool) -> tuple[dict[str, Tensor
         return loaded, averages_of(engine) if has_averages else engine.state_dict()
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (3, 2), (1, 1)])
-def test_a_checkpoint_goes_on_elsewhere(ranks: RankPool, tmp_path: Path, stage: int, world_size: int) -> None:
-    """Saved by two ranks at stage 2, with as many rows a batch."""
-    case = Case(models.tiny_gpt, models.token_batch)
-    expected = ranks(2, save, case.at(2), tmp_path, True)[0]
+@pytest.mark.parametrize(("saved", "stage", "world_size"), [(2, 0, 1), (2, 3, 2), (0, 1, 1)])
+def test_a_checkpoint_goes_on_elsewhere(
+    ranks: RankPool, tmp_path: Path, saved: int, stage: int, world_size: int
+) -> None:
+    """Saved by two ranks at another stage, with as many rows a batch; while training goes on."""
+    case = Case(models.tiny_gpt, models.token_batch, config={"checkpoint": {"async": True}})
+    expected = ranks(2, save, case.at(saved), tmp_path, True)[0]
     other = case.at(stage, config={"train_micro_batch_size_per_gpu": 4 // world_size})
     other = Case(other.build, batch_of_four, other.stage, config=other.config)
     loaded, later = ranks(world_size, load, other, tmp_path, True)[0]

@@ -26,6 +26,7 @@ CALLS: dict[str, Callable[[Engine], Any]] = {
     "engine.set_local()": lambda engine: engine.set_local("weight", torch.zeros(8)),
     "engine.gradient()": lambda engine: engine.gradient("weight"),
     "engine.clip_grad_norm_()": lambda engine: engine.clip_grad_norm_(1.0),
+    "engine.load_state_dict()": lambda engine: engine.load_state_dict({}),
     "engine.ema()": lambda engine: engine.ema(),
     "engine.export()": lambda engine: engine.export("nowhere"),
     "engine.load_weights()": lambda engine: engine.load_weights("nowhere"),

@@ -1,5 +1,7 @@
 """Values of one parameter are shown to all ranks of a pipeline, and set on the stages that have it."""
 
+from pathlib import Path
+
 import torch
 
 import lowtide
@@ -28,6 +30,36 @@ def train_and_look(case: Case) -> list[torch.Tensor]:
         with engine.ema_weights():
             seen += [engine.full(name) for name in NAMES]
     return seen
+
+
+def save(case: Case, folder: Path) -> dict[str, torch.Tensor]:
+    """Two steps with averages, which are saved; the averages."""
+    torch.manual_seed(0)
+    with lowtide.initialize(case.build(), case.as_config()) as engine:
+        engine.ema(0.8)
+        for step in range(2):
+            engine.train_step(case.global_batch(step, engine.data_size))
+        engine.save_checkpoint(folder)
+        with engine.ema_weights():
+            return engine.state_dict()
+
+
+def load(case: Case, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Averages and weights."""
+    with lowtide.initialize(case.build(), case.as_config()) as engine:
+        engine.ema(0.8)
+        engine.load_checkpoint(folder)
+        with engine.ema_weights():
+            averages = engine.state_dict()
+        return averages, engine.state_dict()
+
+
+def test_averages_of_a_pipeline_load_without_one(ranks: RankPool, tmp_path: Path) -> None:
+    saved = ranks(2, save, pipelined(CASE.at(1), 2, "1f1b"), tmp_path)[0]
+    averages, weights = load(CASE, tmp_path)
+    assert list(averages) == list(saved)
+    assert all(torch.equal(value, averages[name]) for name, value in saved.items())
+    assert not torch.equal(averages["head.weight"], weights["head.weight"])
 
 
 def test_each_rank_sees_what_one_rank_would(ranks: RankPool) -> None:

@@ -86,7 +86,9 @@ def assemble(
         optimizer = _optimizer(blueprint, world, units, rest, host)
         scheduler = scheduler_for(optimizer, lr_scheduler)
     _fill(module, units, optimizer, mesh, values, blueprint.dtypes)
-    compiled.apply([unit.module for unit in blueprint.units if not unit.is_rest])
+    num_divided = compiled.apply([unit.module for unit in blueprint.units if not unit.is_rest])
+    if num_divided and not world.rank:
+        logger.info("torch.compile: what holds blocks is compiled block by block, and part by part beside them")
     _checkpoint_activations(blueprint.units, config.activation_checkpointing.every, ledger)
     with alone():
         activation_offload, close_last = _offload_activations(blueprint, world, module, units)

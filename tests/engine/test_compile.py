@@ -1,5 +1,6 @@
 """torch.compile of a model or of its blocks, before and after `initialize`: as without it, a graph for each kind."""
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 import lowtide
 from tests import models
@@ -60,6 +62,8 @@ def compile_after(how: str, model: Any, options: dict[str, Any]) -> None:
     if how == "blocks after":
         for block in blocks_of(model):
             block.compile(**options)
+    if how == "last block after":
+        blocks_of(model)[-1].compile(**options)
 
 
 HOW = ["model wrapped", "model in place", "blocks wrapped", "blocks in place", "model after", "blocks after"]
@@ -68,6 +72,7 @@ HOW = ["model wrapped", "model in place", "blocks wrapped", "blocks in place", "
 def train_compiled(case: Case, how: str, options: dict[str, Any] | None = None) -> tuple[list[float], list[Any], Any]:
     """Losses; after each step, graphs and runs; names and values of the final state."""
     torch._dynamo.reset()
+    counters.clear()
     warnings.simplefilter("ignore")  # of torch's compiler, about itself
     backend = Counting()
     options = {"backend": backend, "fullgraph": True, **(options or {})}
@@ -145,3 +150,194 @@ def test_it_goes_with_whatever_else_the_config_says(ranks: RankPool, stage: int)
         for one in found:
             assert one[0] == plain[0] and list(one[2]) == list(plain[2]), case
             assert [graphs for graphs, _ in one[1]] == [2] * case.steps, case  # the first block's input has no gradient
+
+
+def train_with(backend: str, stage: int) -> list[Any]:
+    """Losses, without and with the compiler; graph breaks; graphs."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of processes
+    case = SMALL.at(stage, config={"communication": {"route": "sockets"}}, accumulation=2)
+    found = [train_compiled(case, how, {"backend": backend})[0] for how in ("not at all", "last block after")]
+    return [*found, sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_torch_s_own_backends(ranks: RankPool, backend: str) -> None:
+    for plain, compiled, breaks, graphs in ranks(2, train_with, backend, 3):
+        torch.testing.assert_close(compiled, plain, rtol=0 if backend == "aot_eager" else 1e-12, atol=0)
+        assert (breaks, graphs) == (0, 1)
+
+
+class Picture(nn.Module):
+    """Without repeated blocks; its own parameter is read by its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.last = nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.last(torch.relu(self.norm(self.conv(x))).mean((2, 3))) * self.scale).square().mean()
+
+
+class Wrapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = steps_of_nine()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.model(x)
+
+
+def pictures(step: int, rows: int) -> tuple[Tensor]:
+    return (torch.randn(rows, 3, 5, 5, generator=torch.Generator().manual_seed(step)),)
+
+
+def compiled_picture() -> Any:
+    return torch.compile(Picture(), backend="eager", fullgraph=True)
+
+
+def wrapping_a_compiled_model() -> nn.Module:
+    model = Wrapping()
+    model.model.compile(backend="eager", fullgraph=True)
+    return model
+
+
+def compiled_blocks() -> Any:
+    model = steps_of_nine()
+    blocks = blocks_of(model)
+    for index in range(LAYERS):
+        blocks[index] = torch.compile(blocks[index], backend="eager", fullgraph=True)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("is_built_by_engine", [False, True])
+@pytest.mark.parametrize(
+    ("build", "plain", "batch", "graphs"),
+    [
+        (compiled_picture, Picture, pictures, 1),
+        (wrapping_a_compiled_model, Wrapping, vectors, 2),
+        (compiled_blocks, steps_of_nine, vectors, 2),
+    ],
+)
+def test_models_of_every_shape(
+    build: Callable[[], Any],
+    plain: Callable[[], nn.Module],
+    batch: Any,
+    graphs: int,
+    is_built_by_engine: bool,
+    stage: int,
+) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    found = []
+    for make in (plain, build):
+        torch.manual_seed(0)
+        case = Case(make, batch, stage)
+        engine = lowtide.initialize(make if is_built_by_engine else make(), case.as_config())
+        losses = [engine.train_step(case.global_batch(step, 1)).loss.item() for step in range(3)]
+        found.append((losses, list(engine.state_dict())))
+        engine.close()
+    assert found[0] == found[1]
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not counters["graph_break"]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
+def test_after_close_the_model_is_compiled_as_it_was() -> None:
+    torch._dynamo.reset()
+    model, backend = compiled_blocks(), Counting()
+    model.compile(backend=backend)
+    names, wrapped, call = list(model.state_dict()), blocks_of(model)[0], model._compiled_call_impl
+    with lowtide.initialize(model, SMALL.as_config()) as engine:
+        assert blocks_of(model)[0] is not wrapped and "blocks.0.linear.weight" in engine.state_dict()
+        engine.train_step(vectors(0, 2))
+        assert not backend.runs  # the blocks have options of their own, and the rest is none
+    assert list(model.state_dict()) == names and blocks_of(model)[0] is wrapped and model._compiled_call_impl is call
+    assert "compile" not in model.__dict__ and "forward" not in blocks_of(model)[0]._orig_mod.__dict__
+    model(*vectors(0, 2)).backward()
+    assert backend.runs
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
+def test_the_caller_s_own_wrapper_goes_to_the_engine() -> None:
+    torch._dynamo.reset()
+    backend = Counting()
+    model: Any = torch.compile(steps_of_nine(), backend=backend)
+    with lowtide.initialize(model, SMALL.at(3).as_config()) as engine:
+        engine.backward(model(*vectors(0, 2)))
+        engine.step()
+        assert backend.runs == LAYERS and engine.global_step == 1
+
+
+def wrap_engine_s_module(engine: lowtide.Engine) -> None:
+    torch.compile(engine.module, backend="eager")(*vectors(0, 2))
+
+
+def wrap_a_block(engine: lowtide.Engine) -> None:
+    blocks = blocks_of(engine.module)
+    blocks[1] = torch.compile(blocks[1], backend="eager")
+    engine.train_step(vectors(0, 2))
+
+
+def assign_module(engine: lowtide.Engine) -> None:
+    engine.module = torch.compile(engine.module, backend="eager")
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("mistake", "kind", "text"),
+    [
+        (wrap_engine_s_module, RuntimeError, "torch.compile of a Chain that an engine trains: expected its compile"),
+        (
+            wrap_a_block,
+            RuntimeError,
+            "torch.compile of a Step that an engine trains: expected its compile(...), found a",
+        ),
+        (
+            assign_module,
+            AttributeError,
+            "engine.module: expected the model that was given to lowtide.initialize, found",
+        ),
+    ],
+)
+def test_what_would_trace_hooks_is_refused(
+    mistake: Callable[[lowtide.Engine], None], kind: type[Exception], text: str, stage: int
+) -> None:
+    torch._dynamo.reset()
+    engine = lowtide.initialize(steps_of_nine(), SMALL.at(stage).as_config())
+    with pytest.raises(kind) as error:
+        mistake(engine)
+    assert str(error.value).startswith(text)
+
+
+PIPELINE: dict[str, Any] = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "1f1b"}}
+
+
+def train_pipeline_in_each_way(stage: int) -> list[Any]:
+    found = []
+    for how in ("not at all", "model wrapped", "blocks in place", "blocks after"):
+        torch._dynamo.reset()
+        warnings.simplefilter("ignore")  # of torch's compiler, about itself
+        case, backend = SMALL.at(stage, config=PIPELINE, accumulation=4), Counting()
+        torch.manual_seed(0)
+        model = compile_before(how, models.Chain(*(Step() for _ in range(4))).double(), {"backend": backend})
+        engine = lowtide.initialize(model, case.as_config())
+        compile_after(how, engine.module, {"backend": backend})
+        losses, graphs = [], []
+        for step in range(3):
+            losses.append(engine.train_step(case.global_batch(step, 1)).loss.item())
+            graphs.append(backend.graphs)
+        found.append((losses, list(engine.state_dict()), len(set(graphs)), backend.runs))
+        engine.close()
+    return found
+
+
+def test_blocks_of_a_pipeline_are_compiled(ranks: RankPool) -> None:
+    for plain, *compiled in ranks(2, train_pipeline_in_each_way, 1):
+        # Two blocks a rank, four microbatches, three steps.
+        assert compiled == [(plain[0], plain[1], 1, 2 * 4 * 3)] * 3

@@ -80,6 +80,7 @@ class Pipeline:
         Raises ValueError where ranks of the pipe axis were given other batches.
         """
         given = list(microbatches)
+        steps.check_whole(len(given))
         ready = [steps.prepared(microbatch) for microbatch in given]
         steps.guard.check()
         self._mesh.world.progress.enter(Activity.PIPELINE)

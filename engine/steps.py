@@ -205,6 +205,14 @@ class Steps:
         self._passes.abort(error)
         self.forget()
 
+    def check_whole(self, num_microbatches: int) -> None:
+        """Raises ValueError where so many microbatches do not end a step, though a schedule has all of it."""
+        if not self._is_boundary(num_microbatches):
+            raise ValueError(
+                "engine.accumulate(last=False): expected an engine without parallel.pipeline, found one with it, whose "
+                "train_step has all microbatches of a step; set gradient_accumulation_steps"
+            )
+
     def _is_boundary(self, num_microbatches: int) -> bool:
         if self._is_last is not None:
             return self._is_last

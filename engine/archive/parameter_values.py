@@ -88,7 +88,7 @@ class ParameterValues:
         self._write(place, state, [(p, m, v) for (p, m), v in zip(parts, values, strict=True)])
 
     def gradient(self, param: nn.Parameter | str, factor: float, is_local: bool, what: str) -> Tensor | None:
-        """`factor` times what is reduced; None of a parameter that is not trained."""
+        """`factor` times what is reduced; None of a parameter that is not trained, or that no rank has used."""
         if is_local:
             place = self._place_of(param, what)
         else:
@@ -99,6 +99,10 @@ class ParameterValues:
         parts = self._gradient_parts(place)
         if is_local:
             return _flat(parts, place.dtype, self._mesh.world.device).mul_(factor)
+        used = place.group is not None and place.index in self._shards[id(place.group)].gradient.used
+        count = torch.tensor([int(used)], dtype=torch.int64, device=self._mesh.world.device)
+        if not int(self._mesh.sum_small(count, what)):
+            return None
         return self._collected(place, parts).mul_(factor)
 
     # -- pieces of it ---------------------------------------------------------------------------------------------

@@ -57,6 +57,27 @@ def look(case: Case) -> Seen:
     return seen
 
 
+class WithSpare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.spare = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean()
+
+
+def gradients_of_both(stage: int) -> tuple[bool, bool]:
+    config = {"optimizer": {"type": "adamw"}, "zero_optimization": {"stage": stage}}
+    with lowtide.initialize(WithSpare(), config) as engine:
+        engine(torch.ones(2, 4)).backward()
+        return engine.gradient("layer.weight") is not None, engine.gradient("spare.weight") is not None
+
+
+def test_what_nobody_used_has_no_gradient(ranks: RankPool) -> None:
+    for stage in (0, 3):
+        assert ranks(2, gradients_of_both, stage) == [(True, False)] * 2
+
+
 def look_all(cases: list[Case]) -> list[Seen]:
     return [look(case) for case in cases]
 

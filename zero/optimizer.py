@@ -26,6 +26,10 @@ from .widened_states import WidenedStates
 StateKey = tuple[int, torch.dtype]
 """Index in param_groups, dtype of the master weights: parameters that agree in both have the same states."""
 _MISSED = "missed_steps"
+_GROUPS_AT_INITIALIZE = (
+    "give the optimizer a group for them before, while they are frozen (requires_grad_(False)): they are updated from "
+    "the step on in which they no longer are"
+)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -54,6 +58,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # read which options there are.
         defaults = {key: value for group in param_groups[:1] for key, value in group.items() if key != "params"}
         self.__setstate__({"defaults": defaults, "state": {}, "param_groups": param_groups})
+        self._group_sizes = [len(group["params"]) for group in param_groups]
         self.num_steps = 0
         self.unused: frozenset[int] = frozenset()
         """Identities of the parameters that the step under way, or the last one, leaves as they are: without a gradient
@@ -122,13 +127,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         self.delayed.start(update)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises ValueError: memory for gradients and states is taken when the engine is made."""
+        raise ValueError(
+            f"optimizer: expected all parameter groups at lowtide.initialize, found another one of "
+            f"{len(list(param_group['params']))} parameters; {_GROUPS_AT_INITIALIZE}"
+        )
+
     def begin_step(self, order: Sequence[ShardState] = (), speculates: bool = False) -> None:
         """Counts a step whose shards are then updated one by one.
 
         order: of the updates, where it is known: what rests in a store is read ahead then. speculates: the step may be
         taken back, until `accept`.
         """
+        if [len(group["params"]) for group in self.param_groups] != self._group_sizes:
+            raise ValueError(
+                "optimizer: expected the parameter groups of lowtide.initialize, found others, which were added to the "
+                f"optimizer that was passed to it, or taken out; {_GROUPS_AT_INITIALIZE}"
+            )
         self.num_steps += 1
+        self._opt_called = True  # what a scheduler of torch, over this, takes for a call of `step`
         self.settle()
         self._window.put_back()
         self._offloaded.window.put_back()

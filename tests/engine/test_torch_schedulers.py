@@ -120,7 +120,7 @@ def test_schedulers_as_objects_and_by_hand(name: str, way: str) -> None:
     expected_scheduler = make(expected_optimizer)
     model = seeded()
     optimizer = two_groups(model)
-    scheduler = make(optimizer) if way != "by hand" else None
+    scheduler: Any = make(optimizer) if way != "by hand" else None
     given = {"lr_scheduler": scheduler} if way == "an object" else {}
     engine = lowtide.initialize(model, {"steps_per_print": 0}, optimizer=optimizer, **given)
     if way == "by hand":

@@ -189,3 +189,14 @@ def test_groups_that_come_later_are_refused(is_callers: bool) -> None:
         with pytest.raises(ValueError, match=f"expected all parameter groups .* another one of 2 parameters; {words}"):
             engine.optimizer.add_param_group(late)
     engine.close()
+
+
+def of_rank(model: Any, make: Make) -> torch.optim.Optimizer:
+    """Not the same on all ranks."""
+    return some(model, make) if dist.get_rank() else all_of_it(model, make)
+
+
+def test_ranks_that_have_other_groups_are_told(ranks: RankPool) -> None:
+    for failure in ranks.fails(2, train_all, [Case(of_rank)]):
+        assert failure.kind == "RuntimeError"
+        assert "the ranks have different optimizers: parameter 'first.weight' is in group 0 on rank 0" in failure.text

@@ -25,7 +25,8 @@ from .widened_states import WidenedStates
 
 StateKey = tuple[int, torch.dtype]
 """Index in param_groups, dtype of the master weights: parameters that agree in both have the same states."""
-_MISSED = "missed_steps"
+MISSED_STEPS = "missed_steps"
+"""Among the scalar states of a parameter: in how many steps nobody used it."""
 _GROUPS_AT_INITIALIZE = (
     "give the optimizer a group for them before, while they are frozen (requires_grad_(False)): they are updated from "
     "the step on in which they no longer are"
@@ -223,7 +224,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What is kept beside elementwise states: the steps that a parameter was not used in, or what torch keeps."""
         if self._update.has_rule:
             missed = {name: self._missed[id(p)] for name, p in self._named_params()}
-            return {name: {_MISSED: count} for name, count in missed.items() if count}
+            return {name: {MISSED_STEPS: count} for name, count in missed.items() if count}
         return {key: states for shard in self.shards for key, states in self._update.scalar_states(shard).items()}
 
     def make_states(
@@ -238,7 +239,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         the master weights, as in torch. scalars: as `scalar_states` gives them.
         """
         self.num_steps = num_steps
-        missed = {id(param): (scalars.get(name) or {}).get(_MISSED, 0) for name, param in self._named_params()}
+        missed = {id(param): (scalars.get(name) or {}).get(MISSED_STEPS, 0) for name, param in self._named_params()}
         self._missed = Counter({key: count for key, count in missed.items() if count})
         for shard in self.shards:
             if dtypes or scalars:

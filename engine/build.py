@@ -26,7 +26,7 @@ from .config.config import Config
 from .config.elastic import first_world_size
 from .engine import Engine
 from .fusing import check_kernels, fuse_modules
-from .given_model import check_model, check_ranks_agree, module_and_values
+from .given_model import check_model, check_optimizers_agree, check_ranks_agree, module_and_values
 from .optimizer_plan import OptimizerChoice
 from .pipeline_plan import LossFn, agreed_split
 
@@ -75,6 +75,8 @@ def initialize(
         blueprint = _blueprint(resolved, world, module, loss_fn, optimizer, lr_scheduler, sample_batch)
         if isinstance(optimizer, torch.optim.Optimizer):
             ledger.hook(optimizer.register_step_pre_hook(_refuse_step))
+        if optimizer is not None:
+            check_optimizers_agree(world, module, blueprint.optimizer)
         if not blueprint.optimizer.trains:
             _freeze(module, ledger)
         gives_rows = checked.train_batch_size or checked.train_micro_batch_size_per_gpu

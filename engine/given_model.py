@@ -13,6 +13,7 @@ from ..pipe.split.absent import Absent
 from ..zero.released import ReleasedParameter
 from .config.config import Config
 from .deferred import DeferredModel
+from .optimizer_plan import OptimizerPlan
 
 Values = Iterator[tuple[nn.Parameter, Tensor]]
 
@@ -90,3 +91,19 @@ def check_ranks_agree(world: World, config: Config, module: nn.Module) -> None:
                 raise RuntimeError(
                     f"the ranks have different {what}s: {shown}. All ranks must pass the same {what} to initialize."
                 )
+
+
+def check_optimizers_agree(world: World, module: nn.Module, optimizer: OptimizerPlan) -> None:
+    """Raises RuntimeError where another rank's optimizer has other parameters, or has them in other groups."""
+    index_of = {id(param): i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    own = {
+        name: f"in group {index_of[id(param)]}" if id(param) in index_of else "in no group"
+        for name, param in module.named_parameters()
+    }
+    for rank, theirs in enumerate(everyone := world.gather_objects(own)):
+        name = next((name for name, place in everyone[0].items() if theirs[name] != place), None)
+        if name is not None:
+            raise RuntimeError(
+                f"the ranks have different optimizers: parameter '{name}' is {everyone[0][name]} on rank 0, "
+                f"{theirs[name]} on rank {rank}. All ranks must pass the same groups to initialize."
+            )

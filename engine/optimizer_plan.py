@@ -72,6 +72,8 @@ class OptimizerPlan:
 
     @classmethod
     def _like(cls, own: torch.optim.Optimizer, backend: Backend) -> OptimizerPlan:
+        # Its own `step` is never called: a scheduler over it would warn. Test: test_torch_schedulers.py.
+        own._opt_called = True  # type: ignore[attr-defined]
         record = record_like(own)
         if record is not None:
             update = FusedUpdate(record, dict(own.param_groups[0]), torch.float32, backend)

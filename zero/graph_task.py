@@ -9,6 +9,9 @@ from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the run of autograd's engine in which the caller is, the innermost one; -1 outside of any."""
+
 
 class GraphTask:
     """A run of autograd's engine (a backward, or a `torch.autograd.grad`) that was heard of while it runs.
@@ -25,11 +28,6 @@ class GraphTask:
 
     def _end(self) -> None:
         self._on_end()
-
-
-def current_graph_task() -> int:
-    """The number of the run of autograd's engine in which the caller is, the innermost one; -1 outside of any."""
-    return torch._C._current_graph_task_id()
 
 
 def accumulator_of(param: nn.Parameter) -> Node:

@@ -18,6 +18,10 @@ from .released import mark_present, mark_released
 from .shard_rest import ShardRest
 
 
+def _always() -> bool:
+    return True
+
+
 class Residence(Enum):
     """Which memory a group holds."""
 
@@ -76,7 +80,7 @@ class ShardedGroup:
         self.resident = Resident(name, lambda: self.shard)
         """The shard, for a window that brings it to where it is updated."""
         self._pending = Pending()  # of the last gather
-        self._is_kept: Callable[[], bool] = _never  # full, whatever is released
+        self._is_kept: Callable[[], bool] | None = None  # full, whatever is released
         self._is_loading = False  # the shard comes from its store, and the gather after it
         self._memory = GroupMemory(self.full, self.shard)
         self._rest: ShardRest | None = None
@@ -208,7 +212,9 @@ class ShardedGroup:
 
         holds_shard: which else goes back to its store, is updated next.
         """
-        if not self.frees_parameters or self.residence is Residence.SHARDED or self._is_kept():
+        if not self.frees_parameters or self.residence is Residence.SHARDED:
+            return
+        if self._is_kept is not None and self._is_kept():
             return
         if self.residence is Residence.COMING:  # prefetched, and then not needed
             self._finish_gather()
@@ -223,17 +229,17 @@ class ShardedGroup:
             if not holds_shard:
                 self._rest.window.let_go(self.resident)
 
-    def keep(self, as_long_as: Callable[[], bool]) -> None:
+    def keep(self, as_long_as: Callable[[], bool] = _always) -> None:
         """From now on `release` has no effect while it says so: a rank may use the parameters without the others."""
         self._is_kept = as_long_as
 
     @property
     def is_kept(self) -> bool:
-        return self._is_kept()
+        return self._is_kept is not None and self._is_kept()
 
     def release_kept(self) -> None:
         """Takes back `keep`, and releases."""
-        self._is_kept = _never
+        self._is_kept = None
         self.release()
 
     def refresh(self) -> Pending:
@@ -266,10 +272,6 @@ class ShardedGroup:
     def _point_params_at_full(self) -> None:
         for slot, param in zip(self.layout.slots, self.params, strict=True):
             param.data = self.full[slot.offset_in_flat : slot.end_in_flat].view(slot.shape)
-
-
-def _never() -> bool:
-    return False
 
 
 def values_of(memory: Memory) -> Tensor:

@@ -27,7 +27,12 @@ from .widened_states import WidenedStates
 
 StateKey = tuple[int, torch.dtype]
 """Index in param_groups, dtype of the master weights: parameters that agree in both have the same states."""
-_MISSED = "missed_steps"
+MISSED_STEPS = "missed_steps"
+"""Among the scalar states of a parameter: in how many steps nobody used it."""
+_GROUPS_AT_INITIALIZE = (
+    "give the optimizer a group for them before, while they are frozen (requires_grad_(False)): they are updated from "
+    "the step on in which they no longer are"
+)
 
 
 BY_HAND = (
@@ -69,6 +74,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # read which options there are.
         defaults = {key: value for group in param_groups[:1] for key, value in group.items() if key != "params"}
         self.__setstate__({"defaults": defaults, "state": {}, "param_groups": param_groups})
+        self._group_sizes = [len(group["params"]) for group in param_groups]
         self.num_steps = 0
         self.unused: frozenset[int] = frozenset()
         """Identities of the parameters that the step under way, or the last one, leaves as they are: without a gradient
@@ -159,13 +165,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         self.delayed.start(update)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises ValueError: memory for gradients and states is taken when the engine is made."""
+        raise ValueError(
+            f"optimizer: expected all parameter groups at lowtide.initialize, found another one of "
+            f"{len(list(param_group['params']))} parameters; {_GROUPS_AT_INITIALIZE}"
+        )
+
     def begin_step(self, order: Sequence[ShardState] = (), speculates: bool = False) -> None:
         """Counts a step whose shards are then updated one by one.
 
         order: of the updates, where it is known: what rests in a store is read ahead then. speculates: the step may be
         taken back, until `accept`.
         """
+        if [len(group["params"]) for group in self.param_groups] != self._group_sizes:
+            raise ValueError(
+                "optimizer: expected the parameter groups of lowtide.initialize, found others, which were added to the "
+                f"optimizer that was passed to it, or taken out; {_GROUPS_AT_INITIALIZE}"
+            )
         self.num_steps += 1
+        self._opt_called = True  # what a scheduler of torch, over this, takes for a call of `step`
         self.settle()
         self._window.put_back()
         self._offloaded.window.put_back()
@@ -245,7 +264,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What is kept beside elementwise states: the steps that a parameter was not used in, or what torch keeps."""
         if self._update.has_rule:
             missed = {name: self._missed[id(p)] for name, p in self._named_params()}
-            return {name: {_MISSED: count} for name, count in missed.items() if count}
+            return {name: {MISSED_STEPS: count} for name, count in missed.items() if count}
         return {key: states for shard in self.shards for key, states in self._update.scalar_states(shard).items()}
 
     def make_states(
@@ -260,7 +279,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         the master weights, as in torch. scalars: as `scalar_states` gives them.
         """
         self.num_steps = num_steps
-        missed = {id(param): (scalars.get(name) or {}).get(_MISSED, 0) for name, param in self._named_params()}
+        missed = {id(param): (scalars.get(name) or {}).get(MISSED_STEPS, 0) for name, param in self._named_params()}
         self._missed = Counter({key: count for key, count in missed.items() if count})
         for shard in self.shards:
             if dtypes or scalars:

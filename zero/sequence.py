@@ -34,7 +34,7 @@ at a time that no hook tells, so they stay full until the step ends.
 from __future__ import annotations
 
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol
@@ -95,6 +95,15 @@ class Unit:
     def is_full(self) -> bool:
         return all(group.residence is Residence.FULL for group in self.groups)
 
+    def keep(self) -> None:
+        """`release` has no effect until `release_kept`."""
+        for group in self.groups:
+            group.keep()
+
+    def release_kept(self) -> None:
+        for group in self.groups:
+            group.release_kept()
+
     @property
     def is_kept(self) -> bool:
         """Whether it is full whatever is released: on all ranks, each of which may use it without the others."""
@@ -137,11 +146,11 @@ class Forward:
 
     def __init__(self) -> None:
         self.first_use: dict[Unit, int] = {}
-        self.num_uses = Counter[Unit]()
+        self.num_uses: dict[Unit, int] = {}
 
-    def add(self, unit: Unit, number: int) -> None:
-        self.first_use.setdefault(unit, number)
-        self.num_uses[unit] += 1
+
+def _start_of(forward: Forward) -> int:
+    return next(iter(forward.first_use.values()))
 
 
 class Use:
@@ -186,7 +195,7 @@ class GatherRing:
 
         What is issued when does not depend on which units are used, only on how far the ring has come.
         """
-        if unit.is_kept:
+        if unit.is_full and unit.is_kept:
             return
         assert unit in self._order
         while not self._pass_next(unit):
@@ -311,7 +320,7 @@ class UnitSequence:
             self._forward_ring.end_round()
         if not keeps_graph:
             for unit in self.units:
-                self._release(unit)
+                unit.release()
         self.phase = Phase.IDLE
 
     def enter(self, unit: Unit) -> Use | None:
@@ -326,8 +335,10 @@ class UnitSequence:
             unit.gather()
         self._num_uses += 1
         forward = self._forward
-        forward.add(unit, self._num_uses)
-        self._forwards.add(forward)
+        if not forward.num_uses:
+            self._forwards.add(forward)
+        forward.first_use.setdefault(unit, self._num_uses)
+        forward.num_uses[unit] = forward.num_uses.get(unit, 0) + 1
         return Use(unit, forward, self._num_uses)
 
     def read(self, unit: Unit) -> None:
@@ -342,7 +353,7 @@ class UnitSequence:
                 unit.name,
             )
         self.enter(unit)
-        self._kept.add(unit)
+        self._keep(unit)
 
     def leave(self, unit: Unit) -> None:
         """A unit's forward ends: its parameters are freed, but for those with which the backward will begin."""
@@ -350,7 +361,7 @@ class UnitSequence:
             return
         self._progress.at_unit("")
         if not (self._expects_backward and unit is self.units[-1]):
-            self._release(unit)
+            unit.release()
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -391,7 +402,8 @@ class UnitSequence:
 
     def enter_backward(self, use: Use) -> None:
         """The gradient of what a use of a unit returned is there: its own backward begins."""
-        self.hear()
+        if self._heard is not None or self._graph_task is None:
+            self.hear()
         if use.forward not in self._of_backward:
             self._of_backward.add(use.forward)
             if use.forward not in self._forwards:  # its graph was kept after an earlier backward
@@ -473,9 +485,8 @@ class UnitSequence:
 
     def release_all(self) -> None:
         """The step has ended: nothing that was made before it is differentiated any more."""
-        kept, self._kept = self._kept, set()
-        for unit in kept:
-            unit.release()
+        while self._kept:
+            self._kept.pop().release_kept()
 
     # -- what autograd runs ---------------------------------------------------------------------------------------
 
@@ -507,18 +518,18 @@ class UnitSequence:
             self._lent.append(self.rest)
         self._begin_gathers()
         if torch.is_grad_enabled():
-            self._kept.add(self.rest)
+            self._keep(self.rest)
 
     def _lend(self, use: Use) -> None:
         """The parameters of a unit are needed now, and those of the units after it no more."""
-        if torch.is_grad_enabled():
-            self._kept.add(use.unit)
         for unit in [unit for unit in self._lent if unit.first_use is not None and unit.first_use > use.number]:
             self._lent.remove(unit)
-            self._release(unit)
+            unit.release()
         if not use.unit.is_full:
             self._gather_in_backward(use.unit)
             self._lent.append(use.unit)
+        if torch.is_grad_enabled():
+            self._keep(use.unit)
 
     def _end_lending(self) -> None:
         if self._needs_ring:
@@ -526,7 +537,7 @@ class UnitSequence:
         lent, self._lent = self._lent, []
         for unit in lent:
             if not (unit is self.rest and self.phase is Phase.FORWARD):
-                self._release(unit)
+                unit.release()
         self._of_backward.clear()
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
@@ -540,13 +551,15 @@ class UnitSequence:
 
     def _count_uses(self) -> None:
         for unit in self.units:
-            firsts = [first for forward in self._forwards if (first := forward.first_use.get(unit)) is not None]
-            unit.first_use = min(firsts, default=None)
-            unit.num_uses = sum(forward.num_uses[unit] for forward in self._forwards)
+            unit.first_use, unit.num_uses = None, 0
+        for forward in sorted(self._forwards, key=_start_of):
+            for unit, first in forward.first_use.items():
+                unit.first_use = first if unit.first_use is None else unit.first_use
+                unit.num_uses += forward.num_uses[unit]
 
     def _end_pass(self) -> None:
         for unit in self.units:
-            self._release(unit)
+            unit.release()
         for forward in self._of_backward:
             self._forwards.discard(forward)
         self._of_backward.clear()
@@ -554,9 +567,9 @@ class UnitSequence:
         self._graph_task = None
         self.phase = Phase.IDLE
 
-    def _release(self, unit: Unit) -> None:
-        if unit not in self._kept:
-            unit.release()
+    def _keep(self, unit: Unit) -> None:
+        unit.keep()
+        self._kept.add(unit)
 
     def _gather_in_backward(self, unit: Unit) -> None:
         if unit.is_full:
@@ -581,7 +594,7 @@ class UnitSequence:
                 self._backward_ring.leave_behind(unit)
             for gradient in unit.gradients:
                 self._reductions.start(gradient, self._boundary, self._on_final)
-            if unit is not self.rest and unit not in self._kept:
+            if unit is not self.rest:
                 unit.release_reduced(self._boundary and self._on_final is not None)
 
     def _is_behind(self, unit: Unit, use: int) -> bool:

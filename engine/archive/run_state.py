@@ -17,6 +17,7 @@ from ...checkpoint.index import Count, FileContent, Flag, Number, Text, first_fa
 from ...checkpoint.names import shortened
 from ...checkpoint.values import decode, encode
 from ...watch.log import logger
+from ...zero.optimizer import MISSED_STEPS
 
 
 def random_state() -> Any:
@@ -111,9 +112,15 @@ def read_scalars(encoded: Any) -> dict[int | str, dict[str, Any] | None]:
     """What a rank has said of its optimizer, by parameter or index of the parameter group. Raises ValueError."""
     _check_own_state(encoded)
     try:
-        return _SCALARS.validate_python(decode(encoded["scalars"], "optimizer state"))
+        scalars = _SCALARS.validate_python(decode(encoded["scalars"], "optimizer state"))
     except ValidationError as error:
         raise ValueError(f"optimizer state: {first_fault(error)}") from None
+    for key, states in scalars.items():
+        count = (states or {}).get(MISSED_STEPS, 0)
+        if not isinstance(count, int) or count < 0:
+            where = f"{shortened(key)[1:-1] if isinstance(key, str) else key}.{MISSED_STEPS}"
+            raise ValueError(f"optimizer state: {where}: expected a count, found {shortened(count)}")
+    return scalars
 
 
 def _check_own_state(encoded: Any) -> None:

@@ -93,7 +93,11 @@ CASES: dict[str, tuple[dict[str, Callable[[Any], None]], str]] = {
         {FIRST: own("client_state", {"a": {"$type": "tensor", "dtype": "load", "shape": [1], "base64": ""}})},
         "on rank 0: client_state: expected plain values as JSON; ",
     ),
-    "scalars": ({SECOND: own("scalars", {"a": 1})}, "on ranks 0, 1: optimizer state: a.[key]: Input should be a valid"),
+    "scalars": ({SECOND: own("scalars", {"a": 1})}, "on ranks 0, 1: optimizer state: a: Input should be a valid dict"),
+    "missed steps": (
+        {SECOND: own("scalars", {"a": {"missed_steps": "b"}})},
+        "on ranks 0, 1: optimizer state: a.missed_steps: expected a count, found 'b'",
+    ),
     "own state": (
         {SECOND: lambda content: content.update(own_state=7)},
         "on ranks 0, 1: expected the random, client_state and scalars of a rank, found 7",

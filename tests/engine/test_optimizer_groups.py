@@ -171,3 +171,32 @@ def test_parameters_of_another_model_are_refused() -> None:
     )
     with pytest.raises(ValueError, match=words):
         lowtide.initialize(model, Case(some).config(), optimizer=adamw([*model.parameters(), other.last.bias]))
+
+
+@pytest.mark.parametrize("is_callers", [False, True])
+def test_groups_that_come_later_are_refused(is_callers: bool) -> None:
+    """By the engine's optimizer at once, by the caller's own, which shares its groups, in the next step."""
+    model = build()
+    optimizer = some(model, adamw)
+    engine = lowtide.initialize(model, Case(some).config(), optimizer=optimizer)
+    late = {"params": list(model.first.parameters())}
+    words = "give the optimizer a group for them before, while they are frozen"
+    if is_callers:
+        optimizer.add_param_group(late)
+        with pytest.raises(ValueError, match=f"expected the parameter groups of lowtide.initialize, .*{words}"):
+            engine.train_step(models.vector_batch_float64(0, 2))
+    else:
+        with pytest.raises(ValueError, match=f"expected all parameter groups .* another one of 2 parameters; {words}"):
+            engine.optimizer.add_param_group(late)
+    engine.close()
+
+
+def of_rank(model: Any, make: Make) -> torch.optim.Optimizer:
+    """Not the same on all ranks."""
+    return some(model, make) if dist.get_rank() else all_of_it(model, make)
+
+
+def test_ranks_that_have_other_groups_are_told(ranks: RankPool) -> None:
+    for failure in ranks.fails(2, train_all, [Case(of_rank)]):
+        assert failure.kind == "RuntimeError"
+        assert "the ranks have different optimizers: parameter 'first.weight' is in group 0 on rank 0" in failure.text

@@ -15,6 +15,7 @@ from tests import models
 from tests.zero.training import ADAMW, ROWS
 
 STEPS = 6
+DELAYED = {"device": "cpu", "overlap": "delayed"}
 
 
 def chain(optimizer: Any) -> Any:
@@ -96,6 +97,99 @@ def test_a_scheduler_of_torch_does_what_it_does_in_torch(name: str) -> None:
     assert found == pytest.approx(train_plainly(adamw, MAKERS[name]), rel=1e-5)
     found = train({}, optimizer=sgd, lr_scheduler=MAKERS[name])
     assert found == pytest.approx(train_plainly(sgd, MAKERS[name]), rel=1e-5)
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    biases = [param for param in model.parameters() if param.dim() == 1]
+    weights = [param for param in model.parameters() if param.dim() > 1]
+    groups: list[dict[str, Any]] = [{"params": weights, "lr": 2e-2}, {"params": biases, "weight_decay": 0.1}]
+    return torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
+
+
+def all_moved(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [group[name] for group in optimizer.param_groups for name in ("lr", "momentum")]
+
+
+@pytest.mark.parametrize("way", ["an object", "by hand", "by hand over the caller's"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_schedulers_as_objects_and_by_hand(name: str, way: str) -> None:
+    """Of each group, and the parameters are torch's too."""
+    make = MAKERS[name]
+    plain: Any = seeded()
+    expected_optimizer = two_groups(plain)
+    expected_scheduler = make(expected_optimizer)
+    model = seeded()
+    optimizer = two_groups(model)
+    scheduler: Any = make(optimizer) if way != "by hand" else None
+    given = {"lr_scheduler": scheduler} if way == "an object" else {}
+    engine = lowtide.initialize(model, {"steps_per_print": 0}, optimizer=optimizer, **given)
+    if way == "by hand":
+        scheduler = make(engine.optimizer)
+    for step in range(STEPS):
+        engine.train_step(batch(step))
+        if way != "an object":
+            scheduler.step()
+        expected_optimizer.zero_grad()
+        plain(*batch(step)).backward()
+        expected_optimizer.step()
+        expected_scheduler.step()
+        assert all_moved(engine.optimizer) == pytest.approx(all_moved(expected_optimizer), rel=1e-12)
+        assert engine.lr == engine.optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0]
+    found = engine.state_dict()
+    engine.close()
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6)
+
+
+def seeded() -> nn.Module:
+    torch.manual_seed(0)
+    return models.mlp()
+
+
+@pytest.mark.parametrize("zero", [{"update_in_backward": True}, {"offload_optimizer": DELAYED}])
+def test_an_update_that_is_not_after_the_norm_counts_for_a_scheduler_by_hand(zero: dict[str, Any]) -> None:
+    """Torch's scheduler warns where it was stepped, and the optimizer was not."""
+    engine = lowtide.initialize(models.mlp(), {"optimizer": ADAMW, "zero_optimization": zero, "steps_per_print": 0})
+    scheduler = schedulers.ExponentialLR(engine.optimizer, 0.5)
+    for step in range(2):
+        engine.train_step(batch(step))
+        scheduler.step()
+    assert engine.lr == pytest.approx(1e-2 / 4)
+    engine.close()
+
+
+TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "cosine": {},
+    "cosine_with_restarts": {"num_cycles": 2},
+    "polynomial": {"power": 2.0},
+    "constant": {},
+    "constant_with_warmup": {},
+    "inverse_sqrt": {},
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": 2},
+}
+
+
+def test_the_table_has_every_scheduler_of_transformers() -> None:
+    from transformers import SchedulerType
+
+    needs_a_metric = {"reduce_lr_on_plateau"}
+    of_layers = {"greedy"}  # and of an optimizer of their own kind
+    assert {one.value for one in SchedulerType} - needs_a_metric - of_layers == set(TRANSFORMERS)
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_a_scheduler_of_transformers(name: str) -> None:
+    from transformers import get_scheduler
+
+    def make(optimizer: Any) -> Any:
+        return get_scheduler(name, optimizer, 2, STEPS, scheduler_specific_kwargs=dict(TRANSFORMERS[name]))
+
+    adamw = partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
+    found = train({"optimizer": ADAMW}, lr_scheduler=make)
+    assert found == pytest.approx(train_plainly(adamw, make), rel=1e-5)
 
 
 def of_another(model: nn.Module) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """A pipeline trains to the numbers of one process: every schedule, ZeRO stage and precision, tied weights or not."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import lowtide
 from tests import models
 from tests.pipe.pipelines import (
     MICROBATCHES,
@@ -18,7 +20,7 @@ from tests.pipe.pipelines import (
     pipelined,
 )
 from tests.ranks import RankPool
-from tests.zero.training import Case, assert_close, train_all, train_plainly
+from tests.zero.training import Case, adamw, assert_close, train_all, train_plainly
 
 PLAIN = Case(deep_gpt, models.token_batch, clip=0.3, accumulation=MICROBATCHES)
 TIED = Case(deep_tied_gpt, models.token_batch, clip=0.3, accumulation=MICROBATCHES)
@@ -70,6 +72,52 @@ def test_what_nobody_uses_stays_as_it_was(ranks: RankPool) -> None:
         cases = [pipelined(case.at(stage), 2, schedule) for stage in stages for schedule in ("1f1b", "zb-v")]
         for one, outcome in zip(cases, ranks(num_ranks, train_all, cases)[0], strict=True):
             assert_close(outcome, expected, TOLERANCE_64, TOLERANCE_64, str(one))
+
+
+def blocks_of(model: Any) -> list[nn.Parameter]:
+    return [param for block in model.blocks for param in block.parameters()]
+
+
+def unfreeze(model: Any, step: int) -> None:
+    for index, block in enumerate(model.blocks):
+        block.requires_grad_(index >= 2 - step)
+
+
+def train_blocks(case: Case) -> dict[str, Tensor]:
+    """The optimizer has the blocks alone; the first two are frozen in the beginning."""
+    torch.manual_seed(0)
+    model = case.build()
+    unfreeze(model, 0)
+    engine = lowtide.initialize(model, {**case.as_config(), "optimizer": None}, optimizer=adamw(blocks_of(model)))
+    for step in range(case.steps):
+        unfreeze(model, step)
+        batch = case.global_batch(step, engine.data_size)
+        engine.train_step(tuple(tensor.chunk(engine.data_size)[engine.data_rank] for tensor in batch))
+    state = engine.state_dict()
+    engine.close()
+    return state
+
+
+def train_blocks_plainly(case: Case, world_size: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = case.build()
+    optimizer = adamw(blocks_of(model))
+    for step in range(case.steps):
+        unfreeze(model, step)
+        model.zero_grad()
+        model(*case.global_batch(step, world_size)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(("schedule", "stage"), [("1f1b", 0), ("zb-v", 0), ("1f1b", 3)])
+def test_an_optimizer_over_blocks_that_are_unfrozen_later(ranks: RankPool, schedule: str, stage: int) -> None:
+    num_ranks = 4 if stage else 2
+    expected = train_blocks_plainly(PLAIN_64, num_ranks // 2)
+    found = ranks(num_ranks, train_blocks, pipelined(PLAIN_64.at(stage), 2, schedule))[0]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=TOLERANCE_64, atol=TOLERANCE_64)
 
 
 @pytest.mark.parametrize("route", ["shared_memory", "sockets"])

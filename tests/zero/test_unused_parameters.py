@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import lowtide
 from lowtide.engine.step_sums import Uses
+from lowtide.zero.plan import Role
 from tests.ranks import RankPool
 from tests.zero.apart import apart
 
@@ -304,19 +306,10 @@ def test_a_step_that_uses_nothing_moves_nothing() -> None:
     engine.close()
 
 
-@dataclass
-class Used:
-    """What `Uses` asks a gradient."""
-
-    group: Any
-    used: set[int]
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 8, 700])
 def test_counts_of_many_ranks_share_a_word(num_ranks: int) -> None:
     params = [nn.Parameter(torch.zeros(())) for _ in range(100)]
-    gradient: Any = Used(Used(None, set()), set(range(100)))
-    gradient.group.params = params
+    gradient: Any = SimpleNamespace(group=SimpleNamespace(params=params, role=Role.UPDATED), used=set(range(100)))
     uses = Uses([{"params": params[50:]}, {"params": params[:50]}], [gradient], num_ranks)
     total = uses.packed() * (num_ranks - 1)
     gradient.used = set(range(100)) - {3, 99}

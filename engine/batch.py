@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -156,6 +157,39 @@ def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | Non
             f'["loss"] or [0], found {found}; give initialize(..., loss_fn=lambda output, batch: ...)'
         )
     return loss.reshape(())
+
+
+def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The value with other tensors in it, each changed once; what can be written to is the object that it was."""
+    seen: dict[int, Any] = {}  # by identity; with what it is of, so that identities are not given to others
+
+    def replaced(value: Any) -> Any:
+        if id(value) in seen:
+            return seen[id(value)][1]
+        if isinstance(value, Tensor):
+            result: Any = change(value)
+        elif isinstance(value, tuple):
+            parts = [replaced(part) for part in value]
+            result = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        else:
+            result = value
+        seen[id(value)] = value, result
+        if isinstance(value, MutableMapping):
+            _replace_items(value, list(value.items()), replaced)
+        elif isinstance(value, list):
+            _replace_items(value, list(enumerate(value)), replaced)
+        elif hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type, ModuleType)):
+            _replace_items(vars(value), list(vars(value).items()), replaced)
+        return result
+
+    return replaced(value)
+
+
+def _replace_items(container: Any, items: Iterable[tuple[Any, Any]], replaced: Callable[[Any], Any]) -> None:
+    for key, item in items:
+        other = replaced(item)
+        if other is not item:
+            container[key] = other
 
 
 def _listed(sizes: Iterable[int]) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 from .archive.named_state import Whole
 from .join import Call
 from .steps import Steps, UnitPasses
+from .turn import Turn
 
 
 class Driver(Protocol):
@@ -26,6 +27,9 @@ class Driver(Protocol):
     def whole(self) -> Whole:
         """The model, of which this rank may have a part."""
 
+    def listen(self, steps: Steps, turn: Turn) -> None:
+        """Before the first forward: where backwards come from that the engine is not asked for."""
+
     def train(self, steps: Steps, microbatches: Iterator[Any]) -> None:
         """The forwards and backwards of all microbatches of a step."""
 
@@ -34,6 +38,9 @@ class Driver(Protocol):
 
     def backward(self, steps: Steps, loss: Tensor) -> None:
         """The backward of a loss of `forward`. Raises ValueError for what is none."""
+
+    def scale(self, steps: Steps, loss: Tensor) -> Tensor:
+        """The loss, whose `backward()` is as `backward`. Raises ValueError for what is none."""
 
     def take_part(self, steps: Steps, call: Call) -> None:
         """A forward or backward that other ranks make with data, without any. Raises ValueError over a pipeline."""

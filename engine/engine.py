@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -61,6 +61,7 @@ class Engine:
             parts.rows_per_microbatch,
             parts.join,
         )
+        parts.driver.listen(self._steps, self._turn)
         units, whole = parts.driver.passes.units, parts.driver.whole
         self._archive = Archive(parts.config, parts.mesh, parts.module, units, parts.optimizer, whole)
         self._last = StepResult(torch.zeros(()), torch.zeros(()), self.lr, parts.loss_scaler.scale, False)
@@ -153,8 +154,48 @@ class Engine:
 
         Inputs and leaves that are not the engine's parameters get the gradient of `loss` itself.
         An error in it ends the step: its gradients are forgotten, and the next microbatch is the first of a new one.
+        `loss.backward()` does the same, for any graph through what the engine has returned, of several engines too;
+        only the loss in the result of the step is not known then (NaN): see `scale`.
         """
         self._driver.backward(self._steps, loss)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss, whose `backward()` is that of the engine: with float16's loss scale from the loss on, and with the
+        loss in the result of the step. Its value is that of `loss`. Raises ValueError for what is no loss, ().
+        """
+        return self._driver.scale(self._steps, loss)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context whose backwards are not the last of their step: `accumulate(last=False)`, as DDP calls it."""
+        return self.accumulate(last=False)
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        """A context that says whether its backwards are the last of their step, after which `step` acts.
+
+        For loops that count by themselves; a backward outside of any is then the last. Gradients are divided by
+        gradient_accumulation_steps all the same: leave it at 1 and weigh the losses.
+        """
+        return self._steps.accumulate(last)
+
+    @in_turn
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets what the backwards since the last step have added up; `step` does so by itself."""
+        if self._steps.num_microbatches:
+            self._join.check_outside("engine.zero_grad() in the middle of a step")
+        self._steps.refuse_more("engine.zero_grad()")
+        self._steps.forget()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """A context in which no parameter of the engine requires a gradient; that of its inputs is computed."""
+        trained = [param for param in self.module.parameters() if param.requires_grad]
+        for param in trained:
+            param.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for param in trained:
+                param.requires_grad_(True)
 
     @in_turn
     def step(self) -> StepResult:
@@ -240,6 +281,8 @@ class Engine:
     def _take_part(self, call: Call) -> None:
         if call is Call.STEP:
             self._step()
+        elif call is Call.TAKING_BACK:
+            self._steps.take_back()
         elif call is Call.EVALUATION:
             self._steps.mean_over_ranks([], self.world_size)
         elif call is Call.AGREEMENT:

@@ -81,12 +81,13 @@ def _run_microbatch(sequence: UnitSequence) -> None:
     sequence.begin_forward()
     uses = []
     for unit in sequence.blocks:
-        uses.append((unit, sequence.enter(unit)))
+        uses.append(sequence.enter(unit))
         sequence.leave(unit)
     sequence.end_forward(keeps_graph=True)
     sequence.begin_backward(boundary=True, on_final=None)
-    for unit, use in reversed(uses):
-        sequence.enter_backward(unit, use)
+    for use in reversed(uses):
+        assert use is not None
+        sequence.enter_backward(use)
     sequence.end_backward()
 
 

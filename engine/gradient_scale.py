@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from ..zero.hooks import tensors_in
+from ..zero.graph_task import GraphTask, current_graph_task
 from ..zero.loss_scale import LossScaler
+from ..zero.sequence import StateError
+from .batch import replace_tensors
 from .config.config import Config
 
 _EDGE = "lowtide: edge of the engine"  # a key in the metadata of nodes of the graph
@@ -25,11 +27,12 @@ class GradientScale:
 
     The update multiplies by `rest` in the pass that it makes anyway. The seed is 1, so that everything in the graph has
     the gradient of the loss as it was passed: inputs of the engine and what has made them too. It is not where
-    float16 would lose gradients without it, or where the config asks for it; then leaves that are not the engine's, and
-    what lies before it, get their gradients divided by the seed (hooks between output and loss see them before that):
+    float16 would lose gradients without it, or where the config asks for it. Where the loss was given (`apply`), all of
+    the graph gets it, and leaves that are not the engine's, and what lies before it, get their gradients divided (hooks
+    between output and loss see them before that). Else what the engine has returned gets it:
 
         other parameters -> input |edge  engine's forward  edge| output -> other parameters -> loss
-                  divided here ----^                                  ^---- divided on the way to each
+                  divided here ----^        multiplied here ----^              or there ----^  and divided on the way
     """
 
     def __init__(self, config: Config, data_size: int, loss_scaler: LossScaler, own: Iterable[nn.Parameter]) -> None:
@@ -39,6 +42,8 @@ class GradientScale:
         self._fixed = _fixed_part(config, data_size)
         self._own = frozenset(map(id, own))
         self._entered: list[Node] = []  # what the inputs of the forward that runs were made by
+        self._given: weakref.ref[GraphTask] | None = None  # a backward whose loss was multiplied
+        self._applied_in = -1  # the last run of autograd in which it was, in one way or the other
 
     @property
     def seed(self) -> float:
@@ -50,43 +55,99 @@ class GradientScale:
         """What is left to multiply the sum of the step's gradients by."""
         return 1.0 / (self._num_summed * self.seed)
 
+    @property
+    def is_given(self) -> bool:
+        """Whether the backward that runs began with a loss that was multiplied."""
+        return self._given is not None and self._given() is not None
+
     def mark_input(self, tensor: Tensor) -> Tensor:
         """An input of the engine as its forward is to see it."""
         if self.seed == 1.0 or not tensor.requires_grad or not torch.is_grad_enabled():
             return tensor
         inside = tensor.view_as(tensor)
-        inside.register_hook(lambda gradient: gradient / self.seed)  # type: ignore[no-untyped-call]
+        inside.register_hook(lambda gradient: _Edge.apply(gradient, self, False))  # type: ignore[no-untyped-call]
         self._entered.append(get_gradient_edge(tensor).node)
         return inside
 
-    def mark_output(self, output: object) -> None:
-        """The forward has ended with this output."""
-        if self.seed != 1.0:
-            entered, self._entered = tuple(self._entered), []
-            for tensor in tensors_in(output):
-                if tensor.grad_fn is not None:
-                    _metadata(tensor.grad_fn)[_EDGE] = entered
-
-    def backward(self, loss: Tensor) -> None:
-        """Gradients of seed x loss for the engine's parameters, and of the loss for all others."""
+    def mark_output(self, output: Any) -> Any:
+        """The output of a forward as the caller is to see it."""
         if self.seed == 1.0:
-            loss.backward()  # type: ignore[no-untyped-call]
-            return
-        with self._others_divided(loss):
-            (loss * self.seed).backward()  # type: ignore[no-untyped-call]
+            return output
+        entered, self._entered = tuple(self._entered), []
 
-    @contextmanager
-    def _others_divided(self, loss: Tensor) -> Iterator[None]:
+        def marked(tensor: Tensor) -> Tensor:
+            if tensor.grad_fn is None:
+                return tensor
+            outside = tensor.view_as(tensor)  # of its own: a loss and its logits may both be returned
+            assert outside.grad_fn is not None
+            _metadata(outside.grad_fn)[_EDGE] = {id(self): entered}
+            outside.register_hook(self._multiplied)  # type: ignore[no-untyped-call]
+            return outside
+
+        return replace_tensors(output, marked)
+
+    def check_applied(self) -> None:
+        """Raises StateError where gradients have come without the seed in the run of autograd that ends."""
+        if self.seed != 1.0 and self._applied_in != current_graph_task():
+            raise StateError(
+                f"loss.backward(): expected a graph that begins with what engine(...) has returned, where the factor "
+                f"{self.seed:g} of float16's loss scale (or prescale_gradients, gradient_predivide_factor) is applied; "
+                "found one past it: call engine(...) for the forward, or `engine.scale(loss).backward()`"
+            )
+
+    def apply(self, loss: Tensor) -> Tensor:
+        """The loss; its backward gives gradients of seed x loss to the engine's parameters, of the loss to others."""
+        return loss if self.seed == 1.0 else cast(Tensor, _Applied.apply(loss, loss.grad_fn, self))  # type: ignore[no-untyped-call]
+
+    def _multiplied(self, gradient: Tensor) -> Tensor | None:
+        if self.is_given:
+            return None
+        self._applied_in = current_graph_task()
+        return cast(Tensor, _Edge.apply(gradient, self, True))  # type: ignore[no-untyped-call]
+
+    def _begin_given(self, loss: Node | None) -> None:
         """Where the gradient of seed x loss goes over to what is not the engine's, it is divided."""
-        handles = [
-            _divided(node, indices, self.seed)
-            for node, indices in _ways_out(loss, self._own)  # all are found before the first hook
-        ]
-        try:
-            yield
-        finally:
+        self._applied_in = current_graph_task()
+        # All are found before the first hook.
+        handles = [_divided(node, indices, self.seed) for node, indices in _ways_out(loss, self._own, id(self))]
+
+        def end() -> None:
             for handle in handles:
                 handle.remove()
+
+        self._given = weakref.ref(GraphTask(end))
+
+
+class _Edge(torch.autograd.Function):
+    """Where a gradient enters the engine's part of the graph, or leaves it.
+
+    What a first derivative (create_graph) has given to the outside is entered by the second one, and the other way
+    round: it takes or gives the seed there, beside the factor that it goes through in any case.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, scale: GradientScale, enters: bool) -> Tensor:
+        ctx.scale, ctx.enters = scale, enters
+        return gradient * scale.seed if enters else gradient / scale.seed
+
+    @staticmethod
+    def backward(ctx: Any, second: Tensor) -> tuple[Tensor, None, None]:
+        if not ctx.scale.is_given:
+            ctx.scale._applied_in = current_graph_task()
+            return second, None, None
+        return second * ctx.scale.seed if ctx.enters else second / ctx.scale.seed, None, None
+
+
+class _Applied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, node: Node | None, scale: GradientScale) -> Tensor:
+        ctx.node, ctx.scale = node, scale
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.scale._begin_given(ctx.node)
+        return gradient * ctx.scale.seed, None, None
 
 
 def _fixed_part(config: Config, data_size: int) -> float:
@@ -106,29 +167,46 @@ def _metadata(node: Node) -> dict[str, Any]:
     return cast(dict[str, Any], found)
 
 
-def _ways_out(loss: Tensor, own: Collection[int]) -> list[tuple[Node, list[int]]]:
-    """Nodes between the loss and the engine, with those of their inputs that are leaves or come from before the engine.
+def _edges(node: Node) -> dict[int, Sequence[Node]]:
+    """Of which engines' outputs a node of the graph makes one -> what their inputs were made by."""
+    return cast(dict[int, Sequence[Node]], _metadata(node).get(_EDGE, {}))
 
-    own: identities of the engine's parameters. What is before the engine may reach the loss past it as well.
+
+def _ways_out(loss: Node | None, own: Collection[int], engine: int) -> list[tuple[Node, list[int]]]:
+    """Nodes between the loss and the engine, with those of their inputs that are leaves, come from before the engine,
+    or are made by another engine, which has factors of its own.
+
+    own: identities of the engine's parameters. engine: its key among `_edges`. What is before the engine may reach the
+    loss past it as well.
     """
     entered: list[Node] = []
+    if loss is not None and _is_of_another(loss, engine):
+        raise StateError(
+            "engine.backward(loss): expected a loss that this engine has computed, found the output of another engine; "
+            "call the backward of that one, or loss.backward()"
+        )
 
     def below_outside(node: Node) -> bool:
-        entered.extend(_metadata(node).get(_EDGE, ()))
-        return _EDGE not in _metadata(node)
+        entered.extend(_edges(node).get(engine, ()))
+        return not _edges(node)
 
-    outside = _reached([loss.grad_fn], below_outside)
+    outside = _reached([loss], below_outside)
     before = _reached(entered)
     found = []
     for node in outside - before:
         ways = [
             index
             for index, (other, _) in enumerate(node.next_functions)
-            if other is not None and (other in before or _is_other_leaf(other, own))
+            if other is not None and (other in before or _is_other_leaf(other, own) or _is_of_another(other, engine))
         ]
-        if ways and _EDGE not in _metadata(node):
+        if ways and not _edges(node):
             found.append((node, ways))
     return found
+
+
+def _is_of_another(node: Node, engine: int) -> bool:
+    edges = _edges(node)
+    return bool(edges) and engine not in edges
 
 
 def _is_other_leaf(node: Node, own: Collection[int]) -> bool:

@@ -73,10 +73,10 @@ class ModelGuard:
             self._check_places()
         with torch._C.DisableTorchFunctionSubclass():  # reading an attribute of a released one costs a call of Python
             for name, param, requires_grad in self._params:
-                if param.requires_grad != requires_grad:
+                if param.requires_grad and not requires_grad:  # frozen for some steps: nobody uses it in those
                     raise ValueError(
-                        f"parameter '{name}': expected requires_grad={requires_grad} as at lowtide.initialize, found "
-                        f"{param.requires_grad}; freeze and unfreeze before initialize, or call it again"
+                        f"parameter '{name}': expected requires_grad=False as at lowtide.initialize, found True; it "
+                        "has no gradient and no states: unfreeze it before initialize, or call that again"
                     )
             for (name, param), address in zip(self._kept, self._addresses, strict=True):
                 if param.data_ptr() != address:

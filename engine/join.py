@@ -19,6 +19,8 @@ class Call(Enum):
     FORWARD = "a forward"
     FORWARD_WITHOUT_GRADIENTS = "a forward under torch.no_grad()"
     BACKWARD = "a backward"
+    LAST_BACKWARD = "the last backward of a step"
+    TAKING_BACK = "a call after the last backward"
     STEP = "engine.step()"
     EVALUATION = "the mean of engine.eval_step()"
     AGREEMENT = "engine.agree()"
@@ -72,16 +74,18 @@ class Join:
     def before(self, call: Call) -> int:
         """To be called before the collectives of a call. On how many ranks it has data."""
         size = self._mesh.world.size
-        if not self._is_open or not self._has_data:
+        if not self._is_open or not self._has_data or self._is_together:
             return size
         met = self._meet(call)
         assert met is not None  # this rank has come
         return met[1]
 
-    def before_pass(self, phase: Phase) -> None:
-        """`before`, of a forward or a backward."""
+    def before_pass(self, phase: Phase, boundary: bool) -> None:
+        """`before`, of a forward or a backward. boundary: the last of a step."""
         if phase is Phase.BACKWARD:
-            self.before(Call.BACKWARD)
+            self.before(Call.LAST_BACKWARD if boundary else Call.BACKWARD)
+        elif phase is Phase.IDLE:
+            self.check_outside("torch.autograd.grad where parameters are gathered from other ranks")
         else:
             self.before(Call.FORWARD if torch.is_grad_enabled() else Call.FORWARD_WITHOUT_GRADIENTS)
 
@@ -116,7 +120,7 @@ class Join:
                 f"engine.join(): expected the same calls of the engine on all ranks that have data, found {listed}"
             )
         met, count = found[0]
-        if met is Call.BACKWARD:
+        if met in (Call.BACKWARD, Call.LAST_BACKWARD):
             self.num_missing += self._mesh.world.size - count
         return met, count
 

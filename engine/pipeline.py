@@ -24,6 +24,7 @@ from .batch import call_for_loss, loss_of
 from .join import NO_JOIN, Call
 from .pipeline_plan import PIPE, LossFn, PipelinePlan
 from .steps import Steps
+from .turn import Turn
 
 
 class Pipeline:
@@ -70,6 +71,9 @@ class Pipeline:
         """What runs training steps; its `on_action` can be set to time them."""
         return self._training
 
+    def listen(self, steps: Steps, turn: Turn) -> None:
+        """Its graphs begin and end in its own stages."""
+
     def train(self, steps: Steps, microbatches: Iterator[Any]) -> None:
         """Losses are those of the ranks that have the last stage.
 
@@ -89,6 +93,9 @@ class Pipeline:
 
     def backward(self, steps: Steps, loss: Tensor) -> None:
         raise self._lacks_whole("engine.backward(loss)", "engine.train_step(batch)")
+
+    def scale(self, steps: Steps, loss: Tensor) -> Tensor:
+        raise self._lacks_whole("engine.scale(loss)", "engine.train_step(batch)")
 
     def take_part(self, steps: Steps, call: Call) -> None:
         raise ValueError(NO_JOIN)

@@ -12,7 +12,7 @@ from ..offload import OffloadError
 from ..zero.gradient import GroupGradient
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.reductions import OnFinal
-from ..zero.sequence import Unit
+from ..zero.sequence import StateError, Unit
 from .config.config import Config
 
 
@@ -74,9 +74,19 @@ class StepUpdate:
         self._optimizer.begin_step(self._order, speculates=self.timing is Timing.SPECULATIVE)
         return self._update_one
 
-    def take_back(self) -> None:
-        """What was updated in this step has not been. Does nothing but where updates are speculative."""
-        self._optimizer.roll_back()
+    def refuse_more(self, what: str) -> None:
+        """Raises StateError where shards of this step are updated already, for good. what: the user has asked for."""
+        if self.timing is Timing.IN_BACKWARD:
+            raise StateError(
+                "zero_optimization.update_in_backward: expected engine.step() after a backward at the accumulation "
+                f"boundary, which has updated the parameters, found {what}; put all but the last backward of a step "
+                "under `with engine.no_sync():`, those of other models under `with engine.frozen():`, or leave "
+                "update_in_backward out"
+            )
+
+    def take_back(self) -> bool:
+        """What was updated in this step has not been: says whether there was any; only speculative updates are."""
+        return self._optimizer.roll_back()
 
     def end_step(self, factor: float, what: str) -> None:
         """The step counts: updates what has not been updated yet, and brings all to the other ranks. A collective."""

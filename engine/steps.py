@@ -23,7 +23,7 @@ from .batch import microbatches, prepared
 from .config.config import Config
 from .gradient_scale import GradientScale
 from .guard import ModelGuard
-from .join import Join, weighted
+from .join import Call, Join, weighted
 from .step_result import StepResult
 from .step_sums import StepSums, non_finite_error, sum_step
 from .step_update import StepUpdate, Timing
@@ -53,6 +53,9 @@ class UnitPasses(Protocol):
 
     def abort(self, error: BaseException) -> None:
         """Ends a backward that `error` has ended."""
+
+    def release_all(self) -> None:
+        """Between steps: no parameters are needed."""
 
 
 class Access(Enum):
@@ -86,6 +89,11 @@ class Steps:
         """input_dtype: of the floating-point inputs of a forward; None: as they are. rows_per_microbatch: None: any."""
         self.losses: list[Tensor] = []  # () of each microbatch
         self.num_microbatches = 0  # that are done
+        self._num_begun = 0  # with those of the backward that runs
+        self.is_complete = False
+        """Whether the last of them was the last of its step."""
+        self._is_last: bool | None = None  # as the caller says; None: by their number
+        self._by_hand = False  # he has said so in this step
         self._config = config
         self._mesh = mesh
         self._join = join
@@ -111,11 +119,6 @@ class Steps:
         return self._config.gradient_accumulation_steps or 1
 
     @property
-    def is_complete(self) -> bool:
-        """Whether the microbatches of a step are done."""
-        return self.num_microbatches > 0 and self.num_microbatches % self.accumulation == 0
-
-    @property
     def gradients(self) -> list[GroupGradient]:
         return [gradient for unit in self._passes.units for gradient in unit.gradients]
 
@@ -128,21 +131,71 @@ class Steps:
         return prepared(inputs, self._mesh.world.device, self._input_dtype, self.scale.mark_input)
 
     @contextmanager
+    def accumulate(self, last: bool) -> Iterator[None]:
+        """Backwards inside are the last of their step, or not, whatever their number is. Then the caller counts."""
+        before, self._is_last, self._by_hand = self._is_last, last, True
+        try:
+            yield
+        finally:
+            self._is_last = before
+
+    @contextmanager
     def backward(self, num_microbatches: int = 1) -> Iterator[None]:
         """The backward of so many microbatches. An error in it ends the step."""
-        boundary = (self.num_microbatches + num_microbatches) % self.accumulation == 0
+        self.begin_backward(num_microbatches)
+        try:
+            yield
+        except BaseException as error:
+            self.abort_backward(error)
+            raise
+        self.end_backward(num_microbatches)
+
+    def begin_forward(self) -> None:
+        """Raises ValueError where the model was changed behind the engine's back."""
+        self.guard.check()
+        if self.is_complete:
+            self.take_back()
+
+    def begin_backward(self, num_microbatches: int = 1) -> None:
+        """As `backward`, until `end_backward` or `abort_backward`."""
+        boundary = self._is_boundary(num_microbatches)
+        self.refuse_more("another backward")  # a sum that was final was not
         on_final = self.update.begin_backward(boundary)
         if boundary:
             self.guard.expect_update()
+        self.is_complete = boundary
+        self._num_begun = self.num_microbatches + num_microbatches
         self._passes.begin_backward(boundary, on_final)
+
+    def end_backward(self, num_microbatches: int = 1) -> None:
         try:
-            yield
             self._passes.end_backward()
         except BaseException as error:
-            self._passes.abort(error)
-            self.forget()
+            self.abort_backward(error)
             raise
         self.num_microbatches += num_microbatches
+
+    def abort_backward(self, error: BaseException) -> None:
+        """Forgets the step of a backward that `error` has ended."""
+        self._passes.abort(error)
+        self.forget()
+
+    def _is_boundary(self, num_microbatches: int) -> bool:
+        if self._is_last is not None:
+            return self._is_last
+        return self._by_hand or (self.num_microbatches + num_microbatches) % self.accumulation == 0
+
+    def refuse_more(self, what: str) -> None:
+        """Takes back what was updated before the end of the step. Raises StateError where it is there for good."""
+        if self.is_complete:
+            self.update.refuse_more(what)
+            self.take_back()
+
+    def take_back(self) -> None:
+        """What was updated before the end of the step has not been, on all ranks. Does nothing where nothing was."""
+        if self.update.take_back():
+            self._join.before(Call.TAKING_BACK)
+            self._mesh.fence("the end of what was tried in the backward")
 
     def forget(self) -> None:
         """Of the microbatches so far nothing counts: the next one is the first of its step."""
@@ -151,8 +204,10 @@ class Steps:
             gradient.reset()
             for param in gradient.group.params:
                 param.grad = None
+        self._passes.release_all()
         self.losses.clear()
-        self.num_microbatches = self._join.num_missing = 0
+        self.num_microbatches = self._num_begun = self._join.num_missing = 0
+        self.is_complete = self._by_hand = False
 
     # -- the update -----------------------------------------------------------------------------------------------
 
@@ -194,7 +249,7 @@ class Steps:
     @property
     def _weight(self) -> float:
         """How many microbatches a step has, for each that there was: 1 but under `engine.join`."""
-        full = self._mesh.data_size * max(self.accumulation, self.num_microbatches)
+        full = self._mesh.data_size * self._num_begun
         return full / (full - self._join.num_missing) if self._join.num_missing else 1.0
 
     def _losses_by_weight(self) -> list[Tensor]:
@@ -207,8 +262,7 @@ class Steps:
         clip, factor = self._config.gradient_clipping, self._rest
         needs_clipping = bool(clip) and norm > clip
         if sums.num_bad or needs_clipping:
-            self.update.take_back()
-            self._mesh.fence(f"the end of what was tried in step {number}")
+            self.take_back()
         if needs_clipping:
             factor *= clip / (norm + 1e-6)
         if not sums.num_bad:

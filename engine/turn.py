@@ -11,6 +11,10 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from ..zero.sequence import StateError
 
 
+def _never() -> bool:
+    return False
+
+
 class Turn:
     """The call that an engine makes now. `what` is how users read it: "engine.step()"."""
 
@@ -19,6 +23,7 @@ class Turn:
         self._lock = threading.Lock()
         self._what = ""
         self._thread: threading.Thread | None = None
+        self._is_lost: Callable[[], bool] = _never
 
     @contextmanager
     def of(self, what: str) -> Iterator[None]:
@@ -29,15 +34,15 @@ class Turn:
         finally:
             self.end()
 
-    def begin(self, what: str) -> None:
-        """As `of`, until `end`."""
+    def begin(self, what: str, is_lost: Callable[[], bool] = _never) -> None:
+        """As `of`, until `end`. is_lost: asked when another call comes; whether the turn was given back just now."""
         self.check(what)
         if not self._lock.acquire(blocking=False):
             raise self._conflict(what)
-        self._what, self._thread = what, threading.current_thread()
+        self._what, self._thread, self._is_lost = what, threading.current_thread(), is_lost
 
     def end(self) -> None:
-        self._what, self._thread = "", None
+        self._what, self._thread, self._is_lost = "", None, _never
         self._lock.release()
 
     def check(self, what: str) -> None:
@@ -47,7 +52,7 @@ class Turn:
                 f"{what}: expected an open engine, found one after engine.close(); call it before, or make another "
                 "engine with lowtide.initialize"
             )
-        owner = self._thread
+        owner = None if self._is_lost() else self._thread
         if owner is not None and owner is not threading.current_thread():
             raise self._conflict(what)
 

@@ -15,6 +15,8 @@ from .archive.named_state import Whole
 from .batch import call, call_for_loss, forward, loss_of
 from .join import Call
 from .steps import Steps
+from .turn import Turn
+from .unasked import Unasked, check_loss
 
 
 class WholeModel:
@@ -39,34 +41,36 @@ class WholeModel:
     def train(self, steps: Steps, microbatches: Iterator[Any]) -> None:
         for microbatch in microbatches:
             ready = steps.prepared(microbatch)
-            steps.guard.check()
+            steps.begin_forward()
             with self.saving:
-                output = call_for_loss(self._module, ready, self._loss_fn)
-                steps.scale.mark_output(output)
+                output = steps.scale.mark_output(call_for_loss(self._module, ready, self._loss_fn))
                 loss = loss_of(output, ready, self._loss_fn)
             self.backward(steps, loss)
 
     def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        steps.guard.check()
+        steps.begin_forward()
         with self.saving, self._progress.forward(steps.num_microbatches, torch.is_grad_enabled()):
-            output = forward(self._module, steps.prepared(args), steps.prepared(kwargs))
-            steps.scale.mark_output(output)
-            return output
+            return steps.scale.mark_output(forward(self._module, steps.prepared(args), steps.prepared(kwargs)))
 
     def backward(self, steps: Steps, loss: Tensor) -> None:
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise ValueError(
-                f"backward: expected a loss with one element that requires a gradient, found {_describe(loss)}; "
-                "was it computed under torch.no_grad(), or detached?"
-            )
+        check_loss(loss, "backward")
         self._progress.enter(Activity.BACKWARD, steps.num_microbatches)
         with steps.backward():
-            steps.scale.backward(loss)
+            steps.scale.apply(loss).backward()  # type: ignore[no-untyped-call]
         steps.losses.append(loss.detach())
 
+    def scale(self, steps: Steps, loss: Tensor) -> Tensor:
+        check_loss(loss, "scale")
+        scaled = steps.scale.apply(loss)
+        return self._unasked.known(scaled, loss.detach())
+
+    def listen(self, steps: Steps, turn: Turn) -> None:
+        self._unasked = Unasked(self.passes, steps, turn, self._progress)
+        self.passes.listen(self._unasked)
+
     def take_part(self, steps: Steps, call: Call) -> None:
-        if call is Call.BACKWARD:
-            with steps.backward():
+        if call in (Call.BACKWARD, Call.LAST_BACKWARD):
+            with steps.accumulate(last=call is Call.LAST_BACKWARD), steps.backward():
                 pass  # all units count as unused
             return
         with torch.set_grad_enabled(call is Call.FORWARD):
@@ -74,13 +78,6 @@ class WholeModel:
             self.passes.end_forward(keeps_graph=call is Call.FORWARD)
 
     def evaluate(self, steps: Steps, batch: Any) -> list[Tensor]:
+        steps.take_back()
         ready = steps.prepared(batch)
         return [loss_of(call(self._module, ready), ready, self._loss_fn)]
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}, requires_grad={value.requires_grad}"
-    if isinstance(value, Mapping):
-        return f"a mapping with keys {sorted(map(str, value))}"
-    return f"{type(value).__name__}"

@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine/archive": {"engine/config", "zero", "comm", "checkpoint", "offload", "optimizers", "watch"},
     "engine/config": {"pipe/schedules", "configs", "optimizers"},
     "checkpoint": {"offload", "optimizers"},
-    "zero": {"comm", "kernels", "model", "offload", "optimizers"},
+    "zero": {"comm", "kernels", "model", "offload", "optimizers", "watch"},
     "pipe": {"pipe/schedules", "pipe/split", "comm", "kernels", "model"},
     "pipe/split": {"model"},
     "pipe/schedules": set(),

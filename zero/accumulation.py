@@ -35,13 +35,22 @@ class LocalSum:
 
     def add(self) -> None:
         """Takes the gradients of a backward."""
-        if not self._is_flat:
-            return
-        numel = self._group.layout.padded_numel
-        if self._flat is None:
-            self._flat = torch.zeros(numel, dtype=self._dtype, device=self._group.full.device)
-        Staging(self._group, [(0, numel, self._flat)], adds=self.has_values).finish()
+        if self._is_flat:
+            flat = self._open_flat()
+            Staging(self._group, [(0, flat.numel(), flat)], adds=self.has_values).finish()
+            self.has_values = True
+
+    def take_back(self, total: Tensor) -> None:
+        """Adds a sum that seemed final, (padded_numel,)."""
+        flat = self._open_flat()
+        flat.add_(total) if self.has_values else flat.copy_(total)
         self.has_values = True
+
+    def _open_flat(self) -> Tensor:
+        if self._flat is None:
+            numel = self._group.layout.padded_numel
+            self._flat = torch.zeros(numel, dtype=self._dtype, device=self._group.full.device)
+        return self._flat
 
     def pour(self, regions: Sequence[Region], adds: bool) -> None:
         """Goes on in other memory, where the last gradients are added to it. adds: there is something already."""
@@ -49,6 +58,8 @@ class LocalSum:
         for start, end, memory in regions:
             memory.add_(self._flat[start:end]) if adds else memory.copy_(self._flat[start:end])
         self.has_values = False
+        if not self._is_flat:
+            self._flat = None
 
 
 class ShardMemory:

@@ -167,8 +167,7 @@ class GroupGradient:
             self._local.add()
             return
         if self._is_final:
-            self.settle()
-            self.inspection.count_anew()
+            self._reopen()
         axis = self._move.staging_axis(boundary, self._has_shard)
         message = None if axis is None else self._move.open_message(axis)
         staging, self._staging = self._staging or self._open_staging(axis, message), None
@@ -191,6 +190,23 @@ class GroupGradient:
         self._leave(is_final=True)
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
+
+    def _reopen(self) -> None:
+        """Another backward adds to a final sum: where it is over replicas, that is the first one's from now on."""
+        self.settle()
+        self.inspection.count_anew()
+        self._is_final = False
+        replica = self.group.replica_axis.rank
+        if self.group.replica_axis.size == 1 or not self._has_shard:
+            return
+        assert self.shard is not None
+        if self.group.state_axis.size > 1:
+            if replica:
+                self.shard.zero_()
+            return
+        if replica == 0:  # the shard may be one that all replicas write to
+            self._local.take_back(self.shard)
+        self._has_shard = False
 
     def _open_shard(self) -> Tensor:
         if self.shard is None or (self._host is not None and self._host.has(self.shard)):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import ModuleType, NoneType
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import FrameType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 from ..model.blocks import has_forward, parameters_read_by
 from ..model.ledger import Ledger
-from .sequence import Phase, Unit, UnitSequence
+from .graph_task import current_graph_task
+from .released import set_reader
+from .sequence import Phase, Unit, UnitSequence, Use
 
 
 class UnitHooks:
@@ -35,17 +38,37 @@ class UnitHooks:
         self._add = ledger.hook
         root = sequence.rest.module
         self._add(root.register_forward_pre_hook(lambda module, args: sequence.begin_forward(), prepend=True))
-        self._add(root.register_forward_hook(lambda module, args, output: sequence.end_forward(_keeps_graph(output))))
+        self._add(root.register_forward_hook(self._after_root))
         for unit in sequence.blocks:
             self._hook_block(unit)
         for unit in sequence.units:
             self._hook_params(unit)
         if frees_parameters:
             self._hook_users_of_rest(sequence.rest)
+            self._modules = frozenset(map(id, root.modules()))
+            for unit in sequence.units:
+                self._let_read(unit, ledger)
+
+    def _let_read(self, unit: Unit, ledger: Ledger) -> None:
+        def read() -> bool:
+            may = self._sequence.phase is not Phase.IDLE or _is_in_method(self._modules)
+            if may:
+                self._sequence.read(unit)
+            return may
+
+        for group in unit.groups:
+            for param in group.params:
+                ledger.callback(set_reader(param, read))
+
+    def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        tensors = _tensors_with_graph(output)
+        if self._sequence.phase is Phase.FORWARD and tensors:
+            _on_first_gradient(tensors, self._sequence.hear)
+        self._sequence.end_forward(keeps_graph=bool(tensors))
 
     def _hook_block(self, unit: Unit) -> None:
         sequence = self._sequence
-        uses: list[int] = []
+        uses: list[Use | None] = []
 
         def before(module: nn.Module, args: Any) -> None:
             uses.append(sequence.enter(unit))
@@ -55,14 +78,15 @@ class UnitHooks:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             use = uses.pop()
             uses.clear()  # a forward that ended with an exception has left its own behind
-            if sequence.phase is not Phase.BACKWARD and (tensors := _tensors_with_graph(output)):
-                _on_first_gradient(tensors, lambda: sequence.enter_backward(unit, use))
+            if use is not None and (tensors := _tensors_with_graph(output)):
+                _on_first_gradient(tensors, lambda: sequence.enter_backward(use))
             sequence.leave(unit)
 
         self._add(unit.module.register_forward_pre_hook(before, prepend=True))
         self._add(unit.module.register_forward_hook(after))
 
     def _hook_params(self, unit: Unit) -> None:
+        unit.find_accumulators()
         for gradient in unit.gradients:
             for name, param in zip(gradient.group.names, gradient.group.params, strict=True):
                 hook = _gradient_hook(self._sequence, unit, name)
@@ -85,6 +109,23 @@ class UnitHooks:
             if module is not rest.module and has_forward(module) and members & set(map(id, parameters_read_by(module))):
                 self._add(module.register_forward_pre_hook(before, prepend=True))
                 self._add(module.register_forward_hook(after))
+
+
+def _is_in_method(modules: Collection[int]) -> bool:
+    """Whether the caller is in a method that a class of the modules has beyond those of every module.
+
+    Those are called on all ranks alike, while one rank alone may print a value, or ask for a `state_dict`.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("self",) and id(frame.f_locals.get("self")) in modules:
+            of_all = frame.f_code.co_filename == nn.Module.forward.__code__.co_filename
+            return not of_all or frame.f_code in _CALLS
+        frame = frame.f_back
+    return False
+
+
+_CALLS = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
 
 
 def cast_inputs(blocks: Iterable[nn.Module], dtype: torch.dtype, ledger: Ledger) -> None:
@@ -118,12 +159,14 @@ def _tensors_with_graph(output: Any) -> list[Tensor]:
 
 
 def _on_first_gradient(tensors: Sequence[Tensor], action: Callable[[], None]) -> None:
-    """Runs `action` once, before the first gradient of any of the tensors goes on into the module."""
-    pending = [action]
+    """Runs `action` before the first gradient of any of the tensors goes on into the module, once in each backward."""
+    told: list[int] = []
 
     def hook(gradient: Tensor) -> None:
-        if pending:
-            pending.pop()()
+        task = current_graph_task()
+        if told != [task]:
+            told[:] = [task]
+            action()
 
     for tensor in tensors:
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]

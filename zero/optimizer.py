@@ -142,11 +142,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """A step whose shards were updated one by one is whole, and counts."""
         self.speculation.forget()
 
-    def roll_back(self) -> None:
-        """A step that speculated, whole or in part, has not been. Does nothing where there is none."""
-        if self.speculation.is_open:
+    def roll_back(self) -> bool:
+        """A step that speculated, whole or in part, has not been. Says whether there was one."""
+        was_open = self.speculation.is_open
+        if was_open:
             self.num_steps -= 1
             self.speculation.roll_back()
+        return was_open
 
     # -- states by parameter, for checkpoints ---------------------------------------------------------------------
 

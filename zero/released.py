@@ -1,13 +1,15 @@
 """Parameters that are not here: the class that a parameter has while its full values are released.
 
 A released parameter keeps shape, dtype, device and gradient, which modules ask for at any time. Everything that needs
-its values raises `ReleasedParameterError` with its name. Underneath lies a NaN expanded to the shape, so that code
+its values makes it full where its `Reader` says so, which is while the model computes; else it raises
+`ReleasedParameterError` with its name. Underneath lies a NaN expanded to the shape, so that code
 which gets past the check in C++ neither crashes nor trains silently on garbage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +46,18 @@ _HARMLESS = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES.split()} | {
 }
 
 
+Reader = Callable[[], bool]
+"""Makes a parameter full that is read outside of its unit's forward, if this is a time at which that can be right."""
+
+_READERS: dict[int, Reader] = {}  # by identity of the parameter
+
+
+def set_reader(param: nn.Parameter, reader: Reader) -> Callable[[], object]:
+    """Returns what takes it away."""
+    _READERS[id(param)] = reader
+    return partial(_READERS.pop, id(param), None)
+
+
 class ReleasedParameter(nn.Parameter):
     """A parameter whose values are released. See the top of the file."""
 
@@ -60,17 +74,18 @@ class ReleasedParameter(nn.Parameter):
         if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        name = next((a.lowtide_name for a in _flatten((args, kwargs)) if isinstance(a, ReleasedParameter)), None)
+        released = [a for a in _flatten((args, kwargs)) if isinstance(a, ReleasedParameter)]
+        if released and all((reader := _READERS.get(id(param))) is not None and reader() for param in released):
+            return func(*args, **(kwargs or {}))
+        name = next((param.lowtide_name for param in released if isinstance(param, ReleasedParameter)), None)
         what = "a parameter" if name is None else f"parameter '{name}'"  # None: it lies in an object that was passed
         operation = getattr(func, "__name__", str(func))
         if operation == "__get__":
             operation = "an attribute that needs values"
         raise ReleasedParameterError(
             f"{what} is released: only its shards exist here, so {operation} cannot read it. Its values are there "
-            "inside the forward and backward of its own module, when that is called; anywhere else use "
-            "`with engine.gathered(parameter):`. If another module's forward reads it, list both modules' common "
-            "parent in zero_optimization.units, or leave the owner out of that list; if the parts of a Sequential are "
-            "called one by one, list the parts."
+            "inside the forward and backward of the model, and in methods of its modules; anywhere else use "
+            "`with engine.gathered(parameter):`."
         )
 
     def __repr__(self, **ignored: Any) -> str:  # type: ignore[override]

@@ -16,23 +16,37 @@ ring: a block that is used again, or out of order, is reached by going round.
 [Note: what is done in backward]
 Autograd runs the node with the highest sequence number among those that are ready, and a node's users always have
 higher numbers. So when the gradient of what unit j returned is asked for, every unit whose first use came after that
-call has all the gradients that it will ever get, and its reduction need not wait for parameters that were not used.
+call has all the gradients that it will ever get, and its reduction need not wait for parameters that were not used:
+of all forwards whose graphs may be part of this backward. What was read outside of its unit's forward comes later
+still; autograd is asked for it before a unit is taken for complete.
 
 Where gathers need no other rank (memory shared on a host, or nothing is freed) the ring is not needed, and a unit is
 gathered and released when it is used and at no other time.
+
+[Note: what autograd runs]
+A backward begins when the engine says so, or with the first thing of the model that autograd comes to, in a
+`loss.backward()`, and then autograd says when it has ended. A run that adds to no gradient of ours (of
+`torch.autograd.grad`, or through a model whose parameters are frozen) only needs parameters: they are gathered as in a
+backward, and nothing is reduced. If it can itself be differentiated (create_graph), what it has made reads parameters
+at a time that no hook tells, so they stay full until the step ends.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from ..comm import CollectiveError, Progress
+from ..watch.log import logger
 from .gradient import GroupGradient
+from .graph_task import GraphTask, accumulator_of, current_graph_task, will_run
 from .group import Residence, ShardedGroup
 from .reductions import OnFinal, Reductions
 
@@ -60,11 +74,18 @@ class Unit:
         self.groups = groups
         self.gradients = gradients
         self.trained = frozenset(id(p) for gradient in gradients for p in gradient.group.params)
+        self.accumulators: dict[int, Node] = {}
         self._places = {id(p): i for gradient in gradients[:1] for i, p in enumerate(gradient.group.params)}
         self.waiting: set[int] = set()  # parameters whose gradient has not come yet in this backward
         self.is_ready = False
         self.is_collected = False
-        self.first_use: int | None = None  # position in this rank's own forward
+        self.first_use: int | None = None  # in the forwards that the backward may be of
+        self.num_uses = 0  # in these
+
+    def find_accumulators(self) -> None:
+        """Asks autograd for them, once parameters are where they stay."""
+        params = [param for gradient in self.gradients for param in gradient.group.params]
+        self.accumulators = {id(param): accumulator_of(param) for param in params}
 
     @property
     def numel(self) -> int:
@@ -109,6 +130,42 @@ class Unit:
     def place_for(self, param: nn.Parameter, boundary: bool) -> Tensor | None:
         """Memory for a gradient that `take_early` would stage."""
         return self.gradients[0].place_for(self._places[id(param)], boundary) if id(param) in self._places else None
+
+
+class Forward:
+    """The uses of units in one forward. Held by the graph that it has made, so it is gone when that is."""
+
+    def __init__(self) -> None:
+        self.first_use: dict[Unit, int] = {}
+        self.num_uses = Counter[Unit]()
+
+    def add(self, unit: Unit, number: int) -> None:
+        self.first_use.setdefault(unit, number)
+        self.num_uses[unit] += 1
+
+
+class Use:
+    """One use of a unit. number: later ones have higher numbers, in all forwards."""
+
+    __slots__ = ("forward", "number", "unit")
+
+    def __init__(self, unit: Unit, forward: Forward, number: int) -> None:
+        self.unit = unit
+        self.forward = forward
+        self.number = number
+
+
+class BackwardListener(Protocol):
+    """Is told of backwards that autograd runs without the engine having been asked for one."""
+
+    def begin(self) -> None:
+        """One begins: has `begin_backward` called."""
+
+    def end(self) -> None:
+        """It has come to its end: has `end_backward` called."""
+
+    def abort(self) -> None:
+        """An error has ended it before: has `abort` called."""
 
 
 _MAX_PREFETCHED = 2  # more would cost memory and hide nothing further
@@ -193,9 +250,11 @@ class UnitSequence:
         units: Sequence[Unit],
         prefetch_numel: int,
         progress: Progress,
-        before_pass: Callable[[Phase], None] = lambda phase: None,
+        before_pass: Callable[[Phase, bool], None] = lambda phase, boundary: None,
     ) -> None:
-        """before_pass: told before the collectives of a forward, where there are some, and of a backward."""
+        """before_pass: told before the collectives of a forward, where there are some, of a backward, and whether that
+        is the last of a step; IDLE: of a run of autograd that reduces nothing, where it gathers from other ranks.
+        """
         self.units = units
         self._before_pass = before_pass
         self._progress = progress
@@ -209,23 +268,37 @@ class UnitSequence:
         self._reduction_cursor = 0
         self._reductions = Reductions()
         self._num_uses = 0
+        self._forward = Forward()  # the last one, or what is used between two
+        self._forwards = weakref.WeakSet[Forward]()  # of which a backward may come
+        self._of_backward = set[Forward]()  # those that it has come to
         self._boundary = True
         self._on_final: OnFinal | None = None
         self._graph_task: int | None = None  # autograd's number of the backward that runs, not of one inside of it
         self._expects_backward = False
+        self._listener: BackwardListener | None = None
+        self._heard: weakref.ref[GraphTask] | None = None  # what autograd runs, without the engine having been asked
+        self._lent: list[Unit] = []  # gathered for a run that reduces nothing
+        self._kept = set[Unit]()  # full until the step ends
+
+    def listen(self, listener: BackwardListener) -> None:
+        """Before the first forward."""
+        self._listener = listener
 
     # -- forward --------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
         """The root module is entered: the rest of the parameters is needed until its end."""
+        if self.has_lost_backward():
+            self._tell_listener().abort()
         if self.phase is Phase.BACKWARD:
             return
         if self.phase is Phase.FORWARD:  # the last forward ended with an exception
             self.end_forward(keeps_graph=False)
         if self._needs_ring:
-            self._before_pass(Phase.FORWARD)
+            self._before_pass(Phase.FORWARD, False)
         self.phase = Phase.FORWARD
         self._expects_backward = torch.is_grad_enabled()
+        self._forward = Forward()
         self.enter(self.rest)
 
     def end_forward(self, keeps_graph: bool) -> None:
@@ -238,23 +311,38 @@ class UnitSequence:
             self._forward_ring.end_round()
         if not keeps_graph:
             for unit in self.units:
-                unit.release()
+                self._release(unit)
         self.phase = Phase.IDLE
 
-    def enter(self, unit: Unit) -> int:
-        """A unit's forward begins, or is recomputed: its parameters are made full. Returns the position of this use."""
+    def enter(self, unit: Unit) -> Use | None:
+        """A unit's forward begins, or is recomputed (None): its parameters are made full."""
         self._progress.at_unit("" if unit is self.rest else unit.name)
         if self.phase is Phase.BACKWARD:
             self._gather_in_backward(unit)
-            return -1
+            return None
         if self._needs_ring:
             self._forward_ring.reach(unit)
         else:
             unit.gather()
         self._num_uses += 1
-        if unit.first_use is None:
-            unit.first_use = self._num_uses
-        return self._num_uses
+        forward = self._forward
+        forward.add(unit, self._num_uses)
+        self._forwards.add(forward)
+        return Use(unit, forward, self._num_uses)
+
+    def read(self, unit: Unit) -> None:
+        """Its parameters are read outside of its forward: they are full from now on, until the step ends.
+
+        What autograd saves of them is needed at a time that no hook tells.
+        """
+        if unit not in self._kept and unit is not self.rest:
+            logger.info(
+                "unit '%s' is read outside of its forward, so it stays gathered until the step ends; name a common "
+                "parent of it and its reader in zero_optimization.units if that takes too much memory",
+                unit.name,
+            )
+        self.enter(unit)
+        self._kept.add(unit)
 
     def leave(self, unit: Unit) -> None:
         """A unit's forward ends: its parameters are freed, but for those with which the backward will begin."""
@@ -262,50 +350,74 @@ class UnitSequence:
             return
         self._progress.at_unit("")
         if not (self._expects_backward and unit is self.units[-1]):
-            unit.release()
+            self._release(unit)
 
     # -- backward -------------------------------------------------------------------------------------------------
 
+    def hear(self) -> None:
+        """Autograd has come to something of the model. Begins what nobody has begun; see [Note: what autograd runs]."""
+        if self._heard is not None:
+            if self._heard() is not None:
+                return
+            if self.phase is Phase.BACKWARD:
+                self._tell_listener().abort()
+        if self.phase is Phase.BACKWARD:  # the engine has begun it
+            if self._graph_task is None:
+                self._graph_task = current_graph_task()
+            return
+        self._heard = weakref.ref(GraphTask(self._end_heard))
+        if any(will_run(unit.accumulators.values()) for unit in self.units):
+            self._begin_heard()
+        else:
+            self._begin_lending()
+
+    def has_lost_backward(self) -> bool:
+        """Whether a backward that autograd has begun was ended by an error, of which nobody was told."""
+        return self.phase is Phase.BACKWARD and self._heard is not None and self._heard() is None
+
     def begin_backward(self, boundary: bool, on_final: OnFinal | None) -> None:
         """boundary: the last microbatch of an optimizer step. on_final: called with each gradient that is complete."""
-        self._before_pass(Phase.BACKWARD)
+        self._before_pass(Phase.BACKWARD, boundary)
         self.phase = Phase.BACKWARD
         self._boundary, self._on_final = boundary, on_final
         self._graph_task = None
+        if self._heard is not None and self._heard() is None:
+            self._heard = None
         self._reduction_cursor = 0
-        # What a forward without gradients has released since; every rank has run the same forwards.
-        self.rest.gather()
-        order = [unit for unit in reversed(self.blocks) if not unit.is_full]
-        self._backward_ring = GatherRing(order, self._prefetch_numel)
+        self._begin_gathers()
         for unit in self.units:
             unit.waiting = set(unit.trained)
             unit.is_ready = unit.is_collected = False
 
-    def enter_backward(self, unit: Unit, use: int) -> None:
-        """The gradient of what use number `use` of a unit returned is there: its own backward begins."""
-        if self.phase is not Phase.BACKWARD:
-            raise StateError(_OUTSIDE_BACKWARD.format(where=f"the backward of {unit.name}"))
-        if self._graph_task is None:
-            self._graph_task = torch._C._current_graph_task_id()
-        for other in self.blocks:
-            # A unit that seems unused may still be read from outside its forward; where no gather waits for it, it can
-            # be left for the end.
-            is_done = self._needs_ring if other.first_use is None else other.first_use > use
-            other.is_ready = other.is_ready or is_done
-        self._collect_ready()
-        self._progress.at_unit(unit.name)
-        self._gather_in_backward(unit)
+    def enter_backward(self, use: Use) -> None:
+        """The gradient of what a use of a unit returned is there: its own backward begins."""
+        self.hear()
+        if use.forward not in self._of_backward:
+            self._of_backward.add(use.forward)
+            if use.forward not in self._forwards:  # its graph was kept after an earlier backward
+                self._forwards.add(use.forward)
+                self._count_uses()
+        if self.phase is Phase.BACKWARD:
+            self._collect_ready(use.number)
+        self._progress.at_unit(use.unit.name)
+        if self.phase is Phase.BACKWARD:
+            self._gather_in_backward(use.unit)
+        else:
+            self._lend(use)
 
     def gradient_arrived(self, unit: Unit, param: nn.Parameter, name: str) -> None:
         """Autograd has put the gradient of a parameter into `param.grad`."""
-        if self.phase is not Phase.BACKWARD:
-            raise StateError(_OUTSIDE_BACKWARD.format(where=f"the gradient of parameter '{name}'"))
+        if self._heard is not None or self._graph_task is None:
+            self.hear()
+        if self.phase is not Phase.BACKWARD:  # in a run that seemed to add to no gradient: checkpointing has its own
+            self._end_lending()
+            self._begin_heard()
         if unit.is_collected:
             raise StateError(
                 f"parameter '{name}' got a gradient after its unit '{unit.name}' had been reduced in the same "
-                "backward. Reentrant activation checkpointing of a module that is used several times does that: use "
-                "use_reentrant=False, or activation_checkpointing in the config. So does a parameter that is read "
-                "outside of its unit's forward: leave its unit out of zero_optimization.units."
+                "backward. A parameter that is read outside of its unit's forward, where reentrant activation "
+                "checkpointing recomputes it, does that: use use_reentrant=False, or leave the unit out of "
+                "zero_optimization.units."
             )
         if self._needs_ring and not unit.is_full:  # else silent: the memory that this backward has read is not its own
             raise StateError(
@@ -316,7 +428,9 @@ class UnitSequence:
             )
         unit.waiting.discard(id(param))
         self._reductions.poll()
-        if not unit.waiting and unit is not self.rest:
+        # Reentrant checkpointing runs a backward of its own for each use of a unit.
+        is_last = unit.num_uses < 2 or current_graph_task() == self._graph_task
+        if not unit.waiting and is_last and unit is not self.rest:
             unit.is_ready = True
             self._collect_ready()
         elif unit is self.reduction_order[self._reduction_cursor]:
@@ -326,9 +440,7 @@ class UnitSequence:
         """Memory of its shape that the gradient of a parameter can be written to, if it is the turn of its unit."""
         if self.phase is not Phase.BACKWARD or self._reduction_cursor == len(self.reduction_order):
             return None
-        if (
-            torch._C._current_graph_task_id() != self._graph_task
-        ):  # of a user's autograd.grad in it, who keeps the result
+        if current_graph_task() != self._graph_task:  # of a user's autograd.grad in it, who keeps the result
             return None
         unit = self.reduction_order[self._reduction_cursor]
         if id(param) not in unit.trained:
@@ -352,20 +464,99 @@ class UnitSequence:
         What was started is finished, unless the others are lost: in the canonical order they come to it as well.
         """
         self.phase = Phase.IDLE
+        self._heard = self._graph_task = None
         if isinstance(error, CollectiveError):
             self._reductions.abandon()
             return
         self._reductions.finish()
         self._end_pass()
 
+    def release_all(self) -> None:
+        """The step has ended: nothing that was made before it is differentiated any more."""
+        kept, self._kept = self._kept, set()
+        for unit in kept:
+            unit.release()
+
+    # -- what autograd runs ---------------------------------------------------------------------------------------
+
+    def _tell_listener(self) -> BackwardListener:
+        assert self._listener is not None
+        return self._listener
+
+    def _begin_heard(self) -> None:
+        """A backward that the engine was not asked for."""
+        if self.phase is Phase.FORWARD:  # one that ended with an exception
+            self.end_forward(keeps_graph=False)
+        self._tell_listener().begin()
+        task = self._heard() if self._heard is not None else None
+        assert task is not None
+        self._graph_task = task.number
+
+    def _end_heard(self) -> None:
+        if self.phase is Phase.BACKWARD:
+            self._tell_listener().end()
+        else:
+            self._end_lending()
+        self._heard = None
+
+    def _begin_lending(self) -> None:
+        """A run in which nothing is reduced."""
+        if self._needs_ring:
+            self._before_pass(Phase.IDLE, False)
+        if not self.rest.is_full:
+            self._lent.append(self.rest)
+        self._begin_gathers()
+        if torch.is_grad_enabled():
+            self._kept.add(self.rest)
+
+    def _lend(self, use: Use) -> None:
+        """The parameters of a unit are needed now, and those of the units after it no more."""
+        if torch.is_grad_enabled():
+            self._kept.add(use.unit)
+        for unit in [unit for unit in self._lent if unit.first_use is not None and unit.first_use > use.number]:
+            self._lent.remove(unit)
+            self._release(unit)
+        if not use.unit.is_full:
+            self._gather_in_backward(use.unit)
+            self._lent.append(use.unit)
+
+    def _end_lending(self) -> None:
+        if self._needs_ring:
+            self._backward_ring.end_round()
+        lent, self._lent = self._lent, []
+        for unit in lent:
+            if not (unit is self.rest and self.phase is Phase.FORWARD):
+                self._release(unit)
+        self._of_backward.clear()
+
     # -- pieces of it ---------------------------------------------------------------------------------------------
+
+    def _begin_gathers(self) -> None:
+        # What a forward without gradients has released since; every rank has run the same forwards.
+        self.rest.gather()
+        order = [unit for unit in reversed(self.blocks) if not unit.is_full]
+        self._backward_ring = GatherRing(order, self._prefetch_numel)
+        self._count_uses()
+
+    def _count_uses(self) -> None:
+        for unit in self.units:
+            firsts = [first for forward in self._forwards if (first := forward.first_use.get(unit)) is not None]
+            unit.first_use = min(firsts, default=None)
+            unit.num_uses = sum(forward.num_uses[unit] for forward in self._forwards)
 
     def _end_pass(self) -> None:
         for unit in self.units:
-            unit.release()
-            unit.first_use = None
-        self._num_uses = 0
+            self._release(unit)
+        for forward in self._of_backward:
+            self._forwards.discard(forward)
+        self._of_backward.clear()
+        self._forward = Forward()
+        self._graph_task = None
         self.phase = Phase.IDLE
+
+    def _release(self, unit: Unit) -> None:
+        if unit not in self._kept:
+            unit.release()
 
     def _gather_in_backward(self, unit: Unit) -> None:
         if unit.is_full:
@@ -375,11 +566,14 @@ class UnitSequence:
         else:
             unit.gather()
 
-    def _collect_ready(self) -> None:
-        """Starts the reductions whose turn has come, and takes the earlier ones one step on."""
+    def _collect_ready(self, use: int = 0) -> None:
+        """Starts the reductions whose turn has come, and takes the earlier ones one step on.
+
+        use: that autograd has come to; 0: it says nothing.
+        """
         while self._reduction_cursor < len(self.reduction_order):
             unit = self.reduction_order[self._reduction_cursor]
-            if not unit.is_ready:
+            if not (unit.is_ready or (use and self._is_behind(unit, use))):
                 return
             self._reduction_cursor += 1
             unit.is_collected = True
@@ -387,11 +581,13 @@ class UnitSequence:
                 self._backward_ring.leave_behind(unit)
             for gradient in unit.gradients:
                 self._reductions.start(gradient, self._boundary, self._on_final)
-            if unit is not self.rest:
+            if unit is not self.rest and unit not in self._kept:
                 unit.release_reduced(self._boundary and self._on_final is not None)
 
+    def _is_behind(self, unit: Unit, use: int) -> bool:
+        """Whether all gradients of a unit are there, when autograd has come to a use.
 
-_OUTSIDE_BACKWARD = (
-    "{where} was computed outside of engine.backward: expected `engine.backward(loss)`, which scales the loss and "
-    "reduces gradients over the ranks; found a direct call such as `loss.backward()`"
-)
+        A unit that seems unused can be left for the end where no gather waits for it.
+        """
+        is_behind = self._needs_ring if unit.first_use is None else unit.first_use > use
+        return is_behind and unit is not self.rest and not will_run(unit.accumulators[key] for key in unit.waiting)

@@ -44,14 +44,12 @@ class Rows(Net):
         return loss
 
 
-class CheckpointedTwice(Net):
-    """One block, used twice, each time in a reentrant checkpoint: its gradient comes in two parts."""
+class ReadElsewhere(Net):
+    """A block's weight is read outside of its forward, in a reentrant checkpoint: its gradient comes in two parts."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        for _ in range(2):
-            x = checkpoint(self.blocks[1], x, use_reentrant=True)
-        loss: Tensor = self.head(x).square().mean()
+        x = checkpoint(lambda h: h * self.get_parameter("blocks.1.weight").sum(), self.blocks[0](x), use_reentrant=True)
+        loss: Tensor = self.head(self.blocks[1](x)).square().mean()
         return loss
 
 
@@ -86,8 +84,9 @@ def train_on_iterator_with_rows(rows: list[int]) -> None:
     initialize(changes={"gradient_accumulation_steps": len(rows)}).train_step(batches)
 
 
-def call_backward_on_the_loss() -> None:
-    initialize()(torch.randn(2, 4)).backward()
+def call_backward_past_the_engine() -> None:
+    engine = initialize(changes={"gradient_predivide_factor": 2.0})
+    engine.module(torch.randn(2, 4)).backward()
 
 
 def backward_of(make: Callable[[lowtide.Engine], Any]) -> None:
@@ -118,12 +117,6 @@ def incomplete_launch() -> None:
 
 def two_optimizers() -> None:
     initialize(optimizer=torch.optim.SGD)
-
-
-def frozen_by_hand() -> None:
-    engine = initialize()
-    engine.module.get_parameter("head.weight").requires_grad_(False)
-    engine.train_step((torch.randn(2, 4),))
 
 
 def replaced_by_hand() -> None:
@@ -184,10 +177,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         'ValueError: optimizer: found one in the config ("adamw") and one passed to initialize; leave one out',
     ),
     "loss.backward()": (
-        call_backward_on_the_loss,
-        "StateError: the gradient of parameter 'head.bias' was computed outside of engine.backward: expected "
-        "`engine.backward(loss)`, which scales the loss and reduces gradients over the ranks; found a direct "
-        "call such as `loss.backward()`",
+        call_backward_past_the_engine,
+        "StateError: loss.backward(): expected a graph that begins with what engine(...) has returned, where the "
+        "factor 0.5 of float16's loss scale (or prescale_gradients, gradient_predivide_factor) is applied; found one "
+        "past it: call engine(...) for the forward, or `engine.scale(loss).backward()`",
     ),
     "loss for each row": (
         lambda: step_on(2, Rows()),
@@ -222,10 +215,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "MASTER_PORT. Start the script with `lowtide launch` or torchrun, or set all four, or none for a "
         "world of one.",
     ),
-    "frozen after initialize": (
-        frozen_by_hand,
-        "ValueError: parameter 'head.weight': expected requires_grad=True as at lowtide.initialize, found False",
-    ),
     "replaced after initialize": (
         replaced_by_hand,
         "ValueError: parameter 'head.weight' was added or replaced after lowtide.initialize, which does not know it",
@@ -236,10 +225,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "parameters themselves",
     ),
     "gradient that comes late": (
-        lambda: step_on(2, CheckpointedTwice(), {"zero_optimization": {"stage": 3}}),
-        "StateError: parameter 'blocks.1.bias' got a gradient after its unit 'blocks.1' had been reduced in the same "
-        "backward. Reentrant activation checkpointing of a module that is used several times does that: use "
-        "use_reentrant=False",
+        lambda: step_on(2, ReadElsewhere()),
+        "StateError: parameter 'blocks.1.weight' got a gradient after its unit 'blocks.1' had been reduced in the same "
+        "backward. A parameter that is read outside of its unit's forward, where reentrant activation checkpointing "
+        "recomputes it, does that: use use_reentrant=False, or leave the unit out of zero_optimization.units.",
     ),
 }
 

@@ -34,10 +34,10 @@ def samples(step: int, rank: int) -> Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def outer_gradients(stage: int, kind: str, rank: int | None) -> list[Tensor]:
+def outer_gradients(stage: int, kind: str, rank: int | None, way: str = "") -> list[Tensor]:
     """Of an input, of a layer before the engine, and of a head after it.
 
-    rank: by plain torch, as that rank; None: by an engine.
+    rank: by plain torch, as that rank; None: by an engine. way: in which its backward is called.
     """
     torch.manual_seed(0)
     model, before, head = net(6, 5), nn.Linear(6, 6), nn.Linear(5, 1)
@@ -48,15 +48,23 @@ def outer_gradients(stage: int, kind: str, rank: int | None) -> list[Tensor]:
         output = (engine or model)(x * x + middle).float()
         loss = head(output).square().mean() + output.sum()
         loss = loss + x.square().mean() + middle.square().mean() + (head.weight * before.weight[0, 0]).sum()  # past it
-        engine.backward(loss) if engine is not None else loss.backward()
+        if engine is not None and way == "scale":
+            engine.scale(loss).backward()
+        else:
+            engine.backward(loss) if engine is not None and way == "engine" else loss.backward()
     if engine is not None:
         assert not engine.step().skipped
         engine.close()
     return [value.grad for value in (x, *before.parameters(), *head.parameters()) if value.grad is not None]
 
 
-def all_outer_gradients(kinds: Sequence[str]) -> dict[tuple[str, int], list[Tensor]]:
-    return {(kind, stage): outer_gradients(stage, kind, None) for kind in kinds for stage in STAGES}
+def all_outer_gradients(kinds: Sequence[str]) -> dict[tuple[str, int, str], list[Tensor]]:
+    return {
+        (kind, stage, way): outer_gradients(stage, kind, None, way)
+        for kind in kinds
+        for stage in STAGES
+        for way in ("engine", "scale", "loss")
+    }
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -64,21 +72,28 @@ def test_gradients_outside_of_the_engine_are_those_of_the_loss_as_it_was_given(
     ranks: RankPool, world_size: int
 ) -> None:
     for rank, found in enumerate(ranks(world_size, all_outer_gradients, list(KINDS))):
-        for (kind, stage), gradients in found.items():
+        for (kind, stage, way), gradients in found.items():
             expected = outer_gradients(stage, kind, rank)
             assert len(gradients) == len(expected) == 5
             rtol, atol = (1e-2, 1e-2) if kind == "float16" else (1e-6, 1e-7)
-            what = f"{kind}, stage {stage}, rank {rank}"
+            what = f"{kind}, stage {stage}, rank {rank}, {way}"
             torch.testing.assert_close(gradients, expected, rtol=rtol, atol=atol, msg=f"{what}: {{}}".format)
 
 
-def train_chain(stage: int, kind: str) -> list[dict[str, Tensor]]:
-    """Two engines, one behind the other: the second's gradient of its input is what the first one's backward gets."""
+def train_chain(stage: int, kind: str, way: str) -> list[dict[str, Tensor]]:
+    """Two engines, one behind the other: the second's gradient of its input is what the first one's backward gets.
+
+    way: the chain is cut there, or the loss's own backward goes through both, or one engine's does.
+    """
     torch.manual_seed(0)
     first, second = engine_for(net(6, 5), stage, kind), engine_for(net(5, 1), stage, kind)
     for step in range(3):
         for _ in range(KINDS[kind].get("gradient_accumulation_steps", 1)):
             middle = first(samples(step, first.rank))
+            if way != "cut":
+                loss = second(middle).float().square().mean()
+                loss.backward() if way == "loss" else second.backward(loss)
+                continue
             received = middle.detach().requires_grad_()
             second.backward(second(received).float().square().mean())
             assert received.grad is not None
@@ -99,16 +114,21 @@ def train_chain_plainly(world_size: int) -> list[dict[str, Tensor]]:
     return [model.state_dict() for model in models]
 
 
-def train_all_chains(kinds: Sequence[str]) -> dict[tuple[str, int], list[dict[str, Tensor]]]:
-    return {(kind, stage): train_chain(stage, kind) for kind in kinds for stage in STAGES}
+def train_all_chains(kinds: Sequence[str]) -> dict[tuple[str, int, str], list[dict[str, Tensor]]]:
+    return {
+        (kind, stage, way): train_chain(stage, kind, way)
+        for kind in kinds
+        for stage in STAGES
+        for way in ("cut", "loss", "engine")
+    }
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_two_engines_in_a_chain_train_as_one_model_by_sgd(ranks: RankPool, world_size: int) -> None:
     expected = train_chain_plainly(world_size)
-    for (kind, stage), states in ranks(world_size, train_all_chains, list(KINDS))[0].items():
+    for (kind, stage, way), states in ranks(world_size, train_all_chains, list(KINDS))[0].items():
         tolerance = 1e-2 if "float16" in kind else 1e-5
         for found, state in zip(states, expected, strict=True):
             found = {name: value.float() for name, value in found.items()}
-            what = f"{kind}, stage {stage}"
+            what = f"{kind}, stage {stage}, {way}"
             torch.testing.assert_close(found, dict(state), rtol=tolerance, atol=tolerance, msg=f"{what}: {{}}".format)

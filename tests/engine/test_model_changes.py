@@ -21,10 +21,6 @@ def replace(model: Any) -> None:
     model.head.weight = nn.Parameter(torch.zeros(models.VOCAB, 22))
 
 
-def freeze(model: Any) -> None:
-    model.blocks[1].up.bias.requires_grad_(False)
-
-
 def unfreeze(model: Any) -> None:
     model.position.requires_grad_(True)
 
@@ -85,7 +81,6 @@ CHANGES: list[tuple[Callable[[Any], None], str]] = [
         take_out,
         r"parameter 'norm.weight' was taken out of the model after lowtide.initialize, .*; change the model first",
     ),
-    (freeze, r"parameter 'blocks.1.up.bias': expected requires_grad=True as at lowtide.initialize, found False"),
     (unfreeze, r"parameter 'position': expected requires_grad=False as at lowtide.initialize, found True"),
 ]
 

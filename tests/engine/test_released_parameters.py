@@ -57,6 +57,7 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "copy from it": lambda p: torch.zeros(5, 5).copy_(p),
     "isfinite": lambda p: torch.isfinite(p).all(),
     "deepcopy": copy.deepcopy,
+    "state_dict": lambda p: MODEL[0].state_dict(),
     "layer_norm": lambda p: functional.layer_norm(torch.ones(5, 5), (5, 5), weight=p),
     "by its name alone": lambda p: torch.add(torch.ones(5, 5), other=p),
     "in a mapping": lambda p: handle_torch_function(sum_of, (p,), {"weights": [p]}),
@@ -67,6 +68,9 @@ def sum_of(weights: Any) -> Tensor:
     raise NotImplementedError
 
 
+MODEL: list[nn.Module] = []
+
+
 class Box:
     """Hides a parameter from those who look for it among arguments."""
 
@@ -74,8 +78,8 @@ class Box:
         self.param = param
 
 
-def read_released(route: str) -> tuple[dict[str, tuple[str, str]], list[Any], str, str]:
-    """(error of each read, what may be asked for, error of a forward that reads another block, state afterwards)."""
+def read_released(route: str) -> tuple[dict[str, tuple[str, str]], list[Any], str]:
+    """(error of each read, what may be asked for, state after a forward that reads another block)."""
     config = {
         "optimizer": {"type": "sgd"},
         "zero_optimization": {"stage": 3},
@@ -86,6 +90,7 @@ def read_released(route: str) -> tuple[dict[str, tuple[str, str]], list[Any], st
     engine = lowtide.initialize(model, config)
     engine.train_step((torch.ones(2, 5),))
     param = model.get_parameter(NAME)
+    MODEL[:] = [model]
     found = {}
     for name, read in {**READS, "in an object": lambda p: handle_torch_function(sum_of, (p,), Box(p))}.items():
         try:
@@ -103,22 +108,18 @@ def read_released(route: str) -> tuple[dict[str, tuple[str, str]], list[Any], st
     ]
     harmless += [param.is_leaf, param.grad, str(param), isinstance(param, nn.Parameter), param in {param}]
     model.reads_other_block = True
-    try:
-        engine.train_step((torch.ones(2, 5),))
-        text = ""
-    except RuntimeError as error:
-        text = str(error)
+    engine.train_step((torch.ones(2, 5),))
     model.reads_other_block = False
     after = "trains on" if engine.train_step((torch.ones(2, 5),)).loss.isfinite() else "loss is not finite"
     with engine.gathered(param):
         assert torch.isfinite(param).all() and type(param) is nn.Parameter
     engine.close()
-    return found, harmless, text, after
+    return found, harmless, after
 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_reading_a_released_parameter_is_an_error_that_names_it(ranks: RankPool, route: str) -> None:
-    for found, harmless, text, after in ranks(2, read_released, route):
+    for found, harmless, after in ranks(2, read_released, route):
         kind, message = found.pop("in an object")
         assert kind == "ReleasedParameterError"
         assert message.startswith("a parameter is released: only its shards exist here, so sum_of cannot read it.")
@@ -129,7 +130,4 @@ def test_reading_a_released_parameter_is_an_error_that_names_it(ranks: RankPool,
         assert "engine.state_dict()" in found["deepcopy"][1]
         shown = f"ReleasedParameter('{NAME}', shape=(5, 5), dtype=torch.float32)"
         assert harmless == [(5, 5), torch.float32, True, 25, 2, 5, shown, True, None, shown, True, True]
-        assert text.startswith(f"parameter '{NAME}' is released: only its shards exist here, so sum cannot read it.")
-        assert "list both modules' common parent in zero_optimization.units" in text
-        assert text.endswith("if the parts of a Sequential are called one by one, list the parts.")
         assert after == "trains on"

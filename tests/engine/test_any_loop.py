@@ -1,0 +1,130 @@
+"""Loops of people's own train as in plain torch: `loss.backward()`, in any number, of any graph through an engine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowtide
+from lowtide.zero.sequence import StateError
+from tests.engine.loops import LOOPS, OPTIMIZER, batch, blocks_called_alone, methods, net, run, run_plainly
+from tests.ranks import RankPool
+
+
+def kinds(route: str, folder: Path) -> dict[str, dict[str, Any]]:
+    files = {"device": "nvme", "nvme_path": str(folder)}
+    sections: dict[str, dict[str, Any]] = {
+        **{f"stage {stage}": {"stage": stage} for stage in range(4)},
+        "all in files": {"stage": 3, "offload_optimizer": files, "offload_param": files},
+        "speculating": {"stage": 1, "offload_optimizer": {**files, "overlap": "speculative"}},
+        "each rank its own shards": {"stage": 2, "shard_size": 1},
+    }
+    left_out = {"solo": "each rank its own shards", "shared_memory": "all in files", "sockets": "speculating"}[route]
+    found = {kind: {"zero_optimization": section} for kind, section in sections.items() if kind != left_out}
+    return {**found, "predivided": {"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 4.0}}
+
+
+def run_all(route: str, folder: Path) -> dict[tuple[str, str], list[dict[str, Tensor]]]:
+    route_of = {"communication": {"route": route}} if route != "solo" else {}
+    return {
+        (loop.__name__, kind): run(loop, {**config, **route_of})
+        for loop in LOOPS
+        for kind, config in kinds(route, folder).items()
+        if not (kind == "predivided" and loop in (blocks_called_alone, methods))  # past what multiplies
+    }
+
+
+@pytest.mark.parametrize("route", ["solo", "shared_memory", "sockets"])
+def test_every_loop_trains_as_in_plain_torch(ranks: RankPool, route: str, tmp_path: Path) -> None:
+    world_size = 1 if route == "solo" else 2
+    expected = {loop.__name__: run_plainly(loop, world_size) for loop in LOOPS}
+    for (loop, kind), states in ranks(world_size, run_all, route, tmp_path)[0].items():
+        what = f"{loop}, {kind}"
+        for found, wanted in zip(states, expected[loop], strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6, msg=f"{what}: {{}}".format)
+
+
+def engine_for(stage: int = 0, **zero: Any) -> lowtide.Engine:
+    torch.manual_seed(0)
+    return lowtide.initialize(net(), {"optimizer": OPTIMIZER, "zero_optimization": {"stage": stage, **zero}})
+
+
+def loss_of(engine: lowtide.Engine, step: int = 0) -> Tensor:
+    loss: Tensor = engine(batch(step, engine.rank)).square().mean()
+    return loss
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_backward_that_fails_ends_its_step_and_the_next_one_counts(stage: int) -> None:
+    states = []
+    for fails in (False, True):
+        with engine_for(stage) as engine:
+            if fails:
+                for again in (False, True):  # with what was heard of the first one still there
+                    loss = loss_of(engine, step=5)
+                    hook = engine.module.get_parameter("2.weight").register_hook(fail)
+                    with pytest.raises(ZeroDivisionError):
+                        loss.backward(retain_graph=again)
+                    hook.remove()
+                    if again:
+                        loss.backward()
+                        engine.zero_grad()
+            loss_of(engine).backward()
+            engine.step()
+            states.append(engine.state_dict())
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+
+
+def fail(gradient: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def test_the_loss_of_a_step_is_known_where_the_engine_was_told_it() -> None:
+    with engine_for() as engine:
+        loss = loss_of(engine)
+        engine.scale(loss).backward()
+        assert engine.step().loss == loss
+        loss_of(engine).backward()
+        assert engine.step().loss.isnan()
+
+
+def test_no_sync_adds_to_the_step_of_the_next_backward() -> None:
+    states = []
+    for by_hand in (False, True):
+        with engine_for() as engine:
+            for step in range(3):
+                if by_hand:
+                    with engine.no_sync():
+                        loss_of(engine, step).backward()
+                    assert engine.step() is engine.step()  # nothing happens
+                    loss_of(engine, step + 1).backward()
+                else:
+                    (loss_of(engine, step) + loss_of(engine, step + 1)).backward()
+                engine.step()
+            states.append(engine.state_dict())
+    torch.testing.assert_close(states[0], states[1], rtol=1e-6, atol=1e-7)
+
+
+def test_what_an_update_in_backward_cannot_take_in_or_back_is_refused() -> None:
+    asks = {
+        "another backward": lambda engine: loss_of(engine).backward(),
+        r"engine.zero_grad\(\)": lambda engine: engine.zero_grad(),
+    }
+    for what, ask in asks.items():
+        with engine_for(1, update_in_backward=True) as engine:
+            loss_of(engine).backward()
+            with pytest.raises(
+                StateError, match=rf"after a backward at the accumulation boundary, .*, found {what}; put"
+            ):
+                ask(engine)
+
+
+def test_a_backward_in_another_call_of_its_engine_is_refused() -> None:
+    with engine_for() as engine, engine.gathered(modify=True):
+        loss = engine.module(batch(0, 0)).sum()
+        with pytest.raises(
+            StateError, match=r"loss.backward\(\): expected a call between others, found one from inside"
+        ):
+            loss.backward()

@@ -1,0 +1,50 @@
+"""What autograd is doing right now: the only place that asks its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.autograd.graph import Node, get_gradient_edge
+
+
+class GraphTask:
+    """A run of autograd's engine (a backward, or a `torch.autograd.grad`) that was heard of while it runs.
+
+    Autograd holds it until that run has ended, whether or not with an error: a weak reference to it says so. Runs
+    inside of it (reentrant checkpointing, a hook that differentiates something) are others.
+    """
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        """on_end: called when it has ended without an error, in its own thread."""
+        self.number = current_graph_task()
+        self._on_end = on_end
+        Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        self._on_end()
+
+
+def current_graph_task() -> int:
+    """The number of the run of autograd's engine in which the caller is, the innermost one; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+def accumulator_of(param: nn.Parameter) -> Node:
+    """What adds up the gradient of a parameter in every graph."""
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        requires_grad = param.requires_grad
+        try:
+            return get_gradient_edge(param.requires_grad_()).node
+        finally:
+            param.requires_grad_(requires_grad)
+
+
+def will_run(nodes: Iterable[Node]) -> bool:
+    """Whether the current run comes to any of these accumulators, to add to what is in `grad`."""
+    try:
+        return any(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:  # a torch.autograd.grad which returns the gradient of one of them, and adds it to nothing
+        return False

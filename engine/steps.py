@@ -295,6 +295,8 @@ class Steps:
                 if access is Access.LOOKS:
                     self.update.take_back()
                 else:
+                    if self.update.is_under_way:
+                        self.guard.expect_update()
                     self.update.settle()
             except OffloadError as error:
                 if access is not Access.REPLACES:

@@ -98,7 +98,10 @@ class Unit:
     @property
     def is_kept(self) -> bool:
         """Whether it is full whatever is released: on all ranks, each of which may use it without the others."""
-        return all(group.is_kept for group in self.groups)
+        for group in self.groups:  # noqa: SIM110  (a loop takes a third of the time of all(...), at every gather)
+            if not group.is_kept:
+                return False
+        return True
 
     def start_gather(self) -> None:
         for group in self.groups:

@@ -74,7 +74,8 @@ class ShardedGroup:
         self.resident = Resident(name, lambda: self.shard)
         """The shard, for a window that brings it to where it is updated."""
         self._pending = Pending()  # of the last gather
-        self._is_kept: Callable[[], bool] = _never  # full, whatever is released
+        self.keeper: Callable[[], bool] | None = None
+        """Says whether it is kept full, whatever is released."""
         self._is_loading = False  # the shard comes from its store, and the gather after it
         self._memory = GroupMemory(self.full, self.shard)
         self._rest: ShardRest | None = None
@@ -206,7 +207,9 @@ class ShardedGroup:
 
         holds_shard: which else goes back to its store, is updated next.
         """
-        if not self.frees_parameters or self.residence is Residence.SHARDED or self._is_kept():
+        if not self.frees_parameters or self.residence is Residence.SHARDED:
+            return
+        if self.keeper is not None and self.keeper():
             return
         if self.residence is Residence.COMING:  # prefetched, and then not needed
             self._finish_gather()
@@ -223,15 +226,11 @@ class ShardedGroup:
 
     def keep(self, as_long_as: Callable[[], bool]) -> None:
         """From now on `release` has no effect while it says so: a rank may use the parameters without the others."""
-        self._is_kept = as_long_as
-
-    @property
-    def is_kept(self) -> bool:
-        return self._is_kept()
+        self.keeper = as_long_as
 
     def release_kept(self) -> None:
         """Takes back `keep`, and releases."""
-        self._is_kept = _never
+        self.keeper = None
         self.release()
 
     def refresh(self) -> Pending:
@@ -264,10 +263,6 @@ class ShardedGroup:
     def _point_params_at_full(self) -> None:
         for slot, param in zip(self.layout.slots, self.params, strict=True):
             param.data = self.full[slot.offset_in_flat : slot.end_in_flat].view(slot.shape)
-
-
-def _never() -> bool:
-    return False
 
 
 def values_of(memory: Memory) -> Tensor:

@@ -45,7 +45,7 @@ class _CountedGroup:
     """A group whose memory is counted and not taken; see `ShardedGroup` for what the calls mean."""
 
     frees_memory = True
-    is_kept = False
+    keeper = None
 
     def __init__(self, tally: _Tally, plan: GroupPlan, nbytes: int) -> None:
         self.layout = plan.layout

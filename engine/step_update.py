@@ -132,6 +132,11 @@ class StepUpdate:
 
     # -- updates in the background --------------------------------------------------------------------------------
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether there is one, of which the parameters do not know yet."""
+        return self._optimizer.delayed.is_pending
+
     def has_failed(self) -> bool:
         """Waits for an update in the background, on this rank alone. True where it could not be made."""
         return bool(self._failure) or self._optimizer.delayed.wait() is not None

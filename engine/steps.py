@@ -149,7 +149,6 @@ class Steps:
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
         """Backwards inside are the last of their step, or not, whatever their number is. Then the caller counts."""
-        self._join.check_outside("engine.accumulate()")
         before, self._is_last, self._by_hand = self._is_last, last, True
         try:
             yield
@@ -239,7 +238,7 @@ class Steps:
                 param.grad = None
         self._passes.release_all()
         self.losses.clear()
-        self.num_microbatches = self._join.num_missing = 0
+        self.num_microbatches = self._num_begun = self._join.num_missing = 0
         self.is_complete = self._by_hand = False
         self.clip_factor = None
 
@@ -336,6 +335,8 @@ class Steps:
                 if access is Access.LOOKS:
                     self.update.take_back()
                 elif access is not Access.NOTHING:
+                    if self.update.is_under_way:
+                        self.guard.expect_update()
                     self.update.settle()
             except OffloadError as error:
                 if access is not Access.REPLACES:

@@ -80,7 +80,8 @@ class ShardedGroup:
         self.resident = Resident(name, lambda: self.shard)
         """The shard, for a window that brings it to where it is updated."""
         self._pending = Pending()  # of the last gather
-        self._is_kept: Callable[[], bool] | None = None  # full, whatever is released
+        self.keeper: Callable[[], bool] | None = None
+        """Says whether it is kept full, whatever is released."""
         self._is_loading = False  # the shard comes from its store, and the gather after it
         self._memory = GroupMemory(self.full, self.shard)
         self._rest: ShardRest | None = None
@@ -214,7 +215,7 @@ class ShardedGroup:
         """
         if not self.frees_parameters or self.residence is Residence.SHARDED:
             return
-        if self._is_kept is not None and self._is_kept():
+        if self.keeper is not None and self.keeper():
             return
         if self.residence is Residence.COMING:  # prefetched, and then not needed
             self._finish_gather()
@@ -231,15 +232,11 @@ class ShardedGroup:
 
     def keep(self, as_long_as: Callable[[], bool] = _always) -> None:
         """From now on `release` has no effect while it says so: a rank may use the parameters without the others."""
-        self._is_kept = as_long_as
-
-    @property
-    def is_kept(self) -> bool:
-        return self._is_kept is not None and self._is_kept()
+        self.keeper = as_long_as
 
     def release_kept(self) -> None:
         """Takes back `keep`, and releases."""
-        self._is_kept = None
+        self.keeper = None
         self.release()
 
     def refresh(self) -> Pending:

@@ -107,7 +107,7 @@ class Unit:
     @property
     def is_kept(self) -> bool:
         """Whether it is full whatever is released: on all ranks, each of which may use it without the others."""
-        return all(group.is_kept for group in self.groups)
+        return all(group.keeper is not None and group.keeper() for group in self.groups)
 
     def start_gather(self) -> None:
         for group in self.groups:
@@ -195,7 +195,7 @@ class GatherRing:
 
         What is issued when does not depend on which units are used, only on how far the ring has come.
         """
-        if unit.is_full and unit.is_kept:
+        if unit.groups and unit.groups[0].keeper is not None and unit.is_kept:  # the first alone costs no call
             return
         assert unit in self._order
         while not self._pass_next(unit):

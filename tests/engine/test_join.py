@@ -232,3 +232,27 @@ def test_a_pipeline_is_refused(ranks: RankPool) -> None:
 def test_one_rank_needs_nobody() -> None:
     found = train_unevenly(CASE.at(3), [3], by_hand=True)
     torch.testing.assert_close(found[0], expected(CASE, [3])[0], rtol=1e-10, atol=0)
+
+
+def train_as_torch_does(case: Case, counts: list[int]) -> tuple[dict[str, Tensor], int]:
+    """`loss.backward()`, and the last of a step as the caller says."""
+    torch.manual_seed(0)
+    config = {**case.as_config(), "gradient_accumulation_steps": 1}
+    engine = lowtide.initialize(case.build(), config)
+    with engine.join():
+        for number, batch in enumerate(microbatches(case, engine.rank, counts[engine.rank])):
+            with engine.accumulate(last=number % case.accumulation == case.accumulation - 1):
+                (engine(*batch) / case.accumulation).backward()
+            engine.step()
+    return engine.state_dict(), engine.global_step
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
+@pytest.mark.parametrize("overlap", ["none", "speculative"])
+def test_torch_s_own_backward_and_steps_by_hand(ranks: RankPool, route: str, stage: int, overlap: str) -> None:
+    zero = {"offload_optimizer": {"device": "cpu", "overlap": overlap}}
+    case = CASE.at(stage, config={"communication": {"route": route}, "zero_optimization": zero}, accumulation=2)
+    state, num_steps = ranks(2, train_as_torch_does, case, [6, 3])[0]
+    assert num_steps == 3
+    torch.testing.assert_close(state, dict(expected(case, [6, 3])[2]), rtol=1e-8, atol=1e-9)

@@ -142,3 +142,24 @@ def test_how_ranks_agree_is_one_of_two() -> None:
     engine = lowtide.initialize(models.mlp(), Case(models.mlp, models.vector_batch).as_config())
     with pytest.raises(ValueError, match=r"engine\.agree: expected how=.any. or .all., found .most."):
         engine.agree(True, how="most")  # type: ignore[arg-type]  # what a user may write
+
+
+def update_in_the_background_inside_of_gathered(route: str) -> list[Any]:
+    """`state_dict` takes over an update that was under way."""
+    zero = {"offload_optimizer": {"device": "cpu", "overlap": "delayed", "delay_after_steps": 1}}
+    config = {"communication": {"route": route}, "zero_optimization": zero}
+    engine = lowtide.initialize(models.mlp(), Case(models.mlp, models.vector_batch, 3, config=config).as_config())
+    for step in range(2):
+        engine.train_step(share_of(models.vector_batch(step, 4)))
+    weight: Any = engine.module.last.weight  # type: ignore[union-attr]
+    with engine.gathered():
+        before = weight.detach().clone()
+        after = engine.state_dict()
+    with engine.gathered():
+        now = weight.detach().clone()
+    return [torch.equal(before, now), torch.equal(after.get("last.weight", now), now)]
+
+
+@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
+def test_what_an_update_in_the_background_changes_is_seen_after_it(ranks: RankPool, route: str) -> None:
+    assert ranks(2, update_in_the_background_inside_of_gathered, route) == [[False, True]] * 2

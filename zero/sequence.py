@@ -307,6 +307,7 @@ class UnitSequence:
         """A unit's forward begins, or is recomputed (None): its parameters are made full."""
         self._progress.at_unit("" if unit is self.rest else unit.name)
         if self.phase is Phase.BACKWARD:
+            self._come_to(unit)
             self._gather_in_backward(unit)
             return None
         if self._needs_ring:
@@ -417,8 +418,7 @@ class UnitSequence:
                 "the unit out of zero_optimization.units"
             )
         unit.waiting.discard(id(param))
-        if self._read_on and unit.first_use is not None and unit is not self.rest and unit not in self._kept:
-            self._leave_behind(unit.first_use)
+        self._come_to(unit)
         self._reductions.poll()
         # Reentrant checkpointing runs a backward of its own for each use of a unit.
         is_last = unit.num_uses < 2 or current_graph_task() == self._graph_task
@@ -578,6 +578,11 @@ class UnitSequence:
             if not unit.release_reduced(is_updated):
                 self._read_on.append(unit)
                 self._leave_behind(use)
+
+    def _come_to(self, unit: Unit) -> None:
+        """Autograd has come to a unit alone, and not to what is read of it elsewhere."""
+        if self._read_on and unit.first_use is not None and unit is not self.rest and unit not in self._kept:
+            self._leave_behind(unit.first_use)
 
     def _leave_behind(self, use: int) -> None:
         """Releases what was still read of the units after a use, which autograd has come to; 0: it says nothing."""

@@ -44,7 +44,18 @@ def check_model(module: nn.Module) -> None:
             "model: expected a whole one, found one that an earlier engine has split over a pipeline "
             f"('{absent.origin}' is on another rank); build it again, or give initialize the callable that builds it"
         )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            f"model: expected a module of Python, found a {type(module).__name__}, on which torch.jit lets no hook be "
+            "put; give initialize the module that was compiled"
+        )
     params = list(module.named_parameters())
+    unmade = [name for name, param in params if isinstance(param, nn.UninitializedParameter)]
+    if unmade:
+        raise ValueError(
+            f"model: expected parameters with shapes, found '{unmade[0]}' of a lazy module that has not seen an input; "
+            "call the model on a batch before initialize"
+        )
     if not params:
         raise ValueError(f"model: expected a module with parameters, found {type(module).__name__} without any")
     released = [name for name, param in params if isinstance(param, ReleasedParameter)]

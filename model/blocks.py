@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 MIN_SHARE_OF_PARAMETERS = 0.05
@@ -54,12 +55,14 @@ def running_modules(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]
 
 
 def has_forward(module: nn.Module) -> bool:
-    """False for containers, which are never called."""
+    """False for containers, which are never called, and what torch.jit has compiled, on which no hook can be put."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def parameters_read_by(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Those that a module's own forward reads: its own, and those of containers in it."""
+    """Those that a module's own forward reads: its own, and those of what has none in it."""
     yield from module.parameters(recurse=False)
     for child in module.children():
         if not has_forward(child):

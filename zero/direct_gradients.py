@@ -42,5 +42,5 @@ def _is_seen_by_others(param: nn.Parameter) -> bool:
 
 
 def _weight_numel(module: nn.Module) -> int:
-    weight = module._parameters.get("weight")
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
     return weight.numel() if weight is not None and weight.requires_grad else 0

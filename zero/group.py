@@ -16,6 +16,7 @@ from .layout import FlatLayout, Piece
 from .plan import Role
 from .released import mark_present, mark_released
 from .shard_rest import ShardRest
+from .transforms import untransformed
 
 
 def _always() -> bool:
@@ -248,18 +249,21 @@ class ShardedGroup:
     def _finish_gather(self) -> None:
         self.continue_gather()
         pending, self._pending = self._pending, Pending()
-        pending.wait()
+        with untransformed():
+            pending.wait()
 
     def _exchange(self) -> Pending:
-        return self.axis.route.gather(self.full, self._resting, f"gather of {self.name}")
+        with untransformed():
+            return self.axis.route.gather(self.full, self._resting, f"gather of {self.name}")
 
     def _empty_params(self) -> None:
         """Shapes without values: a NaN, expanded."""
-        nothing = torch.full((), torch.nan if self.dtype.is_floating_point else 0, dtype=self.dtype)
-        nothing = nothing.to(self.full.device)
-        for param in self.params:
-            mark_present(param)
-            param.data = nothing.expand(param.shape)
+        with untransformed():
+            nothing = torch.full((), torch.nan if self.dtype.is_floating_point else 0, dtype=self.dtype)
+            nothing = nothing.to(self.full.device)
+            for param in self.params:
+                mark_present(param)
+                param.data = nothing.expand(param.shape)
         self._mark_released()
 
     def _mark_released(self) -> None:
@@ -267,8 +271,9 @@ class ShardedGroup:
             mark_released(param, name)
 
     def _point_params_at_full(self) -> None:
-        for slot, param in zip(self.layout.slots, self.params, strict=True):
-            param.data = self.full[slot.offset_in_flat : slot.end_in_flat].view(slot.shape)
+        with untransformed():
+            for slot, param in zip(self.layout.slots, self.params, strict=True):
+                param.data = self.full[slot.offset_in_flat : slot.end_in_flat].view(slot.shape)
 
 
 def values_of(memory: Memory) -> Tensor:

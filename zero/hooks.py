@@ -15,6 +15,7 @@ from ..model.ledger import Ledger
 from .graph_task import current_graph_task
 from .released import set_reader
 from .sequence import Phase, Unit, UnitSequence, Use
+from .transforms import at_all_levels
 
 
 class UnitHooks:
@@ -158,7 +159,9 @@ def _keeps_graph(output: Any) -> bool:
 
 
 def _tensors_with_graph(output: Any) -> list[Tensor]:
-    return [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
+    if not torch.is_grad_enabled():
+        return []
+    return [tensor for tensor in at_all_levels(tensors_in(output)) if tensor.requires_grad]
 
 
 def _on_first_gradient(tensors: Sequence[Tensor], action: Callable[[], None]) -> None:

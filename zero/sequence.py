@@ -20,6 +20,10 @@ call has all the gradients that it will ever get, and its reduction need not wai
 of all forwards whose graphs may be part of this backward. What was read outside of its unit's forward comes later
 still; autograd is asked for it before a unit is taken for complete.
 
+A trained parameter has its gradient when the last node that reads it has run, so it can be released with the unit's
+reduction. A frozen one beside it (the weights that adapters are put on) is still read on the way to the unit's inputs:
+it is released when autograd has come to an earlier unit.
+
 Where gathers need no other rank (memory shared on a host, or nothing is freed) the ring is not needed, and a unit is
 gathered and released when it is used and at no other time.
 
@@ -125,11 +129,14 @@ class Unit:
         for group in self.groups:
             group.release()
 
-    def release_reduced(self, is_updated: bool) -> None:
-        """As `release`, after the reduction has begun. is_updated: the update comes right after it, in the backward."""
-        updated = {id(gradient.group) for gradient in self.gradients if not gradient.leaves_device}
-        for group in self.groups:
-            group.release(holds_shard=is_updated and id(group) in updated)
+    def release_reduced(self, is_updated: bool) -> bool:
+        """Releases what is trained, after the reduction has begun; whether that was all, for now.
+
+        is_updated: the update comes right after it, in the backward.
+        """
+        for gradient in self.gradients:
+            gradient.group.release(holds_shard=is_updated and not gradient.leaves_device)
+        return len(self.gradients) == len(self.groups)
 
     def take_early(self, param: nn.Parameter, boundary: bool) -> None:
         """Stages a gradient before the others of the unit are there, if it is of the group that is reduced first."""
@@ -176,6 +183,8 @@ class BackwardListener(Protocol):
     def abort(self) -> None:
         """An error has ended it before: has `abort` called."""
 
+
+_BEFORE_ALL_USES = 1  # a number of a use, to which autograd has come when it is done; 0 says nothing
 
 _MAX_PREFETCHED = 2  # more would cost memory and hide nothing further
 
@@ -276,7 +285,7 @@ class UnitSequence:
         self.reduction_order = [*reversed(self.blocks), self.rest]
         self._reduction_cursor = 0
         self._reductions = Reductions()
-        self._num_uses = 0
+        self._num_uses = _BEFORE_ALL_USES
         self._forward = Forward()  # the last one, or what is used between two
         self._forwards = weakref.WeakSet[Forward]()  # of which a backward may come
         self._of_backward = set[Forward]()  # those that it has come to
@@ -287,6 +296,7 @@ class UnitSequence:
         self._listener: BackwardListener | None = None
         self._heard: weakref.ref[GraphTask] | None = None  # what autograd runs, without the engine having been asked
         self._lent: list[Unit] = []  # gathered for a run that reduces nothing
+        self._read_on: list[Unit] = []  # reduced, while autograd may still read what is frozen in them
         self._kept = set[Unit]()  # full until the step ends
 
     def listen(self, listener: BackwardListener) -> None:
@@ -327,6 +337,7 @@ class UnitSequence:
         """A unit's forward begins, or is recomputed (None): its parameters are made full."""
         self._progress.at_unit("" if unit is self.rest else unit.name)
         if self.phase is Phase.BACKWARD:
+            self._come_to(unit)
             self._gather_in_backward(unit)
             return None
         if self._needs_ring:
@@ -395,6 +406,7 @@ class UnitSequence:
         if self._heard is not None and self._heard() is None:
             self._heard = None
         self._reduction_cursor = 0
+        self._read_on.clear()
         self._begin_gathers()
         for unit in self.units:
             unit.waiting = set(unit.trained)
@@ -410,6 +422,7 @@ class UnitSequence:
                 self._forwards.add(use.forward)
                 self._count_uses()
         if self.phase is Phase.BACKWARD:
+            self._leave_behind(use.number)
             self._collect_ready(use.number)
         self._progress.at_unit(use.unit.name)
         if self.phase is Phase.BACKWARD:
@@ -439,6 +452,7 @@ class UnitSequence:
                 "the unit out of zero_optimization.units"
             )
         unit.waiting.discard(id(param))
+        self._come_to(unit)
         self._reductions.poll()
         # Reentrant checkpointing runs a backward of its own for each use of a unit.
         is_last = unit.num_uses < 2 or current_graph_task() == self._graph_task
@@ -464,7 +478,8 @@ class UnitSequence:
         """Reduces what is left: units that this rank did not use, and the rest."""
         for unit in self.units:
             unit.is_ready = True
-        self._collect_ready()
+        self._leave_behind(_BEFORE_ALL_USES)
+        self._collect_ready(_BEFORE_ALL_USES)
         self._reductions.finish()
         if self._needs_ring:
             self._backward_ring.end_round()
@@ -594,8 +609,23 @@ class UnitSequence:
                 self._backward_ring.leave_behind(unit)
             for gradient in unit.gradients:
                 self._reductions.start(gradient, self._boundary, self._on_final)
-            if unit is not self.rest:
-                unit.release_reduced(self._boundary and self._on_final is not None)
+            if unit is self.rest:
+                continue
+            is_updated = self._boundary and self._on_final is not None
+            if not unit.release_reduced(is_updated):
+                self._read_on.append(unit)
+                self._leave_behind(use)
+
+    def _come_to(self, unit: Unit) -> None:
+        """Autograd has come to a unit alone, and not to what is read of it elsewhere."""
+        if self._read_on and unit.first_use is not None and unit is not self.rest and unit not in self._kept:
+            self._leave_behind(unit.first_use)
+
+    def _leave_behind(self, use: int) -> None:
+        """Releases what was still read of the units after a use, which autograd has come to; 0: it says nothing."""
+        for unit in [unit for unit in self._read_on if unit.first_use is None or unit.first_use > use > 0]:
+            self._read_on.remove(unit)
+            unit.release()
 
     def _is_behind(self, unit: Unit, use: int) -> bool:
         """Whether all gradients of a unit are there, when autograd has come to a use.

@@ -159,6 +159,21 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "ValueError: model: expected at least one parameter that requires a gradient, found 6 that do not; "
         "call requires_grad_(True) on what is to be trained",
     ),
+    "complex parameters": (
+        lambda: initialize(nn.Linear(4, 1, dtype=torch.complex64)),
+        "ValueError: model: expected real parameters, found complex ones: weight, bias; store them as a real tensor "
+        "with a last dimension of 2 and use torch.view_as_complex in forward",
+    ),
+    "a lazy model": (
+        lambda: initialize(nn.Sequential(nn.LazyLinear(1))),
+        "ValueError: model: expected parameters with shapes, found '0.weight' of a lazy module that has not seen an "
+        "input; call the model on a batch before initialize",
+    ),
+    "a compiled model": (
+        lambda: initialize(torch.jit.ScriptModule()),
+        "ValueError: model: expected a module of Python, found a ScriptModule, on which torch.jit lets no hook be put; "
+        "give initialize the module that was compiled",
+    ),
     "no model": (
         lambda: initialize(17),
         "ValueError: model: expected an nn.Module or a callable that builds one, found int",

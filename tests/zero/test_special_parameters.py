@@ -62,6 +62,15 @@ class FrozenBelow(Base):
         self.layers[:2].requires_grad_(False)
 
 
+class Adapted(Base):
+    """In each unit a frozen layer below a trained one, so that the backward is not over with the last gradient."""
+
+    def change(self) -> None:
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.LayerNorm(7).requires_grad_(False), nn.Linear(7, 7)) for _ in range(3))
+        )
+
+
 class TiedAcrossUnits(Base):
     def change(self) -> None:
         self.layers[2].weight = self.layers[0].weight
@@ -257,6 +266,7 @@ KINDS: list[Callable[[], nn.Module]] = [
     Unused,
     Frozen,
     FrozenBelow,
+    Adapted,
     TiedAcrossUnits,
     SharedModule,
     Rounds,

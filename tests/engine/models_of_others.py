@@ -1,0 +1,433 @@
+"""Models in the manner of those that people train: what is particular about each, tiny."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+TOKENS, LENGTH, WIDTH = 23, 5, 8
+Batch = tuple[Tensor, ...]
+
+
+def language_loss(logits: Tensor, batch: Batch) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), batch[0].roll(-1, 1).flatten())
+
+
+def class_loss(logits: Tensor, batch: Batch) -> Tensor:
+    return functional.cross_entropy(logits, torch.arange(len(logits)) % logits.shape[1])
+
+
+def square(output: Tensor, batch: Batch) -> Tensor:
+    return output.square().mean()
+
+
+class Attention(nn.Module):
+    """With a mask that is a buffer, as minGPT's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mask", torch.ones(LENGTH, LENGTH).tril())
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.c_attn(x).split(WIDTH, 2)
+        scores = (q @ k.mT).masked_fill(self.get_buffer("mask") == 0, float("-inf"))
+        return self.c_proj(scores.softmax(-1) @ v)
+
+
+class GptBlock(nn.Module):
+    """Its MLP is a ModuleDict, and a function that is an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attn, self.norm2 = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH)
+        mlp = nn.ModuleDict({"c_fc": nn.Linear(WIDTH, 2 * WIDTH), "c_proj": nn.Linear(2 * WIDTH, WIDTH)})
+        self.mlp, self.run_mlp = mlp, lambda x: mlp["c_proj"](functional.gelu(mlp["c_fc"](x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.run_mlp(self.norm2(x))
+
+
+class Gpt(nn.Module):
+    """A tied head; weights that are drawn in a second pass, and some in a third."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(TOKENS, WIDTH),
+                "wpe": nn.Embedding(LENGTH, WIDTH),
+                "h": nn.ModuleList(GptBlock() for _ in range(3)),
+                "ln_f": nn.LayerNorm(WIDTH),
+            }
+        )
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+        self.get_submodule("transformer.wte").weight = self.head.weight
+        self.checkpointed = checkpointed
+        self.apply(self._draw)
+        for name, param in self.named_parameters():
+            if name.endswith("c_proj.weight"):
+                nn.init.normal_(param, 0, 0.1)
+
+    def _draw(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            module.weight.data.normal_(0, 0.2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        parts = dict(self.transformer.named_children())
+        x = parts["wte"](tokens) + parts["wpe"](torch.arange(LENGTH))
+        recomputes = self.checkpointed and torch.is_grad_enabled()
+        if recomputes:
+            x.requires_grad_()  # as transformers' enable_input_require_grads
+        for block in parts["h"].children():
+            x = checkpoint(block, x, use_reentrant=True) if recomputes else block(x)
+        return self.head(parts["ln_f"](x))
+
+
+def decayed_by_dimension(model: nn.Module) -> torch.optim.Optimizer:
+    params = list(model.parameters())
+    matrices, others = [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
+
+
+class Adapter(nn.Module):
+    """LoRA: a frozen layer, and a product of two narrow ones beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapted_gpt(checkpointed: bool = False) -> nn.Module:
+    model = Gpt(checkpointed).requires_grad_(False)
+    for module in list(model.modules()):
+        if isinstance(module, Attention):
+            module.c_attn = Adapter(module.c_attn)  # type: ignore[assignment]
+    return model
+
+
+class ChatBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        cos, sin = rotation
+        q, k, v = self.qkv(functional.rms_norm(x, (WIDTH,))).chunk(3, 2)
+        q, k = (torch.cat([a * cos - b * sin, a * sin + b * cos], 2) for a, b in (q.chunk(2, 2), k.chunk(2, 2)))
+        x = x + self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return x + self.down(functional.relu(self.up(functional.rms_norm(x, (WIDTH,)))).square())
+
+
+class Chat(nn.Module):
+    """nanochat: rotations that are not saved, norms without weights, a scale for each block, logits with a cap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, TOKENS, bias=False)
+        self.blocks = nn.ModuleList(ChatBlock() for _ in range(3))
+        self.scales = nn.Parameter(torch.ones(3))
+        angles = torch.outer(torch.arange(LENGTH), 0.1 ** torch.arange(WIDTH // 2))
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for scale, block in zip(self.scales, self.blocks, strict=True):
+            x = block(scale * x, (self.get_buffer("cos"), self.get_buffer("sin")))
+        return 15 * torch.tanh(self.head(functional.rms_norm(x, (WIDTH,))) / 15)
+
+
+class Recurrent(nn.Module):
+    """Flat weights of one module, sequences of several lengths, and the gradients of an embedding that are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, WIDTH, sparse=True)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        self.gru = nn.GRU(WIDTH, WIDTH // 2, bidirectional=True, batch_first=True)
+        self.head = nn.Linear(WIDTH, TOKENS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        lengths = torch.tensor([3, LENGTH, 2, 4])
+        packed = nn.utils.rnn.pack_padded_sequence(self.lstm(self.embedding(tokens))[0], lengths, True, False)
+        self.gru.flatten_parameters()
+        return self.head(nn.utils.rnn.pad_packed_sequence(self.gru(packed)[0], True)[0])
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x))
+        y += x
+        return self.relu(y)
+
+
+class ResNet(nn.Module):
+    """Batch norm, changes in place, channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.layers = nn.Conv2d(3, 4, 3), nn.Sequential(*(Residual(4) for _ in range(3)))
+        self.head = nn.Linear(4, 5)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(self.stem(x.to(memory_format=torch.channels_last))).mean((2, 3)))
+
+
+class ConvNextBlock(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(channels, channels, 3, padding=1, groups=channels)
+        self.norm, self.up = nn.LayerNorm(channels), nn.Linear(channels, 2 * channels)
+        self.down, self.scale = nn.Linear(2 * channels, channels), nn.Parameter(0.1 * torch.ones(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.depthwise(x).movedim(1, -1))
+        return x + (self.scale * self.down(functional.gelu(self.up(y)))).movedim(-1, 1)
+
+
+class ConvNext(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([nn.Conv2d(3, 4, 2, 2), nn.Conv2d(4, 8, 2, 2)])
+        self.stages = nn.ModuleList(nn.Sequential(ConvNextBlock(c), ConvNextBlock(c)) for c in (4, 8))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for down, stage in zip(self.down, self.stages, strict=True):
+            x = stage(down(x))
+        return self.head(x.mean((2, 3)))
+
+
+def convolution(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(2, outputs), nn.SiLU())
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.downs = nn.ModuleList([convolution(3, 4), convolution(4, 8)])
+        self.middle = convolution(8, 8)
+        self.ups = nn.ModuleList([nn.ConvTranspose2d(8, 8, 2, 2), nn.ConvTranspose2d(4, 4, 2, 2)])
+        self.joins = nn.ModuleList([convolution(16, 4), convolution(8, 4)])
+        self.head = nn.Conv2d(4, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skipped = []
+        for down in self.downs:
+            x = down(x)
+            skipped.append(x)
+            x = functional.max_pool2d(x, 2)
+        x = self.middle(x)
+        for up, join in zip(self.ups, self.joins, strict=True):
+            x = join(torch.cat([up(x), skipped.pop()], 1))
+        return self.head(x)
+
+
+class Vit(nn.Module):
+    """torch's own layers, which have a way past their modules in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.token = nn.Conv2d(3, WIDTH, 4, 4), nn.Parameter(torch.zeros(1, 1, WIDTH))
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, 0.0, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 3), nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).mT
+        return self.head(self.encoder(torch.cat([self.token.expand(len(x), 1, WIDTH), x], 1))[:, 0])
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder with one embedding, which is the head as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, TOKENS, bias=False)
+        self.head.weight = self.embedding.weight
+        nn.init.normal_(self.head.weight, 0, 0.1)
+        self.model = nn.Transformer(WIDTH, 2, 2, 2, WIDTH, 0.0, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.model(self.embedding(tokens.flip(1)), self.embedding(tokens)))
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        flat = x.flatten(0, 1)
+        weights, output = self.router(flat).softmax(-1), torch.zeros_like(flat)
+        for index, expert in enumerate(self.experts):
+            rows = (weights.argmax(-1) == index).nonzero().squeeze(1)
+            if len(rows):
+                output.index_add_(0, rows, expert(flat[rows]) * weights[rows, index, None])
+        return {"x": x + output.view_as(x), "losses": [(weights.mean(0).square().sum(),)]}
+
+
+class Mixture(nn.Module):
+    """A dictionary with nested losses comes out of each block; an expert may have no rows on a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, TOKENS)
+        self.layers = nn.ModuleList(Experts() for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x, loss = self.embedding(tokens), torch.zeros(())
+        for layer in self.layers:
+            output = layer(x)
+            x, loss = output["x"], loss + output["losses"][0][0]
+        return self.head(x), loss
+
+
+class Branches(nn.Module):
+    """Each rank takes another branch, and in the next step the other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor, which: Tensor) -> Tensor:
+        return self.branches[int(which[0])](torch.tanh(self.first(x)))
+
+
+class ListedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.randn(WIDTH, WIDTH) for _ in range(2)])
+        self.named = nn.ParameterDict({"bias": torch.zeros(WIDTH)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = torch.tanh(x @ weight)
+        return x + self.named["bias"]
+
+
+class Hypernetwork(nn.Module):
+    """Makes the weights of another one, which has none that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ListedBlock() for _ in range(2))
+        self.target = nn.Linear(WIDTH, 2).requires_grad_(False)
+        self.makers = nn.ModuleList(nn.Linear(WIDTH, param.numel()) for param in self.target.parameters())
+        self.shapes = {name: param.shape for name, param in self.target.named_parameters()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        made = zip(self.shapes.items(), self.makers, strict=True)
+        weights = {name: maker(x.mean(0)).view(shape) for (name, shape), maker in made}
+        return torch.func.functional_call(self.target, weights, (x,))
+
+
+class Transformed(nn.Module):
+    """`torch.func` in the forward: vmap, grad and both over blocks, an ensemble, a step of an inner optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def energy(row: Tensor) -> Tensor:
+            for block in self.blocks:
+                row = block(row)
+            return row.square().sum()
+
+        def error(params: Mapping[str, Tensor]) -> Tensor:
+            return torch.func.functional_call(self.blocks[0], dict(params), (x,)).square().mean()
+
+        own = dict(self.blocks[0].named_parameters())
+        slopes = torch.func.grad(error)(own)
+        stepped = {name: param - 0.1 * slopes[name] for name, param in own.items()}
+        every = [dict(block.named_parameters()) for block in self.blocks]
+        stacked = {name: torch.stack([params[name] for params in every]) for name in every[0]}
+        forces = torch.func.grad(energy)(x) + torch.vmap(torch.func.grad(energy))(x)
+        return torch.vmap(energy)(x).mean() + forces + error(stepped) + torch.vmap(error)(stacked).sum()
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        return nn.Sequential(*(torch.jit.script(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
+
+
+class OneInput(nn.Module):
+    """Leaves out what else is in a batch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, which: Tensor) -> Tensor:
+        return self.model(x)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a model is made and trained: from vectors, (rows, WIDTH), tokens or images."""
+
+    build: Callable[[], nn.Module]
+    kind: str
+    loss: Callable[[Any, Batch], Tensor]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+    from_callable: bool = False
+
+
+def mixture_loss(output: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
+    return language_loss(output[0], batch) + 0.1 * output[1]
+
+
+FAMILIES: dict[str, Family] = {
+    "nanoGPT": Family(Gpt, "tokens", language_loss, decayed_by_dimension),
+    "minGPT as a callable": Family(Gpt, "tokens", language_loss, from_callable=True),
+    "nanochat": Family(Chat, "tokens", language_loss),
+    "LoRA": Family(adapted_gpt, "tokens", language_loss),
+    "LoRA with reentrant checkpointing": Family(lambda: adapted_gpt(True), "tokens", language_loss),
+    "LSTM and GRU": Family(Recurrent, "tokens", language_loss),
+    "ResNet": Family(ResNet, "images", class_loss),
+    "ConvNeXt": Family(ConvNext, "images", class_loss),
+    "U-Net": Family(UNet, "images", square),
+    "ViT": Family(Vit, "images", class_loss),
+    "encoder and decoder": Family(Translator, "tokens", language_loss),
+    "experts": Family(Mixture, "tokens", mixture_loss),
+    "branches": Family(Branches, "vectors", square),
+    "hypernetwork": Family(lambda: OneInput(Hypernetwork()), "vectors", square),
+    "blocks by torch.jit": Family(lambda: OneInput(scripted()), "vectors", square),
+    "torch.func": Family(lambda: OneInput(Transformed()), "vectors", square),
+}
+
+
+def batch_of(kind: str, step: int, rank: int) -> Batch:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    if kind == "tokens":
+        return (torch.randint(TOKENS, (4, LENGTH), generator=generator),)
+    if kind == "images":
+        return (torch.randn(4, 3, 8, 8, generator=generator),)
+    return torch.randn(4, WIDTH, generator=generator), torch.full((4,), (step + rank) % 2)

@@ -1,0 +1,27 @@
+"""Forwards inside of `torch.func`'s transforms (vmap, grad): the only place that asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+_functorch = torch._C._functorch
+
+
+def untransformed() -> AbstractContextManager[object]:
+    """A context whose operations are plain torch's: a view that `grad` has made cannot become a parameter's memory."""
+    return nullcontext() if _functorch.peek_interpreter_stack() is None else temporarily_clear_interpreter_stack()
+
+
+def at_all_levels(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Each tensor, and what transforms have wrapped in it: a backward may come to any of these."""
+    is_transformed = _functorch.peek_interpreter_stack() is not None
+    for tensor in tensors:
+        yield tensor
+        while is_transformed and _functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = _functorch.get_unwrapped(tensor)
+            yield tensor

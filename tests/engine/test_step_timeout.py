@@ -13,7 +13,7 @@ import pytest
 from lowtide import Config
 from lowtide.engine.config.errors import ConfigError
 
-NOTES = ("lowtide: config: ", "lowtide: CPU optimizer: ")
+NOTES = ("lowtide: config: ", "lowtide: CPU optimizer: ", "lowtide: training alone on ")
 SCRIPT = """
 import threading, time
 import torch

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import lowtide
 from tests import models
-from tests.pipe.pipelines import deep_gpt
+from tests.pipe.pipelines import deep_gpt, deep_gpt_64, pipelined
 from tests.ranks import RankPool
+from tests.zero.training import Case
 
 WIDTH = 8
 CONFIG: dict[str, Any] = {
@@ -276,3 +277,22 @@ def test_a_rank_that_dies_in_mid_schedule(ranks: RankPool) -> None:
     text, waited = ranks.fails(2, train_broken, "dies", 60.0)[0]
     assert text.startswith("CollectiveError: rank 0 in pipeline action ") and "no answer from rank 1" in text
     assert "(stage 0, microbatch " in text and waited < 10
+
+
+def train_a_part_of_a_step(case: Case) -> str:
+    with lowtide.initialize(case.build(), case.as_config()) as engine:
+        batch = case.global_batch(0, 1)
+        with engine.accumulate(last=False):
+            try:
+                engine.train_step(batch)
+            except ValueError as error:
+                text = str(error)
+        return f"{text}, then {engine.train_step(batch).loss.isfinite()}"
+
+
+def test_a_schedule_has_all_of_a_step(ranks: RankPool) -> None:
+    words = "expected an engine without parallel.pipeline, found one with it, whose train_step has all microbatches"
+    for text in ranks(
+        2, train_a_part_of_a_step, pipelined(Case(deep_gpt_64, models.token_batch, accumulation=2), 2, "1f1b")
+    ):
+        assert words in text and text.endswith("then True")

@@ -455,6 +455,7 @@ class Engine(ParameterAccess, AveragedWeights, ModuleFacade):
         CheckpointError or OffloadError if it failed.
         """
         if not self._turn.is_over:
+            self._steps.check_averages_hidden("engine.close()")  # else the model would keep them
             with self._turn.of("engine.close()"):
                 self._close()
 

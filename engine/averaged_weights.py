@@ -46,7 +46,8 @@ class AveragedWeights:
 
         All ranks must enter and leave it. In the end every weight has the bits that it had before. Raises ValueError
         where `ema` was not called; what would change the weights in it (`backward`, `step`, `gathered(modify=True)`,
-        `load_weights`, ...) or save them as those of the training (`save_checkpoint`) raises StateError.
+        `load_weights`, ...) or leave them as those of the training (`save_checkpoint`, `close`) raises
+        StateError.
         """
         averages = self.optimizer.averages
         if averages is None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.errors import CheckpointError
 from ..comm import Activity, Progress
+from ..model.compiled import refuse_to_be_traced
 from ..watch.log import logger
 from .archive.archive import Archive
 from .averaged_weights import AveragedWeights
@@ -153,6 +154,7 @@ class Engine(ParameterAccess, AveragedWeights, ModuleFacade):
     @in_turn
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, with inputs on the device and in the compute dtype."""
+        refuse_to_be_traced("an engine")
         return self._driver.forward(self._steps, args, kwargs)
 
     @in_turn
@@ -308,6 +310,17 @@ class Engine(ParameterAccess, AveragedWeights, ModuleFacade):
     def eval(self) -> Self:
         return self.train(False)
 
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """The engine itself, which is on its device. Raises ValueError for another device, and for a dtype."""
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        is_here = device is None or (device.type == self.device.type and device.index in (None, self.device.index))
+        if not is_here or dtype is not None:
+            raise ValueError(
+                f"engine.to(): expected the engine's device, {self.device}, found {dtype if is_here else device}; the "
+                "config says where a model is trained, and in which dtype it is computed: device, bf16, fp16"
+            )
+        return self
+
     # -- full values ----------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -442,6 +455,7 @@ class Engine(ParameterAccess, AveragedWeights, ModuleFacade):
         CheckpointError or OffloadError if it failed.
         """
         if not self._turn.is_over:
+            self._steps.check_averages_hidden("engine.close()")  # else the model would keep them
             with self._turn.of("engine.close()"):
                 self._close()
 

@@ -52,7 +52,7 @@ class ModuleFacade:
         return self.module.named_children()
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the module: `generate`, `encode`, `config`. Asked for only where the engine has none."""
+        """An attribute of the module: `generate`, `encode`. Asked for only where the engine has none of the name."""
         module = self.__dict__.get("_module")  # none, while the engine is made
         if module is None or name.startswith("__"):
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")

@@ -104,7 +104,8 @@ class Join:
         if self._is_open and not self._is_together:
             raise StateError(
                 f"{what}: expected it outside of `with engine.join():`, found it inside, where ranks that have run out "
-                "of data do not make the call; make it before or after, or let the config save (checkpoint.every_steps)"
+                "of data do not make the call; make it before or after, or let the config do it "
+                "(checkpoint.every_steps, gradient_clipping)"
             )
 
     def _meet(self, call: Call | None) -> tuple[Call, int] | None:

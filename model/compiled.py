@@ -131,16 +131,21 @@ def _compiling(compiled: Compiled, module: nn.Module, units: Collection[int]) ->
     return compile
 
 
+def refuse_to_be_traced(what: str) -> None:
+    """Raises RuntimeError where a compiler follows this call. what: is called, as users read it."""
+    if _frames.get_eval_frame_callback() not in (None, False):
+        raise RuntimeError(
+            f"torch.compile of {what}: expected its compile(...), found a wrapper that would trace the engine's hooks "
+            "as well; call engine.module.compile(...), or that of a part such as a block, or compile the model before "
+            "lowtide.initialize, and go on with engine(...)"
+        )
+
+
 def _refusing_to_be_traced(module: nn.Module) -> Callable[..., Any]:
     """What `module.__call__` is, of which torch.compile(module) makes a wrapper. `module(...)` does not come here."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _frames.get_eval_frame_callback() not in (None, False):
-            raise RuntimeError(
-                f"torch.compile of a {type(module).__name__} that an engine trains: expected its compile(...), found a "
-                "wrapper that would trace the engine's hooks as well; call engine.module.compile(...), or that of a "
-                "part such as a block, or compile the model before lowtide.initialize, and go on with engine(...)"
-            )
+        refuse_to_be_traced(f"a {type(module).__name__} that an engine trains")
         return type(module).__call__(module, *args, **kwargs)
 
     return call

@@ -262,28 +262,37 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def scalar_states(self) -> ScalarStates:
         """What is kept beside elementwise states: the steps that a parameter was not used in, or what torch keeps."""
+        missed = {name: count for name, param in self._named_params() if (count := self._missed[id(param)])}
         if self._update.has_rule:
-            missed = {name: self._missed[id(p)] for name, p in self._named_params()}
-            return {name: {MISSED_STEPS: count} for name, count in missed.items() if count}
-        return {key: states for shard in self.shards for key, states in self._update.scalar_states(shard).items()}
+            return {name: {MISSED_STEPS: count} for name, count in missed.items()}
+        kept = {key: states for shard in self.shards for key, states in self._update.scalar_states(shard).items()}
+        for key in kept.keys() & missed.keys():  # a rank has those of which it has a part
+            if missed[str(key)] < self.num_steps:
+                kept[key] = {**(kept[key] or {}), MISSED_STEPS: missed[str(key)]}
+        return kept
 
     def make_states(
         self,
         num_steps: int,
         dtypes: Mapping[str, Mapping[str, torch.dtype]],
         scalars: ScalarStates,
+        params: Mapping[str, nn.Parameter],
     ) -> None:
         """Takes memory for the states of a run that has made `num_steps`; `states_of` says where to fill them in.
 
         dtypes: of the elementwise states by name, for each parameter by name; floating-point ones take the dtype of
-        the master weights, as in torch. scalars: as `scalar_states` gives them.
+        the master weights, as in torch. scalars: as `scalar_states` gives them, of all ranks. params: of the whole
+        model, by name: of other stages of a pipeline too.
         """
         self.num_steps = num_steps
-        missed = {id(param): (scalars.get(name) or {}).get(MISSED_STEPS, 0) for name, param in self._named_params()}
+        missed = {id(param): self._missed_in(scalars[name]) for name, param in params.items() if name in scalars}
         self._missed = Counter({key: count for key, count in missed.items() if count})
+        own = {
+            key: states and {n: v for n, v in states.items() if n != MISSED_STEPS} for key, states in scalars.items()
+        }
         for shard in self.shards:
             if dtypes or scalars:
-                self._update.make_states(shard, dtypes, scalars)
+                self._update.make_states(shard, dtypes, own)
             else:
                 self._update.forget_states(shard)
         if not dtypes and not scalars:
@@ -326,6 +335,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _named_params(self) -> Iterator[tuple[str, nn.Parameter]]:
         for shard in self.shards:
             yield from zip(shard.group.names, shard.group.params, strict=True)
+
+    def _missed_in(self, states: Mapping[str, Any] | None) -> int:
+        """What scalar states of a parameter say: those of one that no step has used are None."""
+        return self.num_steps if states is None else int(states.get(MISSED_STEPS, 0))
 
     def _fill_chunks(self) -> None:
         for shard in self.shards:

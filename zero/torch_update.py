@@ -121,12 +121,14 @@ class TorchUpdate:
             whole.rounded.copy_(whole.master)
 
     def states_of(self, shard: ShardState, piece: Piece, changes: bool) -> dict[str, Memory]:
-        """Zeros, where a parameter has none yet: `scalar_states` says so."""
+        """Zeros, where a parameter has none yet: `scalar_states` says so, and there is nothing to change."""
         if id(shard) not in self._inner:
             return {}
         inner = self._inner[id(shard)]
         flat = next(one for one in inner.flats if one.run.start <= piece.offset_in_shard < one.run.end)
         state = inner.state_of(flat)
+        if not state and changes:
+            return {}
         if not state:
             return {
                 name: torch.zeros(piece.numel, dtype=flat.param.dtype if dtype.is_floating_point else dtype)

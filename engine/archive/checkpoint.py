@@ -218,7 +218,8 @@ class Checkpointer:
             raise
         changed = "Parameters were read in part: load another checkpoint before you train on."
         with all_or_none(self._world, what, hint + changed):
-            self._optimizer.make_states(training["num_steps"], states_in(checkpoint), scalars)
+            params = self._named.whole.trained
+            self._optimizer.make_states(training["num_steps"], states_in(checkpoint), scalars, params)
             shared = self._named.has_replicas  # they read the same values, perhaps on this host
             weights.read(self._named.weights(changes=True), shared)
             self._read_buffers(weights)

@@ -152,6 +152,11 @@ class ParameterValues:
         pieces = [] if shard is None else [p for p in shard.pieces if p.index == place.index]
         found = [] if shard is None else [(p, self._optimizer.states_of(shard, p, changes)) for p in pieces]
         for _, states in found:
+            if changes and not states:
+                raise ValueError(
+                    f"{what}: expected a parameter that a step has updated, found '{place.name}', which none has used "
+                    "yet: its optimizer takes the states of its first step for the first ones"
+                )
             if state not in states:
                 raise ValueError(
                     f"{what}: expected a state of '{place.name}' that has its shape ({', '.join(states)}), found "

@@ -302,6 +302,7 @@ def modify(engine: Engine) -> None:
 CHANGES: dict[str, Any] = {
     "backward": lambda engine: engine.train_step(models.vector_batch(0, 2)),
     "engine.save_checkpoint()": lambda engine: engine.save_checkpoint("nowhere"),
+    "engine.close()": lambda engine: engine.close(),
     "a change of the weights": modify,
 }
 

@@ -277,6 +277,10 @@ def wrap_engine_s_module(engine: lowtide.Engine) -> None:
     torch.compile(engine.module, backend="eager")(*vectors(0, 2))
 
 
+def wrap_engine(engine: lowtide.Engine) -> None:
+    torch.compile(engine, backend="eager")(*vectors(0, 2))
+
+
 def wrap_a_block(engine: lowtide.Engine) -> None:
     blocks = blocks_of(engine.module)
     blocks[1] = torch.compile(blocks[1], backend="eager")
@@ -293,6 +297,7 @@ def assign_module(engine: lowtide.Engine) -> None:
     ("mistake", "kind", "text"),
     [
         (wrap_engine_s_module, RuntimeError, "torch.compile of a Chain that an engine trains: expected its compile"),
+        (wrap_engine, RuntimeError, "torch.compile of an engine: expected its compile(...), found a wrapper"),
         (
             wrap_a_block,
             RuntimeError,
@@ -313,6 +318,8 @@ def test_what_would_trace_hooks_is_refused(
     with pytest.raises(kind) as error:
         mistake(engine)
     assert str(error.value).startswith(text)
+    if mistake is wrap_engine:
+        engine.train_step(vectors(0, 2))
 
 
 PIPELINE: dict[str, Any] = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "1f1b"}}

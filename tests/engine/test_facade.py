@@ -70,6 +70,13 @@ def test_what_neither_has_is_told(engine: Engine) -> None:
     assert not hasattr(engine, "__len__")
 
 
+def test_it_stays_on_its_device_in_its_dtype(engine: Engine) -> None:
+    assert engine.to(engine.device) is engine and engine.to("cpu", non_blocking=True) is engine
+    for other in ("meta", torch.bfloat16, torch.zeros(1)):
+        with pytest.raises(ValueError, match=r"engine\.to\(\): expected the engine's device, cpu, found (meta|torch)"):
+            engine.to(other)
+
+
 def test_an_engine_is_not_copied(engine: Engine) -> None:
     for make in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="an engine cannot be copied or pickled, since it holds connections"):

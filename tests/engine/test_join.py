@@ -183,6 +183,8 @@ def make_other_calls(what: str) -> str:
         elif what == "gathered":
             with engine.gathered():
                 pass
+        elif what == "clip":
+            engine.clip_grad_norm_(1.0)
         elif what == "again":
             with engine.join():
                 pass
@@ -203,6 +205,7 @@ def make_other_calls(what: str) -> str:
             "saving a checkpoint: expected it outside of `with engine.join():`, found it inside, where ranks that ",
         ),
         ("gathered", "reading or writing full weights: expected it outside of `with engine.join():`, found it inside"),
+        ("clip", "engine.clip_grad_norm_() or engine.gradient(): expected it outside of `with engine.join():`, found"),
         ("again", "engine.join(): expected one at a time, found one inside of another; leave one out"),
         (
             "differ",

@@ -247,6 +247,17 @@ def test_the_callers_own_optimizer_has_states_of_its_own_names() -> None:
             engine.full("last.bias", "mu_product")
 
 
+def test_states_that_the_callers_own_optimizer_has_not_made_are_not_set() -> None:
+    """It would begin with others."""
+    with lowtide.initialize(models.mlp(), {"steps_per_print": 0}, optimizer=torch.optim.NAdam) as engine:
+        engine.module.get_parameter("last.bias").requires_grad_(False)
+        engine.train_step(models.vector_batch(0, 2))
+        assert not engine.full("last.bias", "exp_avg").any()
+        for change, numel in ((engine.set_full, 3), (engine.set_local, engine.local("last.bias").numel())):
+            with pytest.raises(ValueError, match=r"expected a parameter that a step has updated, found 'last\.bias'"):
+                change("last.bias", torch.ones(numel), "exp_avg")
+
+
 class Tied(models.TinyGPT):
     """With a frozen parameter and a tied one."""
 

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import lowtide
 from tests import models
@@ -12,6 +14,7 @@ from tests.zero.training import Case
 
 CASE = Case(deep_tied_gpt_64, models.token_batch, accumulation=2)
 NAMES = ("embedding.weight", "head.weight", "blocks.4.up.bias")
+KINDS = ("weight", "bias")
 
 
 def train_and_look(case: Case) -> list[torch.Tensor]:
@@ -69,3 +72,38 @@ def test_each_rank_sees_what_one_rank_would(ranks: RankPool) -> None:
             if num_ranks == 2:
                 torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
             assert torch.equal(found[0], found[2]) and len({value.shape for value in found[::2]}) == 2
+
+
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.used(x)
+        return found
+
+
+def mean_square(output: Tensor, batch: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def save_twice(folder: Path) -> None:
+    """Once after a step, and once after a load of that."""
+    config = {"parallel": {"pipeline": 2}, "gradient_accumulation_steps": 2, "optimizer": {"type": "adamw"}}
+    for tag in ("first", "second"):
+        model = nn.Sequential(*(HalfUsed() for _ in range(2)))
+        with lowtide.initialize(model, config, loss_fn=mean_square) as engine:
+            if tag == "first":
+                engine.train_step(torch.ones(2, 4))
+            else:
+                engine.load_checkpoint(folder)
+            engine.save_checkpoint(folder, tag)
+
+
+def test_what_a_stage_has_not_used_is_known_on_all_after_a_load(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, save_twice, tmp_path)
+    dcp_to_torch_save(tmp_path / "second", tmp_path / "plain.pt")
+    states = torch.load(tmp_path / "plain.pt", weights_only=True)["optim"]["state"]
+    steps = {f"{stage}.{name}.{kind}": name == "used" for stage in "01" for name in ("used", "idle") for kind in KINDS}
+    assert {name: int(state["step"]) for name, state in states.items()} == steps

@@ -240,6 +240,32 @@ def test_a_checkpoint_knows_how_often_each_was_updated(ranks: RankPool, tmp_path
     check(ranks(2, restart_all, cases, tmp_path, after)[0], cases, 2)
 
 
+class OwnAdamW(torch.optim.AdamW):
+    """No rule is known to do the same."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("second", [OwnAdamW, torch.optim.AdamW])
+def test_the_steps_of_the_callers_own_optimizer_are_known_after_a_load(tmp_path: Path, second: Any) -> None:
+    first_case, second_case = (
+        Case(3, 2, own=partial(kind, **ADAMW["params"]), dtype=torch.float64) for kind in (OwnAdamW, second)
+    )
+    engine = first_case.engine()
+    for step in range(3):
+        engine.train_step(first_case.batches(step, 0))
+    engine.save_checkpoint(tmp_path)
+    engine.close()
+    engine = second_case.engine()
+    engine.load_checkpoint(tmp_path)
+    assert [engine.optimizer.missed_steps(engine.module.get_parameter(n)) for n in ("lonely", "beside")] == [3, 3]
+    for step in range(3, STEPS):
+        engine.train_step(second_case.batches(step, 0))
+    check([engine.state_dict()], [first_case], 1)
+    engine.close()
+
+
 def test_other_readers_find_the_steps_of_each(tmp_path: Path) -> None:
     case = Case(3, 2)
     train(case, tmp_path, restart_after=3)

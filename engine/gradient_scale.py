@@ -198,7 +198,7 @@ def _ways_out(loss: Node | None, own: Collection[int], scale: GradientScale) -> 
         return not _edges(node)
 
     outside = _reached([loss], below_outside)
-    if any(isinstance(node, _Applied._backward_cls) and node.scale is scale for node in outside):
+    if any(isinstance(node, _Applied._backward_cls) and getattr(node, "scale", None) is scale for node in outside):
         raise StateError(
             "engine.backward(loss): expected a loss that has not been through engine.scale(), found one that has: call "
             "engine.backward(loss), or engine.scale(loss).backward()"

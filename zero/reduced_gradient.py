@@ -54,7 +54,7 @@ class ReducedGradient(Tensor):
     """What autograd has added to it, in a backward that begins with the gradient of a parameter."""
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # as torch calls it
         cls,
         func: Callable[..., Any],
         types: Iterable[type],
@@ -155,7 +155,7 @@ class ReducedGradients:
 
 def _stand_in(param: nn.Parameter, cleared: set[int]) -> ReducedGradient:
     """Of the parameter's shape, which torch asks for, without memory."""
-    gradient: ReducedGradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # torch does not declare it
+    gradient: ReducedGradient = Tensor._make_wrapper_subclass(
         ReducedGradient, param.shape, dtype=param.dtype, device=param.device
     )
     gradient.cleared, gradient.arrived = cleared, None

@@ -47,7 +47,7 @@ def run_all(route: str, folder: Path) -> dict[tuple[str, str], list[dict[str, Te
         for loop in LOOPS
         for kind, config in kinds(route, folder).items()
         if not (kind == "predivided" and loop in PAST_THE_ROOT)  # what multiplies
-        if not (kind == "speculating" and loop is methods_twice)  # sees what is tried
+        if not (kind == "speculating" and loop in (methods_twice, blocks_after_an_error))  # sees what is tried
     }
 
 

@@ -79,6 +79,7 @@ def initialize(
             check_optimizers_agree(world, module, blueprint.optimizer)
         if not blueprint.optimizer.trains:
             _freeze(module, ledger)
+        _log_notes(world, blueprint.optimizer.notes(module))
         gives_rows = checked.train_batch_size or checked.train_micro_batch_size_per_gpu
         return assemble(
             blueprint,

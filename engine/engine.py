@@ -195,7 +195,7 @@ class Engine(ParameterAccess, AveragedWeights, ModuleFacade):
         if self._steps.num_microbatches:
             self._join.check_outside("engine.zero_grad() in the middle of a step")
         self._steps.refuse_more("engine.zero_grad()")
-        self._steps.forget()
+        self._steps.forget(ends_graphs=False)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:

@@ -43,6 +43,7 @@ class GradientScale:
         self._own = frozenset(map(id, own))
         self._entered: list[Node] = []  # what the inputs of the forward that runs were made by
         self._given: weakref.ref[GraphTask] | None = None  # a backward whose loss was multiplied
+        self._divisions: dict[Node, RemovableHandle] = {}  # in that backward
         self._applied_in = -1  # the last run of autograd in which it was, in one way or the other
 
     @property
@@ -108,14 +109,19 @@ class GradientScale:
     def _begin_given(self, loss: Node | None) -> None:
         """Where the gradient of seed x loss goes over to what is not the engine's, it is divided."""
         self._applied_in = current_graph_task()
-        # All are found before the first hook.
-        handles = [_divided(node, indices, self.seed) for node, indices in _ways_out(loss, self._own, id(self))]
+        if not self.is_given:
+            self._divisions = {}
+        ways = _ways_out(loss, self._own, self)  # all are found before the first hook
+        for node, indices in ways:
+            if node not in self._divisions:  # another loss of the same backward has come to it
+                self._divisions[node] = _divided(node, indices, self.seed)
+        if not self.is_given:
+            self._given = weakref.ref(GraphTask(self._end_given))
 
-        def end() -> None:
-            for handle in handles:
-                handle.remove()
-
-        self._given = weakref.ref(GraphTask(end))
+    def _end_given(self) -> None:
+        for handle in self._divisions.values():
+            handle.remove()
+        self._divisions = {}
 
 
 class _Edge(torch.autograd.Function):
@@ -172,14 +178,15 @@ def _edges(node: Node) -> dict[int, Sequence[Node]]:
     return cast(dict[int, Sequence[Node]], _metadata(node).get(_EDGE, {}))
 
 
-def _ways_out(loss: Node | None, own: Collection[int], engine: int) -> list[tuple[Node, list[int]]]:
+def _ways_out(loss: Node | None, own: Collection[int], scale: GradientScale) -> list[tuple[Node, list[int]]]:
     """Nodes between the loss and the engine, with those of their inputs that are leaves, come from before the engine,
     or are made by another engine, which has factors of its own.
 
-    own: identities of the engine's parameters. engine: its key among `_edges`. What is before the engine may reach the
+    own: identities of the engine's parameters. scale: that of the engine. What is before the engine may reach the
     loss past it as well.
     """
     entered: list[Node] = []
+    engine = id(scale)  # its key among `_edges`
     if loss is not None and _is_of_another(loss, engine):
         raise StateError(
             "engine.backward(loss): expected a loss that this engine has computed, found the output of another engine; "
@@ -191,6 +198,11 @@ def _ways_out(loss: Node | None, own: Collection[int], engine: int) -> list[tupl
         return not _edges(node)
 
     outside = _reached([loss], below_outside)
+    if any(isinstance(node, _Applied._backward_cls) and getattr(node, "scale", None) is scale for node in outside):
+        raise StateError(
+            "engine.backward(loss): expected a loss that has not been through engine.scale(), found one that has: call "
+            "engine.backward(loss), or engine.scale(loss).backward()"
+        )
     before = _reached(entered)
     found = []
     for node in outside - before:

@@ -39,6 +39,9 @@ class ModelGuard:
         self._places = dict(module.named_parameters(remove_duplicate=False))
         self._parts = _parts_of(module)
         readable = [group for group in groups if id(group) in watched and not group.frees_parameters]
+        self._updated = [p for group, _, p in members if group.role is not Role.FROZEN]
+        grown = set(map(id, self._updated))
+        self._grows = [int(id(param) in grown) for _, param in self._watched]
         self._samples = [_Sample(group) for group in readable] if only_steps_change else []
         self.shares_values = copies_are_shared and bool(self._samples)
         """Another rank may change what is remembered here: it must wait until that is done."""
@@ -64,6 +67,11 @@ class ModelGuard:
         """From now on values may change, until they are remembered."""
         self._num_changes += 1
         self._values = None
+
+    def mark_updated(self) -> None:
+        """Autograd refuses graphs that have saved parameters before this, as it does after a step of torch's."""
+        torch.autograd.graph.increment_version(self._updated)
+        self._versions = [version + by for version, by in zip(self._versions, self._grows, strict=True)]
 
     def remember_values(self) -> None:
         """The step has ended: nobody changes values now."""

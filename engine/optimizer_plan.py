@@ -97,6 +97,17 @@ class OptimizerPlan:
             return Role.UPDATED
         return Role.LEFT_OUT if param.requires_grad and self.trains else Role.FROZEN
 
+    def notes(self, module: nn.Module) -> list[str]:
+        """What a user may not expect."""
+        frozen = [p for p in module.parameters() if not p.requires_grad and self.role_of(p) is Role.UPDATED]
+        if not frozen:
+            return []
+        numel = sum(param.numel() for param in frozen)
+        return [
+            f"optimizer: {len(frozen)} of its parameters ({numel:,} elements) are frozen; memory for their gradients "
+            "and states is taken, so that requires_grad_(True) works later: leave out what stays frozen"
+        ]
+
     def check_states(self, groups: Sequence[GroupPlan]) -> None:
         """groups: that are updated. Raises ValueError where they cannot have their states in the dtype."""
         wide = [group.name for group in groups if group.dtype == torch.float64]

@@ -177,7 +177,7 @@ class Steps:
         self.check_averages_hidden("backward")
         self.refuse_more("another backward")  # a sum that was final was not
         if self.reduced.take_out():
-            self.forget()  # as zero_grad() before another backward does in torch
+            self.forget(ends_graphs=False)  # as zero_grad() before another backward does in torch
         if self.clip_factor is not None:
             raise StateError(
                 "backward: expected engine.step() after engine.clip_grad_norm_(), found another backward, whose "
@@ -229,14 +229,18 @@ class Steps:
             self._join.before(Call.TAKING_BACK)
             self._mesh.fence("the end of what was tried in the backward")
 
-    def forget(self) -> None:
-        """Of the microbatches so far nothing counts: the next one is the first of its step."""
+    def forget(self, ends_graphs: bool = True) -> None:
+        """Of the microbatches so far nothing counts: the next one is the first of its step.
+
+        ends_graphs: nothing that was computed before is differentiated after this.
+        """
         self.update.take_back()  # what an error has interrupted
         for gradient in self.gradients:
             gradient.reset()
             for param in gradient.group.params:
                 param.grad = None
-        self._passes.release_all()
+        if ends_graphs:
+            self._passes.release_all()
         self.losses.clear()
         self.num_microbatches = self._num_begun = self._join.num_missing = 0
         self.is_complete = self._by_hand = False
@@ -269,6 +273,8 @@ class Steps:
             skipped=bool(sums.num_bad),
         )
         self._update_or_skip(sums, norm, number)
+        if not result.skipped:
+            self.guard.mark_updated()
         self.guard.remember_values()
         if self.guard.shares_values:  # else a rank that is ahead may change what this one remembers
             self._mesh.fence(f"the end of step {number}")

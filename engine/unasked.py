@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..comm import Activity, Progress
 from ..zero.graph_task import current_graph_task
@@ -36,11 +36,12 @@ class Unasked:
         own.register_hook(hook)  # type: ignore[no-untyped-call]
         return own
 
-    def begin(self) -> None:
+    def begin(self, arrived: nn.Parameter | None) -> None:
         self._turn.begin("loss.backward()", self._is_lost)
         try:
             self._progress.enter(Activity.BACKWARD, self._steps.num_microbatches)
-            self._steps.begin_backward()
+            with self._steps.reduced.set_aside(arrived):
+                self._steps.begin_backward()
         except BaseException:
             self._turn.end()
             raise

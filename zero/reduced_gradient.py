@@ -9,7 +9,8 @@ before the update, what was reduced is forgotten then, as in torch.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,10 +27,21 @@ _HARMLESS = {
     Tensor.requires_grad_,
     Tensor.detach_,
 }
+_ADDING = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 _CLEARING = {Tensor.zero_, torch._foreach_zero_}
+_NO_VALUES = (
+    "the gradients of this step are reduced and divided over the ranks, so param.grad has no values between backward "
+    "and engine.step(), and {operation} cannot use them: engine.clip_grad_norm_(max_norm), or gradient_clipping in the "
+    "config, clips them, engine.gradient(parameter) shows one, and engine.step() updates with them"
+)
 _REPLACED = (
     "parameter '{name}': expected the gradient that was reduced, found another one that was put into its grad after "
     "the backward, which engine.step() would not use; change gradients in a hook (register_post_accumulate_grad_hook)"
+)
+_CLEARED_ALONE = (
+    "parameter '{name}': found its gradient cleared after the backward, and that of '{other}' not, which engine.step() "
+    "cannot do: clear all of them (engine.zero_grad()); for a step without some, freeze them before the forward "
+    "(requires_grad_(False)), or clear their gradients in a hook (register_post_accumulate_grad_hook)"
 )
 
 
@@ -38,6 +50,21 @@ class ReducedGradient(Tensor):
 
     cleared: set[int]
     """Gets the identity of each that was cleared in place."""
+    arrived: Tensor | None
+    """What autograd has added to it, in a backward that begins with the gradient of a parameter."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # as torch calls it
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _ADDING and isinstance(args[0], ReducedGradient):
+            args[0].arrived = args[1].clone()
+            return args[0] if func is torch.ops.aten.add_.Tensor else args[0].arrived
+        raise StateError(_NO_VALUES.format(operation=func))
 
     @classmethod
     def __torch_function__(
@@ -59,12 +86,7 @@ class ReducedGradient(Tensor):
         operation = getattr(func, "__name__", str(func))
         if operation == "__get__":
             operation = "an attribute of it"
-        raise StateError(
-            f"the gradients of this step are reduced and divided over the ranks, so param.grad has no values between "
-            f"backward and engine.step(), and {operation} cannot use them: engine.clip_grad_norm_(max_norm), or "
-            "gradient_clipping in the config, clips them, engine.gradient(parameter) shows one, and engine.step() "
-            "updates with them"
-        )
+        raise StateError(_NO_VALUES.format(operation=operation))
 
     def __repr__(self, **ignored: Any) -> str:  # type: ignore[override]
         return "ReducedGradient()"
@@ -90,11 +112,25 @@ class ReducedGradients:
                 param.grad = gradient
         self._are_there = True
 
+    @contextmanager
+    def set_aside(self, param: nn.Parameter | None) -> Iterator[None]:
+        """The gradient that autograd has just added to that of a parameter is not there inside, and is there after."""
+        if param is None:
+            yield
+            return
+        gradient = param.grad
+        if isinstance(gradient, ReducedGradient):
+            arrived, gradient.arrived = gradient.arrived, None
+        else:
+            arrived, param.grad = gradient, None
+        yield
+        param.grad = arrived
+
     def take_out(self) -> bool:
         """Autograd may add to `param.grad` from now on. Returns whether all were cleared since `put`.
 
-        Raises StateError where somebody has put a gradient of his own in its place, which nobody would use. Does
-        nothing where they are not there.
+        Raises StateError where somebody has put a gradient of his own in its place, which nobody would use, or has
+        cleared some alone. Does nothing where they are not there.
         """
         if not self._are_there:
             return False
@@ -110,12 +146,17 @@ class ReducedGradients:
         for now, own, name in zip(found, self._gradients, self._names, strict=True):
             if now is not None and now is not own:
                 raise StateError(_REPLACED.format(name=name))
-        return all(now is None or id(now) in cleared for now in found)
+        are_cleared = [now is None or id(now) in cleared for now in found]
+        if any(are_cleared) and not all(are_cleared):
+            first, other = self._names[are_cleared.index(True)], self._names[are_cleared.index(False)]
+            raise StateError(_CLEARED_ALONE.format(name=first, other=other))
+        return all(are_cleared)
 
 
 def _stand_in(param: nn.Parameter, cleared: set[int]) -> ReducedGradient:
-    """Of the parameter's shape, which torch asks for, with memory for one element."""
-    one = torch.zeros((), dtype=param.dtype, device=param.device)
-    gradient: ReducedGradient = one.expand(param.shape).as_subclass(ReducedGradient)
-    gradient.cleared = cleared
+    """Of the parameter's shape, which torch asks for, without memory."""
+    gradient: ReducedGradient = Tensor._make_wrapper_subclass(
+        ReducedGradient, param.shape, dtype=param.dtype, device=param.device
+    )
+    gradient.cleared, gradient.arrived = cleared, None
     return gradient

@@ -174,8 +174,8 @@ class Use:
 class BackwardListener(Protocol):
     """Is told of backwards that autograd runs without the engine having been asked for one."""
 
-    def begin(self) -> None:
-        """One begins: has `begin_backward` called."""
+    def begin(self, arrived: nn.Parameter | None) -> None:
+        """One begins: has `begin_backward` called. arrived: whose gradient autograd has added to `grad` already."""
 
     def end(self) -> None:
         """It has come to its end: has `end_backward` called."""
@@ -307,9 +307,7 @@ class UnitSequence:
 
     def begin_forward(self) -> None:
         """The root module is entered: the rest of the parameters is needed until its end."""
-        if self.has_lost_backward():
-            self._tell_listener().abort()
-        if self.phase is Phase.BACKWARD:
+        if self.phase is Phase.BACKWARD and not self._ends_lost_backward():
             return
         if self.phase is Phase.FORWARD:  # the last forward ended with an exception
             self.end_forward(keeps_graph=False)
@@ -336,7 +334,7 @@ class UnitSequence:
     def enter(self, unit: Unit) -> Use | None:
         """A unit's forward begins, or is recomputed (None): its parameters are made full."""
         self._progress.at_unit("" if unit is self.rest else unit.name)
-        if self.phase is Phase.BACKWARD:
+        if self.phase is Phase.BACKWARD and not self._ends_lost_backward():
             self._come_to(unit)
             self._gather_in_backward(unit)
             return None
@@ -376,8 +374,11 @@ class UnitSequence:
 
     # -- backward -------------------------------------------------------------------------------------------------
 
-    def hear(self) -> None:
-        """Autograd has come to something of the model. Begins what nobody has begun; see [Note: what autograd runs]."""
+    def hear(self, arrived: nn.Parameter | None = None) -> None:
+        """Autograd has come to something of the model. Begins what nobody has begun; see [Note: what autograd runs].
+
+        arrived: to this parameter, to whose gradient it has added already.
+        """
         if self._heard is not None:
             if self._heard() is not None:
                 return
@@ -389,7 +390,7 @@ class UnitSequence:
             return
         self._heard = weakref.ref(GraphTask(self._end_heard))
         if any(will_run(unit.accumulators.values()) for unit in self.units):
-            self._begin_heard()
+            self._begin_heard(arrived)
         else:
             self._begin_lending()
 
@@ -433,10 +434,10 @@ class UnitSequence:
     def gradient_arrived(self, unit: Unit, param: nn.Parameter, name: str) -> None:
         """Autograd has put the gradient of a parameter into `param.grad`."""
         if self._heard is not None or self._graph_task is None:
-            self.hear()
+            self.hear(param)
         if self.phase is not Phase.BACKWARD:  # in a run that seemed to add to no gradient: checkpointing has its own
             self._end_lending()
-            self._begin_heard()
+            self._begin_heard(param)
         if unit.is_collected:
             raise StateError(
                 f"parameter '{name}' got a gradient after its unit '{unit.name}' had been reduced in the same "
@@ -509,11 +510,18 @@ class UnitSequence:
         assert self._listener is not None
         return self._listener
 
-    def _begin_heard(self) -> None:
+    def _ends_lost_backward(self) -> bool:
+        """Whether there was one."""
+        if not self.has_lost_backward():
+            return False
+        self._tell_listener().abort()
+        return True
+
+    def _begin_heard(self, arrived: nn.Parameter | None) -> None:
         """A backward that the engine was not asked for."""
         if self.phase is Phase.FORWARD:  # one that ended with an exception
             self.end_forward(keeps_graph=False)
-        self._tell_listener().begin()
+        self._tell_listener().begin(arrived)
         task = self._heard() if self._heard is not None else None
         assert task is not None
         self._graph_task = task.number

@@ -6,7 +6,7 @@ its own.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -433,6 +433,52 @@ def methods(make: Make, data: Data) -> list[Trained]:
     return [model]
 
 
+def methods_twice(make: Make, data: Data) -> list[Trained]:
+    """Two backwards a step, cleared in between at times, which begin with the gradient of a parameter."""
+    model = make(Parts())
+    for step in range(STEPS):
+        for again in range(2):
+            loss = mean([model.module.project(model.module.encode(x + again)).square().mean() for x in data(step)])
+            if again and step:
+                model.module.zero_grad()
+            loss.backward()
+        model.step()
+    return [model]
+
+
+def cleared_after_the_forward(make: Make, data: Data) -> list[Trained]:
+    critic = make(net())
+    for step in range(STEPS):
+        losses = []
+        for x in data(step):
+            x = x.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+            losses.append((slope.norm(dim=1) - 1).square().mean())
+        critic.zero_grad()
+        mean(losses).backward()
+        critic.step()
+    return [critic]
+
+
+def blocks_after_an_error(make: Make, data: Data) -> list[Trained]:
+    model = make(net())
+    for step in range(STEPS):
+        hook = model.module.get_parameter("0.weight").register_hook(lambda gradient: 1 / 0)
+        with suppress(ZeroDivisionError):
+            mean([model(x).square().mean() for x in data(step + 1)]).backward()
+        hook.remove()
+        if isinstance(model, Plain):
+            model.zero_grad()
+        losses = []
+        for x in data(step):
+            for layer in model.module:
+                x = layer(x)
+            losses.append(x.square().mean())
+        mean(losses).backward()
+        model.step()
+    return [model]
+
+
 LOOPS: tuple[Loop, ...] = (
     plain,
     gradient_of_an_output,
@@ -453,6 +499,9 @@ LOOPS: tuple[Loop, ...] = (
     counted_by_hand,
     blocks_called_alone,
     methods,
+    methods_twice,
+    cleared_after_the_forward,
+    blocks_after_an_error,
     loss_and_logits,
 )
 OPTIMIZER = {"type": "adamw", "params": {"lr": 0.01, "weight_decay": 0.1}}

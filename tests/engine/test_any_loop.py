@@ -9,7 +9,18 @@ from torch import Tensor
 
 import lowtide
 from lowtide.zero.sequence import StateError
-from tests.engine.loops import LOOPS, OPTIMIZER, batch, blocks_called_alone, methods, net, run, run_plainly
+from tests.engine.loops import (
+    LOOPS,
+    OPTIMIZER,
+    batch,
+    blocks_after_an_error,
+    blocks_called_alone,
+    methods,
+    methods_twice,
+    net,
+    run,
+    run_plainly,
+)
 from tests.ranks import RankPool
 
 
@@ -26,13 +37,17 @@ def kinds(route: str, folder: Path) -> dict[str, dict[str, Any]]:
     return {**found, "predivided": {"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 4.0}}
 
 
+PAST_THE_ROOT = (blocks_called_alone, methods, methods_twice, blocks_after_an_error)
+
+
 def run_all(route: str, folder: Path) -> dict[tuple[str, str], list[dict[str, Tensor]]]:
     route_of = {"communication": {"route": route}} if route != "solo" else {}
     return {
         (loop.__name__, kind): run(loop, {**config, **route_of})
         for loop in LOOPS
         for kind, config in kinds(route, folder).items()
-        if not (kind == "predivided" and loop in (blocks_called_alone, methods))  # past what multiplies
+        if not (kind == "predivided" and loop in PAST_THE_ROOT)  # what multiplies
+        if not (kind == "speculating" and loop in (methods_twice, blocks_after_an_error))  # sees what is tried
     }
 
 
@@ -54,6 +69,31 @@ def engine_for(stage: int = 0, **zero: Any) -> lowtide.Engine:
 def loss_of(engine: lowtide.Engine, step: int = 0) -> Tensor:
     loss: Tensor = engine(batch(step, engine.rank)).square().mean()
     return loss
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_graph_from_before_a_step_is_refused_as_in_torch(stage: int) -> None:
+    with engine_for(stage) as engine:
+        loss = loss_of(engine)
+        loss.backward(retain_graph=True)
+        engine.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_loss_is_scaled_in_parts_and_never_twice() -> None:
+    gradients = []
+    for factor in (1.0, 4.0):
+        torch.manual_seed(0)
+        head = torch.nn.Linear(1, 2)
+        with lowtide.initialize(net(), {"optimizer": OPTIMIZER, "gradient_predivide_factor": factor}) as engine:
+            h = head(engine(batch(0, 0)))
+            (engine.scale(h.square().mean()) + engine.scale(h.abs().mean())).backward()
+            gradients.append(head.weight.grad)
+            if factor != 1.0:
+                with pytest.raises(StateError, match=r"has not been through engine.scale\(\), found one that has"):
+                    engine.backward(engine.scale(loss_of(engine)))
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -70,6 +70,13 @@ def test_gradients_that_are_reduced_cannot_be_used_in_place(stage: int) -> None:
         assert all(param.grad is None for param in engine.parameters())
 
 
+def test_gradients_are_cleared_together() -> None:
+    with engine_after_backward(0) as engine:
+        engine.module.get_parameter("first.weight").grad = None
+        with pytest.raises(StateError, match=r"'first.weight': found its gradient cleared .* and that of '.*' not"):
+            engine.step()
+
+
 def test_the_words_name_what_to_do() -> None:
     with engine_after_backward(0) as engine, pytest.raises(StateError) as caught:
         nn.utils.clip_grad_norm_(engine.parameters(), 1.0)

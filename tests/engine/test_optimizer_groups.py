@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import lowtide
+from lowtide.engine.config.config import Config
+from lowtide.engine.optimizer_plan import OptimizerPlan
 from tests import models
 from tests.ranks import RankPool
 
@@ -162,6 +164,17 @@ def test_checkpoints_of_both(ranks: RankPool, tmp_path: Path) -> None:
         for stage in (0, 3)
     ]
     check(ranks(2, train_all, cases, tmp_path)[0], cases, 2)
+
+
+def test_what_frozen_members_cost_is_told() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    found = [
+        OptimizerPlan.of(Config.load({}), model, torch.optim.AdamW(members.parameters())).notes(model)
+        for members in (model, model[1])
+    ]
+    assert found[0][0].startswith("optimizer: 2 of its parameters (6 elements) are frozen; memory for their gradients")
+    assert found[1] == []
 
 
 def test_parameters_of_another_model_are_refused() -> None:

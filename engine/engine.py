@@ -168,8 +168,7 @@ class Engine(ParameterAccess, AveragedWeights, ModuleFacade):
         """
         self._steps.check_trains("engine.backward")
         self._driver.backward(self._steps, loss)
-        if self._steps.is_complete:
-            self._steps.reduced.put()
+        self._steps.show_reduced()
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss, whose `backward()` is that of the engine: with float16's loss scale from the loss on, and with the

@@ -44,6 +44,7 @@ class GradientScale:
         self._entered: list[Node] = []  # what the inputs of the forward that runs were made by
         self._given: weakref.ref[GraphTask] | None = None  # a backward whose loss was multiplied
         self._divisions: dict[Node, RemovableHandle] = {}  # in that backward
+        self._given_edges: set[Node] = set()  # of what it has returned: where such a backward comes to it
         self._applied_in = -1  # the last run of autograd in which it was, in one way or the other
 
     @property
@@ -79,10 +80,10 @@ class GradientScale:
         def marked(tensor: Tensor) -> Tensor:
             if tensor.grad_fn is None:
                 return tensor
-            outside = tensor.view_as(tensor)  # of its own: a loss and its logits may both be returned
+            # Of its own, since a loss and its logits may both be returned.
+            outside = cast(Tensor, _Outside.apply(tensor, self))  # type: ignore[no-untyped-call]
             assert outside.grad_fn is not None
             _metadata(outside.grad_fn)[_EDGE] = {id(self): entered}
-            outside.register_hook(self._multiplied)  # type: ignore[no-untyped-call]
             return outside
 
         return replace_tensors(output, marked)
@@ -100,18 +101,25 @@ class GradientScale:
         """The loss; its backward gives gradients of seed x loss to the engine's parameters, of the loss to others."""
         return loss if self.seed == 1.0 else cast(Tensor, _Applied.apply(loss, loss.grad_fn, self))  # type: ignore[no-untyped-call]
 
-    def _multiplied(self, gradient: Tensor) -> Tensor | None:
-        if self.is_given:
-            return None
-        self._applied_in = current_graph_task()
-        return cast(Tensor, _Edge.apply(gradient, self, True))  # type: ignore[no-untyped-call]
+    def multiplied(self, gradient: Tensor, edge: Node) -> Tensor:
+        """A gradient that comes to what the engine has returned. Raises StateError where it lacks what others have."""
+        if not self.is_given:
+            self._applied_in = current_graph_task()
+            return cast(Tensor, _Edge.apply(gradient, self, True))  # type: ignore[no-untyped-call]
+        if edge not in self._given_edges:
+            raise StateError(
+                "backward: expected all of the loss through engine.scale(), found a part of it past that, as in "
+                "(engine.scale(a) + b).backward(): call engine.scale(a + b).backward(), or (a + b).backward()"
+            )
+        return gradient
 
     def _begin_given(self, loss: Node | None) -> None:
         """Where the gradient of seed x loss goes over to what is not the engine's, it is divided."""
         self._applied_in = current_graph_task()
         if not self.is_given:
-            self._divisions = {}
-        ways = _ways_out(loss, self._own, self)  # all are found before the first hook
+            self._divisions, self._given_edges = {}, set()
+        ways, edges = _ways_out(loss, self._own, self)  # all are found before the first hook
+        self._given_edges |= edges
         for node, indices in ways:
             if node not in self._divisions:  # another loss of the same backward has come to it
                 self._divisions[node] = _divided(node, indices, self.seed)
@@ -121,7 +129,7 @@ class GradientScale:
     def _end_given(self) -> None:
         for handle in self._divisions.values():
             handle.remove()
-        self._divisions = {}
+        self._divisions, self._given_edges = {}, set()
 
 
 class _Edge(torch.autograd.Function):
@@ -142,6 +150,19 @@ class _Edge(torch.autograd.Function):
             ctx.scale._applied_in = current_graph_task()
             return second, None, None
         return second * ctx.scale.seed if ctx.enters else second / ctx.scale.seed, None, None
+
+
+class _Outside(torch.autograd.Function):
+    """What the engine returns, as its caller sees it. A change in place would go past it; torch refuses that."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, scale: GradientScale) -> Tensor:
+        ctx.scale = scale
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.scale.multiplied(gradient, ctx), None
 
 
 class _Applied(torch.autograd.Function):
@@ -178,9 +199,11 @@ def _edges(node: Node) -> dict[int, Sequence[Node]]:
     return cast(dict[int, Sequence[Node]], _metadata(node).get(_EDGE, {}))
 
 
-def _ways_out(loss: Node | None, own: Collection[int], scale: GradientScale) -> list[tuple[Node, list[int]]]:
+def _ways_out(
+    loss: Node | None, own: Collection[int], scale: GradientScale
+) -> tuple[list[tuple[Node, list[int]]], set[Node]]:
     """Nodes between the loss and the engine, with those of their inputs that are leaves, come from before the engine,
-    or are made by another engine, which has factors of its own.
+    or are made by another engine, which has factors of its own; and those that the engine has returned.
 
     own: identities of the engine's parameters. scale: that of the engine. What is before the engine may reach the
     loss past it as well.
@@ -213,7 +236,7 @@ def _ways_out(loss: Node | None, own: Collection[int], scale: GradientScale) -> 
         ]
         if ways and not _edges(node):
             found.append((node, ways))
-    return found
+    return found, {node for node in outside if engine in _edges(node)}
 
 
 def _is_of_another(node: Node, engine: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Protocol
@@ -106,10 +106,9 @@ class Steps:
         self._rows_per_microbatch = rows_per_microbatch
         groups = [group for unit in passes.units for group in unit.groups]
         own = (param for group in groups for param in group.params)
-        trained = [gradient.group for gradient in self.gradients]
-        self.reduced = ReducedGradients(
-            [pair for group in trained for pair in zip(group.names, group.params, strict=True)]
-        )
+        self._reduced = _stand_ins(self.gradients)
+        self._taken = _stand_ins(gradient for gradient in self.gradients if gradient.takes_each)
+        self._is_apart = False  # other ranks may still have what an error has interrupted
         self.scale = GradientScale(config, mesh.data_size, loss_scaler, own)
         timing = Timing.of(config)
         shares = any(group.copies_are_shared for group in groups)
@@ -169,15 +168,34 @@ class Steps:
     def begin_forward(self) -> None:
         """Raises ValueError where the model was changed behind the engine's back."""
         self.guard.check()
+        self.begin_use()
+
+    def begin_use(self) -> None:
+        """Parameters are used outside of a backward: what is tried in them goes. A collective where something was."""
         if self.is_complete:
             self.take_back()
+        if self._is_apart:
+            self._is_apart = False
+            self._mesh.fence("the end of what an error has interrupted")
+
+    def show_reduced(self) -> None:
+        """A loop that calls backward itself may look at `param.grad` now: gradients that are not there say so."""
+        (self._reduced if self.is_complete else self._taken).put()
+
+    @contextmanager
+    def set_aside(self, arrived: nn.Parameter | None) -> Iterator[None]:
+        """See `ReducedGradients.set_aside`."""
+        with self._reduced.set_aside(arrived):
+            yield
 
     def begin_backward(self, num_microbatches: int = 1) -> None:
         """As `backward`, until `end_backward` or `abort_backward`."""
         self.check_averages_hidden("backward")
         self.refuse_more("another backward")  # a sum that was final was not
-        if self.reduced.take_out():
+        if self._reduced.take_out():
             self.forget(ends_graphs=False)  # as zero_grad() before another backward does in torch
+        if self._taken.take_out():
+            self._forget_gradients()  # in the middle of a step, whose backwards are counted all the same
         if self.clip_factor is not None:
             raise StateError(
                 "backward: expected engine.step() after engine.clip_grad_norm_(), found another backward, whose "
@@ -234,17 +252,21 @@ class Steps:
 
         ends_graphs: nothing that was computed before is differentiated after this.
         """
-        self.update.take_back()  # what an error has interrupted
-        for gradient in self.gradients:
-            gradient.reset()
-            for param in gradient.group.params:
-                param.grad = None
+        if self.update.take_back():  # what an error has interrupted
+            self._is_apart = True
+        self._forget_gradients()
         if ends_graphs:
             self._passes.release_all()
         self.losses.clear()
         self.num_microbatches = self._num_begun = self._join.num_missing = 0
         self.is_complete = self._by_hand = False
         self.clip_factor = None
+
+    def _forget_gradients(self) -> None:
+        for gradient in self.gradients:
+            gradient.reset()
+            for param in gradient.group.params:
+                param.grad = None
 
     # -- the update -----------------------------------------------------------------------------------------------
 
@@ -254,7 +276,7 @@ class Steps:
         Returns also on how many ranks each of the events has happened.
         """
         self.check_averages_hidden("engine.step()")
-        self.reduced.take_out()
+        self._reduced.take_out()
         self._mesh.world.progress.enter(Activity.UPDATE)
         self.guard.expect_update()
         events = (self.update.has_failed(), *events)
@@ -358,3 +380,8 @@ class Steps:
     def check_averages_hidden(self, what: str) -> None:
         if self._optimizer.averages is not None:
             self._optimizer.averages.check_hidden(what)
+
+
+def _stand_ins(gradients: Iterable[GroupGradient]) -> ReducedGradients:
+    groups = [gradient.group for gradient in gradients]
+    return ReducedGradients([pair for group in groups for pair in zip(group.names, group.params, strict=True)])

@@ -36,11 +36,14 @@ class Unasked:
         own.register_hook(hook)  # type: ignore[no-untyped-call]
         return own
 
+    def before_use(self) -> None:
+        self._steps.begin_use()
+
     def begin(self, arrived: nn.Parameter | None) -> None:
         self._turn.begin("loss.backward()", self._is_lost)
         try:
             self._progress.enter(Activity.BACKWARD, self._steps.num_microbatches)
-            with self._steps.reduced.set_aside(arrived):
+            with self._steps.set_aside(arrived):
                 self._steps.begin_backward()
         except BaseException:
             self._turn.end()
@@ -54,8 +57,7 @@ class Unasked:
                 self._steps.abort_backward(error)
                 raise
             self._steps.end_backward()
-            if self._steps.is_complete:
-                self._steps.reduced.put()
+            self._steps.show_reduced()
             self._steps.losses.append(self._losses.get(current_graph_task(), torch.tensor(math.nan)))
         finally:
             self._losses.clear()

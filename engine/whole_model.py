@@ -78,6 +78,6 @@ class WholeModel:
             self.passes.end_forward(keeps_graph=call is Call.FORWARD)
 
     def evaluate(self, steps: Steps, batch: Any) -> list[Tensor]:
-        steps.take_back()
+        steps.begin_use()
         ready = steps.prepared(batch)
         return [loss_of(call(self._module, ready), ready, self._loss_fn)]

@@ -22,7 +22,7 @@ class LocalSum:
 
     def __init__(self, group: ShardedGroup, dtype: torch.dtype) -> None:
         self._group = group
-        self._is_flat = dtype != group.dtype
+        self.is_flat = dtype != group.dtype
         self._dtype = dtype
         self._flat: Tensor | None = None
         self.has_values = False
@@ -35,7 +35,7 @@ class LocalSum:
 
     def add(self) -> set[int]:
         """Takes the gradients of a backward; of which parameters. None where they stay with their parameters."""
-        if not self._is_flat:
+        if not self.is_flat:
             return set()
         flat = self._open_flat()
         taken = Staging(self._group, [(0, flat.numel(), flat)], adds=self.has_values).finish()
@@ -60,7 +60,7 @@ class LocalSum:
         for start, end, memory in regions:
             memory.add_(self._flat[start:end]) if adds else memory.copy_(self._flat[start:end])
         self.has_values = False
-        if not self._is_flat:
+        if not self.is_flat:
             self._flat = None
 
 

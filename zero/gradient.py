@@ -60,6 +60,11 @@ class GroupGradient:
         self._is_in_place = False  # `param.grad` are views of the shard
 
     @property
+    def takes_each(self) -> bool:
+        """Whether each backward takes gradients out of `param.grad`, and not the last of a step alone."""
+        return self.reduces_every_backward or self._local.is_flat
+
+    @property
     def leaves_device(self) -> bool:
         """Whether it is updated with on the host, and made elsewhere."""
         return self._host is not None

@@ -52,7 +52,8 @@ class UnitHooks:
 
     def _let_read(self, unit: Unit, ledger: Ledger) -> None:
         def read() -> bool:
-            may = self._sequence.phase is not Phase.IDLE or _is_in_method(self._modules)
+            is_computing = self._sequence.phase is not Phase.IDLE and not self._sequence.has_lost_backward()
+            may = is_computing or _is_in_method(self._modules)
             if may:
                 self._sequence.read(unit)
             return may

@@ -40,6 +40,9 @@ _HARMLESS = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES.split()} | {
     Tensor.register_post_accumulate_grad_hook,
     Tensor.__hash__,
     Tensor.__format__,
+    torch.autograd.grad,  # as inputs, of which gradients are asked for
+    torch.autograd.backward,
+    Tensor.backward,
     torch.is_tensor,
     torch.is_floating_point,
     torch.numel,

@@ -172,7 +172,10 @@ class Use:
 
 
 class BackwardListener(Protocol):
-    """Is told of backwards that autograd runs without the engine having been asked for one."""
+    """Is told of what happens without the engine having been asked for it: backwards that autograd runs, and uses."""
+
+    def before_use(self) -> None:
+        """Outside of a backward a forward of the model begins, or of a unit that is called by itself."""
 
     def begin(self, arrived: nn.Parameter | None) -> None:
         """One begins: has `begin_backward` called. arrived: whose gradient autograd has added to `grad` already."""
@@ -311,6 +314,8 @@ class UnitSequence:
             return
         if self.phase is Phase.FORWARD:  # the last forward ended with an exception
             self.end_forward(keeps_graph=False)
+        if self._listener is not None:
+            self._listener.before_use()
         if self._needs_ring:
             self._before_pass(Phase.FORWARD, False)
         self.phase = Phase.FORWARD
@@ -338,6 +343,8 @@ class UnitSequence:
             self._come_to(unit)
             self._gather_in_backward(unit)
             return None
+        if self.phase is Phase.IDLE and self._listener is not None:
+            self._listener.before_use()
         if self._needs_ring:
             self._forward_ring.reach(unit)
         else:

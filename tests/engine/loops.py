@@ -389,6 +389,22 @@ def loss_and_logits(make: Make, data: Data) -> list[Trained]:
     return [model]
 
 
+def weighted_by_own_gradients(make: Make, data: Data) -> list[Trained]:
+    """GradNorm: losses are weighed by gradients of a layer that `torch.autograd.grad` gives."""
+    model = make(net())
+    last = model.module.get_parameter("6.weight")
+    for step in range(STEPS):
+        losses = []
+        for x in data(step):
+            y = model(x)
+            parts = (y.square().mean(), y.abs().mean())
+            norms = [torch.autograd.grad(part, last, retain_graph=True)[0].norm() for part in parts]
+            losses.append(parts[0] / (0.1 + norms[0]) + parts[1] * norms[1])
+        mean(losses).backward()
+        model.step()
+    return [model]
+
+
 class Parts(nn.Module):
     """Methods that read a parameter of its own, a weight of another module and a computed one; None in a list."""
 
@@ -503,6 +519,7 @@ LOOPS: tuple[Loop, ...] = (
     cleared_after_the_forward,
     blocks_after_an_error,
     loss_and_logits,
+    weighted_by_own_gradients,
 )
 OPTIMIZER = {"type": "adamw", "params": {"lr": 0.01, "weight_decay": 0.1}}
 

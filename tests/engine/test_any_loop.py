@@ -20,6 +20,7 @@ from tests.engine.loops import (
     net,
     run,
     run_plainly,
+    weighted_by_own_gradients,
 )
 from tests.ranks import RankPool
 
@@ -37,7 +38,12 @@ def kinds(route: str, folder: Path) -> dict[str, dict[str, Any]]:
     return {**found, "predivided": {"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 4.0}}
 
 
-PAST_THE_ROOT = (blocks_called_alone, methods, methods_twice, blocks_after_an_error)
+LEFT_OUT = {
+    # Past what the engine has returned, which is multiplied; and gradients of its own that autograd.grad gives are too.
+    "predivided": (blocks_called_alone, methods, methods_twice, blocks_after_an_error, weighted_by_own_gradients),
+    # A method that reads a parameter itself, between two backwards of a step, sees what is tried in it.
+    "speculating": (methods_twice,),
+}
 
 
 def run_all(route: str, folder: Path) -> dict[tuple[str, str], list[dict[str, Tensor]]]:
@@ -46,8 +52,7 @@ def run_all(route: str, folder: Path) -> dict[tuple[str, str], list[dict[str, Te
         (loop.__name__, kind): run(loop, {**config, **route_of})
         for loop in LOOPS
         for kind, config in kinds(route, folder).items()
-        if not (kind == "predivided" and loop in PAST_THE_ROOT)  # what multiplies
-        if not (kind == "speculating" and loop in (methods_twice, blocks_after_an_error))  # sees what is tried
+        if loop not in LEFT_OUT.get(kind, ())
     }
 
 
@@ -168,3 +173,37 @@ def test_a_backward_in_another_call_of_its_engine_is_refused() -> None:
             StateError, match=r"loss.backward\(\): expected a call between others, found one from inside"
         ):
             loss.backward()
+
+
+def test_an_output_is_not_changed_in_place_past_its_factor() -> None:
+    config = {"optimizer": OPTIMIZER, "gradient_predivide_factor": 4.0}
+    with lowtide.initialize(net(), config) as engine, pytest.raises(RuntimeError, match="is being modified inplace"):
+        engine(batch(0, 0)).mul_(2)
+
+
+def test_a_part_of_a_loss_that_was_not_scaled_is_refused() -> None:
+    with lowtide.initialize(net(), {"optimizer": OPTIMIZER, "gradient_predivide_factor": 4.0}) as engine:
+        loss = loss_of(engine)
+        total = engine.scale(loss_of(engine)) + loss
+        with pytest.raises(StateError, match=r"expected all of the loss through engine.scale\(\), found a part of it"):
+            total.backward()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_clearing_in_the_middle_of_accumulation_is_as_in_torch(stage: int, bf16: bool) -> None:
+    states = []
+    for clears in (False, True):
+        config = {"optimizer": OPTIMIZER, "bf16": {"enabled": bf16}, "zero_optimization": {"stage": stage}}
+        torch.manual_seed(0)
+        with lowtide.initialize(net(), config) as engine:
+            if clears:
+                with engine.no_sync():
+                    loss_of(engine, step=5).backward()
+                engine.module.zero_grad()
+            for step in range(2):
+                with engine.accumulate(last=step == 1):
+                    loss_of(engine, step).backward()
+            engine.step()
+            states.append(engine.state_dict())
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)

@@ -25,8 +25,9 @@ from ..zero.host_update import HostUpdate
 from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.plan import Dtypes, Role
-from ..zero.sequence import Unit, UnitSequence
+from ..zero.sequence import UnitSequence
 from ..zero.shard_rest import ShardRest
+from ..zero.unit import Unit
 from ..zero.units import UnitPlan
 from .archive.agreement import no_rank_alone
 from .archive.full_values import FullValues

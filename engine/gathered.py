@@ -12,7 +12,8 @@ from ..pipe.schedules.action import Op
 from ..zero.group import Residence, ShardedGroup
 from ..zero.plan import GroupPlan
 from ..zero.scheduled_units import ScheduledUnits
-from ..zero.sequence import Unit, UnitSequence
+from ..zero.sequence import UnitSequence
+from ..zero.unit import Unit
 from .blueprint import Blueprint
 from .pipeline_plan import PipelinePlan
 

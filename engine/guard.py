@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..zero.group import ShardedGroup
 from ..zero.plan import Role
-from ..zero.sequence import Unit
+from ..zero.unit import Unit
 
 
 class ModelGuard:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.policy import ZeroPolicy
-from ..zero.sequence import Unit
+from ..zero.unit import Unit
 from .footprint import Shares
 
 

@@ -19,7 +19,7 @@ from ..pipe.schedules.schedule import Schedule
 from ..pipe.split.trees import leaves
 from ..pipe.stage import make_stages
 from ..zero.scheduled_units import ScheduledUnits
-from ..zero.sequence import Unit
+from ..zero.unit import Unit
 from .batch import call_for_loss, loss_of
 from .join import NO_JOIN, Call
 from .pipeline_plan import PIPE, LossFn, PipelinePlan

@@ -17,7 +17,7 @@ from ..pipe.split.split import SplitPlan, plan_split
 from ..zero.domain import Copies
 from ..zero.plan import Role, Roles
 from ..zero.policy import ZeroPolicy
-from ..zero.sequence import Unit
+from ..zero.unit import Unit
 from ..zero.units import UnitPlan
 from .archive.named_state import Whole
 from .batch import call, loss_of

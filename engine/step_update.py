@@ -14,8 +14,9 @@ from ..zero.gradient import GroupGradient
 from ..zero.layout import Piece
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.reductions import OnFinal
-from ..zero.sequence import StateError, Unit
+from ..zero.sequence import StateError
 from ..zero.shard_state import ShardState
+from ..zero.unit import Unit
 from .config.config import Config
 
 

@@ -19,7 +19,8 @@ from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.reduced_gradient import ReducedGradients
 from ..zero.reductions import OnFinal
-from ..zero.sequence import StateError, Unit
+from ..zero.sequence import StateError
+from ..zero.unit import Unit
 from .batch import microbatches, prepared
 from .config.config import Config
 from .gradient_scale import GradientScale

@@ -14,8 +14,8 @@ from .group import ShardedGroup
 from .group_memory import PagedMemory, ResizedMemory
 from .host_update import HostUpdate
 from .plan import ModelPlan, Role
-from .sequence import Unit
 from .shard_rest import ShardRest
+from .unit import Unit
 
 _NO_HOSTS: Mapping[str, HostUpdate] = {}
 

@@ -14,8 +14,10 @@ from ..model.blocks import has_forward, parameters_read_by
 from ..model.ledger import Ledger
 from .graph_task import current_graph_task
 from .released import set_reader
-from .sequence import Phase, Unit, UnitSequence, Use
+from .sequence import Phase, UnitSequence
 from .transforms import at_all_levels
+from .unit import Unit
+from .uses import Use
 
 
 class UnitHooks:

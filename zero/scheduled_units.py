@@ -14,7 +14,7 @@ from ..comm import Mesh, Pending
 from .domain import Copies
 from .gradient import GroupGradient
 from .reductions import OnFinal, Reductions
-from .sequence import Unit
+from .unit import Unit
 
 # Above those of the schedule's messages. Ranks come to the tied weights that they share in the same order, whichever
 # others each of them has, so the order of messages tells them apart.

@@ -38,21 +38,20 @@ at a time that no hook tells, so they stay full until the step ends.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from ..comm import CollectiveError, Progress
 from ..watch.log import logger
-from .gradient import GroupGradient
-from .graph_task import GraphTask, accumulator_of, current_graph_task, will_run
-from .group import Residence, ShardedGroup
+from .gather_ring import GatherRing
+from .graph_task import GraphTask, current_graph_task, will_run
 from .reductions import OnFinal, Reductions
+from .unit import Unit
+from .uses import Forward, Use, start_of
 
 
 class StateError(RuntimeError):
@@ -65,110 +64,6 @@ class Phase(Enum):
     IDLE = "idle"
     FORWARD = "forward"
     BACKWARD = "backward"  # recomputed forwards included
-
-
-class Unit:
-    """What is gathered, released and reduced together."""
-
-    def __init__(
-        self, name: str, module: nn.Module, groups: Sequence[ShardedGroup], gradients: Sequence[GroupGradient]
-    ) -> None:
-        self.name = name
-        self.module = module
-        self.groups = groups
-        self.gradients = gradients
-        self.trained = frozenset(id(p) for gradient in gradients for p in gradient.group.params)
-        self.accumulators: dict[int, Node] = {}
-        self._places = {id(p): i for gradient in gradients[:1] for i, p in enumerate(gradient.group.params)}
-        self.waiting: set[int] = set()  # parameters whose gradient has not come yet in this backward
-        self.is_ready = False
-        self.is_collected = False
-        self.first_use: int | None = None  # in the forwards that the backward may be of
-        self.num_uses = 0  # in these
-
-    def find_accumulators(self) -> None:
-        """Asks autograd for them, once parameters are where they stay."""
-        params = [param for gradient in self.gradients for param in gradient.group.params]
-        self.accumulators = {id(param): accumulator_of(param) for param in params}
-
-    @property
-    def numel(self) -> int:
-        return sum(group.layout.padded_numel for group in self.groups)
-
-    @property
-    def is_full(self) -> bool:
-        return all(group.residence is Residence.FULL for group in self.groups)
-
-    def keep(self) -> None:
-        """`release` has no effect until `release_kept`."""
-        for group in self.groups:
-            group.keep()
-
-    def release_kept(self) -> None:
-        for group in self.groups:
-            group.release_kept()
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether it is full whatever is released: on all ranks, each of which may use it without the others."""
-        return all(group.keeper is not None and group.keeper() for group in self.groups)
-
-    def start_gather(self) -> None:
-        for group in self.groups:
-            group.start_gather()
-
-    def continue_gather(self) -> None:
-        for group in self.groups:
-            group.continue_gather()
-
-    def gather(self) -> None:
-        for group in self.groups:
-            group.gather()
-
-    def release(self) -> None:
-        for group in self.groups:
-            group.release()
-
-    def release_reduced(self, is_updated: bool) -> bool:
-        """Releases what is trained, after the reduction has begun; whether that was all, for now.
-
-        is_updated: the update comes right after it, in the backward.
-        """
-        for gradient in self.gradients:
-            gradient.group.release(holds_shard=is_updated and not gradient.leaves_device)
-        return len(self.gradients) == len(self.groups)
-
-    def take_early(self, param: nn.Parameter, boundary: bool) -> None:
-        """Stages a gradient before the others of the unit are there, if it is of the group that is reduced first."""
-        if id(param) in self._places:
-            self.gradients[0].take_early(self._places[id(param)], boundary)
-
-    def place_for(self, param: nn.Parameter, boundary: bool) -> Tensor | None:
-        """Memory for a gradient that `take_early` would stage."""
-        return self.gradients[0].place_for(self._places[id(param)], boundary) if id(param) in self._places else None
-
-
-class Forward:
-    """The uses of units in one forward. Held by the graph that it has made, so it is gone when that is."""
-
-    def __init__(self) -> None:
-        self.first_use: dict[Unit, int] = {}
-        self.num_uses: dict[Unit, int] = {}
-
-
-def _start_of(forward: Forward) -> int:
-    return next(iter(forward.first_use.values()))
-
-
-class Use:
-    """One use of a unit. number: later ones have higher numbers, in all forwards."""
-
-    __slots__ = ("forward", "number", "unit")
-
-    def __init__(self, unit: Unit, forward: Forward, number: int) -> None:
-        self.unit = unit
-        self.forward = forward
-        self.number = number
 
 
 class BackwardListener(Protocol):
@@ -188,76 +83,6 @@ class BackwardListener(Protocol):
 
 
 _BEFORE_ALL_USES = 1  # a number of a use, to which autograd has come when it is done; 0 says nothing
-
-_MAX_PREFETCHED = 2  # more would cost memory and hide nothing further
-
-
-class GatherRing:
-    """Gathers units in a fixed order, round and round; see [Note: canonical order]."""
-
-    def __init__(self, order: Sequence[Unit], prefetch_numel: int) -> None:
-        self._order = order
-        self._prefetch_numel = prefetch_numel
-        self._cursor = 0
-        self._issued: deque[tuple[Unit, bool]] = deque()  # (unit, was it full before)
-        self._passed: set[int] = set()  # identities of the units that the ring has come to
-
-    def reach(self, unit: Unit) -> None:
-        """Gathers `unit`, and before it all that the order puts there and that was not used.
-
-        What is issued when does not depend on which units are used, only on how far the ring has come.
-        """
-        if unit.groups and unit.groups[0].keeper is not None and unit.is_kept:  # the first alone costs no call
-            return
-        assert unit in self._order
-        while not self._pass_next(unit):
-            pass
-
-    def leave_behind(self, unit: Unit) -> None:
-        """Goes on to `unit`, if the order has it and the ring has not come to it yet."""
-        if id(unit) not in self._passed and unit in self._order:
-            self.reach(unit)
-
-    def _pass_next(self, wanted: Unit) -> bool:
-        if not self._issued:
-            self._issue()
-        found = self._issued[0][0]
-        self._passed.add(id(found))
-        if found is wanted:
-            self._issued.popleft()
-            found.gather()
-        else:
-            self._drop()
-        if self._issued:  # was loaded while the last unit was used, and is gathered while this one is
-            self._issued[0][0].continue_gather()
-        self._prefetch()
-        return found is wanted
-
-    def end_round(self) -> None:
-        """Issues what is left of the round, so that every rank ends it at the same place."""
-        if all(unit.is_kept for unit in self._order):
-            return
-        while self._cursor:
-            self._issue()
-        while self._issued:
-            self._drop()
-
-    def _issue(self) -> None:
-        unit = self._order[self._cursor]
-        self._cursor = (self._cursor + 1) % len(self._order)
-        self._issued.append((unit, unit.is_full))
-        unit.start_gather()
-
-    def _drop(self) -> None:
-        unit, was_full = self._issued.popleft()
-        if not was_full:
-            unit.release()
-
-    def _prefetch(self) -> None:
-        budget = self._prefetch_numel - sum(unit.numel for unit, _ in self._issued)
-        while self._cursor and len(self._issued) < _MAX_PREFETCHED and self._order[self._cursor].numel <= budget:
-            budget -= self._order[self._cursor].numel
-            self._issue()
 
 
 class UnitSequence:
@@ -582,7 +407,7 @@ class UnitSequence:
     def _count_uses(self) -> None:
         for unit in self.units:
             unit.first_use, unit.num_uses = None, 0
-        for forward in sorted(self._forwards, key=_start_of):
+        for forward in sorted(self._forwards, key=start_of):
             for unit, first in forward.first_use.items():
                 unit.first_use = first if unit.first_use is None else unit.first_use
                 unit.num_uses += forward.num_uses[unit]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...comm import Mesh
 from ...zero.averages import Averages
 from ...zero.optimizer import ShardedOptimizer
-from ...zero.sequence import Unit
+from ...zero.unit import Unit
 from ..config.config import Config
 from . import weights
 from .checkpoint import Checkpointer

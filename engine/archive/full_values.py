@@ -12,8 +12,8 @@ from ...comm import Mesh
 from ...zero.group import Residence, ShardedGroup, values_of
 from ...zero.layout import Piece
 from ...zero.optimizer import ShardedOptimizer
-from ...zero.sequence import Unit
 from ...zero.shard_state import ShardState
+from ...zero.unit import Unit
 from .fingerprint import Fingerprint
 
 

@@ -14,7 +14,7 @@ from ...offload import Memory
 from ...zero.group import ShardedGroup, part_of, values_of
 from ...zero.layout import Piece
 from ...zero.optimizer import ShardedOptimizer
-from ...zero.sequence import Unit
+from ...zero.unit import Unit
 from .agreement import no_rank_alone
 from .named_state import NamedState, fragments_of
 

@@ -1,0 +1,78 @@
+"""Gathers of units in one order on all ranks: see [Note: canonical order] in `sequence.py`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from .unit import Unit
+
+_MAX_PREFETCHED = 2  # more would cost memory and hide nothing further
+
+
+class GatherRing:
+    """Gathers units in a fixed order, round and round; see [Note: canonical order]."""
+
+    def __init__(self, order: Sequence[Unit], prefetch_numel: int) -> None:
+        self._order = order
+        self._prefetch_numel = prefetch_numel
+        self._cursor = 0
+        self._issued: deque[tuple[Unit, bool]] = deque()  # (unit, was it full before)
+        self._passed: set[int] = set()  # identities of the units that the ring has come to
+
+    def reach(self, unit: Unit) -> None:
+        """Gathers `unit`, and before it all that the order puts there and that was not used.
+
+        What is issued when does not depend on which units are used, only on how far the ring has come.
+        """
+        if unit.groups and unit.groups[0].keeper is not None and unit.is_kept:  # the first alone costs no call
+            return
+        assert unit in self._order
+        while not self._pass_next(unit):
+            pass
+
+    def leave_behind(self, unit: Unit) -> None:
+        """Goes on to `unit`, if the order has it and the ring has not come to it yet."""
+        if id(unit) not in self._passed and unit in self._order:
+            self.reach(unit)
+
+    def _pass_next(self, wanted: Unit) -> bool:
+        if not self._issued:
+            self._issue()
+        found = self._issued[0][0]
+        self._passed.add(id(found))
+        if found is wanted:
+            self._issued.popleft()
+            found.gather()
+        else:
+            self._drop()
+        if self._issued:  # was loaded while the last unit was used, and is gathered while this one is
+            self._issued[0][0].continue_gather()
+        self._prefetch()
+        return found is wanted
+
+    def end_round(self) -> None:
+        """Issues what is left of the round, so that every rank ends it at the same place."""
+        if all(unit.is_kept for unit in self._order):
+            return
+        while self._cursor:
+            self._issue()
+        while self._issued:
+            self._drop()
+
+    def _issue(self) -> None:
+        unit = self._order[self._cursor]
+        self._cursor = (self._cursor + 1) % len(self._order)
+        self._issued.append((unit, unit.is_full))
+        unit.start_gather()
+
+    def _drop(self) -> None:
+        unit, was_full = self._issued.popleft()
+        if not was_full:
+            unit.release()
+
+    def _prefetch(self) -> None:
+        budget = self._prefetch_numel - sum(unit.numel for unit, _ in self._issued)
+        while self._cursor and len(self._issued) < _MAX_PREFETCHED and self._order[self._cursor].numel <= budget:
+            budget -= self._order[self._cursor].numel
+            self._issue()

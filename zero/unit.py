@@ -1,0 +1,93 @@
+"""What is gathered, reduced and released together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from .gradient import GroupGradient
+from .graph_task import accumulator_of
+from .group import Residence, ShardedGroup
+
+
+class Unit:
+    """What is gathered, released and reduced together."""
+
+    def __init__(
+        self, name: str, module: nn.Module, groups: Sequence[ShardedGroup], gradients: Sequence[GroupGradient]
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.groups = groups
+        self.gradients = gradients
+        self.trained = frozenset(id(p) for gradient in gradients for p in gradient.group.params)
+        self.accumulators: dict[int, Node] = {}
+        self._places = {id(p): i for gradient in gradients[:1] for i, p in enumerate(gradient.group.params)}
+        self.waiting: set[int] = set()  # parameters whose gradient has not come yet in this backward
+        self.is_ready = False
+        self.is_collected = False
+        self.first_use: int | None = None  # in the forwards that the backward may be of
+        self.num_uses = 0  # in these
+
+    def find_accumulators(self) -> None:
+        """Asks autograd for them, once parameters are where they stay."""
+        params = [param for gradient in self.gradients for param in gradient.group.params]
+        self.accumulators = {id(param): accumulator_of(param) for param in params}
+
+    @property
+    def numel(self) -> int:
+        return sum(group.layout.padded_numel for group in self.groups)
+
+    @property
+    def is_full(self) -> bool:
+        return all(group.residence is Residence.FULL for group in self.groups)
+
+    def keep(self) -> None:
+        """`release` has no effect until `release_kept`."""
+        for group in self.groups:
+            group.keep()
+
+    def release_kept(self) -> None:
+        for group in self.groups:
+            group.release_kept()
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is full whatever is released: on all ranks, each of which may use it without the others."""
+        return all(group.keeper is not None and group.keeper() for group in self.groups)
+
+    def start_gather(self) -> None:
+        for group in self.groups:
+            group.start_gather()
+
+    def continue_gather(self) -> None:
+        for group in self.groups:
+            group.continue_gather()
+
+    def gather(self) -> None:
+        for group in self.groups:
+            group.gather()
+
+    def release(self) -> None:
+        for group in self.groups:
+            group.release()
+
+    def release_reduced(self, is_updated: bool) -> bool:
+        """Releases what is trained, after the reduction has begun; whether that was all, for now.
+
+        is_updated: the update comes right after it, in the backward.
+        """
+        for gradient in self.gradients:
+            gradient.group.release(holds_shard=is_updated and not gradient.leaves_device)
+        return len(self.gradients) == len(self.groups)
+
+    def take_early(self, param: nn.Parameter, boundary: bool) -> None:
+        """Stages a gradient before the others of the unit are there, if it is of the group that is reduced first."""
+        if id(param) in self._places:
+            self.gradients[0].take_early(self._places[id(param)], boundary)
+
+    def place_for(self, param: nn.Parameter, boundary: bool) -> Tensor | None:
+        """Memory for a gradient that `take_early` would stage."""
+        return self.gradients[0].place_for(self._places[id(param)], boundary) if id(param) in self._places else None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from .averaged_weights import AveragedWeights
 from .facade import ModuleFacade
 from .join import NO_JOIN, Call
 from .learning_rates import LearningRates
+from .loop_calls import LoopCalls
 from .memory import ModelStateBytes, measure
 from .parameter_access import ParameterAccess
 from .parts import Parts
@@ -32,7 +33,7 @@ from .steps import Access, Steps
 from .turn import Turn, in_turn
 
 
-class Engine(ParameterAccess, AveragedWeights, ModuleFacade):
+class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
     """Trains one model as its config says.
 
         train_step(batch) = [forward, backward] x gradient_accumulation_steps, then step
@@ -170,44 +171,6 @@ class Engine(ParameterAccess, AveragedWeights, ModuleFacade):
         self._driver.backward(self._steps, loss)
         self._steps.show_reduced()
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss, whose `backward()` is that of the engine: with float16's loss scale from the loss on, and with the
-        loss in the result of the step. Its value is that of `loss`. Raises ValueError for what is no loss, ().
-        """
-        return self._driver.scale(self._steps, loss)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """A context whose backwards are not the last of their step: `accumulate(last=False)`, as DDP calls it."""
-        return self.accumulate(last=False)
-
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        """A context that says whether its backwards are the last of their step, after which `step` acts.
-
-        For loops that count by themselves; a backward outside of any is then the last. Gradients are divided by
-        gradient_accumulation_steps all the same: leave it at 1 and weigh the losses.
-        """
-        return self._steps.accumulate(last)
-
-    @in_turn
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets what the backwards since the last step have added up; `step` does so by itself."""
-        if self._steps.num_microbatches:
-            self._join.check_outside("engine.zero_grad() in the middle of a step")
-        self._steps.refuse_more("engine.zero_grad()")
-        self._steps.forget(ends_graphs=False)
-
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """A context in which no parameter of the engine requires a gradient; that of its inputs is computed."""
-        trained = [param for param in self.module.parameters() if param.requires_grad]
-        for param in trained:
-            param.requires_grad_(False)
-        try:
-            yield
-        finally:
-            for param in trained:
-                param.requires_grad_(True)
-
     @in_turn
     def step(self) -> StepResult:
         """Updates the parameters at the accumulation boundary; before it, only returns the last result."""
@@ -249,24 +212,6 @@ class Engine(ParameterAccess, AveragedWeights, ModuleFacade):
                 self.module.train(was_training)
             with self._join.together(Call.EVALUATION) as num_ranks:
                 return self._steps.mean_over_ranks(losses, num_ranks)
-
-    @in_turn
-    def agree(self, flag: bool | Tensor, how: Literal["any", "all"] = "any") -> bool:
-        """Whether `flag` is true on any rank, or on all of them: the same answer everywhere. All ranks must call it.
-
-        if engine.agree(loss < best_so_far + 0.01):  # some rank wants to stop: all do
-            break
-        """
-        if how not in ("any", "all"):
-            raise ValueError(f'engine.agree: expected how="any" or "all", found {how!r}')
-        with self._join.together(Call.AGREEMENT) as num_ranks:
-            count = self._count(bool(flag))
-        return count == num_ranks if how == "all" else count > 0
-
-    def _count(self, flag: bool) -> int:
-        """On how many ranks. A collective."""
-        mine = torch.tensor([flag], dtype=torch.int64, device=self.device)
-        return int(self._mesh.sum_small(mine, "engine.agree()"))
 
     @contextmanager
     def join(self) -> Iterator[None]:

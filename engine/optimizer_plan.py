@@ -60,6 +60,11 @@ class OptimizerPlan:
                 f"model: expected at least one parameter that requires a gradient, found {len(params)} that do not; "
                 "call requires_grad_(True) on what is to be trained"
             )
+        if isinstance(choice, (list, tuple)):
+            raise ValueError(
+                f"optimizer: expected one optimizer, found a {type(choice).__name__} of {len(choice)}; give one with a "
+                "group for each kind of parameter"
+            )
         if choice is not None:
             own = choice if isinstance(choice, torch.optim.Optimizer) else _call(choice, trained)
             _check_members(own, params)

@@ -33,9 +33,14 @@ def kinds(route: str, folder: Path) -> dict[str, dict[str, Any]]:
         "speculating": {"stage": 1, "offload_optimizer": {**files, "overlap": "speculative"}},
         "each rank its own shards": {"stage": 2, "shard_size": 1},
     }
-    left_out = {"solo": "each rank its own shards", "shared_memory": "all in files", "sockets": "speculating"}[route]
-    found = {kind: {"zero_optimization": section} for kind, section in sections.items() if kind != left_out}
-    return {**found, "predivided": {"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 4.0}}
+    predivided: dict[str, Any] = {"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 4.0}
+    chosen = {
+        "solo": ("stage 0", "stage 3", "all in files", "speculating"),
+        "shared_memory": ("stage 0", "stage 1", "stage 3", "speculating", "each rank its own shards"),
+        "sockets": ("stage 0", "stage 2", "stage 3", "all in files"),
+    }[route]
+    found = {kind: {"zero_optimization": sections[kind]} for kind in chosen}
+    return {**found, "predivided": predivided} if route == "solo" else found
 
 
 LEFT_OUT = {

@@ -191,6 +191,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         two_optimizers,
         'ValueError: optimizer: found one in the config ("adamw") and one passed to initialize; leave one out',
     ),
+    "a list of optimizers": (
+        lambda: initialize(None, {"optimizer": None}, optimizer=[torch.optim.SGD, torch.optim.AdamW]),
+        "ValueError: optimizer: expected one optimizer, found a list of 2; give one with a group for each kind of",
+    ),
     "loss.backward()": (
         call_backward_past_the_engine,
         "StateError: loss.backward(): expected a graph that begins with what engine(...) has returned, where the "

@@ -1,7 +1,7 @@
 """Bytes of model states: the formula of the ZeRO paper, and what a rank really holds, by written-out arithmetic."""
 
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeGuard
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.engine.memory import predict, table
+from lowtide.zero.reduced_gradient import ReducedGradient
 from tests.ranks import RankPool
 
 # Padded: 3 blocks of Linear(40, 56) and Linear(56, 40), and Linear(7, 5) outside of them. Parameters start at multiples
@@ -60,10 +61,14 @@ def measured(engine: lowtide.Engine) -> dict[str, int]:
     sharers = groups[0].state_axis.size if groups[0].copies_are_shared else 1
     return {
         "parameter_bytes": sum(tensor.nbytes for tensor in kept) // sharers,
-        "gradient_bytes": storage_bytes([tensor for tensor in optional if tensor is not None])
+        "gradient_bytes": storage_bytes([tensor for tensor in optional if _has_memory(tensor)])
         + sum(tensor.nbytes for tensor in common) // groups[0].replica_axis.size,
         "optimizer_bytes": storage_bytes(states + masters),
     }
+
+
+def _has_memory(tensor: Tensor | None) -> TypeGuard[Tensor]:
+    return tensor is not None and not isinstance(tensor, ReducedGradient)
 
 
 def storage_bytes(tensors: list[Tensor]) -> int:

@@ -170,9 +170,9 @@ class ShardedGroup:
     def install(self) -> None:
         """Makes the parameters views of `full`, where that is kept; what they were before is given back."""
         if self.frees_memory:
-            self._empty_params()
+            untransformed(self._empty_params)
         else:
-            self._point_params_at_full()
+            untransformed(self._point_params_at_full)
 
     # -- full and sharded -----------------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class ShardedGroup:
         for param in self.params:
             mark_present(param)
         if self.frees_memory:
-            self._point_params_at_full()
+            untransformed(self._point_params_at_full)
         self.residence = Residence.FULL
 
     def release(self, holds_shard: bool = False) -> None:
@@ -221,7 +221,7 @@ class ShardedGroup:
         if self.residence is Residence.COMING:  # prefetched, and then not needed
             self._finish_gather()
         if self.frees_memory:
-            self._empty_params()
+            untransformed(self._empty_params)
             self._memory.give_others()
         else:
             self._mark_released()
@@ -249,21 +249,18 @@ class ShardedGroup:
     def _finish_gather(self) -> None:
         self.continue_gather()
         pending, self._pending = self._pending, Pending()
-        with untransformed():
-            pending.wait()
+        untransformed(pending.wait)
 
     def _exchange(self) -> Pending:
-        with untransformed():
-            return self.axis.route.gather(self.full, self._resting, f"gather of {self.name}")
+        return untransformed(lambda: self.axis.route.gather(self.full, self._resting, f"gather of {self.name}"))
 
     def _empty_params(self) -> None:
         """Shapes without values: a NaN, expanded."""
-        with untransformed():
-            nothing = torch.full((), torch.nan if self.dtype.is_floating_point else 0, dtype=self.dtype)
-            nothing = nothing.to(self.full.device)
-            for param in self.params:
-                mark_present(param)
-                param.data = nothing.expand(param.shape)
+        nothing = torch.full((), torch.nan if self.dtype.is_floating_point else 0, dtype=self.dtype)
+        nothing = nothing.to(self.full.device)
+        for param in self.params:
+            mark_present(param)
+            param.data = nothing.expand(param.shape)
         self._mark_released()
 
     def _mark_released(self) -> None:
@@ -271,9 +268,8 @@ class ShardedGroup:
             mark_released(param, name)
 
     def _point_params_at_full(self) -> None:
-        with untransformed():
-            for slot, param in zip(self.layout.slots, self.params, strict=True):
-                param.data = self.full[slot.offset_in_flat : slot.end_in_flat].view(slot.shape)
+        for slot, param in zip(self.layout.slots, self.params, strict=True):
+            param.data = self.full[slot.offset_in_flat : slot.end_in_flat].view(slot.shape)
 
 
 def values_of(memory: Memory) -> Tensor:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 _functorch = torch._C._functorch
+T = TypeVar("T")
 
 
-def untransformed() -> AbstractContextManager[object]:
-    """A context whose operations are plain torch's: a view that `grad` has made cannot become a parameter's memory."""
-    return nullcontext() if _functorch.peek_interpreter_stack() is None else temporarily_clear_interpreter_stack()
+def untransformed(action: Callable[[], T]) -> T:
+    """Calls it with plain torch's operations: a view that `grad` has made cannot become a parameter's memory."""
+    if _functorch.peek_interpreter_stack() is None:
+        return action()
+    with temporarily_clear_interpreter_stack():
+        return action()
 
 
 def at_all_levels(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -13,6 +13,7 @@ from ..comm import Arrangement, route_for
 from ..offload import PagePool
 from ..pipe.split.split import SplitPlan
 from ..zero.domain import Domain
+from ..zero.gather_ring import MAX_PREFETCHED
 from ..zero.plan import Dtypes, ModelPlan
 from ..zero.policy import ZeroPolicy
 from ..zero.units import UnitPlan, plan_units
@@ -126,9 +127,11 @@ class Blueprint:
     def prefetch_numel(self) -> int:
         """Elements gathered ahead of their use; with offloaded parameters within the budget of live ones."""
         zero = self.config.zero_optimization
-        if not zero.offloads_parameters or zero.stage3_max_live_parameters is None:
-            return zero.stage3_prefetch_bucket_size
-        return min(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters)
+        units = (groups for place in self.places for _, groups in place.units)
+        largest = max((sum(group.layout.padded_numel for group in groups) for groups in units), default=0)
+        wanted, live = zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters
+        ahead = MAX_PREFETCHED * largest if wanted is None else max(wanted, largest) if wanted else 0
+        return ahead if live is None or not zero.offloads_parameters else min(ahead, live)
 
 
 def _arrangement(config: Config, policy: ZeroPolicy, num_ranks: int) -> Arrangement:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from .unit import Unit
 
-_MAX_PREFETCHED = 2  # more would cost memory and hide nothing further
+MAX_PREFETCHED = 2  # more would cost memory and hide nothing further
 
 
 class GatherRing:
@@ -19,6 +19,12 @@ class GatherRing:
         self._cursor = 0
         self._issued: deque[tuple[Unit, bool]] = deque()  # (unit, was it full before)
         self._passed: set[int] = set()  # identities of the units that the ring has come to
+
+    def begin(self) -> None:
+        """Issues what may be gathered ahead of the first unit."""
+        if self._order and self._order[0].numel <= self._prefetch_numel and not self._order[0].is_kept:
+            self._issue()
+            self._prefetch()
 
     def reach(self, unit: Unit) -> None:
         """Gathers `unit`, and before it all that the order puts there and that was not used.
@@ -73,6 +79,6 @@ class GatherRing:
 
     def _prefetch(self) -> None:
         budget = self._prefetch_numel - sum(unit.numel for unit, _ in self._issued)
-        while self._cursor and len(self._issued) < _MAX_PREFETCHED and self._order[self._cursor].numel <= budget:
+        while self._cursor and len(self._issued) < MAX_PREFETCHED and self._order[self._cursor].numel <= budget:
             budget -= self._order[self._cursor].numel
             self._issue()

@@ -241,6 +241,8 @@ class UnitSequence:
         self._reduction_cursor = 0
         self._read_on.clear()
         self._begin_gathers()
+        if self._needs_ring:
+            self._backward_ring.begin()
         for unit in self.units:
             unit.waiting = set(unit.trained)
             unit.is_ready = unit.is_collected = False

@@ -1,4 +1,12 @@
-"""Which modules form a unit: what is gathered, reduced and released together."""
+"""Which modules form a unit: what is gathered, reduced and released together.
+
+[Note: large ends]
+The rest is gathered as long as the model runs, before its first block, and its gradient is reduced when the backward
+has ended, with nothing beside it. A vocabulary of 128,000 makes it larger than a block. So an embedding and a head are
+units of their own where they are large, and where the order of registration, in which units are gathered, is that of
+their use: an embedding is used before the blocks, a linear layer outside of them behind. What is tied is used twice,
+and stays with the rest.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +17,12 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from ..model.blocks import find_blocks, numel, running_modules
+from ..model.blocks import MIN_SHARE_OF_PARAMETERS, find_blocks, numel, running_modules
 from .domain import Copies
 
 REST = "(rest)"
+
+_MIN_END_NUMEL = 1 << 20  # a message of less than some MiB costs its latency
 
 
 @dataclass(frozen=True)
@@ -33,12 +43,13 @@ def plan_units(model: nn.Module, patterns: Sequence[str] | None = None) -> list[
     """The units in the order of registration, the rest first.
 
     Without patterns a unit is an element of an outermost `ModuleList` or `Sequential` whose elements repeat one class
-    and hold a good part of the model. patterns: shell-style patterns of module names; each match is a unit.
+    and hold a good part of the model, and each large embedding before these and linear layer behind them.
+    patterns: shell-style patterns of module names; each match is a unit.
     For a container it is what runs in it: see [Note: what runs] in `blocks.py`.
     A parameter that several units use belongs to the rest, under its first name.
     Raises ValueError for a pattern that matches no module, or none that runs, or where units contain each other.
     """
-    blocks = _named_blocks(model, patterns) if patterns is not None else find_blocks(model)
+    blocks = _named_blocks(model, patterns) if patterns is not None else _blocks_and_ends(model)
     users: Counter[int] = Counter()
     for _, block in blocks:
         users.update({id(param) for param in block.parameters()})
@@ -51,6 +62,29 @@ def plan_units(model: nn.Module, patterns: Sequence[str] | None = None) -> list[
         members = {id(param) for param in block.parameters()} & own
         units.append(UnitPlan(name, block, tuple((n, p) for n, p in named if id(p) in members)))
     return [unit for unit in units if unit.params or unit.is_rest]
+
+
+def _blocks_and_ends(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The repeated blocks, and what is large at both ends of a model: [Note: large ends]."""
+    blocks = find_blocks(model)
+    if not blocks:
+        return []
+    least = max(_MIN_END_NUMEL, MIN_SHARE_OF_PARAMETERS * max(numel(block) for _, block in blocks))
+    places = {id(module): place for place, module in enumerate(model.modules())}
+    first, last = (places[id(block)] for _, block in (blocks[0], blocks[-1]))
+    inside = {id(part) for _, block in blocks for part in block.modules()}
+    ends = [
+        (name, module)
+        for name, module in model.named_modules()
+        if id(module) not in inside
+        and not list(module.children())
+        and (
+            (isinstance(module, nn.Embedding) and places[id(module)] < first)
+            or (isinstance(module, nn.Linear) and places[id(module)] > last)
+        )
+        and numel(module) >= least
+    ]
+    return sorted([*blocks, *ends], key=lambda named: places[id(named[1])])
 
 
 def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:

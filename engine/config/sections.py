@@ -43,17 +43,17 @@ class ZeroConfig(Section):
     ranks of a shard group, and is not for `offload_param`. 1: parameters are divided over the whole shard group too."""
 
     units: Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(_units)] = "auto"
-    """The parts that are gathered and reduced as one: "auto" finds the repeated blocks, or a list of patterns
-    (`*`, `?`) of module names, each matching module is one unit. Where one has no forward of its own (`ModuleList`,
-    `ModuleDict`), the modules in it that have one are the units."""
+    """The parts that are gathered and reduced as one: "auto" finds the repeated blocks, a large embedding before and a
+    large head behind them. Or a list of patterns (`*`, `?`) of module names, each matching module is one unit. Where
+    one has no forward of its own (`ModuleList`, `ModuleDict`), the modules in it that have one are the units."""
 
     update_in_backward: Bool = False
     """Update each unit as soon as its gradient is reduced, so that all gradients are never held together. Needs
     gradient_clipping 0, gradient_accumulation_steps 1 and no fp16."""
 
-    stage3_prefetch_bucket_size: Int = Field(default=50_000_000, ge=0)
-    """Stage 3: the number of parameter elements that may be gathered ahead of their use. 0: no prefetch. The name
-    without `stage3_` works too."""
+    stage3_prefetch_bucket_size: Natural | None = None
+    """Stage 3: the number of parameter elements that may be gathered ahead of their use; one unit always may. null: two
+    units. 0: no prefetch. The name without `stage3_` works too."""
 
     stage3_max_live_parameters: Natural | None = None
     """With offload_param: the number of gathered parameter elements that may be held beside the unit in use. null:

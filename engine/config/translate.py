@@ -36,7 +36,7 @@ AUTO = {  # path: why "auto" has this value; the value is what the key has when 
     "fp16.enabled": "off unless it says true",
     "fp16.loss_scale": "dynamic loss scaling",
     "fp16.initial_scale_power": _DEFAULT,
-    "zero_optimization.stage3_prefetch_bucket_size": _DEFAULT,
+    "zero_optimization.stage3_prefetch_bucket_size": "two units are gathered ahead",
     "zero_optimization.stage3_max_live_parameters": _DEFAULT,
     **{f"{section}.device": "nothing is offloaded unless a device is named" for section in _OFFLOAD},
     **{f"{section}.nvme_path": "there is no folder unless one is given" for section in _OFFLOAD},

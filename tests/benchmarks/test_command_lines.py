@@ -33,6 +33,9 @@ REFUSED = [
     ("largest", "--start-layers 9 --max-layers 8", "--max-layers: expected at least --start-layers (9), found 8"),
     ("largest", "--offload-folder no/such", "--offload-folder: expected a folder, found none at no/such"),
     ("offload_io", "--size 96 --unit 32", "--size: expected more than 3 pieces of --unit, found 96 of 32"),
+    ("timeline", "--ranks 1", "--ranks: expected at least 2, found 1"),
+    ("timeline", "--tflops nan", "--tflops: expected at least 1, found nan"),
+    ("timeline", "--tokens 8192 0", "--tokens: expected at least 1, found 0"),
     ("cpu_optimizer", "--contenders deepspeed", "deepspeed: expected --deepspeed-python and --rule adamw"),
     ("cpu_optimizer", "--contenders kernl", "argument --contenders: invalid choice: 'kernl' (choose from kernel,"),
 ]

@@ -37,7 +37,7 @@ def test_an_empty_config_has_the_documented_defaults() -> None:
     assert config.device == "auto" and config.optimizer is None and config.scheduler is None
     assert config.gradient_clipping == 0.0 and config.steps_per_print == 10 and config.seed is None
     assert config.zero_optimization.stage == 0 and config.zero_optimization.units == "auto"
-    assert config.zero_optimization.stage3_prefetch_bucket_size == 50_000_000
+    assert config.zero_optimization.stage3_prefetch_bucket_size is None
     assert config.communication.route == "auto" and config.communication.timeout_seconds == 300
     assert not config.bf16.enabled and not config.fp16.enabled and config.bf16.auto_cast
     assert config.activation_checkpointing.every == 0

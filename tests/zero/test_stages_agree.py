@@ -7,18 +7,21 @@ from tests.ranks import RankPool
 from tests.zero.training import Case, train_all
 
 ROUTES = ("shared_memory", "sockets")
+ENDS = {"zero_optimization": {"units": ["embedding", "blocks.?", "head"]}}
 CASES = [
     Case(models.tiny_gpt, models.token_batch, clip=0.3),
     Case(models.tied_gpt, models.token_batch),
+    Case(models.tiny_gpt, models.token_batch, clip=0.3, config=ENDS),
     Case(models.mlp, models.vector_batch, clip=0.05),
     Case(models.mlp_float64, models.vector_batch_float64),
     Case(models.tiny_gpt, models.token_batch, clip=0.3, config={"bf16": {"enabled": True}}),
 ]
-PREFETCH_OFF = {"zero_optimization": {"stage3_prefetch_bucket_size": 0}}
 
 
 def stages_of(case: Case, steps: int) -> list[Case]:
-    return [*(case.at(stage, steps=steps) for stage in (0, 1, 2, 3)), case.at(3, steps=steps, config=PREFETCH_OFF)]
+    no_prefetch = {**case.config.get("zero_optimization", {}), "stage3_prefetch_bucket_size": 0}
+    last = case.at(3, steps=steps, config={"zero_optimization": no_prefetch})
+    return [*(case.at(stage, steps=steps) for stage in (0, 1, 2, 3)), last]
 
 
 @pytest.mark.parametrize(("world_size", "steps", "cases"), [(1, 3, CASES), (2, 3, CASES), (4, 2, CASES[::4])])

@@ -101,6 +101,29 @@ def test_a_parameter_tied_to_one_outside_belongs_to_the_rest() -> None:
     assert "blocks.1.linear.weight" in described(plan_units(model))[REST]
 
 
+@pytest.mark.parametrize(
+    ("vocabulary", "tied", "ends_first", "expected"),
+    [
+        (1 << 19, False, False, [REST, "embedding", "blocks.0", "blocks.1", "head"]),
+        (1 << 19, True, False, [REST, "blocks.0", "blocks.1"]),
+        (1 << 17, False, False, [REST, "blocks.0", "blocks.1"]),  # less than a message is worth
+        (1 << 19, False, True, [REST, "embedding", "blocks.0", "blocks.1"]),  # the head is used when it is not its turn
+    ],
+)
+def test_what_is_large_before_and_behind_the_blocks_is_a_unit(
+    vocabulary: int, tied: bool, ends_first: bool, expected: list[str]
+) -> None:
+    with torch.device("meta"):
+        model = Gpt(2, tied=False)
+        model.embedding, model.head = nn.Embedding(vocabulary, 4), nn.Linear(4, vocabulary, bias=False)
+        model.blocks = nn.ModuleList(Block(512) for _ in range(2))
+    if tied:
+        model.head.weight = model.embedding.weight
+    if ends_first:
+        model._modules["blocks"] = model._modules.pop("blocks")
+    assert list(described(plan_units(model))) == expected
+
+
 def test_patterns_name_the_units() -> None:
     assert list(described(plan_units(Gpt(3), ["blocks.[02]"]))) == [REST, "blocks.0", "blocks.2"]
     assert list(described(plan_units(Gpt(2, tied=False), ["head", "blocks.*.linear"]))) == [

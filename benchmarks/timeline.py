@@ -1,0 +1,423 @@
+"""Simulates a step on GPUs: which collectives run beside the computing, from the order in which they are called.
+
+Nothing is measured here. The order is real: `UnitSequence`, `Reductions` and the units of `Blueprint.of`, run on groups
+without memory, say what is started and waited for at which unit. FSDP2's is written down from its code, with the
+units of torchtitan's Llama: the embedding, each block, norm and head together, these not resharded after forward. The
+machine is a model of one: computing at a given speed, and one queue of collectives, as one NCCL communicator has it. A
+collective starts when the queue is free and the computing that was launched before it is done; the host takes no time.
+
+Exposed is the time in which the computing waits for a collective.
+
+Example:
+
+    python benchmarks/timeline.py --tokens 8192 4096 2048 --png docs/images/timeline.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from lowtide.comm import Pending, Progress
+from lowtide.engine.blueprint import Blueprint
+from lowtide.engine.config.config import Config
+from lowtide.zero.gradient import GroupGradient
+from lowtide.zero.group import Residence, ShardedGroup
+from lowtide.zero.plan import GroupPlan
+from lowtide.zero.sequence import UnitSequence
+from lowtide.zero.unit import Unit
+
+Kind = Literal["compute", "gather", "reduce"]
+_MS = 1e3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a Llama: sizes in elements."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    vocabulary: int
+    sequence: int
+
+
+SHAPES = {
+    "llama-8b": Shape(32, 4096, 32, 8, 14336, 128256, 8192),
+    "llama-1b": Shape(16, 2048, 32, 8, 8192, 128256, 8192),
+    "llama-70b": Shape(80, 8192, 64, 8, 28672, 128256, 8192),
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """flops, bandwidth and memory in units a second, of each rank; latency in seconds."""
+
+    ranks: int
+    flops: float
+    bandwidth: float
+    memory: float
+    latency: float
+
+    def collective(self, nbytes: int) -> float:
+        """Seconds of a gather to, or a reduce-scatter from, so many bytes of each rank."""
+        return self.latency + nbytes * (self.ranks - 1) / self.ranks / self.bandwidth
+
+
+class Block(nn.Module):
+    """A Llama block's parameters; it is never run."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        of_keys = shape.hidden // shape.heads * shape.kv_heads
+        sizes = {"q": shape.hidden, "k": of_keys, "v": of_keys, "o": shape.hidden, "gate": shape.mlp, "up": shape.mlp}
+        for name, size in sizes.items():
+            setattr(self, name, nn.Linear(shape.hidden, size, bias=False))
+        self.down = nn.Linear(shape.mlp, shape.hidden, bias=False)
+        self.norms = nn.ModuleList(nn.RMSNorm(shape.hidden) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Llama(nn.Module):
+    """As above."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden)
+        self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+
+
+# -- what is called, and when it runs --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that ran, from start to end in seconds."""
+
+    kind: Kind
+    name: str
+    start: float
+    end: float
+
+
+@dataclass
+class Timeline:
+    """Two lines in order: computing, and the queue of collectives."""
+
+    machine: Machine
+    spans: list[Span] = field(default_factory=list)
+    exposed: dict[str, float] = field(default_factory=dict)
+    now: float = 0.0  # of the computing
+    _free: float = 0.0  # of the queue
+    phase: str = "forward"
+
+    def compute(self, name: str, seconds: float) -> None:
+        self.spans.append(Span("compute", name, self.now, self.now + seconds))
+        self.now += seconds
+
+    def start(self, kind: Kind, name: str, nbytes: int) -> Span:
+        """Queues a collective."""
+        begin = max(self._free, self.now)
+        self._free = begin + self.machine.collective(nbytes)
+        self.spans.append(Span(kind, name, begin, self._free))
+        return self.spans[-1]
+
+    def wait(self, span: Span) -> None:
+        """What is computed from now on comes after it."""
+        key = f"{span.kind}, {self.phase}"
+        self.exposed[key] = self.exposed.get(key, 0.0) + max(0.0, span.end - self.now)
+        self.now = max(self.now, span.end)
+
+    @property
+    def exposed_share(self) -> float:
+        return sum(self.exposed.values()) / self.now
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step computes: seconds of a unit's forward and backward, and of the update."""
+
+    shape: Shape
+    machine: Machine
+    tokens: int
+    recomputes: bool
+
+    def forward(self, numel: int, name: str) -> float:
+        """Matrices, and causal attention in a block; an embedding only copies rows."""
+        if "embedding" in name:
+            return 2 * self.tokens * self.shape.hidden * 2 / self.machine.memory
+        attention = 2 * self.tokens * self.shape.sequence * self.shape.hidden if "layers" in name else 0
+        return (2 * numel * self.tokens + attention) / self.machine.flops
+
+    def backward(self, numel: int, name: str) -> float:
+        recomputed = self.forward(numel, name) if self.recomputes and "layers" in name else 0.0
+        return 2 * self.forward(numel, name) + recomputed
+
+    def update(self, numel: int) -> float:
+        """AdamW over a shard: gradient, master, two moments read, the last three and the bf16 weights written."""
+        return (4 * 4 + 3 * 4 + 2) * numel / self.machine.ranks / self.machine.memory
+
+
+# -- lowtide's order -------------------------------------------------------------------------------------------------
+
+
+class _Group:
+    """What `ShardedGroup` does, as calls alone."""
+
+    frees_memory = True
+    keeper = None
+
+    def __init__(self, timeline: Timeline, plan: GroupPlan) -> None:
+        self.layout, self.params = plan.layout, [param for _, param in plan.params]
+        self.residence = Residence.SHARDED
+        self._timeline, self._plan = timeline, plan
+        self._span: Span | None = None
+
+    def start_gather(self) -> None:
+        if self.residence is Residence.SHARDED:
+            self._span = self._timeline.start("gather", self._plan.name, self._plan.full_bytes)
+            self.residence = Residence.COMING
+
+    def continue_gather(self) -> None: ...
+
+    def gather(self) -> None:
+        self.start_gather()
+        if self._span is not None:
+            self._timeline.wait(self._span)
+        self._span = None
+        self.residence = Residence.FULL
+
+    def release(self, holds_shard: bool = False) -> None:
+        self.residence, self._span = Residence.SHARDED, None
+
+
+class _Gradient:
+    """What `GroupGradient` does on ranks that shard, without replicas: one reduce-scatter, waited for."""
+
+    leaves_device = False
+
+    def __init__(self, timeline: Timeline, plan: GroupPlan, group: ShardedGroup) -> None:
+        self.group = group
+        self._timeline, self._plan = timeline, plan
+
+    def take_early(self, index: int, boundary: bool) -> None: ...
+
+    def collect(self, boundary: bool) -> Iterator[Pending]:
+        nbytes = self._plan.layout.padded_numel * self._plan.reduce_dtype.itemsize
+        span = self._timeline.start("reduce", self._plan.name, nbytes)
+        yield Pending(lambda: None, lambda: False)
+        self._timeline.wait(span)
+
+
+@torch.enable_grad()
+def run_lowtide(blueprint: Blueprint, work: Work) -> Timeline:
+    """A step of one microbatch at stage 3."""
+    timeline = Timeline(work.machine)
+    units = []
+    for plan_of_unit, groups in blueprint.places[0].units:
+        members = [cast(ShardedGroup, _Group(timeline, group)) for group in groups]
+        pairs = zip(groups, members, strict=True)
+        gradients = [cast(GroupGradient, _Gradient(timeline, plan, group)) for plan, group in pairs]
+        units.append(Unit(plan_of_unit.name, plan_of_unit.module, members, gradients))
+    sequence = UnitSequence(units, blueprint.prefetch_numel, Progress())
+    sequence.begin_forward()
+    uses = []
+    for unit in sequence.blocks:
+        uses.append(sequence.enter(unit))
+        timeline.compute(unit.name, work.forward(unit.numel, unit.name))
+        sequence.leave(unit)
+    sequence.end_forward(keeps_graph=True)
+    timeline.phase = "backward"
+    sequence.begin_backward(boundary=True, on_final=None)
+    for unit, use in zip(reversed(sequence.blocks), reversed(uses), strict=True):
+        assert use is not None
+        sequence.enter_backward(use)
+        timeline.compute(unit.name, work.backward(unit.numel, unit.name))
+        for param in unit.gradients[0].group.params:
+            sequence.gradient_arrived(unit, param, unit.name)
+    timeline.phase = "end"
+    sequence.end_backward()
+    timeline.compute("update", work.update(sum(unit.numel for unit in units)))
+    return timeline
+
+
+# -- FSDP2's order ---------------------------------------------------------------------------------------------------
+
+
+def run_fsdp2(blueprint: Blueprint, work: Work) -> Timeline:
+    """As `fully_shard` on each unit: the next forward's gather beside this one, the next backward's before it.
+
+    The embedding and the rest, with the head, are torchtitan's. Source: torch/distributed/fsdp/_fully_shard,
+    `FSDPParamGroup.pre_forward`, `pre_backward`, `post_backward`; bf16 parameters, float32 reductions.
+    """
+    timeline = Timeline(work.machine)
+    units = [(unit.name, groups[0]) for unit, groups in blueprint.places[0].units if not unit.is_rest]
+
+    def gather(index: int) -> Span:
+        return timeline.start("gather", units[index][0], units[index][1].full_bytes)
+
+    numels = [group.layout.padded_numel for _, group in units]
+    coming = {0: gather(0)}
+    for index, (name, _) in enumerate(units):
+        timeline.wait(coming.pop(index))
+        if index + 1 < len(units):
+            coming[index + 1] = gather(index + 1)
+        timeline.compute(name, work.forward(numels[index], name))
+    timeline.phase = "backward"
+    reducing: Span | None = None
+    for index, (name, group) in reversed(list(enumerate(units))):
+        if index in coming:
+            timeline.wait(coming.pop(index))
+        if index:
+            coming[index - 1] = gather(index - 1)
+        timeline.compute(name, work.backward(numels[index], name))
+        if reducing is not None:
+            timeline.wait(reducing)
+        reducing = timeline.start("reduce", name, group.layout.padded_numel * group.reduce_dtype.itemsize)
+    timeline.phase = "end"
+    assert reducing is not None
+    timeline.wait(reducing)
+    timeline.compute("update", work.update(sum(numels)))
+    return timeline
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender at one number of tokens."""
+
+    contender: str
+    tokens: int
+    step_seconds: float
+    exposed_share: float
+    exposed: dict[str, float]
+
+
+def contenders(shape: Shape, machine: Machine) -> dict[str, Callable[[Work], Timeline]]:
+    """By name: each simulates a step."""
+    with torch.device("meta"):
+        model = Llama(shape)
+
+    def blueprint(**zero: Any) -> Blueprint:
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 3, **zero},
+            "optimizer": {"type": "AdamW", "params": {}},
+        }
+        return Blueprint.of(Config.load(config).resolve(machine.ranks), model, machine.ranks, device="cuda")
+
+    ours, without = (
+        blueprint(),
+        blueprint(stage3_prefetch_bucket_size=0, units=[f"layers.{index}" for index in range(shape.layers)]),
+    )
+    return {
+        "lowtide": lambda work: run_lowtide(ours, work),
+        "lowtide, one unit at a time": lambda work: run_lowtide(without, work),
+        "FSDP2": lambda work: run_fsdp2(ours, work),
+    }
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Ends the program with what was expected and found where the command line cannot mean anything."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192], help="of a rank's microbatch")
+    parser.add_argument("--tflops", type=float, default=450.0, help="that matrices reach, of each rank")
+    parser.add_argument("--gbytes", type=float, default=330.0, help="GB/s that a ring of the ranks reaches, each way")
+    parser.add_argument("--memory-gbytes", type=float, default=2800.0, help="GB/s of a rank's memory")
+    parser.add_argument("--latency-us", type=float, default=30.0, help="of a collective")
+    parser.add_argument("--recompute", action="store_true", help="activation checkpointing of the blocks")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--png", type=Path, help="of the first number of tokens")
+    options = parser.parse_args(arguments)
+    least = {"ranks": 2, **dict.fromkeys(("tflops", "gbytes", "memory_gbytes"), 1)}
+    for name, low in least.items():
+        if not math.isfinite(getattr(options, name)) or getattr(options, name) < low:
+            flag = name.replace("_", "-")
+            parser.error(f"--{flag}: expected at least {low}, found {getattr(options, name):g}")
+    if min(options.tokens) < 1:
+        parser.error(f"--tokens: expected at least 1, found {min(options.tokens)}")
+    return options
+
+
+def main() -> None:
+    """Simulates, prints the table, writes what was asked for."""
+    options = parse_arguments()
+    scales = options.tflops * 1e12, options.gbytes * 1e9, options.memory_gbytes * 1e9, options.latency_us * 1e-6
+    machine, shape = Machine(options.ranks, *scales), SHAPES[options.shape]
+    runs = contenders(shape, machine)
+    rows, drawn = [], {}
+    for tokens in options.tokens:
+        for name, run in runs.items():
+            timeline = run(Work(shape, machine, tokens, options.recompute))
+            rows.append(Row(name, tokens, timeline.now, timeline.exposed_share, timeline.exposed))
+            if tokens == options.tokens[0]:
+                drawn[name] = timeline
+    title = f"Simulated, not measured: {options.shape} on {options.ranks} ranks, {options.tflops:g} TFLOP/s"
+    Console().print(_table(f"{title}, {options.gbytes:g} GB/s", rows))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
+    if options.png:
+        _draw(drawn, f"{title}, {options.tokens[0]} tokens", options.png)
+
+
+def _table(title: str, rows: Sequence[Row]) -> Table:
+    causes = list(dict.fromkeys(cause for row in rows for cause in row.exposed))
+    table = Table(title=title)
+    for heading in ("contender", "tokens", "step, ms", "exposed", *(f"{cause}, ms" for cause in causes)):
+        table.add_column(heading, justify="left" if heading == "contender" else "right")
+    for row in rows:
+        cells = [f"{row.exposed.get(cause, 0.0) * _MS:.1f}" for cause in causes]
+        step, share = f"{row.step_seconds * _MS:.1f}", f"{100 * row.exposed_share:.1f} %"
+        table.add_row(row.contender, str(row.tokens), step, share, *cells)
+    return table
+
+
+def _draw(timelines: dict[str, Timeline], title: str, path: Path) -> None:
+    """Two lines a contender: computing above, collectives below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Rectangle
+
+    colours = {"compute": "tab:blue", "gather": "tab:orange", "reduce": "tab:red"}
+    figure, panels = pyplot.subplots(len(timelines), 1, figsize=(12, 1.6 * len(timelines)), sharex=True, squeeze=False)
+    for axes, (name, timeline) in zip(panels[:, 0], timelines.items(), strict=True):
+        for kind, colour in colours.items():
+            spans = [(s.start * _MS, (s.end - s.start) * _MS) for s in timeline.spans if s.kind == kind]
+            axes.broken_barh(
+                spans, (1 if kind == "compute" else 0, 0.9), color=colour, edgecolor="white", linewidth=0.3
+            )
+        axes.set_yticks([0.45, 1.45], ["collectives", "computing"])
+        axes.set_title(f"{name}: {100 * timeline.exposed_share:.1f} % exposed", loc="left", fontsize=10)
+    panels[-1, 0].set_xlabel("ms")
+    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
+    figure.legend(handles, colours, loc="upper right", ncols=len(colours))
+    figure.suptitle(title, x=0.01, ha="left")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

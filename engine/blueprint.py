@@ -59,6 +59,7 @@ class Blueprint:
     timing: Timing
     wanted_route: str
     route: str  # what that comes to, of axes with several ranks; "auto" takes sockets where a rank finds no room
+    device: str  # the type of the ranks' own
     moves_pages: bool  # memory of released parameters goes to the next unit, and is not given back
 
     @classmethod
@@ -108,6 +109,7 @@ class Blueprint:
             timing=Timing.of(config),
             wanted_route=wanted,
             route=route_for(wanted, device, num_ranks, num_hosts),
+            device=device,
             moves_pages=device == "cpu" and PagePool.is_possible(),
         )
 

@@ -156,7 +156,8 @@ class _Footprint:
         | accumulating  | full gradients, and no shard            | the shard, unless it has left          |
         | reduced       | the shard, or a part of the common one; | the shard                              |
         |               | flat memory of full ones is kept        |                                        |
-        | between steps | as before the step, but for shards that are given back: left, delayed, of shared memory  |
+        | between steps | as before the step, but for shards that are given back: left, delayed, of shared memory,  |
+        |               | on an accelerator                                                                |
         """
         blueprint, shard = self._blueprint, _sum_bytes(group)
         shares_memory = blueprint.route == "shared_memory"
@@ -171,7 +172,8 @@ class _Footprint:
             return whole // self._shares.gradients if waits or not leaves else 0
         if blueprint.timing is Timing.IN_BACKWARD:
             own = 0
-        is_given_back = leaves or blueprint.timing is Timing.DELAYED or (shares_memory and self._states_size > 1)
+        is_one_copy = shares_memory and self._states_size > 1
+        is_given_back = leaves or blueprint.timing is Timing.DELAYED or is_one_copy or blueprint.device != "cpu"
         if moment is Moment.BETWEEN_STEPS and is_given_back:
             own = 0
         has_local = self._accumulates and not blueprint.policy.reduces_every_backward

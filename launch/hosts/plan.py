@@ -30,6 +30,10 @@ _NUMBERS = (
     "MASTER_ADDR",
 )
 _UNSET_DEFAULTS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+# Gathered units and gradients of several sizes come and go: memory that one has left is of use to the next. A new name
+# and an old one, which torch reads where the new one is not set. Source: torch's notes on CUDA, "Memory management".
+_ALLOCATOR, _OLD_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+_SEGMENTS = "expandable_segments:True"
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,8 @@ def make_plan(
     for index, (host, report) in enumerate(zip(allocation.hosts, reports, strict=True)):
         ranks = _ranks_of_host(host, report, allocation.nproc, {**report.environment, **environment}, bind)
         hosts.append(HostPlan(host.name, index, ranks))
+    if any(_ALLOCATOR in rank.environment for host in hosts for rank in host.ranks):
+        notes.append(f"ranks with a CUDA device have {_ALLOCATOR}={_SEGMENTS}, since it is not set")
     plan = Plan(
         allocation.source,
         allocation.transport,
@@ -198,6 +204,8 @@ def _ranks_of_host(
         bound = bind == "cores" and report.core_limit is None and cores[local_rank]
         threads = len(cores[local_rank]) if bound else report.num_cores // len(slots)
         unset = {"OMP_NUM_THREADS": str(max(1, threads))} | _UNSET_DEFAULTS
+        if report.kind == "cuda" and entries and _OLD_ALLOCATOR not in environment:
+            unset[_ALLOCATOR] = _SEGMENTS
         own = {name: value for name, value in unset.items() if name not in environment}
         device = entries[local_rank] if entries else None
         ranks.append(RankPlan(local_rank, local_rank, device, cores[local_rank], own | shared))

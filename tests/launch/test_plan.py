@@ -1,6 +1,7 @@
 """From hosts and what they report to every rank's device, cores and environment; and the plan as it is printed."""
 
 import json
+import re
 
 import pytest
 
@@ -154,6 +155,25 @@ def test_what_is_set_is_left_as_it_is() -> None:
     assert variable(made, "PYTHONFAULTHANDLER") == ["1"]
 
 
+@pytest.mark.parametrize(
+    ("report", "given", "expected"),
+    [
+        (GPUS, {}, "expandable_segments:True"),
+        (GPUS, {"CUDA_VISIBLE_DEVICES": ""}, None),
+        (GPUS, {"PYTORCH_ALLOC_CONF": "backend:native"}, None),
+        (GPUS, {"PYTORCH_CUDA_ALLOC_CONF": ""}, None),
+        (HostReport("hip", (Device(("0",), "AMD"),), ((0,),)), {}, None),
+        (CPU, {}, None),
+    ],
+)
+def test_segments_grow_on_cuda_devices_unless_the_user_says_otherwise(
+    report: HostReport, given: dict[str, str], expected: str | None
+) -> None:
+    made = plan(Host("h"), report=report, environment=given)
+    assert set(variable(made, "PYTORCH_ALLOC_CONF")) == {expected}
+    assert any("expandable_segments" in note for note in made.notes) == (expected is not None)
+
+
 LOW, HIGH = GPUS.nodes[0], GPUS.nodes[1]
 
 
@@ -229,6 +249,9 @@ def test_every_host_must_report() -> None:
         make_plan(Allocation("a test", "ssh", (Host("a"), Host("b"))), [CPU], [], "/", {})
 
 
+SEGMENTS = "ranks with a CUDA device have PYTORCH_ALLOC_CONF=expandable_segments:True, since it is not set"
+
+
 def test_notes_name_hosts_that_are_not_as_expected() -> None:
     hosts = (Host("a", expected_devices=8), Host("b", expected_devices=4), Host("c"))
     allocation = Allocation("x", "srun", hosts, notes=("before",))
@@ -236,6 +259,7 @@ def test_notes_name_hosts_that_are_not_as_expected() -> None:
         "before",
         "a: the resource manager gives the job 8 accelerators, 4 can be used there",
         "c: no accelerator that a process may use, while other hosts have some",
+        SEGMENTS,
     )
 
 
@@ -256,6 +280,7 @@ def test_the_plan_is_printed() -> None:
         """2 hosts, 3 ranks; hosts from hostfile h.txt; transport ssh
 note: --hostfile wins
 note: n2: no accelerator that a process may use, while other hosts have some
+note: ranks with a CUDA device have PYTORCH_ALLOC_CONF=expandable_segments:True, since it is not set
 
 host  ranks  local  device  cores
 n1    0      0      1       0-3,8-11
@@ -275,6 +300,7 @@ environment of ranks 0-1:
   OMP_NUM_THREADS=8
   PYTHONFAULTHANDLER=1
   PYTHONUNBUFFERED=1
+  PYTORCH_ALLOC_CONF=expandable_segments:True
 environment of rank 2:
   OMP_NUM_THREADS=4
   PYTHONFAULTHANDLER=1
@@ -290,4 +316,4 @@ def test_a_large_plan_has_a_row_a_host() -> None:
     count = MAX_SHOWN_RANKS // 4 + 1
     text = printed_plan(plan(*(Host(f"n{index:02}") for index in range(count)), report=GPUS))
     assert f"n{count - 1:02}   {4 * count - 4}-{4 * count - 1}  0-3    0,1,2,3  0-15" in text
-    assert len([line for line in text.splitlines() if line.startswith("n")]) == count
+    assert len([line for line in text.splitlines() if re.match(r"n\d", line)]) == count

@@ -56,7 +56,7 @@ class StepGradients:
     def _norm(self, norm_type: float) -> tuple[float, torch.dtype]:
         """Of all gradients of all ranks, and the dtype in which it is shown."""
         gradients = self._steps.gradients
-        sums = sum_step(self._mesh, gradients, self._steps.losses, (), "the norm for engine.clip_grad_norm_")
+        sums = sum_step(self._mesh, gradients, self._steps.losses, (), "the norm for engine.clip_grad_norm_").read()
         if sums.num_bad:
             return math.nan, sums.loss_dtype
         if norm_type == 2.0:

@@ -103,26 +103,38 @@ class StepUpdate:
         """What was updated in this step has not been: says whether there was any; only speculative updates are."""
         return self._optimizer.roll_back()
 
-    def end_step(self, factor: float, unused: frozenset[int], what: str) -> None:
+    @property
+    def can_be_skipped(self) -> bool:
+        """Whether `end_step` takes a `skip`."""
+        return self.timing is Timing.AFTER_NORM and self._optimizer.can_be_skipped
+
+    def end_step(self, factor: float | Tensor, unused: frozenset[int], what: str, skip: Tensor | None = None) -> None:
         """The step counts: updates what has not been updated yet, and brings all to the other ranks. A collective.
 
-        unused: identities of the parameters that stay as they are.
+        unused: identities of the parameters that stay as they are. skip: (1,) on the device, where the host does not
+        know yet whether it counts; `settle_skipped` has to follow.
         """
         self._release_what_changes()
         self._optimizer.unused = unused
         pending: list[Pending] = []
         if self.timing is Timing.DELAYED and self._optimizer.num_steps >= self._delay_after_steps:
             pending.extend(self._take_over())
+            assert not isinstance(factor, Tensor)
             self._optimizer.start_delayed(factor)
         elif self.timing is Timing.IN_BACKWARD or self._optimizer.speculation.is_open:
             self._update_postponed(unused)
             self._optimizer.accept()
             pending.extend(shard.group.refresh() for shard in self._optimizer.shards)
         else:
-            self._optimizer.update_all(factor, on_updated=lambda shard: pending.append(shard.group.refresh()))
+            self._optimizer.update_all(factor, lambda shard: pending.append(shard.group.refresh()), skip)
         for one in pending:
             one.wait()
         self._mesh.fence(what)
+
+    def settle_skipped(self, counts: bool, unused: frozenset[int]) -> None:
+        """After an `end_step` with `skip`: what that was, and which parameters of all ranks nobody used."""
+        self._optimizer.unused = unused
+        self._optimizer.count() if counts else self._optimizer.uncount()
 
     @property
     def outcome_without_step(self) -> str:

@@ -256,8 +256,8 @@ class ShardedGroup:
 
     def _empty_params(self) -> None:
         """Shapes without values: a NaN, expanded."""
-        nothing = torch.full((), torch.nan if self.dtype.is_floating_point else 0, dtype=self.dtype)
-        nothing = nothing.to(self.full.device)
+        value = torch.nan if self.dtype.is_floating_point else 0
+        nothing = torch.full((), value, dtype=self.dtype, device=self.full.device)
         for param in self.params:
             mark_present(param)
             param.data = nothing.expand(param.shape)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..comm import Axis, regions_of
 from ..kernels.sum_of_squares import squares_by_block
-from .exact_sum import NUM_LIMBS, to_limbs
 from .group import ShardedGroup
 from .layout import BLOCK_NUMEL
 
@@ -28,23 +27,29 @@ class NonFinite:
 class Inspection:
     """Looks at what was summed, while it is in the cache, and what each rank has sent for it can still be read.
 
-    found: (NUM_LIMBS + 1,) int64, on the device: the squares as limbs, and a last one that is 1 where a value is not
-    finite. A value that is not finite stays so in all sums that it goes into.
+    What it finds stays on the device, and is made a sum once a step (`StepFinding`): nothing waits here for a device. A
+    value that is not finite stays so in all sums that it goes into.
     """
 
     def __init__(self, group: ShardedGroup) -> None:
         self._group = group
-        self.found = self._nothing()
+        self.counted: list[Tensor] = []
+        """Squares by block, (blocks,) float64 each, of what this rank counts in its step."""
+        self.was_finite: Tensor | None = None
+        """() bool: nothing else that was looked at had a value that is not; None where there was nothing else."""
         self._first: NonFinite | None = None
 
     def forget(self) -> None:
         """The next gradient is of another step."""
-        self.found = self._nothing()
+        self.counted = []
+        self.was_finite = None
         self._first = None
 
     def count_anew(self) -> None:
         """The total that was counted is not the last one of its step."""
-        self.found[:-1] = 0
+        counted, self.counted = self.counted, []
+        for squares in counted:
+            self._note(squares)
 
     def look(self, axis: Axis, offset: int, total: Tensor, terms: Sequence[Tensor], counts: bool) -> None:
         """total: from `offset` of the shard on. terms: of the ranks of the axis, on the CPU; none: they are not known.
@@ -52,18 +57,19 @@ class Inspection:
         counts: the total is final, and this rank is the one that counts it.
         """
         squares = squares_by_block(total, BLOCK_NUMEL)
-        is_finite = torch.isfinite(squares)
-        is_bad = ~is_finite.all().to(self.found.device)
-        self.found[-1:] |= is_bad
-        if terms and bool(is_bad):  # where there are none, the value can be found later as well
+        if terms and not bool(torch.isfinite(squares).all()):  # without them the value can be found later as well
             self._trace(axis, offset, total, terms)
         if counts:
-            self.found[:-1] += to_limbs(torch.where(is_finite, squares, 0)).to(self.found.device)
+            self.counted.append(squares)
+        else:
+            self._note(squares)
 
     @property
     def is_finite(self) -> bool:
         """Whether nothing was found that is not. Waits for the device."""
-        return not bool(self.found[-1])
+        known = [torch.isfinite(squares).all() for squares in self.counted]
+        known += [] if self.was_finite is None else [self.was_finite]
+        return all(map(bool, known))
 
     def first(self, shard: Tensor | None, is_own: bool) -> NonFinite | None:
         """The first value that is not finite. Waits for the device.
@@ -77,8 +83,9 @@ class Inspection:
             self._trace(replicas, mine.start, shard[mine], (shard,) if is_alone and is_own else ())
         return self._first
 
-    def _nothing(self) -> Tensor:
-        return torch.zeros(NUM_LIMBS + 1, dtype=torch.int64, device=self._group.full.device)
+    def _note(self, squares: Tensor) -> None:
+        is_finite = torch.isfinite(squares).all()
+        self.was_finite = is_finite if self.was_finite is None else self.was_finite & is_finite
 
     def _trace(self, axis: Axis, offset: int, total: Tensor, terms: Sequence[Tensor]) -> None:
         squares = total.double().square()

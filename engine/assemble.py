@@ -18,7 +18,7 @@ from ..model.compiled import Compiled
 from ..model.ledger import Ledger
 from ..offload import ActivationOffload, in_storages_of
 from ..watch.log import logger
-from ..zero.build import build_units
+from ..zero.build import GroupMemories
 from ..zero.direct_gradients import DirectGradients
 from ..zero.hooks import UnitHooks, cast_inputs
 from ..zero.host_update import HostUpdate
@@ -38,6 +38,7 @@ from .engine import Engine
 from .footprint import shared_bytes
 from .given_model import Values
 from .join import Join
+from .late_groups import LateGroups
 from .learning_rates import scheduler_for
 from .lr_schedule import learning_rate_at
 from .offload import activation_store, host_update, offloaded_states, shard_rest
@@ -74,15 +75,16 @@ def assemble(
             rest.reserve([group.shard_bytes for group in own.groups])
     mesh = _connect(blueprint, world)
     host = host_update(config, blueprint.homes, world)
-    units = build_units(
-        own,
+    memories = GroupMemories(
         mesh,
+        blueprint.domain,
         blueprint.policy.reduces_every_backward,
         rest,
         shares_gradients=blueprint.shares_gradients,
         delays_updates=blueprint.timing is Timing.DELAYED,
-        hosts={} if host is None else dict.fromkeys(blueprint.homes.updated_apart(own.updated), host),
     )
+    hosts = {} if host is None else dict.fromkeys(blueprint.homes.updated_apart(own.updated), host)
+    units = memories.units(own, hosts)
     with alone():
         optimizer = _optimizer(blueprint, world, units, rest, host)
         scheduler = scheduler_for(optimizer, lr_scheduler)
@@ -104,6 +106,7 @@ def assemble(
             driver=driver,
             join=join,
             optimizer=optimizer,
+            late_groups=LateGroups(blueprint, mesh, memories, driver, optimizer, rest, host),
             loss_scaler=_loss_scaler(config),
             input_dtype=blueprint.dtypes.compute if casts_inputs else None,
             schedule=None if config.scheduler is None else partial(learning_rate_at, config.scheduler),
@@ -139,7 +142,7 @@ def _optimizer(
         cpu_kernel()  # built now rather than in the first step, which would seem to hang for a second
     offloaded = offloaded_states(config, homes, world)
     gradients = [one for unit in units for one in unit.gradients if one.group.role is Role.UPDATED]
-    return ShardedOptimizer(gradients, plan.param_groups, plan.make_update(), offloaded, rest, host)
+    return ShardedOptimizer(gradients, plan.param_groups, plan.defaults, plan.make_update(), offloaded, rest, host)
 
 
 def _driver(
@@ -158,10 +161,10 @@ def _driver(
         return Pipeline(plan, mesh, module, units, loss_fn, ledger)
     sequence = UnitSequence(units, blueprint.prefetch_numel, mesh.world.progress, join.before_pass)
     on_block = activation_offload.begin_block if activation_offload else None
-    UnitHooks(sequence, blueprint.policy.frees_parameters, ledger, on_block)
+    hooks = UnitHooks(sequence, blueprint.policy.frees_parameters, ledger, on_block)
     if mesh.world.device.type == "cpu":  # elsewhere the copy that it saves costs less than its Python
         DirectGradients(sequence, module.modules(), ledger)
-    return WholeModel(module, sequence, loss_fn, activation_offload or nullcontext(), mesh.world.progress)
+    return WholeModel(module, sequence, hooks, loss_fn, activation_offload or nullcontext(), mesh.world.progress)
 
 
 def _fill(

@@ -86,7 +86,7 @@ class Blueprint:
         domain = _domain(policy, arrangement)
         units = tuple(plan_units(model, None if zero.units == "auto" else zero.units))
         chosen = OptimizerPlan.of(config, model, optimizer)
-        pipeline = PipelinePlan.of(config, model, split, chosen.role_of) if config.parallel.pipeline > 1 else None
+        pipeline = PipelinePlan.of(config, model, split) if config.parallel.pipeline > 1 else None
         of_places = [units]
         if pipeline is not None:
             of_places = [tuple(pipeline.at(place).own_units(units)) for place in range(config.parallel.pipeline)]

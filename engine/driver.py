@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ..zero.unit import Unit
 from .archive.named_state import Whole
 from .join import Call
 from .steps import Steps, UnitPasses
@@ -26,6 +27,9 @@ class Driver(Protocol):
     @property
     def whole(self) -> Whole:
         """The model, of which this rank may have a part."""
+
+    def take_up(self, unit: Unit) -> None:
+        """Parameters of one of the units have gradients from now on."""
 
     def listen(self, steps: Steps, turn: Turn) -> None:
         """Before the first forward: where backwards come from that the engine is not asked for."""

@@ -19,7 +19,8 @@ from ..watch.log import logger
 from .archive.archive import Archive
 from .averaged_weights import AveragedWeights
 from .facade import ModuleFacade
-from .join import NO_JOIN, Call
+from .join import Call
+from .late_groups import ADDING
 from .learning_rates import LearningRates
 from .loop_calls import LoopCalls
 from .memory import ModelStateBytes, measure
@@ -68,10 +69,9 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
             parts.join,
         )
         parts.driver.listen(self._steps, self._turn)
-        units, whole = parts.driver.passes.units, parts.driver.whole
-        self._archive = Archive(parts.config, parts.mesh, parts.module, units, parts.optimizer, whole)
-        self._parameter_values = self._archive.parameters
-        self._gradients = StepGradients(parts.config, parts.mesh, self._steps, self._archive.parameters)
+        self._take_up_groups()
+        self._late_groups = parts.late_groups
+        parts.optimizer.listen(self._add_param_group)
         self._last = StepResult(torch.zeros(()), torch.zeros(()), self.lr, parts.loss_scaler.scale, False)
         self._log = StepLog(parts.config.steps_per_print if self.rank == 0 else 0)
         self._preemption = Preemption()
@@ -212,40 +212,6 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
                 self.module.train(was_training)
             with self._join.together(Call.EVALUATION) as num_ranks:
                 return self._steps.mean_over_ranks(losses, num_ranks)
-
-    @contextmanager
-    def join(self) -> Iterator[None]:
-        """For data that end earlier on some ranks: who leaves the loop goes on at the end of the context, without data.
-
-            with engine.join():
-                for batch in loader:  # of another length on each rank
-                    engine.train_step(batch)
-
-        Ranks without data take part in the steps of the others until all have run out. Gradient and loss are the mean
-        over the microbatches that there were. All ranks must enter it; `train_step`, forward, `backward`, `step`,
-        `eval_step` and `agree` may be in it, and what the config saves. Raises ValueError over a pipeline, StateError
-        for other calls of all ranks in it.
-        """
-        self._turn.check("engine.join()")
-        if self.data_size < self.world_size:
-            raise ValueError(NO_JOIN)
-        with self._join.opened():
-            yield
-            with self._turn.of("engine.join()"):
-                for call in self._join.calls_without_data():
-                    self._take_part(call)
-
-    def _take_part(self, call: Call) -> None:
-        if call is Call.STEP:
-            self._step()
-        elif call is Call.TAKING_BACK:
-            self._steps.take_back()
-        elif call is Call.EVALUATION:
-            self._steps.mean_over_ranks([], self.world_size)
-        elif call is Call.AGREEMENT:
-            self._count(False)
-        else:
-            self._driver.take_part(self._steps, call)
 
     def train(self, mode: bool = True) -> Self:
         self.module.train(mode)
@@ -421,6 +387,25 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
             self._closing.close()
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
+
+    def _take_up_groups(self) -> None:
+        """What knows the groups of parameters as they are now."""
+        units, whole = self._driver.passes.units, self._driver.whole
+        self._archive = Archive(self.config, self._mesh, self._module, units, self.optimizer, whole)
+        self._parameter_values = self._archive.parameters
+        self._gradients = StepGradients(self.config, self._mesh, self._steps, self._archive.parameters)
+
+    def _add_param_group(self, param_group: dict[str, Any]) -> None:
+        """What `engine.optimizer.add_param_group` does."""
+        with self._turn.of(ADDING):
+            self._steps.check_trains(ADDING)
+            self._steps.check_between(ADDING)
+            with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
+                self._archive.checkpoints.wait()  # what is being saved is of the groups of before
+                self._late_groups.add(param_group)
+                self._steps.take_up_groups()
+                self._take_up_groups()
+                self._learning_rates.add(param_group)
 
     @property
     def _progress(self) -> Progress:

@@ -72,6 +72,11 @@ class LearningRates:
         self._base = [float(group["lr"]) for group in optimizer.param_groups]
         self.apply()
 
+    def add(self, group: Mapping[str, Any]) -> None:
+        """Another group of the optimizer, its last one, whose learning rate the config's schedule begins with."""
+        self._base.append(float(group["lr"]))
+        self.apply()
+
     def apply(self) -> None:
         """What the schedule says for the next step."""
         if self._schedule is not None:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..comm import Mesh
 from .driver import Driver
-from .join import Call, Join
+from .join import NO_JOIN, Call, Join
+from .step_result import StepResult
 from .steps import Steps
 from .turn import Turn, in_turn
 
@@ -25,6 +26,10 @@ class LoopCalls:
     _steps: Steps
     _driver: Driver
     _join: Join
+
+    def _step(self) -> StepResult:
+        """The update of a step that is complete."""
+        raise NotImplementedError
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss, whose `backward()` is that of the engine: with float16's loss scale from the loss on, and with the
@@ -63,6 +68,40 @@ class LoopCalls:
         finally:
             for param in trained:
                 param.requires_grad_(True)
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """For data that end earlier on some ranks: who leaves the loop goes on at the end of the context, without data.
+
+            with engine.join():
+                for batch in loader:  # of another length on each rank
+                    engine.train_step(batch)
+
+        Ranks without data take part in the steps of the others until all have run out. Gradient and loss are the mean
+        over the microbatches that there were. All ranks must enter it; `train_step`, forward, `backward`, `step`,
+        `eval_step` and `agree` may be in it, and what the config saves. Raises ValueError over a pipeline, StateError
+        for other calls of all ranks in it.
+        """
+        self._turn.check("engine.join()")
+        if self._mesh.data_size < self._mesh.world.size:
+            raise ValueError(NO_JOIN)
+        with self._join.opened():
+            yield
+            with self._turn.of("engine.join()"):
+                for call in self._join.calls_without_data():
+                    self._take_part(call)
+
+    def _take_part(self, call: Call) -> None:
+        if call is Call.STEP:
+            self._step()
+        elif call is Call.TAKING_BACK:
+            self._steps.take_back()
+        elif call is Call.EVALUATION:
+            self._steps.mean_over_ranks([], self._mesh.world.size)
+        elif call is Call.AGREEMENT:
+            self._count(False)
+        else:
+            self._driver.take_part(self._steps, call)
 
     @in_turn
     def agree(self, flag: bool | Tensor, how: Literal["any", "all"] = "any") -> bool:

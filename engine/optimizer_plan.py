@@ -38,6 +38,7 @@ class OptimizerPlan:
     """
 
     param_groups: list[dict[str, Any]]  # the caller's own dictionaries
+    defaults: dict[str, Any]  # options of a group that does not say them
     fused: FusedUpdate | None
     factory: OptimizerFactory | None  # of the caller's class, where there is no rule that does the same
 
@@ -54,7 +55,7 @@ class OptimizerPlan:
         backend = optimizer_backend(config)
         if choice is None and config.optimizer is None:
             _check_needs_none(config)
-            return cls([], FusedUpdate(_NOTHING, {}, torch.float32, backend), None)
+            return cls([], {}, FusedUpdate(_NOTHING, {}, torch.float32, backend), None)
         if not trained and not isinstance(choice, torch.optim.Optimizer):
             raise ValueError(
                 f"model: expected at least one parameter that requires a gradient, found {len(params)} that do not; "
@@ -73,7 +74,7 @@ class OptimizerPlan:
         options, record = config.optimizer.options, OPTIMIZERS[config.optimizer.type]
         param_groups: list[dict[str, Any]] = [{"params": trained, **options}]
         state_dtype = _STATE_DTYPES[config.optimizer.state_dtype]
-        return cls(param_groups, FusedUpdate(record, options, state_dtype, backend), None)
+        return cls(param_groups, dict(options), FusedUpdate(record, options, state_dtype, backend), None)
 
     @classmethod
     def _like(cls, own: torch.optim.Optimizer, backend: Backend) -> OptimizerPlan:
@@ -82,10 +83,10 @@ class OptimizerPlan:
         record = record_like(own)
         if record is not None:
             update = FusedUpdate(record, dict(own.param_groups[0]), torch.float32, backend)
-            return cls(own.param_groups, update, None)
+            return cls(own.param_groups, own.defaults, update, None)
         factory = partial(another, own)
         check_elementwise(factory)
-        return cls(own.param_groups, None, factory)
+        return cls(own.param_groups, own.defaults, None, factory)
 
     @property
     def trains(self) -> bool:

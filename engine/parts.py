@@ -16,6 +16,7 @@ from ..zero.optimizer import ShardedOptimizer
 from .config.config import Config
 from .driver import Driver
 from .join import Join
+from .late_groups import LateGroups
 from .learning_rates import Schedule
 
 
@@ -29,6 +30,7 @@ class Parts:
     driver: Driver
     join: Join
     optimizer: ShardedOptimizer
+    late_groups: LateGroups
     loss_scaler: LossScaler
     input_dtype: torch.dtype | None  # of floating-point inputs; None: as they are
     schedule: Schedule | None

@@ -71,6 +71,9 @@ class Pipeline:
         """What runs training steps; its `on_action` can be set to time them."""
         return self._training
 
+    def take_up(self, unit: Unit) -> None:
+        """The schedule says when it is reduced, whichever of its parameters have gradients."""
+
     def listen(self, steps: Steps, turn: Turn) -> None:
         """Its graphs begin and end in its own stages."""
 

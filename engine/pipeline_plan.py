@@ -15,7 +15,6 @@ from ..pipe.schedules.passes import complete
 from ..pipe.schedules.schedule import Schedule
 from ..pipe.split.split import SplitPlan, plan_split
 from ..zero.domain import Copies
-from ..zero.plan import Role, Roles
 from ..zero.policy import ZeroPolicy
 from ..zero.unit import Unit
 from ..zero.units import UnitPlan
@@ -42,7 +41,7 @@ class PipelinePlan:
     place: int = 0  # on the pipe axis
 
     @classmethod
-    def of(cls, config: Config, module: nn.Module, split: SplitPlan | None, role_of: Roles) -> PipelinePlan:
+    def of(cls, config: Config, module: nn.Module, split: SplitPlan | None) -> PipelinePlan:
         """split: None: made here. Raises ValueError for a model that cannot be split so."""
         assert config.gradient_accumulation_steps is not None
         schedule = schedule_of(config.parallel, config.pipeline, config.gradient_accumulation_steps)
@@ -52,10 +51,7 @@ class PipelinePlan:
             schedule=schedule,
             split=split,
             numel=tuple(sum(params[name].numel() for name in names) for names in split.parameters),
-            whole=Whole(
-                {name: param for name, param in params.items() if role_of(param) is not Role.FROZEN},
-                tuple(module.state_dict(keep_vars=True)),
-            ),
+            whole=Whole(params, tuple(module.state_dict(keep_vars=True))),
             frees_parameters=ZeroPolicy.from_stage(config.zero_optimization.stage).frees_parameters,
             budget=config.zero_optimization.stage3_max_live_parameters,
         )

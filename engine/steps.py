@@ -105,19 +105,24 @@ class Steps:
         self._optimizer = optimizer
         self._input_dtype = input_dtype
         self._rows_per_microbatch = rows_per_microbatch
-        groups = [group for unit in passes.units for group in unit.groups]
-        own = (param for group in groups for param in group.params)
+        self._is_apart = False  # other ranks may still have what an error has interrupted
+        own = (param for unit in passes.units for group in unit.groups for param in group.params)
+        self.scale = GradientScale(config, mesh.data_size, loss_scaler, own)
+        self._module = module
+        self.take_up_groups()
+
+    def take_up_groups(self) -> None:
+        """The groups of the units, and of the optimizer, are those that there are now; between steps."""
+        optimizer, passes, mesh = self._optimizer, self._passes, self._mesh
         self._reduced = _stand_ins(self.gradients)
         self._taken = _stand_ins(gradient for gradient in self.gradients if gradient.takes_each)
         self._launches_first = _waits_for(mesh.world.device)
-        self._is_apart = False  # other ranks may still have what an error has interrupted
-        self.scale = GradientScale(config, mesh.data_size, loss_scaler, own)
-        timing = Timing.of(config)
-        shares = any(group.copies_are_shared for group in groups)
-        self.guard = ModelGuard(module, passes.units, shares, only_steps_change=timing is not Timing.DELAYED)
-        delay_after_steps = config.zero_optimization.offload_optimizer.delay_after_steps
-        order = passes.reduction_order
+        timing = Timing.of(self._config)
+        shares = any(group.copies_are_shared for unit in passes.units for group in unit.groups)
+        self.guard = ModelGuard(self._module, passes.units, shares, only_steps_change=timing is not Timing.DELAYED)
         self._uses = Uses(optimizer.param_groups, self.gradients, mesh.world.size)
+        delay_after_steps = self._config.zero_optimization.offload_optimizer.delay_after_steps
+        order = passes.reduction_order
         self.update = StepUpdate(optimizer, order, mesh, timing, lambda: self.rest, delay_after_steps)
 
     def check_trains(self, call: str) -> None:
@@ -126,6 +131,19 @@ class Steps:
             raise ValueError(
                 f"{call}: expected an engine with an optimizer, found one without; put one into the config, or give it "
                 "to lowtide.initialize(..., optimizer=...). This one computes: engine(...), engine.eval_step(batch)"
+            )
+
+    def check_between(self, what: str) -> None:
+        """Raises StateError in the middle of a step, and where the caller says which backwards count."""
+        if self.num_microbatches:
+            raise StateError(
+                f"{what}: expected it between steps, found {self.num_microbatches} microbatches of one done; call it "
+                "after engine.step() has acted, or engine.zero_grad() before it"
+            )
+        if self._is_last is not None:
+            raise StateError(
+                f"{what}: expected it between steps, found it inside of engine.no_sync() or engine.accumulate(); call "
+                "it outside"
             )
 
     # -- microbatches ---------------------------------------------------------------------------------------------

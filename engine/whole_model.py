@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Activity, Progress
+from ..zero.hooks import UnitHooks
 from ..zero.sequence import UnitSequence
+from ..zero.unit import Unit
 from .archive.named_state import Whole
 from .batch import call, call_for_loss, forward, loss_of
 from .join import Call
@@ -26,14 +28,16 @@ class WholeModel:
         self,
         module: nn.Module,
         passes: UnitSequence,
+        hooks: UnitHooks,
         loss_fn: Callable[[Any, Any], Tensor] | None,
         saving: AbstractContextManager[object],
         progress: Progress,
     ) -> None:
-        """passes: told of all uses by hooks. saving: entered around forwards; what they save for the backward."""
+        """passes: told of all uses by the hooks. saving: entered around forwards; what they save for the backward."""
         self.passes = passes
         self.whole = Whole.of(module, passes.units)
         self._module = module
+        self._hooks = hooks
         self._loss_fn = loss_fn
         self.saving = saving
         self._progress = progress
@@ -63,6 +67,9 @@ class WholeModel:
         check_loss(loss, "scale")
         scaled = steps.scale.apply(loss)
         return self._unasked.known(scaled, loss.detach())
+
+    def take_up(self, unit: Unit) -> None:
+        self._hooks.hook_params(unit)
 
     def listen(self, steps: Steps, turn: Turn) -> None:
         self._unasked = Unasked(self.passes, steps, turn, self._progress)

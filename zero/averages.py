@@ -38,6 +38,13 @@ class Averages:
         self._values = {id(shard): self._memory_for(shard) for shard in shards}
         self.reset()
 
+    def add(self, shard: ShardState) -> None:
+        """Keeps those of another shard, which begin with its master weights of now."""
+        self._shards = [*self._shards, shard]
+        self._values[id(shard)] = self._memory_for(shard)
+        for start, master in shard.masters():
+            self._values[id(shard)][start : start + master.numel()].copy_(master)
+
     @property
     def nbytes(self) -> int:
         return sum(values.nbytes for values in self._values.values())

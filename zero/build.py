@@ -2,102 +2,141 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 
 from torch import Tensor
 
 from ..comm import Mesh
 from ..offload import PagedBuffer, PagePool, huge_zeros
 from .codec import Codec
+from .domain import Domain
 from .gradient import GroupGradient
 from .group import ShardedGroup
 from .group_memory import PagedMemory, ResizedMemory
 from .host_update import HostUpdate
-from .plan import ModelPlan, Role
+from .plan import GroupPlan, ModelPlan, rings_for
 from .shard_rest import ShardRest
 from .unit import Unit
 
-_NO_HOSTS: Mapping[str, HostUpdate] = {}
+Hosts = Mapping[str, HostUpdate]
+"""By name of the group, what updates parameters that are on a device."""
 
 
-def build_units(
-    plan: ModelPlan,
-    mesh: Mesh,
-    reduces_every_backward: bool,
-    rest: ShardRest | None = None,
-    shares_gradients: bool = False,
-    delays_updates: bool = False,
-    hosts: Mapping[str, HostUpdate] = _NO_HOSTS,
-) -> list[Unit]:
-    """Takes the memory of every group. Parameters still are what they were; `fill` comes next.
+class GroupMemories:
+    """Takes the memory of groups and of their gradients: of all at the start, and of those that change later.
 
-    rest: where shards are while nobody needs them, with room for all; None: in memory. shares_gradients: replicas that
-    share memory have one sum of their gradients, and nobody changes it; but of tied ones, to which other stages add.
-    delays_updates: the gradients of a step are used while the next ones come. hosts: by name of the group, what updates
-    parameters that are on a device.
+    Every method is a collective, in which ranks take together what they share.
     """
-    take_memory = _memory_for(plan, mesh, rest)
-    for axes, nbytes, count in plan.rings(mesh.arrangement):
-        mesh.over(axes).route.reserve_slots(nbytes, count)
-    replica_axis = mesh.over(plan.domain.replicas)
-    common: dict[str, Tensor] = {}  # by name of the group
-    if shares_gradients and replica_axis.route.copies_are_shared:
-        own = [group for group in plan.trained if not group.domain.copies]
-        specs = [(group.layout.shard_numel, group.accumulation_dtype) for group in own]
-        common = dict(zip((group.name for group in own), replica_axis.route.allocate(specs), strict=True))
-    units = []
-    for unit, group_plans in plan.units:
-        groups, gradients = [], []
-        for group_plan in group_plans:
-            group = ShardedGroup(
-                group_plan.name,
-                group_plan.params,
-                group_plan.dtype,
-                group_plan.layout,
-                mesh,
-                group_plan.domain,
-                group_plan.role,
-            )
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        domain: Domain,
+        reduces_every_backward: bool,
+        rest: ShardRest | None = None,
+        shares_gradients: bool = False,
+        delays_updates: bool = False,
+    ) -> None:
+        """domain: of groups of which no other stage has a copy.
+
+        rest: where shards are while nobody needs them, with room for all; None: in memory. shares_gradients: replicas
+        that share memory have one sum of their gradients, and nobody changes it; but of tied ones, to which other
+        stages add. delays_updates: the gradients of a step are used while the next ones come.
+        """
+        self._mesh = mesh
+        self._domain = domain
+        self._reduces_every_backward = reduces_every_backward
+        self._rest = rest
+        self._shares_gradients = shares_gradients
+        self._delays_updates = delays_updates
+        self._slot_bytes = 0
+
+    def units(self, plan: ModelPlan, hosts: Hosts) -> list[Unit]:
+        """Of a whole plan. Parameters still are what they were; `fill` comes next."""
+        groups = dict(zip((one.name for one in plan.groups), self.groups(plan.groups), strict=True))
+        gradients = self.gradients([(one, groups[one.name]) for one in plan.trained], hosts)
+        of_group = {id(gradient.group): gradient for gradient in gradients}
+        units = []
+        for unit, group_plans in plan.units:
+            own = [groups[one.name] for one in group_plans]
+            units.append(Unit(unit.name, unit.module, own, [of_group[id(g)] for g in own if id(g) in of_group]))
+        return units
+
+    def groups(self, plans: Sequence[GroupPlan]) -> list[ShardedGroup]:
+        """Groups with memory for their parameters, all zero."""
+        take_memory = self._memory_for(plans)
+        groups = []
+        for plan in plans:
+            group = ShardedGroup(plan.name, plan.params, plan.dtype, plan.layout, self._mesh, plan.domain, plan.role)
             take_memory(group)
             groups.append(group)
-            if group_plan.role is not Role.FROZEN:
-                gradients.append(
-                    GroupGradient(
-                        group,
-                        Codec(group_plan.reduce_dtype),
-                        group_plan.accumulation_dtype,
-                        reduces_every_backward,
-                        common.get(group.name),
-                        delays_updates,
-                        hosts.get(group.name),
-                    )
-                )
-        units.append(Unit(unit.name, unit.module, groups, gradients))
-    return units
+        return groups
 
+    def gradients(self, trained: Sequence[tuple[GroupPlan, ShardedGroup]], hosts: Hosts) -> list[GroupGradient]:
+        """Of groups that are trained, with what they are reduced through."""
+        self._reserve_slots([plan for plan, _ in trained])
+        common = self._common_sums([plan for plan, _ in trained])
+        return [
+            GroupGradient(
+                group,
+                Codec(plan.reduce_dtype),
+                plan.accumulation_dtype,
+                self._reduces_every_backward,
+                common.get(plan.name),
+                self._delays_updates,
+                hosts.get(plan.name),
+            )
+            for plan, group in trained
+        ]
 
-def _memory_for(plan: ModelPlan, mesh: Mesh, rest: ShardRest | None) -> Callable[[ShardedGroup], None]:
-    """What gives each group, in order, the memory that its full buffer lives in."""
-    route = mesh.over(plan.domain.states).route
-    specs = [(group.layout.padded_numel, group.dtype) for group in plan.groups]
-    frees_memory = rest is not None or (mesh.over(plan.domain.parameters).size > 1 and not route.copies_are_shared)
-    device = mesh.world.device
-    if not frees_memory and device.type == "cpu" and not route.copies_are_shared:
-        return lambda group: group.adopt(huge_zeros(group.layout.padded_numel, group.dtype, device))
-    if not frees_memory:
-        buffers = iter(route.allocate(specs))
-        return lambda group: group.adopt(next(buffers))
-    if mesh.world.device.type == "cpu" and PagePool.is_possible():
-        pool = PagePool()
+    # -- pieces of it ---------------------------------------------------------------------------------------------
 
-        def adopt_pages(group: ShardedGroup) -> None:
-            pages = PagedBuffer(pool, group.layout.padded_numel, group.dtype)
-            group.adopt_memory(PagedMemory(pages, group.at_rest), rest)
+    def _reserve_slots(self, trained: Sequence[GroupPlan]) -> None:
+        """Makes the rings anew where these groups need larger slots than those before."""
+        needed = max((plan.slot_bytes for plan in trained), default=0)
+        if needed <= self._slot_bytes:
+            return
+        self._slot_bytes = needed
+        for axes, nbytes, count in rings_for(trained, self._domain, self._mesh.arrangement):
+            self._mesh.over(axes).route.reserve_slots(nbytes, count)
 
-        return adopt_pages
+    def _common_sums(self, trained: Sequence[GroupPlan]) -> dict[str, Tensor]:
+        """By name of the group."""
+        route = self._mesh.over(self._domain.replicas).route
+        if not self._shares_gradients or not route.copies_are_shared:
+            return {}
+        own = [plan for plan in trained if not plan.domain.copies]
+        specs = [(plan.layout.shard_numel, plan.accumulation_dtype) for plan in own]
+        return dict(zip((plan.name for plan in own), route.allocate(specs), strict=True))
 
-    def adopt_storage(group: ShardedGroup) -> None:  # one by one: each is made, and its memory freed, before the next
-        (full,) = route.allocate([(group.layout.padded_numel, group.dtype)])
-        group.adopt_memory(ResizedMemory(full, full[group.at_rest].numel()), rest)
+    @cached_property
+    def _pages(self) -> PagePool:
+        return PagePool()
 
-    return adopt_storage
+    def _memory_for(self, plans: Sequence[GroupPlan]) -> Callable[[ShardedGroup], None]:
+        """What gives each group, in order, the memory that its full buffer lives in."""
+        mesh, rest = self._mesh, self._rest
+        route, device = mesh.over(self._domain.states).route, mesh.world.device
+        axis = mesh.over(self._domain.parameters)
+        frees_memory = rest is not None or (axis.size > 1 and not route.copies_are_shared)
+        if not frees_memory and device.type == "cpu" and not route.copies_are_shared:
+            return lambda group: group.adopt(huge_zeros(group.layout.padded_numel, group.dtype, device))
+        if not frees_memory:
+            buffers = iter(route.allocate([(plan.layout.padded_numel, plan.dtype) for plan in plans]))
+            return lambda group: group.adopt(next(buffers))
+        if device.type == "cpu" and PagePool.is_possible():
+
+            def adopt_pages(group: ShardedGroup) -> None:
+                pages = PagedBuffer(self._pages, group.layout.padded_numel, group.dtype)
+                group.adopt_memory(PagedMemory(pages, group.at_rest), rest)
+
+            return adopt_pages
+
+        def adopt_storage(
+            group: ShardedGroup,
+        ) -> None:  # one by one: each is made, and its memory freed, before the next
+            (full,) = route.allocate([(group.layout.padded_numel, group.dtype)])
+            group.adopt_memory(ResizedMemory(full, full[group.at_rest].numel()), rest)
+
+        return adopt_storage

@@ -15,6 +15,7 @@ from ..kernels.optimizer_step import update_runs
 from ..offload import Memory
 from ..optimizers.optimizer import Optimizer, Options
 from .layout import Piece
+from .optimizer_choice import takes_options
 from .shard_state import Run, ShardState, StatePart
 
 ScalarStates = Mapping[int | str, Mapping[str, Any] | None]
@@ -62,6 +63,11 @@ class FusedUpdate:
     def lacks_state(self, options: Options) -> bool:
         """Whether these options, of now, need a state that is not kept."""
         return not set(self.optimizer.states_for(options)) <= set(self.optimizer.states_for(self.options))
+
+    def takes(self, options: Options) -> bool:
+        """Whether a parameter group may have these options: they need the same states, and the same update."""
+        needed, kept = (self.optimizer.states_for(one) for one in (options, self.options))
+        return needed == kept and takes_options(self.optimizer, options)
 
     def can_take(self, kind: str, states: Collection[str]) -> bool:
         """True where states of these names, made by an optimizer of that kind, are states of this one."""

@@ -88,6 +88,10 @@ class ShardedGroup:
         self._rest: ShardRest | None = None
         self._refreshed_axis = mesh.over(domain.refreshed)
 
+    def take_role(self, name: str, role: Role) -> None:
+        """From now on that becomes of its parameters, and it is called so."""
+        self.name, self.role = name, role
+
     @property
     def frees_memory(self) -> bool:
         """True where a release gives memory back, and a gather needs the other ranks."""

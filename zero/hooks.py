@@ -44,8 +44,9 @@ class UnitHooks:
         self._add(root.register_forward_hook(self._after_root))
         for unit in sequence.blocks:
             self._hook_block(unit)
+        self._hooked = set[int]()  # identities of parameters
         for unit in sequence.units:
-            self._hook_params(unit)
+            self.hook_params(unit)
         if frees_parameters:
             self._hook_users_of_rest(sequence.rest)
             self._modules = frozenset(map(id, root.modules()))
@@ -89,10 +90,14 @@ class UnitHooks:
         self._add(unit.module.register_forward_pre_hook(before, prepend=True))
         self._add(unit.module.register_forward_hook(after))
 
-    def _hook_params(self, unit: Unit) -> None:
+    def hook_params(self, unit: Unit) -> None:
+        """Those that have gradients, and no hook yet."""
         unit.find_accumulators()
         for gradient in unit.gradients:
             for name, param in zip(gradient.group.names, gradient.group.params, strict=True):
+                if id(param) in self._hooked:
+                    continue
+                self._hooked.add(id(param))
                 hook = _gradient_hook(self._sequence, unit, name)
                 requires_grad = param.requires_grad
                 param.requires_grad_(True)  # a frozen one takes no hook; unfrozen later, it has this one

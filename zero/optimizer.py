@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -29,10 +29,6 @@ StateKey = tuple[int, torch.dtype]
 """Index in param_groups, dtype of the master weights: parameters that agree in both have the same states."""
 MISSED_STEPS = "missed_steps"
 """Among the scalar states of a parameter: in how many steps nobody used it."""
-_GROUPS_AT_INITIALIZE = (
-    "give the optimizer a group for them before, while they are frozen (requires_grad_(False)): they are updated from "
-    "the step on in which they no longer are"
-)
 
 
 BY_HAND = (
@@ -59,12 +55,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self,
         gradients: Sequence[GroupGradient],
         param_groups: list[dict[str, Any]],
+        defaults: dict[str, Any],
         update: FusedUpdate | TorchUpdate,
         offloaded: OffloadedStates,
         rest: ShardRest | None = None,
         host: HostUpdate | None = None,
     ) -> None:
-        """param_groups: [{"params": [...], options...}].
+        """param_groups: [{"params": [...], options...}]. defaults: options that a group has which does not say them.
 
         offloaded: where states rest between steps. rest: where the groups' shards rest, if they do. host: updates what
         is offloaded, where the parameters are not in host memory. Raises OffloadError.
@@ -72,7 +69,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # Optimizer.__init__ imports torch's compiler, 70 MiB a process; what unpickling sets is all that is needed. The
         # groups are the user's very dictionaries: a scheduler bound to them acts here too. From the defaults schedulers
         # read which options there are.
-        defaults = {key: value for group in param_groups[:1] for key, value in group.items() if key != "params"}
         self.__setstate__({"defaults": defaults, "state": {}, "param_groups": param_groups})
         self._group_sizes = [len(group["params"]) for group in param_groups]
         self.num_steps = 0
@@ -90,13 +86,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._rest = rest
         self._host = host
         self._window = Window() if rest is None else rest.window  # of parameters, on their way to the update
-        index_of = {id(p): index for index, group in enumerate(param_groups) for p in group["params"]}
-        resident_numels = offloaded.plan.resident_numels([one.group.layout.shard_numel for one in gradients])
-        self.shards = [
-            ShardState(gradient, numel, index_of, update.new_states, self._widened, offloaded, rest, host)
-            for gradient, numel in zip(gradients, resident_numels, strict=True)
-        ]
-        offloaded.reserve()
+        self._on_group: Callable[[dict[str, Any]], None] | None = None
+        self.shards = self.make_shards(gradients, dict(enumerate(param_groups)))
         self._fill_chunks()
 
     @property
@@ -131,6 +122,74 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         for own, options in zip(self.param_groups, groups, strict=True):  # in place: schedulers hold these
             own.update({key: value for key, value in options.items() if key != "params"})
+
+    # -- groups that come later -----------------------------------------------------------------------------------
+
+    def listen(self, on_group: Callable[[dict[str, Any]], None]) -> None:
+        """on_group: takes up a parameter group that the caller adds, with all its options."""
+        self._on_group = on_group
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """From the next step on these parameters of the model are updated too, where they require a gradient.
+
+        As torch's: options that the group does not say are the defaults. All ranks must call it alike, between steps,
+        with parameters that are in no other group. Their master weights begin with what is computed with, and their
+        states anew. Raises ValueError, or StateError in the middle of a step, before anything is changed.
+        """
+        assert self._on_group is not None
+        params = param_group["params"]
+        if isinstance(params, Set):
+            raise TypeError(
+                "engine.optimizer.add_param_group(): expected parameters in an order that all ranks have alike, found "
+                "a set; pass a list"
+            )
+        param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
+        for name, default in self.defaults.items():
+            param_group.setdefault(name, default)
+        self._on_group(param_group)
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raises ValueError for those of a parameter group with which the others' update would be another one."""
+        if not self._update.takes(options):
+            raise ValueError(
+                f"engine.optimizer.add_param_group(): expected options of {self.kind} with the states that it keeps, "
+                f"found { ({key: value for key, value in options.items() if key != 'params'}) }; an option that is "
+                "another kind of update must be the same in all groups"
+            )
+
+    def make_shards(
+        self, gradients: Sequence[GroupGradient], param_groups: Mapping[int, Mapping[str, Any]]
+    ) -> list[ShardState]:
+        """Takes memory for masters and states of groups. param_groups: that have the parameters, by index."""
+        index_of = {id(p): index for index, group in param_groups.items() for p in group["params"]}
+        offloaded = self._offloaded
+        numels = offloaded.plan.resident_numels([one.group.layout.shard_numel for one in gradients])
+        new_states, widened, rest, host = self._update.new_states, self._widened, self._rest, self._host
+        shards = [
+            ShardState(gradient, numel, index_of, new_states, widened, offloaded, rest, host)
+            for gradient, numel in zip(gradients, numels, strict=True)
+        ]
+        offloaded.reserve()
+        return shards
+
+    def take_up(self, param_group: dict[str, Any], shards: Sequence[ShardState]) -> None:
+        """The group's parameters are updated from now on. shards: of `make_shards`; what this rank has of them."""
+        self.param_groups.append(param_group)
+        self._group_sizes.append(len(param_group["params"]))
+        self.shards = [*self.shards, *shards]
+        if self.num_steps:
+            self._missed.update({id(param): self.num_steps for param in param_group["params"]})
+        for shard in shards:
+            shard.fill_chunks()
+            shard.begin_with_parameters()
+            if self.num_steps:
+                self._update.make_states(shard, {}, dict.fromkeys(shard.group.names))
+            if self.averages is not None:
+                self.averages.add(shard)
+        self._offloaded.window.put_back()
+        self._window.put_back()
+
+    # -- updates --------------------------------------------------------------------------------------------------
 
     @property
     def can_be_skipped(self) -> bool:
@@ -186,13 +245,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         self.delayed.start(update)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises ValueError: memory for gradients and states is taken when the engine is made."""
-        raise ValueError(
-            f"optimizer: expected all parameter groups at lowtide.initialize, found another one of "
-            f"{len(list(param_group['params']))} parameters; {_GROUPS_AT_INITIALIZE}"
-        )
-
     def begin_step(self, order: Sequence[ShardState] = (), speculates: bool = False) -> None:
         """Counts a step whose shards are then updated one by one.
 
@@ -201,8 +253,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if [len(group["params"]) for group in self.param_groups] != self._group_sizes:
             raise ValueError(
-                "optimizer: expected the parameter groups of lowtide.initialize, found others, which were added to the "
-                f"optimizer that was passed to it, or taken out; {_GROUPS_AT_INITIALIZE}"
+                "optimizer: expected the parameter groups of the engine, found others, which were added to the "
+                "optimizer that was passed to lowtide.initialize, or taken out; add groups by "
+                "engine.optimizer.add_param_group"
             )
         self.num_steps += 1
         self._opt_called = True  # what a scheduler of torch, over this, takes for a call of `step`

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,15 +21,19 @@ def record_like(optimizer: torch.optim.Optimizer) -> Optimizer | None:
     record = _torch_twins().get(_class_that_updates(type(optimizer)))
     if record is None:
         return None
-    for options in optimizer.param_groups:
-        if any(options.get(name) for name in ("amsgrad", "maximize", "capturable", "differentiable")):
-            return None
-        if any(options.get(name, value) != value for name, value in record.torch_options.items()):
-            return None
-        if not all(isinstance(value, (int, float, bool, tuple, list, type(None))) for value in options.values()):
-            return None
+    if not all(takes_options(record, options) for options in optimizer.param_groups):
+        return None
     kept = {record.states_for(options) for options in optimizer.param_groups}
     return record if len(kept) == 1 else None
+
+
+def takes_options(record: Optimizer, options: Mapping[str, Any]) -> bool:
+    """Whether the optimizer of ours does what torch's does with the options of a parameter group."""
+    if any(options.get(name) for name in ("amsgrad", "maximize", "capturable", "differentiable")):
+        return False
+    if any(options.get(name, value) != value for name, value in record.torch_options.items()):
+        return False
+    return all(isinstance(value, (int, float, bool, str, tuple, list, type(None))) for value in options.values())
 
 
 def _torch_twins() -> dict[type[torch.optim.Optimizer], Optimizer]:

@@ -101,37 +101,56 @@ class ModelPlan:
         """Those that have gradients and states."""
         return [group for group in self.groups if group.role is Role.UPDATED]
 
-    def rings(self, arrangement: Arrangement) -> list[tuple[tuple[str, ...], int, int]]:
-        """(axes, bytes of a slot, number of slots) through which gradients are reduced, for each rank."""
-        staged = max((group.slot_bytes for group in self.trained), default=0)
-        # A unit is staged when the one before it was summed; an all-reduce takes one more phase. One more is no faster:
-        # ranks that are apart by less than a unit do not wait.
-        rings = (
-            (self.domain.states, staged, 1),
-            (self.domain.replicas, staged // arrangement.size(self.domain.states), 2),
-        )
-        return [ring for ring in rings if staged and arrangement.size(ring[0]) > 1]
+    def rings(self, arrangement: Arrangement) -> list[Ring]:
+        """Through which gradients are reduced, for each rank."""
+        return rings_for(self.trained, self.domain, arrangement)
+
+
+Ring = tuple[tuple[str, ...], int, int]
+"""(axes, bytes of a slot, number of slots)"""
+
+
+def rings_for(trained: Sequence[GroupPlan], domain: Domain, arrangement: Arrangement) -> list[Ring]:
+    """Through which the gradients of these groups are reduced, for each rank."""
+    staged = max((group.slot_bytes for group in trained), default=0)
+    # A unit is staged when the one before it was summed; an all-reduce takes one more phase. One more is no faster:
+    # ranks that are apart by less than a unit do not wait.
+    rings = ((domain.states, staged, 1), (domain.replicas, staged // arrangement.size(domain.states), 2))
+    return [ring for ring in rings if staged and arrangement.size(ring[0]) > 1]
 
 
 def _plan_groups(
     unit: UnitPlan, dtypes: Dtypes, domain: Domain, arrangement: Arrangement, role_of: Roles
 ) -> Iterable[GroupPlan]:
-    domain, shard_count = replace(domain, copies=unit.copies), arrangement.size(domain.states)
+    domain = replace(domain, copies=unit.copies)
     members: dict[tuple[torch.dtype, Role], list[tuple[str, nn.Parameter]]] = {}
     for name, param in unit.params:
         members.setdefault((dtypes.of(param), role_of(param)), []).append((name, param))
     for (dtype, role), params in members.items():
         kind = f"{str(dtype).removeprefix('torch.')}{'' if role is Role.UPDATED else f', {role.value}'}"
-        yield GroupPlan(
-            name=f"unit {unit.name} ({kind})",
-            params=tuple(params),
-            dtype=dtype,
-            reduce_dtype=_at_least_float32(dtypes.reduce, dtype),
-            accumulation_dtype=_at_least_float32(dtypes.accumulate, dtype),
-            layout=FlatLayout.of([(name, tuple(param.shape)) for name, param in params], shard_count),
-            domain=domain,
-            role=role,
-        )
+        yield plan_group(f"unit {unit.name} ({kind})", params, dtype, role, dtypes, domain, arrangement)
+
+
+def plan_group(
+    name: str,
+    params: Sequence[tuple[str, nn.Parameter]],
+    dtype: torch.dtype,
+    role: Role,
+    dtypes: Dtypes,
+    domain: Domain,
+    arrangement: Arrangement,
+) -> GroupPlan:
+    """A group of its own of these parameters, which are computed in `dtype`."""
+    return GroupPlan(
+        name=name,
+        params=tuple(params),
+        dtype=dtype,
+        reduce_dtype=_at_least_float32(dtypes.reduce, dtype),
+        accumulation_dtype=_at_least_float32(dtypes.accumulate, dtype),
+        layout=FlatLayout.of([(name, tuple(p.shape)) for name, p in params], arrangement.size(domain.states)),
+        domain=domain,
+        role=role,
+    )
 
 
 def _at_least_float32(wanted: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:

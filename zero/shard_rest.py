@@ -33,6 +33,12 @@ class ShardRest:
         """The shard of the group `name`, which comes to the memory that `take` gives."""
         return Resident.of(self._store, name, take, give)
 
+    def drop(self, name: str) -> None:
+        """The shard of the group `name` is kept no longer. Raises OffloadError where an earlier one cannot be saved."""
+        self.window.put_back()
+        self.window.wait()
+        self._store.drop(name)
+
     def close(self) -> None:
         """Gives the room back."""
         self.window.close()

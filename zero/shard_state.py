@@ -158,6 +158,13 @@ class ShardState:
             like = torch.zeros(chunk.end - chunk.start, dtype=self.master_dtype)
             chunk.fill({**({MASTER: like} if self.is_mixed else {}), **self._new_states(like)})
 
+    def begin_with_parameters(self) -> None:
+        """Master weights, where the parameters are others, are these: there were none before."""
+        for piece in self.pieces if self.is_mixed else ():
+            low = piece.offset_in_shard
+            now = values_of(part_of(self.group.own_values(), low, low + piece.numel))
+            values_of(self.master_of(piece, changes=True)).copy_(now)
+
     def parts(self, parameters: Version, speculation: Speculation) -> Iterator[StatePart]:
         """Every stretch of the shard, for an update, each until the next one is asked for.
 

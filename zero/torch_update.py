@@ -95,6 +95,9 @@ class TorchUpdate:
     def lacks_state(self, options: Options) -> bool:
         return False
 
+    def takes(self, options: Options) -> bool:
+        return True
+
     def can_take(self, kind: str, states: Collection[str]) -> bool:
         return kind == self.name
 

@@ -20,16 +20,20 @@ class Unit:
     ) -> None:
         self.name = name
         self.module = module
-        self.groups = groups
-        self.gradients = gradients
-        self.trained = frozenset(id(p) for gradient in gradients for p in gradient.group.params)
         self.accumulators: dict[int, Node] = {}
-        self._places = {id(p): i for gradient in gradients[:1] for i, p in enumerate(gradient.group.params)}
+        self.take_up(groups, gradients)
         self.waiting: set[int] = set()  # parameters whose gradient has not come yet in this backward
         self.is_ready = False
         self.is_collected = False
         self.first_use: int | None = None  # in the forwards that the backward may be of
         self.num_uses = 0  # in these
+
+    def take_up(self, groups: Sequence[ShardedGroup], gradients: Sequence[GroupGradient]) -> None:
+        """Its parameters are in these groups from now on."""
+        self.groups = groups
+        self.gradients = gradients
+        self.trained = frozenset(id(p) for gradient in gradients for p in gradient.group.params)
+        self._places = {id(p): i for gradient in gradients[:1] for i, p in enumerate(gradient.group.params)}
 
     def find_accumulators(self) -> None:
         """Asks autograd for them, once parameters are where they stay."""

@@ -218,7 +218,7 @@ class Checkpointer:
             raise
         changed = "Parameters were read in part: load another checkpoint before you train on."
         with all_or_none(self._world, what, hint + changed):
-            params = self._named.whole.trained
+            params = self._named.whole.params
             self._optimizer.make_states(training["num_steps"], states_in(checkpoint), scalars, params)
             shared = self._named.has_replicas  # they read the same values, perhaps on this host
             weights.read(self._named.weights(changes=True), shared)
@@ -259,7 +259,7 @@ class Checkpointer:
     def _updated(self) -> dict[str, nn.Parameter]:
         """The parameters that have states, of the whole model."""
         keys = self._named.catalog.state_keys
-        return {name: param for name, param in self._named.whole.trained.items() if name in keys}
+        return {name: param for name, param in self._named.whole.params.items() if name in keys}
 
     def _steps(self) -> dict[str, int]:
         """By full name: how often the optimizer has updated, and the parameters that it has not updated each time."""

@@ -22,15 +22,15 @@ from .catalog import Catalog
 class Whole:
     """The model before a pipeline has split it."""
 
-    trained: Mapping[str, nn.Parameter]  # by first name
+    params: Mapping[str, nn.Parameter]  # by first name
     names: Sequence[str]  # of its state_dict, in its order: aliases too
 
     @classmethod
     def of(cls, module: nn.Module, units: Sequence[Unit]) -> Whole:
         """Where the module is the whole, and the units are all."""
-        groups = [gradient.group for unit in units for gradient in unit.gradients]
-        trained = {name: param for group in groups for name, param in zip(group.names, group.params, strict=True)}
-        return cls(trained, tuple(module.state_dict(keep_vars=True)))
+        groups = [group for unit in units for group in unit.groups]
+        params = {name: param for group in groups for name, param in zip(group.names, group.params, strict=True)}
+        return cls(params, tuple(module.state_dict(keep_vars=True)))
 
 
 class NamedState:
@@ -78,7 +78,7 @@ class NamedState:
     @property
     def option_groups(self) -> tuple[tuple[str, ...], ...]:
         """The names of the parameters in each group of the optimizer's options, of the whole model."""
-        names = {id(param): name for name, param in self.whole.trained.items()}
+        names = {id(param): name for name, param in self.whole.params.items()}
         groups = self._optimizer.param_groups
         return tuple(tuple(names[id(param)] for param in group["params"] if id(param) in names) for group in groups)
 

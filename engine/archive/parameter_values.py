@@ -129,8 +129,8 @@ class ParameterValues:
             for name, own in zip(group.names, group.params, strict=True):
                 if own is param:
                     return name
-        for name, trained in self._named.whole.trained.items():  # of other stages too
-            if trained is param:
+        for name, own in self._named.whole.params.items():  # of other stages too
+            if own is param:
                 return name
         raise ValueError(
             f"{what}: expected a parameter of the engine's module, for example engine.module.head.weight, or its name, "

@@ -14,7 +14,7 @@ PATIENCE = 0.6  # seconds that a host waits before it says so
 LOOK = 0.3  # seconds between two looks at the others
 
 
-class Hang(RuntimeError):
+class Hang(BaseException):
     """The ranks wait for each other for ever."""
 
 

@@ -132,9 +132,9 @@ class Work(dist.Work):
         self.wait()
 
     def _finish(self) -> bool:
-        if isinstance(self._error, Exception) and not isinstance(self._error, _Aborted):
-            if isinstance(self._error, Hang):
-                raise self._error
+        if isinstance(self._error, Hang):
+            raise self._error
+        if self._error is not None and not isinstance(self._error, _Aborted):
             raise ProcessEnded(f"{self.what}: {self._error}") from self._error
         with self._lock:
             results, self._results = self._results, None
@@ -146,7 +146,8 @@ class Work(dist.Work):
         waited = time.monotonic() - self._started
         if timeout and waited > timeout.total_seconds():
             raise dist.DistBackendError(f"Watchdog caught collective operation timeout: {self.what}")
-        if waited > self._group.timeout.total_seconds():
+        is_watched = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") != "0"
+        if is_watched and waited > self._group.timeout.total_seconds():
             raise ProcessEnded(f"{self.what}: watchdog, after {waited:.1f} s")
 
 

@@ -21,6 +21,7 @@ COUNTS = {
     "largest": ["budget-mib", "start-layers", "max-layers", "timed-steps", "ranks", "threads", "microbatch"],
     "offload_io": ["size", "unit", "block", "io-threads", "work-threads", "rounds"],
     "cpu_optimizer": ["numel", "threads", "rounds"],
+    "host_time": ["ranks", "rounds", "steps"],
 }
 REFUSED = [
     ("compare", "--warmup -1", "--warmup: expected at least 0, found -1"),
@@ -33,6 +34,7 @@ REFUSED = [
     ("largest", "--start-layers 9 --max-layers 8", "--max-layers: expected at least --start-layers (9), found 8"),
     ("largest", "--offload-folder no/such", "--offload-folder: expected a folder, found none at no/such"),
     ("offload_io", "--size 96 --unit 32", "--size: expected more than 3 pieces of --unit, found 96 of 32"),
+    ("host_time", "--depths 8 8", "--depths: expected two numbers of blocks, the larger one last, found [8, 8]"),
     ("cpu_optimizer", "--contenders deepspeed", "deepspeed: expected --deepspeed-python and --rule adamw"),
     ("cpu_optimizer", "--contenders kernl", "argument --contenders: invalid choice: 'kernl' (choose from kernel,"),
 ]

@@ -21,6 +21,7 @@ COUNTS = {
     "largest": ["budget-mib", "start-layers", "max-layers", "timed-steps", "ranks", "threads", "microbatch"],
     "offload_io": ["size", "unit", "block", "io-threads", "work-threads", "rounds"],
     "cpu_optimizer": ["numel", "threads", "rounds"],
+    "host_time": ["ranks", "rounds", "steps"],
 }
 REFUSED = [
     ("compare", "--warmup -1", "--warmup: expected at least 0, found -1"),
@@ -36,6 +37,7 @@ REFUSED = [
     ("timeline", "--ranks 1", "--ranks: expected at least 2, found 1"),
     ("timeline", "--tflops nan", "--tflops: expected at least 1, found nan"),
     ("timeline", "--tokens 8192 0", "--tokens: expected at least 1, found 0"),
+    ("host_time", "--depths 8 8", "--depths: expected two numbers of blocks, the larger one last, found [8, 8]"),
     ("cpu_optimizer", "--contenders deepspeed", "deepspeed: expected --deepspeed-python and --rule adamw"),
     ("cpu_optimizer", "--contenders kernl", "argument --contenders: invalid choice: 'kernl' (choose from kernel,"),
 ]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import lowtide
 from tests import models
@@ -112,9 +112,7 @@ def train_all(cases: list[Case], folder: Path | None = None) -> list[tuple[list[
 def train_plainly(case: Case, world_size: int) -> tuple[list[float], dict[str, Tensor]]:
     model, norms = build(), []
     optimizer = case.make(model.last.parameters())
-    averaged = torch.optim.swa_utils.AveragedModel(
-        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
-    )
+    averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
     for step in range(STEPS):
         add(model, optimizer, step)
         model.zero_grad()

@@ -74,7 +74,7 @@ class FlatLayout:
             offset += round_up(math.prod(shape), PARAM_ALIGNMENT_NUMEL)
         return cls(tuple(slots), shard_count, round_up(-(-offset // shard_count), BLOCK_NUMEL))
 
-    @property
+    @cached_property
     def padded_numel(self) -> int:
         return self.shard_count * self.shard_numel
 

@@ -78,6 +78,13 @@ class FlatLayout:
     def padded_numel(self) -> int:
         return self.shard_count * self.shard_numel
 
+    @cached_property
+    def is_dense(self) -> bool:
+        """Whether parameters lie one right behind the other, each with elements, and only the end is padding."""
+        ends = [0, *(slot.end_in_flat for slot in self.slots)]
+        starts = [slot.offset_in_flat for slot in self.slots if slot.shape and slot.numel]
+        return bool(starts) and starts == ends[:-1]
+
     @property
     def numel(self) -> int:
         """Elements of the parameters alone."""

@@ -68,6 +68,8 @@ class Staging:
 
         Returns which parameters had a gradient.
         """
+        if self._take_whole():
+            return self._taken
         left = [index for index, param in enumerate(self._group.params) if param.grad is not None]
         for index in self._taken.intersection(left):  # comes again
             self.take(index)
@@ -75,6 +77,23 @@ class Staging:
         if not self._adds:
             self._zero_rest()
         return self._taken
+
+    def _take_whole(self) -> bool:
+        """All gradients by one operator, with a view for none; whether that can be. As FSDP2 does it."""
+        layout, params = self._group.layout, self._group.params
+        if self._taken or self._adds or len(self._regions) > 1 or not layout.is_dense:
+            return False
+        ((_, _, memory),) = self._regions
+        start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+        gradients = [g for p in params if (g := p.grad) is not None and _is_plain(g, p, start, end)]
+        if len(gradients) < len(params):
+            return False
+        for param in params:
+            param.grad = None
+        torch._chunk_cat(gradients, 0, 1, out=memory[: layout.slots[-1].end_in_flat].view(1, -1))
+        self._zero(layout.slots[-1].end_in_flat, layout.padded_numel)
+        self._taken.update(range(len(params)))
+        return True
 
     def _take(self, indices: list[int]) -> None:
         moves = self._moves(indices)
@@ -129,3 +148,8 @@ class Staging:
                 yield place.view(slot.shape), gradient
             else:
                 yield place, gradient.reshape(-1)[low - slot.offset_in_flat : high - slot.offset_in_flat]
+
+
+def _is_plain(gradient: Tensor, param: Tensor, start: int, end: int) -> bool:
+    """Whether it can be copied with others. start, end: addresses, between which it would lie in its place already."""
+    return gradient.dtype == param.dtype and not gradient.is_sparse and not start <= gradient.data_ptr() < end

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from ..comm import Mesh
 from ..zero.group import ShardedGroup
 from ..zero.plan import Role
 from ..zero.unit import Unit
@@ -37,17 +41,21 @@ class ModelGuard:
         watched = {id(g) for g in groups if copies_are_shared or g.frees_memory or g.dtype.itemsize < 4}
         self._watched = [(name, param) for group, name, param in members if id(group) in watched]
         self._places = dict(module.named_parameters(remove_duplicate=False))
-        self._parts = _parts_of(module)
+        self._modules = _Modules(module)
         readable = [group for group in groups if id(group) in watched and not group.frees_parameters]
         self._updated = [p for group, _, p in members if group.role is not Role.FROZEN]
         grown = set(map(id, self._updated))
         self._grows = [int(id(param) in grown) for _, param in self._watched]
-        self._samples = [_Sample(group) for group in readable] if only_steps_change else []
+        dtypes = dict.fromkeys(group.dtype for group in readable) if only_steps_change else ()
+        self._samples = [_Samples([group for group in readable if group.dtype == dtype]) for dtype in dtypes]
         self.shares_values = copies_are_shared and bool(self._samples)
         """Another rank may change what is remembered here: it must wait until that is done."""
         self._versions: list[int] = []
         self._addresses: list[int] = []
         self._values: list[Tensor] | None = None
+        self._seen: Tensor | None = None  # () bool on a device: a value was found changed there
+        self._looks: list[_Look] = []
+        self._told: list[_Look] = []  # those of which `take_seen` has told
         self._num_changes = 0
         self.remember()
 
@@ -59,8 +67,8 @@ class ModelGuard:
         """Takes the parameters as they are now for right."""
         self._num_changes += 1
         with torch._C.DisableTorchFunctionSubclass():
-            self._versions = [param._version for _, param in self._watched]
-            self._addresses = [param.data_ptr() for _, param in self._kept]
+            self._versions = _versions(self._watched)
+            self._addresses = _addresses(self._kept)
         self.remember_values()
 
     def expect_update(self) -> None:
@@ -79,7 +87,7 @@ class ModelGuard:
 
     def check(self) -> None:
         """Raises ValueError for parameters that were added, replaced, tied, taken out, unfrozen or changed."""
-        if any(part.has_changed() for part in self._parts):
+        if self._modules.have_changed():
             self._check_places()
         with torch._C.DisableTorchFunctionSubclass():  # reading an attribute of a released one costs a call of Python
             for name, param in self._params:
@@ -88,16 +96,34 @@ class ModelGuard:
                         f"parameter '{name}': expected requires_grad=False as at lowtide.initialize, found True; no "
                         "group of the optimizer has it; give it to one at initialize: it may be frozen then"
                     )
-            for (name, param), address in zip(self._kept, self._addresses, strict=True):
-                if param.data_ptr() != address:
-                    raise ValueError(
-                        f"parameter '{name}' got other memory (an assignment to its .data, or .to(), .half(), ...), "
-                        f"which is not what is updated and saved; {_INSTEAD}"
-                    )
-            for (name, param), version in zip(self._watched, self._versions, strict=True):
-                if param._version != version:
-                    raise ValueError(_CHANGED.format(name=name, how="in place"))
+            addresses, versions = _addresses(self._kept), _versions(self._watched)
+        if addresses != self._addresses:
+            raise ValueError(
+                f"parameter '{_first_other(self._kept, addresses, self._addresses)}' got other memory (an assignment "
+                f"to its .data, or .to(), .half(), ...), which is not what is updated and saved; {_INSTEAD}"
+            )
+        if versions != self._versions:
+            name = _first_other(self._watched, versions, self._versions)
+            raise ValueError(_CHANGED.format(name=name, how="in place"))
         self._check_values()
+
+    def take_seen(self) -> Tensor | None:
+        """() bool on a device: `check` has found a changed value there since this was asked last.
+
+        The host need not know before the step ends. None where nothing was looked at, and on the CPU, where it knows.
+        """
+        seen, self._seen = self._seen, None
+        self._told, self._looks = self._looks, []
+        return seen
+
+    def raise_seen(self, mesh: Mesh) -> NoReturn:
+        """Raises ValueError on all ranks, for what `take_seen` has told of on any. A collective."""
+        own = ""
+        for old, new in self._told:
+            if text := self._difference(old, new):
+                own, self._values = text, old  # the next step is not to take it for right
+                break
+        raise ValueError(next(text for text in mesh.world.gather_objects(own) if text))
 
     def _check_places(self) -> None:
         """As `check`, of which parameter is where; then takes the modules as they are now for right."""
@@ -121,7 +147,7 @@ class ModelGuard:
                 f"parameter '{gone}' was taken out of the model after lowtide.initialize, and would still be updated "
                 "and saved; change the model first, then call initialize again"
             )
-        self._parts = _parts_of(self._module)
+        self._modules = _Modules(self._module)
 
     def _check_values(self) -> None:
         if self._values is None:
@@ -129,57 +155,79 @@ class ModelGuard:
             return
         now = [sample.take() for sample in self._samples]
         differs = [(old != new).any() for old, new in zip(self._values, now, strict=True)]
-        if differs and bool(torch.stack(differs).any()):  # together: a device is waited for once
-            changed = zip(self._samples, self._values, now, strict=True)
-            name = next(sample.first_difference(old, new) for sample, old, new in changed if not torch.equal(old, new))
-            raise ValueError(_CHANGED.format(name=name, how="through .data"))
+        if not differs:
+            return
+        if differs[0].device.type == "cpu":
+            if any(map(bool, differs)):
+                raise ValueError(self._difference(self._values, now))
+            return
+        self._looks.append((self._values, now))
+        differs += [] if self._seen is None else [self._seen]
+        self._seen = torch.stack(differs).any()
+
+    def _difference(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> str:
+        """The text of an error; "" where there is none."""
+        for sample, before, now in zip(self._samples, old, new, strict=True):
+            if not torch.equal(before, now):
+                return _CHANGED.format(name=sample.first_difference(before, now), how="through .data")
+        return ""
 
 
+def _addresses(params: Sequence[tuple[str, nn.Parameter]]) -> list[int]:
+    return list(map(Tensor.data_ptr, map(_PARAM, params)))
+
+
+def _versions(params: Sequence[tuple[str, nn.Parameter]]) -> list[int]:
+    return list(map(_VERSION, map(_PARAM, params)))
+
+
+def _first_other(params: Sequence[tuple[str, nn.Parameter]], found: Sequence[int], expected: Sequence[int]) -> str:
+    return next(name for (name, _), a, b in zip(params, found, expected, strict=True) if a != b)
+
+
+_PARAM, _VERSION = itemgetter(1), attrgetter("_version")
 _INSTEAD = "change it inside `with engine.gathered(parameter, modify=True):`"
 _CHANGED = "parameter '{name}' was changed {how}, which its master weights and other ranks do not see; " + _INSTEAD
 
 
-class _Part:
-    """A module as it was, with its own parameters and children: cheaper to compare than all names are to walk."""
+_Look = tuple[list[Tensor], list[Tensor]]
+"""Values as they were remembered, and as they were found."""
+
+
+class _Modules:
+    """Modules as they were, with their own parameters and children: cheaper to compare than all names are to walk."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._children = list(module._modules.values())  # held, so that their identities are not given to others
-        self._param_ids = list(map(id, module._parameters.values()))
-        self._child_ids = list(map(id, self._children))
+        self._modules = list(module.modules())
+        self._held = list(self._members())  # so that their identities are not given to others
+        self._ids = list(map(id, self._held))
 
-    def has_changed(self) -> bool:
-        module = self._module
-        return (
-            list(map(id, module._parameters.values())) != self._param_ids
-            or list(map(id, module._modules.values())) != self._child_ids
-        )
+    def have_changed(self) -> bool:
+        return list(map(id, self._members())) != self._ids
 
-
-def _parts_of(module: nn.Module) -> list[_Part]:
-    return [_Part(part) for part in module.modules()]
+    def _members(self) -> Iterator[object]:
+        """No line of Python for each module, of which a model has some hundreds."""
+        owned = (map(attrgetter(name), self._modules) for name in ("_parameters", "_modules"))
+        return chain.from_iterable(map(dict.values, chain.from_iterable(owned)))
 
 
-class _Sample:
-    """The bits of four elements of each parameter of a group. A change of whole tensors or first rows shows there."""
+class _Samples:
+    """The bits of some elements of each parameter of a dtype. A change of whole tensors or first rows shows there."""
 
-    def __init__(self, group: ShardedGroup) -> None:
-        slots = [slot for slot in group.layout.slots if slot.numel]
-        self._names = [slot.name for slot in slots]
-        self._group = group
-        self._bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[group.dtype.itemsize]
-        places = [
-            slot.offset_in_flat + part * (slot.numel - 1) // (_NUM_SAMPLED - 1)
-            for slot in slots
-            for part in range(_NUM_SAMPLED)
+    def __init__(self, groups: Sequence[ShardedGroup]) -> None:
+        self._bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[groups[0].dtype.itemsize]
+        slots = [(group.full, slot) for group in groups for slot in group.layout.slots if slot.numel]
+        self._views = [
+            full[slot.offset_in_flat : slot.end_in_flat][:: max(1, (slot.numel - 1) // (_NUM_SAMPLED - 1))]
+            for full, slot in slots
         ]
-        self._places = torch.tensor(places, dtype=torch.int64, device=group.full.device)
+        self._names = [slot.name for (_, slot), view in zip(slots, self._views, strict=True) for _ in view]
 
     def take(self) -> Tensor:
-        return self._group.full.index_select(0, self._places).view(self._bits)
+        return torch.cat(self._views).view(self._bits)
 
     def first_difference(self, old: Tensor, new: Tensor) -> str:
-        return self._names[int((old != new).nonzero()[0]) // _NUM_SAMPLED]
+        return self._names[int((old != new).nonzero()[0])]
 
 
 _NUM_SAMPLED = 4

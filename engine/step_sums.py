@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..comm import Mesh
-from ..zero.exact_sum import NUM_LIMBS, from_limbs, to_limbs
+from ..offload import Reading, sent
+from ..zero.exact_sum import NUM_LIMBS, from_limbs, limbs_of_each, value_of
 from ..zero.gradient import GroupGradient
 from ..zero.plan import Role
 from .errors import NonFiniteGradientError
@@ -24,7 +25,8 @@ class StepSums:
     loss: float  # mean over microbatches and data-parallel ranks; NaN where any rank's is not finite
     loss_dtype: torch.dtype  # float64 where the model's is, else float32
     square_norm: float  # sum of squared gradients as they were reduced
-    num_bad: int  # groups with a non-finite gradient
+    num_bad: int  # ranks with a non-finite gradient
+    num_changed: int  # ranks on which a parameter was changed behind the engine's back, where that is known by now
     events: tuple[int, ...]  # on how many ranks each of the events has happened
     unused: frozenset[int] = frozenset()  # identities of the parameters that got no gradient on any rank
 
@@ -48,8 +50,13 @@ class Uses:
         self._shifts = torch.arange(self._per_word) * self._num_bits
         self._all = self._packed({place for _, places in self._places for place in places})
 
+    @property
+    def are_all(self) -> bool:
+        """Whether this rank has used all parameters of which it has a part: then no other rank can say more of them."""
+        return all(len(gradient.used) == len(places) for gradient, places in self._places)
+
     def packed(self) -> Tensor:
-        """What this rank has used, (words,) int64."""
+        """What this rank has used, (words,) int64, on the CPU."""
         unused = [
             place
             for gradient, places in self._places
@@ -72,6 +79,41 @@ class Uses:
         return torch.tensor(words, dtype=torch.int64)
 
 
+class SummedStep:
+    """What all ranks have found, on its way to the host; what the device needs of it is there already.
+
+    total   limbs of squares | limbs of losses | bad, changed, infinite, wide | events | uses
+    """
+
+    def __init__(self, total: Tensor, num_events: int, uses: Uses | None, data_size: int) -> None:
+        self._total = total
+        self._num_events = num_events
+        self._uses = uses
+        self._data_size = data_size
+        self._reading = Reading(total)
+
+    def skip(self) -> Tensor:
+        """(1,) int64 on the device: not 0 where nothing is to be updated."""
+        return self._total[2 * NUM_LIMBS : 2 * NUM_LIMBS + 2].sum(dim=0, keepdim=True)
+
+    def norm(self) -> Tensor:
+        """() float64 on the device, of the gradients as they were reduced; NaN where one is not finite."""
+        norm = value_of(self._total[:NUM_LIMBS]).sqrt()
+        return torch.where(self._total[2 * NUM_LIMBS] == 0, norm, math.nan)
+
+    def read(self) -> StepSums:
+        """Waits for the device: until it has the sum, and not for what it was given since."""
+        total = self._reading.wait()
+        num_counts = 4 + self._num_events
+        sizes = [NUM_LIMBS, NUM_LIMBS, num_counts, len(total) - 2 * NUM_LIMBS - num_counts]
+        squares, loss, counts, used = torch.split(total, sizes)
+        num_bad, num_changed, num_infinite, num_wide, *events = counts.tolist()
+        mean_loss = from_limbs(loss) / self._data_size if not num_infinite else math.nan
+        dtype = torch.float64 if num_wide else torch.float32
+        unused = self._uses.unused(used) if self._uses is not None else frozenset[int]()
+        return StepSums(mean_loss, dtype, from_limbs(squares), num_bad, num_changed, tuple(events), unused)
+
+
 def sum_step(
     mesh: Mesh,
     gradients: Sequence[GroupGradient],
@@ -79,32 +121,32 @@ def sum_step(
     events: Sequence[bool],
     what: str,
     uses: Uses | None = None,
-) -> StepSums:
-    """losses: () of each microbatch; none where a rank lacks a pipeline's last stage. A collective, and a barrier."""
+    changed: Tensor | None = None,
+) -> SummedStep:
+    """losses: () of each microbatch; none where a rank lacks a pipeline's last stage. A collective, and a barrier.
+
+    changed: () bool on the device: a parameter of this rank was changed behind the engine's back.
+    """
     device = mesh.world.device
-    found = torch.zeros(NUM_LIMBS + 1, dtype=torch.int64, device=device)
     for gradient in gradients:
         gradient.settle()
-        found += gradient.inspection.found
-    mean = torch.stack([loss.double() for loss in losses]).mean() if losses else torch.zeros((), dtype=torch.float64)
+    found = [gradient.inspection for gradient in gradients]
+    nothing = torch.zeros(0, dtype=torch.float64, device=device)
+    squares = torch.cat([nothing, *(sent(part, device) for one in found for part in one.counted)])
+    finite = torch.isfinite(squares)
+    earlier = [sent(one.was_finite, device) for one in found if one.was_finite is not None]
+    is_bad = ~torch.stack([finite.all(), *earlier]).all()
+    mean = torch.stack([loss.double() for loss in losses]).mean() if losses else nothing.sum()
+    is_infinite = ~torch.isfinite(mean)
+    mean = torch.where(is_infinite, 0.0, mean)
+    limbs = limbs_of_each([torch.where(finite, squares, 0.0), mean.abs().view(1)])
+    limbs[1] *= mean.sign().long()
+    flags = torch.stack([is_bad, torch.zeros_like(is_bad) if changed is None else changed, is_infinite])
     is_wide = any(loss.dtype == torch.float64 for loss in losses)
-    is_finite = bool(torch.isfinite(mean))
-    loss = limbs_of(mean if is_finite else torch.zeros_like(mean))
-    counts = torch.tensor([not is_finite, is_wide, *events], dtype=torch.int64)
-    parts = [found, loss, counts] if uses is None else [found, loss, counts, uses.packed()]
-    total = mesh.sum_small(torch.cat([part.to(device) for part in parts]), what).cpu()
-    found, loss, counts, *used = total.split([len(part) for part in parts])
-    num_infinite, num_wide, *counted = counts.tolist()
-    mean_loss = from_limbs(loss) / mesh.data_size if not num_infinite else math.nan
-    dtype = torch.float64 if num_wide else torch.float32
-    unused = uses.unused(*used) if uses is not None else frozenset[int]()
-    return StepSums(mean_loss, dtype, from_limbs(found[:-1]), int(found[-1]), tuple(counted), unused)
-
-
-def limbs_of(value: Tensor) -> Tensor:
-    """A finite float64 scalar of either sign as limbs."""
-    limbs = to_limbs(value.abs().reshape(1))
-    return limbs if value >= 0 else -limbs
+    known = torch.tensor([is_wide, *events], dtype=torch.int64)
+    known = known if uses is None else torch.cat([known, uses.packed()])
+    total = mesh.sum_small(torch.cat([limbs.view(-1), flags.long(), sent(known, device)]), what)
+    return SummedStep(total, len(events), uses, mesh.data_size)
 
 
 def non_finite_error(mesh: Mesh, gradients: Sequence[GroupGradient], step: int, outcome: str) -> NonFiniteGradientError:

@@ -103,26 +103,38 @@ class StepUpdate:
         """What was updated in this step has not been: says whether there was any; only speculative updates are."""
         return self._optimizer.roll_back()
 
-    def end_step(self, factor: float, unused: frozenset[int], what: str) -> None:
+    @property
+    def can_be_skipped(self) -> bool:
+        """Whether `end_step` takes a `skip`."""
+        return self.timing is Timing.AFTER_NORM and self._asks_device
+
+    def end_step(self, factor: float | Tensor, unused: frozenset[int], what: str, skip: Tensor | None = None) -> None:
         """The step counts: updates what has not been updated yet, and brings all to the other ranks. A collective.
 
-        unused: identities of the parameters that stay as they are.
+        unused: identities of the parameters that stay as they are. skip: (1,) on the device, where the host does not
+        know yet whether it counts; `settle_skipped` has to follow.
         """
         self._release_what_changes()
         self._optimizer.unused = unused
         pending: list[Pending] = []
         if self.timing is Timing.DELAYED and self._optimizer.num_steps >= self._delay_after_steps:
             pending.extend(self._take_over())
+            assert not isinstance(factor, Tensor)
             self._optimizer.start_delayed(factor)
         elif self.timing is Timing.IN_BACKWARD or self._optimizer.speculation.is_open:
             self._update_postponed(unused)
             self._optimizer.accept()
             pending.extend(shard.group.refresh() for shard in self._optimizer.shards)
         else:
-            self._optimizer.update_all(factor, on_updated=lambda shard: pending.append(shard.group.refresh()))
+            self._optimizer.update_all(factor, lambda shard: pending.append(shard.group.refresh()), skip)
         for one in pending:
             one.wait()
         self._mesh.fence(what)
+
+    def settle_skipped(self, counts: bool, unused: frozenset[int]) -> None:
+        """After an `end_step` with `skip`: what that was, and which parameters of all ranks nobody used."""
+        self._optimizer.unused = unused
+        self._optimizer.count() if counts else self._optimizer.uncount()
 
     @property
     def outcome_without_step(self) -> str:
@@ -194,6 +206,11 @@ class StepUpdate:
             pending.append(shard.group.refresh())
         return pending
 
+    @property
+    def _asks_device(self) -> bool:
+        """Whether it is left to the device whether a gradient is finite, so that the host need not wait for it."""
+        return _is_waited_for(self._mesh.world.device) and self._optimizer.can_be_skipped
+
     def _release_what_changes(self) -> None:
         """A forward since the backward has left some full parameters, of values that now change."""
         for shard in self._optimizer.shards:
@@ -202,13 +219,17 @@ class StepUpdate:
 
     def _update_one(self, gradient: GroupGradient) -> None:
         shard = self._shards.get(id(gradient))
-        if shard is None:  # no group of the optimizer has it
-            gradient.check()
-        elif gradient.check():
+        skip = None
+        if self._asks_device:
+            gradient.remember()
+            skip, is_finite = gradient.inspection.is_bad(), True  # as far as the host knows
+        else:
+            is_finite = gradient.check()
+        if shard is not None and is_finite:  # None: no group of the optimizer has it
             if self.timing is Timing.IN_BACKWARD:
                 self._postpone(shard)
-            self._optimizer.update(shard, self._unclipped_factor())
-        else:
+            self._optimizer.update(shard, self._unclipped_factor(), skip=skip)
+        elif shard is not None:
             self._optimizer.skip(shard)
         if self.timing is Timing.IN_BACKWARD:
             gradient.drop_shard()
@@ -245,3 +266,8 @@ class StepUpdate:
             self._optimizer.unused = shard.param_ids - used
             self._optimizer.update(shard, self._unclipped_factor(), gradient)
         self._optimizer.unused = unused
+
+
+def _is_waited_for(device: torch.device) -> bool:
+    """Whether the host waits for what it asks of a device."""
+    return device.type != "cpu"

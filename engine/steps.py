@@ -27,7 +27,7 @@ from .gradient_scale import GradientScale
 from .guard import ModelGuard
 from .join import Call, Join, weighted
 from .step_result import StepResult
-from .step_sums import StepSums, Uses, non_finite_error, sum_step
+from .step_sums import StepSums, SummedStep, Uses, non_finite_error, sum_step
 from .step_update import StepUpdate, Timing
 
 
@@ -97,7 +97,7 @@ class Steps:
         """Whether the last of them was the last of its step."""
         self._is_last: bool | None = None  # as the caller says; None: by their number
         self._by_hand = False  # he has said so in this step
-        self.clip_factor: float | None = None  # by which the caller has clipped the gradients of this step
+        self.clip_factor: float | Tensor | None = None  # by which the caller has clipped the gradients of this step
         self._config = config
         self._mesh = mesh
         self._join = join
@@ -178,6 +178,10 @@ class Steps:
         if self._is_apart:
             self._is_apart = False
             self._mesh.fence("the end of what an error has interrupted")
+
+    def unknown_loss(self) -> Tensor:
+        """() NaN, in the place of the loss of a microbatch."""
+        return torch.full((), math.nan, device=self._mesh.world.device)
 
     def show_reduced(self) -> None:
         """A loop that calls backward itself may look at `param.grad` now: gradients that are not there say so."""
@@ -281,8 +285,16 @@ class Steps:
         self._mesh.world.progress.enter(Activity.UPDATE)
         self.guard.expect_update()
         events = (self.update.has_failed(), *events)
-        losses = self._losses_by_weight()
-        sums = sum_step(self._mesh, self.gradients, losses, events, f"the norm of step {number}", self._uses)
+        losses, what = self._losses_by_weight(), f"the norm of step {number}"
+        seen = self.guard.take_seen()
+        summed = sum_step(self._mesh, self.gradients, losses, events, what, self._uses, seen)
+        is_started = self._update_if_finite(summed, number)
+        sums = summed.read()
+        if is_started:
+            self.update.settle_skipped(not sums.num_bad and not sums.num_changed, sums.unused)
+        if sums.num_changed:
+            self.forget()
+            self.guard.raise_seen(self._mesh)
         update_failed, *counts = sums.events
         if update_failed:
             self.forget()
@@ -295,7 +307,8 @@ class Steps:
             self.scale.loss_scaler.scale,
             skipped=bool(sums.num_bad),
         )
-        self._update_or_skip(sums, norm, number)
+        if not is_started or sums.num_bad:
+            self._update_or_skip(sums, norm, number)
         if not result.skipped:
             self.guard.mark_updated()
         self.guard.remember_values()
@@ -322,18 +335,41 @@ class Steps:
             return self.losses
         return weighted(self.losses, self._weight * len(self.losses) / self.num_microbatches)
 
-    def _update_or_skip(self, sums: StepSums, norm: float, number: int) -> None:
-        clip, factor = self._config.gradient_clipping, self.rest
+    def _update_if_finite(self, summed: SummedStep, number: int) -> bool:
+        """Starts the update of a device, which finds out there whether all is finite: the host is told meanwhile.
+
+        Not where the host updates anything, nor where this rank lacks a gradient: of that one all ranks have to say
+        whether it was used. Then the host waits first. Returns whether it was started.
+        """
+        if not (self.update.can_be_skipped and self._uses.are_all):
+            return False
+        self.update.end_step(self._factor_on_device(summed), frozenset(), _update_of(number), summed.skip())
+        return True
+
+    def _factor_on_device(self, summed: SummedStep) -> float | Tensor:
+        """As `_factor`, of the norm that only the device knows, () float64; a float where that is not asked for."""
+        clip = self._config.gradient_clipping
+        if isinstance(self.clip_factor, Tensor):
+            return self.clip_factor * self.rest
+        if self.clip_factor is not None or not clip:
+            return self._factor(math.nan)
+        norm = summed.norm() * self.rest
+        return torch.where(norm > clip, clip / (norm + 1e-6), 1.0) * self.rest
+
+    def _factor(self, norm: float) -> float:
+        """By which the sum of the step's gradients is multiplied in its update."""
+        clip = self._config.gradient_clipping
         clip_factor = clip / (norm + 1e-6) if clip and norm > clip else 1.0
         if self.clip_factor is not None:
-            clip_factor = self.clip_factor
-        needs_clipping = clip_factor < 1.0
-        if sums.num_bad or needs_clipping or self.update.has_missed(sums.unused):
+            clip_factor = float(self.clip_factor)
+        return self.rest * clip_factor if clip_factor < 1.0 else self.rest
+
+    def _update_or_skip(self, sums: StepSums, norm: float, number: int) -> None:
+        factor = self._factor(norm)
+        if sums.num_bad or factor != self.rest or self.update.has_missed(sums.unused):
             self.take_back()
-        if needs_clipping:
-            factor *= clip_factor
         if not sums.num_bad:
-            self.update.end_step(factor, sums.unused, f"the update of step {number}")
+            self.update.end_step(factor, sums.unused, _update_of(number))
         elif self._config.fp16.enabled:
             self.update.settle()
         else:
@@ -346,7 +382,7 @@ class Steps:
 
     def mean_over_ranks(self, losses: list[Tensor], num_ranks: int) -> Tensor:
         """() on the CPU: of the losses of so many ranks; others have none. A collective."""
-        sums = sum_step(self._mesh, (), losses, (), "the mean of the loss")
+        sums = sum_step(self._mesh, (), losses, (), "the mean of the loss").read()
         return torch.tensor(sums.loss * (self._mesh.world.size / num_ranks), dtype=sums.loss_dtype)
 
     @contextmanager
@@ -381,6 +417,10 @@ class Steps:
     def check_averages_hidden(self, what: str) -> None:
         if self._optimizer.averages is not None:
             self._optimizer.averages.check_hidden(what)
+
+
+def _update_of(number: int) -> str:
+    return f"the update of step {number}"
 
 
 def _stand_ins(gradients: Iterable[GroupGradient]) -> ReducedGradients:

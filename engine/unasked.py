@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..comm import Activity, Progress
@@ -58,7 +56,7 @@ class Unasked:
                 raise
             self._steps.end_backward()
             self._steps.show_reduced()
-            self._steps.losses.append(self._losses.get(current_graph_task(), torch.tensor(math.nan)))
+            self._steps.losses.append(self._losses.get(current_graph_task(), self._steps.unknown_loss()))
         finally:
             self._losses.clear()
             self._turn.end()

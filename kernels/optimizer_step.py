@@ -46,8 +46,8 @@ def update_shard(
 
     master: (n,) any float dtype; gradient: (n,) any float dtype, used up; states: as `new_states` orders them;
     out: (n,) or None where the parameters are the master weights themselves.
-    gradient_scale, skip: tensors of one element, on the device of master, that a kernel on a GPU reads there, so that
-    the host need not wait; where skip is not 0, nothing changes.
+    gradient_scale, skip: tensors of one element, on the device of master, which are read there, so that the host need
+    not wait; where skip is not 0, nothing changes.
     Raises ValueError where tensors do not fit together, or the backend is not possible.
     """
     runs = [(master.numel(), options)]
@@ -97,13 +97,15 @@ def update_runs(
 
         triton_form.update(optimizer, master, gradient, stored, step, runs, steps, gradient_scale, out, skip)
         return
-    if skip is not None and bool(skip):
-        return
+    if skip is not None and skip.device.type == "cpu":
+        if bool(skip):
+            return
+        skip = None
     kernel = cpu_kernel() if master.device.type == "cpu" and backend != "reference" else None
     if kernel is not None and kernel.serves(optimizer, master, gradient, stored, out):
         kernel.update(optimizer, master, gradient, stored, step, runs, steps, float(gradient_scale), out)
         return
-    _update_by_torch(optimizer, master, gradient, stored, step, runs, steps, gradient_scale, out)
+    _update_by_torch(optimizer, master, gradient, stored, step, runs, steps, gradient_scale, out, skip)
 
 
 def _triton_serves(
@@ -171,8 +173,12 @@ def _update_by_torch(
     steps: Sequence[int],
     gradient_scale: float | Tensor,
     out: Tensor | None,
+    skip: Tensor | None,
 ) -> None:
-    step_tensors = {one: torch.tensor(float(one), device=master.device) for one in steps if one}
+    """skip: on another device than the CPU, where the host would wait for it."""
+    # Where torch keeps no step, a formula asks for it on the host, if at all.
+    device = master.device if optimizer.keeps_step else torch.device("cpu")
+    step_tensors = {one: torch.full((), float(one), device=device) for one in steps if one}
     starts = [0, *(end for end, _ in runs)]
     for first in range(0, master.numel(), CHUNK_NUMEL):
         last = min(first + CHUNK_NUMEL, master.numel())
@@ -182,12 +188,18 @@ def _update_by_torch(
             if start < last and end > first and of_run
         ]
         parts = [state.part(first, last) for state in states]
-        weight = master[first:last]
+        weight, rounded = master[first:last], None if out is None else out[first:last]
+        stored = [tensor for part in parts for tensor in (part.payload, part.scale)]
+        changed = [tensor for tensor in (weight, rounded, *stored) if tensor is not None and skip is not None]
+        old = [tensor.clone() for tensor in changed]
         wide_weight = _update_chunk(optimizer, weight, gradient[first:last], parts, step, inside, gradient_scale)
         if wide_weight is not weight:
             weight.copy_(wide_weight)
-        if out is not None:
-            out[first:last].copy_(weight)
+        if rounded is not None:
+            rounded.copy_(weight)
+        if skip is not None:
+            for tensor, before in zip(changed, old, strict=True):
+                tensor.copy_(torch.where(skip != 0, before, tensor))
 
 
 def _update_chunk(

@@ -8,7 +8,7 @@ So a block has the same sum wherever it lies and however a buffer is cut into sh
 can then be added exactly. (Another device, a list of tensors, or a buffer that ends within a block may have another
 order.) The Triton form divides a block by the power of two of its largest value first: squares of
 float32 overflow above 1e19 and vanish below 1e-23. It rounds otherwise than the reference, by a few units of float32.
-Results stay on the device: nothing here waits for it, except the reference for tensors that float32 cannot sum.
+Results stay on the device: nothing here waits for it.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def squares_by_block_reference(values: Tensor, block_numel: int) -> Tensor:
 def _squares_of_rows(blocks: Tensor) -> Tensor:
     dtype = torch.promote_types(blocks.dtype, torch.float32)
     squares: Tensor = torch.linalg.vector_norm(blocks, dim=1, dtype=dtype).double().square()
-    if bool(torch.isfinite(squares).all()):
+    if dtype == torch.float64 or (blocks.device.type == "cpu" and bool(torch.isfinite(squares).all())):
         return squares
     wide: Tensor = torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float64)  # float32 overflows above 1e19
-    return wide.square()
+    return torch.where(torch.isfinite(squares), squares, wide.square())
 
 
 def check_blocks(kernel: str, tensors: Sequence[Tensor], block_numel: int) -> None:

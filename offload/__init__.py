@@ -9,6 +9,7 @@ from .host_copies import HostCopies, StreamCopies
 from .host_memory import allocate_host, keep_heap
 from .host_pool import HostPool
 from .pages import PagedBuffer, PagePool, TransientBuffer, huge_zeros
+from .reading import Reading, sent
 from .resident import OldVersion, Resident
 from .sequential_file import SequentialFile
 from .staged_store import StagedStore
@@ -30,6 +31,7 @@ __all__ = [
     "OldVersion",
     "PagePool",
     "PagedBuffer",
+    "Reading",
     "Resident",
     "SequentialFile",
     "StagedStore",
@@ -43,4 +45,5 @@ __all__ = [
     "huge_zeros",
     "in_storages_of",
     "keep_heap",
+    "sent",
 ]

@@ -28,9 +28,10 @@ class Terms:
 
     step: int  # from 1
     options: Sequence[Options]  # of each parameter group
-    gradient_scale: float
+    gradient_scale: float | Tensor  # () on the device of the update, where the host does not know it yet
     unused: Collection[int]  # identities of parameters that nobody used: they and their states stay as they are
     missed: Mapping[int, int]  # identity of a parameter -> in how many steps before this one that was so, if in any
+    skip: Tensor | None = None  # (1,) on the device of the update: not 0 where nothing is to change
 
     def step_of(self, param_id: int) -> int:
         """How often a parameter was updated, with this time; 0 where it is not."""
@@ -89,6 +90,7 @@ class FusedUpdate:
                     terms.gradient_scale,
                     part.rounded,
                     steps=[step for _, step in inside],
+                    skip=terms.skip,
                     backend=self.backend,
                 )
 

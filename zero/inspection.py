@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..comm import Axis, regions_of
 from ..kernels.sum_of_squares import squares_by_block
-from .exact_sum import NUM_LIMBS, to_limbs
 from .group import ShardedGroup
 from .layout import BLOCK_NUMEL
 
@@ -28,23 +27,29 @@ class NonFinite:
 class Inspection:
     """Looks at what was summed, while it is in the cache, and what each rank has sent for it can still be read.
 
-    found: (NUM_LIMBS + 1,) int64, on the device: the squares as limbs, and a last one that is 1 where a value is not
-    finite. A value that is not finite stays so in all sums that it goes into.
+    What it finds stays on the device, and is made a sum once a step (`StepFinding`): nothing waits here for a device. A
+    value that is not finite stays so in all sums that it goes into.
     """
 
     def __init__(self, group: ShardedGroup) -> None:
         self._group = group
-        self.found = self._nothing()
+        self.counted: list[Tensor] = []
+        """Squares by block, (blocks,) float64 each, of what this rank counts in its step."""
+        self.was_finite: Tensor | None = None
+        """() bool: nothing else that was looked at had a value that is not; None where there was nothing else."""
         self._first: NonFinite | None = None
+        self._kept: tuple[Tensor, Tensor, bool] | None = None  # of `remember`: where, values, is_own
 
     def forget(self) -> None:
         """The next gradient is of another step."""
-        self.found = self._nothing()
-        self._first = None
+        self.counted = []
+        self.was_finite = self._first = self._kept = None
 
     def count_anew(self) -> None:
         """The total that was counted is not the last one of its step."""
-        self.found[:-1] = 0
+        counted, self.counted = self.counted, []
+        for squares in counted:
+            self._note(squares)
 
     def look(self, axis: Axis, offset: int, total: Tensor, terms: Sequence[Tensor], counts: bool) -> None:
         """total: from `offset` of the shard on. terms: of the ranks of the axis, on the CPU; none: they are not known.
@@ -52,33 +57,65 @@ class Inspection:
         counts: the total is final, and this rank is the one that counts it.
         """
         squares = squares_by_block(total, BLOCK_NUMEL)
-        is_finite = torch.isfinite(squares)
-        is_bad = ~is_finite.all().to(self.found.device)
-        self.found[-1:] |= is_bad
-        if terms and bool(is_bad):  # where there are none, the value can be found later as well
+        if terms and not bool(torch.isfinite(squares).all()):  # without them the value can be found later as well
             self._trace(axis, offset, total, terms)
         if counts:
-            self.found[:-1] += to_limbs(torch.where(is_finite, squares, 0)).to(self.found.device)
+            self.counted.append(squares)
+        else:
+            self._note(squares)
 
     @property
     def is_finite(self) -> bool:
         """Whether nothing was found that is not. Waits for the device."""
-        return not bool(self.found[-1])
+        return not bool(self.is_bad())
+
+    def is_bad(self) -> Tensor:
+        """(1,) int64, where the gradient is: 1 where a value was found that is not finite."""
+        known = [torch.isfinite(squares).all() for squares in self.counted]
+        known += [] if self.was_finite is None else [self.was_finite]
+        return torch.stack(known or [torch.ones((), dtype=torch.bool)]).all().logical_not().long().view(1)
+
+    def remember(self, shard: Tensor, is_own: bool) -> None:
+        """As `first`, of a shard that goes. A device is not waited for: the block with the value is kept there."""
+        if shard.device.type == "cpu":
+            self.first(shard, is_own)
+            return
+        mine = self._mine(shard)
+        region = shard[mine]
+        if region.numel():
+            squares = self.counted[-1] if self.counted else squares_by_block(region, BLOCK_NUMEL)
+            start = (~torch.isfinite(squares)).long().argmax().view(1) * BLOCK_NUMEL
+            places = start + torch.arange(min(BLOCK_NUMEL, region.numel()), device=shard.device)
+            self._kept = start + mine.start, region[places.clamp_(max=region.numel() - 1)], is_own
 
     def first(self, shard: Tensor | None, is_own: bool) -> NonFinite | None:
         """The first value that is not finite. Waits for the device.
 
         shard: where it is looked for, if it was not traced. is_own: nobody but the ranks of the axes had a part in it.
         """
-        if self._first is None and shard is not None and not self.is_finite:
-            replicas = self._group.replica_axis
-            mine = regions_of(shard.numel(), replicas.size)[replicas.rank]
-            is_alone = self._group.state_axis.size == replicas.size == 1
-            self._trace(replicas, mine.start, shard[mine], (shard,) if is_alone and is_own else ())
+        if self._first is not None or (shard is None and self._kept is None) or self.is_finite:
+            return self._first
+        if self._kept is not None:
+            start, values, was_own = self._kept
+            self._trace_alone(int(start), values, was_own)
+        if shard is not None:
+            mine = self._mine(shard)
+            self._trace_alone(mine.start, shard[mine], is_own)
         return self._first
 
-    def _nothing(self) -> Tensor:
-        return torch.zeros(NUM_LIMBS + 1, dtype=torch.int64, device=self._group.full.device)
+    def _mine(self, shard: Tensor) -> slice:
+        """What this rank looks at, of what is the same on all ranks of the axis."""
+        replicas = self._group.replica_axis
+        return regions_of(shard.numel(), replicas.size)[replicas.rank]
+
+    def _trace_alone(self, offset: int, values: Tensor, is_own: bool) -> None:
+        replicas = self._group.replica_axis
+        is_alone = is_own and self._group.state_axis.size == replicas.size == 1
+        self._trace(replicas, offset, values, (values,) if is_alone else ())
+
+    def _note(self, squares: Tensor) -> None:
+        is_finite = torch.isfinite(squares).all()
+        self.was_finite = is_finite if self.was_finite is None else self.was_finite & is_finite
 
     def _trace(self, axis: Axis, offset: int, total: Tensor, terms: Sequence[Tensor]) -> None:
         squares = total.double().square()

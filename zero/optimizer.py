@@ -132,17 +132,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for own, options in zip(self.param_groups, groups, strict=True):  # in place: schedulers hold these
             own.update({key: value for key, value in options.items() if key != "params"})
 
-    def update_all(self, gradient_scale: float, on_updated: Callable[[ShardState], None] | None = None) -> None:
+    @property
+    def can_be_skipped(self) -> bool:
+        """Whether an update can be started before the host knows if it counts: its kernels ask the device then."""
+        is_here = self._rest is None and not any(shard.is_apart or shard.chunks for shard in self.shards)
+        return is_here and self._update.has_rule
+
+    def update_all(
+        self,
+        gradient_scale: float | Tensor,
+        on_updated: Callable[[ShardState], None] | None = None,
+        skip: Tensor | None = None,
+    ) -> None:
         """Updates all shards with gradient_scale * gradient. The engine calls it; it has reduced the gradients.
 
-        on_updated: called after each shard, so that sending it overlaps with the update of the next.
+        on_updated: called after each shard, so that sending it overlaps with the update of the next. skip: (1,) on the
+        device: where it is not 0, nothing changes. It is read there, and `count` or `uncount` has to follow.
         """
         self.begin_step()
         due = deque((one, one.gradient.shard) for one in self.shards if one.gradient.shard is not None)
         self._window.expect([shard.resident for shard, _ in due])
-        self._update_all(due, self._terms(gradient_scale), self._update_shard, on_updated)
+        self._update_all(due, self._terms(gradient_scale, skip), self._update_shard, on_updated)
+        if skip is None:
+            self.count()
+
+    def count(self) -> None:
+        """What was updated in the step that was begun counts."""
         self._missed.update(self.unused)
         self._average()
+
+    def uncount(self) -> None:
+        """In the step that was begun nothing has changed."""
+        self.num_steps -= 1
 
     def start_delayed(self, gradient_scale: float) -> None:
         """As `update_all`, in the background, with options as they are now; the next gradients may come meanwhile.
@@ -192,11 +213,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.speculation.begin()
         self._expect_chunks(order)
 
-    def update(self, shard: ShardState, gradient_scale: float, gradient: Tensor | None = None) -> None:
-        """Updates one shard; its gradient, or the one given, (shard_numel,), is used up."""
+    def update(
+        self, shard: ShardState, gradient_scale: float, gradient: Tensor | None = None, skip: Tensor | None = None
+    ) -> None:
+        """Updates one shard; its gradient, or the one given, (shard_numel,), is used up. skip: as of `update_all`."""
         gradient = shard.gradient.shard if gradient is None else gradient
         if gradient is not None:
-            self._update_shard(shard, gradient, self._terms(gradient_scale))
+            self._update_shard(shard, gradient, self._terms(gradient_scale, skip))
             if shard.is_apart:
                 self._window.let_go(shard.group.resident)  # what was read of it for `speculation` is of before
 
@@ -207,8 +230,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def accept(self) -> None:
         """A step whose shards were updated one by one is whole, and counts."""
         self.speculation.forget()
-        self._missed.update(self.unused)
-        self._average()
+        self.count()
 
     def roll_back(self) -> bool:
         """A step that speculated, whole or in part, has not been. Says whether there was one."""
@@ -355,8 +377,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The chunks of all these shards in one order: that of the next shard is read while this one is updated."""
         self._offloaded.window.expect([chunk.resident for shard in order for chunk in shard.chunks])
 
-    def _terms(self, gradient_scale: float) -> Terms:
-        return Terms(self.num_steps, self.param_groups, gradient_scale, self.unused, self._missed)
+    def _terms(self, gradient_scale: float | Tensor, skip: Tensor | None = None) -> Terms:
+        return Terms(self.num_steps, self.param_groups, gradient_scale, self.unused, self._missed, skip)
 
     def _update_all(
         self,

@@ -144,7 +144,7 @@ class ShardState:
     def make_states(self) -> None:
         """Takes memory for the states of the part that is in memory, with their first values; leaves those it has."""
         device = self.group.shard.device
-        first = self._new_states(torch.zeros(STATE_BLOCK_NUMEL, dtype=self.master_dtype, device=device))
+        first = self._new_states(torch.zeros(STATE_BLOCK_NUMEL, dtype=self.master_dtype))
         for name, block in first.items():
             if name not in self.states:
                 numel = _scaled(block.numel(), self.resident_numel)

@@ -170,6 +170,7 @@ def stubbed_kernels() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, stub in (
             ("offload.PagePool.is_possible", lambda: False),
+            ("zero.unit.stages_early", lambda device: False),
             ("kernels.sum_of_squares.uses_triton", lambda *args: True),
             ("kernels.optimizer_step.uses_triton", lambda *args: True),
             ("kernels.triton.sum_of_squares.launch", launch_squares),

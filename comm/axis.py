@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -41,11 +42,13 @@ class Axis:
     places: tuple[int, ...]  # which part of what is divided over the axis each has
     route: Route
 
-    @property
+    # Cached: a step asks for them some ten times for each block.
+
+    @cached_property
     def place(self) -> int:
         """Which part this rank has."""
         return self.places[self.rank]
 
-    @property
+    @cached_property
     def size(self) -> int:
         return len(self.ranks)

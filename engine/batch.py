@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.fused_loss import loss_only
+from ..offload import sent
 
 
 def microbatches(batch: Any, count: int, rows: int | None) -> Iterator[Any]:
@@ -73,6 +74,8 @@ def prepared(
 
     def move(tensor: Tensor) -> Tensor:
         wants_cast = dtype is not None and tensor.is_floating_point()
+        if not tensor.requires_grad:  # else the copy is a part of the graph
+            tensor = sent(tensor, device)
         return mark(tensor).to(device, dtype if wants_cast else tensor.dtype, non_blocking=True)
 
     return _map_tensors(batch, move)

@@ -11,7 +11,7 @@ from ..comm import Mesh
 from ..zero.sequence import StateError
 from .archive.parameter_values import ParameterValues
 from .config.config import Config
-from .step_sums import sum_step
+from .step_sums import SummedStep, sum_step
 from .step_update import Timing
 from .steps import Steps
 
@@ -41,6 +41,8 @@ class StepGradients:
         max_norm, norm_type = float(max_norm), float(norm_type)
         self._check_is_complete(what)
         self._check_can_clip(what, max_norm, norm_type)
+        if norm_type == 2.0 and not error_if_nonfinite and self._mesh.world.device.type != "cpu":
+            return self._clip_on_device(max_norm)
         norm, dtype = self._norm(norm_type)
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
@@ -53,10 +55,22 @@ class StepGradients:
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
+    def _clip_on_device(self, max_norm: float) -> Tensor:
+        """As torch's, it leaves norm and factor on the device, and does not wait for it."""
+        steps = self._steps
+        norm = self._summed().norm() * steps.rest
+        if not self._config.gradient_clipping:
+            steps.clip_factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        dtypes = {loss.dtype for loss in steps.losses} | {gradient.accumulation_dtype for gradient in steps.gradients}
+        return norm.to(torch.float64 if torch.float64 in dtypes else torch.float32)
+
+    def _summed(self) -> SummedStep:
+        steps = self._steps
+        return sum_step(self._mesh, steps.gradients, steps.losses, (), "the norm for engine.clip_grad_norm_")
+
     def _norm(self, norm_type: float) -> tuple[float, torch.dtype]:
         """Of all gradients of all ranks, and the dtype in which it is shown."""
-        gradients = self._steps.gradients
-        sums = sum_step(self._mesh, gradients, self._steps.losses, (), "the norm for engine.clip_grad_norm_").read()
+        gradients, sums = self._steps.gradients, self._summed().read()
         if sums.num_bad:
             return math.nan, sums.loss_dtype
         if norm_type == 2.0:

@@ -97,8 +97,9 @@ class SummedStep:
         return self._total[2 * NUM_LIMBS : 2 * NUM_LIMBS + 2].sum(dim=0, keepdim=True)
 
     def norm(self) -> Tensor:
-        """() float64 on the device, of the gradients as they were reduced; of any value where one is not finite."""
-        return value_of(self._total[:NUM_LIMBS]).sqrt()
+        """() float64 on the device, of the gradients as they were reduced; NaN where one is not finite."""
+        norm = value_of(self._total[:NUM_LIMBS]).sqrt()
+        return torch.where(self._total[2 * NUM_LIMBS] == 0, norm, math.nan)
 
     def read(self) -> StepSums:
         """Waits for the device: until it has the sum, and not for what it was given since."""

@@ -106,7 +106,7 @@ class StepUpdate:
     @property
     def can_be_skipped(self) -> bool:
         """Whether `end_step` takes a `skip`."""
-        return self.timing is Timing.AFTER_NORM and self._optimizer.can_be_skipped
+        return self.timing is Timing.AFTER_NORM and self._asks_device
 
     def end_step(self, factor: float | Tensor, unused: frozenset[int], what: str, skip: Tensor | None = None) -> None:
         """The step counts: updates what has not been updated yet, and brings all to the other ranks. A collective.
@@ -206,6 +206,11 @@ class StepUpdate:
             pending.append(shard.group.refresh())
         return pending
 
+    @property
+    def _asks_device(self) -> bool:
+        """Whether it is left to the device whether a gradient is finite, so that the host need not wait for it."""
+        return _is_waited_for(self._mesh.world.device) and self._optimizer.can_be_skipped
+
     def _release_what_changes(self) -> None:
         """A forward since the backward has left some full parameters, of values that now change."""
         for shard in self._optimizer.shards:
@@ -214,13 +219,17 @@ class StepUpdate:
 
     def _update_one(self, gradient: GroupGradient) -> None:
         shard = self._shards.get(id(gradient))
-        if shard is None:  # no group of the optimizer has it
-            gradient.check()
-        elif gradient.check():
+        skip = None
+        if self._asks_device:
+            gradient.remember()
+            skip, is_finite = gradient.inspection.is_bad(), True  # as far as the host knows
+        else:
+            is_finite = gradient.check()
+        if shard is not None and is_finite:  # None: no group of the optimizer has it
             if self.timing is Timing.IN_BACKWARD:
                 self._postpone(shard)
-            self._optimizer.update(shard, self._unclipped_factor())
-        else:
+            self._optimizer.update(shard, self._unclipped_factor(), skip=skip)
+        elif shard is not None:
             self._optimizer.skip(shard)
         if self.timing is Timing.IN_BACKWARD:
             gradient.drop_shard()
@@ -257,3 +266,8 @@ class StepUpdate:
             self._optimizer.unused = shard.param_ids - used
             self._optimizer.update(shard, self._unclipped_factor(), gradient)
         self._optimizer.unused = unused
+
+
+def _is_waited_for(device: torch.device) -> bool:
+    """Whether the host waits for what it asks of a device."""
+    return device.type != "cpu"

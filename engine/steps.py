@@ -97,7 +97,7 @@ class Steps:
         """Whether the last of them was the last of its step."""
         self._is_last: bool | None = None  # as the caller says; None: by their number
         self._by_hand = False  # he has said so in this step
-        self.clip_factor: float | None = None  # by which the caller has clipped the gradients of this step
+        self.clip_factor: float | Tensor | None = None  # by which the caller has clipped the gradients of this step
         self._config = config
         self._mesh = mesh
         self._join = join
@@ -116,7 +116,6 @@ class Steps:
         optimizer, passes, mesh = self._optimizer, self._passes, self._mesh
         self._reduced = _stand_ins(self.gradients)
         self._taken = _stand_ins(gradient for gradient in self.gradients if gradient.takes_each)
-        self._launches_first = _waits_for(mesh.world.device)
         timing = Timing.of(self._config)
         shares = any(group.copies_are_shared for unit in passes.units for group in unit.groups)
         self.guard = ModelGuard(self._module, passes.units, shares, only_steps_change=timing is not Timing.DELAYED)
@@ -360,7 +359,7 @@ class Steps:
         Not where the host updates anything, nor where this rank lacks a gradient: of that one all ranks have to say
         whether it was used. Then the host waits first. Returns whether it was started.
         """
-        if not (self._launches_first and self.update.can_be_skipped and self._uses.are_all):
+        if not (self.update.can_be_skipped and self._uses.are_all):
             return False
         self.update.end_step(self._factor_on_device(summed), frozenset(), _update_of(number), summed.skip())
         return True
@@ -368,6 +367,8 @@ class Steps:
     def _factor_on_device(self, summed: SummedStep) -> float | Tensor:
         """As `_factor`, of the norm that only the device knows, () float64; a float where that is not asked for."""
         clip = self._config.gradient_clipping
+        if isinstance(self.clip_factor, Tensor):
+            return self.clip_factor * self.rest
         if self.clip_factor is not None or not clip:
             return self._factor(math.nan)
         norm = summed.norm() * self.rest
@@ -378,7 +379,7 @@ class Steps:
         clip = self._config.gradient_clipping
         clip_factor = clip / (norm + 1e-6) if clip and norm > clip else 1.0
         if self.clip_factor is not None:
-            clip_factor = self.clip_factor
+            clip_factor = float(self.clip_factor)
         return self.rest * clip_factor if clip_factor < 1.0 else self.rest
 
     def _update_or_skip(self, sums: StepSums, norm: float, number: int) -> None:
@@ -434,11 +435,6 @@ class Steps:
     def check_averages_hidden(self, what: str) -> None:
         if self._optimizer.averages is not None:
             self._optimizer.averages.check_hidden(what)
-
-
-def _waits_for(device: torch.device) -> bool:
-    """Whether the host waits where it asks for a value."""
-    return device.type != "cpu"
 
 
 def _update_of(number: int) -> str:

@@ -176,7 +176,9 @@ def _update_by_torch(
     skip: Tensor | None,
 ) -> None:
     """skip: on another device than the CPU, where the host would wait for it."""
-    step_tensors = {one: torch.full((), float(one), device=master.device) for one in steps if one}
+    # Where torch keeps no step, a formula asks for it on the host, if at all.
+    device = master.device if optimizer.keeps_step else torch.device("cpu")
+    step_tensors = {one: torch.full((), float(one), device=device) for one in steps if one}
     starts = [0, *(end for end, _ in runs)]
     for first in range(0, master.numel(), CHUNK_NUMEL):
         last = min(first + CHUNK_NUMEL, master.numel())

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .host_memory import host_is_pinned
-
 
 class Reading:
     """A small tensor on its way to the host, as it is after what its device was given before.
@@ -18,7 +16,7 @@ class Reading:
         self._values = values
         self._copied: torch.Event | None = None
         if values.device.type != "cpu":
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=host_is_pinned())
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             self._copied = torch.accelerator.current_stream(values.device).record_event()
 
@@ -37,4 +35,4 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
     """
     if values.device.type == device.type:
         return values
-    return (values.pin_memory() if host_is_pinned() else values).to(device, non_blocking=True)
+    return values.pin_memory().to(device, non_blocking=True)

@@ -15,16 +15,19 @@ class GatherRing:
 
     def __init__(self, order: Sequence[Unit], prefetch_numel: int) -> None:
         self._order = order
+        self._members = frozenset(order)
         self._prefetch_numel = prefetch_numel
         self._cursor = 0
         self._issued: deque[tuple[Unit, bool]] = deque()  # (unit, was it full before)
-        self._passed: set[int] = set()  # identities of the units that the ring has come to
+        self._issued_numel = 0
+        self._passed: set[Unit] = set()  # that the ring has come to
 
     def begin(self) -> None:
         """Issues what may be gathered ahead of the first unit."""
         if self._order and self._order[0].numel <= self._prefetch_numel and not self._order[0].is_kept:
             self._issue()
-            self._prefetch()
+            while self._has_room():
+                self._issue()
 
     def reach(self, unit: Unit) -> None:
         """Gathers `unit`, and before it all that the order puts there and that was not used.
@@ -33,28 +36,29 @@ class GatherRing:
         """
         if unit.groups and unit.groups[0].keeper is not None and unit.is_kept:  # the first alone costs no call
             return
-        assert unit in self._order
+        assert unit in self._members
         while not self._pass_next(unit):
             pass
 
     def leave_behind(self, unit: Unit) -> None:
         """Goes on to `unit`, if the order has it and the ring has not come to it yet."""
-        if id(unit) not in self._passed and unit in self._order:
+        if unit in self._members and unit not in self._passed:
             self.reach(unit)
 
     def _pass_next(self, wanted: Unit) -> bool:
         if not self._issued:
             self._issue()
-        found = self._issued[0][0]
-        self._passed.add(id(found))
+        found, was_full = self._issued.popleft()
+        self._issued_numel -= found.numel
+        self._passed.add(found)
         if found is wanted:
-            self._issued.popleft()
             found.gather()
-        else:
-            self._drop()
+        elif not was_full:
+            found.release()
         if self._issued:  # was loaded while the last unit was used, and is gathered while this one is
             self._issued[0][0].continue_gather()
-        self._prefetch()
+        while self._has_room():
+            self._issue()
         return found is wanted
 
     def end_round(self) -> None:
@@ -64,21 +68,20 @@ class GatherRing:
         while self._cursor:
             self._issue()
         while self._issued:
-            self._drop()
+            unit, was_full = self._issued.popleft()
+            if not was_full:
+                unit.release()
+        self._issued_numel = 0
 
     def _issue(self) -> None:
         unit = self._order[self._cursor]
         self._cursor = (self._cursor + 1) % len(self._order)
         self._issued.append((unit, unit.is_full))
+        self._issued_numel += unit.numel
         unit.start_gather()
 
-    def _drop(self) -> None:
-        unit, was_full = self._issued.popleft()
-        if not was_full:
-            unit.release()
-
-    def _prefetch(self) -> None:
-        budget = self._prefetch_numel - sum(unit.numel for unit, _ in self._issued)
-        while self._cursor and len(self._issued) < MAX_PREFETCHED and self._order[self._cursor].numel <= budget:
-            budget -= self._order[self._cursor].numel
-            self._issue()
+    def _has_room(self) -> bool:
+        """Whether the next of the round is to be prefetched."""
+        if not self._cursor or len(self._issued) >= MAX_PREFETCHED:
+            return False
+        return self._issued_numel + self._order[self._cursor].numel <= self._prefetch_numel

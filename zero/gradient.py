@@ -88,6 +88,11 @@ class GroupGradient:
         self.inspection.first(self.shard, is_own=not self._is_tied)
         return False
 
+    def remember(self) -> None:
+        """As `check`, before the shard goes, but without waiting for a device: `inspection.is_bad` has what it says."""
+        if self.shard is not None:
+            self.inspection.remember(self.shard, is_own=not self._is_tied)
+
     def settle(self) -> None:
         """Returns when what has left the device is there, and counted."""
         if self._host is not None:
@@ -195,7 +200,7 @@ class GroupGradient:
     def replace(self, total: Tensor) -> None:
         """The final shard of a tied weight: the sum over its copies, (shard_numel,)."""
         assert self.shard is not None
-        self.inspection.first(self.shard, is_own=True)  # while it can be seen whose it is
+        self.inspection.remember(self.shard, is_own=True)  # while it can be seen whose it is
         self.shard.copy_(total)
         if self.group.is_counted:
             self._count()

@@ -87,17 +87,16 @@ class ShardedGroup:
         self._memory = GroupMemory(self.full, self.shard)
         self._rest: ShardRest | None = None
         self._refreshed_axis = mesh.over(domain.refreshed)
+        self.frees_memory = self.frees_parameters and self.axis.size > 1 and not self.copies_are_shared
+        """True where a release gives memory back, and a gather needs the other ranks."""
+        self._gather_name = f"gather of {name}"
+        self._views: list[Tensor] = []  # of `full`: a parameter each
+        self._without_values: list[Tensor] = []  # a NaN in the shape of each parameter
 
     def take_role(self, name: str, role: Role) -> None:
         """From now on that becomes of its parameters, and it is called so."""
         self.name, self.role = name, role
-
-    @property
-    def frees_memory(self) -> bool:
-        """True where a release gives memory back, and a gather needs the other ranks."""
-        if self._rest is not None:
-            return True
-        return self.frees_parameters and self.axis.size > 1 and not self.copies_are_shared
+        self._gather_name = f"gather of {name}"
 
     @property
     def full_bytes(self) -> int:
@@ -128,6 +127,7 @@ class ShardedGroup:
         rest: the shard is there whenever the group is not full.
         """
         self._memory, self._rest = memory, rest
+        self.frees_memory |= rest is not None
         self.full, self._resting = memory.full, memory.own
         self.residence = Residence.SHARDED
         memory.take_own()
@@ -173,10 +173,7 @@ class ShardedGroup:
 
     def install(self) -> None:
         """Makes the parameters views of `full`, where that is kept; what they were before is given back."""
-        if self.frees_memory:
-            untransformed(self._empty_params)
-        else:
-            untransformed(self._point_params_at_full)
+        untransformed(self._empty_params if self.frees_memory else self._point_params_at_full)
 
     # -- full and sharded -----------------------------------------------------------------------------------------
 
@@ -191,7 +188,7 @@ class ShardedGroup:
             self._memory.take_others()
         elif self.frees_memory:
             self._memory.take_others()
-            self._pending = self._exchange()
+            self._pending = untransformed(self._exchange)
         self.residence = Residence.COMING
 
     def continue_gather(self) -> None:
@@ -199,18 +196,18 @@ class ShardedGroup:
         if self._rest is not None and self._is_loading:
             self._is_loading = False
             self._rest.window.acquire(self.resident)
-            self._pending = self._exchange()
+            self._pending = untransformed(self._exchange)
 
     def gather(self) -> None:
         """Makes the parameters full."""
         if self.residence is Residence.FULL:
             return
-        self.start_gather()
-        self._finish_gather()
-        for param in self.params:
-            mark_present(param)
-        if self.frees_memory:
-            untransformed(self._point_params_at_full)
+        if self.residence is Residence.SHARDED:
+            self.start_gather()
+        if self._is_loading:
+            self.continue_gather()
+        untransformed(self._take_gathered)
+        mark_present(self.params)
         self.residence = Residence.FULL
 
     def release(self, holds_shard: bool = False) -> None:
@@ -223,12 +220,13 @@ class ShardedGroup:
         if self.keeper is not None and self.keeper():
             return
         if self.residence is Residence.COMING:  # prefetched, and then not needed
-            self._finish_gather()
+            self.continue_gather()
+            untransformed(self._take_gathered)
         if self.frees_memory:
             untransformed(self._empty_params)
             self._memory.give_others()
         else:
-            self._mark_released()
+            mark_released(self.params, self.names)
         self.residence = Residence.SHARDED
         if self._rest is not None and self._rest.window.holds(self.resident):
             self._rest.window.hold(self.resident)
@@ -250,30 +248,37 @@ class ShardedGroup:
             return Pending()
         return self._refreshed_axis.route.gather(self._resting, self.shard, f"gather of {self.name}")
 
-    def _finish_gather(self) -> None:
-        self.continue_gather()
-        pending, self._pending = self._pending, Pending()
-        untransformed(pending.wait)
-
     def _exchange(self) -> Pending:
-        return untransformed(lambda: self.axis.route.gather(self.full, self._resting, f"gather of {self.name}"))
+        return self.axis.route.gather(self.full, self._resting, self._gather_name)
+
+    def _take_gathered(self) -> None:
+        pending, self._pending = self._pending, Pending()
+        pending.wait()
+        if self.frees_memory:
+            self._point_params_at_full()
 
     def _empty_params(self) -> None:
         """Shapes without values: a NaN, expanded."""
-        value = torch.nan if self.dtype.is_floating_point else 0
-        nothing = torch.full((), value, dtype=self.dtype, device=self.full.device)
-        for param in self.params:
-            mark_present(param)
-            param.data = nothing.expand(param.shape)
-        self._mark_released()
-
-    def _mark_released(self) -> None:
-        for name, param in zip(self.names, self.params, strict=True):
-            mark_released(param, name)
+        if not self._without_values:
+            with torch.inference_mode(False):
+                value = torch.nan if self.dtype.is_floating_point else 0
+                nothing = torch.full((), value, dtype=self.dtype, device=self.full.device)
+                self._without_values = [nothing.expand(param.shape) for param in self.params]
+        _point(self.params, self._without_values)
+        mark_released(self.params, self.names)
 
     def _point_params_at_full(self) -> None:
-        for slot, param in zip(self.layout.slots, self.params, strict=True):
-            param.data = self.full[slot.offset_in_flat : slot.end_in_flat].view(slot.shape)
+        if not self._views:  # made while there is memory; torch keeps them, whatever becomes of it
+            with torch.inference_mode(False):
+                self._views = [self.full[s.offset_in_flat : s.end_in_flat].view(s.shape) for s in self.layout.slots]
+        _point(self.params, self._views)
+
+
+def _point(params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
+    """The parameters become these values, released or not."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for param, value in zip(params, values, strict=True):
+            param.data = value
 
 
 def values_of(memory: Memory) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from types import FrameType, ModuleType, NoneType
 from typing import Any
 
@@ -98,7 +99,7 @@ class UnitHooks:
                 if id(param) in self._hooked:
                     continue
                 self._hooked.add(id(param))
-                hook = _gradient_hook(self._sequence, unit, name)
+                hook = partial(self._sequence.gradient_arrived, unit, name)  # a function of ours would be called twice
                 requires_grad = param.requires_grad
                 param.requires_grad_(True)  # a frozen one takes no hook; unfrozen later, it has this one
                 self._add(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
@@ -151,14 +152,6 @@ def cast_inputs(blocks: Iterable[nn.Module], dtype: torch.dtype, ledger: Ledger)
 
     for block in blocks:
         ledger.hook(block.register_forward_pre_hook(before, with_kwargs=True))
-
-
-def _gradient_hook(sequence: UnitSequence, unit: Unit, name: str) -> Callable[[Tensor], None]:
-    def hook(param: Tensor) -> None:
-        assert isinstance(param, nn.Parameter)
-        sequence.gradient_arrived(unit, param, name)
-
-    return hook
 
 
 def _keeps_graph(output: Any) -> bool:

@@ -38,12 +38,12 @@ class Inspection:
         self.was_finite: Tensor | None = None
         """() bool: nothing else that was looked at had a value that is not; None where there was nothing else."""
         self._first: NonFinite | None = None
+        self._kept: tuple[Tensor, Tensor, bool] | None = None  # of `remember`: where, values, is_own
 
     def forget(self) -> None:
         """The next gradient is of another step."""
         self.counted = []
-        self.was_finite = None
-        self._first = None
+        self.was_finite = self._first = self._kept = None
 
     def count_anew(self) -> None:
         """The total that was counted is not the last one of its step."""
@@ -67,21 +67,51 @@ class Inspection:
     @property
     def is_finite(self) -> bool:
         """Whether nothing was found that is not. Waits for the device."""
+        return not bool(self.is_bad())
+
+    def is_bad(self) -> Tensor:
+        """(1,) int64, where the gradient is: 1 where a value was found that is not finite."""
         known = [torch.isfinite(squares).all() for squares in self.counted]
         known += [] if self.was_finite is None else [self.was_finite]
-        return all(map(bool, known))
+        return torch.stack(known or [torch.ones((), dtype=torch.bool)]).all().logical_not().long().view(1)
+
+    def remember(self, shard: Tensor, is_own: bool) -> None:
+        """As `first`, of a shard that goes. A device is not waited for: the block with the value is kept there."""
+        if shard.device.type == "cpu":
+            self.first(shard, is_own)
+            return
+        mine = self._mine(shard)
+        region = shard[mine]
+        if region.numel():
+            squares = self.counted[-1] if self.counted else squares_by_block(region, BLOCK_NUMEL)
+            start = (~torch.isfinite(squares)).long().argmax().view(1) * BLOCK_NUMEL
+            places = start + torch.arange(min(BLOCK_NUMEL, region.numel()), device=shard.device)
+            self._kept = start + mine.start, region[places.clamp_(max=region.numel() - 1)], is_own
 
     def first(self, shard: Tensor | None, is_own: bool) -> NonFinite | None:
         """The first value that is not finite. Waits for the device.
 
         shard: where it is looked for, if it was not traced. is_own: nobody but the ranks of the axes had a part in it.
         """
-        if self._first is None and shard is not None and not self.is_finite:
-            replicas = self._group.replica_axis
-            mine = regions_of(shard.numel(), replicas.size)[replicas.rank]
-            is_alone = self._group.state_axis.size == replicas.size == 1
-            self._trace(replicas, mine.start, shard[mine], (shard,) if is_alone and is_own else ())
+        if self._first is not None or (shard is None and self._kept is None) or self.is_finite:
+            return self._first
+        if self._kept is not None:
+            start, values, was_own = self._kept
+            self._trace_alone(int(start), values, was_own)
+        if shard is not None:
+            mine = self._mine(shard)
+            self._trace_alone(mine.start, shard[mine], is_own)
         return self._first
+
+    def _mine(self, shard: Tensor) -> slice:
+        """What this rank looks at, of what is the same on all ranks of the axis."""
+        replicas = self._group.replica_axis
+        return regions_of(shard.numel(), replicas.size)[replicas.rank]
+
+    def _trace_alone(self, offset: int, values: Tensor, is_own: bool) -> None:
+        replicas = self._group.replica_axis
+        is_alone = is_own and self._group.state_axis.size == replicas.size == 1
+        self._trace(replicas, offset, values, (values,) if is_alone else ())
 
     def _note(self, squares: Tensor) -> None:
         is_finite = torch.isfinite(squares).all()

@@ -74,9 +74,16 @@ class FlatLayout:
             offset += round_up(math.prod(shape), PARAM_ALIGNMENT_NUMEL)
         return cls(tuple(slots), shard_count, round_up(-(-offset // shard_count), BLOCK_NUMEL))
 
-    @property
+    @cached_property
     def padded_numel(self) -> int:
         return self.shard_count * self.shard_numel
+
+    @cached_property
+    def is_dense(self) -> bool:
+        """Whether parameters lie one right behind the other, each with elements, and only the end is padding."""
+        ends = [0, *(slot.end_in_flat for slot in self.slots)]
+        starts = [slot.offset_in_flat for slot in self.slots if slot.shape and slot.numel]
+        return bool(starts) and starts == ends[:-1]
 
     @property
     def numel(self) -> int:

@@ -28,6 +28,7 @@ class Move:
         self._group = group
         self._codec = codec
         self._inspection = inspection
+        self._name = f"reduction of {group.name}"
 
     def staging_axis(self, boundary: bool, has_shard: bool) -> Axis | None:
         """The axis in whose message a backward's gradients are staged; None: they go into the shard."""
@@ -47,14 +48,17 @@ class Move:
 
     def open_message(self, axis: Axis) -> Tensor:
         """Memory to stage the next gradient in, (padded_numel,); may wait for other ranks."""
-        return self._codec.open_message(axis, self._group.layout.padded_numel, self._what)
+        return self._codec.open_message(axis, self._group.layout.padded_numel, self._name)
 
     def places(self, axis: Axis | None, message: Tensor | None, shard: Tensor, has_shard: bool) -> list[Region]:
         """Where gradients are staged: the shard, or the message of `axis` but for what is summed in place."""
         numel = self._group.layout.padded_numel
         if axis is None or message is None:
             return [(0, numel, shard)]
-        held, own = self._held(axis, message, shard.dtype, has_shard), regions_of(numel, axis.size)[axis.place]
+        held = self._held(axis, message, shard.dtype, has_shard)
+        if held == NOTHING:
+            return [(0, numel, message)]
+        own = regions_of(numel, axis.size)[axis.place]
         memory = shard if axis is self._group.state_axis else shard[own]
         start, end = own.start + held.start, own.start + held.stop
         return [(0, start, message[:start]), (start, end, memory[held]), (end, numel, message[end:])]
@@ -73,7 +77,7 @@ class Move:
             self._inspection.look(states, 0, shard, (), counts)
         if axis is states and message is not None:
             held = self._held(axis, message, shard.dtype, has_shard)
-            terms = states.route.reduce_scatter(message, None if has_shard else shard, self._what)
+            terms = states.route.reduce_scatter(message, None if has_shard else shard, self._name)
             if boundary and not is_last:  # what follows at once opens a message there
                 terms = replace(terms, arrived=self._when_free(replicas, terms.arrived, shard.numel()))
             yield from self._add_up(states, terms, slice(0, shard.numel()), shard, held, has_shard, counts and is_last)
@@ -84,19 +88,15 @@ class Move:
         if axis is replicas and message is not None:
             held = self._held(axis, message, shard.dtype, has_shard)
         else:
-            message = self._codec.open_message(replicas, shard.numel(), self._what)
+            message = self._codec.open_message(replicas, shard.numel(), self._name)
             message.copy_(shard)
             held = held if self._codec.may_lack_own(replicas, shard.dtype) else NOTHING
-        terms = replicas.route.all_reduce(message, shard, self._what)
+        terms = replicas.route.all_reduce(message, shard, self._name)
         yield from self._add_up(replicas, terms, mine, shard, held, False, counts)
 
     def _when_free(self, axis: Axis, pending: Pending, numel: int) -> Pending:
         """As `pending`, but not done before the next message of an axis is free."""
         return Pending(pending.wait, lambda: pending.is_done and self._codec.next_message(axis, numel) is not None)
-
-    @property
-    def _what(self) -> str:
-        return f"reduction of {self._group.name}"
 
     def _held(self, axis: Axis, message: Tensor, dtype: torch.dtype, has_shard: bool) -> slice:
         """What of its own region this rank need not put into the message that it stages in.
@@ -119,9 +119,14 @@ class Move:
         yield terms.arrived
         terms.arrived.wait()
         of_ranks = terms.read()
-        self._codec.add_up(of_ranks, axis.rank, shard[terms.region], held, accumulate)
-        self._inspection.look(axis, mine.start, shard[mine], of_ranks if axis.route.sums_here else (), counts)
+        self._codec.add_up(of_ranks, axis.rank, _part(shard, terms.region), held, accumulate)
+        self._inspection.look(axis, mine.start, _part(shard, mine), of_ranks if axis.route.sums_here else (), counts)
         spread = terms.summed()
         if spread is not None:
             yield spread
             spread.wait()
+
+
+def _part(tensor: Tensor, region: slice) -> Tensor:
+    """Itself, where that is all of it."""
+    return tensor if region == slice(0, tensor.numel()) else tensor[region]

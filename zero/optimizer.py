@@ -266,11 +266,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.speculation.begin()
         self._expect_chunks(order)
 
-    def update(self, shard: ShardState, gradient_scale: float, gradient: Tensor | None = None) -> None:
-        """Updates one shard; its gradient, or the one given, (shard_numel,), is used up."""
+    def update(
+        self, shard: ShardState, gradient_scale: float, gradient: Tensor | None = None, skip: Tensor | None = None
+    ) -> None:
+        """Updates one shard; its gradient, or the one given, (shard_numel,), is used up. skip: as of `update_all`."""
         gradient = shard.gradient.shard if gradient is None else gradient
         if gradient is not None:
-            self._update_shard(shard, gradient, self._terms(gradient_scale))
+            self._update_shard(shard, gradient, self._terms(gradient_scale, skip))
             if shard.is_apart:
                 self._window.let_go(shard.group.resident)  # what was read of it for `speculation` is of before
 

@@ -57,6 +57,8 @@ class Reductions:
 
         See [Note: early phases].
         """
+        if not self._in_flight:
+            return
         older = None
         for flight in list(self._in_flight):
             is_behind = older is None or older.num_phases > flight.num_phases

@@ -101,18 +101,19 @@ class ReleasedParameter(nn.Parameter):
         )
 
 
-def mark_released(param: nn.Parameter, name: str) -> None:
-    """From now on reading the parameter raises an error that names it."""
-    if type(param) is not nn.Parameter:
-        return  # a subclass of the user's keeps its own behaviour; the NaN underneath still stands
-    param.__class__ = ReleasedParameter
-    param.lowtide_name = name  # type: ignore[attr-defined]
+def mark_released(params: Iterable[nn.Parameter], names: Iterable[str]) -> None:
+    """From now on reading one of the parameters raises an error that names it."""
+    for param, name in zip(params, names, strict=True):
+        if type(param) is nn.Parameter:  # a subclass of the user's keeps its behaviour; the NaN underneath still stands
+            param.__class__ = ReleasedParameter
+            param.lowtide_name = name  # type: ignore[attr-defined]
 
 
-def mark_present(param: nn.Parameter) -> None:
+def mark_present(params: Iterable[nn.Parameter]) -> None:
     """Takes back `mark_released`."""
-    if type(param) is ReleasedParameter:
-        param.__class__ = nn.Parameter  # type: ignore[assignment]
+    for param in params:
+        if type(param) is ReleasedParameter:
+            param.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def _flatten(value: Any) -> Iterable[Any]:

@@ -165,7 +165,8 @@ class UnitSequence:
         """A unit's forward begins, or is recomputed (None): its parameters are made full."""
         self._progress.at_unit("" if unit is self.rest else unit.name)
         if self.phase is Phase.BACKWARD and not self._ends_lost_backward():
-            self._come_to(unit)
+            if self._read_on:
+                self._come_to(unit)
             self._gather_in_backward(unit)
             return None
         if self.phase is Phase.IDLE and self._listener is not None:
@@ -249,7 +250,8 @@ class UnitSequence:
 
     def enter_backward(self, use: Use) -> None:
         """The gradient of what a use of a unit returned is there: its own backward begins."""
-        if self._heard is not None or self._graph_task is None:
+        heard = self._heard
+        if self._graph_task is None if heard is None else heard() is None:
             self.hear()
         if use.forward not in self._of_backward:
             self._of_backward.add(use.forward)
@@ -257,7 +259,8 @@ class UnitSequence:
                 self._forwards.add(use.forward)
                 self._count_uses()
         if self.phase is Phase.BACKWARD:
-            self._leave_behind(use.number)
+            if self._read_on:
+                self._leave_behind(use.number)
             self._collect_ready(use.number)
         self._progress.at_unit(use.unit.name)
         if self.phase is Phase.BACKWARD:
@@ -265,9 +268,10 @@ class UnitSequence:
         else:
             self._lend(use)
 
-    def gradient_arrived(self, unit: Unit, param: nn.Parameter, name: str) -> None:
+    def gradient_arrived(self, unit: Unit, name: str, param: nn.Parameter) -> None:
         """Autograd has put the gradient of a parameter into `param.grad`."""
-        if self._heard is not None or self._graph_task is None:
+        heard = self._heard
+        if self._graph_task is None if heard is None else heard() is None:  # else it does nothing, often
             self.hear(param)
         if self.phase is not Phase.BACKWARD:  # in a run that seemed to add to no gradient: checkpointing has its own
             self._end_lending()
@@ -287,14 +291,16 @@ class UnitSequence:
                 "the unit out of zero_optimization.units"
             )
         unit.waiting.discard(id(param))
-        self._come_to(unit)
-        self._reductions.poll()
+        if self._read_on:
+            self._come_to(unit)
+        if unit.stages_early:
+            self._reductions.poll()
         # Reentrant checkpointing runs a backward of its own for each use of a unit.
-        is_last = unit.num_uses < 2 or current_graph_task() == self._graph_task
-        if not unit.waiting and is_last and unit is not self.rest:
+        is_last = not unit.waiting and (unit.num_uses < 2 or current_graph_task() == self._graph_task)
+        if is_last and unit is not self.rest:
             unit.is_ready = True
             self._collect_ready()
-        elif unit is self.reduction_order[self._reduction_cursor]:
+        elif unit.stages_early and unit is self.reduction_order[self._reduction_cursor]:
             unit.take_early(param, self._boundary)
 
     def place_for_gradient(self, param: nn.Parameter) -> Tensor | None:
@@ -443,7 +449,7 @@ class UnitSequence:
         """
         while self._reduction_cursor < len(self.reduction_order):
             unit = self.reduction_order[self._reduction_cursor]
-            if not (unit.is_ready or (use and self._is_behind(unit, use))):
+            if not unit.is_ready and not (use and self._is_behind(unit, use)):
                 return
             self._reduction_cursor += 1
             unit.is_collected = True
@@ -460,7 +466,7 @@ class UnitSequence:
 
     def _come_to(self, unit: Unit) -> None:
         """Autograd has come to a unit alone, and not to what is read of it elsewhere."""
-        if self._read_on and unit.first_use is not None and unit is not self.rest and unit not in self._kept:
+        if unit.first_use is not None and unit is not self.rest and unit not in self._kept:
             self._leave_behind(unit.first_use)
 
     def _leave_behind(self, use: int) -> None:
@@ -475,4 +481,4 @@ class UnitSequence:
         A unit that seems unused can be left for the end where no gather waits for it.
         """
         is_behind = self._needs_ring if unit.first_use is None else unit.first_use > use
-        return is_behind and unit is not self.rest and not will_run(unit.accumulators[key] for key in unit.waiting)
+        return is_behind and unit is not self.rest and not will_run([unit.accumulators[key] for key in unit.waiting])

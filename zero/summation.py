@@ -19,6 +19,9 @@ def sum_with_held(terms: list[Tensor], own: int, out: Tensor, held: slice, accum
 
     If anything is held, terms[own] is `out` afterwards: what it was is gone.
     """
+    if held == NOTHING:
+        sum_in_rank_order(terms, out, accumulate)
+        return
     for piece in (slice(0, held.start), held, slice(held.stop, out.numel())):
         if piece.start < piece.stop:
             chunk = out[piece]
@@ -26,8 +29,7 @@ def sum_with_held(terms: list[Tensor], own: int, out: Tensor, held: slice, accum
             if piece is held:
                 chunks[own] = chunk
             sum_in_rank_order(chunks, chunk, accumulate)
-    if held != NOTHING:
-        terms[own] = out
+    terms[own] = out
 
 
 def sum_in_rank_order(terms: Sequence[Tensor], out: Tensor, accumulate: bool) -> None:

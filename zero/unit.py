@@ -10,6 +10,7 @@ from torch.autograd.graph import Node
 from .gradient import GroupGradient
 from .graph_task import accumulator_of
 from .group import Residence, ShardedGroup
+from .staging import stages_early
 
 
 class Unit:
@@ -32,6 +33,9 @@ class Unit:
         """Its parameters are in these groups from now on."""
         self.groups = groups
         self.gradients = gradients
+        self.numel = sum(group.layout.padded_numel for group in groups)
+        self.stages_early = any(stages_early(gradient.group.full.device) for gradient in gradients)
+        """Whether gradients are staged as they come, in the backward of a unit whose turn to be reduced is next."""
         self.trained = frozenset(id(p) for gradient in gradients for p in gradient.group.params)
         self._places = {id(p): i for gradient in gradients[:1] for i, p in enumerate(gradient.group.params)}
 
@@ -41,12 +45,11 @@ class Unit:
         self.accumulators = {id(param): accumulator_of(param) for param in params}
 
     @property
-    def numel(self) -> int:
-        return sum(group.layout.padded_numel for group in self.groups)
-
-    @property
     def is_full(self) -> bool:
-        return all(group.residence is Residence.FULL for group in self.groups)
+        for group in self.groups:  # noqa: SIM110  (a step asks several times a unit, and `all` costs two calls more)
+            if group.residence is not Residence.FULL:
+                return False
+        return True
 
     def keep(self) -> None:
         """`release` has no effect until `release_kept`."""
@@ -64,7 +67,8 @@ class Unit:
 
     def start_gather(self) -> None:
         for group in self.groups:
-            group.start_gather()
+            if group.residence is Residence.SHARDED:
+                group.start_gather()
 
     def continue_gather(self) -> None:
         for group in self.groups:
@@ -72,11 +76,13 @@ class Unit:
 
     def gather(self) -> None:
         for group in self.groups:
-            group.gather()
+            if group.residence is not Residence.FULL:
+                group.gather()
 
     def release(self) -> None:
         for group in self.groups:
-            group.release()
+            if group.residence is not Residence.SHARDED:
+                group.release()
 
     def release_reduced(self, is_updated: bool) -> bool:
         """Releases what is trained, after the reduction has begun; whether that was all, for now.

@@ -154,6 +154,38 @@ def test_one_that_comes_twice_is_added_as_autograd_does(ranks: RankPool, precisi
         assert [one.differences(other) for one, other in zip(staged, plain, strict=True)] == [[], [], []]
 
 
+class Odd(nn.Module):
+    """What does not lie side by side in flat memory, what has no dimension, and what one microbatch does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.scale, self.empty = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.zeros(0, 3))
+        self.square = nn.Parameter(torch.eye(WIDTH))  # its gradient is a transposed one
+        self.seven, self.unused = nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * self.scale + self.empty.sum()
+        return (x[:, :7] * self.seven).float().square().mean() + (x @ self.square).float().mean()
+
+
+def train_together_and_not(cases: list[Case]) -> tuple[list[Outcome], list[Outcome]]:
+    with mock.patch("lowtide.zero.unit.stages_early", lambda device: False):
+        together = train_all(cases)
+    return together, train_all(cases)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_those_that_are_staged_together_are_the_same(ranks: RankPool, precision: str, world_size: int) -> None:
+    """As on a device."""
+    config = {"bf16": {"enabled": precision == "bf16"}, "communication": {"route": "native"}}
+    cases = [Case(model, batch, config=config).at(stage) for model in (Twice, Odd) for stage in range(4)]
+    for together, plain in ranks(world_size, train_together_and_not, cases):
+        assert [one.differences(other) for one, other in zip(together, plain, strict=True)] == [[]] * len(cases)
+
+
 def train_by_hand(stage: int, fails: bool) -> tuple[list[float], int]:
     """(losses, steps) of the classic form. fails: before the second step two microbatches whose second has an error."""
     torch.manual_seed(0)

@@ -64,34 +64,40 @@ class Post:
         self._who, self._group = who, group
         self._store = dist.PrefixStore(group.prefix, group.board.store.clone())
         self._store.set_timeout(_LOOK)
+        self._num_chunks: dict[str, int] = {}
 
     def put(self, key: str, value: Any) -> None:
         data = pickle.dumps(value)
         chunks = [data[at : at + _CHUNK] for at in range(0, len(data), _CHUNK)]
+        self._num_chunks[key] = len(chunks)
         for index, chunk in enumerate(chunks[1:], 1):
             self._store.set(f"{key}/{index}", chunk)
         self._store.set(key, bytes([len(chunks)]) + chunks[0])
 
     def take(self, key: str, looking: Looking | None = None) -> Any:
         """Waits for a value."""
-        data = b""
         self._group.board.awaits(self._who, self._group.prefix + key)
-        while not data:
+        data = self._get(key, looking)
+        self._group.board.awaits(self._who, None)
+        self._num_chunks[key] = data[0]
+        rest = [self._get(f"{key}/{index}", looking) for index in range(1, data[0])]
+        return pickle.loads(b"".join([data[1:], *rest]))
+
+    def drop(self, key: str) -> None:
+        """Of what was put or taken here."""
+        for index in range(1, self._num_chunks.pop(key)):
+            self._store.delete_key(f"{key}/{index}")
+        self._store.delete_key(key)
+
+    def _get(self, key: str, looking: Looking | None) -> bytes:
+        while True:
             try:
-                data = self._store.get(key)
+                return bytes(self._store.get(key))
             except dist.DistStoreError:
                 if self._group.is_aborted.is_set():
                     raise _Aborted from None
                 if looking is not None:
                     looking.look()
-        self._group.board.awaits(self._who, None)
-        rest = [self._store.get(f"{key}/{index}") for index in range(1, data[0])]
-        return pickle.loads(b"".join([data[1:], *rest]))
-
-    def drop(self, key: str) -> None:
-        for index in range(1, self._store.get(key)[0]):
-            self._store.delete_key(f"{key}/{index}")
-        self._store.delete_key(key)
 
 
 class Work(dist.Work):

@@ -37,6 +37,7 @@ from ..watch.record import NUM_CHANNELS
 from ..watch.watchdog import Watchdog
 from .errors import CollectiveError, no_answer
 from .loopback_store import loopback_store
+from .overdue import Overdue, leave_errors_to_us
 
 # How many worlds use a process group that `join` made. As global as the default process group itself, whose end it
 # decides; weak, because a last reference would keep the group's threads alive.
@@ -47,6 +48,7 @@ _USERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _STORES: dict[tuple[str, ...], tuple[Any, int]] = {}
 
 _CHANNEL = NUM_CHANNELS - 1  # of the record of the progress; the others are those of axes
+_HOST_BACKENDS = ("gloo", "mpi", "fake")  # whose `wait` returns when the result is there
 _WITHOUT_FLOAT64 = {"mps"}
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -69,6 +71,7 @@ class World:
     began_alone: bool = False
     progress: Progress = field(default_factory=Progress, compare=False)
     watchdog: Watchdog = field(default_factory=Watchdog, compare=False)
+    overdue: Overdue = field(default_factory=Overdue, compare=False)
 
     @classmethod
     def join(cls, device: str = "auto", timeout_seconds: float = 300.0) -> World:
@@ -83,6 +86,8 @@ class World:
         began_alone = not dist.is_initialized() and not _is_launched()
         if not dist.is_initialized():
             num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+            if chosen.type != "cpu":
+                leave_errors_to_us()
             progress.identify(int(os.environ.get("RANK", "0")), num_ranks)
             with progress.waiting("the meeting of all ranks at the start", _CHANNEL, num_ranks):
                 _make_process_group(chosen, timeout_seconds)
@@ -94,7 +99,10 @@ class World:
             torch.accelerator.set_device_index(chosen)
         rank, size = dist.get_rank(), dist.get_world_size()
         progress.identify(rank, size)
-        return cls(rank, size, chosen, str(dist.get_backend()), owned, timeout_seconds, began_alone, progress)
+        world = cls(rank, size, chosen, str(dist.get_backend()), owned, timeout_seconds, began_alone, progress)
+        if size > 1 and not world.waits_on_host:
+            world.overdue.start(rank, chosen, timeout_seconds)
+        return world
 
     def leave(self) -> None:
         """Destroys the default process group where `join` made it and nobody else is in it. To be called once."""
@@ -105,6 +113,12 @@ class World:
         _USERS[dist.group.WORLD] -= 1
         if not _USERS[dist.group.WORLD]:
             dist.destroy_process_group()
+
+    @cached_property
+    def waits_on_host(self) -> bool:
+        """Whether `wait` of the backend for `device` returns when the result is there; else it orders a stream."""
+        backends = dict(part.split(":", 1) for part in dist.get_backend_config().split(","))
+        return backends.get(self.device.type) in _HOST_BACKENDS
 
     @property
     def store(self) -> Any:
@@ -175,13 +189,18 @@ class World:
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
         started = time.monotonic()
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        self.overdue.begin(what, others, lambda _: "")
         with self.progress.waiting(what, _CHANNEL, self.size):
             try:
                 yield
             except RuntimeError as error:
-                others = [rank for rank in range(self.size) if rank != self.rank]
+                self.overdue.check()
                 seconds = time.monotonic() - started
                 raise CollectiveError(no_answer(self.rank, what, others, seconds, error)) from error
+            finally:
+                self.overdue.end()
+        self.overdue.check()
 
     @cached_property
     def num_hosts(self) -> int:

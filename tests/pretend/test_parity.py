@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 
 from tests.models import TinyGPT, token_batch
 from tests.ranks import RankPool

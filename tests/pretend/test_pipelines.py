@@ -79,3 +79,16 @@ def test_a_checkpoint_goes_on(ranks: RankPool, tmp_path: Path) -> None:
     expected = train_plainly(TIED, 1, num_parts=MICROBATCHES)
     found = ranks(2, train_in_two_halves, pipelined(TIED, 2, "zb-v"), tmp_path, process_group=False)[0]
     assert_close(found, expected, TOLERANCE_64, TOLERANCE_64)
+
+
+def train_on_device(cases: list[Case]) -> list[Outcome]:
+    group.register_device()
+    return [train(case) for case in cases]
+
+
+def test_every_schedule_trains_on_the_device(pretend_ranks: RankPool) -> None:
+    expected = train_plainly(TIED, 1, num_parts=MICROBATCHES)
+    cases = [pipelined(TIED, 2, schedule) for schedule in SCHEDULES]
+    found = pretend_ranks(2, train_on_device, cases, process_group=False)[0]
+    for schedule, outcome in zip(SCHEDULES, found, strict=True):
+        assert_close(outcome, expected, TOLERANCE_64, TOLERANCE_64, schedule)

@@ -402,7 +402,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
             self._steps.check_between(ADDING)
             with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
                 self._archive.checkpoints.wait()  # what is being saved is of the groups of before
-                self._late_groups.add(param_group)
+                self._late_groups.add(param_group, self._learning_rates.check_takes)
                 self._steps.take_up_groups()
                 self._take_up_groups()
                 self._learning_rates.add(param_group)

@@ -86,7 +86,7 @@ class ModelGuard:
                 if param.requires_grad:
                     raise ValueError(
                         f"parameter '{name}': expected requires_grad=False as at lowtide.initialize, found True; no "
-                        "group of the optimizer has it; give it to one at initialize: it may be frozen then"
+                        "group of the optimizer has it; give it one by engine.optimizer.add_param_group"
                     )
             for (name, param), address in zip(self._kept, self._addresses, strict=True):
                 if param.data_ptr() != address:

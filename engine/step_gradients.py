@@ -1,4 +1,4 @@
-"""What a caller sees of a step's gradients between its last backward and its update, and how he clips them."""
+"""What a caller sees of a step's gradients between its last backward and its update, and how he changes them."""
 
 from __future__ import annotations
 
@@ -34,6 +34,21 @@ class StepGradients:
         self._check_is_complete(what)
         self._check_is_held(what, "gradients are used up one by one as they come; a hook on the parameter sees its own")
         return self._values.gradient(param, self._steps.rest, is_local, what)
+
+    def set_gradient(self, param: nn.Parameter | str, value: Tensor | None, is_local: bool) -> None:
+        """See `ParameterAccess.set_gradient`."""
+        what = "engine.set_gradient()"
+        self._check_is_complete(what)
+        self._check_is_held(
+            what, "gradients are used up one by one as they come; a hook on the parameter may change it"
+        )
+        if self._steps.clip_factor is not None:
+            raise StateError(
+                f"{what}: expected it before engine.clip_grad_norm_(), found it after that, whose norm is of other "
+                "gradients; clip when all gradients are set"
+            )
+        self._steps.take_back()  # what was updated with another gradient
+        self._values.set_gradient(param, value, self._steps.rest, is_local, what)
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """See `ParameterAccess.clip_grad_norm_`."""

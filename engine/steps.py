@@ -374,7 +374,7 @@ class Steps:
         Raises OffloadError on every rank where an update in the background has failed on any, and StateError where not
         all ranks would come.
         """
-        gradients = "engine.clip_grad_norm_() or engine.gradient()"
+        gradients = "engine.clip_grad_norm_(), engine.gradient() or engine.set_gradient()"
         self._join.check_outside(gradients if access is Access.NOTHING else activity.value)
         if access in (Access.CHANGES, Access.REPLACES):
             self.check_averages_hidden("a change of the weights")

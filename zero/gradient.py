@@ -55,6 +55,7 @@ class GroupGradient:
         self._host = None if host is None else HostSum(host)
         self._has_shard = False  # of earlier microbatches
         self._is_final = False  # of all of a step; another backward may still add to it
+        self._has_changed = False  # since it was counted
         self._staging: Staging | None = None  # of the backward that runs
         self._early: set[int] = set()  # parameters whose gradients wait for it
         self._is_in_place = False  # `param.grad` are views of the shard
@@ -89,9 +90,22 @@ class GroupGradient:
         return False
 
     def settle(self) -> None:
-        """Returns when what has left the device is there, and counted."""
+        """Returns when what has left the device is there, and all is counted."""
         if self._host is not None:
             self._host.arrive()
+        if self._has_changed:
+            self._has_changed = False
+            self.inspection.forget()
+            if self.group.is_counted:
+                self._count()
+
+    def mark_changed(self, index: int, is_used: bool) -> None:
+        """The caller has set the final gradient of parameter `index`. is_used: it is one, and not none."""
+        self._has_changed = True
+        if is_used:
+            self.used.add(index)
+        else:
+            self.used.discard(index)
 
     def reset(self) -> None:
         """Forgets the gradient after an optimizer step."""
@@ -101,7 +115,7 @@ class GroupGradient:
         self._early.clear()
         self._is_in_place = False
         self._local.has_values = False
-        self._has_shard = self._is_final = False
+        self._has_shard = self._is_final = self._has_changed = False
         if self.group.copies_are_shared or self._host is not None:
             self.drop_shard()
 

@@ -95,5 +95,4 @@ class ParameterAccess:
         ranks must call it, between the backward of the last microbatch and `engine.step()`: StateError at any other
         time, and with `update_in_backward`. ValueError where `gradient_clipping` of the config clips to another norm.
         """
-        with self._steps.apart(Activity.WEIGHTS, Access.NOTHING):
-            return self._gradients.clip(max_norm, norm_type, error_if_nonfinite)
+        return self._gradients.clip(max_norm, norm_type, error_if_nonfinite)

@@ -11,6 +11,7 @@ from ..comm import Mesh
 from ..zero.sequence import StateError
 from .archive.parameter_values import ParameterValues
 from .config.config import Config
+from .join import Call, Join
 from .step_sums import sum_step
 from .step_update import Timing
 from .steps import Steps
@@ -22,9 +23,10 @@ class StepGradients:
     backward ... backward | here | step
     """
 
-    def __init__(self, config: Config, mesh: Mesh, steps: Steps, values: ParameterValues) -> None:
+    def __init__(self, config: Config, mesh: Mesh, steps: Steps, values: ParameterValues, join: Join) -> None:
         self._config = config
         self._mesh = mesh
+        self._join = join
         self._steps = steps
         self._values = values
 
@@ -56,17 +58,29 @@ class StepGradients:
         max_norm, norm_type = float(max_norm), float(norm_type)
         self._check_is_complete(what)
         self._check_can_clip(what, max_norm, norm_type)
+        with self._join.together(Call.CLIPPING) as num_ranks:
+            if num_ranks < self._mesh.world.size:  # the others have not been told
+                self._mesh.world.gather_objects((max_norm, norm_type, error_if_nonfinite))
+            return self._clip(max_norm, norm_type, error_if_nonfinite)
+
+    def clip_without_data(self) -> None:
+        """Takes part in the `clip` of ranks that have data, under `engine.join`."""
+        told = next(one for one in self._mesh.world.gather_objects(None) if one is not None)
+        self._clip(*told)
+
+    # -- pieces of it ---------------------------------------------------------------------------------------------
+
+    def _clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         norm, dtype = self._norm(norm_type)
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
-                f"{what}: expected a finite total norm, found {norm}: a gradient is not finite. error_if_nonfinite="
-                "False leaves that to engine.step(), which names the parameter, or skips the step in float16"
+                f"engine.clip_grad_norm_(): expected a finite total norm, found {norm}: a gradient is not finite. "
+                "error_if_nonfinite=False leaves that to engine.step(), which names the parameter, or in float16 skips "
+                "the step"
             )
         if not self._config.gradient_clipping:
             self._steps.clip_factor = min(1.0, max_norm / (norm + 1e-6))
         return torch.tensor(norm, dtype=dtype, device=self._mesh.world.device)
-
-    # -- pieces of it ---------------------------------------------------------------------------------------------
 
     def _norm(self, norm_type: float) -> tuple[float, torch.dtype]:
         """Of all gradients of all ranks, and the dtype in which it is shown."""
@@ -81,6 +95,7 @@ class StepGradients:
         return max(self._mesh.world.gather_objects(largest)) * self._steps.rest, sums.loss_dtype
 
     def _check_is_complete(self, what: str) -> None:
+        """Also takes note of gradients that the caller has cleared."""
         steps = self._steps
         if not steps.is_complete:
             raise StateError(
@@ -88,6 +103,8 @@ class StepGradients:
                 f"{steps.accumulation} microbatches done (gradient_accumulation_steps); call it between the backward "
                 "of the last one and engine.step()"
             )
+        if steps.take_cleared():
+            steps.show_reduced()
 
     def _check_can_clip(self, what: str, max_norm: float, norm_type: float) -> None:
         if norm_type not in (2.0, math.inf):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -88,6 +88,16 @@ class GroupGradient:
             return True
         self.inspection.first(self.shard, is_own=not self._is_tied)
         return False
+
+    def clear(self, cleared: Mapping[int, bool]) -> None:
+        """Final gradients become zero, or none. cleared: identity of a parameter -> whether it has none."""
+        self.settle()
+        for index, param in enumerate(self.group.params):
+            if id(param) in cleared:
+                for piece in [one for one in self.group.pieces if one.index == index]:
+                    assert self.shard is not None
+                    self.shard[piece.offset_in_shard : piece.offset_in_shard + piece.numel].zero_()
+                self.mark_changed(index, is_used=index in self.used and not cleared[id(param)])
 
     def settle(self) -> None:
         """Returns when what has left the device is there, and all is counted."""

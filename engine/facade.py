@@ -9,7 +9,9 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-_TARGETS = {
+from ..comm import Mesh
+
+_TARGETS: dict[str, Any] = {
     "cpu": "cpu",
     "cuda": "cuda",
     "float": torch.float32,
@@ -31,7 +33,7 @@ class ModuleFacade:
     """
 
     module: nn.Module
-    device: torch.device
+    _mesh: Mesh
 
     @property
     def training(self) -> bool:
@@ -110,12 +112,13 @@ class ModuleFacade:
         return self._stay(call, None, found)
 
     def _stay(self, call: str, device: torch.device | None, dtype: Any) -> Self:
-        is_here = device is None or (device.type == self.device.type and device.index in (None, self.device.index))
+        own = self._mesh.world.device
+        is_here = device is None or (device.type == own.type and device.index in (None, own.index))
         tensors = (*self.module.parameters(), *self.module.buffers())
         is_cast = dtype is not None and any(one.is_floating_point() and one.dtype != dtype for one in tensors)
         if not is_here or is_cast:
             raise ValueError(
-                f"engine.{call}(): expected the engine's device, {self.device}, and the dtypes of its module, found "
+                f"engine.{call}(): expected the engine's device, {own}, and the dtypes of its module, found "
                 f"{dtype if is_here else device}; the config says where a model is trained, and in which dtype it is "
                 "computed: device, bf16, fp16"
             )

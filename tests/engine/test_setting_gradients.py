@@ -63,8 +63,12 @@ def train_plainly(case: Case, world_size: int) -> tuple[list[float], dict[str, T
         optimizer.zero_grad()
         model(*case.global_batch(step, world_size)).backward()
         for name in NOISED:
-            params[name].grad += noise(params[name].shape)
-        params[SIGNED].grad = params[SIGNED].grad.sign()  # type: ignore[union-attr]
+            gradient = params[name].grad
+            assert gradient is not None
+            gradient += noise(gradient.shape)
+        gradient = params[SIGNED].grad
+        assert gradient is not None
+        params[SIGNED].grad = gradient.sign()
         if step == 1:
             params[SKIPPED].grad = None
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), case.clip).item())

@@ -28,8 +28,8 @@ class Driver(Protocol):
     def whole(self) -> Whole:
         """The model, of which this rank may have a part."""
 
-    def take_up(self, unit: Unit) -> None:
-        """Parameters of one of the units have gradients from now on."""
+    def take_up(self, units: Sequence[Unit]) -> None:
+        """Parameters of some units have gradients from now on. Called on all ranks, whichever units they have."""
 
     def listen(self, steps: Steps, turn: Turn) -> None:
         """Before the first forward: where backwards come from that the engine is not asked for."""

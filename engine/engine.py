@@ -180,6 +180,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
     def _step(self) -> StepResult:
         if not self._steps.is_complete:
             return self._last
+        self._steps.take_cleared()
         with self._join.together(Call.STEP):
             return self._complete_step()
 
@@ -219,17 +220,6 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
 
     def eval(self) -> Self:
         return self.train(False)
-
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """The engine itself, which is on its device. Raises ValueError for another device, and for a dtype."""
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
-        is_here = device is None or (device.type == self.device.type and device.index in (None, self.device.index))
-        if not is_here or dtype is not None:
-            raise ValueError(
-                f"engine.to(): expected the engine's device, {self.device}, found {dtype if is_here else device}; the "
-                "config says where a model is trained, and in which dtype it is computed: device, bf16, fp16"
-            )
-        return self
 
     # -- full values ----------------------------------------------------------------------------------------------
 
@@ -393,7 +383,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         units, whole = self._driver.passes.units, self._driver.whole
         self._archive = Archive(self.config, self._mesh, self._module, units, self.optimizer, whole)
         self._parameter_values = self._archive.parameters
-        self._gradients = StepGradients(self.config, self._mesh, self._steps, self._archive.parameters)
+        self._gradients = StepGradients(self.config, self._mesh, self._steps, self._archive.parameters, self._join)
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
         """What `engine.optimizer.add_param_group` does."""
@@ -402,7 +392,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
             self._steps.check_between(ADDING)
             with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
                 self._archive.checkpoints.wait()  # what is being saved is of the groups of before
-                self._late_groups.add(param_group)
+                self._late_groups.add(param_group, self._learning_rates.check_takes)
                 self._steps.take_up_groups()
                 self._take_up_groups()
                 self._learning_rates.add(param_group)

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NoReturn, Self
 
+import torch
 from torch import Tensor, nn
+
+from ..comm import Mesh
+
+_TARGETS: dict[str, Any] = {
+    "cpu": "cpu",
+    "cuda": "cuda",
+    "float": torch.float32,
+    "double": torch.float64,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "type": "a type",
+    "to_empty": "memory without values",
+    "share_memory": "shared memory",
+}
+"""Methods of a module that put its parameters elsewhere -> where to."""
 
 
 class ModuleFacade:
@@ -16,6 +33,7 @@ class ModuleFacade:
     """
 
     module: nn.Module
+    _mesh: Mesh
 
     @property
     def training(self) -> bool:
@@ -56,6 +74,8 @@ class ModuleFacade:
         module = self.__dict__.get("_module")  # none, while the engine is made
         if module is None or name.startswith("__"):
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        if name in _TARGETS:
+            return partial(self._moved, name)
         try:
             return getattr(module, name)
         except AttributeError:
@@ -63,6 +83,46 @@ class ModuleFacade:
                 f"neither the engine nor its module has an attribute '{name}': expected one of lowtide.Engine or of "
                 f"{type(module).__name__}"
             ) from None
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """As the module's own. Values of parameters may be changed in it only inside of `gathered(modify=True)`."""
+        self.module.apply(fn)
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """As the module's own."""
+        self.module.requires_grad_(requires_grad)
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """The engine itself, which stays as it is. Raises ValueError for another device, and for another dtype.
+
+        So do `cpu`, `cuda`, `float`, `double`, `half`, `bfloat16`, `type`, `to_empty` and `share_memory`.
+        """
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        return self._stay("to", device, dtype)
+
+    def _moved(self, call: str, *args: Any) -> Self:
+        """What a method of the module's would do that casts or moves it."""
+        found = args[0] if args else _TARGETS[call]
+        if call == "cuda" and isinstance(found, int):
+            found = torch.device("cuda", found)
+        if call in ("cpu", "cuda"):
+            return self._stay(call, torch.device(found), None)
+        return self._stay(call, None, found)
+
+    def _stay(self, call: str, device: torch.device | None, dtype: Any) -> Self:
+        own = self._mesh.world.device
+        is_here = device is None or (device.type == own.type and device.index in (None, own.index))
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        is_cast = dtype is not None and any(one.is_floating_point() and one.dtype != dtype for one in tensors)
+        if not is_here or is_cast:
+            raise ValueError(
+                f"engine.{call}(): expected the engine's device, {own}, and the dtypes of its module, found "
+                f"{dtype if is_here else device}; the config says where a model is trained, and in which dtype it is "
+                "computed: device, bf16, fp16"
+            )
+        return self
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(

@@ -94,7 +94,7 @@ class ModelGuard:
                 if param.requires_grad:
                     raise ValueError(
                         f"parameter '{name}': expected requires_grad=False as at lowtide.initialize, found True; no "
-                        "group of the optimizer has it; give it to one at initialize: it may be frozen then"
+                        "group of the optimizer has it; give it one by engine.optimizer.add_param_group"
                     )
             addresses, versions = _addresses(self._kept), _versions(self._watched)
         if addresses != self._addresses:

@@ -21,6 +21,7 @@ class Call(Enum):
     BACKWARD = "a backward"
     LAST_BACKWARD = "the last backward of a step"
     TAKING_BACK = "a call after the last backward"
+    CLIPPING = "engine.clip_grad_norm_()"
     STEP = "engine.step()"
     EVALUATION = "the mean of engine.eval_step()"
     AGREEMENT = "engine.agree()"
@@ -28,6 +29,11 @@ class Call(Enum):
 
 _CALLS = tuple(Call)
 
+# The join that is open in this process. As global as what it guards: while one engine's is, ranks without data come to
+# the calls of that engine alone, and every other engine of the process waits for them in vain.
+_OPEN: list[Join] = []
+
+OTHERS = "that of another engine, whose calls ranks without data would not come to"
 NO_JOIN = (
     "engine.join(): expected an engine without parallel.pipeline, found one with it: the ranks of a pipeline take the "
     "same batches, and a schedule has no part without data. Let the loader end with the shortest share"
@@ -50,20 +56,27 @@ class Join:
         self.num_missing = 0
         """Microbatches of this step that ranks without data have not had."""
         self._mesh = mesh
-        self._is_open = False
         self._has_data = True
         self._is_together = False  # a call that ranks without data make too
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Raises StateError where it is open."""
-        if self._is_open:
-            raise StateError("engine.join(): expected one at a time, found one inside of another; leave one out")
-        self._is_open, self._has_data = True, True
+        """Raises StateError where one is open, of this engine or of another."""
+        if _OPEN:
+            raise StateError(
+                f"engine.join(): expected one at a time, found one inside of {'another' if self._is_open else OTHERS}; "
+                "leave one out"
+            )
+        self._has_data = True
+        _OPEN.append(self)
         try:
             yield
         finally:
-            self._is_open = False
+            _OPEN.remove(self)
+
+    @property
+    def _is_open(self) -> bool:
+        return self in _OPEN
 
     def calls_without_data(self) -> Iterator[Call]:
         """This rank has run out: the calls that others make, until all ranks have."""
@@ -74,6 +87,8 @@ class Join:
     def before(self, call: Call) -> int:
         """To be called before the collectives of a call. On how many ranks it has data."""
         size = self._mesh.world.size
+        if _OPEN and not self._is_open:
+            self.check_outside(f"{call.value} of another engine")
         if not self._is_open or not self._has_data or self._is_together:
             return size
         met = self._meet(call)
@@ -101,11 +116,13 @@ class Join:
 
     def check_outside(self, what: str) -> None:
         """Raises StateError where ranks that have run out of data would not come to a collective."""
-        if self._is_open and not self._is_together:
+        if self._is_together or not _OPEN:
+            return
+        if self._is_open or self._mesh.world.size > 1:
             raise StateError(
                 f"{what}: expected it outside of `with engine.join():`, found it inside, where ranks that have run out "
                 "of data do not make the call; make it before or after, or let the config do it "
-                "(checkpoint.every_steps, gradient_clipping)"
+                "(checkpoint.every_steps)"
             )
 
     def _meet(self, call: Call | None) -> tuple[Call, int] | None:

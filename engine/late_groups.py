@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,14 +73,15 @@ class LateGroups:
         self._host = host
         self._names = {id(param): name for name, param in driver.whole.params.items()}
 
-    def add(self, param_group: dict[str, Any]) -> None:
-        """Takes up the group, with all its options. A collective, between steps.
+    def add(self, param_group: dict[str, Any], check: Callable[[dict[str, Any]], None]) -> None:
+        """Takes up the group, with all its options. A collective, between steps. check: raises what speaks against it.
 
         Raises ValueError for what cannot be in a group, RuntimeError where the ranks differ, StateError where its
         parameters are gathered; nothing is changed then.
         """
         with no_rank_alone(self._mesh.world, ADDING):
             self._check(param_group)
+            check(param_group)
         self._check_ranks_agree(param_group)
         self._driver.passes.release_all()
         divisions = self._divisions({id(param) for param in param_group["params"]})
@@ -108,7 +109,7 @@ class LateGroups:
             of_group = {id(gradient.group): gradient for gradient in one.unit.gradients}
             of_group |= {id(groups[plan.name]): gradients[plan.name] for plan in one.plans if plan.name in gradients}
             one.unit.take_up(parts, [of_group[id(part)] for part in parts if id(part) in of_group])
-            self._driver.take_up(one.unit)
+        self._driver.take_up([one.unit for one in divisions])
         self._optimizer.take_up(param_group, shards)
 
     # -- checks ---------------------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -71,6 +73,22 @@ class LearningRates:
         self.scheduler = scheduler
         self._base = [float(group["lr"]) for group in optimizer.param_groups]
         self.apply()
+
+    def check_takes(self, group: Mapping[str, Any]) -> None:
+        """Raises ValueError where the caller's scheduler cannot go on with another group: it is tried on a copy."""
+        bound = getattr(self.scheduler, "optimizer", None)
+        if bound is None:
+            return
+        groups = [{**one, "params": []} for one in (*self._optimizer.param_groups, group)]
+        other = SimpleNamespace(param_groups=groups, defaults=bound.defaults, step=bound.step, _opt_called=True)
+        try:
+            copy.deepcopy(self.scheduler, {id(bound): other}).step()
+        except Exception as error:
+            raise ValueError(
+                "engine.optimizer.add_param_group(): expected an lr_scheduler that goes on with another group, found "
+                f"{type(self.scheduler).__name__}, which fails: {error}. Extend what it has for each group before, for "
+                "example scheduler.base_lrs.append(lr), or leave it out of initialize and call its step yourself"
+            ) from error
 
     def add(self, group: Mapping[str, Any]) -> None:
         """Another group of the optimizer, its last one, whose learning rate the config's schedule begins with."""

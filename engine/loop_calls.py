@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..comm import Mesh
 from .driver import Driver
 from .join import NO_JOIN, Call, Join
+from .step_gradients import StepGradients
 from .step_result import StepResult
 from .steps import Steps
 from .turn import Turn, in_turn
@@ -26,6 +27,7 @@ class LoopCalls:
     _steps: Steps
     _driver: Driver
     _join: Join
+    _gradients: StepGradients
 
     def _step(self) -> StepResult:
         """The update of a step that is complete."""
@@ -78,9 +80,10 @@ class LoopCalls:
                     engine.train_step(batch)
 
         Ranks without data take part in the steps of the others until all have run out. Gradient and loss are the mean
-        over the microbatches that there were. All ranks must enter it; `train_step`, forward, `backward`, `step`,
-        `eval_step` and `agree` may be in it, and what the config saves. Raises ValueError over a pipeline, StateError
-        for other calls of all ranks in it.
+        over the microbatches that there were. All ranks must enter it; `train_step`, forward, `backward`,
+        `clip_grad_norm_`, `step`, `eval_step` and `agree` may be in it, and what the config saves. Raises ValueError
+        over a pipeline, StateError for other calls of all ranks in it, for those of other engines, and where another
+        engine's is open.
         """
         self._turn.check("engine.join()")
         if self._mesh.data_size < self._mesh.world.size:
@@ -94,6 +97,8 @@ class LoopCalls:
     def _take_part(self, call: Call) -> None:
         if call is Call.STEP:
             self._step()
+        elif call is Call.CLIPPING:
+            self._gradients.clip_without_data()
         elif call is Call.TAKING_BACK:
             self._steps.take_back()
         elif call is Call.EVALUATION:

@@ -75,6 +75,18 @@ class ParameterAccess:
             return self._gradients.gradient(param, local)
 
     @in_turn
+    def set_gradient(self, param: nn.Parameter | str, value: Tensor | None, local: bool = False) -> None:
+        """Sets what `gradient` shows: the norm of the step, its clipping and its update are of what was set.
+
+        value: of the parameter's shape and any dtype, rank 0's; or with `local` this rank's part, (n,), ranks that hold
+        the same part (replicas) with equal values; or None: the step leaves the parameter as it is, as torch does where
+        `param.grad` is None. All ranks must call it, at the times of `gradient`, and before `clip_grad_norm_`:
+        StateError at any other time. Raises ValueError for another shape, and for what is not trained.
+        """
+        with self._steps.apart(Activity.WEIGHTS, Access.NOTHING):
+            self._gradients.set_gradient(param, value, local)
+
+    @in_turn
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clips the gradients of the coming step to `max_norm`, and returns their total norm over all ranks, ().
 
@@ -83,5 +95,4 @@ class ParameterAccess:
         ranks must call it, between the backward of the last microbatch and `engine.step()`: StateError at any other
         time, and with `update_in_backward`. ValueError where `gradient_clipping` of the config clips to another norm.
         """
-        with self._steps.apart(Activity.WEIGHTS, Access.NOTHING):
-            return self._gradients.clip(max_norm, norm_type, error_if_nonfinite)
+        return self._gradients.clip(max_norm, norm_type, error_if_nonfinite)

@@ -71,8 +71,10 @@ class Pipeline:
         """What runs training steps; its `on_action` can be set to time them."""
         return self._training
 
-    def take_up(self, unit: Unit) -> None:
-        """The schedule says when it is reduced, whichever of its parameters have gradients."""
+    def take_up(self, units: Sequence[Unit]) -> None:
+        """The schedule says when they are reduced. What stages send may need a gradient now that did not before."""
+        for executor in (self._training, self._evaluation):
+            executor.messages.forget_kinds()
 
     def listen(self, steps: Steps, turn: Turn) -> None:
         """Its graphs begin and end in its own stages."""

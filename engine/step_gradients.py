@@ -1,4 +1,4 @@
-"""What a caller sees of a step's gradients between its last backward and its update, and how he clips them."""
+"""What a caller sees of a step's gradients between its last backward and its update, and how he changes them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..zero.sequence import StateError
 from .archive.parameter_values import ParameterValues
 from .clipping import Clipping
 from .config.config import Config
+from .join import Call, Join
 from .step_sums import SummedStep, sum_step
 from .step_update import Timing
 from .steps import Steps
@@ -23,9 +24,10 @@ class StepGradients:
     backward ... backward | here | step
     """
 
-    def __init__(self, config: Config, mesh: Mesh, steps: Steps, values: ParameterValues) -> None:
+    def __init__(self, config: Config, mesh: Mesh, steps: Steps, values: ParameterValues, join: Join) -> None:
         self._config = config
         self._mesh = mesh
+        self._join = join
         self._steps = steps
         self._values = values
 
@@ -36,29 +38,56 @@ class StepGradients:
         self._check_is_held(what, "gradients are used up one by one as they come; a hook on the parameter sees its own")
         return self._values.gradient(param, self._steps.rest, is_local, what)
 
+    def set_gradient(self, param: nn.Parameter | str, value: Tensor | None, is_local: bool) -> None:
+        """See `ParameterAccess.set_gradient`."""
+        what = "engine.set_gradient()"
+        self._check_is_complete(what)
+        self._check_is_held(
+            what, "gradients are used up one by one as they come; a hook on the parameter may change it"
+        )
+        if self._steps.clipping is not None:
+            raise StateError(
+                f"{what}: expected it before engine.clip_grad_norm_(), found it after that, whose norm is of other "
+                "gradients; clip when all gradients are set"
+            )
+        self._steps.take_back()  # what was updated with another gradient
+        self._values.set_gradient(param, value, self._steps.rest, is_local, what)
+
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """See `ParameterAccess.clip_grad_norm_`."""
         what = "engine.clip_grad_norm_()"
         max_norm, norm_type = float(max_norm), float(norm_type)
         self._check_is_complete(what)
         self._check_can_clip(what, max_norm, norm_type)
+        with self._join.together(Call.CLIPPING) as num_ranks:
+            if num_ranks < self._mesh.world.size:  # the others have not been told
+                self._mesh.world.gather_objects((max_norm, norm_type, error_if_nonfinite))
+            return self._clip(max_norm, norm_type, error_if_nonfinite)
+
+    def clip_without_data(self) -> None:
+        """Takes part in the `clip` of ranks that have data, under `engine.join`."""
+        told = next(one for one in self._mesh.world.gather_objects(None) if one is not None)
+        self._clip(*told)
+
+    # -- pieces of it ---------------------------------------------------------------------------------------------
+
+    def _clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         clipping = Clipping(max_norm, is_by_hand=True)
         if norm_type == 2.0 and not error_if_nonfinite and self._mesh.world.device.type != "cpu":
             norm_there = self._norm_on_device()
-            self._clip(clipping)
+            self._clip_by(clipping)
             return norm_there
         norm, dtype = self._norm(norm_type)
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
-                f"{what}: expected a finite total norm, found {norm}: a gradient is not finite. error_if_nonfinite="
-                "False leaves that to engine.step(), which names the parameter, or skips the step in float16"
+                f"engine.clip_grad_norm_(): expected a finite total norm, found {norm}: a gradient is not finite. "
+                "error_if_nonfinite=False leaves that to engine.step(), which names the parameter, or in float16 skips "
+                "the step"
             )
-        self._clip(clipping if norm_type == 2.0 else Clipping(fixed=clipping.factor(norm)))
+        self._clip_by(clipping if norm_type == 2.0 else Clipping(fixed=clipping.factor(norm)))
         return torch.tensor(norm, dtype=dtype, device=self._mesh.world.device)
 
-    # -- pieces of it ---------------------------------------------------------------------------------------------
-
-    def _clip(self, clipping: Clipping) -> None:
+    def _clip_by(self, clipping: Clipping) -> None:
         if not self._config.gradient_clipping:  # else it is the same, and the norm alone was asked for
             self._steps.clipping = clipping
 
@@ -85,6 +114,7 @@ class StepGradients:
         return max(self._mesh.world.gather_objects(largest)) * self._steps.rest, sums.loss_dtype
 
     def _check_is_complete(self, what: str) -> None:
+        """Also takes note of gradients that the caller has cleared."""
         steps = self._steps
         if not steps.is_complete:
             raise StateError(
@@ -92,6 +122,8 @@ class StepGradients:
                 f"{steps.accumulation} microbatches done (gradient_accumulation_steps); call it between the backward "
                 "of the last one and engine.step()"
             )
+        if steps.take_cleared():
+            steps.show_reduced()
 
     def _check_can_clip(self, what: str, max_norm: float, norm_type: float) -> None:
         if norm_type not in (2.0, math.inf):

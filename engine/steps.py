@@ -17,7 +17,7 @@ from ..watch.log import logger
 from ..zero.gradient import GroupGradient
 from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
-from ..zero.reduced_gradient import ReducedGradients
+from ..zero.reduced_gradient import Cleared, ReducedGradients
 from ..zero.reductions import OnFinal
 from ..zero.sequence import StateError
 from ..zero.unit import Unit
@@ -206,6 +206,23 @@ class Steps:
         """A loop that calls backward itself may look at `param.grad` now: gradients that are not there say so."""
         (self._reduced if self.is_complete else self._taken).put()
 
+    def take_cleared(self) -> bool:
+        """Final gradients that the caller has cleared are none from now on, and no stand-ins are in `param.grad`.
+
+        Returns whether there were any left that he might have cleared.
+        """
+        are_there = self._reduced.are_there
+        cleared = self._reduced.take_out()
+        if cleared:
+            self.refuse_more("zero_grad()")
+            self._clear(cleared)
+        return are_there
+
+    def _clear(self, cleared: Cleared) -> None:
+        self._join.check_outside("zero_grad() after the last backward of a step")
+        for gradient in self.gradients:
+            gradient.clear(cleared)
+
     @contextmanager
     def set_aside(self, arrived: nn.Parameter | None) -> Iterator[None]:
         """See `ReducedGradients.set_aside`."""
@@ -216,9 +233,15 @@ class Steps:
         """As `backward`, until `end_backward` or `abort_backward`."""
         self.check_averages_hidden("backward")
         self.refuse_more("another backward")  # a sum that was final was not
-        if self._reduced.take_out():
+        cleared = self._reduced.take_out()
+        if len(cleared) == self._reduced.num_params:
             self.forget(ends_graphs=False)  # as zero_grad() before another backward does in torch
-        if self._taken.take_out():
+        elif cleared:
+            self._clear(cleared)
+        cleared = self._taken.take_out()
+        if 0 < len(cleared) < self._taken.num_params:
+            raise StateError(_CLEARED_ALONE)
+        if cleared:
             self._forget_gradients()  # in the middle of a step, whose backwards are counted all the same
         if self.clipping is not None:
             raise StateError(
@@ -300,7 +323,6 @@ class Steps:
         Returns also on how many ranks each of the events has happened.
         """
         self.check_averages_hidden("engine.step()")
-        self._reduced.take_out()
         self._mesh.world.progress.enter(Activity.UPDATE)
         self.guard.expect_update()
         events = (self.update.has_failed(), *events)
@@ -400,7 +422,7 @@ class Steps:
         Raises OffloadError on every rank where an update in the background has failed on any, and StateError where not
         all ranks would come.
         """
-        gradients = "engine.clip_grad_norm_() or engine.gradient()"
+        gradients = "engine.gradient() or engine.set_gradient()"
         self._join.check_outside(gradients if access is Access.NOTHING else activity.value)
         if access in (Access.CHANGES, Access.REPLACES):
             self.check_averages_hidden("a change of the weights")
@@ -429,6 +451,12 @@ class Steps:
 
 def _update_of(number: int) -> str:
     return f"the update of step {number}"
+
+
+_CLEARED_ALONE = (
+    "backward: found the gradients of some parameters cleared after an earlier backward of the step, not of others: "
+    "clear all of them (engine.zero_grad()), or some after the last backward of a step; in the middle they are in sums"
+)
 
 
 def _stand_ins(gradients: Iterable[GroupGradient]) -> ReducedGradients:

@@ -68,8 +68,9 @@ class WholeModel:
         scaled = steps.scale.apply(loss)
         return self._unasked.known(scaled, loss.detach())
 
-    def take_up(self, unit: Unit) -> None:
-        self._hooks.hook_params(unit)
+    def take_up(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            self._hooks.hook_params(unit)
 
     def listen(self, steps: Steps, turn: Turn) -> None:
         self._unasked = Unasked(self.passes, steps, turn, self._progress)

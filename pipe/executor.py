@@ -93,7 +93,7 @@ class Executor:
         self._actions = schedule.actions[place]
         self._stages = stages
         self._memory = memory
-        self._messages = Messages(schedule, place, peers, device)
+        self.messages = Messages(schedule, place, peers, device)
         self._progress = peers.progress
         self._forward = forward
         self._loss = loss
@@ -114,18 +114,18 @@ class Executor:
         try:
             for action in self._actions:
                 self._progress.at_unit(str(action))
-                self._messages.wait_for_needs_of(action)
+                self.messages.wait_for_needs_of(action)
                 started = time.perf_counter()
                 _TABLE[action.op](self, action)
                 if self.on_action is not None:
                     self.on_action(action, started, time.perf_counter())
-                self._messages.wait_sent(_MAX_SENDS)
-            self._messages.wait_sent(0)
+                self.messages.wait_sent(_MAX_SENDS)
+            self.messages.wait_sent(0)
         except BaseException as error:
             error.add_note(f"pipeline: in {described(action)}, of schedule {self.schedule.name}")
             self._begin((), 1.0)
             raise
-        assert self._run.is_over and not self._messages.is_any_unused
+        assert self._run.is_over and not self.messages.is_any_unused
         return [loss for _, loss in sorted(self._run.losses.items())]
 
     @property
@@ -135,7 +135,7 @@ class Executor:
 
     def _begin(self, microbatches: Sequence[Any], scale: float) -> None:
         self._run = _Run(microbatches, scale, self._stages)
-        self._messages.begin([shapes_in(microbatch) for microbatch in microbatches])
+        self.messages.begin([shapes_in(microbatch) for microbatch in microbatches])
         for weights in self._weights.values():
             weights.forget()
 
@@ -144,7 +144,7 @@ class Executor:
     def _do_forward(self, action: Action) -> None:
         key, run = _key_of(action), self._run
         stage, microbatch = self._stages[action.stage], run.microbatches[key[1]]
-        received = self._messages.take_output(key) or run.inputs.pop(key, None)
+        received = self.messages.take_output(key) or run.inputs.pop(key, None)
         output = stage.run(lambda module: self._forward(module, microbatch), received)
         if stage.is_last:
             output = self._loss(output, microbatch)
@@ -200,7 +200,7 @@ class Executor:
     def _gradients_of(self, key: Key) -> list[Tensor | None]:
         if self._stages[key[0]].is_last:
             return [None]
-        received = self._messages.take_gradients(key)
+        received = self.messages.take_gradients(key)
         return [*(self._run.gradients.pop(key) if received is None else received)]
 
     def _keep_graph(self, key: Key, outputs: Sequence[Tensor]) -> None:
@@ -209,10 +209,10 @@ class Executor:
             self._run.graphs[key] = [get_gradient_edge(tensor) for tensor in outputs]
 
     def _do_send_forward(self, action: Action) -> None:
-        self._messages.send_output(action, self._run.outputs_to_send.pop(_key_of(action)))
+        self.messages.send_output(action, self._run.outputs_to_send.pop(_key_of(action)))
 
     def _do_send_backward(self, action: Action) -> None:
-        self._messages.send(action, self._run.gradients_to_send.pop(_key_of(action)))
+        self.messages.send(action, self._run.gradients_to_send.pop(_key_of(action)))
 
     def _end_weights(self, stage: int) -> None:
         self._run.num_left[stage] -= 1
@@ -243,9 +243,9 @@ _TABLE: Mapping[Op, Callable[[Executor, Action], None]] = {
     Op.I: Executor._do_input_half,
     Op.W: Executor._do_weight_half,
     Op.SEND_F: Executor._do_send_forward,
-    Op.RECV_F: lambda self, action: self._messages.receive_output(action),
+    Op.RECV_F: lambda self, action: self.messages.receive_output(action),
     Op.SEND_B: Executor._do_send_backward,
-    Op.RECV_B: lambda self, action: self._messages.receive_gradients(action),
+    Op.RECV_B: lambda self, action: self.messages.receive_gradients(action),
     Op.GATHER: lambda self, action: self._memory.gather(action.stage),
     Op.RELEASE: lambda self, action: self._memory.release(action.stage),
     Op.REDUCE: lambda self, action: self._memory.reduce(action.stage),

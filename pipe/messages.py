@@ -50,6 +50,10 @@ class Messages:
         self._arriving: dict[tuple[Op, Key], tuple[list[Pending], list[Tensor]]] = {}
         self._sent: dict[Action, list[tuple[Pending, Any]]] = {}  # oldest first
 
+    def forget_kinds(self) -> None:
+        """Between runs, on all ranks: what is sent for a batch may be another thing from now on."""
+        self._specs.clear()
+
     @property
     def is_any_unused(self) -> bool:
         """Whether something was received that nobody has taken."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ class GroupGradient:
         self._host = None if host is None else HostSum(host)
         self._has_shard = False  # of earlier microbatches
         self._is_final = False  # of all of a step; another backward may still add to it
+        self._has_changed = False  # since it was counted
         self._staging: Staging | None = None  # of the backward that runs
         self._early: set[int] = set()  # parameters whose gradients wait for it
         self._is_in_place = False  # `param.grad` are views of the shard
@@ -93,10 +94,33 @@ class GroupGradient:
         if self.shard is not None:
             self.inspection.remember(self.shard, is_own=not self._is_tied)
 
+    def clear(self, cleared: Mapping[int, bool]) -> None:
+        """Final gradients become zero, or none. cleared: identity of a parameter -> whether it has none."""
+        self.settle()
+        for index, param in enumerate(self.group.params):
+            if id(param) in cleared:
+                for piece in [one for one in self.group.pieces if one.index == index]:
+                    assert self.shard is not None
+                    self.shard[piece.offset_in_shard : piece.offset_in_shard + piece.numel].zero_()
+                self.mark_changed(index, is_used=index in self.used and not cleared[id(param)])
+
     def settle(self) -> None:
-        """Returns when what has left the device is there, and counted."""
+        """Returns when what has left the device is there, and all is counted."""
         if self._host is not None:
             self._host.arrive()
+        if self._has_changed:
+            self._has_changed = False
+            self.inspection.forget()
+            if self.group.is_counted:
+                self._count()
+
+    def mark_changed(self, index: int, is_used: bool) -> None:
+        """The caller has set the final gradient of parameter `index`. is_used: it is one, and not none."""
+        self._has_changed = True
+        if is_used:
+            self.used.add(index)
+        else:
+            self.used.discard(index)
 
     def reset(self) -> None:
         """Forgets the gradient after an optimizer step."""
@@ -106,7 +130,7 @@ class GroupGradient:
         self._early.clear()
         self._is_in_place = False
         self._local.has_values = False
-        self._has_shard = self._is_final = False
+        self._has_shard = self._is_final = self._has_changed = False
         if self.group.copies_are_shared or self._host is not None or self.group.full.device.type != "cpu":
             self.drop_shard()
 

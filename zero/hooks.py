@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..model.blocks import has_forward, parameters_read_by
 from ..model.ledger import Ledger
@@ -40,6 +41,7 @@ class UnitHooks:
         self._sequence = sequence
         self._on_block = on_block
         self._add = ledger.hook
+        self._of_leaves = WeakIdKeyDictionary()  # leaves that were returned -> a list of the newest hook alone
         root = sequence.rest.module
         self._add(root.register_forward_pre_hook(lambda module, args: sequence.begin_forward(), prepend=True))
         self._add(root.register_forward_hook(self._after_root))
@@ -69,7 +71,7 @@ class UnitHooks:
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
         tensors = _tensors_with_graph(output)
         if self._sequence.phase is Phase.FORWARD and tensors:
-            _on_first_gradient(tensors, self._sequence.hear)
+            self._on_first_gradient(tensors, self._sequence.hear)
         self._sequence.end_forward(keeps_graph=bool(tensors))
 
     def _hook_block(self, unit: Unit) -> None:
@@ -85,11 +87,33 @@ class UnitHooks:
             use = uses.pop()
             uses.clear()  # a forward that ended with an exception has left its own behind
             if use is not None and (tensors := _tensors_with_graph(output)):
-                _on_first_gradient(tensors, lambda: sequence.enter_backward(use))
+                self._on_first_gradient(tensors, lambda: sequence.enter_backward(use))
             sequence.leave(unit)
 
         self._add(unit.module.register_forward_pre_hook(before, prepend=True))
         self._add(unit.module.register_forward_hook(after))
+
+    def _on_first_gradient(self, tensors: Sequence[Tensor], action: Callable[[], None]) -> None:
+        """Runs `action` before the first gradient of any of the tensors goes on into the module, once in each backward.
+
+        A leaf, such as a parameter that a module returns, outlives the graph: it has one hook, the newest.
+        """
+        told: list[int] = []
+
+        def hook(gradient: Tensor) -> None:
+            task = current_graph_task()
+            if told != [task]:
+                told[:] = [task]
+                action()
+
+        for tensor in tensors:
+            if not tensor.is_leaf:
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+            elif tensor in self._of_leaves:
+                self._of_leaves[tensor][:] = [hook]
+            else:
+                newest = self._of_leaves[tensor] = [hook]
+                self._add(tensor.register_hook(partial(_run_newest, newest)))  # type: ignore[no-untyped-call]
 
     def hook_params(self, unit: Unit) -> None:
         """Those that have gradients, and no hook yet."""
@@ -154,6 +178,10 @@ def cast_inputs(blocks: Iterable[nn.Module], dtype: torch.dtype, ledger: Ledger)
         ledger.hook(block.register_forward_pre_hook(before, with_kwargs=True))
 
 
+def _run_newest(newest: Sequence[Callable[[Tensor], None]], gradient: Tensor) -> None:
+    newest[0](gradient)
+
+
 def _keeps_graph(output: Any) -> bool:
     """True where a backward through what a module returned is possible."""
     return bool(_tensors_with_graph(output))
@@ -163,20 +191,6 @@ def _tensors_with_graph(output: Any) -> list[Tensor]:
     if not torch.is_grad_enabled():
         return []
     return [tensor for tensor in at_all_levels(tensors_in(output)) if tensor.requires_grad]
-
-
-def _on_first_gradient(tensors: Sequence[Tensor], action: Callable[[], None]) -> None:
-    """Runs `action` before the first gradient of any of the tensors goes on into the module, once in each backward."""
-    told: list[int] = []
-
-    def hook(gradient: Tensor) -> None:
-        task = current_graph_task()
-        if told != [task]:
-            told[:] = [task]
-            action()
-
-    for tensor in tensors:
-        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def tensors_in(value: Any) -> list[Tensor]:

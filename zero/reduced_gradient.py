@@ -2,8 +2,7 @@
 
 The gradients are reduced and divided over the ranks then, and `param.grad` would be None. torch's `clip_grad_norm_` and
 the `step` of an optimizer take that for "nothing to do", and would do nothing without a word. So there is a gradient
-that has no values, and says where they are when anybody asks for them. It may be cleared; where another backward comes
-before the update, what was reduced is forgotten then, as in torch.
+that has no values, and says where they are when anybody asks for them. It may be cleared, and is none from then on.
 """
 
 from __future__ import annotations
@@ -37,11 +36,6 @@ _NO_VALUES = (
 _REPLACED = (
     "parameter '{name}': expected the gradient that was reduced, found another one that was put into its grad after "
     "the backward, which engine.step() would not use; change gradients in a hook (register_post_accumulate_grad_hook)"
-)
-_CLEARED_ALONE = (
-    "parameter '{name}': found its gradient cleared after the backward, and that of '{other}' not, which engine.step() "
-    "cannot do: clear all of them (engine.zero_grad()); for a step without some, freeze them before the forward "
-    "(requires_grad_(False)), or clear their gradients in a hook (register_post_accumulate_grad_hook)"
 )
 
 
@@ -92,6 +86,10 @@ class ReducedGradient(Tensor):
         return "ReducedGradient()"
 
 
+Cleared = dict[int, bool]
+"""Identity of a parameter whose gradient was cleared -> whether it is None, and not zero."""
+
+
 class ReducedGradients:
     """Puts a `ReducedGradient` into the parameters, and takes it out before autograd adds to it."""
 
@@ -101,7 +99,7 @@ class ReducedGradients:
         self._params = [param for _, param in params]
         self._gradients: list[ReducedGradient] = []
         self._cleared: set[int] = set()
-        self._are_there = False
+        self.are_there = False
 
     def put(self) -> None:
         """The gradients are reduced: from now on they are not in `param.grad`."""
@@ -110,7 +108,7 @@ class ReducedGradients:
         with torch._C.DisableTorchFunctionSubclass():  # a released parameter would cost a call of Python
             for param, gradient in zip(self._params, self._gradients, strict=True):
                 param.grad = gradient
-        self._are_there = True
+        self.are_there = True
 
     @contextmanager
     def set_aside(self, param: nn.Parameter | None) -> Iterator[None]:
@@ -126,15 +124,15 @@ class ReducedGradients:
         yield
         param.grad = arrived
 
-    def take_out(self) -> bool:
-        """Autograd may add to `param.grad` from now on. Returns whether all were cleared since `put`.
+    def take_out(self) -> Cleared:
+        """Autograd may add to `param.grad` from now on. Returns what was cleared since `put`.
 
-        Raises StateError where somebody has put a gradient of his own in its place, which nobody would use, or has
-        cleared some alone. Does nothing where they are not there.
+        Raises StateError where somebody has put a gradient of his own in its place, which nobody would use. Does
+        nothing where they are not there.
         """
-        if not self._are_there:
-            return False
-        self._are_there = False
+        if not self.are_there:
+            return {}
+        self.are_there = False
         with torch._C.DisableTorchFunctionSubclass():
             found = [param.grad for param in self._params]
             for param in self._params:
@@ -142,15 +140,16 @@ class ReducedGradients:
         cleared = set(self._cleared)
         self._cleared.clear()
         if not cleared and all(map(operator.is_, found, self._gradients)):
-            return False
+            return {}
         for now, own, name in zip(found, self._gradients, self._names, strict=True):
             if now is not None and now is not own:
                 raise StateError(_REPLACED.format(name=name))
-        are_cleared = [now is None or id(now) in cleared for now in found]
-        if any(are_cleared) and not all(are_cleared):
-            first, other = self._names[are_cleared.index(True)], self._names[are_cleared.index(False)]
-            raise StateError(_CLEARED_ALONE.format(name=first, other=other))
-        return all(are_cleared)
+        now_and_params = zip(found, self._params, strict=True)
+        return {id(param): now is None for now, param in now_and_params if now is None or id(now) in cleared}
+
+    @property
+    def num_params(self) -> int:
+        return len(self._params)
 
 
 def _stand_in(param: nn.Parameter, cleared: set[int]) -> ReducedGradient:

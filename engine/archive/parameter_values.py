@@ -105,6 +105,35 @@ class ParameterValues:
             return None
         return self._collected(place, parts).mul_(factor)
 
+    def set_gradient(
+        self, param: nn.Parameter | str, value: Tensor | None, factor: float, is_local: bool, what: str
+    ) -> None:
+        """`factor` times what is reduced becomes `value`: rank 0's, or flat, this rank's part. None: nobody used it."""
+        with no_rank_alone(self._mesh.world, what):
+            place = self._place_of(param, what)
+            if place.name not in self._named.catalog.state_keys:
+                raise ValueError(f"{what}: expected a trained parameter, found '{place.name}', which has no gradient")
+            parts = self._gradient_parts(place)
+            sizes = [piece.numel for piece, _ in parts]
+            if value is not None and is_local:
+                _check(what, place, value, (sum(sizes),), "this rank's part, flat")
+            elif value is not None:
+                _check(what, place, value, place.shape, "the parameter's shape")
+        if len(set(self._mesh.world.gather_objects(value is None))) > 1:
+            raise ValueError(f"{what}: expected None on all ranks, or on none, for '{place.name}', found both")
+        if value is None:
+            values: Sequence[Tensor] = [torch.zeros(()) for _ in parts]
+        elif is_local:
+            values = torch.split(value.detach(), sizes)
+        else:
+            whole = self._mesh.world.broadcast_tensor(value.detach().to(place.dtype)).reshape(-1)
+            values = [whole[piece.offset_in_param : piece.offset_in_param + piece.numel] for piece, _ in parts]
+        for (_, memory), own in zip(parts, values, strict=True):
+            reduced = values_of(memory)
+            reduced.copy_(own.to(device=reduced.device, dtype=place.dtype) / factor)
+        if place.group is not None:
+            self._shards[id(place.group)].gradient.mark_changed(place.index, is_used=value is not None)
+
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
     def _place_of(self, param: nn.Parameter | str, what: str) -> _Place:

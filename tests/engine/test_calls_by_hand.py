@@ -1,4 +1,4 @@
-"""What a loop of plain torch does between backward and step is right, harmless, or an error: never without effect."""
+"""What a loop of plain torch does between backward and step is as in torch, or an error: never without effect."""
 
 import math
 from collections.abc import Callable
@@ -12,6 +12,7 @@ import lowtide
 from lowtide import Engine
 from lowtide.zero.sequence import StateError
 from tests import models
+from tests.ranks import RankPool
 from tests.zero.training import Case, adamw
 
 CASE = Case(models.mlp, models.vector_batch)
@@ -62,19 +63,68 @@ def test_gradients_that_are_reduced_cannot_be_used_in_place(stage: int) -> None:
                 use(engine)
         assert torch.equal(engine.full("last.weight"), before)
         bytes_before = engine.memory().gradient_bytes
-        engine.module.zero_grad(set_to_none=False)
-        engine.module.zero_grad()
         assert engine.memory().gradient_bytes == bytes_before
         engine.step()
         assert not torch.equal(engine.full("last.weight"), before)
         assert all(param.grad is None for param in engine.parameters())
 
 
-def test_gradients_are_cleared_together() -> None:
-    with engine_after_backward(0) as engine:
-        engine.module.get_parameter("first.weight").grad = None
-        with pytest.raises(StateError, match=r"'first.weight': found its gradient cleared .* and that of '.*' not"):
+def clear_in_steps(stage: int, zero: dict[str, Any], steps: Any) -> tuple[list[float], dict[str, Any]]:
+    """Norms and the state at the end; steps: of each a name of a part, "" for all, and whether to None."""
+    torch.manual_seed(0)
+    norms = []
+    config = CASE.at(stage, config={"zero_optimization": zero}, accumulation=2).as_config()
+    with lowtide.initialize(models.mlp(), config) as engine:
+        for number, (name, to_none) in enumerate(steps):
+            for part in range(2):
+                engine.backward(engine(*models.vector_batch(2 * number + part, 2)))
+            engine.module.get_submodule(name).zero_grad(set_to_none=to_none)
+            if name == "layers":
+                assert (engine.gradient("layers.0.bias") is None) == to_none
+            norms.append(engine.step().grad_norm.item())
+        return norms, engine.state_dict()
+
+
+CLEARED = [("first", True), ("", True), ("layers", False), ("layers", True), ("", False), ("last", True)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero"),
+    [*((stage, {}) for stage in STAGES), (2, {"offload_optimizer": {"device": "cpu", "overlap": "speculative"}})],
+)
+def test_gradients_that_are_cleared_before_the_step_are_none(ranks: RankPool, stage: int, zero: dict[str, Any]) -> None:
+    """Of all parameters, or of some; zero where they were made so, with momentum and decay."""
+    torch.manual_seed(0)
+    model, norms = models.mlp(), []
+    optimizer = adamw(model.parameters())
+    for number, (name, to_none) in enumerate(CLEARED):
+        optimizer.zero_grad()
+        for part in range(2):
+            (model(*models.vector_batch(2 * number + part, 2)) / 2).backward()
+        model.get_submodule(name).zero_grad(set_to_none=to_none)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), math.inf).item())
+        optimizer.step()
+    found = ranks(2, clear_in_steps, stage, zero, CLEARED)[0]
+    torch.testing.assert_close(found, (norms, dict(model.state_dict())), rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_that_an_update_in_the_backward_has_used_are_not_cleared() -> None:
+    config = {**CASE.at(2).as_config(), "zero_optimization": {"stage": 2, "update_in_backward": True}}
+    with lowtide.initialize(models.mlp(), config) as engine:
+        engine.backward(engine(*models.vector_batch(0, 2)))
+        engine.module.zero_grad()
+        with pytest.raises(StateError, match=r"has updated the parameters, found zero_grad\(\); put all but the last"):
             engine.step()
+
+
+def test_gradients_that_are_in_a_sum_are_cleared_together() -> None:
+    with lowtide.initialize(models.mlp(), CASE.at(2, accumulation=2).as_config()) as engine:
+        engine.backward(engine(*models.vector_batch(0, 2)))
+        engine.module.get_parameter("first.weight").grad = None
+        with pytest.raises(
+            StateError, match="backward: found the gradients of some parameters cleared after an earlie"
+        ):
+            engine.backward(engine(*models.vector_batch(1, 2)))
 
 
 def test_the_words_name_what_to_do() -> None:
@@ -104,9 +154,9 @@ def steps_of(stage: int, clears: bool) -> list[float]:
                 loss = engine(*models.vector_batch(2 * step + microbatch, 2))
                 engine.backward(loss)
                 losses.append(loss.item())
+            engine.step()
             for clear in (engine.optimizer.zero_grad, optimizer.zero_grad) if clears else ():
                 clear()
-            engine.step()
     return losses
 
 

@@ -71,10 +71,37 @@ def test_what_neither_has_is_told(engine: Engine) -> None:
 
 
 def test_it_stays_on_its_device_in_its_dtype(engine: Engine) -> None:
-    assert engine.to(engine.device) is engine and engine.to("cpu", non_blocking=True) is engine
-    for other in ("meta", torch.bfloat16, torch.zeros(1)):
-        with pytest.raises(ValueError, match=r"engine\.to\(\): expected the engine's device, cpu, found (meta|torch)"):
+    same = [engine.to(engine.device), engine.to("cpu", non_blocking=True), engine.to(torch.zeros(1)), engine.float()]
+    assert all(one is engine for one in (*same, engine.cpu(), engine.type(torch.float32)))
+    for other in ("meta", torch.bfloat16, torch.zeros(1, dtype=torch.float64)):
+        words = r"engine\.to\(\): expected the engine's device, cpu, and the dtypes of its module, found (meta|torch)"
+        with pytest.raises(ValueError, match=words):
             engine.to(other)
+
+
+MOVES: dict[str, tuple[Any, ...]] = {
+    "half": (),
+    "double": (),
+    "bfloat16": (),
+    "cuda": (0,),
+    "type": (torch.float64,),
+    "to_empty": (),
+    "share_memory": (),
+}
+
+
+@pytest.mark.parametrize("call", MOVES)
+def test_what_would_move_or_cast_it_is_refused(engine: Engine, call: str) -> None:
+    before = [param.dtype for param in engine.parameters()]
+    with pytest.raises(ValueError, match=rf"engine\.{call}\(\): expected the engine's device, cpu, and the dtypes"):
+        getattr(engine, call)(*MOVES[call])
+    assert [param.dtype for param in engine.parameters()] == before
+
+
+def test_what_returns_a_module_returns_the_engine(engine: Engine) -> None:
+    seen: list[nn.Module] = []
+    assert engine.apply(seen.append) is engine and seen[-1] is engine.module
+    assert engine.requires_grad_(False) is engine and not any(param.requires_grad for param in engine.parameters())
 
 
 def test_an_engine_is_not_copied(engine: Engine) -> None:

@@ -175,7 +175,7 @@ def test_a_step_that_all_leave_unfinished_waits_for_its_rest(ranks: RankPool) ->
 
 def make_other_calls(what: str) -> str:
     config = {"communication": {"route": "sockets", "timeout_seconds": 5}}
-    engine = lowtide.initialize(models.tiny_gpt(), CASE.at(3, config=config).as_config())
+    engine, other = (lowtide.initialize(models.tiny_gpt(), CASE.at(3, config=config).as_config()) for _ in range(2))
     batch = next(microbatches(CASE, engine.rank, 1))
     with pytest.raises(RuntimeError) as error, engine.join():
         if what == "save":
@@ -183,8 +183,13 @@ def make_other_calls(what: str) -> str:
         elif what == "gathered":
             with engine.gathered():
                 pass
-        elif what == "clip":
-            engine.clip_grad_norm_(1.0)
+        elif what == "gradient":
+            engine.gradient("head.weight")
+        elif what.startswith("other"):
+            if what == "other join":
+                with other.join():
+                    pass
+            other.train_step(batch)
         elif what == "again":
             with engine.join():
                 pass
@@ -205,7 +210,15 @@ def make_other_calls(what: str) -> str:
             "saving a checkpoint: expected it outside of `with engine.join():`, found it inside, where ranks that ",
         ),
         ("gathered", "reading or writing full weights: expected it outside of `with engine.join():`, found it inside"),
-        ("clip", "engine.clip_grad_norm_() or engine.gradient(): expected it outside of `with engine.join():`, found"),
+        ("gradient", "engine.gradient() or engine.set_gradient(): expected it outside of `with engine.join():`, found"),
+        (
+            "other",
+            "a forward of another engine: expected it outside of `with engine.join():`, found it inside, where r",
+        ),
+        (
+            "other join",
+            "engine.join(): expected one at a time, found one inside of that of another engine, whose calls",
+        ),
         ("again", "engine.join(): expected one at a time, found one inside of another; leave one out"),
         (
             "differ",
@@ -259,3 +272,25 @@ def test_torch_s_own_backward_and_steps_by_hand(ranks: RankPool, route: str, sta
     state, num_steps = ranks(2, train_as_torch_does, case, [6, 3])[0]
     assert num_steps == 3
     torch.testing.assert_close(state, dict(expected(case, [6, 3])[2]), rtol=1e-8, atol=1e-9)
+
+
+def clip_by_hand(cases: list[Case], counts: list[int], max_norm: float) -> list[dict[str, Tensor]]:
+    found = []
+    for case in cases:
+        torch.manual_seed(0)
+        with lowtide.initialize(case.build(), case.as_config()) as engine:
+            with engine.join():
+                for batch in microbatches(case, engine.rank, counts[engine.rank]):
+                    engine.backward(engine(*batch))
+                    assert engine.clip_grad_norm_(max_norm, error_if_nonfinite=True) == engine.step().grad_norm
+            found.append(engine.state_dict())
+    return found
+
+
+@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
+def test_clipping_by_hand(ranks: RankPool, route: str) -> None:
+    """Ranks without data learn how, and do it too."""
+    cases = [CASE.at(stage, clip=0.0, config={"communication": {"route": route}}) for stage in (0, 3)]
+    state = expected(CASE, [3, 1])[2]
+    for found in ranks(2, clip_by_hand, cases, [3, 1], CASE.clip)[0]:
+        torch.testing.assert_close(found, dict(state), rtol=1e-8, atol=1e-9)

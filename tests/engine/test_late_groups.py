@@ -1,17 +1,20 @@
 """Parameter groups that are added between steps: the numbers of plain torch."""
 
+import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import lowtide
+from lowtide.zero.sequence import StateError
 from tests import models
 from tests.ranks import RankPool
 
@@ -36,7 +39,7 @@ def build() -> Any:
     return model
 
 
-def later(model: Any) -> dict[int, list[dict[str, Any]]]:
+def groups_of(model: Any) -> dict[int, list[dict[str, Any]]]:
     """Groups by the step before which they come: a whole block, then parts of two units."""
     return {
         LATE: [{"params": list(model.layers[0].parameters())}],
@@ -53,6 +56,7 @@ class Case:
     accumulation: int = 1
     zero: dict[str, Any] = field(default_factory=dict)
     ema: bool = False
+    more: dict[str, Any] = field(default_factory=dict)
 
     def config(self) -> dict[str, Any]:
         return {
@@ -62,6 +66,7 @@ class Case:
             "zero_optimization": {"stage": self.stage, **self.zero},
             "communication": {"route": self.route},
             "steps_per_print": 0,
+            **self.more,
         }
 
     def batches(self, step: int, rank: int) -> Iterator[tuple[Tensor, ...]]:
@@ -69,8 +74,8 @@ class Case:
             yield models.vector_batch_float64(100 * step + 10 * rank + microbatch, 2)
 
 
-def add(model: Any, optimizer: Any, step: int) -> None:
-    for group in later(model).get(step, []):
+def add(later: dict[int, list[dict[str, Any]]], optimizer: Any, step: int) -> None:
+    for group in later.get(step, []):
         params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
         for param in params:
             param.requires_grad_(True)
@@ -80,26 +85,27 @@ def add(model: Any, optimizer: Any, step: int) -> None:
 def train(case: Case, folder: Path | None = None) -> tuple[list[float], dict[str, Tensor]]:
     """Norms and the state at the end. folder: of a checkpoint between the groups, from which another engine goes on."""
 
-    def made(until: int) -> tuple[Any, lowtide.Engine]:
+    def made(until: int) -> tuple[dict[int, list[dict[str, Any]]], lowtide.Engine]:
         model = build()
+        later = groups_of(model)
         engine = lowtide.initialize(model, case.config(), optimizer=case.make(model.last.parameters()))
         if case.ema:
             engine.ema(0.5)
         for step in range(until):
-            add(model, engine.optimizer, step)
-        return model, engine
+            add(later, engine.optimizer, step)
+        return later, engine
 
-    model, engine = made(0)
-    norms, rank = [], dist.get_rank() if dist.is_initialized() else 0
+    later, engine = made(0)
+    norms, rank = [], engine.data_rank
     for step in range(STEPS):
         if folder is not None and step in (LATE, LATE + 1, LATE + 2):
             engine.save_checkpoint(folder)
             engine.close()
-            model, engine = made(step)
+            later, engine = made(step)
             engine.load_checkpoint(folder)
-        add(model, engine.optimizer, step)
+        add(later, engine.optimizer, step)
         norms.append(engine.train_step(case.batches(step, rank)).grad_norm.item())
-    with engine.ema_weights() if case.ema else engine.gathered():
+    with engine.ema_weights() if case.ema else nullcontext():
         state = engine.state_dict()
     engine.close()
     return norms, state
@@ -111,10 +117,11 @@ def train_all(cases: list[Case], folder: Path | None = None) -> list[tuple[list[
 
 def train_plainly(case: Case, world_size: int) -> tuple[list[float], dict[str, Tensor]]:
     model, norms = build(), []
+    later = groups_of(model)
     optimizer = case.make(model.last.parameters())
     averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
     for step in range(STEPS):
-        add(model, optimizer, step)
+        add(later, optimizer, step)
         model.zero_grad()
         for rank in range(world_size):
             for batch in case.batches(step, rank):
@@ -129,16 +136,18 @@ def train_plainly(case: Case, world_size: int) -> tuple[list[float], dict[str, T
 def check(found: list[tuple[list[float], dict[str, Tensor]]], cases: list[Case], world_size: int) -> None:
     for (norms, state), case in zip(found, cases, strict=True):
         expected_norms, expected = train_plainly(case, world_size)
-        close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9, msg=lambda text, case=case: f"{case}: {text}")
-        close(norms, expected_norms)
-        close(state, dict(expected))
+        try:
+            torch.testing.assert_close((norms, state), (expected_norms, dict(expected)), rtol=1e-9, atol=1e-9)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from None
 
 
 def grid(**changes: Any) -> list[Case]:
     return [
-        Case(make, stage, clip=clip, accumulation=accumulation, **changes)
-        for stage, accumulation in ((0, 1), (1, 2), (2, 2), (3, 1))
-        for make, clip in ((adamw, 0.05), (rmsprop, 0.0))
+        Case(adamw, 0, clip=0.05, **changes),
+        Case(rmsprop, 1, accumulation=2, **changes),
+        Case(adamw, 2, clip=0.05, accumulation=2, **changes),
+        Case(rmsprop, 3, **changes),
     ]
 
 
@@ -171,3 +180,177 @@ def test_checkpoints_between_them(ranks: RankPool, tmp_path: Path) -> None:
         Case(stage=1, ema=True),
     ]
     check(ranks(2, train_all, cases, tmp_path)[0], cases, 2)
+
+
+def test_in_a_pipeline(ranks: RankPool, tmp_path: Path) -> None:
+    """The caller has the parameters of all stages from the model that he gave."""
+    more = {"parallel": {"pipeline": 2}}
+    cases = [Case(stage=stage, accumulation=2, clip=0.05, more=more) for stage in (0, 3)]
+    check(ranks(2, train_all, cases, None)[0], cases, 1)
+    check(ranks(2, train_all, cases, tmp_path)[0], cases, 1)
+
+
+def test_masters_begin_with_what_is_computed_with(ranks: RankPool, tmp_path: Path) -> None:
+    """The same bits at every stage, wherever masters and states rest, and with updates that come late."""
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    half = {"bf16": {"enabled": True}}
+    delayed = {"overlap": "delayed", "delay_after_steps": 1}
+    cases = [
+        Case(more=half),
+        Case(stage=2, more=half),
+        Case(stage=3, route="sockets", zero={"offload_optimizer": nvme, "offload_param": nvme}, more=half),
+        Case(stage=1, zero={"offload_optimizer": {"device": "cpu", **delayed}}, more=half),
+        Case(stage=3, route="sockets", zero={"offload_optimizer": {**nvme, **delayed}}, more=half),
+    ]
+    found = ranks(2, train_all, cases, None)[0]
+    for one in found[1:3]:
+        torch.testing.assert_close(one, found[0], rtol=0, atol=0)
+    torch.testing.assert_close(found[4], found[3], rtol=0, atol=0)
+
+
+SGD = {"optimizer": {"type": "sgd", "params": {"lr": 0.1}}}
+LINEAR = {"scheduler": {"type": "linear", "params": {"total_num_steps": 10}}}
+
+
+def halve(step: int) -> float:
+    return 0.5**step
+
+
+def rates(engine: lowtide.Engine, model: Any, before: Callable[[], Any] = lambda: None) -> list[list[float]]:
+    """Before each step; a group comes before the third. before: is called before that."""
+    found = []
+    for step in range(4):
+        if step == 2:
+            before()
+            engine.optimizer.add_param_group({"params": list(model.first.parameters()), "lr": 0.8})
+        found.append([group["lr"] for group in engine.optimizer.param_groups])
+        engine.train_step(models.vector_batch_float64(step, 2))
+    return found
+
+
+def test_the_schedule_of_the_config_takes_a_group_up() -> None:
+    model = build()
+    with lowtide.initialize(model, Case(more={**SGD, **LINEAR}).config()) as engine:
+        found = rates(engine, model)
+    assert list(chain(*found)) == pytest.approx([0.1, 0.09, 0.08, 0.64, 0.07, 0.56])
+
+
+def test_schedulers_of_torch() -> None:
+    """One that goes on from each group's own rate takes it up; one with a list says so before anything is changed."""
+    model = build()
+    make = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    with lowtide.initialize(model, Case(more=SGD).config(), lr_scheduler=make) as engine:
+        assert list(chain(*rates(engine, model))) == pytest.approx([0.1, 0.05, 0.025, 0.8, 0.0125, 0.4])
+    model = build()
+    make_of_list = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=halve)
+    with lowtide.initialize(model, Case(more=SGD).config(), lr_scheduler=make_of_list) as engine:
+        scheduler = engine.lr_scheduler
+        with pytest.raises(
+            ValueError, match=r"expected an lr_scheduler that goes on with another group, found LambdaLR"
+        ):
+            rates(engine, model)
+        assert len(engine.optimizer.param_groups) == 1 and scheduler.last_epoch == 2
+
+        def extend() -> None:
+            scheduler.base_lrs.append(0.8)
+            scheduler.lr_lambdas.append(halve)
+
+        found = rates(engine, model, extend)
+    assert list(chain(*found[2:])) == pytest.approx([0.1 / 16, 0.8, 0.1 / 32, 0.8 / 32])
+
+
+Refusal = tuple[Callable[[Any], Any], type[Exception], str]
+REFUSALS: list[Refusal] = [
+    (lambda model: [], ValueError, "expected parameters of the model, found none"),
+    (lambda model: [nn.Parameter(torch.zeros(2))], ValueError, "found a Parameter that is none of them"),
+    (lambda model: model.last.weight, ValueError, "in no group, found 'last.weight', which is in group 0"),
+    (lambda model: [model.first.bias] * 2, ValueError, "in no group, found 'first.bias', which is in group 1"),
+    (lambda model: {model.first.bias}, TypeError, "in an order that all ranks have alike, found a set"),
+    (lambda model: [model.table], ValueError, "of floating-point numbers, found 'table' of torch.int64"),
+]
+
+
+@pytest.mark.parametrize(("choose", "error", "words"), REFUSALS)
+def test_what_cannot_be_in_a_group(choose: Any, error: type[Exception], words: str) -> None:
+    model = build()
+    model.table = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+    with lowtide.initialize(model, Case().config(), optimizer=adamw(model.last.parameters())) as engine:
+        with pytest.raises(error, match=words):
+            engine.optimizer.add_param_group({"params": choose(model)})
+        assert len(engine.optimizer.param_groups) == 1
+        engine.train_step(models.vector_batch_float64(0, 2))
+
+
+def test_options_of_another_update_are_refused() -> None:
+    model = build()
+    words = "expected options of adamw with the states that it keeps, found {'amsgrad': True"
+    with (
+        lowtide.initialize(model, Case().config(), optimizer=adamw(model.last.parameters())) as engine,
+        pytest.raises(ValueError, match=words),
+    ):
+        engine.optimizer.add_param_group({"params": [model.first.bias], "amsgrad": True})
+
+
+def test_times_at_which_no_group_is_taken() -> None:
+    model = build()
+    config = Case(stage=3, accumulation=2).config()
+    batch = models.vector_batch_float64(0, 2)
+    with lowtide.initialize(model, config, optimizer=adamw(model.last.parameters())) as engine:
+
+        def refused(words: str) -> None:
+            with pytest.raises(StateError, match=words):
+                engine.optimizer.add_param_group({"params": list(model.first.parameters())})
+
+        engine.backward(engine(*batch))
+        refused("expected it between steps, found 1 microbatches of one done")
+        engine.zero_grad()
+        with engine.no_sync():
+            refused(r"found it inside of engine.no_sync\(\)")
+        with engine.gathered():
+            refused("parameters that are not gathered, found 'first.weight', which is")
+        with engine.join():
+            refused("outside of `with engine.join")
+        handle = model.last.register_forward_hook(lambda *args: refused("found one from inside of engine"))
+        engine.train_step(iter([batch, batch]))
+        handle.remove()
+        engine.optimizer.add_param_group({"params": list(model.first.parameters())})
+        engine.train_step(iter([batch, batch]))
+
+
+def test_a_graph_of_before_a_group_that_was_divided() -> None:
+    """Autograd refuses it where its weights may be gone, as after a step; where they stay it is as in torch."""
+    model = build()
+    model.first.requires_grad_(True)
+    with lowtide.initialize(model, Case(stage=3).config(), optimizer=adamw(model.first.parameters())) as engine:
+        loss = engine(*models.vector_batch_float64(0, 2))
+        engine.optimizer.add_param_group({"params": [model.layers[1].weight]})
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            engine.backward(loss)
+        engine.train_step(models.vector_batch_float64(0, 2))
+
+
+def different_parameters(model: Any, rank: int) -> dict[str, Any]:
+    return {"params": [model.first.weight if rank else model.first.bias]}
+
+
+def different_options(model: Any, rank: int) -> dict[str, Any]:
+    return {"params": [model.first.bias], "lr": float(rank)}
+
+
+def add_differently(choose: Any) -> None:
+    model = build()
+    with lowtide.initialize(model, Case().config(), optimizer=adamw(model.last.parameters())) as engine:
+        engine.optimizer.add_param_group(choose(model, engine.rank))
+
+
+@pytest.mark.parametrize(
+    ("choose", "words"),
+    [
+        (different_parameters, r"found \['first.bias'\] on rank 0, \['first.weight'\] on rank 1"),
+        (different_options, r"found .*lr=0.0, .* on rank 0, .*lr=1.0, .* on rank 1"),
+    ],
+)
+def test_ranks_that_add_another_group(ranks: RankPool, choose: Any, words: str) -> None:
+    for failure in ranks.fails(2, add_differently, choose):
+        assert failure.kind == "RuntimeError"
+        assert re.search(words, failure.text)

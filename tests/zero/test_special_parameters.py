@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import lowtide
 from tests import models
 from tests.ranks import RankPool
 from tests.zero.training import Case, assert_close, train_all, train_plainly
@@ -385,3 +386,44 @@ class Half:
         model = self._kind().float()
         model.register_forward_pre_hook(lambda module, args: tuple(tensor.bfloat16() for tensor in args))
         return model
+
+
+class ReturnsItsScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(models.FEATURES))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(x), self.scale
+
+
+class ScalesOutside(nn.Module):
+    """Its blocks return parameters of theirs, and so does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ReturnsItsScale() for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        for block in self.blocks:
+            x, scale = block(x)
+            x = x * scale
+        return {"loss": x.square().mean(), "scale": scale}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_that_are_returned_have_one_hook(stage: int) -> None:
+    model, other = ScalesOutside(), ScalesOutside()
+    sgd = {"optimizer": {"type": "sgd", "params": {"lr": 0.1}}}
+    engine = lowtide.initialize(model, {**sgd, "zero_optimization": {"stage": stage}})
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for step in range(3):
+        batch = models.vector_batch(step, 2)
+        loss = other(*batch)["loss"]
+        torch.testing.assert_close(engine.train_step(batch).loss, loss.detach())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert [len(param._backward_hooks or {}) for param in model.parameters()] == [1, 1, 1]
+    engine.close()
+    assert not any(param._backward_hooks for param in model.parameters())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.models import TinyGPT, tied_gpt, tiny_gpt_float64, token_batch
 from tests.pretend.group import register

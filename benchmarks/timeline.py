@@ -250,7 +250,7 @@ def run_lowtide(blueprint: Blueprint, work: Work) -> Timeline:
         sequence.enter_backward(use)
         timeline.compute(unit.name, work.backward(unit.numel, unit.name))
         for param in unit.gradients[0].group.params:
-            sequence.gradient_arrived(unit, param, unit.name)
+            sequence.gradient_arrived(unit, unit.name, param)
     timeline.phase = "end"
     sequence.end_backward()
     timeline.compute("update", work.update(sum(unit.numel for unit in units)))

@@ -72,7 +72,8 @@ class Inspection:
     def is_bad(self) -> Tensor:
         """(1,) int64, where the gradient is: 1 where a value was found that is not finite."""
         known = [torch.isfinite(squares).all() for squares in self.counted]
-        known += [] if self.was_finite is None else [self.was_finite]
+        if self.was_finite is not None:  # of what has left a device since, there
+            known.append(self.was_finite.to(known[0].device) if known else self.was_finite)
         return torch.stack(known or [torch.ones((), dtype=torch.bool)]).all().logical_not().long().view(1)
 
     def remember(self, shard: Tensor, is_own: bool) -> None:

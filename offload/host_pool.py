@@ -72,7 +72,7 @@ class HostPool:
             buffer = self._kept_buffer(size)
             if buffer is None:
                 buffer = allocate_host(size, self.alignment, self.pinned)
-            self.bytes_in_use += size
+            self.bytes_in_use += buffer.numel()
             self.peak_bytes = max(self.peak_bytes, self.bytes_in_use)
             self._lent[buffer.data_ptr()] = buffer
             return buffer[:nbytes]

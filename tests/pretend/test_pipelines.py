@@ -97,3 +97,25 @@ def test_every_schedule_trains_on_the_device(pretend_ranks: RankPool) -> None:
     found = pretend_ranks(2, train_on_device, cases, process_group=False)[0]
     for schedule, outcome in zip(SCHEDULES, found, strict=True):
         assert_close(outcome, expected, TOLERANCE_64, TOLERANCE_64, schedule)
+
+
+def train_on_other_batches(case: Case) -> list[str]:
+    """The first step has other values on each rank; after an engine that has seen the shapes, the second."""
+    group.register_device()
+    errors = []
+    for same in (0, 1):
+        engine = lowtide.initialize(case.build(), case.as_config())
+        for step in range(same):
+            engine.train_step(case.global_batch(step, 1))
+        with pytest.raises(ValueError) as caught:
+            for _ in range(1 + same):
+                engine.train_step(case.global_batch(7 + engine.rank, 1))
+        errors.append(str(caught.value))
+        engine.close()
+    return errors
+
+
+def test_other_batches_are_told_in_the_next_step(pretend_ranks: RankPool) -> None:
+    for errors in pretend_ranks(2, train_on_other_batches, pipelined(TIED, 2, "1f1b"), process_group=False):
+        assert all(text.startswith("batch: expected the same one on the 2 ranks of a pipeline") for text in errors)
+        assert len(errors) == 2

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from .store import Transfer
-
-_POLL_SECONDS = 1e-4
 
 
 class HostCopies(Protocol):
@@ -53,7 +50,11 @@ class StreamCopies:
 
 
 class OnHost:
-    """Values of any device on their way to the host, which does not wait for them until it reads them."""
+    """Values of any device on their way to the host, which does not wait for them until it reads them.
+
+    They are as they are after what the device was given before. What it is given later is not waited for: the device
+    may do that while the host reads.
+    """
 
     def __init__(self, values: Tensor) -> None:
         """values: small."""
@@ -63,9 +64,20 @@ class OnHost:
 
     def read(self) -> Tensor:
         """The values. Asks first: where they are there, as they are a step later, the host waits for nothing."""
-        while self._copied is not None and not self._copied.query():
-            time.sleep(_POLL_SECONDS)
+        copied, self._copied = self._copied, None
+        if copied is not None and not copied.query():
+            copied.synchronize()
         return self._values
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """Values of the host on a device, for what that is given from now on; themselves where they are there.
+
+    From memory that is not pinned the host would wait for the copy, and for all that the device does before it.
+    """
+    if values.device.type == device.type:
+        return values
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 class _StreamCopy:

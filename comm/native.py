@@ -1,4 +1,4 @@
-"""The backend's own collectives: nccl on CUDA, and any backend that is asked for by name."""
+"""The backend's own collectives: nccl on CUDA, xccl on XPU, and any backend that is asked for by name."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 Where `wait` orders a stream, the host goes on at once. If a rank is lost then, the host comes to stand later, wherever
 it needs a value of the device, in a call of torch's that knows no timeout. torch's own watchdog would end the process
 there, without a word of who waits for whom. So that watchdog is told to leave the process alone
-(`_LEAVE_ERRORS_TO_US`), and a thread looks when the host has last started something or waited. Where that was the
+(`leave_errors_to_us`), and a thread looks when the host has last started something or waited. Where that was the
 timeout ago, and the device has not come past it, the groups are aborted: the streams go on, the host comes back, with
 what no rank has sent, and what it does next of collectives is an error that says who did not come. A host that comes
 back to its own code and not to the engine has read it in the log.
@@ -30,7 +30,11 @@ logger = logging.getLogger("lowtide")
 
 _POLLS_PER_TIMEOUT = 8
 _MAX_POLL_SECONDS = 1.0
-_LEAVE_ERRORS_TO_US = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # 0: no tearing down of the process
+
+
+def leave_errors_to_us() -> None:
+    """Of groups that are made from now on, unless the environment says otherwise: they do not end the process."""
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Overdue:
 
     def start(self, rank: int, device: torch.device, timeout_seconds: float) -> None:
         """To be called once, before the groups of an engine are made."""
-        os.environ.setdefault(_LEAVE_ERRORS_TO_US, "0")
+        leave_errors_to_us()
         self._rank, self._device, self._timeout_seconds = rank, device, timeout_seconds
         self._thread = threading.Thread(target=self._watch, name="lowtide overdue", daemon=True)
         self._thread.start()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..comm import Mesh
 from ..zero.sequence import StateError
 from .archive.parameter_values import ParameterValues
+from .clipping import Clipping
 from .config.config import Config
 from .step_sums import SummedStep, sum_step
 from .step_update import Timing
@@ -41,26 +42,30 @@ class StepGradients:
         max_norm, norm_type = float(max_norm), float(norm_type)
         self._check_is_complete(what)
         self._check_can_clip(what, max_norm, norm_type)
+        clipping = Clipping(max_norm, is_by_hand=True)
         if norm_type == 2.0 and not error_if_nonfinite and self._mesh.world.device.type != "cpu":
-            return self._clip_on_device(max_norm)
+            norm_there = self._norm_on_device()
+            self._clip(clipping)
+            return norm_there
         norm, dtype = self._norm(norm_type)
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
                 f"{what}: expected a finite total norm, found {norm}: a gradient is not finite. error_if_nonfinite="
                 "False leaves that to engine.step(), which names the parameter, or skips the step in float16"
             )
-        if not self._config.gradient_clipping:
-            self._steps.clip_factor = min(1.0, max_norm / (norm + 1e-6))
+        self._clip(clipping if norm_type == 2.0 else Clipping(fixed=clipping.factor(norm)))
         return torch.tensor(norm, dtype=dtype, device=self._mesh.world.device)
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
-    def _clip_on_device(self, max_norm: float) -> Tensor:
-        """As torch's, it leaves norm and factor on the device, and does not wait for it."""
+    def _clip(self, clipping: Clipping) -> None:
+        if not self._config.gradient_clipping:  # else it is the same, and the norm alone was asked for
+            self._steps.clipping = clipping
+
+    def _norm_on_device(self) -> Tensor:
+        """The L2 norm without waiting for it, as torch's."""
         steps = self._steps
         norm = self._summed().norm() * steps.rest
-        if not self._config.gradient_clipping:
-            steps.clip_factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         dtypes = {loss.dtype for loss in steps.losses} | {gradient.accumulation_dtype for gradient in steps.gradients}
         return norm.to(torch.float64 if torch.float64 in dtypes else torch.float32)
 

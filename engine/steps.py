@@ -22,6 +22,7 @@ from ..zero.reductions import OnFinal
 from ..zero.sequence import StateError
 from ..zero.unit import Unit
 from .batch import microbatches, prepared
+from .clipping import Clipping
 from .config.config import Config
 from .gradient_scale import GradientScale
 from .guard import ModelGuard
@@ -97,7 +98,7 @@ class Steps:
         """Whether the last of them was the last of its step."""
         self._is_last: bool | None = None  # as the caller says; None: by their number
         self._by_hand = False  # he has said so in this step
-        self.clip_factor: float | Tensor | None = None  # by which the caller has clipped the gradients of this step
+        self.clipping: Clipping | None = None  # of the gradients of this step, by the caller
         self._config = config
         self._mesh = mesh
         self._join = join
@@ -201,7 +202,7 @@ class Steps:
             self.forget(ends_graphs=False)  # as zero_grad() before another backward does in torch
         if self._taken.take_out():
             self._forget_gradients()  # in the middle of a step, whose backwards are counted all the same
-        if self.clip_factor is not None:
+        if self.clipping is not None:
             raise StateError(
                 "backward: expected engine.step() after engine.clip_grad_norm_(), found another backward, whose "
                 "gradients would not be clipped; call clip_grad_norm_ after the last one"
@@ -265,7 +266,7 @@ class Steps:
         self.losses.clear()
         self.num_microbatches = self._num_begun = self._join.num_missing = 0
         self.is_complete = self._by_hand = False
-        self.clip_factor = None
+        self.clipping = None
 
     def _forget_gradients(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # a released parameter would cost a call of Python
@@ -344,29 +345,18 @@ class Steps:
         """
         if not (self.update.can_be_skipped and self._uses.are_all):
             return False
-        self.update.end_step(self._factor_on_device(summed), frozenset(), _update_of(number), summed.skip())
+        factor: float | Tensor = self.rest
+        if self._clipping.is_needed:
+            factor = self._clipping.factor_on_device(summed.norm() * self.rest) * self.rest
+        self.update.end_step(factor, frozenset(), _update_of(number), summed.skip())
         return True
 
-    def _factor_on_device(self, summed: SummedStep) -> float | Tensor:
-        """As `_factor`, of the norm that only the device knows, () float64; a float where that is not asked for."""
-        clip = self._config.gradient_clipping
-        if isinstance(self.clip_factor, Tensor):
-            return self.clip_factor * self.rest
-        if self.clip_factor is not None or not clip:
-            return self._factor(math.nan)
-        norm = summed.norm() * self.rest
-        return torch.where(norm > clip, clip / (norm + 1e-6), 1.0) * self.rest
-
-    def _factor(self, norm: float) -> float:
-        """By which the sum of the step's gradients is multiplied in its update."""
-        clip = self._config.gradient_clipping
-        clip_factor = clip / (norm + 1e-6) if clip and norm > clip else 1.0
-        if self.clip_factor is not None:
-            clip_factor = float(self.clip_factor)
-        return self.rest * clip_factor if clip_factor < 1.0 else self.rest
+    @property
+    def _clipping(self) -> Clipping:
+        return self.clipping or Clipping(self._config.gradient_clipping or math.inf)
 
     def _update_or_skip(self, sums: StepSums, norm: float, number: int) -> None:
-        factor = self._factor(norm)
+        factor = self._clipping.factor(norm) * self.rest
         if sums.num_bad or factor != self.rest or self.update.has_missed(sums.unused):
             self.take_back()
         if not sums.num_bad:

@@ -45,8 +45,7 @@ HOST_WAITS: list[str] = []
 """The stacks of waits that block the host, since the list was cleared."""
 
 _CHUNK = 4 << 20  # bytes of a value in the store
-_POLL = 0.0002  # seconds, at first
-_LONGEST_POLL = 0.004
+_LOOK = timedelta(seconds=0.5)  # a wait is looked at so often
 
 
 class ProcessEnded(BaseException):
@@ -60,33 +59,45 @@ class _Aborted(Exception):
 class Post:
     """Values that ranks leave for each other, through a connection of its own."""
 
-    def __init__(self, store: Any, is_aborted: threading.Event) -> None:
-        self._store, self._is_aborted = store.clone(), is_aborted
+    def __init__(self, who: str, group: "Group") -> None:
+        """who: a queue, or the host."""
+        self._who, self._group = who, group
+        self._store = dist.PrefixStore(group.prefix, group.board.store.clone())
+        self._store.set_timeout(_LOOK)
+        self._num_chunks: dict[str, int] = {}
 
     def put(self, key: str, value: Any) -> None:
         data = pickle.dumps(value)
         chunks = [data[at : at + _CHUNK] for at in range(0, len(data), _CHUNK)]
+        self._num_chunks[key] = len(chunks)
         for index, chunk in enumerate(chunks[1:], 1):
             self._store.set(f"{key}/{index}", chunk)
         self._store.set(key, bytes([len(chunks)]) + chunks[0])
 
     def take(self, key: str, looking: Looking | None = None) -> Any:
         """Waits for a value."""
-        pause = _POLL
-        while not self._store.check([key]):
-            if self._is_aborted.wait(pause):
-                raise _Aborted
-            pause = min(1.3 * pause, _LONGEST_POLL)
-            if looking is not None:
-                looking.look()
-        data = self._store.get(key)
-        rest = [self._store.get(f"{key}/{index}") for index in range(1, data[0])]
+        self._group.board.awaits(self._who, self._group.prefix + key)
+        data = self._get(key, looking)
+        self._group.board.awaits(self._who, None)
+        self._num_chunks[key] = data[0]
+        rest = [self._get(f"{key}/{index}", looking) for index in range(1, data[0])]
         return pickle.loads(b"".join([data[1:], *rest]))
 
     def drop(self, key: str) -> None:
-        for index in range(1, self._store.get(key)[0]):
+        """Of what was put or taken here."""
+        for index in range(1, self._num_chunks.pop(key)):
             self._store.delete_key(f"{key}/{index}")
         self._store.delete_key(key)
+
+    def _get(self, key: str, looking: Looking | None) -> bytes:
+        while True:
+            try:
+                return bytes(self._store.get(key))
+            except dist.DistStoreError:
+                if self._group.is_aborted.is_set():
+                    raise _Aborted from None
+                if looking is not None:
+                    looking.look()
 
 
 class Work(dist.Work):
@@ -216,8 +227,9 @@ class Group(dist.ProcessGroup):
         self.timeout: timedelta = options.timeout
         self._name = str(options.group_id)
         self._ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-        self._store = options.store
-        self._is_aborted = threading.Event()
+        # All groups' values are in one store, for the board to look at.
+        self.prefix = f"{options.group_id}/"
+        self.is_aborted = threading.Event()
         self._queues: dict[str, Queue] = {}
         self._counts: Counter[str] = Counter()
         self._batch: list[Message] | None = None
@@ -242,10 +254,10 @@ class Group(dist.ProcessGroup):
 
     def abort(self) -> None:
         """Ends what runs."""
-        self._is_aborted.set()
+        self.is_aborted.set()
 
     def shutdown(self) -> None:
-        self._is_aborted.set()
+        self.is_aborted.set()
         for queue in self._queues.values():
             queue.close()
         self._queues.clear()
@@ -362,12 +374,12 @@ class Group(dist.ProcessGroup):
     def _queue(self, name: str, ranks: Sequence[int]) -> Queue:
         if name not in self._queues:
             self._connect(name, ranks)
-            self._queues[name] = Queue(f"{name} of group {self._name}", self.board, Post(self._store, self._is_aborted))
+            self._queues[name] = Queue(f"{name} of group {self._name}", self.board, Post(name, self))
         return self._queues[name]
 
     def _connect(self, name: str, ranks: Sequence[int]) -> None:
         """Makes a communicator: the host waits until all its ranks have come."""
-        post = Post(self._store, self._is_aborted)
+        post = Post("host", self)
         own = self._ranks[self.rank()]
         post.put(f"connect {name}/{own}", None)
         others = [rank for rank in ranks if rank != own]
@@ -376,7 +388,7 @@ class Group(dist.ProcessGroup):
                 post.take(f"connect {name}/{rank}", looking)
 
     def _check(self, tensors: Sequence[Tensor]) -> None:
-        if self._is_aborted.is_set():
+        if self.is_aborted.is_set():
             raise dist.DistBackendError("NCCL communicator was aborted")
         for tensor in tensors:
             if tensor.device.type != _device():
@@ -421,7 +433,7 @@ def _board_of(options: Any) -> Board:
     """That of the default group, which is the first that a process makes."""
     if dist.is_initialized() and isinstance(dist.group.WORLD, Group):
         return dist.group.WORLD.board
-    return Board(options.store.clone(), options.group_rank, options.group_size)
+    return Board(options.store, options.group_rank, options.group_size)
 
 
 def _device() -> str:

@@ -1,0 +1,58 @@
+"""An update that is started before the host knows whether it counts gives the bits of one that waits for that."""
+
+import math
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from lowtide.engine import step_update
+from lowtide.engine.clipping import Clipping
+from lowtide.zero.exact_sum import from_limbs, to_limbs, value_of
+from tests import models
+from tests.ranks import RankPool
+from tests.zero.test_float16 import overflowing_batch
+from tests.zero.training import Case, Outcome, train_all
+
+CASES = [
+    Case(models.tiny_gpt, models.token_batch, 0, clip=0.3),
+    Case(models.tiny_gpt, models.token_batch, 3, clip=0.3, config={"bf16": {"enabled": True}}),
+    Case(models.tiny_gpt, models.token_batch, 2, accumulation=2),
+    Case(models.tiny_gpt, models.token_batch, 3, config={"zero_optimization": {"update_in_backward": True}}),
+    *(
+        Case(models.mlp, overflowing_batch, stage, config={"fp16": {"enabled": True, "initial_scale_power": 3}})
+        for stage in (1, 3)
+    ),
+]
+
+
+def train_both_ways(cases: list[Case]) -> list[tuple[Outcome, Outcome]]:
+    """With the CPU taken for a device that the host would wait for."""
+    plain = train_all(cases)
+    with patch.object(step_update, "_is_waited_for", lambda device: True):
+        return list(zip(plain, train_all(cases), strict=True))
+
+
+def test_it_gives_the_same_bits(ranks: RankPool) -> None:
+    for case, (plain, started) in zip(CASES, ranks(2, train_both_ways, CASES)[0], strict=True):
+        told, expected = (str((one.losses, one.norms, one.scales, one.skipped)) for one in (started, plain))  # with NaN
+        assert told == expected, case
+        assert any(plain.skipped) == ("fp16" in case.config)
+        assert [name for name in plain.state if not torch.equal(plain.state[name], started.state[name])] == [], case
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-300, 1e-30, 0.3, 1e30, 1e300])
+def test_a_sum_is_the_same_where_its_limbs_are(size: float) -> None:
+    limbs = to_limbs(torch.arange(1000, dtype=torch.float64) / 1000 * size)
+    assert value_of(limbs).item() == pytest.approx(from_limbs(limbs), rel=1e-15, abs=0)
+
+
+def test_a_sum_that_is_too_large_is_infinite() -> None:
+    assert value_of(to_limbs(torch.full((9,), 1e308, dtype=torch.float64))).item() == math.inf
+
+
+@pytest.mark.parametrize("norm", [0.0, 0.29, 0.2999999, 0.3, 0.4, 1e30, math.inf])
+@pytest.mark.parametrize("clipping", [Clipping(0.3), Clipping(0.3, is_by_hand=True), Clipping(fixed=0.5), Clipping()])
+def test_a_factor_is_the_same_where_its_norm_is(clipping: Clipping, norm: float) -> None:
+    assert float(clipping.factor_on_device(torch.tensor(norm, dtype=torch.float64))) == clipping.factor(norm)
+    assert clipping.is_needed or clipping.factor(norm) == 1.0

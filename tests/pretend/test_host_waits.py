@@ -1,0 +1,193 @@
+"""A step waits for its device once, whatever it does: when the host is told of its sum, while the update runs."""
+
+import math
+import os
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lowtide
+from lowtide import Engine, NonFiniteGradientError
+from lowtide.comm import world
+from tests.pretend import device, group
+from tests.ranks import RankPool
+
+WIDTH = 32
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}},
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide = nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(self.wide(self.norm(x)))
+
+
+class Net(nn.Module):
+    """blocks: of which the last has a parameter that nobody uses, if `lacks` says so."""
+
+    def __init__(self, num_blocks: int, lacks: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        for block in self.blocks[: None if not lacks else -1]:
+            del block.unused
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def make_engine(model: nn.Module, config: dict[str, Any], **given: Any) -> Engine:
+    group.register()
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group(group.BACKEND)
+    options = {"optimizer": {"type": "adamw"}, "steps_per_print": 0}
+    on_device = lambda wanted: torch.device("pretend", int(os.environ.get("LOCAL_RANK", 0)))  # noqa: E731
+    with patch.object(world, "_choose_device", on_device):
+        return lowtide.initialize(model.to(on_device("")), {**options, **config}, **given)
+
+
+def waits_of(act: Callable[[], object]) -> list[str]:
+    """The host's waits meanwhile, but for those of the pretended group, whose messages go through the host."""
+    with device.host_waits() as waits:
+        act()
+    return [str(wait) for wait in waits if not any(frame.filename == group.__file__ for frame in wait.stack)]
+
+
+def check_steps(cases: list[tuple[int, int, int, str, float]]) -> None:
+    for stage, num_blocks, accumulation, precision, clip in cases:
+        config = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": accumulation}
+        config |= {"gradient_clipping": clip, **PRECISIONS[precision]}
+        with make_engine(Net(num_blocks), config) as engine:
+            batch = (torch.randn(2 * accumulation, WIDTH),)  # of the host
+            for _ in range(2):
+                waits = waits_of(lambda: engine.train_step(batch))  # noqa: B023
+                assert len(waits) <= 1, "\n".join(map(str, (*cases, *waits)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_waits_once(pretend_ranks: RankPool, world_size: int) -> None:
+    others = [(1, "fp32", 0.1), (3, "bf16", 0.1), (1, "bf16", 0.0), (3, "fp16", 0.0), (1, "fp16", 0.1)]
+    cases = [(stage, n, *other) for (stage, n), other in product(product(range(4), (2, 6)), others)]
+    chosen = cases[::3] if world_size == 1 else cases[1::7]
+    pretend_ranks(world_size, check_steps, chosen, process_group=False)
+
+
+def by_hand(engine: Engine, batch: Tensor) -> None:
+    engine.backward(engine(batch))
+    engine.clip_grad_norm_(0.1)
+    engine.step()
+
+
+def in_a_loop_of_torch(engine: Engine, batch: Tensor) -> None:
+    engine(batch).backward()
+    engine.step()
+
+
+def with_averages(engine: Engine, batch: Tensor) -> None:
+    if engine.global_step == 0:
+        engine.ema(0.9)
+    engine.train_step((batch,))
+
+
+def train_step(engine: Engine, batch: Tensor) -> None:
+    engine.train_step((batch,))
+
+
+IN_BACKWARD: dict[str, Any] = {"zero_optimization": {"stage": 3, "update_in_backward": True}}
+WAYS: dict[str, tuple[dict[str, Any], Callable[[Engine, Tensor], None]]] = {
+    "clipping by hand": ({}, by_hand),
+    "loss.backward()": ({"gradient_clipping": 0.1}, in_a_loop_of_torch),
+    "averages": ({}, with_averages),
+    "update in backward": (IN_BACKWARD, train_step),
+    "momentum": ({"optimizer": {"type": "sgd", "params": {"momentum": 0.9}}}, train_step),
+    "8-bit states": ({"optimizer": {"type": "adamw", "params": {"state_dtype": "int8"}}}, train_step),
+}
+
+
+def check_way(way: str) -> None:
+    config, act = WAYS[way]
+    with make_engine(
+        Net(3, lacks=True), config
+    ) as engine:  # of the parameter without a gradient, all ranks must say so
+        for _ in range(2):
+            waits = waits_of(lambda: act(engine, torch.randn(2, WIDTH)))
+            assert len(waits) <= 1, "\n".join(waits)
+
+
+def check_own_optimizer() -> None:
+    model = Net(3)
+    with make_engine(model, {"optimizer": None}, optimizer=lambda params: torch.optim.RMSprop(params)) as engine:
+        for _ in range(2):
+            assert len(waits_of(lambda: engine.train_step((torch.randn(2, WIDTH),)))) <= 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_other_ways_to_step_wait_once_too(pretend_ranks: RankPool, way: str) -> None:
+    pretend_ranks(1, check_way, way, process_group=False)
+
+
+def test_an_optimizer_of_torch_waits_once_too(pretend_ranks: RankPool) -> None:
+    pretend_ranks(1, check_own_optimizer, process_group=False)
+
+
+# -- what the device knows before the host does -----------------------------------------------------------------------
+
+
+def weights(engine: Engine) -> list[Tensor]:
+    return list(engine.state_dict().values())
+
+
+def step_with_infinity(config: dict[str, Any], in_backward: bool) -> None:
+    with make_engine(Net(2), config) as engine:
+        train_step(engine, torch.randn(2, WIDTH))
+        before, num_steps = weights(engine), engine.optimizer.num_steps
+        bad = torch.full((2, WIDTH), math.inf)
+        if "fp16" in config:
+            assert engine.train_step((bad,)).skipped
+            assert engine.train_step((torch.randn(2, WIDTH),)).loss_scale == 8
+            assert engine.optimizer.num_steps == num_steps + 1
+            return
+        outcome = "gradients are finite were updated" if in_backward else "No parameter was updated"
+        with pytest.raises(NonFiniteGradientError, match=rf"'blocks\.\d\.\w+\.\w+' on rank 0.*{outcome}"):
+            engine.train_step((bad,))
+        if not in_backward:
+            assert all(torch.equal(a, b) for a, b in zip(before, weights(engine), strict=True))
+            assert engine.optimizer.num_steps == num_steps
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"gradient_clipping": 0.1}, PRECISIONS["bf16"], PRECISIONS["fp16"], IN_BACKWARD]
+)
+def test_an_update_that_was_started_changes_nothing(pretend_ranks: RankPool, config: dict[str, Any]) -> None:
+    pretend_ranks(1, step_with_infinity, config, config is IN_BACKWARD, process_group=False)
+
+
+def change_by_data() -> None:
+    with make_engine(Net(2), PRECISIONS["bf16"]) as engine:
+        for _ in range(2):
+            train_step(engine, torch.randn(2, WIDTH))
+        weight = engine.module.get_parameter("blocks.1.wide.weight")
+        weight.data.add_(1.0)
+        for _ in range(2):  # until it is put right
+            with pytest.raises(ValueError, match=r"'blocks.1.wide.weight' was changed through \.data"):
+                train_step(engine, torch.randn(2, WIDTH))
+
+
+def test_a_change_by_data_is_told_at_the_end_of_the_step(pretend_ranks: RankPool) -> None:
+    pretend_ranks(1, change_by_data, process_group=False)

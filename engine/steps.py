@@ -310,10 +310,11 @@ class Steps:
         self.clipping = None
 
     def _forget_gradients(self) -> None:
-        for gradient in self.gradients:
-            gradient.reset()
-            for param in gradient.group.params:
-                param.grad = None
+        with torch._C.DisableTorchFunctionSubclass():  # a released parameter would cost a call of Python
+            for gradient in self.gradients:
+                gradient.reset()
+                for param in gradient.group.params:
+                    param.grad = None
 
     # -- the update -----------------------------------------------------------------------------------------------
 

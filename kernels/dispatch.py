@@ -14,6 +14,8 @@ from torch import Tensor
 Backend = Literal["auto", "triton", "reference"]
 """auto: Triton for tensors on a GPU, where it can be imported; triton: always, or an error; reference: eager torch."""
 
+_BACKENDS = get_args(Backend)
+
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -31,17 +33,18 @@ def uses_triton(backend: Backend, kernel: str, *tensors: Tensor | None) -> bool:
         raise ValueError(f"{kernel}: expected all tensors on one device, found {names}; move them with .to(device)")
     if backend == "reference" or (backend == "auto" and not given):
         return False
-    if backend not in get_args(Backend):
-        choices = ", ".join(f'"{name}"' for name in get_args(Backend))
+    if backend not in _BACKENDS:
+        choices = ", ".join(f'"{name}"' for name in _BACKENDS)
         raise ValueError(f'{kernel}: expected backend to be one of {choices}, found "{backend}"')
     device = given[0].device.type if given else "cpu"
-    on_device = device == "cuda" or is_interpreted()
+    if backend == "auto" and device != "cuda":
+        return False
     wide = [tensor.dtype for tensor in given if tensor.is_floating_point() and tensor.dtype not in TRITON_DTYPES]
     if backend == "auto":
-        return device == "cuda" and not wide and _has_triton_or_says_so()
+        return not wide and _has_triton_or_says_so()
     if not has_triton():
         raise ValueError(f'{kernel}: backend "triton" needs the package triton, which is not installed; use "auto"')
-    if not on_device:
+    if device != "cuda" and not is_interpreted():
         raise ValueError(f'{kernel}: backend "triton" needs tensors on a GPU, found them on {device}; use "auto"')
     if wide:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in TRITON_DTYPES)

@@ -58,7 +58,7 @@ def value_of(limbs: Tensor) -> Tensor:
 
 def from_limbs(limbs: Tensor) -> float:
     """The sum as a float, correctly rounded; inf where it is too large for one."""
-    total = sum(limb << (_LIMB_BITS * index) for index, limb in enumerate(limbs.tolist()))
+    total = sum([limb << (_LIMB_BITS * index) for index, limb in enumerate(limbs.tolist()) if limb])
     try:
         return math.ldexp(total, -_BIAS_BITS) if total.bit_length() < 1000 else total / (1 << _BIAS_BITS)
     except OverflowError:

@@ -23,6 +23,9 @@ def _always() -> bool:
     return True
 
 
+_NOTHING_PENDING = Pending()
+
+
 class Residence(Enum):
     """Which memory a group holds."""
 
@@ -80,7 +83,7 @@ class ShardedGroup:
         self.shard = torch.empty(0)
         self.resident = Resident(name, lambda: self.shard)
         """The shard, for a window that brings it to where it is updated."""
-        self._pending = Pending()  # of the last gather
+        self._pending = _NOTHING_PENDING  # of the last gather
         self.keeper: Callable[[], bool] | None = None
         """Says whether it is kept full, whatever is released."""
         self._is_loading = False  # the shard comes from its store, and the gather after it
@@ -245,15 +248,15 @@ class ShardedGroup:
     def refresh(self) -> Pending:
         """Brings updated shards of other ranks to where parameters are at rest, views of which stay as they are."""
         if self._refreshed_axis.size == 1:
-            return Pending()
+            return _NOTHING_PENDING
         return self._refreshed_axis.route.gather(self._resting, self.shard, f"gather of {self.name}")
 
     def _exchange(self) -> Pending:
         return self.axis.route.gather(self.full, self._resting, self._gather_name)
 
     def _take_gathered(self) -> None:
-        pending, self._pending = self._pending, Pending()
-        pending.wait()
+        self._pending.wait()
+        self._pending = _NOTHING_PENDING
         if self.frees_memory:
             self._point_params_at_full()
 

@@ -43,7 +43,7 @@ SCRIPT = """
 
 
     class Done:
-        def wait(self):
+        def wait(self, *timeout):
             return True
 
 

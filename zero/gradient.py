@@ -111,8 +111,7 @@ class GroupGradient:
         if self._has_changed:
             self._has_changed = False
             self.inspection.forget()
-            if self.group.is_counted:
-                self._count()
+            self._count()
 
     def mark_changed(self, index: int, is_used: bool) -> None:
         """The caller has set the final gradient of parameter `index`. is_used: it is one, and not none."""
@@ -226,8 +225,7 @@ class GroupGradient:
         assert self.shard is not None
         self.inspection.remember(self.shard, is_own=True)  # while it can be seen whose it is
         self.shard.copy_(total)
-        if self.group.is_counted:
-            self._count()
+        self._count()
         self._leave(is_final=True)
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
@@ -269,7 +267,9 @@ class GroupGradient:
             self.shard = total if is_final else None
 
     def _count(self) -> None:
-        """Adds the final shard to the norm, where it has changed since it was reduced: each element on one replica."""
+        """Adds the final shard to the norm, where it has changed since it was reduced: each element on one rank."""
+        if not self.group.is_counted:
+            return
         axis, shard = self.group.replica_axis, self.shard
         assert shard is not None
         region = regions_of(shard.numel(), axis.size)[axis.rank]

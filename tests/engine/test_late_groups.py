@@ -170,6 +170,17 @@ def test_groups_that_come_later(ranks: RankPool, tmp_path: Path, world_size: int
     check(ranks(world_size, train_all, cases, None)[0], cases, world_size)
 
 
+def test_over_several_axes(ranks: RankPool) -> None:
+    cases = [
+        Case(stage=2, clip=0.05, zero={"shard_size": 2}),
+        Case(stage=3, route="sockets", zero={"zero_hpz_partition_size": 2}),
+        Case(stage=3, more={"parallel": {"pipeline": 2}}, accumulation=2),
+    ]
+    found = ranks(4, train_all, cases, None)[0]
+    check(found[:2], cases[:2], 4)
+    check(found[2:], cases[2:], 2)
+
+
 def test_checkpoints_between_them(ranks: RankPool, tmp_path: Path) -> None:
     """Of an engine that has the same groups, in the same order, whenever it has got them."""
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}

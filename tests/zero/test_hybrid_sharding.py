@@ -4,7 +4,9 @@ import time
 from functools import partial
 
 import pytest
+import torch
 
+import lowtide
 from lowtide.comm.shared_memory import _REDUCED, SharedMemoryRoute
 from tests import models
 from tests.ranks import RankPool
@@ -63,3 +65,28 @@ def _train_hearing_late(case: Case) -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SharedMemoryRoute, "_has_come", hears_late)
         return train(case)
+
+
+def step_after_two_backwards(routes: list[str]) -> list[float]:
+    """Norms. Both are the last of their step, as far as is known when they run."""
+    norms = []
+    for route in routes:
+        case = Case(models.mlp_float64, models.vector_batch_float64, config={"communication": {"route": route}})
+        config = case.at(2, config={"zero_optimization": {"shard_size": 2}}).as_config()
+        torch.manual_seed(0)
+        with lowtide.initialize(models.mlp_float64(), config) as engine:
+            for number in range(2):
+                engine(*models.vector_batch_float64(10 * engine.rank + number, 2)).backward()
+            norms.append(engine.step().grad_norm.item())
+    return norms
+
+
+def test_another_backward_adds_to_a_sum_that_was_final(ranks: RankPool) -> None:
+    torch.manual_seed(0)
+    model = models.mlp_float64()
+    for rank in range(4):
+        for number in range(2):
+            (model(*models.vector_batch_float64(10 * rank + number, 2)) / 4).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf).item()
+    found = ranks(4, step_after_two_backwards, ["shared_memory", "sockets"])[0]
+    assert found == pytest.approx([norm, norm], rel=1e-6)  # it is shown in float32

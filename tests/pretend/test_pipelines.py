@@ -1,5 +1,6 @@
 """Pipelines train to the same numbers with NCCL's manners as in one process, and no message blocks the host."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from tests.zero.training import Case, Outcome, assert_close, train, train_plainl
 NATIVE = {"communication": {"route": "native", "timeout_seconds": 20}}
 TIED = Case(deep_tied_gpt_64, models.token_batch, clip=0.3, accumulation=MICROBATCHES, steps=2, config=NATIVE)
 TIED_TWICE = Case(Chain, chain_batch, accumulation=2, clip=0.1, steps=2, config=NATIVE)
-BESIDE_DATA = [("1f1b", 0, 1), ("zb-v", 1, None), ("interleaved", 2, 1), ("dualpipe-v", 3, None)]
+BESIDE_DATA = [("zb-v", 1, None), ("interleaved", 2, 1), ("dualpipe-v", 3, None)]
 
 
 def train_with_manners(cases: list[Case], is_eager: bool) -> list[Outcome]:
@@ -44,9 +45,10 @@ def test_ranks_have_different_ties(ranks: RankPool) -> None:
 
 
 def test_pipelines_beside_data_parallel_ranks(ranks: RankPool) -> None:
-    expected = train_plainly(TIED, 2, num_parts=MICROBATCHES)
+    case = replace(TIED, steps=1)
+    expected = train_plainly(case, 2, num_parts=MICROBATCHES)
     cases = [
-        pipelined(TIED.at(stage), 2, schedule, zero_optimization={"shard_size": shard_size})
+        pipelined(case.at(stage), 2, schedule, zero_optimization={"shard_size": shard_size})
         for schedule, stage, shard_size in BESIDE_DATA
     ]
     for what, outcome in zip(

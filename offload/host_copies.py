@@ -77,7 +77,10 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
     """
     if values.device.type == device.type:
         return values
-    return values.pin_memory().to(device, non_blocking=True)
+    is_plain = values.layout == torch.strided and not values.is_nested
+    if is_plain and not (values.is_pinned() and values.is_contiguous()):  # what has gaps is copied on its way, unpinned
+        values = torch.empty_like(values, pin_memory=True).copy_(values)
+    return values.to(device, non_blocking=True)
 
 
 class _StreamCopy:

@@ -73,7 +73,7 @@ def check_steps(cases: list[tuple[int, int, int, str, float]]) -> None:
         config = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": accumulation}
         config |= {"gradient_clipping": clip, **PRECISIONS[precision]}
         with make_engine(Net(num_blocks), config) as engine:
-            batch = (torch.randn(2 * accumulation, WIDTH),)  # of the host
+            batch = (torch.randn(2 * accumulation, WIDTH + 1)[:, 1:],)  # of the host, not pinned, with gaps
             for _ in range(2):
                 waits = waits_of(lambda: engine.train_step(batch))  # noqa: B023
                 assert len(waits) <= 1, "\n".join(map(str, (*cases, *waits)))
@@ -85,6 +85,17 @@ def test_a_step_waits_once(pretend_ranks: RankPool, world_size: int) -> None:
     cases = [(stage, n, *other) for (stage, n), other in product(product(range(4), (2, 6)), others)]
     chosen = cases[::3] if world_size == 1 else cases[1::7]
     pretend_ranks(world_size, collected, check_steps, chosen, process_group=False)
+
+
+def check_pipeline(schedule: str) -> None:
+    config = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": schedule}, "gradient_accumulation_steps": 4}
+    with make_engine(Net(4), {**config, "gradient_clipping": 0.1}) as engine:
+        counts = [len(waits_of(lambda: engine.train_step((torch.randn(8, WIDTH),)))) for _ in range(3)]
+        assert max(counts[1:]) <= 1, counts  # the first one agrees on shapes
+
+
+def test_a_pipeline_waits_once_too(pretend_ranks: RankPool) -> None:
+    pretend_ranks(2, collected, check_pipeline, "1f1b", process_group=False)
 
 
 def by_hand(engine: Engine, batch: Tensor) -> None:

@@ -1,4 +1,14 @@
-"""What all ranks must know of a step before they update: one small exact sum."""
+"""What all ranks must know of a step before they update: one small exact sum.
+
+[Note: one wait]
+    device   backward | sum | copy to the host | update, parameters to others | forward
+    host                update, ... are given to the device | waits for the copy | forward is given
+
+On a device the host learns of the norm, of values that are not finite, of what other ranks tell, when it needs none of
+it for the update any more: the kernels read the factor and `skip` where they are. It waits once, for the copy and not
+for the update, and gives the device the next forward while that updates. Nothing else in a step may wait: what is
+asked of a tensor of the device (`bool`, `item`, a mask as an index), and copies from memory that is not pinned.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Mesh
-from ..offload import Reading, sent
+from ..offload import OnHost, sent
 from ..zero.exact_sum import NUM_LIMBS, from_limbs, limbs_of_each, value_of
 from ..zero.gradient import GroupGradient
 from ..zero.plan import Role
@@ -90,7 +100,7 @@ class SummedStep:
         self._num_events = num_events
         self._uses = uses
         self._data_size = data_size
-        self._reading = Reading(total)
+        self._on_host = OnHost(total)
 
     def skip(self) -> Tensor:
         """(1,) int64 on the device: not 0 where nothing is to be updated."""
@@ -103,7 +113,7 @@ class SummedStep:
 
     def read(self) -> StepSums:
         """Waits for the device: until it has the sum, and not for what it was given since."""
-        total = self._reading.wait()
+        total = self._on_host.read()
         num_counts = 4 + self._num_events
         sizes = [NUM_LIMBS, NUM_LIMBS, num_counts, len(total) - 2 * NUM_LIMBS - num_counts]
         squares, loss, counts, used = torch.split(total, sizes)

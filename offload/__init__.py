@@ -5,11 +5,10 @@ from .box import Box
 from .checksum import Checksum
 from .errors import OffloadError
 from .file_store import AioOptions, FileStore
-from .host_copies import HostCopies, StreamCopies
+from .host_copies import HostCopies, OnHost, StreamCopies, sent
 from .host_memory import allocate_host, host_is_pinned, keep_heap
 from .host_pool import HostPool
 from .pages import PagedBuffer, PagePool, TransientBuffer, huge_zeros
-from .reading import Reading, sent
 from .resident import OldVersion, Resident
 from .sequential_file import SequentialFile
 from .staged_store import StagedStore
@@ -29,9 +28,9 @@ __all__ = [
     "Memory",
     "OffloadError",
     "OldVersion",
+    "OnHost",
     "PagePool",
     "PagedBuffer",
-    "Reading",
     "Resident",
     "SequentialFile",
     "StagedStore",

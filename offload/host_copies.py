@@ -49,6 +49,37 @@ class StreamCopies:
             return stream.record_event()
 
 
+class OnHost:
+    """Values of any device on their way to the host, which does not wait for them until it reads them.
+
+    They are as they are after what the device was given before. What it is given later is not waited for: the device
+    may do that while the host reads.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        """values: small."""
+        self._values = values.to("cpu", non_blocking=True)  # into pinned memory, where it comes from a device
+        is_there = values.device.type == "cpu"
+        self._copied = None if is_there else torch.accelerator.current_stream(values.device).record_event()
+
+    def read(self) -> Tensor:
+        """The values. Asks first: where they are there, as they are a step later, the host waits for nothing."""
+        copied, self._copied = self._copied, None
+        if copied is not None and not copied.query():
+            copied.synchronize()
+        return self._values
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """Values of the host on a device, for what that is given from now on; themselves where they are there.
+
+    From memory that is not pinned the host would wait for the copy, and for all that the device does before it.
+    """
+    if values.device.type == device.type:
+        return values
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 class _StreamCopy:
     def __init__(self, copied: torch.Event) -> None:
         self._copied = copied

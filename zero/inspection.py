@@ -67,13 +67,11 @@ class Inspection:
     @property
     def is_finite(self) -> bool:
         """Whether nothing was found that is not. Waits for the device."""
-        return not bool(self.is_bad())
+        return all(map(bool, self._known()))
 
     def is_bad(self) -> Tensor:
-        """(1,) int64, where the gradient is: 1 where a value was found that is not finite."""
-        known = [torch.isfinite(squares).all() for squares in self.counted]
-        known += [] if self.was_finite is None else [self.was_finite]
-        return torch.stack(known or [torch.ones((), dtype=torch.bool)]).all().logical_not().long().view(1)
+        """(1,) int64, on the device of the gradient, which the host does not get: 1 where that is not so."""
+        return torch.stack(self._known()).all().logical_not().long().view(1)
 
     def remember(self, shard: Tensor, is_own: bool) -> None:
         """As `first`, of a shard that goes. A device is not waited for: the block with the value is kept there."""
@@ -112,6 +110,11 @@ class Inspection:
         replicas = self._group.replica_axis
         is_alone = is_own and self._group.state_axis.size == replicas.size == 1
         self._trace(replicas, offset, values, (values,) if is_alone else ())
+
+    def _known(self) -> list[Tensor]:
+        """() bool of each look; what the host has got is counted there."""
+        earlier = [] if self.was_finite is None else [self.was_finite]
+        return [*earlier, *(torch.isfinite(squares).all() for squares in self.counted)]
 
     def _note(self, squares: Tensor) -> None:
         is_finite = torch.isfinite(squares).all()

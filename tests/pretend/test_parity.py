@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.models import TinyGPT, tied_gpt, tiny_gpt_float64, token_batch
+from tests.pretend.group import register
 from tests.ranks import RankPool
 from tests.zero.training import Case, train
 
@@ -59,7 +60,10 @@ CASES = {
 
 def differences(case: Case) -> list[str]:
     """What the device's training and the CPU's do not have alike, of one rank."""
-    cpu = train(case.at(case.stage, config={"device": "cpu"}))
+    # On that route the CPU sums in the order in which the device's group does, unless parameters rest in a file.
+    sections = {**case.config.get("zero_optimization", {}), "offload_param": None}
+    on_cpu = {"device": "cpu", "communication": {"route": "native"}, "zero_optimization": sections}
+    cpu = train(case.at(case.stage, config=on_cpu))
     torch.accelerator.reset_peak_memory_stats()
     device = train(case.at(case.stage, config={"device": "auto"}))
     assert torch.accelerator.max_memory_allocated() > 2 * sum(value.nbytes for value in device.state.values())
@@ -77,3 +81,21 @@ def test_a_rank_alone(pretend_ranks: RankPool, tmp_path: Path, name: str) -> Non
 def in_folder(folder: str, case: Case) -> list[str]:
     os.chdir(folder)
     return differences(case)
+
+
+def in_folder_on_ranks(folder: str, case: Case) -> list[str]:
+    register()
+    return in_folder(folder, case)
+
+
+ON_TWO_RANKS = (
+    *(f"stage {stage}, fp32" for stage in range(4)),
+    *("stage 2, bf16", "stage 3, fp16", "states in host memory", "speculative update", "delayed update"),
+    *("update in backward", "parameters in host memory", "all in files", "activations in host memory", "tied weights"),
+)
+
+
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_two_ranks(pretend_ranks: RankPool, tmp_path: Path, name: str) -> None:
+    results = pretend_ranks(2, in_folder_on_ranks, str(tmp_path), CASES[name], process_group=False)
+    assert results == [[], []]

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -126,7 +126,7 @@ def _devices(report: HostReport) -> Section:
 def _properties(accelerator: torch.device, index: int) -> str:
     """What torch's module of the accelerator says of a device; not all of them say as much as CUDA's."""
     ask = getattr(torch.get_device_module(accelerator), "get_device_properties", None)
-    device = ask(index) if ask is not None else None
+    device: Any = ask(index) if ask is not None else None
     found = [str(getattr(device, "name", accelerator.type))]
     if hasattr(device, "total_memory"):
         found.append(size_text(device.total_memory))

@@ -161,8 +161,8 @@ class Pipeline:
             ranks = self._mesh.axes[PIPE].ranks
             where = f"ranks {', '.join(map(str, ranks))}" if differs else "not this rank's"
             raise ValueError(
-                f"batch: expected the same one on the {len(ranks)} ranks of a pipeline ({where}), found different "
-                "ones; divide the data by engine.data_rank and engine.data_size, not by engine.rank and "
+                f"batch: expected the same one on the {len(ranks)} ranks of a pipeline ({where}), found "
+                "different ones; divide the data by engine.data_rank and engine.data_size, not by engine.rank and "
                 "engine.world_size"
             )
 

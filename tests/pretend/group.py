@@ -62,7 +62,7 @@ class Post:
     def __init__(self, who: str, group: "Group") -> None:
         """who: a queue, or the host."""
         self._who, self._group = who, group
-        self._store = dist.PrefixStore(group.prefix, group.board.store.clone())
+        self._store: Any = dist.PrefixStore(group.prefix, group.board.store.clone())
         self._store.set_timeout(_LOOK)
         self._num_chunks: dict[str, int] = {}
 

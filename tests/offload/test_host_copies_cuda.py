@@ -5,7 +5,10 @@ import torch
 
 from lowtide.offload import HostPool, StreamCopies
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 NUMEL = 16 << 20
 
 

@@ -5,7 +5,10 @@ import torch
 
 from lowtide.offload import HostPool, HostStore
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def test_copies_keep_their_order_with_the_work_around_them() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +20,7 @@ from .shared_memory import SharedMemoryRoute, shared_memory_fault
 from .sockets import SocketRoute
 from .solo import SoloRoute
 from .trail import Channel, Trail
+from .works import Works
 from .world import World
 
 logger = logging.getLogger("lowtide")
@@ -61,6 +63,7 @@ class Mesh:
         lines = arrangement.lines(folds)
         first = _take_numbers(world, len(lines) + 1)
         trail = Trail(world, first)
+        works = Works(world, trail.compare)
         axes, groups = {}, {}
         for number, names in enumerate(lines, first):
             by_place = arrangement.ranks(world.rank, names)
@@ -69,11 +72,14 @@ class Mesh:
             rank, places = ranks.index(world.rank), tuple(place_of[rank] for rank in ranks)
             groups[names] = _make_group(world, arrangement, names)
             channel = Channel(trail, world.progress, number % _NUM_RECORDED, ranks)
-            made = _make_route(world, route, rank, ranks, places, groups[names], _first_tag(number), channel)
+            made = _make_route(world, route, rank, ranks, places, groups[names], _first_tag(number), channel, works)
             axes[names] = Axis(" x ".join(names), rank, ranks, places, made)
         number = first + len(lines)
         along = (messages,)
-        peers = Peers(axes[along].ranks, groups[along], _first_tag(number), world, trail, number % _NUM_RECORDED)
+        ways = groups[along], groups[along]
+        if not world.waits_on_host:  # no tags: see `Peers`
+            ways = _new_group(world, arrangement, along), _new_group(world, arrangement, along)
+        peers = Peers(axes[along].ranks, ways, _first_tag(number), world, trail, works, number % _NUM_RECORDED)
         alone = Axis("", 0, (world.rank,), (0,), SoloRoute(world.device))
         single = {name: axes[(name,)] for name, _ in arrangement.sizes}
         return cls(world, arrangement, single, peers, {**axes, (): alone})
@@ -159,14 +165,18 @@ def _first_tag(number: int) -> int:
 
 def _make_group(world: World, arrangement: Arrangement, names: Sequence[str]) -> dist.ProcessGroup | None:
     """The process group of this rank's axis; None where it is alone on it, the default one where all ranks are."""
-    size = arrangement.size(names)
-    if size == 1:
-        return None
-    if size == world.size:
+    if 1 < arrangement.size(names) == world.size:
         return dist.group.WORLD
+    return _new_group(world, arrangement, names)
+
+
+def _new_group(world: World, arrangement: Arrangement, names: Sequence[str]) -> dist.ProcessGroup | None:
+    """One of its own for this rank's axis; None where it is alone on it. A collective."""
+    if arrangement.size(names) == 1:
+        return None
     every = dict.fromkeys(tuple(sorted(arrangement.ranks(rank, names))) for rank in range(world.size))
     make: Callable[..., tuple[dist.ProcessGroup, Any]] = dist.new_subgroups_by_enumeration
-    return make([list(ranks) for ranks in every])[0]
+    return make([list(ranks) for ranks in every], timeout=timedelta(seconds=world.timeout_seconds))[0]
 
 
 def _make_route(
@@ -178,6 +188,7 @@ def _make_route(
     group: dist.ProcessGroup | None,
     first_tag: int,
     channel: Channel,
+    works: Works,
 ) -> Route:
     if group is None:
         return SoloRoute(world.device)
@@ -185,7 +196,7 @@ def _make_route(
         return SharedMemoryRoute(rank, ranks, places, _exchange_within(group), world.timeout_seconds, channel)
     if route == "sockets":
         return SocketRoute(rank, ranks, places, group, first_tag, world.timeout_seconds, channel)
-    return NativeRoute(rank, ranks, places, group, world.device, channel)
+    return NativeRoute(rank, ranks, places, group, world.device, channel, works)
 
 
 def _exchange_within(group: dist.ProcessGroup) -> Callable[[Any], list[Any]]:

@@ -1,8 +1,7 @@
-"""The backend's own collectives: nccl on CUDA, and any backend that is asked for by name."""
+"""The backend's own collectives: nccl on CUDA, xccl on XPU, and any backend that is asked for by name."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import CollectiveError, no_answer
 from .pending import Pending, Terms
 from .trail import Channel
+from .works import Works
 
 # torch 2.13 deprecates the first names for the second.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -34,6 +33,7 @@ class NativeRoute:
         group: dist.ProcessGroup,
         device: torch.device,
         channel: Channel,
+        works: Works,
     ) -> None:
         """rank: within the axis; ranks, places: as of `Axis`."""
         self.rank = rank
@@ -43,6 +43,8 @@ class NativeRoute:
         self._group: dist.ProcessGroup | None = group
         self._device = device
         self._channel = channel
+        self._works = works
+        self._others = [other for other in ranks if other != ranks[rank]]
         self._next: Tensor | None = None
 
     def allocate(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
@@ -55,7 +57,7 @@ class NativeRoute:
     def gather(self, full: Tensor, part: Tensor, what: str) -> Pending:
         """full[part q] = the `part` of rank q, for every q. full: (size * part.numel(),)."""
         assert self._places is None, "nothing is gathered over axes whose parts are in another order"
-        return self._pending(_all_gather(full, part, group=self._group, async_op=True), what)
+        return self._start(_all_gather, what, full, part)
 
     def next_slot(self, numel: int, dtype: torch.dtype) -> Tensor:
         """What `open_slot` will give next: it may be written already."""
@@ -78,18 +80,18 @@ class NativeRoute:
         if spare is None or spare.dtype != slot.dtype:
             spare = torch.empty(slot.numel() // self.size, dtype=slot.dtype, device=self._device)
         total = spare
-        pending = self._pending(_reduce_scatter(total, slot, group=self._group, async_op=True), what)
+        pending = self._start(_reduce_scatter, what, total, slot)
         return Terms(pending, slice(0, total.numel()), lambda: [total], lambda: None)
 
     def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
         """The sum over ranks of slot, all of it on each."""
-        pending = self._pending(dist.all_reduce(slot, group=self._group, async_op=True), what)
+        pending = self._start(dist.all_reduce, what, slot)
         return Terms(pending, slice(0, out.numel()), lambda: [slot], lambda: None)
 
     def sum_small(self, values: Tensor, what: str) -> Tensor:
         """The exact sum over ranks of a small int64 vector."""
         total = values.clone()
-        self._pending(dist.all_reduce(total, group=self._group, async_op=True), what).wait()
+        self._start(dist.all_reduce, what, total).wait()
         return total
 
     def fence(self, what: str) -> None:
@@ -99,19 +101,13 @@ class NativeRoute:
         """Lets go of the process group."""
         self._group = None
 
-    def _pending(self, work: Any, what: str) -> Pending:
+    def _start(self, collective: Callable[..., Any], what: str, *tensors: Tensor) -> Pending:
         sequence = self._channel.begin(what)
+        work = self._works.start(lambda: collective(*tensors, group=self._group, async_op=True), what, self._others)
 
         def finish() -> None:
             self._channel.wait(what, sequence)
-            started = time.monotonic()
-            try:
-                work.wait()
-            except RuntimeError as error:
-                here, seconds = self.ranks[self.rank], time.monotonic() - started
-                others = [rank for rank in self.ranks if rank != here]
-                text = no_answer(here, what, others, seconds, error)
-                raise CollectiveError(text + self._channel.compare(others)) from error
+            self._works.wait(work, what, self._others)
             # On CUDA only the stream waits now, and this thread will somewhere later: the record says in what until
             # the next unit or activity begins.
             if self._device.type == "cpu":

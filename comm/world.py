@@ -37,6 +37,7 @@ from ..watch.record import NUM_CHANNELS
 from ..watch.watchdog import Watchdog
 from .errors import CollectiveError, no_answer
 from .loopback_store import loopback_store
+from .overdue import Overdue, leave_errors_to_us
 
 # How many worlds use a process group that `join` made. As global as the default process group itself, whose end it
 # decides; weak, because a last reference would keep the group's threads alive.
@@ -47,6 +48,8 @@ _USERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _STORES: dict[tuple[str, ...], tuple[Any, int]] = {}
 
 _CHANNEL = NUM_CHANNELS - 1  # of the record of the progress; the others are those of axes
+_HOST_BACKENDS = ("gloo", "mpi", "fake")  # whose `wait` returns when the result is there
+_WITHOUT_FLOAT64 = {"mps"}
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -68,6 +71,7 @@ class World:
     began_alone: bool = False
     progress: Progress = field(default_factory=Progress, compare=False)
     watchdog: Watchdog = field(default_factory=Watchdog, compare=False)
+    overdue: Overdue = field(default_factory=Overdue, compare=False)
 
     @classmethod
     def join(cls, device: str = "auto", timeout_seconds: float = 300.0) -> World:
@@ -82,6 +86,8 @@ class World:
         began_alone = not dist.is_initialized() and not _is_launched()
         if not dist.is_initialized():
             num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+            if chosen.type != "cpu":
+                leave_errors_to_us()
             progress.identify(int(os.environ.get("RANK", "0")), num_ranks)
             with progress.waiting("the meeting of all ranks at the start", _CHANNEL, num_ranks):
                 _make_process_group(chosen, timeout_seconds)
@@ -89,11 +95,14 @@ class World:
         owned = dist.group.WORLD in _USERS
         if owned:
             _USERS[dist.group.WORLD] += 1
-        if chosen.type == "cuda":
-            torch.cuda.set_device(chosen)
+        if chosen.type != "cpu":
+            torch.accelerator.set_device_index(chosen)
         rank, size = dist.get_rank(), dist.get_world_size()
         progress.identify(rank, size)
-        return cls(rank, size, chosen, str(dist.get_backend()), owned, timeout_seconds, began_alone, progress)
+        world = cls(rank, size, chosen, str(dist.get_backend()), owned, timeout_seconds, began_alone, progress)
+        if size > 1 and not world.waits_on_host:
+            world.overdue.start(rank, chosen, timeout_seconds)
+        return world
 
     def leave(self) -> None:
         """Destroys the default process group where `join` made it and nobody else is in it. To be called once."""
@@ -104,6 +113,12 @@ class World:
         _USERS[dist.group.WORLD] -= 1
         if not _USERS[dist.group.WORLD]:
             dist.destroy_process_group()
+
+    @cached_property
+    def waits_on_host(self) -> bool:
+        """Whether `wait` of the backend for `device` returns when the result is there; else it orders a stream."""
+        backends = dict(part.split(":", 1) for part in dist.get_backend_config().split(","))
+        return backends.get(self.device.type) in _HOST_BACKENDS
 
     @property
     def store(self) -> Any:
@@ -174,13 +189,18 @@ class World:
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
         started = time.monotonic()
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        self.overdue.begin(what, others, lambda _: "")
         with self.progress.waiting(what, _CHANNEL, self.size):
             try:
                 yield
             except RuntimeError as error:
-                others = [rank for rank in range(self.size) if rank != self.rank]
+                self.overdue.check()
                 seconds = time.monotonic() - started
                 raise CollectiveError(no_answer(self.rank, what, others, seconds, error)) from error
+            finally:
+                self.overdue.end()
+        self.overdue.check()
 
     @cached_property
     def num_hosts(self) -> int:
@@ -189,16 +209,27 @@ class World:
 
 
 def _choose_device(device: str) -> torch.device:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError('device: expected a CUDA device, found none that torch can use; set "device": "cpu"')
-        return torch.device("cuda", _cuda_index(torch.cuda.device_count()))
-    return torch.device(device)
+    """The device of this rank: the CPU, or its own among those of the accelerator that torch knows here.
+
+    device: auto, cpu, or an accelerator's name, such as cuda or xpu. Raises ValueError for one that is not there.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if device == "cpu" or (device == "auto" and (accelerator is None or accelerator.type in _WITHOUT_FLOAT64)):
+        return torch.device("cpu")
+    if device != "auto":
+        name, _, index = device.partition(":")
+        if name in _WITHOUT_FLOAT64:
+            raise ValueError(f'device: expected one with float64, in which norms are summed, found "{name}"; set "cpu"')
+        if accelerator is None or name != accelerator.type:
+            there = f'only the CPU and "{accelerator.type}"' if accelerator is not None else "none beside the CPU"
+            raise ValueError(f'device: expected a {name} device, found {there} that torch can use; set "device": "cpu"')
+        if index:
+            return torch.device(name, int(index))
+    assert accelerator is not None
+    return torch.device(accelerator.type, _device_index(accelerator.type, torch.accelerator.device_count()))
 
 
-def _cuda_index(num_visible: int) -> int:
+def _device_index(kind: str, num_visible: int) -> int:
     """The number of this rank's own device among those that the process sees.
 
     It is LOCAL_RANK, unless the process sees one device alone: then that was chosen for it by whoever has set its mask
@@ -208,11 +239,25 @@ def _cuda_index(num_visible: int) -> int:
     if num_visible == 1:
         return 0
     if local_rank >= num_visible:
+        mask = "CUDA_VISIBLE_DEVICES" if kind == "cuda" else "the mask of its devices"
         raise ValueError(
-            f"device: expected a CUDA device for local rank {local_rank}, found {num_visible} devices that this "
-            'process may use; start fewer ranks on each host, change CUDA_VISIBLE_DEVICES, or set "device": "cpu"'
+            f"device: expected a {kind} device for local rank {local_rank}, found {num_visible} devices that this "
+            f'process may use; start fewer ranks on each host, change {mask}, or set "device": "cpu"'
         )
     return local_rank
+
+
+def _backend_of(device: torch.device) -> str:
+    """The process group that torch has for a device. Raises ValueError where it knows none, and ranks need one."""
+    try:
+        return str(dist.get_default_backend_for_device(device))
+    except ValueError:
+        if _is_launched() and os.environ.get("WORLD_SIZE") != "1":
+            raise ValueError(
+                f"device: expected one for which torch knows a process group, found {device.type}; import what "
+                "registers it, or call torch.distributed.init_process_group before lowtide.initialize"
+            ) from None
+        return "gloo"  # nobody to speak to
 
 
 def _is_launched() -> bool:
@@ -220,7 +265,7 @@ def _is_launched() -> bool:
 
 
 def _make_process_group(device: torch.device, timeout_seconds: float) -> None:
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = _backend_of(device)
     timeout = timedelta(seconds=timeout_seconds)
     if not _is_launched():
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
@@ -176,13 +176,23 @@ def _fill(
                 group, index = place[id(param)]
                 writer.write(group, index, value)
             # Of another stage too: what is not here still tells the dtype in which it is computed.
-            param.data = torch.zeros((), dtype=dtypes.of(param), device=param.device).expand(param.shape)
+            _move(param, torch.zeros((), dtype=dtypes.of(param), device=mesh.world.device).expand(param.shape))
         _prepare_buffers(module, mesh)
         writer.refresh()
         for unit in units:
             for group in unit.groups:
                 group.install()
                 group.release()
+
+
+def _move(param: nn.Parameter, values: Tensor) -> None:
+    """Gives the parameter other memory, perhaps of another device; it stays the same object."""
+    if torch._has_compatible_shallow_copy_type(param, values):
+        param.data = values
+    else:
+        # The device is of a package beside torch (NPU). There `module.to` makes new parameters, which an optimizer
+        # that the caller has made would not know.
+        torch._C._swap_tensor_impl(param, nn.Parameter(values, requires_grad=param.requires_grad))
 
 
 def _prepare_buffers(module: nn.Module, mesh: Mesh) -> None:

@@ -76,7 +76,7 @@ class Blueprint:
     ) -> Blueprint:
         """config: as `Config.resolve` gives it for these ranks. model: on any device, the meta device too.
 
-        device: the type of the ranks' own, "cpu" or "cuda". num_hosts: that the ranks are on. optimizer: as
+        device: the type of the ranks' own, "cpu", "cuda" or another. num_hosts: that the ranks are on. optimizer: as
         `initialize` takes it. split: of the pipeline's stages; None: planned here, from the model's code.
         Raises ValueError where config, model and ranks do not fit together.
         """

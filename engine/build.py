@@ -163,14 +163,14 @@ def alone_note(world: World) -> list[str]:
     if not world.began_alone:
         return []
     script = Path(sys.argv[0]).name if sys.argv[0].endswith(".py") else "SCRIPT"
-    on_cuda = world.device.type == "cuda"
-    num_devices = torch.cuda.device_count() if on_cuda else 1
-    ranks = "" if on_cuda else "--nproc N "
+    on_device = world.device.type != "cpu"
+    num_devices = torch.accelerator.device_count() if on_device else 1
+    ranks = "" if on_device else "--nproc N "
     return [
         f"training alone on {world.device}"
         + (f", one of {num_devices} devices" if num_devices > 1 else "")
         + f": no launcher has started this process; `lowtide launch {ranks}{script}` starts "
-        + ("a rank on each device" if on_cuda else "N ranks")
+        + ("a rank on each device" if on_device else "N ranks")
     ]
 
 

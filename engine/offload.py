@@ -8,7 +8,18 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ..comm import World
-from ..offload import AioOptions, FileStore, HostCopies, HostPool, HostStore, PagePool, StagedStore, Store, StreamCopies
+from ..offload import (
+    AioOptions,
+    FileStore,
+    HostCopies,
+    HostPool,
+    HostStore,
+    PagePool,
+    StagedStore,
+    Store,
+    StreamCopies,
+    host_is_pinned,
+)
 from ..zero.host_update import HostUpdate
 from ..zero.offloaded_states import OffloadedStates, StatesPlan
 from ..zero.plan import GroupPlan
@@ -88,14 +99,14 @@ def host_update(config: Config, homes: Homes, world: World) -> HostUpdate | None
     if not homes.updates_on_host:
         return None
     wanted = config.zero_optimization.offload_optimizer
-    return HostUpdate(copies_for(world), _pool(wanted))
+    return HostUpdate(copies_for(world), _pool(wanted, world))
 
 
 def offloaded_states(config: Config, homes: Homes, world: World) -> OffloadedStates:
     """What keeps the states that are not with the model. Raises OffloadError where the file cannot be made."""
     wanted = config.zero_optimization.offload_optimizer
     store = file_store(config, world, wanted) if homes.states is Home.FILE else None
-    return OffloadedStates(homes.states_plan, store, _pool(wanted))
+    return OffloadedStates(homes.states_plan, store, _pool(wanted, world))
 
 
 def shard_rest(config: Config, homes: Homes, world: World) -> ShardRest | None:
@@ -104,9 +115,9 @@ def shard_rest(config: Config, homes: Homes, world: World) -> ShardRest | None:
         return None
     wanted = config.zero_optimization.offload_param
     if homes.parameters is Home.HOST:
-        return ShardRest(HostStore(_pool(wanted)))
+        return ShardRest(HostStore(_pool(wanted, world)))
     store = file_store(config, world, wanted)
-    return ShardRest(StagedStore(store, _pool(wanted)) if homes.is_apart else store)
+    return ShardRest(StagedStore(store, _pool(wanted, world)) if homes.is_apart else store)
 
 
 def activation_store(config: Config, homes: Homes, world: World) -> Store | None:
@@ -114,9 +125,9 @@ def activation_store(config: Config, homes: Homes, world: World) -> Store | None
     if homes.activations is Home.MODEL:
         return None
     if homes.activations is Home.HOST:
-        return HostStore()
+        return HostStore(pinned=host_is_pinned(world.device))
     store = file_store(config, world, config.activation_checkpointing.offload)
-    return StagedStore(store, HostPool()) if homes.is_apart else store
+    return StagedStore(store, HostPool(pinned=host_is_pinned(world.device))) if homes.is_apart else store
 
 
 def file_store(
@@ -167,5 +178,5 @@ def _check_pages(config: Config) -> None:
         )
 
 
-def _pool(wanted: OffloadOptimizerConfig | OffloadParamConfig) -> HostPool:
-    return HostPool(pinned=None if wanted.pin_memory else False)
+def _pool(wanted: OffloadOptimizerConfig | OffloadParamConfig, world: World) -> HostPool:
+    return HostPool(pinned=wanted.pin_memory and host_is_pinned(world.device))

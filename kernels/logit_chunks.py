@@ -144,7 +144,7 @@ class DlogitsSums:
             torch.mm(dlogits.t(), hidden, out=self.weight)
         elif self.weight is not None:
             add_product_(self.weight, dlogits, hidden)
-        if self.bias is not None and (dlogits.is_cuda or self.bias.dtype == dlogits.dtype):
+        if self.bias is not None and (dlogits.device.type != "cpu" or self.bias.dtype == dlogits.dtype):
             self.bias += dlogits.sum(0, dtype=self.bias.dtype)
         elif self.bias is not None:  # on a CPU such a sum would copy the chunk to float32
             add_product_(self.bias[:, None], dlogits, dlogits.new_ones(len(dlogits), 1))

@@ -6,7 +6,7 @@ from .checksum import Checksum
 from .errors import OffloadError
 from .file_store import AioOptions, FileStore
 from .host_copies import HostCopies, StreamCopies
-from .host_memory import allocate_host, keep_heap
+from .host_memory import allocate_host, host_is_pinned, keep_heap
 from .host_pool import HostPool
 from .pages import PagedBuffer, PagePool, TransientBuffer, huge_zeros
 from .resident import OldVersion, Resident
@@ -40,6 +40,7 @@ __all__ = [
     "TransientBuffer",
     "Window",
     "allocate_host",
+    "host_is_pinned",
     "huge_zeros",
     "in_storages_of",
     "keep_heap",

@@ -16,9 +16,12 @@ _HUGE_PAGE_BYTES = 2 << 20
 _LARGEST_HEAP_BLOCK_BYTES = 32 << 20  # of glibc on 64 bits: DEFAULT_MMAP_THRESHOLD_MAX
 
 
-def host_is_pinned() -> bool:
-    """True where host memory has to be pinned for copies that run beside the work: with CUDA and ROCm devices."""
-    return torch.cuda.is_available()
+def host_is_pinned(device: torch.device) -> bool:
+    """Whether host memory has to be pinned for copies that run beside the work of the device.
+
+    Pinning opens a context on the accelerator, so it is the model's device that is asked, not the machine.
+    """
+    return device.type != "cpu"
 
 
 def allocate_host(nbytes: int, alignment: int = mmap.PAGESIZE, pinned: bool = False) -> Tensor:
@@ -26,11 +29,13 @@ def allocate_host(nbytes: int, alignment: int = mmap.PAGESIZE, pinned: bool = Fa
 
     Unlike a block of the heap, which may be resident from an earlier use, it takes memory only where it is written to.
 
-    Pinned memory is registered page by page, since torch's own pinned allocator rounds every size up to a power of two.
-    Raises OffloadError where the system has not enough.
+    Pinned memory of CUDA and ROCm is registered page by page, since torch's own pinned allocator rounds every size up
+    to a power of two; other accelerators give no way to. Raises OffloadError where the system has not enough.
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
+    if pinned and not _has_driver():
+        return _allocate_pinned(nbytes, alignment)
     spare = alignment if alignment > mmap.PAGESIZE else 0  # a mapping begins at a page, and a multiple lies within
     try:
         pages = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -68,6 +73,23 @@ def keep_heap() -> None:
     other allocators take no notice.
     """
     torch.empty(_LARGEST_HEAP_BLOCK_BYTES - 16 * mmap.PAGESIZE, dtype=torch.uint8)
+
+
+def _has_driver() -> bool:
+    """Whether there is one that pins memory which it has not allocated."""
+    return torch.cuda.is_available()
+
+
+def _allocate_pinned(nbytes: int, alignment: int) -> Tensor:
+    try:
+        memory = torch.empty(nbytes + alignment, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        raise OffloadError(
+            f"expected to pin {nbytes:,} bytes of host memory, and torch refuses: {error}; "
+            "lower the limit of the host buffers, or set pin_memory to false"
+        ) from error
+    skip = -memory.data_ptr() % alignment
+    return memory[skip : skip + nbytes].zero_()
 
 
 def _pin(address: int, nbytes: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .errors import OffloadError
-from .host_memory import allocate_host, host_is_pinned
+from .host_memory import allocate_host
 
 
 class HostPool:
@@ -16,7 +16,7 @@ class HostPool:
 
     No rounding to powers of two: a buffer takes its size, rounded up to `alignment`. What is kept never makes the pool
     larger than its highest use was: buffers of other sizes go back to the system first, oldest first. So the pool's
-    highest use, `peak_bytes`, is also the most memory that it ever held. Pinned where there is a CUDA device.
+    highest use, `peak_bytes`, is also the most memory that it ever held.
     Any thread may use it.
     """
 
@@ -24,7 +24,7 @@ class HostPool:
         self,
         limit_bytes: int | None = None,  # of the buffers in use, each rounded up; None: no limit
         alignment: int = 4096,  # of addresses and sizes, a power of two
-        pinned: bool | None = None,  # None: where there is a CUDA device
+        pinned: bool = False,  # page-locked, for copies from and to an accelerator
     ) -> None:
         if alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"alignment: expected a power of two, found {alignment}")
@@ -32,7 +32,7 @@ class HostPool:
             raise ValueError(f"limit_bytes: expected a number of bytes or None, found {limit_bytes}")
         self.limit_bytes = limit_bytes
         self.alignment = alignment
-        self.pinned = host_is_pinned() if pinned is None else pinned
+        self.pinned = pinned
         self.bytes_in_use = 0
         self.peak_bytes = 0
         self._kept_bytes = 0

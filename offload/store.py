@@ -2,7 +2,7 @@
 
 | store       | bytes are kept in             | tensors to save and load | a transfer runs                         |
 |-------------|-------------------------------|--------------------------|-----------------------------------------|
-| HostStore   | host memory, pinned with CUDA | on any device            | CPU: at once; CUDA: on a stream beside  |
+| HostStore   | host memory, of its pool      | on any device            | CPU: at once; else: on a stream beside  |
 | FileStore   | a file                        | in host memory           | in threads of its own                   |
 | StagedStore | another store                 | on any device            | through host buffers, in threads        |
 """
@@ -23,7 +23,7 @@ class Transfer(Protocol):
     """Bytes on their way into a store or out of it."""
 
     def wait(self) -> None:
-        """Returns when the caller's bytes may be used: by the host, or for a CUDA tensor by the current stream.
+        """Returns when the caller's bytes may be used: by the host, or for a tensor of a device by its current stream.
 
         Raises OffloadError for what went wrong, at every call.
         """
@@ -101,16 +101,17 @@ class _StreamTransfer:
 
 
 class HostStore:
-    """Keeps copies in host memory, pinned where there is a CUDA device; OffloadError above the pool's limit.
+    """Keeps copies in host memory; OffloadError above the pool's limit.
 
-    CUDA tensors are copied on a stream beside the work, after what the current stream has been given so far.
+    Tensors of a device are copied on a stream beside the work, after what the current stream has been given so far.
     """
 
     alignment_bytes = 64  # a cache line
     is_host_memory = True
 
-    def __init__(self, pool: HostPool | None = None) -> None:
-        self.pool = pool if pool is not None else HostPool(alignment=self.alignment_bytes)
+    def __init__(self, pool: HostPool | None = None, pinned: bool = False) -> None:
+        """pinned: whether memory of its own is, where no pool is given."""
+        self.pool = pool if pool is not None else HostPool(alignment=self.alignment_bytes, pinned=pinned)
         self._owns_pool = pool is None
         self._streams: dict[torch.device, torch.Stream] = {}
         self._kept: dict[str, Tensor] = {}

@@ -88,9 +88,13 @@ class Worker:
 
 
 class RankPool:
-    """Runs functions on up to MAX_RANKS worker processes: `pool(world_size, fn, *args)`."""
+    """Runs functions on up to MAX_RANKS worker processes: `pool(world_size, fn, *args)`.
 
-    def __init__(self) -> None:
+    prepare: a module whose `load()` each of them calls before anything else.
+    """
+
+    def __init__(self, prepare: str = "") -> None:
+        self._prepare = prepare
         self._workers: list[Worker] = []
         self._folder = Path(tempfile.mkdtemp(prefix="lowtide-ranks-"))
         self._started = 0
@@ -188,7 +192,7 @@ class RankPool:
         stacks = self._folder / f"worker{self._started}.stacks"
         stacks.touch()
         self._started += 1
-        code = f"from tests.ranks import serve; serve({theirs.fileno()}, {str(stacks)!r})"
+        code = f"from tests.ranks import serve; serve({theirs.fileno()}, {str(stacks)!r}, {self._prepare!r})"
         with output.open("wb") as file:
             process = subprocess.Popen(
                 [sys.executable, "-X", "faulthandler", "-c", code],
@@ -325,8 +329,11 @@ def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def serve(descriptor: int, stacks: str) -> None:
-    """The life of a worker: takes calls from the pipe `descriptor` until it closes; SIGUSR1 writes to `stacks`."""
+def serve(descriptor: int, stacks: str, prepare: str) -> None:
+    """The life of a worker: takes calls from the pipe `descriptor` until it closes; SIGUSR1 writes to `stacks`.
+
+    prepare: as RankPool has it.
+    """
     import ctypes
     import faulthandler
 
@@ -337,6 +344,8 @@ def serve(descriptor: int, stacks: str) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the test session
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115
     torch.set_num_threads(1)
+    if prepare:
+        importlib.import_module(prepare).load()
     pipe = Connection(descriptor)
     pipe.send_bytes(pickle.dumps("ready"))
     while True:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..comm import Mesh, Pending
+from ..comm import Mesh
 from .domain import Copies
 from .gradient import GroupGradient
 from .reductions import OnFinal, Reductions
@@ -114,10 +114,9 @@ class ScheduledUnits:
         what = f"the gradient of tied {gradient.group.name}"
         own = self._mesh.axes[copies.axis].rank
         parts = {place: torch.empty_like(gradient.shard) for place in copies.places if place != own}
-        pending: list[Pending] = []
-        for place, part in parts.items():
-            pending.append(self._mesh.peers.receive(part, place, _TIED_TAG, what))
-            pending.append(self._mesh.peers.send(gradient.shard, place, _TIED_TAG, what))
+        pending = [
+            self._mesh.peers.exchange(gradient.shard, part, place, _TIED_TAG, what) for place, part in parts.items()
+        ]
         for one in pending:
             one.wait()
         total = None

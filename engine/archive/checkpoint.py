@@ -209,7 +209,7 @@ class Checkpointer:
                 scalars: dict[int | str, dict[str, Any] | None] = {}
                 for rank in range(checkpoint.manifest.num_files):  # one may have had no element of a parameter group
                     scalars.update(read_scalars(checkpoint.own_state(rank)))
-                own = OwnState.read(checkpoint.own_state(self._rank_of_origin(checkpoint)))
+                own = OwnState.read(checkpoint.own_state(self._rank_of_origin(checkpoint)), self._world.device)
                 check_fits(checkpoint, training, self._named, self._optimizer)
                 load_states(registered, own.client_state, undo)
                 load_states({"": scheduler}, {"": training["learning_rates"]["scheduler"]}, undo)
@@ -236,7 +236,7 @@ class Checkpointer:
     def _own_state(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
         """What this rank has beside tensors."""
         return {
-            "random": random_state(),
+            "random": random_state(self._world.device),
             "client_state": encode_client_state(client_state),
             "scalars": encode(self._optimizer.scalar_states(), "optimizer state"),
         }
@@ -353,7 +353,7 @@ class Checkpointer:
 
     def _restore_random(self, checkpoint: Checkpoint, states: Mapping[str, Any]) -> None:
         if checkpoint.manifest.num_files == self._world.size:
-            set_random_state(states)
+            set_random_state(states, self._world.device)
         else:
             logger.info(
                 "random generators go on as they are: the checkpoint has the states of %d ranks, there are %d",

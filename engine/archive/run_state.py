@@ -20,35 +20,35 @@ from ...watch.log import logger
 from ...zero.optimizer import MISSED_STEPS
 
 
-def random_state() -> Any:
-    """The random generators of this process: Python's, NumPy's, torch's, and that of its CUDA device."""
+def random_state(device: torch.device) -> Any:
+    """The random generators of this process: Python's, NumPy's, torch's, and that of the model's device."""
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
     return encode(states, "random state")
 
 
-def read_random_state(encoded: Any) -> dict[str, Any]:
+def read_random_state(encoded: Any, device: torch.device) -> dict[str, Any]:
     """What `random_state` gave, for `set_random_state`. Raises ValueError for what no generator takes."""
     states = decode(encoded, "random state")
     try:
         random.Random().setstate(states["python"])
         np.random.RandomState().set_state(states["numpy"])
         torch.Generator().set_state(states["torch"])
-        if "cuda" in states and torch.cuda.is_available():
-            torch.Generator("cuda").set_state(states["cuda"])
+        if device.type != "cpu" and device.type in states:
+            torch.Generator(device).set_state(states[device.type])
     except Exception as error:  # what the three make of a state that is none
         raise ValueError(f"random state: expected the states of random generators; {shortened(str(error))}") from error
     return dict(states)
 
 
-def set_random_state(states: Mapping[str, Any]) -> None:
+def set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
     """Makes the generators go on from where `random_state` was taken."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    if device.type != "cpu" and device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type], device)
 
 
 def encode_client_state(state: Mapping[str, Any]) -> Any:
@@ -99,13 +99,13 @@ class OwnState:
     client_state: dict[str, Any]
 
     @classmethod
-    def read(cls, encoded: Any) -> OwnState:
-        """Raises ValueError."""
+    def read(cls, encoded: Any, device: torch.device) -> OwnState:
+        """device: the model's. Raises ValueError."""
         _check_own_state(encoded)
         client_state = decode(encoded["client_state"], "client_state")
         if not isinstance(client_state, dict):
             raise ValueError(f"client_state: expected a dictionary, found {shortened(client_state)}")
-        return cls(read_random_state(encoded["random"]), client_state)
+        return cls(read_random_state(encoded["random"], device), client_state)
 
 
 def read_scalars(encoded: Any) -> dict[int | str, dict[str, Any] | None]:

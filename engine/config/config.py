@@ -7,11 +7,13 @@ Nothing here imports torch: types are the strings "fp32", "bf16" and "fp16".
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
+from pydantic_core import PydanticCustomError
 
 from ...configs.section import Bool, Dtype, Float, Int, Natural, Positive, Section
 from ...optimizers.table import OPTIMIZERS
@@ -48,6 +50,8 @@ from .translate import AUTO, BATCH_KEYS, known_rule_keys, translate
 
 MAX_FAULTS = 20  # in a message; looking for what was meant takes a while for each
 
+_DEVICE_NAME = "^[a-z][a-z0-9_]{0,30}$"
+
 __all__ = ["Config", "ConfigError", "Fault", "OptimizerConfig", "SchedulerConfig"]
 
 
@@ -56,11 +60,20 @@ def _or_never(value: object) -> object:
     return 0 if value is None or value == math.inf else value
 
 
+def _device(value: object) -> object:
+    """The value unchanged if it may be the name of a device; torch knows which there are."""
+    if not isinstance(value, str) or not re.fullmatch(_DEVICE_NAME, value):
+        kind = "value_error" if isinstance(value, str) else "string_type"
+        raise PydanticCustomError(kind, 'expected "auto", "cpu" or the name of an accelerator, such as "cuda" or "xpu"')
+    return value
+
+
 class Config(Section):
     """Everything that a run's JSON file says, with defaults for the rest. Frozen; made by `Config.load`."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model lives. "auto": cuda if there is one, else cpu; decided when the engine is built."""
+    device: Annotated[str, BeforeValidator(_device), Field(json_schema_extra={"pattern": _DEVICE_NAME})] = "auto"
+    """Where the model lives: "cpu", or an accelerator by torch's name, such as "cuda" or "xpu". "auto": the accelerator
+    of this machine if there is one, else cpu; decided when the engine is built."""
 
     train_batch_size: Positive | None = None
     """Samples per optimizer step over all ranks: microbatch x accumulation x data-parallel ranks."""

@@ -31,8 +31,8 @@ def seconds_of_blocks(model: nn.Module, blocks: Sequence[Block], call: Callable[
     entries: list[tuple[int, float]] = []
 
     def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
         return time.perf_counter()
 
     def entry_of(number: int) -> Callable[[nn.Module, Any], None]:
@@ -43,7 +43,7 @@ def seconds_of_blocks(model: nn.Module, blocks: Sequence[Block], call: Callable[
     ]
     rounds = []
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type), torch.no_grad():
             for _ in range(1 + _ROUNDS):
                 entries.clear()
                 begin = now()

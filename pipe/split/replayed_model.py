@@ -76,9 +76,9 @@ class ReplayedModel:
             raise Leave(len(self._plan.blocks), ((), {}))
 
         handle = self.module.register_forward_hook(leave, prepend=True)
-        devices = [self.device] if self.device.type == "cuda" else []
+        devices = [self.device] if self.device.type != "cpu" else []
         try:
-            with torch.random.fork_rng(devices):
+            with torch.random.fork_rng(devices, device_type=self.device.type):
                 self.run(probe, call)
         except Exception:
             if probe.arguments is None:

@@ -1,16 +1,18 @@
 """Which device a rank takes: its own among those that the process sees."""
 
+import re
+
 import pytest
 import torch
 
-from lowtide.comm.world import World, _choose_device
+from lowtide.comm.world import World, _backend_of, _choose_device
 
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Four devices, as far as torch says."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     return monkeypatch
 
@@ -27,7 +29,7 @@ def test_the_local_rank_numbers_the_devices(
 
 @pytest.mark.parametrize("local_rank", ["0", "3"])
 def test_the_only_device_that_is_seen_is_taken(devices: pytest.MonkeyPatch, local_rank: str) -> None:
-    devices.setattr(torch.cuda, "device_count", lambda: 1)
+    devices.setattr(torch.accelerator, "device_count", lambda: 1)
     devices.setenv("LOCAL_RANK", local_rank)
     assert _choose_device("cuda") == torch.device("cuda", 0)
 
@@ -40,12 +42,49 @@ def test_a_named_device_is_taken_as_it_is(devices: pytest.MonkeyPatch) -> None:
 
 def test_more_ranks_than_devices_are_told(devices: pytest.MonkeyPatch) -> None:
     devices.setenv("LOCAL_RANK", "4")
-    with pytest.raises(ValueError, match="expected a CUDA device for local rank 4, found 4 devices that this process"):
+    with pytest.raises(ValueError, match="expected a cuda device for local rank 4, found 4 devices that this process"):
         _choose_device("auto")
 
 
-def test_no_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match='expected a CUDA device, found none that torch can use; set "device": "cpu"'):
-        World.join("cuda")
+ONLY_CPU = 'expected a {} device, found none beside the CPU that torch can use; set "device": "cpu"'
+OTHER = 'expected a xpu device, found only the CPU and "cuda" that torch can use; set "device": "cpu"'
+NO_FLOAT64 = 'expected one with float64, in which norms are summed, found "mps"; set "cpu"'
+
+
+@pytest.mark.parametrize(
+    ("there", "device", "text"),
+    [
+        (None, "cuda", ONLY_CPU.format("cuda")),
+        (None, "gpu", ONLY_CPU.format("gpu")),
+        ("cuda", "xpu", OTHER),
+        ("mps", "mps", NO_FLOAT64),
+    ],
+)
+def test_a_device_that_is_not_there_is_told(
+    monkeypatch: pytest.MonkeyPatch, there: str | None, device: str, text: str
+) -> None:
+    found = torch.device(there) if there else None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+    with pytest.raises(ValueError, match=re.escape(text)):
+        World.join(device)
+
+
+@pytest.mark.parametrize("there", [None, torch.device("mps")])
+def test_without_one_the_cpu_is_taken(monkeypatch: pytest.MonkeyPatch, there: torch.device | None) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: there)
     assert _choose_device("auto") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda", "nccl"), ("xpu", "xccl"), ("mtia", "gloo")])
+def test_the_process_group_is_the_one_that_torch_has(
+    monkeypatch: pytest.MonkeyPatch, device: str, backend: str
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert _backend_of(torch.device(device)) == backend
+
+
+def test_ranks_on_a_device_without_a_process_group_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="device: expected one for which torch knows a process group, found mtia"):
+        _backend_of(torch.device("mtia"))

@@ -194,7 +194,7 @@ def test_numbers_that_are_not_finite_are_errors(tmp_path: Path, number: str) -> 
         ({"seed": "auto"}, 'seed: "auto" has no meaning for this key here; write the value'),
         ({"bf16": True}, "bf16: expected an object, found true"),
         ({"bf16": {"enabled": 1}}, "bf16.enabled: expected true or false, found 1"),
-        ({"device": "gpu"}, 'device: expected "auto", "cpu" or "cuda", found "gpu"'),
+        ({"device": "cuda:1"}, 'such as "cuda" or "xpu", found "cuda:1"'),
         ({"communication": {"route": "mpi"}}, '"shared_memory", "sockets" or "native", found "mpi"'),
         ({"communication": {"timeout_seconds": 0}}, "expected more than 0, found 0"),
         ({"communication_data_type": "float"}, 'expected "fp32", "bf16" or "fp16", found "float"'),

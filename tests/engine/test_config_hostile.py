@@ -128,7 +128,7 @@ SLOW: dict[str, tuple[Callable[[], str], str]] = {  # what took long, or crashed
     "the same key": (lambda: "{" + ", ".join(['"seed": 1'] * 1900) + "}", "seed: the key stands twice in one object"),
     "one value": (
         lambda: '{"device": "' + "x" * MEGABYTE + '"}',
-        'device: expected "auto", "cpu" or "cuda", found "xx',
+        'device: expected "auto", "cpu" or the name of an accelerator, such as "cuda" or "xpu", found "xx',
     ),
     "one key": (lambda: '{"' + "x" * MEGABYTE + '": 1}', '"xxx'),
     "one type": (
@@ -177,7 +177,10 @@ def test_a_file_of_a_megabyte_is_read_or_refused_in_50_ms(path: Path, name: str)
         ('{"zero_optimization.overlap_comm": true}', '"zero_optimization.overlap_comm": unknown key "zero_opt'),
         ('{"bf16.enabled": "auto"}', '"bf16.enabled": unknown key "bf16.enabled"'),
         (r'{"\u001b[31m": 1}', r'"\u001b[31m": unknown key "\u001b[31m"'),
-        (r'{"device": "\u001b[31m"}', r'device: expected "auto", "cpu" or "cuda", found "\u001b[31m"'),
+        (
+            r'{"device": "\u001b[31m"}',
+            r'device: expected "auto", "cpu" or the name of an accelerator, such as "cuda" or "xpu", found "\u001b',
+        ),
         (r'{"optimizer": {"type": "a\u0007"}}', r'optimizer.type: unknown optimizer "a\u0007"'),
         (r'{"scheduler": {"type": "a\u0007"}}', r'scheduler.type: unknown scheduler "a\u0007"'),
         (r'{"device": "\ud800"}', r'device: expected Unicode text, found half of a surrogate pair in "\ud800"'),

@@ -185,6 +185,7 @@ class FakeDriver:
 
 def test_pinned_memory_is_registered_at_its_exact_size_and_unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver()
+    monkeypatch.setattr(host_memory, "_has_driver", lambda: True)
     monkeypatch.setattr(host_memory, "_cudart", lambda: driver)
     pool = HostPool(None, 4096, pinned=True)
     buffer = pool.take(5000)
@@ -197,6 +198,7 @@ def test_pinned_memory_is_registered_at_its_exact_size_and_unregistered(monkeypa
 
 
 def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_has_driver", lambda: True)
     monkeypatch.setattr(host_memory, "_cudart", lambda: FakeDriver(code=2))
     message = r"expected to pin 8,192 bytes of host memory, and the driver refuses \(error 2\); .* raise `ulimit -l`"
     with pytest.raises(OffloadError, match=message):

@@ -1,6 +1,7 @@
 """Sends and receives are put where they can never deadlock and never make a step longer."""
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -35,6 +36,85 @@ def test_no_order_deadlocks_even_if_every_send_and_receive_blocks(name: str) -> 
                 costs = random_costs(schedule.num_stages, seed)
                 # In an order made for one machine, run on another.
                 simulate(add_messages(schedule, costs), random_costs(schedule.num_stages, seed + 1), blocking=True)
+
+
+def ways_of(schedule: Schedule) -> dict[tuple[int, int], tuple[list[str], list[str]]]:
+    """(sender, receiver) -> what it starts to send, and what the other starts to receive, in the order of the lists."""
+    found: dict[tuple[int, int], tuple[list[str], list[str]]] = {}
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            if action.op in (*SEND_OPS, *RECV_OPS):
+                peer, is_send = schedule.peer_rank(action), action.op in SEND_OPS
+                is_forward = action.op in (Op.SEND_F, Op.RECV_F)
+                name = f"{max(action.stage, action.peer_stage)} {is_forward} {action.microbatch}"
+                lists = found.setdefault((rank, peer) if is_send else (peer, rank), ([], []))
+                lists[0 if is_send else 1].append(name)
+    return found
+
+
+def streams_run(schedule: Schedule) -> bool:
+    """Whether all is done where messages have no tags, and one stream a rank for each way, to later ranks and to
+    earlier ones: each waits for the one before it in its stream and for its other end, and a send for what made it.
+    """
+    compute = [[action for action in actions if action.op in COMPUTE_OPS] for actions in schedule.actions]
+    streams: dict[tuple[int, bool], list[tuple[Action, int]]] = {}  # with the number of actions that stand before it
+    for rank, actions in enumerate(schedule.actions):
+        num_before = 0
+        for action in actions:
+            if action.op in (*SEND_OPS, *RECV_OPS):
+                is_later = (schedule.peer_rank(action) > rank) == (action.op in SEND_OPS)
+                streams.setdefault((rank, is_later), []).append((action, num_before))
+            num_before += action.op in COMPUTE_OPS
+    done: list[set[Action]] = [set() for _ in schedule.actions]
+    at, is_moving = Counter[object](), True
+    while is_moving:
+        is_moving = False
+        for rank, actions in enumerate(compute):
+            while at[rank] < len(actions) and has_arrived(schedule, rank, actions[at[rank]], done[rank]):
+                at[rank], is_moving = at[rank] + 1, True
+        for (rank, is_later), messages in streams.items():
+            if at[rank, is_later] == len(messages):
+                continue
+            action, num_before = messages[at[rank, is_later]]
+            peer = schedule.peer_rank(action)
+            others = streams[peer, is_later][at[peer, is_later] :]
+            if action.op in SEND_OPS and num_before <= at[rank] and others and is_other_end(others[0][0], action):
+                done[rank].add(action)
+                done[peer].add(others[0][0])
+                at[rank, is_later] += 1
+                at[peer, is_later] += 1
+                is_moving = True
+    return all(at[rank] == len(actions) for rank, actions in enumerate(compute))
+
+
+def has_arrived(schedule: Schedule, rank: int, action: Action, done: set[Action]) -> bool:
+    """Whether what the action needs of other ranks is there."""
+    needed = {Op.F: Op.RECV_F, Op.B: Op.RECV_B, Op.I: Op.RECV_B}.get(action.op)
+    receive = needed and Action(needed, action.stage, action.microbatch)
+    return receive is None or receive not in schedule.actions[rank] or receive in done
+
+
+def is_other_end(receive: Action, send: Action) -> bool:
+    kinds = {Op.SEND_F: Op.RECV_F, Op.SEND_B: Op.RECV_B}
+    return (receive.op, receive.stage, receive.microbatch) == (kinds[send.op], send.peer_stage, send.microbatch)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_messages_need_no_tags(name: str) -> None:
+    """Both ends start the messages of a way in the same order, whatever the machine for which the order was made."""
+    for p, m in GRID:
+        for schedule in (make_schedule(name, p, m), forward_only(make_schedule(name, p, m))):
+            for costs in (None, *(random_costs(schedule.num_stages, seed) for seed in range(2))):
+                with_messages = add_messages(schedule, costs)
+                assert all(sent == received for sent, received in ways_of(with_messages).values())
+                assert streams_run(with_messages)
+
+
+def test_streams_find_an_order_that_deadlocks() -> None:
+    schedule = add_messages(make_schedule("gpipe", 2, 2))
+    first, second = schedule.actions
+    swapped = [Action(Op.RECV_F, 1, 1), Action(Op.RECV_F, 1, 0), *(a for a in second if a.op is not Op.RECV_F)]
+    assert streams_run(schedule) and not streams_run(schedule.replace_actions([first, swapped]))
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -85,8 +85,8 @@ class StrictPool(HostPool):
 class LateStore(HostStore):
     """A HostStore whose transfers are late; those of one key keep their order."""
 
-    def __init__(self, *options: Any) -> None:
-        super().__init__(*options)
+    def __init__(self, *options: Any, **named: Any) -> None:
+        super().__init__(*options, **named)
         self._last: dict[str, list[LateCopy]] = {}
 
     def _copy(self, key: str, values: Tensor, into: Tensor, caller: Tensor) -> Transfer:

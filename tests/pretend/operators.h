@@ -1,0 +1,374 @@
+// The operators: those that make memory and copy it, and all others as the CPU's, run on aliases of the memory.
+
+#pragma once
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include <memory>
+#include <set>
+#include <unordered_map>
+
+#include "streams.h"
+
+namespace {
+
+using torch::jit::Stack;
+
+// The storage of the device as memory of the CPU; open for as long as it is there.
+Storage opened(const Storage& storage, const char* who, bool opens = true) {
+  auto* base = (char*)storage.data_ptr().get();
+  if (opens)
+    open_block(base, who);
+  else
+    base = nullptr;
+  auto* keep = new std::pair<Storage, char*>(storage, base);
+  c10::DataPtr data(
+      storage.data_ptr().get(), keep,
+      [](void* context) {
+        auto* kept = (std::pair<Storage, char*>*)context;
+        close_block(kept->second);
+        delete kept;
+      },
+      Device(c10::kCPU));
+  return Storage(Storage::use_byte_size_t(), storage.nbytes(), std::move(data), c10::GetCPUAllocator(), true);
+}
+
+Tensor on_storage(Storage storage, const Tensor& like, c10::DispatchKey key) {
+  auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype());
+  made.unsafeGetTensorImpl()->set_storage_offset(like.storage_offset());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides());
+  return made;
+}
+
+Tensor alias(const Tensor& tensor, const char* who) {
+  return on_storage(opened(tensor.storage(), who), tensor, c10::DispatchKey::CPU);
+}
+
+void resize_storage(const Storage& storage, size_t nbytes) {
+  c10::DeviceGuard device(storage.device());
+  force_current(storage.device().index());
+  auto memory = device_memory.allocate(nbytes);
+  if (const auto common = std::min(nbytes, storage.nbytes()); common && memory.get()) {
+    auto* to = (char*)memory.get();
+    auto* from = (char*)storage.data_ptr().get();
+    open_block(to, "resize"), open_block(from, "resize");
+    std::memcpy(to, from, common);
+    close_block(to), close_block(from);
+  }
+  storage.set_data_ptr_noswap(std::move(memory));
+  storage.set_nbytes(nbytes);
+}
+
+const Tensor& resize_(const Tensor& self, c10::IntArrayRef size, std::optional<at::MemoryFormat> format) {
+  auto* impl = self.unsafeGetTensorImpl();
+  at::native::resize_impl_cpu_(impl, size, std::nullopt, /*resize_storage=*/false);
+  if (format && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
+  const auto wanted = self.numel() ? at::detail::computeStorageNbytes(self.sizes(), self.strides(), self.itemsize(),
+                                                                      self.storage_offset())
+                                   : 0;
+  if (wanted > self.storage().nbytes()) resize_storage(self.storage(), wanted);
+  return self;
+}
+
+Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+             std::optional<Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  c10::DeviceGuard guard(Streams::whole(*device));
+  return at::detail::empty_generic(size, &device_memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                   c10::dtype_or_default(dtype), format);
+}
+
+Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype,
+                     std::optional<at::Layout>, std::optional<Device> device, std::optional<bool>) {
+  c10::DeviceGuard guard(Streams::whole(*device));
+  return at::detail::empty_strided_generic(
+      size, stride, &device_memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
+}
+
+Tensor& set_storage(Tensor& self, Storage source, int64_t offset, c10::IntArrayRef size, c10::IntArrayRef stride) {
+  auto* impl = self.unsafeGetTensorImpl();
+  std::vector<int64_t> strides(stride.begin(), stride.end());
+  if (strides.size() != size.size()) {  // contiguous
+    strides.assign(size.size(), 1);
+    for (int64_t i = (int64_t)size.size() - 2; i >= 0; --i)
+      strides[i] = strides[i + 1] * std::max<int64_t>(size[i + 1], 1);
+  }
+  impl->set_storage_keep_dtype(source);
+  impl->set_storage_offset(offset);
+  impl->set_sizes_and_strides(size, strides);
+  const auto wanted = self.numel() ? at::detail::computeStorageNbytes(size, strides, self.itemsize(), offset) : 0;
+  if (wanted > source.nbytes()) resize_storage(source, wanted);
+  return self;
+}
+
+Tensor& set_whole_storage(Tensor& self, Storage source) {
+  return set_storage(self, source, 0, {(int64_t)(source.nbytes() / self.itemsize())}, {});
+}
+
+Tensor& set_tensor(Tensor& self, const Tensor& source) {
+  return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+
+Tensor& set_nothing(Tensor& self) {
+  c10::DeviceGuard guard(self.device());
+  return set_storage(self, Storage(Storage::use_byte_size_t(), 0, device_memory.allocate(0), &device_memory, true), 0,
+                     {0}, {});
+}
+
+// Both contiguous, of one dtype and shape. keep: what of the host must live until then.
+void copy_bytes(const Tensor& dst, const Tensor& src, DeviceIndex device, Storage keep, bool later) {
+  auto* to = (char*)dst.unsafeGetTensorImpl()->data();
+  auto* from = (const char*)src.unsafeGetTensorImpl()->data();
+  auto base_of = [](const Tensor& t) { return t.is_cpu() ? nullptr : (char*)t.storage().data_ptr().get(); };
+  auto *writes = base_of(dst), *reads = base_of(src);
+  const auto stream = current_streams[device];
+  auto run = [=, nbytes = dst.nbytes()] {
+    const auto who = c10::str("a copy on stream ", stream);
+    open_block(writes, who.c_str());
+    try {
+      open_block(reads, who.c_str());
+    } catch (...) {
+      close_block(writes);
+      throw;
+    }
+    std::memmove(to, from, nbytes);
+    close_block(reads), close_block(writes);
+    (void)keep;
+  };
+  if (later) return issue(device, stream, run, reads, writes);
+  force_stream(device, stream);
+  run();
+}
+
+Tensor copy_from(const Tensor& source, const Tensor& dst, bool non_blocking) {
+  auto src = source.sizes() == dst.sizes() ? source : source.expand(dst.sizes());
+  if (!dst.numel()) return dst;
+  const auto& on_device = src.is_cpu() ? dst : src;
+  const auto device = on_device.device().index();
+  c10::DeviceGuard guard(on_device.device());
+  const bool plain = src.dtype() == dst.dtype() && src.is_contiguous() && dst.is_contiguous() &&
+                     src.is_neg() == dst.is_neg() && src.is_conj() == dst.is_conj();
+  if (!src.is_cpu() && !dst.is_cpu()) {
+    if (src.device() != dst.device()) force_current(dst.device().index());
+    if (plain && src.device() == dst.device()) {
+      copy_bytes(dst, src, device, Storage(), /*later=*/current_streams[device] != 0);
+      return dst;
+    }
+    force_current(device);
+    auto target = alias(dst, "copy_"), values = alias(src, "copy_");
+    if (src.is_neg()) values._set_neg(true);
+    if (dst.is_neg()) target._set_neg(true);
+    if (src.is_conj()) values._set_conj(true);
+    if (dst.is_conj()) target._set_conj(true);
+    target.copy_(values);
+    return dst;
+  }
+  if (!plain) {  // through contiguous memory, as CUDA does it: dtypes are changed on the host
+    if (src.is_cpu()) {
+      auto values = src.resolve_conj().resolve_neg().to(dst.scalar_type()).contiguous();
+      auto target = dst.is_contiguous() ? dst : at::empty_like(dst, at::MemoryFormat::Contiguous);
+      copy_from(values, target, non_blocking);
+      if (!target.is_same(dst)) copy_from(target, dst, non_blocking);
+    } else {
+      auto values = src.resolve_conj().resolve_neg().contiguous();
+      auto target = dst.is_contiguous() && dst.dtype() == src.dtype()
+                        ? dst
+                        : at::empty(dst.sizes(), dst.options().dtype(src.dtype()));
+      copy_from(values, target, non_blocking);
+      if (!target.is_same(dst)) const_cast<Tensor&>(dst).copy_(target);
+    }
+    return dst;
+  }
+  const auto& of_host = src.is_cpu() ? src : dst;
+  const bool later = non_blocking && PinnedMemory::has(of_host.data_ptr());
+  if (!later)
+    host_waits(src.is_cpu()
+                   ? (non_blocking ? "a copy from memory that is not pinned" : "a copy from the host that blocks")
+                   : "a copy to the host that blocks");
+  copy_bytes(dst, src, device, of_host.storage(), later);
+  return dst;
+}
+
+Tensor copy_from_and_resize(const Tensor& src, const Tensor& dst) {
+  if (dst.sizes() != src.sizes()) dst.resize_(src.sizes());
+  return copy_from(src, dst, false);
+}
+
+at::Scalar local_scalar(const Tensor& self) {
+  host_waits("a value is read by the host");
+  force_current(self.device().index());
+  return alias(self, "item").item();
+}
+
+void record_stream(Tensor& self, Stream stream) { device_memory.recordStream(self.storage().data_ptr(), stream); }
+
+// Operators whose result, or its shape, the host must know.
+bool is_data_dependent(const c10::OperatorHandle& op, const Stack& arguments) {
+  static const std::set<std::string> names = {"aten::nonzero",
+                                              "aten::masked_select",
+                                              "aten::_unique",
+                                              "aten::_unique2",
+                                              "aten::unique_dim",
+                                              "aten::unique_consecutive",
+                                              "aten::unique_dim_consecutive",
+                                              "aten::equal",
+                                              "aten::bincount",
+                                              "aten::repeat_interleave"};
+  const auto& name = op.schema().name();
+  if (name == "aten::repeat_interleave" && !arguments.back().isNone()) return false;  // output_size
+  return names.count(name) > 0;
+}
+
+// One call of an operator of the CPU in the place of the device's.
+struct Call {
+  const c10::OperatorHandle& op;
+  const std::string name;
+  const bool indexes;   // takes tensors of the host as indices
+  bool is_view = true;  // touches no memory
+  std::optional<Device> device;
+  std::unordered_map<c10::TensorImpl*, std::pair<Tensor, Tensor>> aliases;  // by original: alias
+  std::unordered_map<c10::StorageImpl*, Storage> storages;                  // by original: alias
+  std::unordered_map<c10::TensorImpl*, Tensor> originals;                   // by alias
+  std::unordered_map<c10::StorageImpl*, Storage> original_storages;         // by alias
+
+  explicit Call(const c10::OperatorHandle& op)
+      : op(op),
+        name(op.schema().name()),
+        indexes(name.rfind("aten::index", 0) == 0 || name.rfind("aten::_index", 0) == 0 ||
+                name.rfind("aten::_unsafe_index", 0) == 0) {
+    for (const auto& result : op.schema().returns())
+      if (!result.alias_info() || result.alias_info()->isWrite()) is_view = false;
+    if (op.schema().returns().empty()) is_view = false;
+  }
+
+  void see(const Tensor& tensor) {
+    if (!tensor.defined() || !tensor.is_privateuseone()) return;
+    TORCH_CHECK(!device || *device == tensor.device(),
+                "Expected all tensors to be on the same device, but found at least two devices, ", *device, " and ",
+                tensor.device(), "! (in ", name, ")");
+    device = tensor.device();
+  }
+
+  Tensor aliased(const Tensor& tensor) {
+    if (!tensor.defined()) return tensor;
+    if (!tensor.is_privateuseone()) {
+      if (tensor.is_cpu() && tensor.dim() && device && indexes)
+        host_waits("indices are copied from the host");
+      else
+        TORCH_CHECK(!device || !tensor.dim() || !tensor.is_cpu(),
+                    "Expected all tensors to be on the same device, but found at least two devices, ", *device, " and ",
+                    tensor.device(), "! (in ", name, ")");
+      return tensor;
+    }
+    auto* impl = tensor.unsafeGetTensorImpl();
+    if (auto found = aliases.find(impl); found != aliases.end()) return found->second.second;
+    auto* storage = tensor.storage().unsafeGetStorageImpl();
+    if (!storages.count(storage)) {
+      auto made = opened(tensor.storage(), name.c_str(), !is_view);
+      original_storages[made.unsafeGetStorageImpl()] = tensor.storage();
+      storages[storage] = made;
+    }
+    auto made = on_storage(storages[storage], tensor, c10::DispatchKey::CPU);
+    if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
+    aliases[impl] = {tensor, made};
+    originals[made.unsafeGetTensorImpl()] = tensor;
+    return made;
+  }
+
+  Tensor given_back(const Tensor& result) {
+    if (!result.defined() || !result.is_cpu()) return result;
+    if (auto found = originals.find(result.unsafeGetTensorImpl()); found != originals.end()) return found->second;
+    if (result.has_storage())
+      if (auto found = original_storages.find(result.storage().unsafeGetStorageImpl());
+          found != original_storages.end())
+        return on_storage(found->second, result, c10::DispatchKey::PrivateUse1);
+    c10::DeviceGuard guard(*device);
+    const auto dense = result.is_non_overlapping_and_dense() ? result : result.contiguous();
+    auto made = empty_strided(dense.sizes(), dense.strides(), dense.scalar_type(), {}, *device, {});
+    if (dense.numel()) alias(made, name.c_str()).copy_(dense);
+    if (result.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return made;
+  }
+
+  // What an operator has resized, or put elsewhere, is so on the device.
+  void take_over() {
+    for (auto& [_, both] : aliases) {
+      auto& [tensor, other] = both;
+      const bool moved = other.storage().data_ptr().get() != tensor.storage().data_ptr().get();
+      if (!moved && other.sizes() == tensor.sizes() && other.strides() == tensor.strides()) continue;
+      if (is_view) continue;
+      resize_(tensor, other.sizes(), std::nullopt);
+      tensor.unsafeGetTensorImpl()->set_sizes_and_strides(other.sizes(), other.strides());
+      if (moved && other.numel()) alias(tensor, name.c_str()).copy_(other);
+    }
+  }
+
+  void run(Stack* stack) {
+    const auto count = op.schema().arguments().size();
+    auto arguments = torch::jit::last(stack, count);
+    for (const auto& value : arguments) {
+      if (value.isTensor())
+        see(value.toTensor());
+      else if (value.isTensorList())
+        for (const Tensor& one : value.toTensorList()) see(one);
+      else if (value.isOptionalTensorList()) {
+        for (const std::optional<Tensor>& one : value.toOptionalTensorList())
+          if (one) see(*one);
+      }
+    }
+    for (const auto& value : arguments)
+      if (value.isDevice() && value.toDevice().is_privateuseone() && !device) device = Streams::whole(value.toDevice());
+    if (!device) device = Device(kPretend, current_device);
+    bool is_wait = is_data_dependent(op, *stack);
+    const auto begin = stack->size() - count;
+    for (size_t i = 0; i < count; ++i) {
+      auto& value = (*stack)[begin + i];
+      if (value.isTensor())
+        value = aliased(value.toTensor());
+      else if (value.isTensorList()) {
+        c10::List<Tensor> list;
+        for (const Tensor& one : value.toTensorList()) list.push_back(aliased(one));
+        value = list;
+      } else if (value.isOptionalTensorList()) {
+        c10::List<std::optional<Tensor>> list;
+        for (const std::optional<Tensor>& one : value.toOptionalTensorList()) {
+          if (one && one->defined() && indexes && (one->scalar_type() == at::kBool || one->scalar_type() == at::kByte))
+            is_wait = true;
+          list.push_back(one ? std::optional<Tensor>(aliased(*one)) : std::nullopt);
+        }
+        value = list;
+      } else if (value.isGenerator())
+        value = cpu_generator(value.toGenerator());
+      else if (value.isDevice())
+        value = Device(c10::kCPU);
+      else if (value.isNone() && op.schema().arguments()[i].type()->str() == "Generator?")
+        value = cpu_generator(default_generator(device->index()));
+    }
+    if (is_wait) host_waits(("the host must know what " + name + " finds").c_str());
+    if (!is_view) force_current(device->index());
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    take_over();
+    for (auto& value : torch::jit::last(*stack, op.schema().returns().size())) {
+      auto& result = const_cast<c10::IValue&>(value);
+      if (result.isTensor())
+        result = given_back(result.toTensor());
+      else if (result.isTensorList()) {
+        c10::List<Tensor> list;
+        for (const Tensor& one : result.toTensorList()) list.push_back(given_back(one));
+        result = list;
+      }
+    }
+  }
+};
+
+void fallback(const c10::OperatorHandle& op, Stack* stack) { Call(op).run(stack); }
+
+Tensor open_for_host(const Tensor& self) {
+  force_current(self.device().index());
+  return alias(self, "open");
+}
+
+}  // namespace

@@ -1,0 +1,70 @@
+"""Checkpoints and weights of an engine on the pretended device: those of one on the CPU."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from tests.models import FEATURES
+from tests.pretend.group import register
+from tests.ranks import RankPool
+from tests.zero.training import ADAMW
+
+
+class Dropping(nn.Module):
+    """Its losses say where the random generators are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = nn.functional.dropout(block(x), 0.3)
+        return x.square().mean()
+
+
+def engine_on(device: str, **sections: Any) -> lowtide.Engine:
+    torch.manual_seed(0)
+    config = {"device": device, "optimizer": ADAMW, "zero_optimization": {"stage": 3}, "steps_per_print": 0, **sections}
+    return lowtide.initialize(Dropping(), {"train_micro_batch_size_per_gpu": 4, **config})
+
+
+def steps(engine: lowtide.Engine, numbers: range) -> list[float]:
+    batches = [torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(number)) for number in numbers]
+    return [engine.train_step((batch,)).loss.item() for batch in batches]
+
+
+def go_on(folder: str, save_on: str, load_on: str, is_async: bool) -> None:
+    register()
+    config = {"checkpoint": {"async": is_async}}
+    first = engine_on(save_on, **config)
+    steps(first, range(2))
+    first.save_checkpoint(folder)
+    saved = first.state_dict()
+    expected = steps(first, range(2, 4))
+    first.close()
+    second = engine_on(load_on, **config)
+    second.load_checkpoint(folder)
+    assert all(torch.equal(value, saved[name]) for name, value in second.state_dict().items())
+    if save_on == load_on:  # else the generators are others
+        assert steps(second, range(2, 4)) == expected
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "is_async", "save_on", "load_on"),
+    [
+        (1, False, "pretend", "pretend"),
+        (2, True, "pretend", "pretend"),
+        (2, False, "pretend", "cpu"),
+        (1, True, "cpu", "pretend"),
+    ],
+)
+def test_training_goes_on(
+    pretend_ranks: RankPool, tmp_path: Path, world_size: int, is_async: bool, save_on: str, load_on: str
+) -> None:
+    pretend_ranks(world_size, go_on, str(tmp_path), save_on, load_on, is_async, process_group=False)

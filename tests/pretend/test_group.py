@@ -1,0 +1,80 @@
+"""The pretend group has NCCL's manners."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pretend import group
+from tests.ranks import RankError, RankPool
+
+RECEIVES_FIRST = ["receive", "send"]
+
+
+def talk(is_eager: bool, orders: list[list[str]]) -> bool:
+    """Two ranks send each other a value, each in its order; "batch": both in one."""
+    group.join_on_cpu(is_eager)
+    other = 1 - dist.get_rank()
+    sent, received = torch.full((3,), float(dist.get_rank())), torch.empty(3)
+    works: list[Any] = []
+    for what in orders[dist.get_rank()]:
+        if what == "send":
+            works.append(dist.isend(sent, other, tag=5 + other))
+        elif what == "receive":
+            works.append(dist.irecv(received, other, tag=other))
+        else:
+            operations = [dist.P2POp(dist.irecv, received, other), dist.P2POp(dist.isend, sent, other)]
+            works += dist.batch_isend_irecv(operations)
+    assert received.isnan().all()
+    for work in works:
+        work.wait()
+    return bool((received == other).all())
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+@pytest.mark.parametrize("orders", [[["send", "receive"], RECEIVES_FIRST], [["batch"], ["batch"]]])
+def test_messages_match_in_their_order(ranks: RankPool, is_eager: bool, orders: list[list[str]]) -> None:
+    assert ranks(2, talk, is_eager, orders, process_group=False) == [True, True]
+
+
+def test_two_ranks_that_receive_first_hang(ranks: RankPool) -> None:
+    with pytest.raises(
+        RankError, match=r"(?s)Hang: all ranks wait.*rank 0: .* receive from rank 1.*rank 1: .* from rank 0"
+    ):
+        ranks(2, talk, False, [RECEIVES_FIRST, RECEIVES_FIRST], process_group=False)
+
+
+def collectives() -> list[float]:
+    group.join_on_cpu()
+    rank = dist.get_rank()
+    total, everything, part = torch.full((4,), rank + 1.0), torch.empty(4), torch.empty(2)
+    works = [
+        dist.all_reduce(total, async_op=True),
+        dist.all_gather_single(everything, torch.full((2,), float(rank)), async_op=True),
+        dist.reduce_scatter_single(part, torch.arange(4.0), async_op=True),
+    ]
+    assert everything.isnan().all() and part.isnan().all()
+    for work in works:
+        work.wait()
+    objects: list[object] = [None, None]
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": 0}, {"rank": 1}]
+    return [*total[:1].tolist(), *everything.tolist(), *part.tolist()]
+
+
+def test_collectives(ranks: RankPool) -> None:
+    shared = [3.0, 0.0, 0.0, 1.0, 1.0]
+    assert ranks(2, collectives, process_group=False) == [[*shared, 0.0, 2.0], [*shared, 4.0, 6.0]]
+
+
+def other_order() -> None:
+    group.join_on_cpu()
+    if dist.get_rank():
+        dist.all_reduce(torch.zeros(2))
+    dist.all_gather_single(torch.empty(4), torch.zeros(2))
+
+
+def test_collectives_in_another_order_are_found(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"Hang: collective 0 of .* rank 0 is in all_gather.* rank 1 in all_reduce"):
+        ranks(2, other_order, process_group=False)

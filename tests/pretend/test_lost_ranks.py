@@ -1,0 +1,47 @@
+"""A rank that does not come is our error on the others, where NCCL's manners would let them wait for ever."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lowtide
+from tests.models import linear_chain
+from tests.pretend import group
+from tests.ranks import RankPool
+
+TIMEOUT_SECONDS = 1.5
+
+
+def train_until_rank_1_is_late(pipeline: int, stage: int) -> tuple[str, float]:
+    """On rank 0: the text of the error, and seconds until it came."""
+    group.join_on_cpu()
+    config = {
+        "optimizer": {"type": "sgd"},
+        "zero_optimization": {"stage": stage},
+        "parallel": {"pipeline": pipeline},
+        "communication": {"route": "native", "timeout_seconds": TIMEOUT_SECONDS},
+        "steps_per_print": 0,
+    }
+    engine = lowtide.initialize(linear_chain(8, 2), config)
+    engine.train_step((torch.ones(2, 8),))
+    if dist.get_rank() == 1:
+        time.sleep(2.5 * TIMEOUT_SECONDS)
+        return "", 0.0
+    started = time.monotonic()
+    with pytest.raises(lowtide.CollectiveError) as caught:
+        engine.train_step((torch.ones(2, 8),))
+    seconds = time.monotonic() - started
+    with pytest.raises(lowtide.CollectiveError, match="no answer from rank 1"):
+        engine.train_step((torch.ones(2, 8),))
+    engine.close()
+    return str(caught.value), seconds
+
+
+@pytest.mark.parametrize(("pipeline", "stage"), [(1, 2), (2, 0)])
+def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(ranks: RankPool, pipeline: int, stage: int) -> None:
+    text, seconds = ranks(2, train_until_rank_1_is_late, pipeline, stage, process_group=False)[0]
+    assert text.startswith("rank 0 in ") and "no answer from rank 1 after" in text
+    assert "communication.timeout_seconds" in text
+    assert TIMEOUT_SECONDS - 0.1 <= seconds < TIMEOUT_SECONDS + 2

@@ -1,0 +1,81 @@
+"""Pipelines train to the same numbers with NCCL's manners as in one process, and no message blocks the host."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowtide
+from tests import models
+from tests.pipe.pipelines import MICROBATCHES, SCHEDULES, TOLERANCE_64, deep_tied_gpt_64, pipelined
+from tests.pipe.test_pipeline_ties import Chain
+from tests.pipe.test_pipeline_ties import batch as chain_batch
+from tests.pretend import group
+from tests.ranks import RankPool
+from tests.zero.training import Case, Outcome, assert_close, train, train_plainly
+
+NATIVE = {"communication": {"route": "native", "timeout_seconds": 20}}
+TIED = Case(deep_tied_gpt_64, models.token_batch, clip=0.3, accumulation=MICROBATCHES, steps=2, config=NATIVE)
+TIED_TWICE = Case(Chain, chain_batch, accumulation=2, clip=0.1, steps=2, config=NATIVE)
+BESIDE_DATA = [("1f1b", 0, 1), ("zb-v", 1, None), ("interleaved", 2, 1), ("dualpipe-v", 3, None)]
+
+
+def train_with_manners(cases: list[Case], is_eager: bool) -> list[Outcome]:
+    group.join_on_cpu(is_eager)
+    outcomes = [train(case) for case in cases]
+    assert not group.HOST_WAITS, group.HOST_WAITS[0]
+    return outcomes
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_every_schedule_trains_with_tied_weights(ranks: RankPool, is_eager: bool) -> None:
+    expected = train_plainly(TIED, 1, num_parts=MICROBATCHES)
+    cases = [pipelined(TIED, 2, schedule) for schedule in SCHEDULES]
+    found = ranks(2, train_with_manners, cases, is_eager, process_group=False)[0]
+    for schedule, outcome in zip(SCHEDULES, found, strict=True):
+        assert_close(outcome, expected, TOLERANCE_64, TOLERANCE_64, schedule)
+
+
+def test_ranks_have_different_ties(ranks: RankPool) -> None:
+    expected = train_plainly(TIED_TWICE, 1, num_parts=2)
+    cases = [pipelined(TIED_TWICE.at(stage), 3, "gpipe") for stage in (0, 3)]
+    for outcome in ranks(3, train_with_manners, cases, False, process_group=False)[0]:
+        assert_close(outcome, expected, TOLERANCE_64, TOLERANCE_64)
+
+
+def test_pipelines_beside_data_parallel_ranks(ranks: RankPool) -> None:
+    expected = train_plainly(TIED, 2, num_parts=MICROBATCHES)
+    cases = [
+        pipelined(TIED.at(stage), 2, schedule, zero_optimization={"shard_size": shard_size})
+        for schedule, stage, shard_size in BESIDE_DATA
+    ]
+    for what, outcome in zip(
+        BESIDE_DATA, ranks(4, train_with_manners, cases, False, process_group=False)[0], strict=True
+    ):
+        assert_close(outcome, expected, TOLERANCE_64, TOLERANCE_64, str(what))
+
+
+def train_in_two_halves(case: Case, folder: Path) -> Outcome:
+    """The second half goes on from a checkpoint of the first, in an engine of its own."""
+    group.join_on_cpu()
+    outcome = Outcome()
+    for step in range(case.steps):
+        torch.manual_seed(step)
+        engine = lowtide.initialize(case.build(), case.as_config())
+        if step:
+            engine.load_checkpoint(folder)
+        result = engine.train_step(case.global_batch(step, 1))
+        outcome.losses.append(result.loss.item())
+        outcome.norms.append(result.grad_norm.item())
+        outcome.lrs.append(result.lr)
+        engine.eval_step(case.global_batch(step, 1))
+        engine.save_checkpoint(folder)
+        outcome.state = engine.state_dict()
+        engine.close()
+    return outcome
+
+
+def test_a_checkpoint_goes_on(ranks: RankPool, tmp_path: Path) -> None:
+    expected = train_plainly(TIED, 1, num_parts=MICROBATCHES)
+    found = ranks(2, train_in_two_halves, pipelined(TIED, 2, "zb-v"), tmp_path, process_group=False)[0]
+    assert_close(found, expected, TOLERANCE_64, TOLERANCE_64)

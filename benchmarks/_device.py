@@ -6,6 +6,7 @@ says which, so that the ranks of a job have the same one. All that only CUDA has
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.metadata
 import importlib.util
@@ -38,8 +39,19 @@ def prepare() -> None:
     """To be called in each process before it computes: makes the device of a rehearsal known to torch."""
     if os.environ.get(REHEARSAL) == "pretend":
         from tests.pretend.device import load
+        from tests.pretend.group import register
 
         load()
+        register()
+        _without_autocast()
+
+
+@functools.cache
+def _without_autocast() -> Any:
+    """ "pretend" has no rules of what autocast casts: nothing. Kept, as the library's end would take that back."""
+    library = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")  # type: ignore[no-untyped-call]  # torch's
+    library.fallback(torch.library.fallthrough_kernel)  # type: ignore[no-untyped-call]  # torch's
+    return library
 
 
 def is_rehearsal() -> bool:
@@ -167,12 +179,19 @@ def _cuda_waits(found: list[str]) -> Iterator[None]:
 
 
 def _place(stack: Any) -> str:
-    """The last calls of this checkout's own code in a stack, or the last ones at all."""
-    frames = [
-        frame for frame in stack if "/_device.py" not in frame.filename and "/tests/pretend/" not in frame.filename
-    ]
-    own = [frame for frame in frames if frame.filename.startswith(f"{_ROOT}/") and "/.venv/" not in frame.filename]
+    """The last calls of lowtide's own code in a stack, or the last ones at all, outermost first."""
+    frames = [one for one in stack if not {"_device.py", "pretend"} & set(Path(one.filename).parts[-2:])]
+    own = [one for one in frames if _is_product(one.filename)]
     return " > ".join(f"{Path(one.filename).name}:{one.lineno} {one.name}" for one in (own or frames)[-3:])
+
+
+@functools.cache
+def _is_product(filename: str) -> bool:
+    """Whether a file is of the package, which may have been reached by a link."""
+    path = Path(filename).resolve()
+    if not path.is_file() or not path.is_relative_to(_ROOT):
+        return False
+    return path.relative_to(_ROOT).parts[0] not in ("benchmarks", "tests", ".venv")
 
 
 def activities() -> list[Any]:

@@ -54,6 +54,9 @@ def measure(record: Record) -> None:
 def _fake_group() -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    devices = dist.Backend.backend_capability["fake"]
+    if _device.type_of_device() not in devices:
+        devices.append(_device.type_of_device())
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
     try:
         yield

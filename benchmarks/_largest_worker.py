@@ -24,6 +24,7 @@ from _memory import OVER_BUDGET_STATUS, PeakSampler, rank_bytes
 from _model import GPT, SEED, build_batches, sized
 from _trainers import BUILDERS, Setup, import_libraries
 
+_LAST_SECONDS = 30.0  # between the first rank that is done and the last one
 _SAMPLING_SECONDS = 0.005  # steps of a small model are short
 
 
@@ -86,6 +87,13 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
+def _wait_for(files: list[Path]) -> None:
+    """Rank 0 has the store, through which the others may still end a collective."""
+    deadline = time.monotonic() + _LAST_SECONDS
+    while not all(file.exists() for file in files) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def _leave(status: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
@@ -106,7 +114,10 @@ def main() -> None:
             raise
         traceback.print_exc()
         _leave(OVER_BUDGET_STATUS)
-    Path(sys.argv[1]).with_name(f"rank{rank}.json").write_text(json.dumps(found))
+    files = [Path(sys.argv[1]).with_name(f"rank{number}.json") for number in range(ranks)]
+    files[rank].write_text(json.dumps(found))
+    if rank == 0:
+        _wait_for(files)
     _leave(0)
 
 

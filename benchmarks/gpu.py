@@ -136,7 +136,7 @@ def run_parts(parts: list[str], options: argparse.Namespace, environment: dict[s
             stop(process)
         shutil.copyfileobj(said, sys.stdout.buffer)
     if is_over:
-        return f"cut off after {limit:.0f} s"
+        return f"cut off after {limit:g} s"
     return {0: "done", 1: "failed"}.get(process.returncode, f"ended with status {process.returncode}")
 
 

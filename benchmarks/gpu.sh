@@ -10,9 +10,14 @@ fail() {
     exit 2
 }
 
-# What a Python is asked: 0 where torch is there, and has an accelerator unless this is a rehearsal.
-asked='import sys, torch
-if sys.argv[1] != "--rehearse" and not torch.accelerator.is_available():
+# What a Python is asked: whether torch is there, and has an accelerator unless this is a rehearsal.
+asked='import importlib.util, sys
+if importlib.util.find_spec("torch") is None:
+    sys.exit("torch is not installed")
+if sys.argv[1] == "--rehearse":
+    sys.exit()
+import torch
+if not torch.accelerator.is_available():
     sys.exit(f"torch {torch.__version__} finds no accelerator")'
 
 mode=""

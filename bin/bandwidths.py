@@ -68,29 +68,36 @@ def disk(folder: Path) -> tuple[float, float, bool]:
 
 def gpu_copies() -> dict[str, float]:
     """From and to pinned host memory for the first GPU, and from it to each other one."""
-    if not torch.cuda.is_available():
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
         return {}
-    first = torch.empty(_DEVICE_BYTES, dtype=torch.uint8, device="cuda:0")
+    kind = accelerator.type
+    first = torch.empty(_DEVICE_BYTES, dtype=torch.uint8, device=f"{kind}:0")
     host = torch.empty(_DEVICE_BYTES, dtype=torch.uint8, pin_memory=True)
     found = {
-        "host to cuda:0": _device_speed(first, host),
-        "cuda:0 to host": _device_speed(host, first),
-        "cuda:0 to cuda:0": 2 * _device_speed(torch.empty_like(first), first),
+        f"host to {kind}:0": _device_speed(first, host),
+        f"{kind}:0 to host": _device_speed(host, first),
+        f"{kind}:0 to {kind}:0": 2 * _device_speed(torch.empty_like(first), first),
     }
-    for index in range(1, torch.cuda.device_count()):
-        other = torch.empty(_DEVICE_BYTES, dtype=torch.uint8, device=f"cuda:{index}")
-        way = "peer to peer" if torch.cuda.can_device_access_peer(0, index) else "through the host"
-        found[f"cuda:0 to cuda:{index} ({way})"] = _device_speed(other, first)
+    for index in range(1, torch.accelerator.device_count()):
+        other = torch.empty(_DEVICE_BYTES, dtype=torch.uint8, device=f"{kind}:{index}")
+        found[f"{kind}:0 to {kind}:{index}{_way_to(kind, index)}"] = _device_speed(other, first)
     return found
 
 
+def _way_to(kind: str, index: int) -> str:
+    if kind != "cuda":  # others do not say
+        return ""
+    return " (peer to peer)" if torch.cuda.can_device_access_peer(0, index) else " (through the host)"
+
+
 def _device_speed(target: torch.Tensor, source: torch.Tensor) -> float:
-    devices = {tensor.device for tensor in (target, source) if tensor.is_cuda}
+    devices = {tensor.device for tensor in (target, source) if tensor.device.type != "cpu"}
 
     def copy() -> None:
         target.copy_(source, non_blocking=True)
         for device in devices:
-            torch.cuda.synchronize(device)
+            torch.accelerator.synchronize(device)
 
     copy()
     return _DEVICE_BYTES / _best(copy)

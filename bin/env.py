@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -114,14 +114,25 @@ def _versions(facts: Mapping[str, object]) -> Section:
 
 def _devices(report: HostReport) -> Section:
     found: Section = {}
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        device = torch.cuda.get_device_properties(index)
-        capability = f"{device.major}.{device.minor}"
-        memory = size_text(device.total_memory)
-        found[f"cuda:{index}"] = f"{device.name}, {memory}, compute capability {capability}"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    for index in range(torch.accelerator.device_count() if accelerator is not None else 0):
+        assert accelerator is not None
+        found[f"{accelerator.type}:{index}"] = _properties(accelerator, index)
     if not found:
         found = {f"device {device.identities[0]}": device.name for device in report.devices}
     return found or {"accelerators": "none"}
+
+
+def _properties(accelerator: torch.device, index: int) -> str:
+    """What torch's module of the accelerator says of a device; not all of them say as much as CUDA's."""
+    ask = getattr(torch.get_device_module(accelerator), "get_device_properties", None)
+    device: Any = ask(index) if ask is not None else None
+    found = [str(getattr(device, "name", accelerator.type))]
+    if hasattr(device, "total_memory"):
+        found.append(size_text(device.total_memory))
+    if hasattr(device, "major") and hasattr(device, "minor"):
+        found.append(f"compute capability {device.major}.{device.minor}")
+    return ", ".join(found)
 
 
 def _machine(report: HostReport, facts: Mapping[str, object]) -> Section:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..offload import Box, SequentialFile, TransientBuffer
+from ..offload import Box, HostPool, SequentialFile, TransientBuffer
 from .archive import MAX_VALUES_BYTES, Place, checksum_of, write_tensor
 from .fragment import Fragment
 from .index import RankIndex, Row
@@ -46,24 +47,38 @@ class RankWriter:
 class Snapshot:
     """A copy of fragments in host memory, so that training goes on while they are written.
 
-    One buffer for all of them, whose memory is given back to the system at the end.
+    One buffer for all of them. On the CPU its memory is given back to the system at the end. Of a device's fragments
+    it is pinned and the pool's, which keeps it for the next snapshot; they are copied on the current stream, after
+    which training may change them, and the host does not wait.
     """
 
-    def __init__(self, fragments: Sequence[Fragment]) -> None:
+    def __init__(self, fragments: Sequence[Fragment], pool: HostPool | None, device: torch.device) -> None:
+        """pool: of pinned memory; None: fragments are in host memory."""
         sizes = [-(-fragment.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for fragment in fragments]
-        self._buffer = TransientBuffer(sum(sizes), torch.uint8)
+        if pool is None:
+            transient = TransientBuffer(sum(sizes), torch.uint8)
+            memory, self._give_back = transient.tensor, transient.drop
+        else:
+            memory = pool.take(sum(sizes))
+            self._give_back = partial(pool.give, memory)
         self.fragments: list[Fragment] = []
         offset = 0
         for fragment, size in zip(fragments, sizes, strict=True):
-            memory = self._buffer.tensor[offset : offset + fragment.nbytes].view(fragment.dtype)
-            memory.copy_(fragment.values)
-            self.fragments.append(replace(fragment, memory=memory))
+            part = memory[offset : offset + fragment.nbytes].view(fragment.dtype)
+            part.copy_(fragment.values, non_blocking=True)
+            self.fragments.append(replace(fragment, memory=part))
             offset += size
+        self._copied = None if pool is None else torch.accelerator.current_stream(device).record_event()
+
+    def wait(self) -> None:
+        """Returns when the values are there. For the thread that writes them."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def drop(self) -> None:
         """Gives the memory back."""
         self.fragments.clear()
-        self._buffer.drop()
+        self._give_back()
 
 
 def _boxes_of(fragment: Fragment) -> Iterator[tuple[Box, Tensor]]:

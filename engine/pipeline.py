@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..comm import Activity, Mesh
 from ..model.ledger import Ledger
+from ..offload import OnHost
 from ..pipe.executor import Executor, shapes_in
 from ..pipe.schedules.action import Action, Op
 from ..pipe.schedules.schedule import Schedule
@@ -45,6 +46,8 @@ class Pipeline:
         self._mesh = mesh
         stages = dict(zip(plan.stages, make_stages(module, plan.split, plan.stages, ledger), strict=True))
         self.passes = ScheduledUnits(units, {stage: plan.members(units, stage) for stage in plan.stages}, mesh)
+        self._unread: OnHost | None = None  # whether ranks were given other batches
+        self._kinds: set[Hashable] = set()  # of batches, that were the same
         self._failure: str | None = None  # of an earlier step, in the middle of its schedule
         self._training, self._evaluation = (
             Executor(
@@ -132,17 +135,35 @@ class Pipeline:
                 f"this one in the middle of its schedule ({self._failure}); start all ranks again, from the last "
                 "checkpoint"
             )
+        self._read_check()
         digest, what = _digest_of(batches), "the check of the batch"
         pipe, device = self._mesh.axes[PIPE], self._mesh.world.device
-        total = pipe.route.sum_small(torch.tensor([digest], dtype=torch.int64, device=device), what)
-        differs = anywhere = int(total) != digest * pipe.size
+        own = torch.full((1,), digest, dtype=torch.int64, device=device)
+        differs = anywhere = (pipe.route.sum_small(own, what) != digest * pipe.size).long()
         if self._mesh.data_size > 1:  # a step that fails must fail on all ranks, for the next one to be the same
-            anywhere = bool(self._mesh.sum_small(torch.tensor([differs], dtype=torch.int64, device=device), what))
+            anywhere = self._mesh.sum_small(differs, what)
+        self._unread = OnHost(torch.cat([differs, anywhere]))
+        kind = shapes_in(batches)
+        if device.type == "cpu" or kind not in self._kinds:
+            self._kinds.add(kind)
+            self._read_check()
+
+    def _read_check(self) -> None:
+        """Raises ValueError where ranks were given other batches. A device is asked in the next step, when it knows.
+
+        But for the first of its shapes: stages that expect other shapes than are sent would wait in vain.
+        """
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return
+        differs, anywhere = unread.read().tolist()
         if anywhere:
-            where = f"ranks {', '.join(map(str, pipe.ranks))}" if differs else "not this rank's"
+            ranks = self._mesh.axes[PIPE].ranks
+            where = f"ranks {', '.join(map(str, ranks))}" if differs else "not this rank's"
             raise ValueError(
-                f"batch: expected the same one on the {pipe.size} ranks of a pipeline ({where}), found different ones; "
-                "divide the data by engine.data_rank and engine.data_size, not by engine.rank and engine.world_size"
+                f"batch: expected the same one on the {len(ranks)} ranks of a pipeline ({where}), found "
+                "different ones; divide the data by engine.data_rank and engine.data_size, not by engine.rank and "
+                "engine.world_size"
             )
 
 

@@ -5,7 +5,7 @@ from .box import Box
 from .checksum import Checksum
 from .errors import OffloadError
 from .file_store import AioOptions, FileStore
-from .host_copies import HostCopies, StreamCopies
+from .host_copies import HostCopies, OnHost, StreamCopies
 from .host_memory import allocate_host, host_is_pinned, keep_heap
 from .host_pool import HostPool
 from .pages import PagedBuffer, PagePool, TransientBuffer, huge_zeros
@@ -28,6 +28,7 @@ __all__ = [
     "Memory",
     "OffloadError",
     "OldVersion",
+    "OnHost",
     "PagePool",
     "PagedBuffer",
     "Resident",

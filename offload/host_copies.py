@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from .store import Transfer
+
+_POLL_SECONDS = 1e-4
 
 
 class HostCopies(Protocol):
@@ -47,6 +50,22 @@ class StreamCopies:
         with stream:
             out.copy_(values, non_blocking=True)
             return stream.record_event()
+
+
+class OnHost:
+    """Values of any device on their way to the host, which does not wait for them until it reads them."""
+
+    def __init__(self, values: Tensor) -> None:
+        """values: small."""
+        self._values = values.to("cpu", non_blocking=True)  # into pinned memory, where it comes from a device
+        is_there = values.device.type == "cpu"
+        self._copied = None if is_there else torch.accelerator.current_stream(values.device).record_event()
+
+    def read(self) -> Tensor:
+        """The values. Asks first: where they are there, as they are a step later, the host waits for nothing."""
+        while self._copied is not None and not self._copied.query():
+            time.sleep(_POLL_SECONDS)
+        return self._values
 
 
 class _StreamCopy:

@@ -14,7 +14,8 @@ from .host_memory import allocate_host
 class HostPool:
     """Lends host buffers and keeps those that come back for the next who wants the same size.
 
-    No rounding to powers of two: a buffer takes its size, rounded up to `alignment`. What is kept never makes the pool
+    No rounding to powers of two: a buffer takes its size, rounded up to `alignment`; a pinned one that is kept is lent
+    for a smaller size too, so that sizes that vary come to an end of pinning. What is kept never makes the pool
     larger than its highest use was: buffers of other sizes go back to the system first, oldest first. So the pool's
     highest use, `peak_bytes`, is also the most memory that it ever held.
     Any thread may use it.
@@ -71,7 +72,7 @@ class HostPool:
             buffer = self._kept_buffer(size)
             if buffer is None:
                 buffer = allocate_host(size, self.alignment, self.pinned)
-            self.bytes_in_use += size
+            self.bytes_in_use += buffer.numel()
             self.peak_bytes = max(self.peak_bytes, self.bytes_in_use)
             self._lent[buffer.data_ptr()] = buffer
             return buffer[:nbytes]
@@ -103,9 +104,10 @@ class HostPool:
 
     def _kept_buffer(self, size: int) -> Tensor | None:
         """One of that size, or None with room made for a new one."""
-        if self._kept.get(size):
-            self._kept_bytes -= size
-            return self._kept[size].pop()
+        fitting = size if self._kept.get(size) else self._larger_kept(size)
+        if fitting is not None:
+            self._kept_bytes -= fitting
+            return self._kept[fitting].pop()
         highest = max(self.peak_bytes, self.bytes_in_use + size)
         while self.bytes_in_use + self._kept_bytes + size > highest:
             oldest = next(iter(self._kept))
@@ -115,3 +117,10 @@ class HostPool:
             else:
                 del self._kept[oldest]
         return None
+
+    def _larger_kept(self, size: int) -> int | None:
+        """The next larger size of a pinned buffer: unpinning one for another of the right size stops the device."""
+        if not self.pinned:
+            return None
+        larger = [kept for kept, buffers in self._kept.items() if buffers and kept > size and self.has_room(kept)]
+        return min(larger, default=None)

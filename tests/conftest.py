@@ -1,11 +1,21 @@
 """Fixtures that every test can ask for."""
 
+import os
 import signal
 from collections.abc import Iterator
 
 import pytest
 
 from tests.ranks import RankPool
+
+_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri")
+_MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Accelerators are for tests that are marked `gpu`, with -m gpu: others would take several ranks to one device."""
+    if any(map(os.path.exists, _DEVICES)) and not config.option.markexpr.startswith("gpu"):
+        os.environ.update(dict.fromkeys(_MASKS, ""))
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ..offload import HostCopies, HostPool, Resident, Window
@@ -76,6 +77,10 @@ class HostUpdate:
         self._gradients.create(leaving)
         self._gradients.release(leaving)
         return arriving if total is None else total
+
+    def lasting(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """(numel,) zeros of the host, for copies to and from the device."""
+        return self._pool.take(numel * dtype.itemsize).view(dtype).zero_()
 
     def arrive(self) -> None:
         """Returns when all gradients that were taken are complete."""

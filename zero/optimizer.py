@@ -83,7 +83,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._update = update
         self._widened = WidenedStates()
         self.speculation = Speculation()
-        self.delayed = DelayedUpdate()
+        self.delayed = DelayedUpdate(gradients[0].group.full.device if gradients else torch.device("cpu"))
         self.averages: Averages | None = None
         """Of the master weights, where somebody wants them."""
         self._offloaded = offloaded
@@ -163,7 +163,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._average(ahead=True)
             self._offloaded.window.wait()  # an error of the drive is one of this step
 
-        self.delayed.start(update)
+        self.delayed.start(update, [gradient for _, gradient in due])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ValueError: memory for gradients and states is taken when the engine is made."""

@@ -107,11 +107,12 @@ class ShardState:
         self._widened = widened
         kinds = kinds_of_block(self.group.dtype, new_states)
         self.chunks = offloaded.divide(self.group.name, self.resident_numel, numel, partial(scaled, kinds))
+        self._host = host if self.is_apart else None
         self.resident = self.group.resident
         """The parameters' values, for the update."""
-        if host is not None and self.is_apart:
+        if self._host is not None:
             # In mixed precision they are made of the master weights alone.
-            self.resident = host.resident(self.group, rest, needs_values=not (self.is_mixed and self.runs))
+            self.resident = self._host.resident(self.group, rest, needs_values=not (self.is_mixed and self.runs))
         self.ahead = Version(self.resident_numel if self.is_mixed else 0, torch.empty(0, dtype=self.group.dtype))
         """What the parameters become by a delayed update; without memory until there is one."""
 
@@ -180,15 +181,16 @@ class ShardState:
         """Memory for what the parameters become; takes none where there is some from the last time."""
         numel = self.group.layout.shard_numel - self.ahead.start
         if self.ahead.values.numel() != numel:
-            device = torch.device("cpu") if self.is_apart else self.group.shard.device
-            self.ahead = Version(self.ahead.start, huge_zeros(numel, self.group.dtype, device))
+            dtype, device = self.group.dtype, self.group.shard.device
+            values = huge_zeros(numel, dtype, device) if self._host is None else self._host.lasting(numel, dtype)
+            self.ahead = Version(self.ahead.start, values)
 
     def put(self, version: Version) -> None:
         """The parameters become that version of them; master weights are of it already."""
         shard = values_of(self.group.own_values(changes=True))
         if self._own_master is not None:
             shard[: version.start].copy_(self._own_master)
-        shard[version.start :].copy_(version.values)
+        shard[version.start :].copy_(version.values, non_blocking=True)
 
     def keep_parameters(self) -> OldVersion:
         """What they are now."""

@@ -26,6 +26,7 @@ from ...checkpoint.values import encode
 from ...checkpoint.writer import RankWriter, Snapshot
 from ...checkpoint.writing_process import WritingProcess
 from ...comm import Mesh
+from ...offload import HostPool, host_is_pinned
 from ...optimizers.table import OPTIMIZERS
 from ...watch.log import logger
 from ...zero.optimizer import ShardedOptimizer, StateKey
@@ -72,6 +73,7 @@ class _Part:
         if self.snapshot is None:
             self.writer.write(self.fragments, self.options, self.own_state)
         else:
+            self.snapshot.wait()
             self.writer.write(self.snapshot.fragments, self.options, self.own_state)
             self.snapshot.drop()
 
@@ -92,6 +94,7 @@ class Checkpointer:
         self._module = module
         self._optimizer = optimizer
         self._named = named
+        self._pool = HostPool(pinned=True) if host_is_pinned(mesh.world.device) else None
         self._under_way: tuple[SaveJob, CheckpointFolder, str] | None = None  # the last is the tag
 
     # -- saving ---------------------------------------------------------------------------------------------------
@@ -146,7 +149,8 @@ class Checkpointer:
         groups = self._optimizer.param_groups
         options = option_blobs(self._optimizer.kind, groups, names) if self._world.rank == 0 else []
         fragments = self._fragments()
-        snapshot = Snapshot(fragments) if self._config.checkpoint.asynchronous else None
+        is_async, device = self._config.checkpoint.asynchronous, self._world.device
+        snapshot = Snapshot(fragments, self._pool, device) if is_async else None
         return _Part(RankWriter(saving, self._world.rank), fragments, snapshot, options, own_state)
 
     def _commit(self, target: CheckpointFolder, manifest: Manifest, names: OptimizerNames) -> None:

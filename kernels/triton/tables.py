@@ -44,5 +44,5 @@ def tables(
         padding = width - len(counts)
         rows = [starts[:-1] + [_NOWHERE] * padding]
         rows += [[*field[first : first + MAX_ENTRIES], *[0] * padding] for field in fields]
-        on_host = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+        on_host = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type != "cpu")
         yield on_host.to(device, non_blocking=True), width, starts[-1]

@@ -197,6 +197,24 @@ def test_pinned_memory_is_registered_at_its_exact_size_and_unregistered(monkeypa
     assert driver.registered == {}
 
 
+def test_sizes_that_vary_come_to_an_end_of_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[int] = []
+
+    def allocate(nbytes: int, alignment: int, _: bool) -> torch.Tensor:
+        pinned.append(nbytes)
+        return host_memory.allocate_host(nbytes, alignment)
+
+    monkeypatch.setattr("lowtide.offload.host_pool.allocate_host", allocate)
+    pool = HostPool(None, 64, pinned=True)
+    for round_number in range(40):
+        buffers = [pool.take(64 * (1 + (7 * number + 5 * round_number) % 13)) for number in range(3)]
+        for buffer in buffers:
+            pool.give(buffer)
+        if round_number == 19:
+            pinned.clear()
+    assert not pinned and pool.bytes_held == pool.peak_bytes
+
+
 def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "_has_driver", lambda: True)
     monkeypatch.setattr(host_memory, "_cudart", lambda: FakeDriver(code=2))

@@ -58,9 +58,9 @@ def streams_run(schedule: Schedule) -> bool:
     """
     compute = [[action for action in actions if action.op in COMPUTE_OPS] for actions in schedule.actions]
     streams: dict[tuple[int, bool], list[tuple[Action, int]]] = {}  # with the number of actions that stand before it
-    for rank, actions in enumerate(schedule.actions):
+    for rank, row in enumerate(schedule.actions):
         num_before = 0
-        for action in actions:
+        for action in row:
             if action.op in (*SEND_OPS, *RECV_OPS):
                 is_later = (schedule.peer_rank(action) > rank) == (action.op in SEND_OPS)
                 streams.setdefault((rank, is_later), []).append((action, num_before))

@@ -27,6 +27,11 @@ class Board:
         self._num_looks = 0
         self._is_shown = False
         self._first: list[Any] | None = None  # what all ranks said at an earlier look
+        self.found: BaseException | None = None  # an error that could not be raised where it was found
+
+    def check(self) -> None:
+        if self.found is not None:
+            raise self.found
 
     def at(self, queue: str, operation: str | None) -> None:
         """The queue has come to this operation; None: it is empty."""

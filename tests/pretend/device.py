@@ -4,7 +4,8 @@
 Then `torch.accelerator` is this device, with
 
 - memory that only its own kernels may touch: the host, and what was freed, end in SIGSEGV with a Python stack;
-- streams whose copies are made as late as is allowed, so that a wait that is missing gives wrong values;
+- streams whose copies are made as late as is allowed, so that a wait of the host that is missing gives wrong values;
+- clocks of those streams: where one uses what another one writes, and has not waited for it, that is an error;
 - a count of its bytes: `torch.accelerator.memory_allocated`, `max_memory_allocated`;
 - a record of all that the host waits for: `host_waits`.
 

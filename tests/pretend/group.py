@@ -62,7 +62,7 @@ class Post:
     def __init__(self, who: str, group: "Group") -> None:
         """who: a queue, or the host."""
         self._who, self._group = who, group
-        self._store = dist.PrefixStore(group.prefix, group.board.store.clone())
+        self._store: Any = dist.PrefixStore(group.prefix, group.board.store.clone())
         self._store.set_timeout(_LOOK)
         self._num_chunks: dict[str, int] = {}
 
@@ -125,8 +125,23 @@ class Work(dist.Work):
         self._is_done.set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        self._group.board.check()
         if timeout:
             HOST_WAITS.append("".join(traceback.format_stack(limit=12)))
+        if timeout or _device() == "cpu":
+            return self._wait(timeout)
+        from tests.pretend import device
+
+        device.issue(self._wait_on_stream)  # whoever needs what the stream has comes to wait for it
+        return True
+
+    def _wait_on_stream(self) -> None:
+        try:
+            self._wait(None)
+        except BaseException as error:  # it has no way through the stream
+            self._group.board.found = error
+
+    def _wait(self, timeout: timedelta | None) -> bool:
         with self._group.board.host_waits(self.what) as looking:
             while not self._is_done.wait(0.02):
                 looking.look()
@@ -268,11 +283,13 @@ class Group(dist.ProcessGroup):
         return self._message(tensors[0], rank, is_send=True)
 
     def recv(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> Work | None:
+        work = self._message(tensors[0], rank, is_send=False)
         poison(tensors[0])
-        return self._message(tensors[0], rank, is_send=False)
+        return work
 
     def _message(self, tensor: Tensor, peer: int, is_send: bool) -> Work | None:
         self._check([tensor])
+        settle()
         ends = (self.rank(), peer) if is_send else (peer, self.rank())
         is_batched = self._batch is not None or _is_eager()
         way = f"{'group' if is_batched else 'pair'} {ends[0]}>{ends[1]}"
@@ -343,6 +360,7 @@ class Group(dist.ProcessGroup):
 
     def _collective(self, what: str, given: Tensor, result: Callable[[list[Tensor]], None], *outputs: Tensor) -> Work:
         self._check([given, *outputs])
+        settle()
         key = f"collective {self._counts['collective']}"
         self._counts["collective"] += 1
         arrived: list[Tensor] = []
@@ -388,6 +406,7 @@ class Group(dist.ProcessGroup):
                 post.take(f"connect {name}/{rank}", looking)
 
     def _check(self, tensors: Sequence[Tensor]) -> None:
+        self.board.check()
         if self.is_aborted.is_set():
             raise dist.DistBackendError("NCCL communicator was aborted")
         for tensor in tensors:
@@ -397,20 +416,44 @@ class Group(dist.ProcessGroup):
                 raise ValueError("Tensors must be contiguous")
 
 
+def settle() -> None:
+    """What the current stream was given is done: what starts now comes after it."""
+    if _device() != "cpu":
+        event = torch.Event(_device())
+        event.record()
+        event.query()
+
+
+def opened(tensor: Tensor) -> Tensor:
+    """Its memory, for the host."""
+    if tensor.device.type == "cpu":
+        return tensor.detach()
+    from tests.pretend import device
+
+    with _idle_stream(tensor.device):  # of this thread: opening waits for the current one, in whose midst this may be
+        return device.open_for_host(tensor.detach())
+
+
+def _idle_stream(device: torch.device) -> torch.Stream:
+    if not hasattr(_OWN, "stream"):
+        _OWN.stream = torch.Stream(device)
+    stream: torch.Stream = _OWN.stream
+    return stream
+
+
 def read(tensor: Tensor) -> Tensor:
-    """Its values, in the host's memory."""
-    return tensor.detach().to("cpu", copy=True)
+    return opened(tensor).clone()
 
 
 def write(tensor: Tensor, values: Tensor) -> None:
     with torch.no_grad():
-        tensor.detach().copy_(values)
+        opened(tensor).copy_(values)
 
 
 def poison(tensor: Tensor) -> None:
     """What is still to come is not there."""
     if tensor.is_floating_point():
-        tensor.detach().fill_(float("nan"))
+        opened(tensor).fill_(float("nan"))
 
 
 def batch_isend_irecv(operations: list[dist.P2POp]) -> list[Any]:
@@ -466,6 +509,7 @@ _OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "BOR": torch.bitwise_or,
 }
 
+_OWN = threading.local()
 _torch_batch = dist.batch_isend_irecv
 
 
@@ -476,6 +520,14 @@ def register() -> None:
             BACKEND, lambda options, _: Group(options), extended_api=True, devices=["cpu", "pretend"]
         )
         dist.batch_isend_irecv = batch_isend_irecv
+
+
+def register_device() -> None:
+    """In ranks of `pretend_ranks`: engines take this group for their device."""
+    from tests.pretend import device
+
+    device.load()
+    register()
 
 
 def join_on_cpu(is_eager: bool = False, timeout_seconds: float = 60.0) -> None:

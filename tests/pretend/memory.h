@@ -15,6 +15,9 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <set>
+
+#include "order.h"
 
 extern "C" int PyGILState_Check();
 extern "C" void* PyEval_SaveThread();
@@ -46,6 +49,7 @@ struct Block {
   StreamId stream;                        // that it was taken on
   int opened = 0;                         // kernels that use it now
   std::map<StreamId, uint64_t> recorded;  // other streams that use it, up to a task
+  std::set<StreamId> told;                // all that were recorded
 };
 
 struct Task {
@@ -208,10 +212,11 @@ void free_block(void* address) {
   DeviceIndex device;
   StreamId stream;
   std::map<StreamId, uint64_t> recorded;
+  std::set<StreamId> told;
   {
     Guard guard(state().lock);
     auto& block = state().blocks.at(base);
-    device = block.device, stream = block.stream, recorded = block.recorded;
+    device = block.device, stream = block.stream, recorded = block.recorded, told = block.told;
   }
   for (auto [other, number] : recorded) {
     Guard guard(state().lock);
@@ -228,6 +233,7 @@ void free_block(void* address) {
     } catch (const std::exception& error) {  // destructors must not throw
       TORCH_WARN(error.what());
     }
+  if (!is_awaited(base)) end_uses(base, {device, stream}, told);
   give_back(base);
 }
 
@@ -259,8 +265,9 @@ struct DeviceMemory final : c10::DeviceAllocator {
   void recordStream(const c10::DataPtr& pointer, Stream stream) override {
     Guard guard(state().lock);
     auto* base = find_block(pointer.get());
-    if (base && stream.id() != state().blocks.at(base).stream)
-      state().blocks.at(base).recorded[stream.id()] = state().queues[{stream.device_index(), stream.id()}].issued;
+    if (!base || stream.id() == state().blocks.at(base).stream) return;
+    state().blocks.at(base).told.insert(stream.id());
+    state().blocks.at(base).recorded[stream.id()] = state().queues[{stream.device_index(), stream.id()}].issued;
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex device) override {
     Guard guard(state().lock);

@@ -118,6 +118,15 @@ Tensor& set_nothing(Tensor& self) {
                      {0}, {});
 }
 
+// The work that the current stream was given last uses the tensor.
+void use(const Tensor& tensor, bool writes, const std::string& who) {
+  if (!tensor.is_privateuseone() || !tensor.numel()) return;
+  const auto device = tensor.device().index();
+  auto* low = (const char*)tensor.unsafeGetTensorImpl()->data();
+  const auto nbytes = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
+  use({device, current_streams[device]}, (const char*)tensor.storage().data_ptr().get(), low, low + nbytes, writes, who);
+}
+
 // Both contiguous, of one dtype and shape. keep: what of the host must live until then.
 void copy_bytes(const Tensor& dst, const Tensor& src, DeviceIndex device, Storage keep, bool later) {
   auto* to = (char*)dst.unsafeGetTensorImpl()->data();
@@ -125,6 +134,8 @@ void copy_bytes(const Tensor& dst, const Tensor& src, DeviceIndex device, Storag
   auto base_of = [](const Tensor& t) { return t.is_cpu() ? nullptr : (char*)t.storage().data_ptr().get(); };
   auto *writes = base_of(dst), *reads = base_of(src);
   const auto stream = current_streams[device];
+  begin_work({device, stream});
+  use(src, false, "a copy"), use(dst, true, "a copy");
   auto run = [=, nbytes = dst.nbytes()] {
     const auto who = c10::str("a copy on stream ", stream);
     open_block(writes, who.c_str());
@@ -158,6 +169,8 @@ Tensor copy_from(const Tensor& source, const Tensor& dst, bool non_blocking) {
       return dst;
     }
     force_current(device);
+    begin_work({device, current_streams[device]});
+    use(src, false, "a copy"), use(dst, true, "a copy");
     auto target = alias(dst, "copy_"), values = alias(src, "copy_");
     if (src.is_neg()) values._set_neg(true);
     if (dst.is_neg()) target._set_neg(true);
@@ -189,6 +202,7 @@ Tensor copy_from(const Tensor& source, const Tensor& dst, bool non_blocking) {
                    ? (non_blocking ? "a copy from memory that is not pinned" : "a copy from the host that blocks")
                    : "a copy to the host that blocks");
   copy_bytes(dst, src, device, of_host.storage(), later);
+  if (!later) host_has_waited(clock_of({device, current_streams[device]}));
   return dst;
 }
 
@@ -199,7 +213,11 @@ Tensor copy_from_and_resize(const Tensor& src, const Tensor& dst) {
 
 at::Scalar local_scalar(const Tensor& self) {
   host_waits("a value is read by the host");
-  force_current(self.device().index());
+  const auto device = self.device().index();
+  force_current(device);
+  begin_work({device, current_streams[device]});
+  use(self, false, "item");
+  host_has_waited(clock_of({device, current_streams[device]}));
   return alias(self, "item").item();
 }
 
@@ -231,6 +249,7 @@ struct Call {
   std::optional<Device> device;
   std::unordered_map<c10::TensorImpl*, std::pair<Tensor, Tensor>> aliases;  // by original: alias
   std::unordered_map<c10::StorageImpl*, Storage> storages;                  // by original: alias
+  std::set<c10::TensorImpl*> written;                                       // of the originals
   std::unordered_map<c10::TensorImpl*, Tensor> originals;                   // by alias
   std::unordered_map<c10::StorageImpl*, Storage> original_storages;         // by alias
 
@@ -288,6 +307,7 @@ struct Call {
     c10::DeviceGuard guard(*device);
     const auto dense = result.is_non_overlapping_and_dense() ? result : result.contiguous();
     auto made = empty_strided(dense.sizes(), dense.strides(), dense.scalar_type(), {}, *device, {});
+    use(made, true, name);
     if (dense.numel()) alias(made, name.c_str()).copy_(dense);
     if (result.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
     return made;
@@ -326,6 +346,12 @@ struct Call {
     const auto begin = stack->size() - count;
     for (size_t i = 0; i < count; ++i) {
       auto& value = (*stack)[begin + i];
+      const auto* info = op.schema().arguments()[i].alias_info();
+      if (info && info->isWrite()) {
+        if (value.isTensor()) written.insert(value.toTensor().unsafeGetTensorImpl());
+        if (value.isTensorList())
+          for (const Tensor& one : value.toTensorList()) written.insert(one.unsafeGetTensorImpl());
+      }
       if (value.isTensor())
         value = aliased(value.toTensor());
       else if (value.isTensorList()) {
@@ -348,7 +374,13 @@ struct Call {
         value = cpu_generator(default_generator(device->index()));
     }
     if (is_wait) host_waits(("the host must know what " + name + " finds").c_str());
-    if (!is_view) force_current(device->index());
+    const Key stream{device->index(), current_streams[device->index()]};
+    if (!is_view) {
+      begin_work(stream);
+      for (auto& [impl, both] : aliases) use(both.first, written.count(impl), name);
+      force_current(device->index());
+    }
+    if (is_wait) host_has_waited(clock_of(stream));
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
     take_over();
     for (auto& value : torch::jit::last(*stack, op.schema().returns().size())) {

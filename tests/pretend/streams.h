@@ -15,7 +15,9 @@ struct Event {
   DeviceIndex device;
   StreamId stream;
   uint64_t number;
+  Clock clock;
   std::chrono::steady_clock::time_point time;
+  int num_queries = 0;
 };
 
 struct Streams final : c10::impl::DeviceGuardImplInterface {
@@ -51,18 +53,22 @@ struct Streams final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
     delete (Event*)*event;
     const auto number = issued(stream.device_index(), stream.id());
-    *event = new Event{stream.device_index(), stream.id(), number, std::chrono::steady_clock::now()};
+    const Key key{stream.device_index(), stream.id()};
+    *event = new Event{key.first, key.second, number, clock_of(key), std::chrono::steady_clock::now()};
   }
   void block(void* event, const Stream& stream) const override {
     if (!event) return;
     const auto first = *(Event*)event;
+    stream_waits({stream.device_index(), stream.id()}, first.clock);
     issue(stream.device_index(), stream.id(), [first] { force(first.device, first.stream, first.number); });
   }
-  bool queryEvent(void* event) const override {  // what is asked about is done by the next time
+  // Asking helps nothing where another stream has the work, as late as is allowed; but whoever polls comes to an end.
+  bool queryEvent(void* event) const override {
     if (!event) return true;
-    const auto& e = *(Event*)event;
+    auto& e = *(Event*)event;
     const bool was_done = is_done(e.device, e.stream, e.number);
-    force(e.device, e.stream, e.number);
+    if (was_done) host_has_waited(e.clock);
+    if (e.stream == current_streams[e.device] || ++e.num_queries > 3) force(e.device, e.stream, e.number);
     return was_done;
   }
   bool queryStream(const Stream& stream) const override {
@@ -76,16 +82,19 @@ struct Streams final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeStream(const Stream& stream) const override {
     host_waits("a stream is synchronized");
+    host_has_waited(clock_of({stream.device_index(), stream.id()}));
     force_stream(stream.device_index(), stream.id());
   }
   void synchronizeEvent(void* event) const override {
     if (!event) return;
     host_waits("an event is synchronized");
     const auto& e = *(Event*)event;
+    host_has_waited(e.clock);
     force(e.device, e.stream, e.number);
   }
   void synchronizeDevice(const DeviceIndex device) const override {
     host_waits("the device is synchronized");
+    host_has_waited_for_all();
     force_device(device < 0 ? current_device : device);
   }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const Stream& stream) const override {

@@ -65,14 +65,15 @@ def test_backward_runs_in_a_thread_of_its_own(pretend_ranks: RankPool) -> None:
 
 def copy_in(waits: bool) -> list[float]:
     pinned = torch.full((3,), 7.0).pin_memory()
-    on_device, side = torch.zeros(3, device="pretend"), torch.Stream("pretend")
+    on_device, side = torch.empty(3, device="pretend"), torch.Stream("pretend")
     with side:
         on_device.copy_(pinned, non_blocking=True)
     if waits:
         torch.accelerator.current_stream().wait_stream(side)
-    result = on_device + 0
-    side.synchronize()
-    return result.tolist()
+    try:
+        return (on_device + 0).tolist()
+    finally:
+        side.synchronize()
 
 
 def copy_out(waits: bool) -> list[float]:
@@ -86,16 +87,36 @@ def copy_out(waits: bool) -> list[float]:
     return result
 
 
-@pytest.mark.parametrize("copy", [copy_in, copy_out])
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_copy_is_there_when_it_was_waited_for(pretend_ranks: RankPool, copy: object, waits: bool) -> None:
-    assert callable(copy)
-    assert pretend_ranks(1, copy, waits, process_group=False) == [[7.0 if waits else 0.0] * 3]
+def test_a_copy_is_there_when_it_was_waited_for(pretend_ranks: RankPool) -> None:
+    assert pretend_ranks(1, copy_in, True, process_group=False) == [[7.0] * 3]
+    assert pretend_ranks(1, copy_out, True, process_group=False) == [[7.0] * 3]
+    assert pretend_ranks(1, copy_out, False, process_group=False) == [[0.0] * 3]
+    with pytest.raises(RankError, match=r"add on stream 0 reads memory that stream .* writes, and has not waited for"):
+        pretend_ranks(1, copy_in, False, process_group=False)
+
+
+def read_what_is_being_written(waits: bool) -> None:
+    values, side = torch.zeros(3, device="pretend"), torch.Stream("pretend")
+    values.add_(1)
+    if waits:
+        side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        doubled = values * 2
+    torch.accelerator.current_stream().wait_stream(side)
+    assert doubled.tolist() == [2.0] * 3
+
+
+def test_a_stream_waits_for_what_it_reads(pretend_ranks: RankPool) -> None:
+    pretend_ranks(1, read_what_is_being_written, True, process_group=False)
+    with pytest.raises(
+        RankError, match=r"mul on stream .* reads memory that stream 0 writes, and has not waited for it"
+    ):
+        pretend_ranks(1, read_what_is_being_written, False, process_group=False)
 
 
 def free_before_a_copy(record: bool) -> None:
     pinned, side = torch.zeros(3).pin_memory(), torch.Stream("pretend")
-    on_device = torch.zeros(3, device="pretend")
+    on_device = torch.empty(3, device="pretend")
     with side:
         on_device.copy_(pinned, non_blocking=True)
     if record:

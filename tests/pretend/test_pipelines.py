@@ -57,7 +57,7 @@ def test_pipelines_beside_data_parallel_ranks(ranks: RankPool) -> None:
 
 def train_in_two_halves(case: Case, folder: Path) -> Outcome:
     """The second half goes on from a checkpoint of the first, in an engine of its own."""
-    group.join_on_cpu()
+    group.register_device()
     outcome = Outcome()
     for step in range(case.steps):
         torch.manual_seed(step)
@@ -70,12 +70,52 @@ def train_in_two_halves(case: Case, folder: Path) -> Outcome:
         outcome.lrs.append(result.lr)
         engine.eval_step(case.global_batch(step, 1))
         engine.save_checkpoint(folder)
-        outcome.state = engine.state_dict()
+        engine.train_step(case.global_batch(step, 1))  # what is saved is of before
         engine.close()
     return outcome
 
 
-def test_a_checkpoint_goes_on(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_checkpoint_goes_on(pretend_ranks: RankPool, tmp_path: Path, is_async: bool) -> None:
     expected = train_plainly(TIED, 1, num_parts=MICROBATCHES)
-    found = ranks(2, train_in_two_halves, pipelined(TIED, 2, "zb-v"), tmp_path, process_group=False)[0]
+    expected.state = {}
+    case = pipelined(TIED, 2, "zb-v", checkpoint={"async": is_async})
+    found = pretend_ranks(2, train_in_two_halves, case, tmp_path, process_group=False)[0]
     assert_close(found, expected, TOLERANCE_64, TOLERANCE_64)
+
+
+def train_on_device(cases: list[Case]) -> list[Outcome]:
+    group.register_device()
+    outcomes = [train(case) for case in cases]
+    assert not group.HOST_WAITS, group.HOST_WAITS[0]
+    return outcomes
+
+
+def test_every_schedule_trains_on_the_device(pretend_ranks: RankPool) -> None:
+    expected = train_plainly(TIED, 1, num_parts=MICROBATCHES)
+    cases = [pipelined(TIED, 2, schedule) for schedule in SCHEDULES]
+    found = pretend_ranks(2, train_on_device, cases, process_group=False)[0]
+    for schedule, outcome in zip(SCHEDULES, found, strict=True):
+        assert_close(outcome, expected, TOLERANCE_64, TOLERANCE_64, schedule)
+
+
+def train_on_other_batches(case: Case) -> list[str]:
+    """The first step has other values on each rank; after an engine that has seen the shapes, the second."""
+    group.register_device()
+    errors = []
+    for same in (0, 1):
+        engine = lowtide.initialize(case.build(), case.as_config())
+        for step in range(same):
+            engine.train_step(case.global_batch(step, 1))
+        with pytest.raises(ValueError) as caught:
+            for _ in range(1 + same):
+                engine.train_step(case.global_batch(7 + engine.rank, 1))
+        errors.append(str(caught.value))
+        engine.close()
+    return errors
+
+
+def test_other_batches_are_told_in_the_next_step(pretend_ranks: RankPool) -> None:
+    for errors in pretend_ranks(2, train_on_other_batches, pipelined(TIED, 2, "1f1b"), process_group=False):
+        assert all(text.startswith("batch: expected the same one on the 2 ranks of a pipeline") for text in errors)
+        assert len(errors) == 2

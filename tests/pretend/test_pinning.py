@@ -1,0 +1,68 @@
+"""Who pins memory, and who asks an accelerator for anything."""
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import lowtide
+from tests.models import mlp, vector_batch
+from tests.ranks import RankPool
+from tests.zero.training import ADAMW
+
+
+def offloading(device: str, section: dict[str, Any]) -> list[int]:
+    """Sizes of what is pinned by a training."""
+    pinned = []
+    make = torch.empty
+
+    def empty(*shape: Any, **options: Any) -> torch.Tensor:
+        memory = make(*shape, **options)
+        if memory.is_pinned():
+            pinned.append(memory.nbytes)
+        return memory
+
+    zero = {"stage": 3, "offload_optimizer": section, "offload_param": section}
+    activations = {"offload": {"device": "cpu", "min_bytes": 1}} if section.get("pin_memory", True) else {}
+    config = {"device": device, "optimizer": ADAMW, "zero_optimization": zero, "activation_checkpointing": activations}
+    with patch.object(torch, "empty", empty):
+        engine = lowtide.initialize(mlp(), config)
+        engine.train_step(vector_batch(0, 1))
+        engine.close()
+    return pinned
+
+
+@pytest.mark.parametrize(
+    ("device", "section", "pins"),
+    [
+        ("auto", {"device": "cpu"}, True),
+        ("auto", {"device": "cpu", "pin_memory": False}, False),
+        ("cpu", {"device": "cpu"}, False),
+    ],
+)
+def test_memory_is_pinned_for_an_accelerator_that_trains(
+    pretend_ranks: RankPool, device: str, section: dict[str, Any], pins: bool
+) -> None:
+    [pinned] = pretend_ranks(1, offloading, device, section, process_group=False)
+    assert bool(pinned) == pins
+
+
+def on_the_cpu(folder: str) -> None:
+    device = torch.get_device_module("pretend")
+    untouched = device.get_rng_state()
+    with (
+        patch.object(device, "get_rng_state", side_effect=AssertionError),
+        patch.object(torch.accelerator, "set_device_index", side_effect=AssertionError),
+    ):
+        engine = lowtide.initialize(mlp(), {"device": "cpu", "optimizer": ADAMW})
+        engine.train_step(vector_batch(0, 1))
+        engine.save_checkpoint(folder)
+        engine.load_checkpoint(folder)
+        engine.close()
+    assert torch.equal(device.get_rng_state(), untouched)
+    assert torch.accelerator.memory_allocated() == 0
+
+
+def test_an_engine_on_the_cpu_leaves_the_accelerator_alone(pretend_ranks: RankPool, tmp_path: Any) -> None:
+    pretend_ranks(1, on_the_cpu, str(tmp_path), process_group=False)

@@ -142,7 +142,8 @@ def forget_memory() -> None:
 def host_waits() -> Iterator[list[str]]:
     """The list that takes a line for each wait of the host for the device: the innermost calls, outermost first.
 
-    On CUDA those of the sync debug mode; a call of `synchronize` is not among them. On the CPU nothing waits.
+    Those of threads that copy and update beside the training are not among them. On CUDA they are what the sync debug
+    mode tells, which says nothing of a call of `synchronize`. On the CPU nothing waits.
     """
     found: list[str] = []
     kind = type_of_device()
@@ -154,7 +155,7 @@ def host_waits() -> Iterator[list[str]]:
 
         with of_pretend() as waits:
             yield found
-        found += [f"{wait.why}: {_place(wait.stack)}" for wait in waits]
+        found += [f"{wait.why}: {_place(wait.stack)}" for wait in waits if not _is_beside(wait.stack)]
     else:
         yield found
 
@@ -163,7 +164,9 @@ def host_waits() -> Iterator[list[str]]:
 def _cuda_waits(found: list[str]) -> Iterator[None]:
     def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
         if _SYNCHRONIZING in str(message):
-            found.append(_place(traceback.extract_stack()[:-1]) or f"{filename}:{lineno}")
+            stack = traceback.extract_stack()[:-1]
+            if not _is_beside(stack):
+                found.append(_place(stack))
         else:
             sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
 
@@ -176,6 +179,11 @@ def _cuda_waits(found: list[str]) -> Iterator[None]:
             yield
         finally:
             torch.cuda.set_sync_debug_mode(before)
+
+
+def _is_beside(stack: Any) -> bool:
+    """Whether it is a stack of a thread that Python has started; autograd's are not."""
+    return bool(stack) and stack[0].name == "_bootstrap"
 
 
 def _place(stack: Any) -> str:

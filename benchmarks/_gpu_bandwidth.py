@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import statistics
 import time
 from collections.abc import Callable
@@ -61,7 +60,7 @@ def measure(record: Record) -> None:
 def timed(name: str, dtype: str) -> Findings:
     """At its largest size."""
     arguments = ["--kernels", name, "--dtypes", dtype, "--sizes", "largest", "--rounds", str(ROUNDS)]
-    return kernels.run_all(kernels.parse_arguments(arguments), Console(file=io.StringIO()))
+    return kernels.run_all(kernels.parse_arguments(arguments), Console(width=170))
 
 
 def rehearsed(name: str) -> Findings:

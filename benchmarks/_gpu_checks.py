@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import subprocess
@@ -41,7 +40,7 @@ def check_kernel(record: Record, name: str) -> None:
     """Every size in each dtype, and a size that no block divides."""
     dtypes = ["bfloat16"] if _device.is_rehearsal() else list(kernels.DTYPES)
     arguments = ["--kernels", name, "--check-only", "--contenders", OURS, "--dtypes", *dtypes]
-    findings = kernels.run_all(kernels.parse_arguments(arguments), Console(file=io.StringIO()))
+    findings = kernels.run_all(kernels.parse_arguments(arguments), Console(width=170))
     ours = [check for check in findings.checks if check.contender == OURS]
     errors = [error for check in ours for error in check.errors.values()]
     record.add(
@@ -62,7 +61,10 @@ def run_tests(record: Record) -> None:
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if MARK in path.read_text()]
     names = [str(path.relative_to(ROOT)) for path in files]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *names]
+    # lowtide comes from PYTHONPATH: the folder of that name in the checkout is not all of it.
+    environment["PYTHONSAFEPATH"] = "1"
+    start = "import sys, lowtide, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", start, "-q", "-m", "gpu", "-p", "no:cacheprovider", *names]
     ended = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=record.left_seconds, check=False
     )

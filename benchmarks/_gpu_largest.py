@@ -6,7 +6,6 @@ no model is tried whose offloaded state is more than the host, or the drive of t
 
 from __future__ import annotations
 
-import io
 import shutil
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ SIZE = "1.3B"
 BYTES_OF_PARAMETER = 16  # of AdamW's states, weights and gradients with bf16; what is offloaded is not with the model
 ROOM_SHARE = 0.75  # of what is free on the host, or the drive
 LEAST_SECONDS = 60.0
+MOST_SECONDS = 170.0  # of a try, so that a slow one leaves time for the next contender
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ def search(record: Record, placement: Placement, size: str) -> None:
     arguments += ["--budget-mib", str(budget_bytes // _device.MIB), "--dtype", "bf16", "--recompute-blocks"]
     arguments += ["--start-layers", str(min(first, most)), "--max-layers", str(most), "--resolution", "0.1"]
     arguments += ["--ranks", "1", "--threads", str(_device.num_threads()), "--steps", "2", "--timed-steps", "3"]
-    arguments += ["--timeout", str(record.left_seconds), "--offload-folder", str(record.folder)]
-    runner = largest.Runner(largest.parse_arguments(arguments), Console(file=io.StringIO()))
+    arguments += ["--timeout", str(min(record.left_seconds - 5, MOST_SECONDS)), "--offload-folder", str(record.folder)]
+    runner = largest.Runner(largest.parse_arguments(arguments), Console(width=140))
     runner.run()
     (row,) = runner.found.rows
     found = row.largest

@@ -85,6 +85,8 @@ class Record:
             self.fail(what, one_line(error))
 
     def end(self) -> None:
+        if self._only and not self._found["tables"]:
+            self.note(f"nothing was measured: no name has one of {', '.join(self._only)}")
         self._found["status"] = "failed" if self.failures else "done"
         self._write()
 

@@ -173,6 +173,7 @@ def correct(folder: Path, part: str, ended: str) -> dict[str, Any]:
 
 def main() -> int:
     options = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a running part is stopped too
     # A rehearsal needs no time limit for each part, and the imports of one process are enough for all.
     groups = [options.parts] if options.rehearse else [[part] for part in options.parts]
     for part in options.parts:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -161,7 +162,11 @@ def test_waits_of_cudas_debug_mode_are_told_by_their_place(helper: Helper, monke
     monkeypatch.setattr(device, "type_of_device", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    text = "called a synchronizing CUDA operation (Triggered internally)"
     with device.host_waits() as waits:
-        warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
+        warnings.warn(text, stacklevel=1)
+        beside = threading.Thread(target=warnings.warn, args=(text,))
+        beside.start()
+        beside.join()
     assert len(waits) == 1 and "test_waits_of_cudas_debug_mode_are_told_by_their_place" in waits[0]
     assert modes == [0, "warn", 0]

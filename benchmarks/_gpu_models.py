@@ -20,6 +20,7 @@ REHEARSED = ("single", "lowtide-3-states-cpu")
 SHAPES = {"350M": (4, False), "1.3B": (4, True), "3B": (4, True)}  # microbatch, whether blocks are recomputed
 WARMUP_STEPS = 3
 LEAST_SECONDS = 40.0
+MOST_SECONDS = 150.0  # of a job: one that hangs leaves time for others
 NO_LIMIT = 1 << 50
 
 
@@ -55,7 +56,7 @@ def measure(record: Record) -> None:
             if record.left_seconds < LEAST_SECONDS:
                 record.note(f"{what}: no time was left; `benchmarks/gpu.sh models --only '{what}'`")
                 continue
-            work = work_of(size, microbatch, recompute_blocks, record.left_seconds - 5)
+            work = work_of(size, microbatch, recompute_blocks, min(record.left_seconds - 5, MOST_SECONDS))
             with record.measuring(what):
                 train(record, contender, work)
 

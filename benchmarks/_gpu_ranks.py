@@ -21,14 +21,15 @@ from _report import loss_difference
 
 NUM_RANKS = 2
 STAGES = (0, 1, 2, 3)
-LIMIT_SECONDS = 90.0  # of a job: a hang is told, and does not take the part's time
+LEAST_SECONDS = 30.0
+MOST_SECONDS = 60.0  # of a job: a hang is told, and does not take the part's time
 TOLERANCE = 1e-4
 
 
 def measure(record: Record) -> None:
     is_rehearsal = _device.is_rehearsal()
     size = "tiny" if is_rehearsal else "10M"
-    whole = replace(work_of(size, NUM_RANKS, False, LIMIT_SECONDS), dtype="fp32", warmup=0, steps=3)
+    whole = replace(work_of(size, NUM_RANKS, False, record.left_seconds), dtype="fp32", warmup=0, steps=3)
     parts = replace(whole, ranks=NUM_RANKS, microbatch=1)
     expected = run_budget_job(CONTENDERS["lowtide-0"], whole, sys.executable, record.folder, None).losses
     device = _device.type_of_device()
@@ -40,9 +41,14 @@ def measure(record: Record) -> None:
     for backend in dict.fromkeys(backends):
         for stage in (3,) if is_rehearsal else STAGES:
             what = f"{backend}, stage {stage}"
-            if record.wants(what):
-                with record.measuring(what):
-                    train(record, backend, stage, replace(parts, backend=backend), expected)
+            if not record.wants(what):
+                continue
+            if record.left_seconds < LEAST_SECONDS:
+                record.note(f"{what}: no time was left; `benchmarks/gpu.sh ranks --only '{what}'`")
+                continue
+            work = replace(parts, backend=backend, timeout_seconds=min(record.left_seconds - 5, MOST_SECONDS))
+            with record.measuring(what):
+                train(record, backend, stage, work, expected)
 
 
 def train(record: Record, backend: str, stage: int, work: BudgetWork, expected: list[float]) -> None:

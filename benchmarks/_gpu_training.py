@@ -49,8 +49,8 @@ REHEARSED = Length("tiny", 2, 2, 1, 1)
 
 @dataclass(frozen=True)
 class Case:
-    """A config without its precision. zero: of zero_optimization, "PATH" for a folder. numbers: others than these
-    have the same losses.
+    """A config without its precision. zero: of zero_optimization, "PATH" for a folder; numbers: cases of the same
+    numbers have the same losses.
     """
 
     name: str
@@ -58,13 +58,15 @@ class Case:
     zero: Section = field(default_factory=dict)
     activations: Section = field(default_factory=dict)
     accumulation: int = 1
+    clip: float = 1.0
+    dtypes: tuple[str, ...] = DTYPES
     numbers: str = "plain"
 
     def config(self, dtype: str, device: str, rows: int, folder: str) -> dict[str, Any]:
         section = {
             "train_micro_batch_size_per_gpu": rows // self.accumulation,
             "gradient_accumulation_steps": self.accumulation,
-            "gradient_clipping": 1.0,
+            "gradient_clipping": self.clip,
             "steps_per_print": 0,
             "optimizer": {"type": "adamw", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
             "zero_optimization": {"stage": self.stage, **self.zero},
@@ -91,35 +93,33 @@ def _place(device: str, **more: Any) -> dict[str, Any]:
 
 def _states(device: str, stage: int, overlap: str) -> Case:
     name = f"stage {stage}, states {device}, overlap {overlap}"
-    zero = {"offload_optimizer": _place(device, overlap=overlap)}
     if overlap == "delayed":
-        zero["offload_optimizer"]["delay_after_steps"] = 1
-    return Case(name, stage, zero, numbers="delayed" if overlap == "delayed" else "plain")
+        zero = {"offload_optimizer": _place(device, overlap=overlap, delay_after_steps=1)}
+        return Case(name, stage, zero, numbers="delayed")
+    return Case(name, stage, {"offload_optimizer": _place(device, overlap=overlap)})
 
 
-def _both(device: str) -> dict[str, Any]:
-    return {"offload_optimizer": _place(device), "offload_param": _place(device)}
+def _offloads(device: str) -> list[Case]:
+    place = _place(device)
+    activations = {"every": 1, "offload": _place(device, min_bytes=1024)}
+    return [
+        *(_states(device, 3, overlap) for overlap in ("none", "speculative", "delayed")),
+        Case(f"stage 3, parameters {device}", 3, {"offload_param": place}),
+        Case(f"stage 3, states and parameters {device}", 3, {"offload_optimizer": place, "offload_param": place}),
+        Case(f"stage 3, activations {device}", 3, activations=activations),
+    ]
 
 
+IN_BACKWARD = {"update_in_backward": True}  # which neither clips nor scales
 PLAIN = [Case(f"stage {stage}", stage) for stage in (0, 1, 2, 3)]
 OTHERS = [
     Case("stage 2, accumulation 2", 2, accumulation=2, numbers="accumulation"),
-    *(_states(device, 3, overlap) for device in ("cpu", "nvme") for overlap in ("none", "speculative", "delayed")),
+    Case("stage 3, update in backward", 3, IN_BACKWARD, clip=0.0, dtypes=("fp32", "bf16"), numbers="not clipped"),
+    *_offloads("cpu"),
+    *_offloads("nvme"),
     _states("cpu", 1, "none"),
     Case("stage 3, half of the states cpu", 3, {"offload_optimizer": _place("cpu", ratio=0.5)}),
-    *(
-        Case(f"stage 3, parameters {device}", 3, {"offload_param": _place(device)})
-        for device in ("cpu", "nvme")
-    ),
-    *(
-        Case(f"stage 3, states and parameters {device}", 3, _both(device))
-        for device in ("cpu", "nvme")
-    ),
-    *(
-        Case(f"stage 3, activations {device}", 3, activations={"every": 1, "offload": _place(device, min_bytes=1024)})
-        for device in ("cpu", "nvme")
-    ),
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def measure(record: Record) -> None:
         for number, case in enumerate([*PLAIN, *OTHERS]):
             # In a rehearsal each placement has one precision, the next one the next.
             is_short = is_rehearsal and case not in PLAIN
-            for dtype in [DTYPES[number % len(DTYPES)]] if is_short else DTYPES:
+            for dtype in [case.dtypes[number % len(case.dtypes)]] if is_short else case.dtypes:
                 what = f"{case.name}, {dtype}"
                 if not record.wants(what):
                     continue

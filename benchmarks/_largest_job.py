@@ -34,6 +34,8 @@ class BudgetWork:
     recompute_blocks: bool
     budget_bytes: int
     timeout_seconds: float
+    dtype: str = "fp32"
+    backend: str | None = None  # of the process group; None: as each contender makes it
     text_file: str = argparse.__file__  # real text that does not change in a run; every interpreter reads this one
 
 

@@ -17,11 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import _device
 import torch
+import torch.distributed as dist
 from _memory import OVER_BUDGET_STATUS, PeakSampler, rank_bytes
 from _model import GPT, SEED, build_batches, sized
 from _trainers import BUILDERS, Setup, import_libraries
 
+_LAST_SECONDS = 30.0  # between the first rank that is done and the last one
 _SAMPLING_SECONDS = 0.005  # steps of a small model are short
 
 
@@ -30,7 +33,9 @@ def train(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
 
     All steps train on one batch, so that a loss that never changes means that nothing was trained.
     """
-    setup = Setup(job["microbatch"], device=job["device"], recompute_blocks=job["recompute_blocks"])
+    setup = Setup(job["microbatch"], device=job["device"], dtype=job["dtype"], recompute_blocks=job["recompute_blocks"])
+    if job["backend"]:
+        dist.init_process_group(job["backend"])
     rows = job["global_rows"]
     share = slice(rank * rows // ranks, (rank + 1) * rows // ranks)
     ((tokens, targets),) = build_batches(job["size"], job["text_file"], 1, rows)
@@ -46,13 +51,13 @@ def train(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
         for _ in range(job["warmup"] + job["steps"]):
             started = time.perf_counter()
             loss = trainer.step(*batch)
-            if setup.device == "cuda":
-                torch.cuda.synchronize()
+            if setup.device != "cpu":
+                _device.synchronize()
             seconds.append(time.perf_counter() - started)
             losses.append(float(loss))
     peak_bytes = None if sampler is None or start_bytes is None else sampler.peak_bytes - start_bytes
-    if setup.device == "cuda":
-        peak_bytes = torch.cuda.max_memory_reserved()
+    if setup.device != "cpu":
+        peak_bytes = _device.Memory.now().peak_reserved
     trainer.close()
     return {"losses": losses, "seconds": seconds, "peak_bytes": peak_bytes}
 
@@ -67,11 +72,10 @@ def _sampler(ranks: int, most_bytes: int) -> PeakSampler:
     return PeakSampler(ranks, _SAMPLING_SECONDS, check)
 
 
-def limit_gpu(budget_bytes: int) -> None:
-    """Chooses this rank's GPU, and lets torch take no more than the budget of it."""
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    _, total_bytes = torch.cuda.mem_get_info()
-    torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total_bytes))
+def limit_device(budget_bytes: int) -> None:
+    """Chooses this rank's device, and lets torch take no more than the budget of it."""
+    _device.choose(int(os.environ["LOCAL_RANK"]))
+    _device.limit_memory(budget_bytes)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -81,6 +85,13 @@ def is_out_of_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _wait_for(files: list[Path]) -> None:
+    """Rank 0 has the store, through which the others may still end a collective."""
+    deadline = time.monotonic() + _LAST_SECONDS
+    while not all(file.exists() for file in files) and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def _leave(status: int) -> None:
@@ -93,8 +104,9 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(job["threads"])
-    if job["device"] == "cuda":
-        limit_gpu(job["budget_bytes"])
+    _device.prepare()
+    if job["device"] != "cpu":
+        limit_device(job["budget_bytes"])
     try:
         found = train(job, rank, ranks)
     except Exception as error:
@@ -102,7 +114,10 @@ def main() -> None:
             raise
         traceback.print_exc()
         _leave(OVER_BUDGET_STATUS)
-    Path(sys.argv[1]).with_name(f"rank{rank}.json").write_text(json.dumps(found))
+    files = [Path(sys.argv[1]).with_name(f"rank{number}.json") for number in range(ranks)]
+    files[rank].write_text(json.dumps(found))
+    if rank == 0:
+        _wait_for(files)
     _leave(0)
 
 

@@ -29,8 +29,6 @@ OFFLOAD_FOLDER = "LOWTIDE_OFFLOAD_FOLDER"
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
-_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-
 Model = nn.Module | Callable[[], nn.Module]
 
 
@@ -41,13 +39,24 @@ class Setup:
     microbatch: int = 1  # sequences of a rank in a forward
     accumulation: int = 1  # forwards and backwards of a step
     clip: float = 0.0  # the largest norm of all gradients together; 0: any
-    device: str = "cpu"  # or "cuda": the current one
+    device: str = "cpu"  # or the type of an accelerator: the current one
+    dtype: str = "fp32"  # or "bf16": in which a model computes; its weights and the optimizer stay in fp32
     recompute_blocks: bool = False  # blocks keep their input alone, and run again in the backward
 
     def microbatches(self, tokens: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Gives a rank's batch in parts; tokens, targets: (accumulation x microbatch, sequence)."""
         parts = (torch.split(one, self.microbatch) for one in (tokens, targets))
         return list(zip(*parts, strict=True))
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """In which a forward of plain torch runs."""
+        return torch.autocast(self.device, torch.bfloat16) if self.dtype == "bf16" else nullcontext()
+
+    def join(self) -> str:
+        """Makes the process group, unless there is one already, and gives its backend."""
+        if not dist.is_initialized():
+            dist.init_process_group(dist.get_default_backend_for_device(self.device))
+        return str(dist.get_backend())
 
 
 @dataclass(frozen=True)
@@ -64,14 +73,19 @@ def _plain(
     setup: Setup,
     close: Callable[[], None],
     unsummed: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Trainer:
-    """unsummed: within it a backward keeps its gradients on its rank, as all but the last of a step may."""
+    """unsummed: within it a backward keeps its gradients on its rank, as all but the last of a step may.
+
+    computing: in it a forward runs.
+    """
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         losses = []
         for number, microbatch in enumerate(setup.microbatches(tokens, targets), 1):
             with nullcontext() if number == setup.accumulation else unsummed():
-                loss: Tensor = model(*microbatch) / setup.accumulation
+                with computing():
+                    loss: Tensor = model(*microbatch) / setup.accumulation
                 loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         if setup.clip:
@@ -106,7 +120,8 @@ def _built(model: Model, setup: Setup, device: str) -> nn.Module:
 def build_single(model: Model, setup: Setup) -> Trainer:
     """Gives plain torch in one process."""
     module = _built(model, setup, setup.device)
-    return _plain(module, AdamW(module.parameters(), fused=True, **ADAMW), setup, lambda: None)
+    optimizer = AdamW(module.parameters(), fused=True, **ADAMW)
+    return _plain(module, optimizer, setup, lambda: None, computing=setup.computing)
 
 
 def build_ddp(model: Model, setup: Setup, *, sharded_optimizer: bool, sums_each: bool = False) -> Trainer:
@@ -117,28 +132,31 @@ def build_ddp(model: Model, setup: Setup, *, sharded_optimizer: bool, sums_each:
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
-    dist.init_process_group(_BACKENDS[setup.device])
+    setup.join()
     wrapped = DistributedDataParallel(_built(model, setup, setup.device), gradient_as_bucket_view=True)
     optimizer: torch.optim.Optimizer
     if sharded_optimizer:
         optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), AdamW, fused=True, **ADAMW)
     else:
         optimizer = AdamW(wrapped.parameters(), fused=True, **ADAMW)
-    return _plain(wrapped, optimizer, setup, _wait_for_all, nullcontext if sums_each else wrapped.no_sync)
+    unsummed = nullcontext if sums_each else wrapped.no_sync
+    return _plain(wrapped, optimizer, setup, _wait_for_all, unsummed, setup.computing)
 
 
 def build_fsdp2(model: Model, setup: Setup, *, reshard_after_forward: bool) -> Trainer:
     """Gives FSDP2: `fully_shard` on every block, then on the model."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    dist.init_process_group(_BACKENDS[setup.device])
+    setup.join()
+    narrow = torch.bfloat16 if setup.dtype == "bf16" else None
+    precision = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
     mesh = init_device_mesh(setup.device, (dist.get_world_size(),))
     is_empty = not isinstance(model, nn.Module)
     module = _built(model, setup, "meta" if is_empty else setup.device)
     for block in module.get_submodule("blocks").children():
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision)
+    fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision)
     if is_empty:
         module.to_empty(device=setup.device)
         initialize_in_place(module)
@@ -159,15 +177,14 @@ def build_deepspeed(model: Model, setup: Setup, *, stage: int, offload: str = "n
     _choose_accelerator(setup)
     import deepspeed  # type: ignore[import-not-found, unused-ignore]
 
-    backend = _BACKENDS[setup.device]
-    dist.init_process_group(backend)
-    deepspeed.init_distributed(dist_backend=backend, verbose=False)
+    deepspeed.init_distributed(dist_backend=setup.join(), verbose=False)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": setup.microbatch,
         "gradient_accumulation_steps": setup.accumulation,
         "zero_optimization": {"stage": stage},
         "steps_per_print": 10**9,
         "gradient_clipping": setup.clip,  # left out, it means 1.0
+        "bf16": {"enabled": setup.dtype == "bf16"},
     }
     if offload != "none":
         place = {"device": offload, "nvme_path": os.environ[OFFLOAD_FOLDER]}
@@ -227,7 +244,8 @@ def build_lowtide(
         "gradient_clipping": setup.clip,
         "communication": {"route": route},
         "activation_checkpointing": {"every": 1 if setup.recompute_blocks else 0},
-        "device": setup.device,
+        "bf16": {"enabled": setup.dtype == "bf16"},
+        "device": "cpu" if setup.device == "cpu" else "auto",
     }
     engine = lowtide.initialize(model, config)
 

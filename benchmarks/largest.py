@@ -34,8 +34,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import _device
 import _memory
-import torch
 from _conclusion import conclude
 from _contenders import Contender, choose
 from _largest_job import BudgetResult, BudgetWork, run_budget_job
@@ -48,7 +48,7 @@ from rich.console import Console
 PEERS = ["ddp", "fsdp2"]
 LOWTIDE = [f"lowtide-{place}" for place in ("0", "1", "2", "3", "3-states-nvme", "3-nvme", "3-least")]
 ON_GPU = ["lowtide-3-states-cpu"]  # on a CPU that is the memory from which it shall be away
-WARMUP = {"cpu": 1, "cuda": 3}  # steps before the timed ones: a GPU's first ones also choose kernels and fill caches
+WARMUP = 3  # steps before the timed ones, 1 on a CPU: a GPU's first ones also choose kernels and fill caches
 DEEPSPEED = ["deepspeed-1", "deepspeed-2", "deepspeed-3"]
 
 
@@ -56,7 +56,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Gives the checked command line; ends the program with a message where it is not legal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: cuda where there is one, else cpu")
+    add("--device", default="auto", help="cpu, cuda or another accelerator (default: the one that is here, else cpu)")
+    add("--dtype", choices=["fp32", "bf16"], default="fp32", help="in which models compute (default: fp32)")
     add("--budget-mib", type=int, metavar="MIB", help="memory of a rank (default on a GPU: all of it)")
     add("--size", choices=SIZES, default="10M", help="width, heads and sequence of this size (default: 10M)")
     add("--contenders", nargs="+", metavar="NAME", help="as in compare.py (default: those for which it makes sense)")
@@ -83,7 +84,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if not options.offload_folder.is_dir():
         parser.error(f"--offload-folder: expected a folder, found none at {options.offload_folder}")
     has_deepspeed = options.deepspeed_python is not None or importlib.util.find_spec("deepspeed") is not None
-    on_gpu = ON_GPU if options.device == "cuda" else []
+    on_gpu = [] if options.device == "cpu" else ON_GPU
     names = options.contenders or [*PEERS, *(DEEPSPEED if has_deepspeed else []), *LOWTIDE, *on_gpu]
     try:
         options.contenders = choose(names, with_deepspeed=has_deepspeed)
@@ -108,18 +109,23 @@ def _check_numbers(parser: argparse.ArgumentParser, options: argparse.Namespace)
 
 def _choose_device(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Fills in the device, and what depends on it: the ranks and the budget."""
-    num_gpus = torch.cuda.device_count()
+    num_gpus, here = _device.count(), _device.type_of_device()
     if options.device == "auto":
-        options.device = "cuda" if num_gpus else "cpu"
+        options.device = here
+    if options.device not in ("cpu", here):
+        parser.error(f"--device {options.device}: expected {' or '.join(dict.fromkeys((here, 'cpu')))}")
     if options.ranks is None:
-        options.ranks = max(num_gpus, 1) if options.device == "cuda" else 2
-    if options.device == "cuda":
+        options.ranks = 2 if options.device == "cpu" else num_gpus
+    if options.device != "cpu":
         if num_gpus < options.ranks:
             parser.error(
-                f"--device cuda: expected a GPU for each rank ({options.ranks}), found {num_gpus}; "
+                f"--device {here}: expected a GPU for each rank ({options.ranks}), found {num_gpus}; "
                 "take fewer --ranks, or --device cpu"
             )
-        options.budget_mib = options.budget_mib or torch.cuda.get_device_properties(0).total_memory // MIB
+        total_bytes = _device.total_bytes()
+        if options.budget_mib is None and total_bytes is None:
+            parser.error(f"--budget-mib: must be given on {here}: MiB that a rank may take")
+        options.budget_mib = options.budget_mib or (total_bytes or 0) // MIB
         return
     if options.budget_mib is None:
         parser.error("--budget-mib: must be given on a CPU: MiB that a rank may take, such as 200")
@@ -135,6 +141,7 @@ class Runner:
         self.console = console
         self.found = Largest([LargestRow(contender) for contender in options.contenders], _settings(options))
         self.num_jobs = 0
+        self.warmup = 1 if options.device == "cpu" else WARMUP
 
     def run(self) -> None:
         """Searches for every contender, then measures times; a contender that failed is left out from there on."""
@@ -178,7 +185,7 @@ class Runner:
 
     def _timed(self, row: LargestRow, num_layers: int) -> BudgetResult | None:
         try:
-            job = self._run(row, num_layers, WARMUP[self.options.device], self.options.timed_steps, None)
+            job = self._run(row, num_layers, self.warmup, self.options.timed_steps, None)
         except JobError as error:
             self._fail(row, f"timed at {num_layers} layers: {error}")
             return None
@@ -198,6 +205,7 @@ class Runner:
             steps=steps,
             device=o.device,
             recompute_blocks=o.recompute_blocks,
+            dtype=o.dtype,
             budget_bytes=o.budget_mib * MIB,
             timeout_seconds=o.timeout,
         )
@@ -220,7 +228,7 @@ class Runner:
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     shape = SIZES[options.size]
     title = (
-        f"GPT of width {shape.width}, fp32, in {options.budget_mib:,} MiB a rank, {options.device}, "
+        f"GPT of width {shape.width}, {options.dtype}, in {options.budget_mib:,} MiB a rank, {options.device}, "
         f"{options.ranks} rank(s), microbatch {options.microbatch} x {shape.sequence_length} tokens"
         f"{', blocks recomputed' if options.recompute_blocks else ''}"
     )
@@ -228,8 +236,8 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     texts = {key: str(value) if isinstance(value, Path) else value for key, value in chosen.items()}
     tokens = options.ranks * options.microbatch * shape.sequence_length
     machine = {"machine": platform.machine(), "system": platform.platform(), "cpus": os.cpu_count()}
-    if options.device == "cuda":
-        machine["gpu"] = torch.cuda.get_device_name(0)
+    if options.device != "cpu":
+        machine["gpu"] = _device.name()
     versions = {"python": platform.python_version(), "torch": importlib.metadata.version("torch")}
     needed = {"title": title, "tokens_per_step": tokens, "most_layers": options.max_layers}
     return {**needed, **texts, **machine, **versions}

@@ -34,6 +34,9 @@ REFUSED = [
     ("largest", "--start-layers 9 --max-layers 8", "--max-layers: expected at least --start-layers (9), found 8"),
     ("largest", "--offload-folder no/such", "--offload-folder: expected a folder, found none at no/such"),
     ("offload_io", "--size 96 --unit 32", "--size: expected more than 3 pieces of --unit, found 96 of 32"),
+    ("gpu", "trace modles --rehearse", "PART: expected some of checks, training, trace, bandwidth, models, largest,"),
+    ("gpu", "--out /dev/null", "--out: expected a folder that can be written to, found /dev/null (File exists)"),
+    ("gpu", "--limit 0", "--limit: expected seconds above 0, found 0"),
     ("timeline", "--ranks 1", "--ranks: expected at least 2, found 1"),
     ("timeline", "--tflops nan", "--tflops: expected at least 1, found nan"),
     ("timeline", "--tokens 8192 0", "--tokens: expected at least 1, found 0"),
@@ -111,27 +114,47 @@ def test_a_system_that_does_not_tell_its_memory_is_refused(
         assert loaded.parse_arguments([*NEEDED.get(name, []), "--memory", "none"]).memory == "none"
 
 
+Devices = Callable[..., None]
+
+
+@pytest.fixture
+def devices(helper: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> Devices:
+    """`devices(2)`: a machine with so many GPUs of 8 GiB, or of a size that nobody knows."""
+
+    def have(number: int, total_bytes: int | None = 8 << 30) -> None:
+        device = helper("_device")
+        monkeypatch.setattr(device, "type_of_device", lambda: "cuda" if number else "cpu")
+        monkeypatch.setattr(device, "count", lambda: number)
+        monkeypatch.setattr(device, "total_bytes", lambda: total_bytes)
+
+    return have
+
+
 def test_the_largest_model_needs_a_gpu_for_each_rank_or_a_budget(
-    script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: Script, devices: Devices, capsys: pytest.CaptureFixture[str]
 ) -> None:
     largest = script("largest")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    devices(1)
     assert error_of(largest, ["--ranks", "2"], capsys).endswith(
         "--device cuda: expected a GPU for each rank (2), found 1; take fewer --ranks, or --device cpu"
     )
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    devices(1, None)
+    assert error_of(largest, [], capsys).endswith("--budget-mib: must be given on cuda: MiB that a rank may take")
+    devices(0)
+    assert error_of(largest, ["--device", "cuda"], capsys).endswith("--device cuda: expected cpu")
     assert error_of(largest, [], capsys).endswith(
         "--budget-mib: must be given on a CPU: MiB that a rank may take, such as 200"
     )
 
 
-def test_states_on_the_cpu_are_compared_on_a_gpu_alone(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_on_the_cpu_are_compared_on_a_gpu_alone(script: Script, devices: Devices) -> None:
     largest = script("largest")
     options = largest.parse_arguments(["--device", "cpu", "--budget-mib", "200"])
     names = [contender.name for contender in options.contenders if contender.kind != "deepspeed"]
     assert names[:3] == ["ddp", "fsdp2", "lowtide-0"] and "lowtide-3-nvme" in names
     assert "lowtide-3-states-cpu" not in names and options.ranks == 2
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    devices(3)
+    assert largest.parse_arguments([]).budget_mib == 8192
     options = largest.parse_arguments(["--budget-mib", "200"])
     assert "lowtide-3-states-cpu" in [contender.name for contender in options.contenders]
     assert options.device == "cuda" and options.ranks == 3

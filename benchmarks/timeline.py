@@ -186,6 +186,7 @@ class _Group:
     def __init__(self, timeline: Timeline, plan: GroupPlan) -> None:
         self.layout, self.params = plan.layout, [param for _, param in plan.params]
         self.residence = Residence.SHARDED
+        self.full = torch.empty(0, device="meta")
         self._timeline, self._plan = timeline, plan
         self._span: Span | None = None
 

@@ -44,5 +44,6 @@ def tables(
         padding = width - len(counts)
         rows = [starts[:-1] + [_NOWHERE] * padding]
         rows += [[*field[first : first + MAX_ENTRIES], *[0] * padding] for field in fields]
-        on_host = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type != "cpu")
+        is_apart = device.type != "cpu" and torch.accelerator.is_available()  # else nothing runs: it is compiled
+        on_host = torch.tensor(rows, dtype=torch.int64, pin_memory=is_apart)
         yield on_host.to(device, non_blocking=True), width, starts[-1]

@@ -40,7 +40,7 @@ def test_steps_per_print_prints_steps_and_notes() -> None:
 
 
 def test_who_trains_alone_beside_idle_devices_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
     monkeypatch.setattr(sys, "argv", ["/home/me/train.py"])
     alone = World(0, 1, torch.device("cuda", 0), "nccl", True, 60.0, began_alone=True)
     assert alone_note(alone) == [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, methodcaller
 from typing import NoReturn
 
 import torch
@@ -186,6 +186,7 @@ def _first_other(params: Sequence[tuple[str, nn.Parameter]], found: Sequence[int
 
 
 _PARAM, _VERSION = itemgetter(1), attrgetter("_version")
+_VALUES = methodcaller("values")  # of a dict, or what torch.jit has in its place
 _INSTEAD = "change it inside `with engine.gathered(parameter, modify=True):`"
 _CHANGED = "parameter '{name}' was changed {how}, which its master weights and other ranks do not see; " + _INSTEAD
 
@@ -208,7 +209,7 @@ class _Modules:
     def _members(self) -> Iterator[object]:
         """No line of Python for each module, of which a model has some hundreds."""
         owned = (map(attrgetter(name), self._modules) for name in ("_parameters", "_modules"))
-        return chain.from_iterable(map(dict.values, chain.from_iterable(owned)))
+        return chain.from_iterable(map(_VALUES, chain.from_iterable(owned)))
 
 
 class _Samples:

@@ -124,7 +124,7 @@ def test_large_ends_are_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "_MIN_END_NUMEL", 1)
     case = Case(models.tiny_gpt, models.token_batch, config={"activation_checkpointing": {"every": 2}})
     with lowtide.initialize(case.build(), case.as_config()) as engine:
-        calls = {name: 0 for name in ("embedding", "blocks.0", "blocks.1", "blocks.2", "head")}
+        calls = dict.fromkeys(("embedding", "blocks.0", "blocks.1", "blocks.2", "head"), 0)
         for name in calls:
             module = engine.module.get_submodule(name)
             module = module.get_submodule("norm") if name.startswith("blocks") else module

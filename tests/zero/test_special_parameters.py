@@ -328,7 +328,7 @@ def test_a_weight_may_be_read_outside_of_its_unit(ranks: RankPool) -> None:
 
 
 class WithoutHead(models.TinyGPT):
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.embedding(ids) + self.position
         for block in self.blocks:
             x = block(x)

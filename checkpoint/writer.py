@@ -62,13 +62,20 @@ class Snapshot:
             memory = pool.take(sum(sizes))
             self._give_back = partial(pool.give, memory)
         self.fragments: list[Fragment] = []
+        try:
+            self._copy(fragments, sizes, memory)
+        except BaseException:
+            self.drop()
+            raise
+        self._copied = None if pool is None else torch.accelerator.current_stream(device).record_event()
+
+    def _copy(self, fragments: Sequence[Fragment], sizes: Sequence[int], memory: Tensor) -> None:
         offset = 0
         for fragment, size in zip(fragments, sizes, strict=True):
             part = memory[offset : offset + fragment.nbytes].view(fragment.dtype)
             part.copy_(fragment.values, non_blocking=True)
             self.fragments.append(replace(fragment, memory=part))
             offset += size
-        self._copied = None if pool is None else torch.accelerator.current_stream(device).record_event()
 
     def wait(self) -> None:
         """Returns when the values are there. For the thread that writes them."""

@@ -73,6 +73,8 @@ class Overdue:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
+            self._thread = None
+        self._latest = None  # with what it compares
         if not self._is_told:
             self.check()
 

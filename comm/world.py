@@ -104,10 +104,24 @@ class World:
             world.overdue.start(rank, chosen, timeout_seconds)
         return world
 
+    def settle(self) -> None:
+        """Returns when the device has done what it was given. A rank that is lost meanwhile is told of in `leave`."""
+        if self.size > 1 and not self.waits_on_host and self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
     def leave(self) -> None:
-        """Destroys the default process group where `join` made it and nobody else is in it. To be called once."""
+        """Destroys the default process group where `join` made it and nobody else is in it. To be called once.
+
+        Raises CollectiveError where a rank was found lost and nobody was told.
+        """
         self.watchdog.stop()
         self.progress.stop_clock(Activity.CLOSED)
+        try:
+            self.overdue.stop()
+        finally:
+            self._leave_group()
+
+    def _leave_group(self) -> None:
         if not self.owns_process_group or dist.group.WORLD not in _USERS:
             return
         _USERS[dist.group.WORLD] -= 1

@@ -222,10 +222,13 @@ def _has_wide_buffers(module: nn.Module) -> bool:
 
 
 def _checkpoint_activations(units: Sequence[UnitPlan], every: int, ledger: Ledger) -> None:
-    """Recomputes every `every`-th block in backward. Hooks lie outside of what is recomputed, so they run once."""
+    """Recomputes every `every`-th block in backward. Hooks lie outside of what is recomputed, so they run once.
+
+    Not an embedding or a head: next to what a block keeps, they keep nothing that a recomputation would save.
+    """
     if not every:
         return
-    for unit in [unit for unit in units if not unit.is_rest][::every]:
+    for unit in [unit for unit in units if not (unit.is_rest or unit.is_end)][::every]:
         ledger.override(unit.module, "forward", partial(checkpoint, unit.module.forward, use_reentrant=False))
 
 

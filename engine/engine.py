@@ -363,6 +363,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         with self._closing:
             self._closing.callback(self._archive.checkpoints.wait)
             self._steps.update.close()
+            self._mesh.world.settle()
 
     def __enter__(self) -> Self:
         return self

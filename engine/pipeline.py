@@ -92,7 +92,9 @@ class Pipeline:
         ready = [steps.prepared(microbatch) for microbatch in given]
         steps.guard.check()
         self._mesh.world.progress.enter(Activity.PIPELINE)
-        self._check_same(given)
+        differs = self._check_same(given)
+        if differs is not None:
+            steps.doubt(differs, self._read_check)
         with self._remembers_failure(), steps.backward(len(given)):
             losses = self._training.run(ready, steps.scale.seed)
         steps.losses.extend(losses)
@@ -114,7 +116,9 @@ class Pipeline:
         self._check_same([batch])
         try:
             with self._remembers_failure():
-                return self._evaluation.run([ready])
+                losses = self._evaluation.run([ready])
+            self._read_check()
+            return losses
         finally:
             self.passes.release_all()
 
@@ -132,8 +136,12 @@ class Pipeline:
             f"{self._plan.split.num_stages} (parallel.pipeline); use {instead}, which works at every split"
         )
 
-    def _check_same(self, batches: Sequence[Any]) -> None:
-        """A loader that divides its data by rank and world_size gives each stage another part: wrong, and not seen."""
+    def _check_same(self, batches: Sequence[Any]) -> Tensor | None:
+        """A loader that divides its data by rank and world_size gives each stage another part: wrong, and not seen.
+
+        Returns (1,) on the device, not 0 where that is so: the host is told at the end, by `_read_check`. But not for
+        the first of its shapes: stages that expect other shapes than are sent would wait in vain. None where it knows.
+        """
         if self._failure is not None:  # messages may still be under way, and would be taken for those of this step
             raise RuntimeError(
                 "pipeline: expected ranks that are in step with each other, found that an earlier step has failed on "
@@ -152,12 +160,11 @@ class Pipeline:
         if device.type == "cpu" or kind not in self._kinds:
             self._kinds.add(kind)
             self._read_check()
+            return None
+        return anywhere
 
     def _read_check(self) -> None:
-        """Raises ValueError where ranks were given other batches. A device is asked in the next step, when it knows.
-
-        But for the first of its shapes: stages that expect other shapes than are sent would wait in vain.
-        """
+        """Raises ValueError where ranks were given other batches, which nobody was told yet."""
         unread, self._unread = self._unread, None
         if unread is None:
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Protocol
@@ -99,6 +99,7 @@ class Steps:
         self._is_last: bool | None = None  # as the caller says; None: by their number
         self._by_hand = False  # he has said so in this step
         self.clipping: Clipping | None = None  # of the gradients of this step, by the caller
+        self._doubt: tuple[Tensor, Callable[[], None]] | None = None
         self._config = config
         self._mesh = mesh
         self._join = join
@@ -184,6 +185,11 @@ class Steps:
             self.abort_backward(error)
             raise
         self.end_backward(num_microbatches)
+
+    def doubt(self, found: Tensor, tell: Callable[[], None]) -> None:
+        """Of the step that begins. found: (1,) of the device, on all ranks alike: where it is not 0, nothing is updated
+        after the norm, and `tell`, which raises why, is called."""
+        self._doubt = found, tell
 
     def begin_forward(self) -> None:
         """Raises ValueError where the model was changed behind the engine's back."""
@@ -307,7 +313,7 @@ class Steps:
         self.losses.clear()
         self.num_microbatches = self._num_begun = self._join.num_missing = 0
         self.is_complete = self._by_hand = False
-        self.clipping = None
+        self.clipping = self._doubt = None
 
     def _forget_gradients(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # a released parameter would cost a call of Python
@@ -328,7 +334,9 @@ class Steps:
         self.guard.expect_update()
         events = (self.update.has_failed(), *events)
         losses, what = self._losses_by_weight(), f"the norm of step {number}"
-        seen = self.guard.take_seen()
+        seen, doubt = self.guard.take_seen(), self._doubt
+        if doubt is not None:
+            seen = doubt[0].any() if seen is None else seen | doubt[0].any()
         summed = sum_step(self._mesh, self.gradients, losses, events, what, self._uses, seen)
         is_started = self._update_if_finite(summed, number)
         sums = summed.read()
@@ -336,6 +344,8 @@ class Steps:
             self.update.settle_skipped(not sums.num_bad and not sums.num_changed, sums.unused)
         if sums.num_changed:
             self.forget()
+            if doubt is not None:
+                doubt[1]()
             self.guard.raise_seen(self._mesh)
         update_failed, *counts = sums.events
         if update_failed:
@@ -380,15 +390,17 @@ class Steps:
     def _update_if_finite(self, summed: SummedStep, number: int) -> bool:
         """Starts the update of a device, which finds out there whether all is finite: the host is told meanwhile.
 
-        Not where the host updates anything, nor where this rank lacks a gradient: of that one all ranks have to say
-        whether it was used. Then the host waits first. Returns whether it was started.
+        Where this rank lacks a gradient, of which all ranks have to say whether it was used, the host waits first, and
+        then starts the same: others have started it already, with what it sends, and with the factor that is there.
+        Not where the host updates anything. Returns whether it was started.
         """
-        if not (self.update.can_be_skipped and self._uses.are_all):
+        if not self.update.can_be_skipped:
             return False
+        unused = frozenset[int]() if self._uses.are_all else summed.read().unused
         factor: float | Tensor = self.rest
         if self._clipping.is_needed:
             factor = self._clipping.factor_on_device(summed.norm() * self.rest) * self.rest
-        self.update.end_step(factor, frozenset(), _update_of(number), summed.skip())
+        self.update.end_step(factor, unused, _update_of(number), summed.skip())
         return True
 
     @property

@@ -152,9 +152,9 @@ class UnitSequence:
         """The root module is left. keeps_graph: a backward may follow; it starts with the last block and the rest."""
         if self.phase is not Phase.FORWARD:
             return
+        if keeps_graph and not self.units[-1].is_full:  # a head, perhaps, that only a loss beside the model reads
+            self._forward_ring.reach(self.units[-1]) if self._needs_ring else self.units[-1].gather()
         if self._needs_ring:
-            if keeps_graph and not self.units[-1].is_full:
-                self._forward_ring.reach(self.units[-1])
             self._forward_ring.end_round()
         if not keeps_graph:
             for unit in self.units:

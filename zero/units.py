@@ -33,6 +33,7 @@ class UnitPlan:
     module: nn.Module
     params: tuple[tuple[str, nn.Parameter], ...]
     copies: tuple[Copies, ...] = ()
+    is_end: bool = False  # a large embedding or head, and no block
 
     @property
     def is_rest(self) -> bool:
@@ -49,7 +50,10 @@ def plan_units(model: nn.Module, patterns: Sequence[str] | None = None) -> list[
     A parameter that several units use belongs to the rest, under its first name.
     Raises ValueError for a pattern that matches no module, or none that runs, or where units contain each other.
     """
-    blocks = _named_blocks(model, patterns) if patterns is not None else _blocks_and_ends(model)
+    blocks = _named_blocks(model, patterns) if patterns is not None else find_blocks(model)
+    ends = set[int]()
+    if patterns is None:
+        blocks, ends = _with_large_ends(model, blocks)
     users: Counter[int] = Counter()
     for _, block in blocks:
         users.update({id(param) for param in block.parameters()})
@@ -60,15 +64,18 @@ def plan_units(model: nn.Module, patterns: Sequence[str] | None = None) -> list[
     units = [rest]
     for name, block in blocks:
         members = {id(param) for param in block.parameters()} & own
-        units.append(UnitPlan(name, block, tuple((n, p) for n, p in named if id(p) in members)))
+        params = tuple((n, p) for n, p in named if id(p) in members)
+        units.append(UnitPlan(name, block, params, is_end=id(block) in ends))
     return [unit for unit in units if unit.params or unit.is_rest]
 
 
-def _blocks_and_ends(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The repeated blocks, and what is large at both ends of a model: [Note: large ends]."""
-    blocks = find_blocks(model)
+_Named = list[tuple[str, nn.Module]]
+
+
+def _with_large_ends(model: nn.Module, blocks: _Named) -> tuple[_Named, set[int]]:
+    """The blocks and what is large at both ends of a model, and the identities of that: [Note: large ends]."""
     if not blocks:
-        return []
+        return blocks, set()
     least = max(_MIN_END_NUMEL, MIN_SHARE_OF_PARAMETERS * max(numel(block) for _, block in blocks))
     places = {id(module): place for place, module in enumerate(model.modules())}
     first, last = (places[id(block)] for _, block in (blocks[0], blocks[-1]))
@@ -84,7 +91,7 @@ def _blocks_and_ends(model: nn.Module) -> list[tuple[str, nn.Module]]:
         )
         and numel(module) >= least
     ]
-    return sorted([*blocks, *ends], key=lambda named: places[id(named[1])])
+    return sorted([*blocks, *ends], key=lambda named: places[id(named[1])]), {id(module) for _, module in ends}
 
 
 def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:

@@ -73,9 +73,11 @@ class _Part:
         if self.snapshot is None:
             self.writer.write(self.fragments, self.options, self.own_state)
         else:
-            self.snapshot.wait()
-            self.writer.write(self.snapshot.fragments, self.options, self.own_state)
-            self.snapshot.drop()
+            try:
+                self.snapshot.wait()
+                self.writer.write(self.snapshot.fragments, self.options, self.own_state)
+            finally:
+                self.snapshot.drop()
 
 
 class Checkpointer:
@@ -126,6 +128,7 @@ class Checkpointer:
         with all_or_none(self._world, what, _INTACT):
             saving = target.begin(tag) if self._world.rank == 0 else target.saving_folder(tag)
         commit = partial(self._commit, target, manifest, names) if self._world.rank == 0 else None
+        part = None
         try:
             with all_or_none(self._world, what, _INTACT):
                 part = self._part(saving, names, own_state)
@@ -136,6 +139,8 @@ class Checkpointer:
                     if commit is not None:
                         commit()
         except CheckpointError:
+            if part is not None and part.snapshot is not None:  # another rank has none
+                part.snapshot.drop()
             self._discard(target, tag)
             raise
         if part.snapshot is not None:

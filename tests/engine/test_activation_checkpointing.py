@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from lowtide.zero import units
 from tests import models
 from tests.ranks import RankPool
 from tests.zero.training import Case, share_of, train, train_all
@@ -117,3 +118,16 @@ def test_checkpointing_saves_less_for_backward() -> None:
     none, all_blocks, every_second = saved_numel(0), saved_numel(1), saved_numel(2)
     assert all_blocks < every_second < none
     assert none - all_blocks == pytest.approx(3 * (none - every_second) / 2, rel=0.01)  # blocks 0, 1, 2 against 0, 2
+
+
+def test_large_ends_are_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "_MIN_END_NUMEL", 1)
+    case = Case(models.tiny_gpt, models.token_batch, config={"activation_checkpointing": {"every": 2}})
+    with lowtide.initialize(case.build(), case.as_config()) as engine:
+        calls = dict.fromkeys(("embedding", "blocks.0", "blocks.1", "blocks.2", "head"), 0)
+        for name in calls:
+            module = engine.module.get_submodule(name)
+            module = module.get_submodule("norm") if name.startswith("blocks") else module
+            module.register_forward_pre_hook(lambda *_, name=name: calls.update({name: calls[name] + 1}))
+        engine.train_step(case.global_batch(0, 1))
+    assert list(calls.values()) == [1, 2, 1, 2, 1]

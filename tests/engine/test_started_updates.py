@@ -5,7 +5,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
+import lowtide
 from lowtide.engine import step_update
 from lowtide.engine.clipping import Clipping
 from lowtide.zero.exact_sum import from_limbs, to_limbs, value_of
@@ -39,6 +42,41 @@ def test_it_gives_the_same_bits(ranks: RankPool) -> None:
         assert told == expected, case
         assert any(plain.skipped) == ("fp16" in case.config)
         assert [name for name in plain.state if not torch.equal(plain.state[name], started.state[name])] == [], case
+
+
+class OfRank0(nn.Module):
+    """The second layer gets a gradient on rank 0 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.always(x)
+        return (self.sometimes(x) if dist.get_rank() == 0 else x).square().mean()
+
+
+def overflow_where_one_rank_waits(stage: int) -> tuple[list[bool], int, Tensor]:
+    config = {"optimizer": {"type": "adamw"}, "zero_optimization": {"stage": stage}, "steps_per_print": 0}
+    config |= {"fp16": {"enabled": True, "initial_scale_power": 4}, "gradient_clipping": 0.1}
+    config |= {"communication": {"route": "native", "timeout_seconds": 20}}  # as of a device
+    with patch.object(step_update, "_is_waited_for", lambda device: True):
+        torch.manual_seed(0)
+        engine = lowtide.initialize(OfRank0(), config)
+        batches = [torch.full((2, 4), value) for value in (1.0, 60000.0, 1.0)]
+        skipped = [engine.train_step((batch,)).skipped for batch in batches]
+        value = engine.full("sometimes.weight")
+        assert value is not None
+        engine.close()
+        return skipped, engine.optimizer.num_steps, value
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_rank_that_has_to_wait_goes_with_one_that_does_not(ranks: RankPool, stage: int) -> None:
+    (skipped, num_steps, value), other = ranks(2, overflow_where_one_rank_waits, stage)
+    assert skipped == [False, True, False] == other[0]
+    assert num_steps == 2 == other[1]
+    assert torch.equal(value, other[2])
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-300, 1e-30, 0.3, 1e30, 1e300])

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.checkpoint.writer import RankWriter
 from tests.models import FEATURES
 from tests.pretend.group import register
 from tests.ranks import RankPool
@@ -68,3 +70,20 @@ def test_training_goes_on(
     pretend_ranks: RankPool, tmp_path: Path, world_size: int, is_async: bool, save_on: str, load_on: str
 ) -> None:
     pretend_ranks(world_size, go_on, str(tmp_path), save_on, load_on, is_async, process_group=False)
+
+
+def fail_to_write(folder: str) -> int:
+    """Bytes of pinned memory that a save in the background has not given back."""
+    register()
+    with engine_on("pretend", checkpoint={"async": True}) as engine:
+        with patch.object(RankWriter, "write", side_effect=OSError("no space left")):
+            engine.save_checkpoint(folder)
+            with pytest.raises(lowtide.CheckpointError, match="no space left"):
+                engine.save_checkpoint(folder)  # which waits for the first
+        pool = engine._archive.checkpoints._pool
+        assert pool is not None
+        return pool.bytes_in_use
+
+
+def test_a_save_that_fails_gives_its_pinned_memory_back(pretend_ranks: RankPool, tmp_path: Path) -> None:
+    assert pretend_ranks(1, fail_to_write, str(tmp_path), process_group=False) == [0]

@@ -1,5 +1,6 @@
 """A rank that does not come is our error on the others, where NCCL's manners would let them wait for ever."""
 
+import threading
 import time
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import lowtide
+from lowtide.comm.overdue import Overdue
 from tests.models import linear_chain
 from tests.pretend import group
 from tests.ranks import RankPool
@@ -36,6 +38,7 @@ def train_until_rank_1_is_late(pipeline: int, stage: int) -> tuple[str, float]:
     with pytest.raises(lowtide.CollectiveError, match="no answer from rank 1"):
         engine.train_step((torch.ones(2, 8),))
     engine.close()
+    assert "lowtide overdue" not in [thread.name for thread in threading.enumerate()]
     return str(caught.value), seconds
 
 
@@ -45,3 +48,16 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(ranks: RankPool
     assert text.startswith("rank 0 in ") and "no answer from rank 1 after" in text
     assert "communication.timeout_seconds" in text
     assert TIMEOUT_SECONDS - 0.1 <= seconds < TIMEOUT_SECONDS + 2
+
+
+def test_what_nobody_was_told_is_told_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    overdue = Overdue()
+    overdue.start(0, torch.device("cpu"), 0.1)
+    overdue.begin("gather of unit (rest)", [1], lambda others: "")
+    deadline = time.monotonic() + 10
+    while overdue.error is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(lowtide.CollectiveError, match=r"rank 0 in gather of unit \(rest\): no answer from rank 1"):
+        overdue.stop()
+    overdue.stop()  # once

@@ -48,7 +48,7 @@ CASES = {
     "all in files": zero(3, offload_param=FILE, offload_optimizer=FILE),
     "activations in host memory": GPT.at(2, config={"activation_checkpointing": {"offload": {**HOST, "min_bytes": 1}}}),
     "activations in a file": GPT.at(3, config={"activation_checkpointing": {"offload": {**FILE, "min_bytes": 1}}}),
-    "recomputed activations": GPT.at(3, config={"activation_checkpointing": {"number_checkpoints": 2}}),
+    "recomputed activations": GPT.at(3, config={"activation_checkpointing": {"every": 2}}),
     "states in int8": optimizer("adamw", state_dtype="int8"),
     "states in bf16": optimizer("lion", state_dtype="bf16"),
     "sgd": optimizer("sgd", momentum=0.9),

@@ -102,22 +102,25 @@ def test_every_schedule_trains_on_the_device(pretend_ranks: RankPool) -> None:
 
 
 def train_on_other_batches(case: Case) -> list[str]:
-    """The first step has other values on each rank; after an engine that has seen the shapes, the second."""
+    """The first step has other values on each rank; after steps that have seen the shapes, a later one has."""
     group.register_device()
     errors = []
-    for same in (0, 1):
+    for num_same in (0, 2):
         engine = lowtide.initialize(case.build(), case.as_config())
-        for step in range(same):
+        for step in range(num_same):
             engine.train_step(case.global_batch(step, 1))
-        with pytest.raises(ValueError) as caught:
-            for _ in range(1 + same):
-                engine.train_step(case.global_batch(7 + engine.rank, 1))
-        errors.append(str(caught.value))
+        before = engine.state_dict()
+        for act in (engine.train_step, engine.eval_step):
+            with pytest.raises(ValueError) as caught:
+                act(case.global_batch(7 + engine.rank, 1))
+            errors.append(str(caught.value))
+        assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+        assert not engine.train_step(case.global_batch(2, 1)).skipped
         engine.close()
     return errors
 
 
-def test_other_batches_are_told_in_the_next_step(pretend_ranks: RankPool) -> None:
+def test_other_batches_are_told_before_anything_is_updated(pretend_ranks: RankPool) -> None:
     for errors in pretend_ranks(2, train_on_other_batches, pipelined(TIED, 2, "1f1b"), process_group=False):
         assert all(text.startswith("batch: expected the same one on the 2 ranks of a pipeline") for text in errors)
-        assert len(errors) == 2
+        assert len(errors) == 4

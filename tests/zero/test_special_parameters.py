@@ -1,6 +1,7 @@
 """Unused, frozen, tied, shared, empty, integer parameters, buffers, several dtypes: every stage trains them alike."""
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lowtide
+from lowtide.zero import units
 from tests import models
 from tests.ranks import RankPool
 from tests.zero.training import Case, assert_close, train_all, train_plainly
@@ -323,6 +325,34 @@ def test_a_weight_may_be_read_outside_of_its_unit(ranks: RankPool) -> None:
         cases = [case_of(kind, stage, route, accumulation=2) for stage in (0, 1, 2, 3) for route in ROUTES]
         for outcome in ranks(2, train_all, cases)[0]:
             assert_close(outcome, train_plainly(case_of(kind, accumulation=2), 2), 1e-10, 1e-10)
+
+
+class WithoutHead(models.TinyGPT):
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.embedding(ids) + self.position
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def losses_beside_the_model(stage: int, route: str) -> list[float]:
+    with patch.object(units, "_MIN_END_NUMEL", 1):
+        case = case_of(WithoutHead, stage, route)
+        torch.manual_seed(0)
+        with lowtide.initialize(case.build(), case.as_config()) as engine:
+            results = []
+            for step in range(2):
+                ids, targets = models.token_batch(step, 2)
+                logits = functional.linear(engine(ids), engine.module.get_parameter("head.weight"))
+                engine.backward(functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+                results.append(engine.step().loss.item())
+            return results
+
+
+def test_a_loss_beside_the_model_may_read_a_large_head(ranks: RankPool) -> None:
+    cases = [(0, "auto"), *((3, route) for route in ROUTES)]
+    expected, *losses = (ranks(2, losses_beside_the_model, *case)[0] for case in cases)
+    assert losses == [pytest.approx(expected, rel=1e-6)] * len(ROUTES)
 
 
 def test_a_gradient_that_comes_past_the_outputs_of_a_released_unit_is_an_error(ranks: RankPool) -> None:

@@ -380,15 +380,17 @@ class Steps:
     def _update_if_finite(self, summed: SummedStep, number: int) -> bool:
         """Starts the update of a device, which finds out there whether all is finite: the host is told meanwhile.
 
-        Not where the host updates anything, nor where this rank lacks a gradient: of that one all ranks have to say
-        whether it was used. Then the host waits first. Returns whether it was started.
+        Not where the host updates anything. Where this rank lacks a gradient, of that one all ranks have to say whether
+        it was used: the host waits first. Then too it is started, whatever the host was told, since the update sends
+        parameters, and other ranks lack none. Returns whether it was started.
         """
-        if not (self.update.can_be_skipped and self._uses.are_all):
+        if not self.update.can_be_skipped:
             return False
+        unused = frozenset[int]() if self._uses.are_all else summed.read().unused
         factor: float | Tensor = self.rest
         if self._clipping.is_needed:
             factor = self._clipping.factor_on_device(summed.norm() * self.rest) * self.rest
-        self.update.end_step(factor, frozenset(), _update_of(number), summed.skip())
+        self.update.end_step(factor, unused, _update_of(number), summed.skip())
         return True
 
     @property

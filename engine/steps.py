@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, Protocol
+from textwrap import shorten
+from typing import Any, NoReturn, Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from ..comm import Activity, Mesh
 from ..offload import OffloadError
 from ..watch.log import logger
 from ..zero.gradient import GroupGradient
+from ..zero.group import ShardedGroup
 from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.reduced_gradient import Cleared, ReducedGradients
@@ -98,6 +101,7 @@ class Steps:
         """Whether the last of them was the last of its step."""
         self._is_last: bool | None = None  # as the caller says; None: by their number
         self._by_hand = False  # he has said so in this step
+        self._cleared: list[str] = []  # what he has cleared of reduced gradients in this step, and when
         self.clipping: Clipping | None = None  # of the gradients of this step, by the caller
         self._config = config
         self._mesh = mesh
@@ -214,14 +218,20 @@ class Steps:
         are_there = self._reduced.are_there
         cleared = self._reduced.take_out()
         if cleared:
-            self.refuse_more("zero_grad()")
+            self.update.refuse_more("zero_grad()")  # what is tried is taken back when all ranks know of it
             self._clear(cleared)
         return are_there
 
     def _clear(self, cleared: Cleared) -> None:
         self._join.check_outside("zero_grad() after the last backward of a step")
+        self._remember_cleared(cleared)
         for gradient in self.gradients:
             gradient.clear(cleared)
+
+    def _remember_cleared(self, cleared: Cleared) -> None:
+        names = {id(p): n for gradient in self.gradients for n, p in _members(gradient.group)}
+        found = ", ".join(f"{names[key]}{'' if is_none else ' (to zero)'}" for key, is_none in cleared.items())
+        self._cleared.append(f"after backward {self._num_begun}: {found}")
 
     @contextmanager
     def set_aside(self, arrived: nn.Parameter | None) -> Iterator[None]:
@@ -235,6 +245,7 @@ class Steps:
         self.refuse_more("another backward")  # a sum that was final was not
         cleared = self._reduced.take_out()
         if len(cleared) == self._reduced.num_params:
+            self._remember_cleared(cleared)
             self.forget(ends_graphs=False)  # as zero_grad() before another backward does in torch
         elif cleared:
             self._clear(cleared)
@@ -242,6 +253,7 @@ class Steps:
         if 0 < len(cleared) < self._taken.num_params:
             raise StateError(_CLEARED_ALONE)
         if cleared:
+            self._remember_cleared(cleared)
             self._forget_gradients()  # in the middle of a step, whose backwards are counted all the same
         if self.clipping is not None:
             raise StateError(
@@ -304,6 +316,7 @@ class Steps:
         self._forget_gradients()
         if ends_graphs:
             self._passes.release_all()
+            self._cleared.clear()
         self.losses.clear()
         self.num_microbatches = self._num_begun = self._join.num_missing = 0
         self.is_complete = self._by_hand = False
@@ -329,14 +342,18 @@ class Steps:
         events = (self.update.has_failed(), *events)
         losses, what = self._losses_by_weight(), f"the norm of step {number}"
         seen = self.guard.take_seen()
-        summed = sum_step(self._mesh, self.gradients, losses, events, what, self._uses, seen)
+        cleared = 1 + crc32(str(self._cleared).encode()) if self._cleared else 0
+        summed = sum_step(self._mesh, self.gradients, losses, events, what, self._uses, seen, cleared)
         is_started = self._update_if_finite(summed, number)
         sums = summed.read()
         if is_started:
-            self.update.settle_skipped(not sums.num_bad and not sums.num_changed, sums.unused)
+            is_wrong = sums.num_bad or sums.num_changed or sums.cleared != cleared * self._mesh.world.size
+            self.update.settle_skipped(not is_wrong, sums.unused)
         if sums.num_changed:
             self.forget()
             self.guard.raise_seen(self._mesh)
+        if sums.cleared != cleared * self._mesh.world.size:
+            self._refuse_cleared()
         update_failed, *counts = sums.events
         if update_failed:
             self.forget()
@@ -399,7 +416,7 @@ class Steps:
 
     def _update_or_skip(self, sums: StepSums, norm: float, number: int) -> None:
         factor = self._clipping.factor(norm) * self.rest
-        if sums.num_bad or factor != self.rest or self.update.has_missed(sums.unused):
+        if sums.num_bad or sums.cleared or factor != self.rest or self.update.has_missed(sums.unused):
             self.take_back()
         if not sums.num_bad:
             self.update.end_step(factor, sums.unused, _update_of(number))
@@ -410,6 +427,18 @@ class Steps:
                 raise non_finite_error(self._mesh, self.gradients, number, self.update.outcome_without_step)
             finally:
                 self.forget()
+
+    def _refuse_cleared(self) -> NoReturn:
+        """Raises StateError on all ranks. A collective."""
+        own = "; ".join(self._cleared)
+        self.forget()
+        everyone = self._mesh.world.gather_objects(own)
+        rank = next(rank for rank, found in enumerate(everyone) if found != everyone[0])
+        first, other = (shorten(everyone[one], 120, placeholder=" ...") or "none" for one in (0, rank))
+        raise StateError(
+            "zero_grad(): expected the gradients of the same parameters cleared on all ranks, since each has a part of "
+            f"their sum, found {first} on rank 0, {other} on rank {rank}. No parameter was updated"
+        )
 
     # -- between steps --------------------------------------------------------------------------------------------
 
@@ -463,5 +492,8 @@ _CLEARED_ALONE = (
 
 
 def _stand_ins(gradients: Iterable[GroupGradient]) -> ReducedGradients:
-    groups = [gradient.group for gradient in gradients]
-    return ReducedGradients([pair for group in groups for pair in zip(group.names, group.params, strict=True)])
+    return ReducedGradients([pair for gradient in gradients for pair in _members(gradient.group)])
+
+
+def _members(group: ShardedGroup) -> Iterator[tuple[str, nn.Parameter]]:
+    return zip(group.names, group.params, strict=True)

@@ -139,6 +139,7 @@ class Steps:
 
     def check_between(self, what: str) -> None:
         """Raises StateError in the middle of a step, and where the caller says which backwards count."""
+        self.forget_cleared(what)
         if self.num_microbatches:
             raise StateError(
                 f"{what}: expected it between steps, found {self.num_microbatches} microbatches of one done; call it "
@@ -221,6 +222,20 @@ class Steps:
             self.update.refuse_more("zero_grad()")  # what is tried is taken back when all ranks know of it
             self._clear(cleared)
         return are_there
+
+    def forget_cleared(self, what: str) -> None:
+        """A step is none any more where the caller has cleared all of its final gradients. what: he asks for now."""
+        if not self._reduced.are_there:
+            return
+        cleared = self._reduced.take_out()
+        if len(cleared) == self._reduced.num_params:
+            self.refuse_more(what)
+            self.forget(ends_graphs=False)
+            return
+        if cleared:
+            self.refuse_more(what)
+            self._clear(cleared)
+        self._reduced.put()
 
     def _clear(self, cleared: Cleared) -> None:
         self._join.check_outside("zero_grad() after the last backward of a step")

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,6 +133,39 @@ def test_gradients_that_are_in_a_sum_are_cleared_together() -> None:
             StateError, match="backward: found the gradients of some parameters cleared after an earlie"
         ):
             engine.backward(engine(*models.vector_batch(1, 2)))
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize(
+    ("stage", "zero"), [(0, {}), (3, {}), (2, {"offload_optimizer": {"device": "cpu", "overlap": "speculative"}})]
+)
+def test_a_step_whose_gradients_are_all_cleared_is_none(
+    tmp_path: Path, stage: int, zero: dict[str, Any], to_none: bool
+) -> None:
+    """As where the step of a generator has left gradients in the critic, which then is saved, or gets a group."""
+    model = models.mlp()
+    model.get_submodule("first").requires_grad_(False)
+    config = {**CASE.at(stage, config={"zero_optimization": zero}).as_config(), "optimizer": None}
+    trained = [param for param in model.parameters() if param.requires_grad]
+    with lowtide.initialize(model, config, optimizer=adamw(trained)) as engine:
+        engine.train_step(models.vector_batch(0, 2))
+        before = engine.full("last.weight")
+
+        def clear(part: nn.Module) -> None:
+            engine.backward(engine(*models.vector_batch(1, 2)))
+            part.zero_grad(set_to_none=to_none)
+
+        for act in (
+            lambda: engine.save_checkpoint(tmp_path),
+            lambda: engine.optimizer.add_param_group({"params": model.get_submodule("first").parameters()}),
+        ):
+            clear(model.get_submodule("last"))
+            with pytest.raises((StateError, ValueError), match="microbatches"):
+                act()
+            clear(model)
+            act()
+        assert torch.equal(engine.full("last.weight"), before)
+        engine.train_step(models.vector_batch(1, 2))
 
 
 def clear_on_rank_0(stage: int, zero: dict[str, Any], is_last: bool) -> list[str]:

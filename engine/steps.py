@@ -192,8 +192,8 @@ class Steps:
 
     def begin_forward(self) -> None:
         """Raises ValueError where the model was changed behind the engine's back."""
+        self.begin_use()  # first: the guard may not take for right what is only tried
         self.guard.check()
-        self.begin_use()
 
     def begin_use(self) -> None:
         """Parameters are used outside of a backward: what is tried in them goes. A collective where something was."""

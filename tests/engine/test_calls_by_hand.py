@@ -168,6 +168,17 @@ def test_a_step_whose_gradients_are_all_cleared_is_none(
         engine.train_step(models.vector_batch(1, 2))
 
 
+def test_forwards_after_the_last_backward_are_of_what_is_not_tried() -> None:
+    """What a speculative update has tried is not taken for the caller's own change either."""
+    zero = {"offload_optimizer": {"device": "cpu", "overlap": "speculative"}}
+    config = CASE.at(2, config={"zero_optimization": zero, "bf16": {"enabled": True}}).as_config()
+    with lowtide.initialize(models.mlp(), config) as engine:
+        before = engine(*models.vector_batch(0, 2))
+        engine.backward(before)
+        assert [engine(*models.vector_batch(0, 2)).item() for _ in range(2)] == [before.item()] * 2
+        engine.step()
+
+
 def clear_on_rank_0(stage: int, zero: dict[str, Any], is_last: bool) -> list[str]:
     """The errors of clearings that ranks do not have in common. Training goes on after them, on both ranks alike."""
     found = []

@@ -228,7 +228,7 @@ class Steps:
         if not self._reduced.are_there:
             return
         cleared = self._reduced.take_out()
-        if len(cleared) == self._reduced.num_params:
+        if cleared and len(cleared) == self._reduced.num_params:  # of a stage that is frozen there are none
             self.refuse_more(what)
             self.forget(ends_graphs=False)
             return
@@ -259,7 +259,7 @@ class Steps:
         self.check_averages_hidden("backward")
         self.refuse_more("another backward")  # a sum that was final was not
         cleared = self._reduced.take_out()
-        if len(cleared) == self._reduced.num_params:
+        if cleared and len(cleared) == self._reduced.num_params:
             self._remember_cleared(cleared)
             self.forget(ends_graphs=False)  # as zero_grad() before another backward does in torch
         elif cleared:

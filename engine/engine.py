@@ -318,6 +318,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         client_state: Mapping[str, Any] | None = None,
     ) -> str:
         self._steps.check_averages_hidden("engine.save_checkpoint()")
+        self._steps.forget_cleared("engine.save_checkpoint()")
         if self._steps.num_microbatches:
             raise ValueError(
                 f"save_checkpoint: expected a whole step, found {self._steps.num_microbatches} of "

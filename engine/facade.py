@@ -14,6 +14,9 @@ from ..comm import Mesh
 _TARGETS: dict[str, Any] = {
     "cpu": "cpu",
     "cuda": "cuda",
+    "xpu": "xpu",
+    "ipu": "ipu",
+    "mtia": "mtia",
     "float": torch.float32,
     "double": torch.float64,
     "half": torch.float16,
@@ -23,6 +26,7 @@ _TARGETS: dict[str, Any] = {
     "share_memory": "shared memory",
 }
 """Methods of a module that put its parameters elsewhere -> where to."""
+_DEVICES = ("cpu", "cuda", "xpu", "ipu", "mtia")
 
 
 class ModuleFacade:
@@ -99,16 +103,21 @@ class ModuleFacade:
 
         So do `cpu`, `cuda`, `float`, `double`, `half`, `bfloat16`, `type`, `to_empty` and `share_memory`.
         """
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if memory_format is not None:
+            raise ValueError(
+                f"engine.to(): expected no memory_format, found {memory_format}, which would give parameters other "
+                "memory than the engine updates; call it on the model before lowtide.initialize, and on its inputs"
+            )
         return self._stay("to", device, dtype)
 
-    def _moved(self, call: str, *args: Any) -> Self:
+    def _moved(self, call: str, *args: Any, **kwargs: Any) -> Self:
         """What a method of the module's would do that casts or moves it."""
-        found = args[0] if args else _TARGETS[call]
-        if call == "cuda" and isinstance(found, int):
-            found = torch.device("cuda", found)
-        if call in ("cpu", "cuda"):
-            return self._stay(call, torch.device(found), None)
+        given = (*args, *kwargs.values())
+        is_said = given and given[0] is not None and call != "to_empty"
+        found = given[0] if is_said else _TARGETS[call]
+        if call in _DEVICES:
+            return self._stay(call, torch.device(call, found) if isinstance(found, int) else torch.device(found), None)
         return self._stay(call, None, found)
 
     def _stay(self, call: str, device: torch.device | None, dtype: Any) -> Self:

@@ -53,7 +53,7 @@ class LoopCalls:
 
     @in_turn
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets what the backwards since the last step have added up; `step` does so by itself."""
+        """Forgets what the backwards since the last step have added up, on all ranks; `step` does so by itself."""
         if self._steps.num_microbatches:
             self._join.check_outside("engine.zero_grad() in the middle of a step")
         self._steps.refuse_more("engine.zero_grad()")

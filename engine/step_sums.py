@@ -37,6 +37,7 @@ class StepSums:
     square_norm: float  # sum of squared gradients as they were reduced
     num_bad: int  # ranks with a non-finite gradient
     num_changed: int  # ranks on which a parameter was changed behind the engine's back, where that is known by now
+    cleared: int  # sum over ranks of what stands for the gradients that the caller has cleared on each
     events: tuple[int, ...]  # on how many ranks each of the events has happened
     unused: frozenset[int] = frozenset()  # identities of the parameters that got no gradient on any rank
 
@@ -92,19 +93,22 @@ class Uses:
 class SummedStep:
     """What all ranks have found, on its way to the host; what the device needs of it is there already.
 
-    total   limbs of squares | limbs of losses | bad, changed, infinite, wide | events | uses
+    total   limbs of squares | limbs of losses | bad, changed, infinite, wide, cleared | events | uses
     """
 
-    def __init__(self, total: Tensor, num_events: int, uses: Uses | None, data_size: int) -> None:
+    def __init__(self, total: Tensor, num_events: int, uses: Uses | None, data_size: int, cleared_by_all: int) -> None:
+        """cleared_by_all: what the sum of `cleared` is, where all ranks have cleared the same as this one."""
         self._total = total
         self._num_events = num_events
         self._uses = uses
         self._data_size = data_size
+        self._cleared_by_all = cleared_by_all
         self._on_host = OnHost(total)
 
     def skip(self) -> Tensor:
         """(1,) int64 on the device: not 0 where nothing is to be updated."""
-        return self._total[2 * NUM_LIMBS : 2 * NUM_LIMBS + 2].sum(dim=0, keepdim=True)
+        flags = self._total[2 * NUM_LIMBS : 2 * NUM_LIMBS + 5]
+        return flags[:2].sum(dim=0, keepdim=True) + (flags[4:] != self._cleared_by_all)
 
     def norm(self) -> Tensor:
         """() float64 on the device, of the gradients as they were reduced; NaN where one is not finite."""
@@ -114,14 +118,14 @@ class SummedStep:
     def read(self) -> StepSums:
         """Waits for the device: until it has the sum, and not for what it was given since."""
         total = self._on_host.read()
-        num_counts = 4 + self._num_events
+        num_counts = 5 + self._num_events
         sizes = [NUM_LIMBS, NUM_LIMBS, num_counts, len(total) - 2 * NUM_LIMBS - num_counts]
         squares, loss, counts, used = torch.split(total, sizes)
-        num_bad, num_changed, num_infinite, num_wide, *events = counts.tolist()
+        num_bad, num_changed, num_infinite, num_wide, cleared, *events = counts.tolist()
         mean_loss = from_limbs(loss) / self._data_size if not num_infinite else math.nan
         dtype = torch.float64 if num_wide else torch.float32
         unused = self._uses.unused(used) if self._uses is not None else frozenset[int]()
-        return StepSums(mean_loss, dtype, from_limbs(squares), num_bad, num_changed, tuple(events), unused)
+        return StepSums(mean_loss, dtype, from_limbs(squares), num_bad, num_changed, cleared, tuple(events), unused)
 
 
 def sum_step(
@@ -132,10 +136,12 @@ def sum_step(
     what: str,
     uses: Uses | None = None,
     changed: Tensor | None = None,
+    cleared: int = 0,
 ) -> SummedStep:
     """losses: () of each microbatch; none where a rank lacks a pipeline's last stage. A collective, and a barrier.
 
-    changed: () bool on the device: a parameter of this rank was changed behind the engine's back.
+    changed: () bool on the device: a parameter of this rank was changed behind the engine's back. cleared: stands for
+    the gradients that this rank's caller has cleared, another number for others; 0: none.
     """
     device = mesh.world.device
     for gradient in gradients:
@@ -153,10 +159,10 @@ def sum_step(
     limbs[1] *= mean.sign().long()
     flags = torch.stack([is_bad, torch.zeros_like(is_bad) if changed is None else changed, is_infinite])
     is_wide = any(loss.dtype == torch.float64 for loss in losses)
-    known = torch.tensor([is_wide, *events], dtype=torch.int64)
+    known = torch.tensor([is_wide, cleared, *events], dtype=torch.int64)
     known = known if uses is None else torch.cat([known, uses.packed()])
     total = mesh.sum_small(torch.cat([limbs.view(-1), flags.long(), sent(known, device)]), what)
-    return SummedStep(total, len(events), uses, mesh.data_size)
+    return SummedStep(total, len(events), uses, mesh.data_size, mesh.world.size * cleared)
 
 
 def non_finite_error(mesh: Mesh, gradients: Sequence[GroupGradient], step: int, outcome: str) -> NonFiniteGradientError:

@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, Protocol
+from textwrap import shorten
+from typing import Any, NoReturn, Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from ..comm import Activity, Mesh
 from ..offload import OffloadError
 from ..watch.log import logger
 from ..zero.gradient import GroupGradient
+from ..zero.group import ShardedGroup
 from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.reduced_gradient import Cleared, ReducedGradients
@@ -98,6 +101,7 @@ class Steps:
         """Whether the last of them was the last of its step."""
         self._is_last: bool | None = None  # as the caller says; None: by their number
         self._by_hand = False  # he has said so in this step
+        self._cleared: list[str] = []  # what he has cleared of reduced gradients in this step, and when
         self.clipping: Clipping | None = None  # of the gradients of this step, by the caller
         self._doubt: tuple[Tensor, Callable[[], None]] | None = None
         self._config = config
@@ -136,6 +140,7 @@ class Steps:
 
     def check_between(self, what: str) -> None:
         """Raises StateError in the middle of a step, and where the caller says which backwards count."""
+        self.forget_cleared(what)
         if self.num_microbatches:
             raise StateError(
                 f"{what}: expected it between steps, found {self.num_microbatches} microbatches of one done; call it "
@@ -193,8 +198,8 @@ class Steps:
 
     def begin_forward(self) -> None:
         """Raises ValueError where the model was changed behind the engine's back."""
+        self.begin_use()  # first: the guard may not take for right what is only tried
         self.guard.check()
-        self.begin_use()
 
     def begin_use(self) -> None:
         """Parameters are used outside of a backward: what is tried in them goes. A collective where something was."""
@@ -220,14 +225,34 @@ class Steps:
         are_there = self._reduced.are_there
         cleared = self._reduced.take_out()
         if cleared:
-            self.refuse_more("zero_grad()")
+            self.update.refuse_more("zero_grad()")  # what is tried is taken back when all ranks know of it
             self._clear(cleared)
         return are_there
 
+    def forget_cleared(self, what: str) -> None:
+        """A step is none any more where the caller has cleared all of its final gradients. what: he asks for now."""
+        if not self._reduced.are_there:
+            return
+        cleared = self._reduced.take_out()
+        if cleared and len(cleared) == self._reduced.num_params:  # of a stage that is frozen there are none
+            self.refuse_more(what)
+            self.forget(ends_graphs=False)
+            return
+        if cleared:
+            self.refuse_more(what)
+            self._clear(cleared)
+        self._reduced.put()
+
     def _clear(self, cleared: Cleared) -> None:
         self._join.check_outside("zero_grad() after the last backward of a step")
+        self._remember_cleared(cleared)
         for gradient in self.gradients:
             gradient.clear(cleared)
+
+    def _remember_cleared(self, cleared: Cleared) -> None:
+        names = {id(p): n for gradient in self.gradients for n, p in _members(gradient.group)}
+        found = ", ".join(f"{names[key]}{'' if is_none else ' (to zero)'}" for key, is_none in cleared.items())
+        self._cleared.append(f"after backward {self._num_begun}: {found}")
 
     @contextmanager
     def set_aside(self, arrived: nn.Parameter | None) -> Iterator[None]:
@@ -240,7 +265,8 @@ class Steps:
         self.check_averages_hidden("backward")
         self.refuse_more("another backward")  # a sum that was final was not
         cleared = self._reduced.take_out()
-        if len(cleared) == self._reduced.num_params:
+        if cleared and len(cleared) == self._reduced.num_params:
+            self._remember_cleared(cleared)
             self.forget(ends_graphs=False)  # as zero_grad() before another backward does in torch
         elif cleared:
             self._clear(cleared)
@@ -248,6 +274,7 @@ class Steps:
         if 0 < len(cleared) < self._taken.num_params:
             raise StateError(_CLEARED_ALONE)
         if cleared:
+            self._remember_cleared(cleared)
             self._forget_gradients()  # in the middle of a step, whose backwards are counted all the same
         if self.clipping is not None:
             raise StateError(
@@ -310,6 +337,7 @@ class Steps:
         self._forget_gradients()
         if ends_graphs:
             self._passes.release_all()
+            self._cleared.clear()
         self.losses.clear()
         self.num_microbatches = self._num_begun = self._join.num_missing = 0
         self.is_complete = self._by_hand = False
@@ -337,16 +365,20 @@ class Steps:
         seen, doubt = self.guard.take_seen(), self._doubt
         if doubt is not None:
             seen = doubt[0].any() if seen is None else seen | doubt[0].any()
-        summed = sum_step(self._mesh, self.gradients, losses, events, what, self._uses, seen)
+        cleared = 1 + crc32(str(self._cleared).encode()) if self._cleared else 0
+        summed = sum_step(self._mesh, self.gradients, losses, events, what, self._uses, seen, cleared)
         is_started = self._update_if_finite(summed, number)
         sums = summed.read()
         if is_started:
-            self.update.settle_skipped(not sums.num_bad and not sums.num_changed, sums.unused)
+            is_wrong = sums.num_bad or sums.num_changed or sums.cleared != cleared * self._mesh.world.size
+            self.update.settle_skipped(not is_wrong, sums.unused)
         if sums.num_changed:
             self.forget()
             if doubt is not None:
                 doubt[1]()
             self.guard.raise_seen(self._mesh)
+        if sums.cleared != cleared * self._mesh.world.size:
+            self._refuse_cleared()
         update_failed, *counts = sums.events
         if update_failed:
             self.forget()
@@ -409,7 +441,7 @@ class Steps:
 
     def _update_or_skip(self, sums: StepSums, norm: float, number: int) -> None:
         factor = self._clipping.factor(norm) * self.rest
-        if sums.num_bad or factor != self.rest or self.update.has_missed(sums.unused):
+        if sums.num_bad or sums.cleared or factor != self.rest or self.update.has_missed(sums.unused):
             self.take_back()
         if not sums.num_bad:
             self.update.end_step(factor, sums.unused, _update_of(number))
@@ -420,6 +452,18 @@ class Steps:
                 raise non_finite_error(self._mesh, self.gradients, number, self.update.outcome_without_step)
             finally:
                 self.forget()
+
+    def _refuse_cleared(self) -> NoReturn:
+        """Raises StateError on all ranks. A collective."""
+        own = "; ".join(self._cleared)
+        self.forget()
+        everyone = self._mesh.world.gather_objects(own)
+        rank = next(rank for rank, found in enumerate(everyone) if found != everyone[0])
+        first, other = (shorten(everyone[one], 120, placeholder=" ...") or "none" for one in (0, rank))
+        raise StateError(
+            "zero_grad(): expected the gradients of the same parameters cleared on all ranks, since each has a part of "
+            f"their sum, found {first} on rank 0, {other} on rank {rank}. No parameter was updated"
+        )
 
     # -- between steps --------------------------------------------------------------------------------------------
 
@@ -473,5 +517,8 @@ _CLEARED_ALONE = (
 
 
 def _stand_ins(gradients: Iterable[GroupGradient]) -> ReducedGradients:
-    groups = [gradient.group for gradient in gradients]
-    return ReducedGradients([pair for group in groups for pair in zip(group.names, group.params, strict=True)])
+    return ReducedGradients([pair for gradient in gradients for pair in _members(gradient.group)])
+
+
+def _members(group: ShardedGroup) -> Iterator[tuple[str, nn.Parameter]]:
+    return zip(group.names, group.params, strict=True)

@@ -1,7 +1,9 @@
 """What a loop of plain torch does between backward and step is as in torch, or an error: never without effect."""
 
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,6 +133,94 @@ def test_gradients_that_are_in_a_sum_are_cleared_together() -> None:
             StateError, match="backward: found the gradients of some parameters cleared after an earlie"
         ):
             engine.backward(engine(*models.vector_batch(1, 2)))
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize(
+    ("stage", "zero"), [(0, {}), (3, {}), (2, {"offload_optimizer": {"device": "cpu", "overlap": "speculative"}})]
+)
+def test_a_step_whose_gradients_are_all_cleared_is_none(
+    tmp_path: Path, stage: int, zero: dict[str, Any], to_none: bool
+) -> None:
+    """As where the step of a generator has left gradients in the critic, which then is saved, or gets a group."""
+    model = models.mlp()
+    model.get_submodule("first").requires_grad_(False)
+    config = {**CASE.at(stage, config={"zero_optimization": zero}).as_config(), "optimizer": None}
+    trained = [param for param in model.parameters() if param.requires_grad]
+    with lowtide.initialize(model, config, optimizer=adamw(trained)) as engine:
+        engine.train_step(models.vector_batch(0, 2))
+        before = engine.full("last.weight")
+
+        def clear(part: nn.Module) -> None:
+            engine.backward(engine(*models.vector_batch(1, 2)))
+            part.zero_grad(set_to_none=to_none)
+
+        for act in (
+            lambda: engine.save_checkpoint(tmp_path),
+            lambda: engine.optimizer.add_param_group({"params": model.get_submodule("first").parameters()}),
+        ):
+            clear(model.get_submodule("last"))
+            with pytest.raises((StateError, ValueError), match="microbatches"):
+                act()
+            clear(model)
+            act()
+        assert torch.equal(engine.full("last.weight"), before)
+        engine.train_step(models.vector_batch(1, 2))
+
+
+def test_forwards_after_the_last_backward_are_of_what_is_not_tried() -> None:
+    """What a speculative update has tried is not taken for the caller's own change either."""
+    zero = {"offload_optimizer": {"device": "cpu", "overlap": "speculative"}}
+    config = CASE.at(2, config={"zero_optimization": zero, "bf16": {"enabled": True}}).as_config()
+    with lowtide.initialize(models.mlp(), config) as engine:
+        before = engine(*models.vector_batch(0, 2))
+        engine.backward(before)
+        assert [engine(*models.vector_batch(0, 2)).item() for _ in range(2)] == [before.item()] * 2
+        engine.step()
+
+
+def clear_on_rank_0(stage: int, zero: dict[str, Any], is_last: bool) -> list[str]:
+    """The errors of clearings that ranks do not have in common. Training goes on after them, on both ranks alike."""
+    found = []
+    config = CASE.at(stage, config={"zero_optimization": zero, "communication": {"route": "sockets"}}).as_config()
+    with lowtide.initialize(models.mlp(), config) as engine:
+        for name, to_none in (("", True), ("first", False), ("layers", True)):
+            engine.backward(engine(*models.vector_batch(0, 2)))
+            if engine.rank == 0:
+                engine.module.get_submodule(name).zero_grad(set_to_none=to_none)
+            elif name == "layers":
+                engine.module.get_submodule("last").zero_grad()
+            if not is_last:
+                engine.backward(engine(*models.vector_batch(0, 2)))
+            with pytest.raises(StateError) as caught:
+                engine.step()
+            found.append(str(caught.value))
+        before = engine.full("last.bias")
+        engine.train_step(models.vector_batch(1, 2))
+        assert not torch.equal(engine.full("last.bias"), before)
+        with engine.gathered():
+            values = engine._mesh.world.gather_objects([param.tolist() for param in engine.parameters()])
+        assert values[0] == values[1]
+    return found
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+@pytest.mark.parametrize(
+    ("stage", "zero"), [(0, {}), (2, {"offload_optimizer": {"device": "cpu", "overlap": "speculative"}}), (3, {})]
+)
+def test_gradients_are_cleared_on_all_ranks_or_on_none(
+    ranks: RankPool, stage: int, zero: dict[str, Any], is_last: bool
+) -> None:
+    first, second = ranks(2, clear_on_rank_0, stage, zero, is_last)
+    assert first == second
+    expected = "expected the gradients of the same parameters cleared on all ranks, since each has a part of their sum"
+    found = (
+        r"after backward 1: first.weight, first.bias, .* \.\.\. on rank 0, none on rank 1",
+        r"after backward 1: first.weight \(to zero\), first.bias \(to zero\) on rank 0, none on rank 1. No parameter",
+        "layers.0.weight, .* on rank 0, after backward 1: last.weight, last.bias on rank 1",
+    )
+    for text, words in zip(first, found, strict=True):
+        assert re.search(f"{expected}, found .*{words}", text)
 
 
 def test_the_words_name_what_to_do() -> None:

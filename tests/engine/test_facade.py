@@ -79,14 +79,20 @@ def test_it_stays_on_its_device_in_its_dtype(engine: Engine) -> None:
             engine.to(other)
 
 
-MOVES: dict[str, tuple[Any, ...]] = {
-    "half": (),
-    "double": (),
-    "bfloat16": (),
-    "cuda": (0,),
-    "type": (torch.float64,),
-    "to_empty": (),
-    "share_memory": (),
+def test_its_memory_has_no_other_format(engine: Engine) -> None:
+    with pytest.raises(ValueError, match=r"engine\.to\(\): expected no memory_format, found torch.channels_last"):
+        engine.to(memory_format=torch.channels_last)
+
+
+MOVES: dict[str, dict[str, Any]] = {
+    "half": {},
+    "double": {},
+    "bfloat16": {},
+    "cuda": {"device": 0},
+    "xpu": {},
+    "type": {"dst_type": torch.float64},
+    "to_empty": {"device": "cpu"},
+    "share_memory": {},
 }
 
 
@@ -94,7 +100,7 @@ MOVES: dict[str, tuple[Any, ...]] = {
 def test_what_would_move_or_cast_it_is_refused(engine: Engine, call: str) -> None:
     before = [param.dtype for param in engine.parameters()]
     with pytest.raises(ValueError, match=rf"engine\.{call}\(\): expected the engine's device, cpu, and the dtypes"):
-        getattr(engine, call)(*MOVES[call])
+        getattr(engine, call)(**MOVES[call])
     assert [param.dtype for param in engine.parameters()] == before
 
 

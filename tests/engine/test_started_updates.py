@@ -15,7 +15,29 @@ from lowtide.zero.exact_sum import from_limbs, to_limbs, value_of
 from tests import models
 from tests.ranks import RankPool
 from tests.zero.test_float16 import overflowing_batch
-from tests.zero.training import Case, Outcome, train_all
+from tests.zero.training import Case, Outcome, rank_and_world, train_all
+
+
+class LacksGradients(models.Mlp):
+    """A layer is not used on the last rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(7, 7)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        rank, world_size = rank_and_world()
+        return nn.functional.mse_loss(self.last(self.layers(self.own(x) if rank < world_size - 1 else x)), y)
+
+
+class LacksMore(LacksGradients):
+    """Another layer is used on none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(7, 7)
+
 
 CASES = [
     Case(models.tiny_gpt, models.token_batch, 0, clip=0.3),
@@ -25,6 +47,20 @@ CASES = [
     *(
         Case(models.mlp, overflowing_batch, stage, config={"fp16": {"enabled": True, "initial_scale_power": 3}})
         for stage in (1, 3)
+    ),
+    *(
+        Case(
+            build,
+            overflowing_batch,
+            stage,
+            clip=0.3,
+            config={"fp16": {"enabled": True, "initial_scale_power": 3}, "communication": {"route": route}},
+        )
+        for build, stage, route in (
+            (LacksGradients, 1, "shared_memory"),
+            (LacksGradients, 2, "sockets"),
+            (LacksMore, 2, "sockets"),
+        )
     ),
 ]
 

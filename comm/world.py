@@ -105,14 +105,19 @@ class World:
         return world
 
     def leave(self) -> None:
-        """Destroys the default process group where `join` made it and nobody else is in it. To be called once."""
+        """Destroys the default process group where `join` made it and nobody else is in it. To be called once.
+
+        Raises CollectiveError where the device waited in vain and nobody was told.
+        """
         self.watchdog.stop()
         self.progress.stop_clock(Activity.CLOSED)
-        if not self.owns_process_group or dist.group.WORLD not in _USERS:
-            return
-        _USERS[dist.group.WORLD] -= 1
-        if not _USERS[dist.group.WORLD]:
-            dist.destroy_process_group()
+        try:
+            self.overdue.stop()
+        finally:
+            if self.owns_process_group and dist.group.WORLD in _USERS:
+                _USERS[dist.group.WORLD] -= 1
+                if not _USERS[dist.group.WORLD]:
+                    dist.destroy_process_group()
 
     @cached_property
     def waits_on_host(self) -> bool:
@@ -171,8 +176,9 @@ class World:
 
     def barrier(self) -> None:
         if self.size > 1:
+            device_ids = None if self.waits_on_host else [self.device.index or 0]  # torch warns where it has to guess
             with self._waiting("a barrier"):
-                dist.barrier()
+                dist.barrier(device_ids=device_ids)
 
     def watch(self, step_timeout_seconds: float | None) -> None:
         """How long a step may take; None: no limit.

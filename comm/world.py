@@ -185,8 +185,9 @@ class World:
 
     def barrier(self) -> None:
         if self.size > 1:
+            device_ids = None if self.waits_on_host else [self.device.index or 0]  # torch warns where it has to guess
             with self._waiting("a barrier"):
-                dist.barrier()
+                dist.barrier(device_ids=device_ids)
 
     def watch(self, step_timeout_seconds: float | None) -> None:
         """How long a step may take; None: no limit.

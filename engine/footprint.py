@@ -12,6 +12,7 @@ import torch
 from ..comm import Arrangement, regions_of
 from ..comm.shared_memory import counters_bytes, page_aligned
 from ..offload import FileStore
+from ..zero.host_update import MAX_LEAVING
 from ..zero.layout import round_up
 from ..zero.offloaded_states import ChunkLayout
 from ..zero.plan import GroupPlan, ModelPlan
@@ -42,11 +43,11 @@ class RankBytes:
     """
 
     parameters: int  # at rest, with the model
-    gradients: int  # wherever they are
+    gradients: int  # wherever they are; of a model on an accelerator, those there
     optimizer: int  # states, master weights and second versions of them, with the model
     gathered: int  # the most that full parameters take at a time beside those at rest
-    staging: int  # for gradients on their way to other ranks; the native route's are the device allocator's
-    host: int  # what rests in host memory, where the model's is another one
+    staging: int  # of gradients on their way to other ranks, or to the host; over the native route of the latter alone
+    host: int  # what rests in host memory, where the model's is another one, and gradients that have left for it
     file: int
 
     @property
@@ -115,13 +116,14 @@ class _Footprint:
         blueprint, homes, plan = self._blueprint, self._blueprint.homes, self._plan
         shards = [group.shard_bytes for group in plan.groups]
         chunks = [nbytes for group in plan.updated for nbytes in self._chunks(group)]
+        left = [self._left(group, moment) for group in plan.trained]
         return RankBytes(
             parameters=sum(map(self._at_rest, plan.groups)),
             gradients=sum(self._gradient(group, moment) for group in plan.trained),
             optimizer=sum(self._states(group, moment) for group in plan.updated),
             gathered=peak_gathered_bytes(blueprint, self._place, self._gathered) if self._frees_memory else 0,
-            staging=self._staging(),
-            host=_kept(shards, homes.parameters is Home.HOST) + _kept(chunks, homes.states is Home.HOST),
+            staging=self._staging() + self._leaving(),
+            host=_kept(shards, homes.parameters is Home.HOST) + _kept(chunks, homes.states is Home.HOST) + sum(left),
             file=_kept(shards, homes.parameters is Home.FILE)
             + _kept(chunks * homes.states_plan.num_versions, homes.states is Home.FILE),
         )
@@ -163,22 +165,42 @@ class _Footprint:
         shares_memory = blueprint.route == "shared_memory"
         is_common = blueprint.shares_gradients and shares_memory and self._replicas_size > 1 and not group.domain.copies
         common, own = (shard // self._replicas_size, 0) if is_common else (0, shard)
-        leaves = blueprint.homes.updates_on_host and not self._resident.get(id(group), 1)
+        leaves = self._leaves(group)
         if moment is Moment.ACCUMULATING and not self._adds_in_place(group, leaves):
             if not blueprint.policy.reduces_every_backward:
                 return common + self._local(group)
             waits = bool(group.domain.copies) or self._replicas_size > 1  # for the sum over these
             whole = group.layout.padded_numel * group.accumulation_dtype.itemsize
             return whole // self._shares.gradients if waits or not leaves else 0
-        if blueprint.timing is Timing.IN_BACKWARD:
+        if blueprint.timing is Timing.IN_BACKWARD or (leaves and self._is_on_accelerator):
             own = 0
         is_one_copy = shares_memory and self._states_size > 1
-        is_given_back = leaves or blueprint.timing is Timing.DELAYED or is_one_copy or blueprint.device != "cpu"
+        is_given_back = leaves or blueprint.timing is Timing.DELAYED or is_one_copy or self._is_on_accelerator
         if moment is Moment.BETWEEN_STEPS and is_given_back:
             own = 0
         has_local = self._accumulates and not blueprint.policy.reduces_every_backward
         is_kept = has_local and not self._adds_in_place(group, leaves) and group.accumulation_dtype != group.dtype
         return common + own + (self._local(group) if is_kept else 0)
+
+    def _leaves(self, group: GroupPlan) -> bool:
+        """Whether it is updated on the host, with gradients that go there."""
+        return self._blueprint.homes.updates_on_host and not self._resident.get(id(group), 1)
+
+    @property
+    def _is_on_accelerator(self) -> bool:
+        return self._blueprint.device != "cpu"
+
+    def _left(self, group: GroupPlan, moment: Moment) -> int:
+        """Of a sum that an accelerator does not have any more."""
+        if not self._is_on_accelerator or not self._leaves(group) or moment is Moment.BETWEEN_STEPS:
+            return 0
+        is_full = moment is Moment.ACCUMULATING and not self._blueprint.policy.reduces_every_backward
+        return 0 if is_full or self._blueprint.timing is Timing.IN_BACKWARD else _sum_bytes(group)
+
+    def _leaving(self) -> int:
+        """The largest shards on their way from an accelerator to the host, each with the copy that is waited for."""
+        shards = [_sum_bytes(group) for group in self._plan.trained if self._leaves(group)]
+        return sum(sorted(shards)[-MAX_LEAVING:]) if self._is_on_accelerator else 0
 
     def _local(self, group: GroupPlan) -> int:
         """Of full gradients: those of the parameters themselves, or flat where they are added up in another dtype."""

@@ -161,6 +161,10 @@ class ModelGuard:
             if any(map(bool, differs)):
                 raise ValueError(self._difference(self._values, now))
             return
+        if self._looks and self._looks[-1][0] is self._values:  # one look, however many microbatches a step has
+            _, earlier = self._looks.pop()
+            changed = zip(self._values, earlier, now, strict=True)
+            now = [torch.where(then != old, then, last) for old, then, last in changed]
         self._looks.append((self._values, now))
         differs += [] if self._seen is None else [self._seen]
         self._seen = torch.stack(differs).any()
@@ -192,7 +196,7 @@ _CHANGED = "parameter '{name}' was changed {how}, which its master weights and o
 
 
 _Look = tuple[list[Tensor], list[Tensor]]
-"""Values as they were remembered, and as they were found."""
+"""Values as they were remembered, and as they were found: where several times, the first that were others."""
 
 
 class _Modules:

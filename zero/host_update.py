@@ -11,7 +11,7 @@ from ..offload import HostCopies, HostPool, Resident, Window
 from .group import ShardedGroup
 from .shard_rest import ShardRest
 
-_MAX_LEAVING = 2  # each holds a gradient shard's memory on the device
+MAX_LEAVING = 2  # each holds a gradient shard's memory on the device
 
 
 class HostUpdate:
@@ -34,7 +34,7 @@ class HostUpdate:
     def __init__(self, copies: HostCopies, pool: HostPool) -> None:
         self._copies = copies
         self._pool = pool
-        self._gradients = Window(max_leaving=_MAX_LEAVING)
+        self._gradients = Window(max_leaving=MAX_LEAVING)
 
     def resident(self, group: ShardedGroup, rest: ShardRest | None, needs_values: bool) -> Resident:
         """The group's shard, (shard_numel,), which comes to a buffer of the host.

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-PATIENCE = 0.6  # seconds that a host waits before it says so
-LOOK = 0.3  # seconds between two looks at the others
+PATIENCE = 0.3  # seconds that a host waits before it says so
+LOOK = 0.15  # seconds between two looks at the others
 
 
 class Hang(BaseException):

@@ -34,15 +34,15 @@ def talk(is_eager: bool, orders: list[list[str]]) -> bool:
 
 @pytest.mark.parametrize("is_eager", [False, True])
 @pytest.mark.parametrize("orders", [[["send", "receive"], RECEIVES_FIRST], [["batch"], ["batch"]]])
-def test_messages_match_in_their_order(ranks: RankPool, is_eager: bool, orders: list[list[str]]) -> None:
-    assert ranks(2, talk, is_eager, orders, process_group=False) == [True, True]
+def test_messages_match_in_their_order(pretend_ranks: RankPool, is_eager: bool, orders: list[list[str]]) -> None:
+    assert pretend_ranks(2, talk, is_eager, orders, process_group=False) == [True, True]
 
 
-def test_two_ranks_that_receive_first_hang(ranks: RankPool) -> None:
+def test_two_ranks_that_receive_first_hang(pretend_ranks: RankPool) -> None:
     with pytest.raises(
         RankError, match=r"(?s)Hang: all ranks wait.*rank 0: .* receive from rank 1.*rank 1: .* from rank 0"
     ):
-        ranks(2, talk, False, [RECEIVES_FIRST, RECEIVES_FIRST], process_group=False)
+        pretend_ranks(2, talk, False, [RECEIVES_FIRST, RECEIVES_FIRST], process_group=False)
 
 
 def collectives() -> list[float]:
@@ -63,9 +63,9 @@ def collectives() -> list[float]:
     return [*total[:1].tolist(), *everything.tolist(), *part.tolist()]
 
 
-def test_collectives(ranks: RankPool) -> None:
+def test_collectives(pretend_ranks: RankPool) -> None:
     shared = [3.0, 0.0, 0.0, 1.0, 1.0]
-    assert ranks(2, collectives, process_group=False) == [[*shared, 0.0, 2.0], [*shared, 4.0, 6.0]]
+    assert pretend_ranks(2, collectives, process_group=False) == [[*shared, 0.0, 2.0], [*shared, 4.0, 6.0]]
 
 
 def other_order() -> None:
@@ -75,6 +75,6 @@ def other_order() -> None:
     dist.all_gather_single(torch.empty(4), torch.zeros(2))
 
 
-def test_collectives_in_another_order_are_found(ranks: RankPool) -> None:
+def test_collectives_in_another_order_are_found(pretend_ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"Hang: collective 0 of .* rank 0 is in all_gather.* rank 1 in all_reduce"):
-        ranks(2, other_order, process_group=False)
+        pretend_ranks(2, other_order, process_group=False)

@@ -11,7 +11,7 @@ from tests import models
 from tests.pipe.pipelines import MICROBATCHES, SCHEDULES, TOLERANCE_64, deep_tied_gpt_64, pipelined
 from tests.pipe.test_pipeline_ties import Chain
 from tests.pipe.test_pipeline_ties import batch as chain_batch
-from tests.pretend import group
+from tests.pretend import group, queues
 from tests.ranks import RankPool
 from tests.zero.training import Case, Outcome, assert_close, train, train_plainly
 
@@ -21,40 +21,27 @@ TIED_TWICE = Case(Chain, chain_batch, accumulation=2, clip=0.1, steps=2, config=
 BESIDE_DATA = [("zb-v", 1, None), ("interleaved", 2, 1), ("dualpipe-v", 3, None)]
 
 
-def train_with_manners(cases: list[Case], is_eager: bool) -> list[Outcome]:
-    group.join_on_cpu(is_eager)
+def train_on_device(cases: list[Case], is_eager: bool) -> list[Outcome]:
+    group.register_device(is_eager)
     outcomes = [train(case) for case in cases]
-    assert not group.HOST_WAITS, group.HOST_WAITS[0]
+    assert not queues.HOST_WAITS, queues.HOST_WAITS[0]
     return outcomes
 
 
 @pytest.mark.parametrize("is_eager", [False, True])
-def test_every_schedule_trains_with_tied_weights(ranks: RankPool, is_eager: bool) -> None:
+def test_every_schedule_trains_with_tied_weights(pretend_ranks: RankPool, is_eager: bool) -> None:
     expected = train_plainly(TIED, 1, num_parts=MICROBATCHES)
     cases = [pipelined(TIED, 2, schedule) for schedule in SCHEDULES]
-    found = ranks(2, train_with_manners, cases, is_eager, process_group=False)[0]
+    found = pretend_ranks(2, train_on_device, cases, is_eager, process_group=False)[0]
     for schedule, outcome in zip(SCHEDULES, found, strict=True):
         assert_close(outcome, expected, TOLERANCE_64, TOLERANCE_64, schedule)
 
 
-def test_ranks_have_different_ties(ranks: RankPool) -> None:
+def test_ranks_have_different_ties(pretend_ranks: RankPool) -> None:
     expected = train_plainly(TIED_TWICE, 1, num_parts=2)
     cases = [pipelined(TIED_TWICE.at(stage), 3, "gpipe") for stage in (0, 3)]
-    for outcome in ranks(3, train_with_manners, cases, False, process_group=False)[0]:
+    for outcome in pretend_ranks(3, train_on_device, cases, False, process_group=False)[0]:
         assert_close(outcome, expected, TOLERANCE_64, TOLERANCE_64)
-
-
-def test_pipelines_beside_data_parallel_ranks(ranks: RankPool) -> None:
-    case = replace(TIED, steps=1)
-    expected = train_plainly(case, 2, num_parts=MICROBATCHES)
-    cases = [
-        pipelined(case.at(stage), 2, schedule, zero_optimization={"shard_size": shard_size})
-        for schedule, stage, shard_size in BESIDE_DATA
-    ]
-    for what, outcome in zip(
-        BESIDE_DATA, ranks(4, train_with_manners, cases, False, process_group=False)[0], strict=True
-    ):
-        assert_close(outcome, expected, TOLERANCE_64, TOLERANCE_64, str(what))
 
 
 def train_in_two_halves(case: Case, folder: Path) -> Outcome:
@@ -86,19 +73,17 @@ def test_a_checkpoint_goes_on(pretend_ranks: RankPool, tmp_path: Path, is_async:
     assert_close(found, expected, TOLERANCE_64, TOLERANCE_64)
 
 
-def train_on_device(cases: list[Case]) -> list[Outcome]:
-    group.register_device()
-    outcomes = [train(case) for case in cases]
-    assert not group.HOST_WAITS, group.HOST_WAITS[0]
-    return outcomes
-
-
-def test_every_schedule_trains_on_the_device(pretend_ranks: RankPool) -> None:
-    expected = train_plainly(TIED, 1, num_parts=MICROBATCHES)
-    cases = [pipelined(TIED, 2, schedule) for schedule in SCHEDULES]
-    found = pretend_ranks(2, train_on_device, cases, process_group=False)[0]
-    for schedule, outcome in zip(SCHEDULES, found, strict=True):
-        assert_close(outcome, expected, TOLERANCE_64, TOLERANCE_64, schedule)
+def test_pipelines_beside_data_parallel_ranks(pretend_ranks: RankPool) -> None:
+    case = replace(TIED, steps=1)
+    expected = train_plainly(case, 2, num_parts=MICROBATCHES)
+    cases = [
+        pipelined(case.at(stage), 2, schedule, zero_optimization={"shard_size": shard_size})
+        for schedule, stage, shard_size in BESIDE_DATA
+    ]
+    for what, outcome in zip(
+        BESIDE_DATA, pretend_ranks(4, train_on_device, cases, False, process_group=False)[0], strict=True
+    ):
+        assert_close(outcome, expected, TOLERANCE_64, TOLERANCE_64, str(what))
 
 
 def train_on_other_batches(case: Case) -> list[str]:

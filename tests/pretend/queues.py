@@ -1,0 +1,222 @@
+"""What a pretend group does, one operation after the other: posts, operations, queues and messages."""
+
+# torch calls these methods by position; its stubs have overloads for other callers.
+# mypy: disable-error-code="override"
+
+import os
+import pickle
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .board import Board, Hang, Looking
+from .values import device_name, read, shape_of, write
+
+HOST_WAITS: list[str] = []
+"""The stacks of waits that block the host, since the list was cleared."""
+
+_CHUNK = 4 << 20  # bytes of a value in the store
+_LOOK = timedelta(seconds=0.2)  # a wait is looked at so often
+
+
+class ProcessEnded(BaseException):
+    """NCCL's watchdog would have ended the process."""
+
+
+class Aborted(Exception):
+    """The communicator was."""
+
+
+class Communicator(Protocol):
+    """What operations ask of their group."""
+
+    board: Board
+    prefix: str
+    timeout: timedelta
+    is_aborted: threading.Event
+
+
+class Post:
+    """Values that ranks leave for each other, through a connection of its own."""
+
+    def __init__(self, who: str, group: Communicator) -> None:
+        """who: a queue, or the host."""
+        self._who, self._group = who, group
+        self._store: Any = dist.PrefixStore(group.prefix, group.board.store.clone())
+        self._store.set_timeout(_LOOK)
+        self._num_chunks: dict[str, int] = {}
+
+    def put(self, key: str, value: Any) -> None:
+        data = pickle.dumps(value)
+        chunks = [data[at : at + _CHUNK] for at in range(0, len(data), _CHUNK)]
+        self._num_chunks[key] = len(chunks)
+        for index, chunk in enumerate(chunks[1:], 1):
+            self._store.set(f"{key}/{index}", chunk)
+        self._store.set(key, bytes([len(chunks)]) + chunks[0])
+
+    def take(self, key: str, looking: Looking | None = None) -> Any:
+        """Waits for a value."""
+        self._group.board.awaits(self._who, self._group.prefix + key)
+        data = self._get(key, looking)
+        self._group.board.awaits(self._who, None)
+        self._num_chunks[key] = data[0]
+        rest = [self._get(f"{key}/{index}", looking) for index in range(1, data[0])]
+        return pickle.loads(b"".join([data[1:], *rest]))
+
+    def drop(self, key: str) -> None:
+        """Of what was put or taken here."""
+        for index in range(1, self._num_chunks.pop(key)):
+            self._store.delete_key(f"{key}/{index}")
+        self._store.delete_key(key)
+
+    def _get(self, key: str, looking: Looking | None) -> bytes:
+        while True:
+            try:
+                return bytes(self._store.get(key))
+            except dist.DistStoreError:
+                if self._group.is_aborted.is_set():
+                    raise Aborted from None
+                if looking is not None:
+                    looking.look()
+
+
+class Work(dist.Work):
+    """A started operation. Its results are in the tensors from `wait` on, or once `is_completed` has said so."""
+
+    def __init__(
+        self, group: Communicator, what: str, run: Callable[[Post], None], results: Callable[[], None]
+    ) -> None:
+        super().__init__()
+        self.what = what
+        self._group = group
+        self._run: Callable[[Post], None] | None = run
+        self._results: Callable[[], None] | None = results
+        self._started = time.monotonic()
+        self._is_done = threading.Event()
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def run(self, post: Post) -> None:
+        """In the queue's thread."""
+        try:
+            assert self._run is not None
+            self._run(post)
+        except BaseException as error:
+            self._error, self._results = error, None
+        self._run = None
+        self._is_done.set()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._group.board.check()
+        if timeout:
+            HOST_WAITS.append("".join(traceback.format_stack(limit=12)))
+        if timeout or device_name() == "cpu":
+            return self._wait(timeout)
+        from tests.pretend import device
+
+        device.issue(self._wait_on_stream)  # whoever needs what the stream has comes to wait for it
+        return True
+
+    def _wait_on_stream(self) -> None:
+        try:
+            self._wait(None)
+        except BaseException as error:  # it has no way through the stream
+            self._group.board.found = error
+
+    def _wait(self, timeout: timedelta | None) -> bool:
+        with self._group.board.host_waits(self.what) as looking:
+            while not self._is_done.wait(0.02):
+                looking.look()
+                self._check_time(timeout)
+        return self._finish()
+
+    def is_completed(self) -> bool:
+        return self._is_done.is_set() and (self._error is not None or self._finish())
+
+    def is_success(self) -> bool:
+        return self._is_done.is_set() and self._error is None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def _finish(self) -> bool:
+        if isinstance(self._error, Hang):
+            raise self._error
+        if self._error is not None and not isinstance(self._error, Aborted):
+            raise ProcessEnded(f"{self.what}: {self._error}") from self._error
+        with self._lock:
+            results, self._results = self._results, None
+        if results is not None:
+            results()
+        return True
+
+    def _check_time(self, timeout: timedelta | None) -> None:
+        waited = time.monotonic() - self._started
+        if timeout and waited > timeout.total_seconds():
+            raise dist.DistBackendError(f"Watchdog caught collective operation timeout: {self.what}")
+        is_watched = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") != "0"
+        if is_watched and waited > self._group.timeout.total_seconds():
+            raise ProcessEnded(f"{self.what}: watchdog, after {waited:.1f} s")
+
+
+class Queue:
+    """Does one operation after the other, as a stream of a communicator."""
+
+    def __init__(self, name: str, board: Board, post: Post) -> None:
+        self._name, self._board, self._post = name, board, post
+        self._waiting: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name=f"pretend {name}", daemon=True)
+        self._thread.start()
+
+    def add(self, work: Work) -> Work:
+        self._waiting.put(work)
+        return work
+
+    def close(self) -> None:
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while (work := self._waiting.get()) is not None:
+            self._board.at(self._name, work.what)
+            work.run(self._post)
+            self._board.at(self._name, None)
+
+
+class Message:
+    """One end of a message. Both have come before any data moves."""
+
+    def __init__(self, key: str, what: str, tensor: Tensor, is_send: bool) -> None:
+        self.what = what
+        self.is_send = is_send
+        self._key = key
+        self._tensor = tensor
+        self._arrived: Tensor | None = None
+
+    def announce(self, post: Post) -> None:
+        if not self.is_send:
+            post.put(f"{self._key}/ready", shape_of(self._tensor))
+
+    def give(self, post: Post) -> None:
+        if self.is_send:
+            wanted = post.take(f"{self._key}/ready")
+            if wanted != shape_of(self._tensor):
+                raise RuntimeError(f"{self.what} sends {shape_of(self._tensor)}, the other rank receives {wanted}")
+            post.put(f"{self._key}/data", read(self._tensor))
+
+    def take(self, post: Post) -> None:
+        if not self.is_send:
+            self._arrived = post.take(f"{self._key}/data")
+            post.drop(f"{self._key}/data")
+            post.drop(f"{self._key}/ready")
+
+    def result(self) -> None:
+        if self._arrived is not None:
+            write(self._tensor, self._arrived)

@@ -1,0 +1,259 @@
+"""What else an engine is asked for gives the same bits on the pretended device as on the CPU."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import lowtide
+from lowtide import Engine
+from tests import models
+from tests.models import TinyGPT, tied_gpt
+from tests.pretend.group import register
+from tests.ranks import RankPool
+from tests.zero import training
+from tests.zero.training import ADAMW, Case, Outcome, assert_close
+
+Make = Callable[..., Engine]
+Use = Callable[[Make, str], list[Tensor]]
+
+
+def maker(device: str) -> Make:
+    """Engines of two microbatches a step. On that route the CPU sums in the order in which the device's group does."""
+
+    def make(build: Any = TinyGPT, stage: int = 0, given: Any = None, **config: Any) -> Engine:
+        torch.manual_seed(0)
+        zero = {"stage": stage, **config.pop("zero_optimization", {})}
+        accumulation = config.pop("gradient_accumulation_steps", 1)
+        sections = {
+            "device": device,
+            "communication": {"route": "auto" if device == "auto" else "native"},
+            "optimizer": ADAMW,
+            "steps_per_print": 0,
+            "kernels": {"fuse_modules": False},
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": accumulation,
+            "zero_optimization": zero,
+            **config,
+        }
+        return lowtide.initialize(build(), sections, **(given or {}))
+
+    return make
+
+
+def batch(engine: Engine, step: int) -> tuple[Tensor, ...]:
+    accumulation = engine.config.gradient_accumulation_steps or 1
+    rows = 2 * accumulation * engine.data_size
+    return tuple(one.chunk(engine.data_size)[engine.data_rank] for one in models.token_batch(step, rows))
+
+
+def train(engine: Engine, steps: range = range(2)) -> list[Tensor]:
+    return [torch.stack([result.loss.cpu(), result.grad_norm.cpu().float()]) for result in results(engine, steps)]
+
+
+def results(engine: Engine, steps: range) -> list[Any]:
+    return [engine.train_step(batch(engine, step)) for step in steps]
+
+
+def state_of(engine: Engine) -> list[Tensor]:
+    state = list(engine.state_dict().values())
+    engine.close()
+    return state
+
+
+def trains(build: Any = TinyGPT, stage: int = 0, **config: Any) -> Use:
+    def use(make: Make, folder: str) -> list[Tensor]:
+        engine = make(build, stage, gradient_clipping=0.5, gradient_accumulation_steps=2, **config)
+        return [*train(engine), *state_of(engine)]
+
+    return use
+
+
+# -- one use each -----------------------------------------------------------------------------------------------------
+
+
+def loops(make: Make, folder: str) -> list[Tensor]:
+    """Backwards of the caller's own: two forwards with one loss, then a graph that is kept and another use of it."""
+    engine = make(stage=3)
+    for step in range(2):
+        first, second = engine(*batch(engine, step)), engine(*batch(engine, step + 7))
+        (first + 0.5 * second).backward()
+        again = engine(*batch(engine, step + 9))
+        again.backward(retain_graph=True)
+        again.square().backward()
+        engine.step()
+    return state_of(engine)
+
+
+def set_gradients(make: Make, folder: str) -> list[Tensor]:
+    engine = make(stage=2)
+    for step in range(2):
+        engine.backward(engine(*batch(engine, step)))
+        param = engine.module.get_parameter("blocks.1.up.weight")
+        engine.set_gradient(param, torch.full(param.shape, 0.01, device=engine.device))
+        engine.clip_grad_norm_(0.3)
+        engine.step()
+    return state_of(engine)
+
+
+def join(make: Make, folder: str) -> list[Tensor]:
+    """Rank 0 has a batch more."""
+    engine = make(stage=3)
+    with engine.join():
+        for step in range(3 - engine.rank):
+            engine.train_step(batch(engine, step))
+    return state_of(engine)
+
+
+def averages(make: Make, folder: str) -> list[Tensor]:
+    engine = make(stage=3, bf16={"enabled": True})
+    engine.ema(0.9)
+    train(engine)
+    with engine.ema_weights():
+        found = list(engine.state_dict().values())
+    return [*found, *state_of(engine)]
+
+
+def gathered(make: Make, folder: str) -> list[Tensor]:
+    engine = make(stage=3)
+    train(engine, range(1))
+    params = [engine.module.get_parameter(name) for name in ("embedding.weight", "blocks.0.up.weight")]
+    with engine.gathered(*params, modify=True), torch.no_grad():
+        for param in params:
+            param.mul_(0.5)
+    with engine.gathered(*params):
+        seen = [param.detach().cpu().clone() for param in params]
+    return [*seen, *train(engine), *state_of(engine)]
+
+
+def half_frozen() -> nn.Module:
+    model = TinyGPT()
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    return model
+
+
+def late_groups(make: Make, folder: str) -> list[Tensor]:
+    engine = make(half_frozen, 2)
+    train(engine, range(1))
+    added = [engine.module.get_parameter("blocks.2.up.weight"), *engine.module.get_submodule("norm").parameters()]
+    engine.optimizer.add_param_group({"params": added, "lr": 0.05})
+    return [*train(engine), *state_of(engine)]
+
+
+def own_optimizer(make: Make, folder: str) -> list[Tensor]:
+    given = {"optimizer": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.9)}
+    engine = make(stage=3, given=given, optimizer=None)
+    return [*train(engine), *state_of(engine)]
+
+
+def deferred(make: Make, folder: str) -> list[Tensor]:
+    engine = make(lambda: TinyGPT, 3)
+    return [*train(engine), *state_of(engine)]
+
+
+def export(make: Make, folder: str) -> list[Tensor]:
+    """Weights in one file, and in several with an index; an engine of its own takes them up."""
+    engine = make(tied_gpt, 3, bf16={"enabled": True})
+    train(engine)
+    engine.export(f"{folder}/one")
+    engine.export(f"{folder}/several", dtype="fp32", shard_bytes=4000)
+    engine.close()
+    values: dict[str, Tensor] = {}
+    for file in sorted(Path(folder).glob("*/*.safetensors")):
+        values |= {f"{file.parent.name} {name}": value for name, value in load_file(file).items()}
+    second = make(tied_gpt, 2)
+    second.load_weights(f"{folder}/several")
+    return [*values.values(), *train(second), *state_of(second)]
+
+
+HOST = {"device": "cpu"}
+RECOMPUTED = {"number_checkpoints": 2, "offload": {**HOST, "min_bytes": 1}}
+USES: dict[str, Use] = {
+    "loops of the caller's own": loops,
+    "gradients that are set": set_gradients,
+    "join": join,
+    "averages": averages,
+    "gathered": gathered,
+    "late groups": late_groups,
+    "an optimizer of torch": own_optimizer,
+    "a deferred model": deferred,
+    "export": export,
+    "hybrid, stage 2": trains(stage=2, zero_optimization={"shard_size": 1}),
+    "hybrid, stage 3": trains(stage=3, zero_optimization={"shard_size": 1}),
+    "activations recomputed and in host memory": trains(stage=3, activation_checkpointing=RECOMPUTED),
+}
+
+
+def on_both(folder: str) -> dict[str, list[int]]:
+    """By use, which of its values differ."""
+    register()
+    found = {}
+    for name, use in USES.items():
+        values = []
+        for device in ("cpu", "auto"):
+            own = Path(folder, name, device)
+            own.mkdir(parents=True, exist_ok=True)
+            values.append(use(maker(device), str(own)))
+        pairs = zip(*values, strict=True)
+        found[name] = [index for index, (ours, theirs) in enumerate(pairs) if not torch.equal(ours, theirs)]
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_use_gives_the_bits_of_the_cpu(pretend_ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    for found in pretend_ranks(world_size, on_both, str(tmp_path), process_group=False):
+        assert found == {name: [] for name in USES}
+
+
+# -- more ranks, and other numbers of them ----------------------------------------------------------------------------
+
+GPT = Case(models.tiny_gpt_float64, models.token_batch, accumulation=2, clip=0.3, steps=2)
+ON_FOUR_RANKS = {
+    "hybrid, stage 2": GPT.at(2, config={"zero_optimization": {"shard_size": 2}}),
+    "hybrid, stage 3": GPT.at(3, config={"zero_optimization": {"shard_size": 2}}),
+    "hpZ": GPT.at(3, config={"zero_optimization": {"zero_hpz_partition_size": 2}}),
+}
+
+
+def train_on_device(cases: list[Case]) -> list[Outcome]:
+    register()
+    return [training.train(case) for case in cases]
+
+
+def test_four_ranks(pretend_ranks: RankPool) -> None:
+    expected = training.train_plainly(GPT, 4)
+    found = pretend_ranks(4, train_on_device, list(ON_FOUR_RANKS.values()), process_group=False)[0]
+    for name, outcome in zip(ON_FOUR_RANKS, found, strict=True):
+        assert_close(outcome, expected, 1e-9, 1e-9, name)
+
+
+def saved(folder: str) -> list[Tensor]:
+    engine = maker("auto")(stage=3, bf16={"enabled": True})
+    train(engine)
+    engine.save_checkpoint(folder)
+    return state_of(engine)
+
+
+def loaded(folder: str) -> list[Tensor]:
+    engine = maker("auto")(stage=2, bf16={"enabled": True})
+    engine.load_checkpoint(folder)
+    return [*list(engine.state_dict().values()), *train(engine, range(2, 3)), *state_of(engine)]
+
+
+def at_rank(act: Callable[[str], list[Tensor]], folder: str) -> list[Tensor]:
+    register()
+    return act(folder)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_another_number_of_ranks_goes_on(pretend_ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    before = pretend_ranks(world_size, at_rank, saved, str(tmp_path), process_group=False)[0]
+    after = pretend_ranks(3 - world_size, at_rank, loaded, str(tmp_path), process_group=False)[0]
+    same = pretend_ranks(world_size, at_rank, loaded, str(tmp_path), process_group=False)[0]
+    for values in (after, same):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(before, values, strict=False))

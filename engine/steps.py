@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
-from textwrap import shorten
-from typing import Any, NoReturn, Protocol
-from zlib import crc32
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +15,9 @@ from ..comm import Activity, Mesh
 from ..offload import OffloadError
 from ..watch.log import logger
 from ..zero.gradient import GroupGradient
-from ..zero.group import ShardedGroup
 from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
-from ..zero.reduced_gradient import Cleared, ReducedGradients
+from ..zero.reduced_gradient import Cleared
 from ..zero.reductions import OnFinal
 from ..zero.sequence import StateError
 from ..zero.unit import Unit
@@ -30,6 +27,7 @@ from .config.config import Config
 from .gradient_scale import GradientScale
 from .guard import ModelGuard
 from .join import Call, Join, weighted
+from .shown_gradients import ShownGradients, refuse_differences
 from .step_result import StepResult
 from .step_sums import StepSums, SummedStep, Uses, non_finite_error, sum_step
 from .step_update import StepUpdate, Timing
@@ -101,7 +99,6 @@ class Steps:
         """Whether the last of them was the last of its step."""
         self._is_last: bool | None = None  # as the caller says; None: by their number
         self._by_hand = False  # he has said so in this step
-        self._cleared: list[str] = []  # what he has cleared of reduced gradients in this step, and when
         self.clipping: Clipping | None = None  # of the gradients of this step, by the caller
         self._doubt: tuple[Tensor, Callable[[], None]] | None = None
         self._config = config
@@ -120,8 +117,7 @@ class Steps:
     def take_up_groups(self) -> None:
         """The groups of the units, and of the optimizer, are those that there are now; between steps."""
         optimizer, passes, mesh = self._optimizer, self._passes, self._mesh
-        self._reduced = _stand_ins(self.gradients)
-        self._taken = _stand_ins(gradient for gradient in self.gradients if gradient.takes_each)
+        self._shown = ShownGradients(self.gradients)
         timing = Timing.of(self._config)
         shares = any(group.copies_are_shared for unit in passes.units for group in unit.groups)
         self.guard = ModelGuard(self._module, passes.units, shares, only_steps_change=timing is not Timing.DELAYED)
@@ -215,15 +211,15 @@ class Steps:
 
     def show_reduced(self) -> None:
         """A loop that calls backward itself may look at `param.grad` now: gradients that are not there say so."""
-        (self._reduced if self.is_complete else self._taken).put()
+        self._shown.put(self.is_complete)
 
     def take_cleared(self) -> bool:
         """Final gradients that the caller has cleared are none from now on, and no stand-ins are in `param.grad`.
 
         Returns whether there were any left that he might have cleared.
         """
-        are_there = self._reduced.are_there
-        cleared = self._reduced.take_out()
+        are_there = self._shown.are_final
+        cleared, _ = self._shown.take_final()
         if cleared:
             self.update.refuse_more("zero_grad()")  # what is tried is taken back when all ranks know of it
             self._clear(cleared)
@@ -231,50 +227,40 @@ class Steps:
 
     def forget_cleared(self, what: str) -> None:
         """A step is none any more where the caller has cleared all of its final gradients. what: he asks for now."""
-        if not self._reduced.are_there:
+        if not self._shown.are_final:
             return
-        cleared = self._reduced.take_out()
-        if cleared and len(cleared) == self._reduced.num_params:  # of a stage that is frozen there are none
+        cleared, are_all = self._shown.take_final()
+        if are_all:
             self.refuse_more(what)
             self.forget(ends_graphs=False)
             return
         if cleared:
             self.refuse_more(what)
             self._clear(cleared)
-        self._reduced.put()
+        self._shown.put(are_final=True)
 
     def _clear(self, cleared: Cleared) -> None:
         self._join.check_outside("zero_grad() after the last backward of a step")
-        self._remember_cleared(cleared)
+        self._shown.note(cleared, self._num_begun)
         for gradient in self.gradients:
             gradient.clear(cleared)
 
-    def _remember_cleared(self, cleared: Cleared) -> None:
-        names = {id(p): n for gradient in self.gradients for n, p in _members(gradient.group)}
-        found = ", ".join(f"{names[key]}{'' if is_none else ' (to zero)'}" for key, is_none in cleared.items())
-        self._cleared.append(f"after backward {self._num_begun}: {found}")
-
-    @contextmanager
-    def set_aside(self, arrived: nn.Parameter | None) -> Iterator[None]:
+    def set_aside(self, arrived: nn.Parameter | None) -> AbstractContextManager[None]:
         """See `ReducedGradients.set_aside`."""
-        with self._reduced.set_aside(arrived):
-            yield
+        return self._shown.set_aside(arrived)
 
     def begin_backward(self, num_microbatches: int = 1) -> None:
         """As `backward`, until `end_backward` or `abort_backward`."""
         self.check_averages_hidden("backward")
         self.refuse_more("another backward")  # a sum that was final was not
-        cleared = self._reduced.take_out()
-        if cleared and len(cleared) == self._reduced.num_params:
-            self._remember_cleared(cleared)
+        cleared, are_all = self._shown.take_final()
+        if are_all:
+            self._shown.note(cleared, self._num_begun)
             self.forget(ends_graphs=False)  # as zero_grad() before another backward does in torch
         elif cleared:
             self._clear(cleared)
-        cleared = self._taken.take_out()
-        if 0 < len(cleared) < self._taken.num_params:
-            raise StateError(_CLEARED_ALONE)
-        if cleared:
-            self._remember_cleared(cleared)
+        if cleared := self._shown.take_taken():
+            self._shown.note(cleared, self._num_begun)
             self._forget_gradients()  # in the middle of a step, whose backwards are counted all the same
         if self.clipping is not None:
             raise StateError(
@@ -337,7 +323,7 @@ class Steps:
         self._forget_gradients()
         if ends_graphs:
             self._passes.release_all()
-            self._cleared.clear()
+            self._shown.forget()
         self.losses.clear()
         self.num_microbatches = self._num_begun = self._join.num_missing = 0
         self.is_complete = self._by_hand = False
@@ -365,7 +351,7 @@ class Steps:
         seen, doubt = self.guard.take_seen(), self._doubt
         if doubt is not None:
             seen = doubt[0].any() if seen is None else seen | doubt[0].any()
-        cleared = 1 + crc32(str(self._cleared).encode()) if self._cleared else 0
+        cleared = self._shown.mark
         summed = sum_step(self._mesh, self.gradients, losses, events, what, self._uses, seen, cleared)
         is_started = self._update_if_finite(summed, number)
         sums = summed.read()
@@ -378,7 +364,9 @@ class Steps:
                 doubt[1]()
             self.guard.raise_seen(self._mesh)
         if sums.cleared != cleared * self._mesh.world.size:
-            self._refuse_cleared()
+            notes = self._shown.forget()
+            self.forget()
+            refuse_differences(self._mesh, notes)
         update_failed, *counts = sums.events
         if update_failed:
             self.forget()
@@ -453,18 +441,6 @@ class Steps:
             finally:
                 self.forget()
 
-    def _refuse_cleared(self) -> NoReturn:
-        """Raises StateError on all ranks. A collective."""
-        own = "; ".join(self._cleared)
-        self.forget()
-        everyone = self._mesh.world.gather_objects(own)
-        rank = next(rank for rank, found in enumerate(everyone) if found != everyone[0])
-        first, other = (shorten(everyone[one], 120, placeholder=" ...") or "none" for one in (0, rank))
-        raise StateError(
-            "zero_grad(): expected the gradients of the same parameters cleared on all ranks, since each has a part of "
-            f"their sum, found {first} on rank 0, {other} on rank {rank}. No parameter was updated"
-        )
-
     # -- between steps --------------------------------------------------------------------------------------------
 
     def mean_over_ranks(self, losses: list[Tensor], num_ranks: int) -> Tensor:
@@ -508,17 +484,3 @@ class Steps:
 
 def _update_of(number: int) -> str:
     return f"the update of step {number}"
-
-
-_CLEARED_ALONE = (
-    "backward: found the gradients of some parameters cleared after an earlier backward of the step, not of others: "
-    "clear all of them (engine.zero_grad()), or some after the last backward of a step; in the middle they are in sums"
-)
-
-
-def _stand_ins(gradients: Iterable[GroupGradient]) -> ReducedGradients:
-    return ReducedGradients([pair for gradient in gradients for pair in _members(gradient.group)])
-
-
-def _members(group: ShardedGroup) -> Iterator[tuple[str, nn.Parameter]]:
-    return zip(group.names, group.params, strict=True)

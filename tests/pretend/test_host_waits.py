@@ -191,7 +191,7 @@ def test_an_update_that_was_started_changes_nothing(pretend_ranks: RankPool, con
 
 
 def change_by_data() -> None:
-    with make_engine(Net(2), PRECISIONS["bf16"]) as engine:
+    with make_engine(Net(2), {**PRECISIONS["bf16"], "gradient_accumulation_steps": 2}) as engine:
         for _ in range(2):
             train_step(engine, torch.randn(2, WIDTH))
         weight = engine.module.get_parameter("blocks.1.wide.weight")

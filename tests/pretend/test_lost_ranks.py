@@ -13,7 +13,7 @@ from tests.models import linear_chain
 from tests.pretend import group
 from tests.ranks import RankPool
 
-TIMEOUT_SECONDS = 1.5
+TIMEOUT_SECONDS = 0.8
 
 
 def train_until_rank_1_is_late(pipeline: int, stage: int) -> tuple[str, float]:

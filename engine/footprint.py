@@ -71,7 +71,7 @@ class Shares:
 
 def bytes_of(blueprint: Blueprint, rank: int = 0, moment: Moment = Moment.REDUCED) -> RankBytes:
     """What `rank` takes at a moment."""
-    return _Footprint(blueprint, rank).at(moment)
+    return Footprint(blueprint, rank).at(moment)
 
 
 def shared_bytes(blueprint: Blueprint) -> int:
@@ -92,7 +92,7 @@ def shared_bytes(blueprint: Blueprint) -> int:
     return total
 
 
-class _Footprint:
+class Footprint:
     """The bytes of one rank, kind by kind."""
 
     def __init__(self, blueprint: Blueprint, rank: int) -> None:
@@ -117,9 +117,9 @@ class _Footprint:
         chunks = [nbytes for group in plan.updated for nbytes in self._chunks(group)]
         return RankBytes(
             parameters=sum(map(self._at_rest, plan.groups)),
-            gradients=sum(self._gradient(group, moment) for group in plan.trained),
+            gradients=sum(self.gradient(group, moment) for group in plan.trained),
             optimizer=sum(self._states(group, moment) for group in plan.updated),
-            gathered=peak_gathered_bytes(blueprint, self._place, self._gathered) if self._frees_memory else 0,
+            gathered=peak_gathered_bytes(blueprint, self._place, self.gathered) if self.frees_memory else 0,
             staging=self._staging(),
             host=_kept(shards, homes.parameters is Home.HOST) + _kept(chunks, homes.states is Home.HOST),
             file=_kept(shards, homes.parameters is Home.FILE)
@@ -129,7 +129,8 @@ class _Footprint:
     # -- parameters -----------------------------------------------------------------------------------------------
 
     @property
-    def _frees_memory(self) -> bool:
+    def frees_memory(self) -> bool:
+        """Whether released parameters give memory back."""
         if self._blueprint.homes.parameters is not Home.MODEL:
             return True
         is_divided = self._blueprint.arrangement.size(self._blueprint.domain.parameters) > 1
@@ -140,7 +141,7 @@ class _Footprint:
             return 0
         return group.full_bytes // self._shares.parameters
 
-    def _gathered(self, group: GroupPlan) -> int:
+    def gathered(self, group: GroupPlan) -> int:
         """What full parameters take beside those at rest, which lie among them where pages move."""
         rest = group.full_bytes // self._shares.parameters
         is_beside = not self._blueprint.moves_pages and rest < group.full_bytes
@@ -148,7 +149,7 @@ class _Footprint:
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
-    def _gradient(self, group: GroupPlan, moment: Moment) -> int:
+    def gradient(self, group: GroupPlan, moment: Moment) -> int:
         """A shard of the sum, and before it what is added up over microbatches.
 
         |               | stage 0, 1                              | stage 2, 3                             |

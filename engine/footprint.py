@@ -111,15 +111,16 @@ class Footprint:
         numels = blueprint.homes.states_plan.resident_numels([one.layout.shard_numel for one in self._plan.updated])
         self._resident = {id(group): numel for group, numel in zip(self._plan.updated, numels, strict=True)}
 
-    def at(self, moment: Moment) -> RankBytes:
+    def at(self, moment: Moment, gathers: bool = True) -> RankBytes:
+        """gathers: False where nobody asks for what is gathered, which has to be found by running the units."""
         blueprint, homes, plan = self._blueprint, self._blueprint.homes, self._plan
         shards = [group.shard_bytes for group in plan.groups]
-        chunks = [nbytes for group in plan.updated for nbytes in self._chunks(group)]
+        chunks = [nbytes for group in plan.updated for nbytes in self.chunks(group)]
         return RankBytes(
             parameters=sum(map(self._at_rest, plan.groups)),
             gradients=sum(self.gradient(group, moment) for group in plan.trained),
             optimizer=sum(self._states(group, moment) for group in plan.updated),
-            gathered=peak_gathered_bytes(blueprint, self._place, self.gathered) if self.frees_memory else 0,
+            gathered=peak_gathered_bytes(blueprint, self._place, self.gathered) if gathers and self.frees_memory else 0,
             staging=self._staging(),
             host=_kept(shards, homes.parameters is Home.HOST) + _kept(chunks, homes.states is Home.HOST),
             file=_kept(shards, homes.parameters is Home.FILE)
@@ -218,12 +219,12 @@ class Footprint:
         if self._blueprint.timing is Timing.DELAYED:
             total += second
         if self._blueprint.timing is Timing.SPECULATIVE and moment is Moment.REDUCED:
-            in_host = self._chunks(group) if self._blueprint.homes.states is Home.HOST else []
+            in_host = self.chunks(group) if self._blueprint.homes.states is Home.HOST else []
             total += total + second + sum(in_host)
         return total
 
-    def _chunks(self, group: GroupPlan) -> list[int]:
-        """Of what is not with the model."""
+    def chunks(self, group: GroupPlan) -> list[int]:
+        """Bytes of what is not with the model."""
         kinds, start, end = self._kinds(group.dtype), self._resident[id(group)], group.layout.shard_numel
         parts = self._blueprint.homes.states_plan.chunks(start, end)
         return [ChunkLayout.of(scaled(kinds, high - low)).nbytes for low, high in parts]

@@ -13,8 +13,9 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from ...model.blocks import find_blocks
 from ...model.ledger import Ledger
 from ...zero.direct_gradients import DirectGradients
 from ...zero.plan import Dtypes
+from ...zero.sequence import UnitSequence
 from ...zero.units import UnitPlan
 from ..batch import call, loss_of
 from .profile import Part, Profile
@@ -52,7 +54,7 @@ class MetaRun:
     """Runs microbatches of a copy of the model.
 
     model: on any device; it is left as it is. device: on which it will train, "cpu" or "cuda": it decides on the kernel
-    of attention, and on where gradients of large weights are written.
+    of attention.
     """
 
     def __init__(
@@ -66,25 +68,31 @@ class MetaRun:
     ) -> None:
         self._model = _meta_copy(model, dtypes)
         self._units = [(unit.name, self._model.get_submodule(unit.name)) for unit in units if not unit.is_rest]
+        self._of_units = {id(param) for _, module in self._units for param in module.parameters()}
         self._after = _after_blocks(self._model)
         self._dtype = dtypes.compute if casts_inputs else None
         self._itemsize = (dtypes.compute or torch.float32).itemsize
         self._device, self._loss_fn = device, loss_fn
 
-    def profile(self, batch: Any, rows: int, every: int) -> Profile:
+    def profile(self, batch: Any, rows: int, every: int, is_direct: bool = False) -> Profile:
         """Of a microbatch of so many rows like those of `batch`. every: `activation_checkpointing.every`.
 
+        is_direct: gradients of large weights are written where they are staged, and are no tensors beside it.
         Raises ValueError where the model does not run without values.
         """
         made = _on_meta(batch, rows, self._dtype)
         ledger = Ledger()
         places = _Places(self._model.parameters())
-        tracker = _Tracker([*self._model.parameters(), *self._model.buffers(), *_tensors(made), *places.memory.values()])
+        tracker = _Tracker(
+            [*self._model.parameters(), *self._model.buffers(), *_tensors(made), *places.memory.values()]
+        )
         marks = _Marks(tracker)
         try:
             for _, module in self._units[::every] if every else ():
-                ledger.override(module, "forward", partial(checkpoint, module.forward, use_reentrant=False))
-            self._observe(marks, places, ledger)
+                ledger.override(module, "forward", self._recomputed(module))
+            self._observe(marks, ledger)
+            if is_direct:
+                DirectGradients(cast(UnitSequence, places), self._model.modules(), ledger)
             with torch.enable_grad(), _Attention(self._device), tracker:
                 self._run(made, marks)
         except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
@@ -100,6 +108,12 @@ class MetaRun:
                 param.grad = None
         return Profile(rows, _num_tokens(made, rows), marks.parts(), self._itemsize)
 
+    def _recomputed(self, module: nn.Module) -> Callable[..., Any]:
+        def contexts() -> tuple[AbstractContextManager[None], TorchFunctionMode]:
+            return nullcontext(), _Attention(self._device)  # in a backward, torch has put the one around it away
+
+        return partial(checkpoint, module.forward, use_reentrant=False, context_fn=contexts)
+
     def _run(self, batch: Any, marks: _Marks) -> None:
         marks.enter(START)
         loss = loss_of(call(self._model, batch), batch, self._loss_fn)
@@ -108,19 +122,20 @@ class MetaRun:
         del loss
         marks.end()
 
-    def _observe(self, marks: _Marks, places: Any, ledger: Ledger) -> None:
+    def _observe(self, marks: _Marks, ledger: Ledger) -> None:
         for name, module in self._units:
             ledger.hook(module.register_forward_pre_hook(marks.before(name), with_kwargs=True))
         if self._after is not None:
             ledger.hook(self._after.register_forward_hook(marks.after_blocks))
         for param in self._model.parameters():
             if param.requires_grad:
-                ledger.hook(param.register_post_accumulate_grad_hook(_let_go))
-        if self._device == "cpu":
-            DirectGradients(places, self._model.modules(), ledger)
+                let_go = partial(_let_go, None if id(param) in self._of_units else marks)
+                ledger.hook(param.register_post_accumulate_grad_hook(let_go))  # type: ignore[no-untyped-call]
 
 
-def _let_go(param: Tensor) -> None:
+def _let_go(marks: _Marks | None, param: Tensor) -> None:
+    if marks is not None:
+        marks.add_rest(param.nbytes)
     param.grad = None
 
 
@@ -143,6 +158,7 @@ class _Marks:
         self._forward: dict[str, tuple[int, int, int, int, int]] = {}  # live before, after, peak, flops, traffic
         self._backward: dict[str, tuple[int, int, int]] = {}  # peak, flops, traffic
         self._outputs: dict[str, int] = {}
+        self._rest: dict[str, int] = {}
         self._begun = 0
         self._now: str | None = None
 
@@ -184,6 +200,11 @@ class _Marks:
     def end(self) -> None:
         self._close_backward()
 
+    def add_rest(self, nbytes: int) -> None:
+        """A gradient of the rest is there."""
+        if self._now is not None:
+            self._rest[self._now] = self._rest.get(self._now, 0) + nbytes
+
     def parts(self) -> Mapping[str, Part]:
         found = {}
         for name in sorted(self._names, key=lambda one: (one != START, one == END)):
@@ -194,6 +215,7 @@ class _Marks:
                 forward_peak_bytes=peak - before,
                 backward_peak_bytes=max(back_peak - before, 0),
                 output_bytes=self._outputs.get(name, 0),
+                rest_gradient_bytes=self._rest.get(name, 0),
                 forward_flops=flops,
                 backward_flops=back_flops,
                 forward_traffic=traffic,
@@ -213,7 +235,7 @@ class _Marks:
         self._outputs[name] = sum(one.nbytes for one in tensors)
         for one in tensors:
             if one.requires_grad:
-                one.register_hook(partial(self._on_gradient, name))
+                one.register_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, name: str, gradient: Tensor) -> None:
         if self._now != name and name not in self._backward:
@@ -230,11 +252,11 @@ class _Marks:
         self._now = None
 
 
-class _Tracker(TorchDispatchMode):
+class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of storages that are alive, the most of them since `begin`, and what operations do since then."""
 
     def __init__(self, known: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         from torch.utils.flop_counter import flop_registry  # takes half a second
 
         self._formulas: Mapping[Any, Callable[..., int]] = flop_registry

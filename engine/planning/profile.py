@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .step_order import END, START
-
 
 @dataclass(frozen=True)
 class Part:
@@ -19,6 +17,9 @@ class Part:
     forward_peak_bytes: int = 0
     backward_peak_bytes: int = 0
     output_bytes: int = 0
+    rest_gradient_bytes: int = (
+        0  # made in its backward, of parameters of no unit: they wait for the end of the backward
+    )
     forward_flops: int = 0  # of matrix products, convolutions and attention
     backward_flops: int = 0  # with what is computed again
     forward_traffic: int = 0  # bytes that all other operations read and write

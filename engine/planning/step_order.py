@@ -38,7 +38,9 @@ class Moment:
     is_backward: bool
     gathered_bytes: int
     staged_bytes: int  # gradients on their way, of routes whose messages are the allocator's
-    reduced: frozenset[str]  # names of groups whose gradient has arrived, or is about to
+    arrived: frozenset[str]  # names of groups whose gradient this backward has made, or makes
+    is_first: bool  # microbatch of a step
+    is_last: bool
 
 
 @dataclass
@@ -59,7 +61,7 @@ class StepOrder:
     staged_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self._reduced: set[str] = set()
+        self._arrived: set[str] = set()
         units = []
         for plan_of_unit, groups in self.blueprint.places[0].units:
             members = [_Group(self, group) for group in groups]
@@ -78,7 +80,7 @@ class StepOrder:
     def microbatch(self, work: Work, is_last: bool) -> None:
         """Forward and backward of a model that uses each unit once, in order. is_last: of a step."""
         sequence, timeline = self._sequence, self.timeline
-        self._is_last = is_last
+        self._is_first, self._is_last = not self.moments, is_last
         timeline.phase = "forward"
         sequence.begin_forward()
         uses = []
@@ -102,7 +104,7 @@ class StepOrder:
         self._compute(START, work.backward(START), is_backward=True, unit=sequence.rest)
         timeline.phase = "end"
         sequence.end_backward()
-        self._reduced.clear()
+        self._arrived.clear()
 
     def update(self, seconds: float) -> None:
         """After the last microbatch: the shards are updated, and go where parameters are at rest."""
@@ -116,10 +118,14 @@ class StepOrder:
 
     def _compute(self, name: str, seconds: float, is_backward: bool, unit: Unit | None = None) -> None:
         arriving = [cast(_Gradient, gradient).plan for gradient in unit.gradients] if unit else []
-        reduces = bool(arriving) and self._reduces
-        staged = max((one.slot_bytes for one in arriving), default=0) if reduces and self.stages_apart else 0
-        reduced = frozenset(self._reduced | {one.name for one in arriving}) if reduces else frozenset(self._reduced)
-        self.moments.append(Moment(name, is_backward, self.most_gathered_bytes, self.staged_bytes + staged, reduced))
+        self._arrived |= {one.name for one in arriving}
+        staged = self.staged_bytes
+        if arriving and self._reduces and self.stages_apart:
+            staged += max(one.slot_bytes for one in arriving)
+        arrived = frozenset(self._arrived)
+        self.moments.append(
+            Moment(name, is_backward, self.most_gathered_bytes, staged, arrived, self._is_first, self._is_last)
+        )
         self.most_gathered_bytes = self.gathered_bytes
         self.timeline.compute(name, seconds)
 
@@ -195,7 +201,6 @@ class _Gradient:
         step, plan = self._step, self.plan
         if not boundary and not step.blueprint.policy.reduces_every_backward:
             return
-        step._reduced.add(plan.name)
         messages = [step.exchange.reduce(plan)]
         messages += [step.exchange.all_reduce(plan)] if boundary else []
         staged = plan.slot_bytes if step.stages_apart else 0

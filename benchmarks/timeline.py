@@ -115,11 +115,12 @@ class Work:
 
 def run_lowtide(blueprint: Blueprint, work: Work) -> Timeline:
     """A step of one microbatch at stage 3."""
-    step = StepOrder(blueprint, Exchange(blueprint, work.machine), lambda group: group.full_bytes)
+    step = StepOrder(blueprint, Exchange(blueprint, work.machine), lambda group: group.full_bytes, is_last=True)
     numels = {unit.name: sum(g.layout.padded_numel for g in groups) for unit, groups in blueprint.places[0].units}
-    step.microbatch(_OfUnits(work, numels), is_last=True)
-    step.update(work.update(sum(numels.values())))
-    return step.timeline
+    timeline = step.timeline(_OfUnits(work, numels))
+    timeline.phase = "end"
+    timeline.compute("update", work.update(sum(numels.values())))
+    return timeline
 
 
 @dataclass(frozen=True)

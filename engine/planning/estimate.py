@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from ...zero.plan import GroupPlan
+from ...zero.policy import ZeroPolicy
 from ..blueprint import Blueprint
+from ..config.config import Config
 from ..footprint import Footprint, Moment
 from ..offload import Home
 from ..step_update import Timing
 from .exchange import Exchange
 from .machine import Machine
 from .profile import Profile
-from .step_order import Moment as InPart
 from .step_order import StepOrder
+from .timeline import Timeline
 
-_MICROBATCHES = 3  # that are simulated: a first one, one in between for all of these, the last one
 _BLOCKS_IN_MEMORY = 3  # of activations that are offloaded, without a budget: see `ActivationOffload`
 _CHUNKS_IN_MEMORY = 3  # of states that rest in a file, while they are updated
 
@@ -82,7 +83,8 @@ class Activations:
     """Bytes of a microbatch's activations at each part, with what of them is offloaded."""
 
     profile: Profile
-    blueprint: Blueprint
+    config: Config
+    policy: ZeroPolicy
 
     @cached_property
     def bases(self) -> Mapping[str, int]:
@@ -100,17 +102,17 @@ class Activations:
     @property
     def _rest_waits(self) -> bool:
         """Else they are added to those of the microbatches before."""
-        accumulates = (self.blueprint.config.gradient_accumulation_steps or 1) > 1
-        return not accumulates or self.blueprint.policy.reduces_every_backward
+        accumulates = (self.config.gradient_accumulation_steps or 1) > 1
+        return not accumulates or self.policy.reduces_every_backward
 
     @property
     def is_offloaded(self) -> bool:
-        return self.blueprint.config.activation_checkpointing.offload.device != "none"
+        return self.config.activation_checkpointing.offload.device != "none"
 
-    @property
+    @cached_property
     def _limit(self) -> int:
         largest = max((part.kept_bytes for part in self.profile.parts.values()), default=0)
-        return self.blueprint.config.activation_checkpointing.offload.budget_bytes or _BLOCKS_IN_MEMORY * largest
+        return self.config.activation_checkpointing.offload.budget_bytes or _BLOCKS_IN_MEMORY * largest
 
     def at(self, name: str, is_backward: bool) -> int:
         """While a part computes."""
@@ -138,79 +140,90 @@ def writes_gradients(blueprint: Blueprint) -> bool:
     return blueprint.device == "cpu" and blueprint.pipeline is None and not is_added and not is_cast
 
 
+class StepParts:
+    """What of a step without a pipeline does not depend on what a microbatch computes: made once for many profiles."""
+
+    def __init__(self, blueprint: Blueprint, machine: Machine) -> None:
+        """blueprint: of any number of microbatches, of one or of several as it will be."""
+        self.blueprint, self.machine = blueprint, machine
+        self.rests = Resting.of(blueprint, (footprint := Footprint(blueprint, 0)))
+        exchange = Exchange(blueprint, machine)
+        bytes_of = footprint.gathered if footprint.frees_memory else None
+        self.order = StepOrder(blueprint, exchange, bytes_of, is_last=True)
+        accumulates = (blueprint.config.gradient_accumulation_steps or 1) > 1
+        self._inner = StepOrder(blueprint, exchange, bytes_of, is_last=False) if accumulates else None
+        self._refreshes = [exchange.refresh(group) for group in blueprint.places[0].updated]
+        self._update = update_seconds(blueprint, machine, 0)
+        self.is_direct = writes_gradients(blueprint)
+
+    def estimate(self, config: Config, profile: Profile) -> Estimate:
+        """config: of the blueprint but for rows, microbatches and activations. profile: of its microbatch."""
+        accumulation, samples = config.gradient_accumulation_steps or 1, config.train_batch_size or 0
+        work, activations = Work(profile, self.machine), Activations(profile, config, self.blueprint.policy)
+        line = self.order.timeline(work)
+        times = {"compute": line.computed, **_exposed(line)}
+        sent = dict(self.order.sent)
+        if self._inner is not None:
+            line = self._inner.timeline(work)
+            more = {"compute": line.computed, **_exposed(line)}
+            times = {name: times[name] + (accumulation - 1) * more[name] for name in times}
+            sent = {link: nbytes + (accumulation - 1) * self._inner.sent[link] for link, nbytes in sent.items()}
+        in_backward = sum(work.backward(name) for name in profile.names)
+        hidden = {Timing.DELAYED: times["compute"], Timing.SPECULATIVE: in_backward}
+        speed = _speed_of_activations(self.blueprint, self.machine)
+        moved = 2 * activations.offloaded_bytes * accumulation / speed
+        seconds = {
+            **times,
+            "activations exposed": max(0.0, moved - times["compute"]),
+            "update": max(0.0, self._update - hidden.get(self.blueprint.timing, 0.0)),
+            "refresh exposed": sum(one.seconds for one in self._refreshes),
+        }
+        for message in self._refreshes:
+            sent["intra"] += message.intra
+            sent["inter"] += message.inter
+        kinds, peak = self._memory(activations)
+        host, file = self.rests.elsewhere(activations)
+        tokens = samples * profile.tokens // profile.rows
+        return Estimate(kinds, peak, host, file, sent, sum(seconds.values()), seconds, samples, tokens)
+
+    def _memory(self, activations: Activations) -> tuple[Mapping[str, int], int]:
+        """(the most of each kind, the most at a moment)."""
+        rests, peak = self.rests, self.rests.after_backward
+        most = {"gathered_bytes": 0, "activation_bytes": 0, "buffer_bytes": 0}
+        for beside, gathered, staged, name, is_backward in self._moments:
+            held = activations.at(name, is_backward)
+            peak = max(peak, rests.bytes + beside + held)
+            for kind, nbytes in zip(most, (gathered, held, staged), strict=True):
+                most[kind] = max(most[kind], nbytes)
+        loss = min(activations.profile.loss_bytes, most["activation_bytes"])
+        most["activation_bytes"] -= loss
+        most["buffer_bytes"] += rests.kinds["buffer_bytes"]
+        return {**rests.kinds, **most, "loss_bytes": loss}, peak
+
+    @cached_property
+    def _moments(self) -> list[tuple[int, int, int, str, bool]]:
+        """(bytes beside those at rest, of them gathered, of them staged, part, whether in its backward)."""
+        found = []
+        accumulates = self._inner is not None
+        runs = [(self.order, not accumulates)] + ([(self._inner, True), (self._inner, False)] if self._inner else [])
+        for step, is_first in runs:
+            for one in step.moments:
+                gradients = self.rests.gradients(one.arrived, is_first, step.is_last)
+                beside = gradients + one.gathered_bytes + one.staged_bytes
+                found.append((beside, one.gathered_bytes, one.staged_bytes, one.part, one.is_backward))
+        return found
+
+
 def estimate(blueprint: Blueprint, machine: Machine, profile: Profile) -> Estimate:
     """Of a blueprint without a pipeline. profile: of its microbatch."""
-    footprint, work = Footprint(blueprint, 0), Work(profile, machine)
-    exchange = Exchange(blueprint, machine)
-    step = StepOrder(blueprint, exchange, footprint.gathered if footprint.frees_memory else None)
-    accumulation = blueprint.config.gradient_accumulation_steps or 1
-    repeats = _run(step, work, accumulation)
-    activations = Activations(profile, blueprint)
-    compute = step.timeline.computed + repeats.computed
-    exposed = {f"{kind} exposed": seconds for kind, seconds in _exposed(step, repeats).items()}
-    update = update_seconds(blueprint, machine, 0)
-    in_backward = sum(work.backward(name) for name in profile.names)
-    hidden = {Timing.DELAYED: compute, Timing.SPECULATIVE: in_backward, Timing.IN_BACKWARD: 0.0}
-    update = max(0.0, update - hidden.get(blueprint.timing, 0.0))
-    moved = 2 * activations.offloaded_bytes * accumulation / _speed_of_activations(blueprint, machine)
-    refresh = sum(exchange.refresh(group).seconds for group in blueprint.places[0].updated)
-    seconds = {
-        "compute": compute,
-        **exposed,
-        "activations exposed": max(0.0, moved - compute),
-        "update": update,
-        "refresh exposed": refresh,
-    }
-    sent = {link: step.sent.get(link, 0) + repeats.sent.get(link, 0) for link in step.sent}
-    for group in blueprint.places[0].updated:
-        message = exchange.refresh(group)
-        sent = {**sent, "intra": sent.get("intra", 0) + message.intra, "inter": sent.get("inter", 0) + message.inter}
-    memory = Memory.of(blueprint, footprint, step, activations)
-    return Estimate(
-        bytes=memory.bytes,
-        peak_bytes=memory.peak_bytes,
-        host_bytes=memory.host_bytes,
-        nvme_bytes=memory.nvme_bytes,
-        sent=sent,
-        step_seconds=sum(seconds.values()),
-        seconds=seconds,
-        num_samples=blueprint.config.train_batch_size or 0,
-        num_tokens=(blueprint.config.train_batch_size or 0) * profile.tokens // profile.rows,
-    )
+    return StepParts(blueprint, machine).estimate(blueprint.config, profile)
 
 
-@dataclass(frozen=True)
-class Repeats:
-    """What the microbatches add that are not simulated."""
-
-    computed: float = 0.0
-    exposed: Mapping[str, float] = field(default_factory=dict)
-    sent: Mapping[str, int] = field(default_factory=dict)
-
-
-def _run(step: StepOrder, work: Work, accumulation: int) -> Repeats:
-    """All microbatches between the second and the last are as the second."""
-    simulated = min(accumulation, _MICROBATCHES)
-    repeats = Repeats()
-    for number in range(1, simulated + 1):
-        before = step.timeline.computed, dict(step.timeline.exposed), dict(step.sent)
-        step.microbatch(work, is_last=number == simulated)
-        if number == _MICROBATCHES - 1 and accumulation > _MICROBATCHES:
-            times = accumulation - _MICROBATCHES
-            repeats = Repeats(
-                times * (step.timeline.computed - before[0]),
-                {key: times * (value - before[1].get(key, 0.0)) for key, value in step.timeline.exposed.items()},
-                {link: times * (value - before[2].get(link, 0)) for link, value in step.sent.items()},
-            )
-    return repeats
-
-
-def _exposed(step: StepOrder, repeats: Repeats) -> dict[str, float]:
+def _exposed(line: Timeline) -> dict[str, float]:
     """By kind of collective."""
-    found = {"gather": 0.0, "reduce": 0.0}
-    for times in (step.timeline.exposed, repeats.exposed):
-        for key, seconds in times.items():
-            found[key.partition(",")[0]] += seconds
+    found = {"gather exposed": 0.0, "reduce exposed": 0.0}
+    for key, seconds in line.exposed.items():
+        found[f"{key.partition(',')[0]} exposed"] += seconds
     return found
 
 
@@ -218,7 +231,7 @@ def update_seconds(blueprint: Blueprint, machine: Machine, place: int) -> float:
     """Of the optimizer, of the ranks of one place: what it reads and writes, where that rests."""
     footprint = Footprint(blueprint, blueprint.arrangement.num_ranks // len(blueprint.places) * place)
     groups, share, homes = blueprint.places[place].updated, machine.devices_per_host, blueprint.homes
-    states = footprint.at(Moment.BETWEEN_STEPS).optimizer
+    states = footprint.at(Moment.BETWEEN_STEPS, gathers=False).optimizer
     elements = sum(group.layout.shard_numel for group in groups)
     passing = sum(
         group.layout.shard_numel * (group.accumulation_dtype.itemsize + group.dtype.itemsize) for group in groups
@@ -235,35 +248,6 @@ def update_seconds(blueprint: Blueprint, machine: Machine, place: int) -> float:
 def _speed_of_activations(blueprint: Blueprint, machine: Machine) -> float:
     is_file = blueprint.homes.activations is Home.FILE
     return min(machine.link, machine.nvme / machine.devices_per_host) if is_file else machine.link
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of a rank, with the most at a moment."""
-
-    bytes: Mapping[str, int]
-    peak_bytes: int
-    host_bytes: int
-    nvme_bytes: int
-
-    @classmethod
-    def of(cls, blueprint: Blueprint, footprint: Footprint, step: StepOrder, activations: Activations) -> Memory:
-        """Of a rank that goes through the moments of `step`."""
-        rests = Resting.of(blueprint, footprint)
-        peaks = [rests.after_backward]
-        for moment in step.moments:
-            beside = moment.gathered_bytes + moment.staged_bytes + activations.at(moment.part, moment.is_backward)
-            peaks.append(rests.bytes + rests.gradients(moment) + beside)
-        profile = activations.profile
-        kinds = {
-            **rests.kinds,
-            "gathered_bytes": max((one.gathered_bytes for one in step.moments), default=0),
-            "activation_bytes": max(activations.at(one.part, one.is_backward) for one in step.moments),
-            "loss_bytes": profile.loss_bytes,
-            "buffer_bytes": rests.kinds["buffer_bytes"] + max((one.staged_bytes for one in step.moments), default=0),
-        }
-        kinds["activation_bytes"] = max(0, kinds["activation_bytes"] - kinds["loss_bytes"])
-        return cls(kinds, max(peaks), *rests.elsewhere(activations))
 
 
 @dataclass(frozen=True)
@@ -289,6 +273,9 @@ class Resting:
         by_group = {
             group.name: tuple(footprint.gradient(group, moment) for moment in moments) for group in plan.trained
         }
+        accumulates = (blueprint.config.gradient_accumulation_steps or 1) > 1
+        columns = list(zip(*by_group.values(), strict=True))
+        columns = columns if accumulates else columns[::2]
         chunks = [nbytes for group in plan.updated for nbytes in footprint.chunks(group)]
         passing = sum(sorted(chunks)[-_CHUNKS_IN_MEMORY:]) if blueprint.homes.states is Home.FILE else 0
         is_here = not blueprint.homes.is_apart
@@ -296,7 +283,7 @@ class Resting:
         optimizer = max(between.optimizer, reduced.optimizer)
         kinds = {
             "parameter_bytes": reduced.parameters,
-            "gradient_bytes": max(reduced.gradients, *(sum(column) for column in zip(*by_group.values(), strict=True))),
+            "gradient_bytes": max(reduced.gradients, *(sum(column) for column in columns)),
             "optimizer_bytes": optimizer,
             "buffer_bytes": buffers,
         }
@@ -305,13 +292,12 @@ class Resting:
         host = reduced.host + (0 if is_here else passing)
         return cls(footprint, blueprint, tuple(plan.trained), kinds, rests, after, host, reduced.file, by_group)
 
-    def gradients(self, moment: InPart) -> int:
-        """As far as the microbatch has made them."""
-        before = 0 if moment.is_first else 1
-        after = 2 if moment.is_last else 1
-        return sum(sizes[after if name in moment.arrived else before] for name, sizes in self.by_group.items())
+    def gradients(self, arrived: frozenset[str], is_first: bool, is_last: bool) -> int:
+        """arrived: the groups of which a microbatch has made them, the first or last of a step or neither."""
+        before, after = 0 if is_first else 1, 2 if is_last else 1
+        return sum(sizes[after if name in arrived else before] for name, sizes in self.by_group.items())
 
     def elsewhere(self, activations: Activations) -> tuple[int, int]:
         """(host, nvme) bytes, with activations that are offloaded."""
-        home, nbytes = self.blueprint.homes.activations, activations.offloaded_bytes
-        return self.host_bytes + nbytes * (home is Home.HOST), self.file_bytes + nbytes * (home is Home.FILE)
+        home, nbytes = activations.config.activation_checkpointing.offload.device, activations.offloaded_bytes
+        return self.host_bytes + nbytes * (home == "cpu"), self.file_bytes + nbytes * (home == "nvme")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...comm import regions_of
 from ...zero.plan import GroupPlan
 from ..blueprint import Blueprint
+from ..offload import Home
 from .machine import Machine
 
 LINKS = ("intra", "inter", "pipe")
@@ -41,10 +42,13 @@ class Exchange:
     machine: Machine
 
     def gather(self, group: GroupPlan) -> Message:
-        """Of full parameters."""
-        if not group.domain.parameters:
-            return Message()
-        return self._spread(group.domain.parameters, group.full_bytes)
+        """Of full parameters, with what brings the shard from where it rests."""
+        message, machine = self._spread(group.domain.parameters, group.full_bytes), self.machine
+        home = self.blueprint.homes.parameters
+        if home is Home.MODEL:
+            return message
+        speed = machine.link if home is Home.HOST else min(machine.link, machine.nvme / machine.devices_per_host)
+        return replace(message, seconds=message.seconds + group.shard_bytes / speed)
 
     def reduce(self, group: GroupPlan) -> Message:
         """Of a gradient, over the ranks among which states are divided."""

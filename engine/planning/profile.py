@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,18 @@ class Profile:
         last = behind[-1] if behind[-1].forward_peak_bytes else behind[0]
         return max(last.forward_peak_bytes, last.backward_peak_bytes)
 
+    def extended(self, other: Profile, rows: int) -> Profile:
+        """Of so many rows, on the line through this one and another. The largest of several is no less than that."""
+        times = (rows - self.rows) / (other.rows - self.rows)
+        parts = {name: _on_line(part, other.part(name), times) for name, part in self.parts.items()}
+        return Profile(rows, self.tokens // self.rows * rows, parts, self.itemsize)
+
     @property
     def flops(self) -> int:
         """Of forward and backward."""
         return sum(part.forward_flops + part.backward_flops for part in self.parts.values())
+
+
+def _on_line(one: Part, other: Part, times: float) -> Part:
+    pairs = zip(astuple(one), astuple(other), strict=True)
+    return Part(*(max(0, math.floor(first + times * (second - first))) for first, second in pairs))

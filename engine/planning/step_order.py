@@ -16,7 +16,7 @@ from ...zero.sequence import UnitSequence
 from ...zero.unit import Unit
 from ..blueprint import Blueprint
 from .exchange import Exchange, Message
-from .timeline import Span, Timeline
+from .timeline import Kind, Span, Timeline
 
 START, END = "(start)", "(end)"
 """What a model computes before its first unit and behind its last one: a small embedding or head, and the loss."""
@@ -39,29 +39,58 @@ class Moment:
     gathered_bytes: int
     staged_bytes: int  # gradients on their way, of routes whose messages are the allocator's
     arrived: frozenset[str]  # names of groups whose gradient this backward has made, or makes
-    is_first: bool  # microbatch of a step
-    is_last: bool
+
+
+@dataclass(frozen=True)
+class Computing:
+    """A part computes."""
+
+    name: str
+    is_backward: bool
+
+
+@dataclass(frozen=True)
+class Start:
+    """A collective is queued."""
+
+    kind: Kind
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What is computed from now on comes after a collective."""
+
+    number: int  # of the starts
+    phase: str
+
+
+Event = Computing | Start | Wait
 
 
 @dataclass
 class StepOrder:
-    """Runs the microbatches of a step without a pipeline; collects time, bytes on links and moments.
+    """One microbatch of a step without a pipeline: events in their order, bytes on links, and moments.
 
-    bytes_of: a group, beside what of it is at rest; None: nothing is ever released.
+    bytes_of: a group, beside what of it is at rest; None: nothing is ever released. is_last: microbatch of a step.
     """
 
     blueprint: Blueprint
     exchange: Exchange
     bytes_of: Callable[[GroupPlan], int] | None
-    timeline: Timeline = field(default_factory=Timeline)
-    sent: dict[str, int] = field(default_factory=dict)
+    is_last: bool
+    events: list[Event] = field(default_factory=list)
+    sent: dict[str, int] = field(default_factory=lambda: {"intra": 0, "inter": 0})
     moments: list[Moment] = field(default_factory=list)
     gathered_bytes: int = 0
     most_gathered_bytes: int = 0  # since the last moment
     staged_bytes: int = 0
+    phase: str = "forward"
 
     def __post_init__(self) -> None:
         self._arrived: set[str] = set()
+        self._num_started = 0
         units = []
         for plan_of_unit, groups in self.blueprint.places[0].units:
             members = [_Group(self, group) for group in groups]
@@ -74,75 +103,78 @@ class StepOrder:
                     cast(list[GroupGradient], trained),
                 )
             )
-        self._sequence = UnitSequence(units, self.blueprint.prefetch_numel, Progress())
+        self._run(UnitSequence(units, self.blueprint.prefetch_numel, Progress()))
 
     @torch.enable_grad()
-    def microbatch(self, work: Work, is_last: bool) -> None:
-        """Forward and backward of a model that uses each unit once, in order. is_last: of a step."""
-        sequence, timeline = self._sequence, self.timeline
-        self._is_first, self._is_last = not self.moments, is_last
-        timeline.phase = "forward"
+    def _run(self, sequence: UnitSequence) -> None:
+        """Forward and backward of a model that uses each unit once, in order."""
         sequence.begin_forward()
         uses = []
-        self._compute(START, work.forward(START), is_backward=False)
+        self._compute(START, is_backward=False)
         for unit in sequence.blocks:
             uses.append(sequence.enter(unit))
-            self._compute(unit.name, work.forward(unit.name), is_backward=False)
+            self._compute(unit.name, is_backward=False)
             sequence.leave(unit)
-        self._compute(END, work.forward(END), is_backward=False)
+        self._compute(END, is_backward=False)
         sequence.end_forward(keeps_graph=True)
-        timeline.phase = "backward"
-        sequence.begin_backward(boundary=is_last, on_final=None)
-        self._compute(END, work.backward(END), is_backward=True)
+        self.phase = "backward"
+        sequence.begin_backward(boundary=self.is_last, on_final=None)
+        self._compute(END, is_backward=True)
         for unit, use in zip(reversed(sequence.blocks), reversed(uses), strict=True):
             assert use is not None
             sequence.enter_backward(use)
-            self._compute(unit.name, work.backward(unit.name), is_backward=True, unit=unit)
+            self._compute(unit.name, is_backward=True, unit=unit)
             for gradient in unit.gradients:
                 for param in gradient.group.params:
                     sequence.gradient_arrived(unit, param, unit.name)
-        self._compute(START, work.backward(START), is_backward=True, unit=sequence.rest)
-        timeline.phase = "end"
+        self._compute(START, is_backward=True, unit=sequence.rest)
+        self.phase = "end"
         sequence.end_backward()
-        self._arrived.clear()
 
-    def update(self, seconds: float) -> None:
-        """After the last microbatch: the shards are updated, and go where parameters are at rest."""
-        self.timeline.phase = "end"
-        self.timeline.compute("update", seconds)
-        updated = self.blueprint.places[0].updated
-        messages = ((group, self.exchange.refresh(group)) for group in updated)
-        spans = [self._send("gather", group, message) for group, message in messages if message.seconds]
-        for span in spans:
-            self.timeline.wait(span)
+    def timeline(self, work: Work) -> Timeline:
+        """When all that happens."""
+        line = Timeline()
+        spans: list[Span] = []
+        for event in self.events:
+            if isinstance(event, Computing):
+                seconds = work.backward(event.name) if event.is_backward else work.forward(event.name)
+                line.compute(event.name, seconds)
+            elif isinstance(event, Start):
+                spans.append(line.start(event.kind, event.name, event.seconds))
+            else:
+                line.phase = event.phase
+                line.wait(spans[event.number])
+        return line
 
-    def _compute(self, name: str, seconds: float, is_backward: bool, unit: Unit | None = None) -> None:
+    def _compute(self, name: str, is_backward: bool, unit: Unit | None = None) -> None:
         arriving = [cast(_Gradient, gradient).plan for gradient in unit.gradients] if unit else []
         self._arrived |= {one.name for one in arriving}
         staged = self.staged_bytes
         if arriving and self._reduces and self.stages_apart:
             staged += max(one.slot_bytes for one in arriving)
-        arrived = frozenset(self._arrived)
-        self.moments.append(
-            Moment(name, is_backward, self.most_gathered_bytes, staged, arrived, self._is_first, self._is_last)
-        )
+        self.moments.append(Moment(name, is_backward, self.most_gathered_bytes, staged, frozenset(self._arrived)))
         self.most_gathered_bytes = self.gathered_bytes
-        self.timeline.compute(name, seconds)
+        self.events.append(Computing(name, is_backward))
 
     @property
     def _reduces(self) -> bool:
         """Whether gradients go to other ranks after this microbatch."""
-        return self._is_last or self.blueprint.policy.reduces_every_backward
+        return self.is_last or self.blueprint.policy.reduces_every_backward
 
     @property
     def stages_apart(self) -> bool:
         """Whether messages are made for each gradient, and not once."""
         return self.blueprint.route == "native"
 
-    def _send(self, kind: str, group: GroupPlan, message: Message) -> Span:
+    def _send(self, kind: Kind, group: GroupPlan, message: Message) -> int:
         for link in ("intra", "inter"):
-            self.sent[link] = self.sent.get(link, 0) + getattr(message, link)
-        return self.timeline.start("gather" if kind == "gather" else "reduce", group.name, message.seconds)
+            self.sent[link] += getattr(message, link)
+        self.events.append(Start(kind, group.name, message.seconds))
+        self._num_started += 1
+        return self._num_started - 1
+
+    def _wait(self, number: int) -> None:
+        self.events.append(Wait(number, self.phase))
 
     def _add(self, nbytes: int) -> None:
         self.gathered_bytes += nbytes
@@ -162,11 +194,11 @@ class _Group:
         self.residence = Residence.SHARDED if self.frees_memory else Residence.FULL
         self._step = step
         self._nbytes = step.bytes_of(plan) if step.bytes_of else 0
-        self._span: Span | None = None
+        self._started: int | None = None
 
     def start_gather(self) -> None:
         if self.residence is Residence.SHARDED:
-            self._span = self._step._send("gather", self.plan, self._step.exchange.gather(self.plan))
+            self._started = self._step._send("gather", self.plan, self._step.exchange.gather(self.plan))
             self._step._add(self._nbytes)
             self.residence = Residence.COMING
 
@@ -174,16 +206,16 @@ class _Group:
 
     def gather(self) -> None:
         self.start_gather()
-        if self._span is not None:
-            self._step.timeline.wait(self._span)
-        self._span = None
+        if self._started is not None:
+            self._step._wait(self._started)
+        self._started = None
         self.residence = Residence.FULL
 
     def release(self, holds_shard: bool = False) -> None:
         if not self.frees_memory or self.residence is Residence.SHARDED:
             return
         self._step._add(-self._nbytes)
-        self.residence, self._span = Residence.SHARDED, None
+        self.residence, self._started = Residence.SHARDED, None
 
 
 class _Gradient:
@@ -206,7 +238,7 @@ class _Gradient:
         staged = plan.slot_bytes if step.stages_apart else 0
         step.staged_bytes += staged
         for message in messages:
-            span = step._send("reduce", plan, message)
+            number = step._send("reduce", plan, message)
             yield Pending(lambda: None, lambda: False)
-            step.timeline.wait(span)
+            step._wait(number)
         step.staged_bytes -= staged

@@ -6,6 +6,10 @@ makes it until nothing holds it any more, so what autograd saves, and what it le
 would be held; each storage once, however many tensors see it. Parameters and buffers are not counted, nor is the
 gradient of a parameter once it is there: the engine stages it and gives it back. What a kernel takes for itself while
 it runs is not seen.
+
+[Note: conditions]
+A model may ask for a truth: whether all of a mask is set, whether no sequence is packed, whether values are finite. Of
+tensors without values the answer is yes, with which the usual way is taken. Numbers cannot be answered.
 """
 
 from __future__ import annotations
@@ -279,6 +283,8 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            return True  # [Note: conditions]
         result = func(*args, **kwargs)
         outputs = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
         made = [self._see(one.untyped_storage()) for one in outputs]

@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+_SLOWEST = 2.0  # on the front, beside the best
+
 Item = TypeVar("Item")
 Value = TypeVar("Value")
 
@@ -49,7 +51,8 @@ class Found(Generic[Item, Value]):
 
 @dataclass(frozen=True)
 class Result(Generic[Item, Value]):
-    """best: of those that fit, the fastest first. front: no other that fits is as fast and as small. beyond: what does
+    """best: of those that fit, the fastest first. front: no other that fits is as fast and as small, up to
+    twice the time of the best. beyond: what does
     not fit, and at the least is faster than the best: the first by their least seconds."""
 
     best: tuple[Found[Item, Value], ...]
@@ -77,7 +80,8 @@ def search(
         least = bounds[number]
         may_be_beyond = len(beyond) < num_beyond and (not best or least.seconds < best[0].seconds)
         may_be_best = least.fits and (len(best) < count or least.seconds <= best[-1].seconds)
-        may_be_on_front = least.fits and not front.covers(least.seconds, least.nbytes)
+        is_slow = bool(best) and least.seconds > _SLOWEST * best[0].seconds
+        may_be_on_front = least.fits and not is_slow and not front.covers(least.seconds, least.nbytes)
         if not (may_be_best or may_be_on_front or may_be_beyond):
             continue
         found = evaluate(items[number], number)
@@ -88,7 +92,8 @@ def search(
         elif may_be_beyond:
             beyond.append(found)
     beyond = [one for one in beyond if not best or bounds[one.number].seconds < best[0].seconds]
-    return Result(tuple(best), tuple(front.members), tuple(beyond), len(items), num_evaluated)
+    members = [one for one in front.members if one.seconds <= _SLOWEST * best[0].seconds]
+    return Result(tuple(best), tuple(members), tuple(beyond), len(items), num_evaluated)
 
 
 def search_all(
@@ -103,7 +108,8 @@ def search_all(
     fitting = [found for found in every if found.fits]
     front: list[Found[Item, Value]] = []
     for found in fitting:
-        if not front or found.nbytes < front[-1].nbytes:
+        is_slow = found.seconds > _SLOWEST * fitting[0].seconds
+        if not is_slow and (not front or found.nbytes < front[-1].nbytes):
             front.append(found)
     limit = fitting[0].seconds if fitting else math.inf
     bounds = {found.number: bound(found.item) for found in every if not found.fits}

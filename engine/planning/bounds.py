@@ -104,7 +104,7 @@ class Bounds:
         seconds += (choice.pipeline - 1) * blocks * (forward + (0.0 if kind.splits_backward else backward))
         fullest = -(-len(self._blocks) // (choice.pipeline * chunks))
         seconds = max(seconds, choice.accumulation * fullest * (forward + backward))
-        # Of every schedule a rank holds as much as with 1F1B, or more: see test_planned_bounds.py.
+        # Of every schedule a rank holds as much as with 1F1B, or more: see test_plan_search.py.
         return seconds, kept * blocks * chunks * min(choice.accumulation, choice.pipeline)
 
     def _least_block(self, rows: int, every: int) -> tuple[float, float, float]:

@@ -7,8 +7,12 @@ import pytest
 from lowtide.engine.planning.choice import Choice, Space
 from lowtide.engine.planning.llama import Shape, batch, build, runs_of
 from lowtide.engine.planning.machine import Machine
+from lowtide.engine.planning.pipelined import Run
 from lowtide.engine.planning.planner import Planner
 from lowtide.engine.planning.search import Bound, Found, Result, search, search_all
+from lowtide.pipe.schedules.costs import Costs
+from lowtide.pipe.schedules.peaks import peaks_of_rank
+from lowtide.pipe.schedules.registry import make_schedule
 
 ADAMW = {"optimizer": {"type": "adamw", "params": {}}, "bf16": {"enabled": True}}
 
@@ -67,11 +71,21 @@ def test_choices_of_a_model_are_searched_exactly(planner: Planner) -> None:
 
 def test_a_schedule_that_is_simulated_in_part_takes_as_long() -> None:
     """From twice as many microbatches as ranks on, each takes the time of the busiest rank."""
-    from lowtide.engine.planning.pipelined import Run
-    from lowtide.pipe.schedules.costs import Costs
-    from lowtide.pipe.schedules.registry import make_schedule
-
     for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"):
         fewer, whole = make_schedule(name, 4, 8), make_schedule(name, 4, 24)
         costs = Costs.uniform(fewer.num_stages)
         assert Run.of(fewer, costs, 24).seconds == pytest.approx(Run.of(whole, costs, 24).seconds, rel=0.02), name
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4), ("zb-v", 2), ("dualpipe-v", 2)],
+)
+def test_some_rank_holds_as_many_activations_as_with_1f1b(name: str, chunks: int) -> None:
+    """Which the bounds of a pipeline rely on."""
+    for num_ranks in (2, 3, 4, 8):
+        for count in (2 * num_ranks, 2 * num_ranks + 1, 4 * num_ranks):
+            schedule = make_schedule(name, num_ranks, count, chunks)
+            costs = Costs.uniform(schedule.num_stages)
+            most = max(peaks_of_rank(schedule, costs, rank).activation_bytes for rank in range(num_ranks))
+            assert most >= chunks * num_ranks

@@ -54,10 +54,6 @@ class Choice:
         values = {name: _at(config.as_dict(), key) for name, key in KEYS.items()}
         return cls(**values)
 
-    def value(self, key: str) -> Any:
-        """Of a key of the config."""
-        return next(getattr(self, name) for name, path in KEYS.items() if path == key)
-
     def states(self) -> Choice:
         """What decides on the bytes of model states: one of many choices that are equal in it."""
         several = min(self.accumulation, 2)

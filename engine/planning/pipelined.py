@@ -113,7 +113,6 @@ class PipelineParts:
         """blueprint: of any number of microbatches that the schedule takes."""
         assert blueprint.pipeline is not None
         self.split = blueprint.pipeline.split
-        self._homes, self._policy = blueprint.homes, blueprint.policy
         self._places = [_Place(blueprint, machine, place) for place in range(len(blueprint.places))]
 
     def estimate(self, config: Config, stages: Stages, run: Run) -> Estimate:
@@ -135,13 +134,6 @@ class PipelineParts:
             num_samples=samples,
             num_tokens=samples * profile.tokens // profile.rows,
         )
-
-
-def estimate_pipelined(blueprint: Blueprint, machine: Machine, profile: Profile) -> Estimate:
-    """Of a blueprint with a pipeline. profile: of its microbatch."""
-    parts = PipelineParts(blueprint, machine)
-    stages = Stages(parts.split, profile, Work(profile, machine))
-    return parts.estimate(blueprint.config, stages, run_of(blueprint.config, stages, machine))
 
 
 class _Place:

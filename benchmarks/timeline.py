@@ -1,12 +1,9 @@
 """Simulates a step on GPUs: which collectives run beside the computing, from the order in which they are called.
 
-Nothing is measured here. The order is real: `UnitSequence`, `Reductions` and the units of `Blueprint.of`, run on groups
-without memory, say what is started and waited for at which unit. FSDP2's is written down from its code, with the
-units of torchtitan's Llama: the embedding, each block, norm and head together, these not resharded after forward. The
-machine is a model of one: computing at a given speed, and one queue of collectives, as one NCCL communicator has it. A
-collective starts when the queue is free and the computing that was launched before it is done; the host takes no time.
-
-Exposed is the time in which the computing waits for a collective.
+Nothing is measured here. The order is the planner's (`engine/planning/step_order.py`), and that is the engine's own.
+FSDP2's is written down from its code, with the units of torchtitan's Llama: the embedding, each block, norm and head
+together, these not resharded after forward. The machine is a model of one: computing at a given speed, and one queue of
+collectives (`engine/planning/timeline.py`).
 
 Example:
 
@@ -18,26 +15,23 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from lowtide.comm import Pending, Progress
 from lowtide.engine.blueprint import Blueprint
 from lowtide.engine.config.config import Config
-from lowtide.zero.gradient import GroupGradient
-from lowtide.zero.group import Residence, ShardedGroup
-from lowtide.zero.plan import GroupPlan
-from lowtide.zero.sequence import UnitSequence
-from lowtide.zero.unit import Unit
+from lowtide.engine.planning.exchange import Exchange
+from lowtide.engine.planning.machine import Machine
+from lowtide.engine.planning.step_order import StepOrder
+from lowtide.engine.planning.timeline import Span, Timeline
 
-Kind = Literal["compute", "gather", "reduce"]
 _MS = 1e3
 
 
@@ -59,21 +53,6 @@ SHAPES = {
     "llama-1b": Shape(16, 2048, 32, 8, 8192, 128256, 8192),
     "llama-70b": Shape(80, 8192, 64, 8, 28672, 128256, 8192),
 }
-
-
-@dataclass(frozen=True)
-class Machine:
-    """flops, bandwidth and memory in units a second, of each rank; latency in seconds."""
-
-    ranks: int
-    flops: float
-    bandwidth: float
-    memory: float
-    latency: float
-
-    def collective(self, nbytes: int) -> float:
-        """Seconds of a gather to, or a reduce-scatter from, so many bytes of each rank."""
-        return self.latency + nbytes * (self.ranks - 1) / self.ranks / self.bandwidth
 
 
 class Block(nn.Module):
@@ -103,50 +82,7 @@ class Llama(nn.Module):
         self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
 
 
-# -- what is called, and when it runs --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Span:
-    """Something that ran, from start to end in seconds."""
-
-    kind: Kind
-    name: str
-    start: float
-    end: float
-
-
-@dataclass
-class Timeline:
-    """Two lines in order: computing, and the queue of collectives."""
-
-    machine: Machine
-    spans: list[Span] = field(default_factory=list)
-    exposed: dict[str, float] = field(default_factory=dict)
-    now: float = 0.0  # of the computing
-    _free: float = 0.0  # of the queue
-    phase: str = "forward"
-
-    def compute(self, name: str, seconds: float) -> None:
-        self.spans.append(Span("compute", name, self.now, self.now + seconds))
-        self.now += seconds
-
-    def start(self, kind: Kind, name: str, nbytes: int) -> Span:
-        """Queues a collective."""
-        begin = max(self._free, self.now)
-        self._free = begin + self.machine.collective(nbytes)
-        self.spans.append(Span(kind, name, begin, self._free))
-        return self.spans[-1]
-
-    def wait(self, span: Span) -> None:
-        """What is computed from now on comes after it."""
-        key = f"{span.kind}, {self.phase}"
-        self.exposed[key] = self.exposed.get(key, 0.0) + max(0.0, span.end - self.now)
-        self.now = max(self.now, span.end)
-
-    @property
-    def exposed_share(self) -> float:
-        return sum(self.exposed.values()) / self.now
+# -- what is computed -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -171,91 +107,34 @@ class Work:
 
     def update(self, numel: int) -> float:
         """AdamW over a shard: gradient, master, two moments read, the last three and the bf16 weights written."""
-        return (4 * 4 + 3 * 4 + 2) * numel / self.machine.ranks / self.machine.memory
+        return (4 * 4 + 3 * 4 + 2) * numel / self.machine.num_devices / self.machine.memory
 
 
 # -- lowtide's order -------------------------------------------------------------------------------------------------
 
 
-class _Group:
-    """What `ShardedGroup` does, as calls alone."""
-
-    frees_memory = True
-    keeper = None
-
-    def __init__(self, timeline: Timeline, plan: GroupPlan) -> None:
-        self.layout, self.params = plan.layout, [param for _, param in plan.params]
-        self.residence = Residence.SHARDED
-        self.full = torch.empty(0, device="meta")
-        self._timeline, self._plan = timeline, plan
-        self._span: Span | None = None
-
-    def start_gather(self) -> None:
-        if self.residence is Residence.SHARDED:
-            self._span = self._timeline.start("gather", self._plan.name, self._plan.full_bytes)
-            self.residence = Residence.COMING
-
-    def continue_gather(self) -> None: ...
-
-    def gather(self) -> None:
-        self.start_gather()
-        if self._span is not None:
-            self._timeline.wait(self._span)
-        self._span = None
-        self.residence = Residence.FULL
-
-    def release(self, holds_shard: bool = False) -> None:
-        self.residence, self._span = Residence.SHARDED, None
-
-
-class _Gradient:
-    """What `GroupGradient` does on ranks that shard, without replicas: one reduce-scatter, waited for."""
-
-    leaves_device = False
-
-    def __init__(self, timeline: Timeline, plan: GroupPlan, group: ShardedGroup) -> None:
-        self.group = group
-        self._timeline, self._plan = timeline, plan
-
-    def take_early(self, index: int, boundary: bool) -> None: ...
-
-    def collect(self, boundary: bool) -> Iterator[Pending]:
-        nbytes = self._plan.layout.padded_numel * self._plan.reduce_dtype.itemsize
-        span = self._timeline.start("reduce", self._plan.name, nbytes)
-        yield Pending(lambda: None, lambda: False)
-        self._timeline.wait(span)
-
-
-@torch.enable_grad()
 def run_lowtide(blueprint: Blueprint, work: Work) -> Timeline:
     """A step of one microbatch at stage 3."""
-    timeline = Timeline(work.machine)
-    units = []
-    for plan_of_unit, groups in blueprint.places[0].units:
-        members = [cast(ShardedGroup, _Group(timeline, group)) for group in groups]
-        pairs = zip(groups, members, strict=True)
-        gradients = [cast(GroupGradient, _Gradient(timeline, plan, group)) for plan, group in pairs]
-        units.append(Unit(plan_of_unit.name, plan_of_unit.module, members, gradients))
-    sequence = UnitSequence(units, blueprint.prefetch_numel, Progress())
-    sequence.begin_forward()
-    uses = []
-    for unit in sequence.blocks:
-        uses.append(sequence.enter(unit))
-        timeline.compute(unit.name, work.forward(unit.numel, unit.name))
-        sequence.leave(unit)
-    sequence.end_forward(keeps_graph=True)
-    timeline.phase = "backward"
-    sequence.begin_backward(boundary=True, on_final=None)
-    for unit, use in zip(reversed(sequence.blocks), reversed(uses), strict=True):
-        assert use is not None
-        sequence.enter_backward(use)
-        timeline.compute(unit.name, work.backward(unit.numel, unit.name))
-        for param in unit.gradients[0].group.params:
-            sequence.gradient_arrived(unit, unit.name, param)
+    step = StepOrder(blueprint, Exchange(blueprint, work.machine), lambda group: group.full_bytes, is_last=True)
+    numels = {unit.name: sum(g.layout.padded_numel for g in groups) for unit, groups in blueprint.places[0].units}
+    timeline = step.timeline(_OfUnits(work, numels))
     timeline.phase = "end"
-    sequence.end_backward()
-    timeline.compute("update", work.update(sum(unit.numel for unit in units)))
+    timeline.compute("update", work.update(sum(numels.values())))
     return timeline
+
+
+@dataclass(frozen=True)
+class _OfUnits:
+    """Work by the name of a unit; outside of units nothing is computed."""
+
+    work: Work
+    numels: dict[str, int]
+
+    def forward(self, name: str) -> float:
+        return self.work.forward(self.numels[name], name) if name in self.numels else 0.0
+
+    def backward(self, name: str) -> float:
+        return self.work.backward(self.numels[name], name) if name in self.numels else 0.0
 
 
 # -- FSDP2's order ---------------------------------------------------------------------------------------------------
@@ -267,11 +146,11 @@ def run_fsdp2(blueprint: Blueprint, work: Work) -> Timeline:
     The embedding and the rest, with the head, are torchtitan's. Source: torch/distributed/fsdp/_fully_shard,
     `FSDPParamGroup.pre_forward`, `pre_backward`, `post_backward`; bf16 parameters, float32 reductions.
     """
-    timeline = Timeline(work.machine)
+    timeline, exchange = Timeline(), Exchange(blueprint, work.machine)
     units = [(unit.name, groups[0]) for unit, groups in blueprint.places[0].units if not unit.is_rest]
 
     def gather(index: int) -> Span:
-        return timeline.start("gather", units[index][0], units[index][1].full_bytes)
+        return timeline.start("gather", units[index][0], exchange.gather(units[index][1]).seconds)
 
     numels = [group.layout.padded_numel for _, group in units]
     coming = {0: gather(0)}
@@ -290,7 +169,7 @@ def run_fsdp2(blueprint: Blueprint, work: Work) -> Timeline:
         timeline.compute(name, work.backward(numels[index], name))
         if reducing is not None:
             timeline.wait(reducing)
-        reducing = timeline.start("reduce", name, group.layout.padded_numel * group.reduce_dtype.itemsize)
+        reducing = timeline.start("reduce", name, exchange.reduce(group).seconds)
     timeline.phase = "end"
     assert reducing is not None
     timeline.wait(reducing)
@@ -324,7 +203,7 @@ def contenders(shape: Shape, machine: Machine) -> dict[str, Callable[[Work], Tim
             "zero_optimization": {"stage": 3, **zero},
             "optimizer": {"type": "AdamW", "params": {}},
         }
-        return Blueprint.of(Config.load(config).resolve(machine.ranks), model, machine.ranks, device="cuda")
+        return Blueprint.of(Config.load(config).resolve(machine.num_devices), model, machine.num_devices, device="cuda")
 
     ours, without = (
         blueprint(),
@@ -361,11 +240,21 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
+def machine_of(options: argparse.Namespace) -> Machine:
+    """One host with so many ranks."""
+    return Machine(
+        devices_per_host=options.ranks,
+        flops=options.tflops * 1e12,
+        intra=options.gbytes * 1e9,
+        memory=options.memory_gbytes * 1e9,
+        intra_latency=options.latency_us * 1e-6,
+    )
+
+
 def main() -> None:
     """Simulates, prints the table, writes what was asked for."""
     options = parse_arguments()
-    scales = options.tflops * 1e12, options.gbytes * 1e9, options.memory_gbytes * 1e9, options.latency_us * 1e-6
-    machine, shape = Machine(options.ranks, *scales), SHAPES[options.shape]
+    machine, shape = machine_of(options), SHAPES[options.shape]
     runs = contenders(shape, machine)
     rows, drawn = [], {}
     for tokens in options.tokens:

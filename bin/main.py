@@ -7,7 +7,7 @@ from importlib import import_module
 COMMANDS = {
     "launch": "run a script as the ranks of a job, on this machine or on many",
     "config": "check a config file, and show what every key means",
-    "plan": "say beforehand how much memory the model states take on each rank",
+    "plan": "say beforehand what a training takes, and which config is the fastest that fits",
     "schedule": "draw a pipeline schedule, or rank all of them for given costs and memory",
     "export": "write the weights of a checkpoint as safetensors, in the model's own names",
     "checkpoint": "list checkpoints, show what is in one, verify that they are whole",

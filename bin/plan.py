@@ -1,17 +1,31 @@
-"""`lowtide plan`: bytes of model states per rank, before anything is started."""
+"""`lowtide plan`: what a training takes, and which config is the fastest that fits, before anything is started."""
 
 import argparse
+import json
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from decimal import Decimal
+from functools import partial
+from importlib import import_module
+from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
+from ..engine.config.config import Config
+from ..engine.config.read import read
 from ..engine.memory import predict
+from ..engine.planning.llama import Shape, batch, build, runs_of
+from ..engine.planning.machine import Machine
+from ..engine.planning.plan import Plan, made_batch, plan, plan_with
 from .arguments import Parser
+from .planned import draw, show
 
-HELP = "say beforehand how much memory the model states take on each rank"
+HELP = "say beforehand what a training takes, and which config is the fastest that fits"
 _STAGES = {
     0: "stage 0",
     1: "stage 1 (P_os)",
@@ -22,14 +36,122 @@ _MIXED = (2, 2, 12)  # bytes of a parameter, of its gradient, and of master weig
 _FULL = (4, 4, 8)  # the parameter is its own master weight
 
 
+_EXAMPLES = """examples:
+  lowtide plan zero3-bf16 --layers 32 --hidden 4096 --heads 32 --vocab 128256 --sequence 8192 --gpus 64
+  lowtide plan auto --hf path/to/config.json --gpus 64 --gpu-memory 80GB --global-batch 512 --write best.json
+  lowtide plan auto --model my_package.models:build --sequence 2048 --gpus 16 --tokens 300B --png front.png
+  lowtide plan --params 7b,70b --ranks 8,64
+"""
+
+
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; prints one table for each model size."""
+    """Runs the command; 0 if the plan fits, 1 with what is missing if it does not."""
     arguments = parser().parse_args(argv)
     # A file or a pipe gets the whole table, however wide; a terminal its own width.
-    console = Console() if Console().is_terminal else Console(width=100)
+    console = Console() if Console().is_terminal else Console(width=132)
+    if arguments.config is not None and arguments.params is not None:
+        parser().error("--params: expected it alone, since CONFIG is planned for a model; leave one out")
+    if arguments.config is not None:
+        return _plan(arguments, console)
+    if arguments.params is None:
+        parser().error("expected CONFIG and a model, or --params N")
+    console = console if console.is_terminal else Console(width=100)
     for num_params in arguments.params:
         console.print(memory_table(num_params, arguments.ranks, arguments.fp32))
     return 0
+
+
+def _plan(arguments: argparse.Namespace, console: Console) -> int:
+    from ..engine.config.config import ConfigError
+
+    try:
+        plan = _planned(arguments)
+    except (ConfigError, ValueError, ImportError, OSError) as error:
+        print(f"lowtide plan: {error}", file=sys.stderr)
+        return 1
+    show(plan, console, arguments.tokens)
+    if arguments.png:
+        draw(plan, Path(arguments.png))
+        print(f"picture written to {arguments.png}")
+    if arguments.write:
+        Path(arguments.write).write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
+        print(f"config written to {arguments.write}")
+    return 0 if plan.fits else 1
+
+
+def _planned(arguments: argparse.Namespace) -> Plan:
+    """Raises ValueError for a command line that names no model, or several."""
+    machine = _machine(arguments)
+    sizes = ("layers", "hidden", "heads", "vocab")
+    given = [name for name in sizes if getattr(arguments, name) is not None]
+    kinds = [bool(given), arguments.model is not None, arguments.hf is not None]
+    if sum(kinds) != 1:
+        raise ValueError(
+            "expected one model: --model MODULE:FACTORY, --hf FOLDER, or --layers --hidden --heads --vocab"
+        )
+    config = _config(arguments)
+    if given:
+        missing = [f"--{name}" for name in sizes if name not in given]
+        if missing:
+            raise ValueError(
+                f"expected {', '.join(missing)} beside --{given[0]}: a shape is layers, hidden, heads, vocab"
+            )
+        shape = Shape(
+            arguments.layers, arguments.hidden, arguments.heads, arguments.vocab, arguments.sequence or 2048,
+            kv_heads=arguments.kv_heads or 0, mlp=arguments.mlp or 0,
+        )  # fmt: skip
+        return plan_with(build(shape), config, machine, runs_of(shape), batch(shape))
+    model = _factory(arguments.model) if arguments.model else _hugging_face(arguments.hf)
+    with torch.device("meta"):
+        made = model()
+    sample = made_batch(made, arguments.sequence)
+    return plan(made, config, world_size=arguments.gpus, machine=machine, hosts=machine.num_hosts, sample_batch=sample)
+
+
+def _config(arguments: argparse.Namespace) -> Config:
+    values = dict(read(arguments.config)[0])
+    if arguments.global_batch is not None:
+        values["train_batch_size"] = arguments.global_batch
+    return Config.load(values)
+
+
+def _machine(arguments: argparse.Namespace) -> Machine:
+    per_host = min(arguments.gpus_per_node, arguments.gpus)
+    if arguments.gpus % per_host:
+        raise ValueError(f"gpus({arguments.gpus}) = gpus per node({per_host}) x nodes(?) does not hold")
+    names = {
+        "gpu_memory": "device_bytes", "host_memory": "host_bytes", "nvme": "nvme_bytes", "intra": "intra",
+        "inter": "inter", "flops": "flops",
+    }  # fmt: skip
+    changes = {field: getattr(arguments, name) for name, field in names.items() if getattr(arguments, name) is not None}
+    return replace(Machine(num_hosts=arguments.gpus // per_host, devices_per_host=per_host), **changes)
+
+
+def _factory(text: str) -> Callable[[], nn.Module]:
+    module, _, name = text.partition(":")
+    if not module or not name:
+        raise ValueError(f'--model: expected MODULE:FACTORY, such as my_package.models:build, found "{text}"')
+    sys.path.insert(0, "")
+    factory = getattr(import_module(module), name, None)
+    if not callable(factory):
+        raise ValueError(f"--model: expected a callable that builds a model, found {type(factory).__name__} at {text}")
+    made: Callable[[], nn.Module] = factory
+    return made
+
+
+def _hugging_face(text: str) -> Callable[[], nn.Module]:
+    path = Path(text)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"--hf: expected a folder with config.json, or that file, found nothing at {text}")
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ValueError(f"--hf needs transformers: pip install transformers ({error})") from error
+    config = AutoConfig.from_pretrained(path)
+    config.use_cache = False
+    made: Callable[..., nn.Module] = AutoModelForCausalLM.from_config
+    return partial(made, config)
 
 
 def memory_table(num_params: int, ranks: Sequence[int], is_fp32: bool) -> Table:
@@ -77,22 +199,73 @@ def _ranks(text: str) -> list[int]:
     return list(map(int, parts))
 
 
+def _size(text: str) -> float:
+    """ "80GB", "1.5TB", "450e12" """
+    match = _BYTES.fullmatch(text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f'expected a size such as 80GB, 1.5TB or 450e12, found "{text}"')
+    return float(match[1]) * 1000.0 ** "\0KMGTP".index(match[2].upper() or "\0")
+
+
+_BYTES = re.compile(r"(\d+(?:\.\d*)?(?:e\+?\d{1,2})?) ?([KMGTP]?)B?(?:/s)?", re.IGNORECASE)
+
+
+def _tokens(text: str) -> float:
+    return float(_params(text)[0])
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f'expected a whole number of at least 1, found "{text}"')
+    return int(text)
+
+
 def parser() -> Parser:
     """The command line of `lowtide plan`."""
-    result = Parser(prog="lowtide plan", description=HELP[0].upper() + HELP[1:] + ".")
+    result = Parser(
+        prog="lowtide plan",
+        description=HELP[0].upper() + HELP[1:] + ".",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     result.add_argument(
+        "config", metavar="CONFIG", nargs="?", help='a JSON file or a preset; "auto" chooses everything'
+    )
+    model = result.add_argument_group("the model")
+    model.add_argument("--model", metavar="MODULE:FACTORY", help="a callable that builds it")
+    model.add_argument("--hf", metavar="FOLDER", help="of a Hugging Face model, or its config.json")
+    for name, what in (("layers", "blocks of a Llama"), ("hidden", "its width"), ("heads", "of attention"),
+                       ("vocab", "tokens that there are"), ("sequence", "tokens of a sample (2048)"),
+                       ("kv-heads", "of keys and values"), ("mlp", "width of its gated layer")):  # fmt: skip
+        model.add_argument(f"--{name}", metavar="N", type=_count, help=what)
+    machine = result.add_argument_group("the machine (defaults: hosts of 8 H100)")
+    machine.add_argument("--gpus", metavar="N", type=_count, default=8, help="in all (8)")
+    machine.add_argument("--gpus-per-node", metavar="N", type=_count, default=8, help="(8)")
+    for name, what in (("gpu-memory", "bytes of a GPU (80GB)"), ("host-memory", "bytes of a node (2TB)"),
+                       ("nvme", "bytes of a node's drives (28TB)"), ("intra", "bytes/s between GPUs of a node (330GB)"),
+                       ("inter", "bytes/s of a GPU to other nodes (45GB)"),
+                       ("flops", "that matrices reach in 16 bits (450e12)")):  # fmt: skip
+        machine.add_argument(f"--{name}", metavar="SIZE", type=_size, help=what)
+    training = result.add_argument_group("the training")
+    training.add_argument("--global-batch", metavar="N", type=_count, help="samples of a step over all GPUs")
+    training.add_argument(
+        "--tokens", metavar="N", type=_tokens, help="of the whole training, such as 15T: days, GPU hours"
+    )
+    training.add_argument("--write", metavar="FILE", help="the config, as it can be trained with")
+    training.add_argument("--png", metavar="FILE", help="picture of the front of time and memory")
+    table = result.add_argument_group("model states by the formula of ZeRO, without CONFIG")
+    table.add_argument(
         "--params",
         metavar="N,...",
         type=_params,
-        required=True,
         help="parameters of the model: 7b, 1.5B, 350M, 13e9; or of several",
     )
-    result.add_argument(
+    table.add_argument(
         "--ranks",
         metavar="N,...",
         type=_ranks,
         default=[1, 4, 16, 64, 256, 1024],
         help="data-parallel ranks (default: 1,4,16,64,256,1024)",
     )
-    result.add_argument("--fp32", action="store_true", help="fp32 throughout in place of mixed precision")
+    table.add_argument("--fp32", action="store_true", help="fp32 throughout in place of mixed precision")
     return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,18 +73,20 @@ class Blueprint:
         num_hosts: int = 1,
         optimizer: OptimizerChoice = None,
         split: SplitPlan | None = None,
+        units: Sequence[UnitPlan] | None = None,
     ) -> Blueprint:
         """config: as `Config.resolve` gives it for these ranks. model: on any device, the meta device too.
 
         device: the type of the ranks' own, "cpu", "cuda" or another. num_hosts: that the ranks are on. optimizer: as
-        `initialize` takes it. split: of the pipeline's stages; None: planned here, from the model's code.
+        `initialize` takes it. split: of the pipeline's stages; None: planned here, from the model's code. units: of the
+        model, where they are known; None: planned here.
         Raises ValueError where config, model and ranks do not fit together.
         """
         zero = config.zero_optimization
         policy, dtypes = ZeroPolicy.from_stage(zero.stage), _dtypes(config, model)
         arrangement = _arrangement(config, policy, num_ranks)
         domain = _domain(policy, arrangement)
-        units = tuple(plan_units(model, None if zero.units == "auto" else zero.units))
+        units = tuple(units or plan_units(model, None if zero.units == "auto" else zero.units))
         chosen = OptimizerPlan.of(config, model, optimizer)
         pipeline = PipelinePlan.of(config, model, split) if config.parallel.pipeline > 1 else None
         of_places = [units]

@@ -29,6 +29,7 @@ from .fusing import check_kernels, fuse_modules
 from .given_model import check_model, check_optimizers_agree, check_ranks_agree, module_and_values
 from .optimizer_plan import OptimizerChoice
 from .pipeline_plan import LossFn, agreed_split
+from .planning.agreed import planned_config
 
 
 def initialize(
@@ -43,7 +44,8 @@ def initialize(
     """An engine that trains `model` as the config says.
 
     model: a module, or a callable without arguments that builds one; then no rank ever holds the whole.
-    config: a JSON file, the name of a preset such as "zero3", a dictionary, or a `lowtide.Config`.
+    config: a JSON file, the name of a preset such as "zero3", a dictionary, or a `lowtide.Config`. Where it says "auto"
+    for a degree or a place, as the preset "auto" does everywhere, `lowtide.plan` chooses; the log says what, and why.
     loss_fn(output, batch) -> loss; without it the model's output is the loss, or has it as .loss, ["loss"] or [0].
     optimizer: in place of the config's: an optimizer over parameters of the model, a torch optimizer class, or a
     callable from parameters to an optimizer; it must treat every element by itself. Parameters that no group has are
@@ -52,8 +54,8 @@ def initialize(
     and does not train, as of a teacher; its parameters are frozen until it is closed.
     lr_scheduler: in place of the config's: a callable from the optimizer to a scheduler, or a scheduler of the given
     optimizer.
-    sample_batch: a batch, small or not, with which a pipeline sees how the model runs: needed for pipeline.balance
-    "time" alone.
+    sample_batch: a batch, small or not, with which a pipeline sees how the model runs, and a plan what it keeps: needed
+    for pipeline.balance "time", and for "auto" where the model is not one of tokens.
 
     Raises ConfigError (config), ValueError (model, optimizer), OffloadError (room for what is offloaded) and
     RuntimeError (ranks that do not fit together). What one rank cannot do is an error on all.
@@ -62,6 +64,8 @@ def initialize(
     world = World.join(checked.device, checked.communication.timeout_seconds)
     ledger = Ledger()
     try:
+        if checked.planned_keys:
+            checked = planned_config(checked, model, world, loss_fn, sample_batch)
         resolved = _prepare_process(checked, world)
         module, values = module_and_values(model, world)
         compiled = Compiled(module, ledger)

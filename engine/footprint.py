@@ -72,7 +72,7 @@ class Shares:
 
 def bytes_of(blueprint: Blueprint, rank: int = 0, moment: Moment = Moment.REDUCED) -> RankBytes:
     """What `rank` takes at a moment."""
-    return _Footprint(blueprint, rank).at(moment)
+    return Footprint(blueprint, rank).at(moment)
 
 
 def shared_bytes(blueprint: Blueprint) -> int:
@@ -93,7 +93,7 @@ def shared_bytes(blueprint: Blueprint) -> int:
     return total
 
 
-class _Footprint:
+class Footprint:
     """The bytes of one rank, kind by kind."""
 
     def __init__(self, blueprint: Blueprint, rank: int) -> None:
@@ -112,16 +112,17 @@ class _Footprint:
         numels = blueprint.homes.states_plan.resident_numels([one.layout.shard_numel for one in self._plan.updated])
         self._resident = {id(group): numel for group, numel in zip(self._plan.updated, numels, strict=True)}
 
-    def at(self, moment: Moment) -> RankBytes:
+    def at(self, moment: Moment, gathers: bool = True) -> RankBytes:
+        """gathers: False where nobody asks for what is gathered, which has to be found by running the units."""
         blueprint, homes, plan = self._blueprint, self._blueprint.homes, self._plan
         shards = [group.shard_bytes for group in plan.groups]
-        chunks = [nbytes for group in plan.updated for nbytes in self._chunks(group)]
+        chunks = [nbytes for group in plan.updated for nbytes in self.chunks(group)]
         left = [self._left(group, moment) for group in plan.trained]
         return RankBytes(
             parameters=sum(map(self._at_rest, plan.groups)),
-            gradients=sum(self._gradient(group, moment) for group in plan.trained),
+            gradients=sum(self.gradient(group, moment) for group in plan.trained),
             optimizer=sum(self._states(group, moment) for group in plan.updated),
-            gathered=peak_gathered_bytes(blueprint, self._place, self._gathered) if self._frees_memory else 0,
+            gathered=peak_gathered_bytes(blueprint, self._place, self.gathered) if gathers and self.frees_memory else 0,
             staging=self._staging() + self._leaving(),
             host=_kept(shards, homes.parameters is Home.HOST) + _kept(chunks, homes.states is Home.HOST) + sum(left),
             file=_kept(shards, homes.parameters is Home.FILE)
@@ -131,7 +132,8 @@ class _Footprint:
     # -- parameters -----------------------------------------------------------------------------------------------
 
     @property
-    def _frees_memory(self) -> bool:
+    def frees_memory(self) -> bool:
+        """Whether released parameters give memory back."""
         if self._blueprint.homes.parameters is not Home.MODEL:
             return True
         is_divided = self._blueprint.arrangement.size(self._blueprint.domain.parameters) > 1
@@ -142,7 +144,7 @@ class _Footprint:
             return 0
         return group.full_bytes // self._shares.parameters
 
-    def _gathered(self, group: GroupPlan) -> int:
+    def gathered(self, group: GroupPlan) -> int:
         """What full parameters take beside those at rest, which lie among them where pages move."""
         rest = group.full_bytes // self._shares.parameters
         is_beside = not self._blueprint.moves_pages and rest < group.full_bytes
@@ -150,7 +152,7 @@ class _Footprint:
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
-    def _gradient(self, group: GroupPlan, moment: Moment) -> int:
+    def gradient(self, group: GroupPlan, moment: Moment) -> int:
         """A shard of the sum, and before it what is added up over microbatches.
 
         |               | stage 0, 1                              | stage 2, 3                             |
@@ -239,12 +241,12 @@ class _Footprint:
         if self._blueprint.timing is Timing.DELAYED:
             total += second
         if self._blueprint.timing is Timing.SPECULATIVE and moment is Moment.REDUCED:
-            in_host = self._chunks(group) if self._blueprint.homes.states is Home.HOST else []
+            in_host = self.chunks(group) if self._blueprint.homes.states is Home.HOST else []
             total += total + second + sum(in_host)
         return total
 
-    def _chunks(self, group: GroupPlan) -> list[int]:
-        """Of what is not with the model."""
+    def chunks(self, group: GroupPlan) -> list[int]:
+        """Bytes of what is not with the model."""
         kinds, start, end = self._kinds(group.dtype), self._resident[id(group)], group.layout.shard_numel
         parts = self._blueprint.homes.states_plan.chunks(start, end)
         return [ChunkLayout.of(scaled(kinds, high - low)).nbytes for low, high in parts]

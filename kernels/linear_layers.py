@@ -59,7 +59,8 @@ class LinearLayers:
             plain: Tensor = type(module).forward(module, *args, **kwargs)
             return plain
         (x,), weight, bias = args, module.weight, module.bias
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        # Of the meta device, on which a planner runs a model, torch knows no autocast.
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))  # as it is multiplied, so that dw is of the same product
         result: Tensor = _Linear.apply(x, weight, bias, is_transposed, self._make)  # type: ignore[no-untyped-call]
         return result

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .engine.config.errors import ConfigError
     from .engine.engine import Engine
     from .engine.errors import NonFiniteGradientError
+    from .engine.planning.plan import Plan, plan
     from .engine.step_result import StepResult
     from .offload.errors import OffloadError
     from .zero.loss_scale import LossScaleError
@@ -30,9 +31,11 @@ __all__ = [
     "NoCheckpointError",
     "NonFiniteGradientError",
     "OffloadError",
+    "Plan",
     "ReleasedParameterError",
     "StepResult",
     "initialize",
+    "plan",
 ]
 
 _HOME = {
@@ -45,9 +48,11 @@ _HOME = {
     "NoCheckpointError": ".checkpoint.errors",
     "NonFiniteGradientError": ".engine.errors",
     "OffloadError": ".offload.errors",
+    "Plan": ".engine.planning.plan",
     "ReleasedParameterError": ".zero.released",
     "StepResult": ".engine.step_result",
     "initialize": ".engine.build",
+    "plan": ".engine.planning.plan",
 }
 
 # Set by `lowtide launch`, which wants to see where a rank hangs: from here on, and not from `initialize` on.

@@ -31,9 +31,11 @@ def test_the_public_names_are_these_and_exist() -> None:
         "NoCheckpointError",
         "NonFiniteGradientError",
         "OffloadError",
+        "Plan",
         "ReleasedParameterError",
         "StepResult",
         "initialize",
+        "plan",
     ]
     assert all(getattr(lowtide, name).__name__ == name for name in lowtide.__all__)
     assert set(lowtide.__all__) <= set(dir(lowtide))

@@ -35,6 +35,7 @@ from .parallel import (
     schedule_faults,
     world_faults,
 )
+from .planned import planned
 from .read import join, read
 from .scheduler import SCHEDULER_PARAMS, SchedulerConfig
 from .sections import (
@@ -121,6 +122,7 @@ class Config(Section):
     _notes: tuple[str, ...] = PrivateAttr(default=())
     _source: str | None = PrivateAttr(default=None)
     _auto_batch_keys: tuple[str, ...] = PrivateAttr(default=())
+    _planned_keys: tuple[str, ...] = PrivateAttr(default=())
 
     @classmethod
     def load(cls, source: "str | os.PathLike[str] | Mapping[str, object] | Config") -> "Config":
@@ -136,17 +138,37 @@ class Config(Section):
         faults = translation.faults + faults
         if faults or config is None:
             raise ConfigError(_in_file_order(faults, raw), name)
+        chosen = planned(translation.auto_paths)
         notes = translation.notes + [
             f'{path}: "auto" is {shown(_value_at(config, path))}: {AUTO[path]}'
             for path in translation.auto_paths
-            if path not in BATCH_KEYS
+            if path not in BATCH_KEYS and path not in chosen
         ]
         config._notes = tuple(
             notes + _idle_settings(config) + other_defaults(raw, config.gradient_clipping, config.optimizer)
         )
         config._source = name
-        config._auto_batch_keys = tuple(path for path in translation.auto_paths if path in BATCH_KEYS)
+        config._auto_batch_keys = tuple(
+            path for path in translation.auto_paths if path in BATCH_KEYS and path not in chosen
+        )
+        config._planned_keys = chosen
         return config
+
+    @property
+    def planned_keys(self) -> tuple[str, ...]:
+        """Those whose "auto" is chosen from the model and the machine: `as_planned`."""
+        return self._planned_keys
+
+    def as_planned(self, values: Mapping[str, object], reasons: Mapping[str, str]) -> "Config":
+        """The config that a plan has chosen, with a note for each value. values: of a file, without "auto"."""
+        made = Config.load(values)
+        chosen = [
+            f'{key}: "auto" is {shown(_value_at(made, key))}: {reasons[key]}'
+            for key in self._planned_keys
+            if key in reasons
+        ]
+        made._notes, made._source = (*self._notes, *chosen), self._source
+        return made
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -164,6 +186,12 @@ class Config(Section):
         """
         if world_size < 1:
             raise ValueError(f"world_size is at least 1, found {world_size}")
+        if self._planned_keys:
+            message = (
+                '"auto" is chosen from the model and the machine: by initialize, or by `lowtide plan`, which writes a '
+                "config without it"
+            )
+            raise ConfigError([Fault(self._planned_keys[0], "missing", message)], self._source)
         before = None if first_world_size in (None, world_size) else first_world_size
         kept = None if before is None else _kept_batch(self, before)
         faults = world_faults(self.parallel, world_size)

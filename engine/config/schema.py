@@ -11,6 +11,7 @@ from ...optimizers.optimizer import Optimizer
 from ...optimizers.table import OPTIMIZERS
 from .config import Config
 from .deepspeed import RULES, Rule
+from .planned import PLANNED
 from .read import OR_NEVER
 from .translate import ALIASES, AUTO, BATCH_KEYS, CPU_SWITCHES, NULL_IS_DEFAULT, PIN_SWITCH
 
@@ -63,7 +64,7 @@ def json_schema() -> dict[str, Any]:
     _add(schema, PIN_SWITCH, {"type": ["boolean", "null"], "description": pinned})
     for path in [*NULL_IS_DEFAULT, *OR_NEVER]:
         _allow(schema, path, {"type": "null"})
-    for path in [*AUTO, *BATCH_KEYS]:
+    for path in [*AUTO, *BATCH_KEYS, *PLANNED]:
         _allow(schema, path, {"const": "auto"})
     for alias, path in ALIASES.items():
         for home in _properties(schema, alias):

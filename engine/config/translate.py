@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from .deepspeed import RULES, judge
 from .errors import Fault, shown
 from .optimizer import canonical_optimizer
+from .planned import PLANNED
 from .read import join
 from .scheduler import canonical_scheduler
 
@@ -124,7 +125,7 @@ def _walk(section: dict[str, object], path: str, out: Translation) -> dict[str, 
             _switch(here, value, section, kept, out)
         elif value is None and here in NULL_IS_DEFAULT:
             continue
-        elif value == "auto" and (here in AUTO or here in BATCH_KEYS):
+        elif value == "auto" and (here in AUTO or here in BATCH_KEYS or here in PLANNED):
             out.auto_paths.append(here)
         elif isinstance(value, dict):
             kept[key] = _walk(value, here, out)

@@ -142,7 +142,7 @@ def test_a_missing_file_names_near_files_and_the_presets(tmp_path: Path) -> None
     write(tmp_path, "{}")
     text = message_of(str(tmp_path / "runn.json"))
     assert f"no such file: {tmp_path}/runn.json; did you mean " in text and f"{tmp_path}/run.json" in text
-    assert "the presets are zero0, zero0-bf16, zero1" in text
+    assert "the presets are auto, zero0, zero0-bf16, zero1" in text
     assert 'did you mean "zero3"' in message_of("zeroo3")
     assert "is a folder, not a file" in message_of(tmp_path)
 

@@ -16,7 +16,7 @@ OPTIMIZER, PARAM = "zero_optimization.offload_optimizer", "zero_optimization.off
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", [name for name in preset_names() if name != "auto"])
 def test_every_preset_is_ready_to_use(name: str) -> None:
     config = Config.load(name)
     assert config.notes == () and config.optimizer is not None
@@ -59,7 +59,7 @@ def test_the_schema_knows_every_key() -> None:
         keys = {rule.removeprefix(f"{path}.") for rule in RULES if rule.startswith(f"{path}.")}
         assert keys and keys < set(schema["$defs"][name]["properties"])
     assert schema["properties"]["aio"]["anyOf"] == [{"$ref": "#/$defs/AioConfig"}, {"type": "null"}]
-    assert zero["additionalProperties"] is False and zero["properties"]["stage"]["enum"] == [0, 1, 2, 3]
+    assert zero["additionalProperties"] is False and zero["properties"]["stage"]["anyOf"][0]["enum"] == [0, 1, 2, 3]
     assert schema["properties"]["seed"]["anyOf"] == [{"minimum": 0, "type": "integer"}, {"type": "null"}]
     assert {"const": "auto"} in schema["properties"]["train_batch_size"]["anyOf"]
 

@@ -1,0 +1,77 @@
+"""What "auto" is for an engine: rank 0 plans, and all ranks take its config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from ...comm import World
+from ..config.config import Config
+from .machine import Machine
+from .plan import plan
+
+_CPU = Machine(  # of a rank: a few cores, and what they reach; not measured
+    device="cpu", reserved_bytes=0, flops=1e11, memory=1e10, intra=2e9, inter=1e9, host_memory=2e10, nvme=1e9
+)
+
+
+def planned_config(
+    config: Config,
+    model: nn.Module | Callable[[], nn.Module],
+    world: World,
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+    sample_batch: Any,
+) -> Config:
+    """The config without "auto". A collective. Raises ValueError where the model cannot be planned, or nothing fits."""
+    num_hosts = world.num_hosts  # a collective
+    found: tuple[dict[str, Any], dict[str, str]] | None = None
+    failure: Exception | None = None
+    if world.rank == 0:
+        try:
+            found = _planned(config, model, world, num_hosts, loss_fn, sample_batch)
+        except Exception as error:  # of the model's forward too
+            failure = error
+    found, text = world.broadcast_object((found, None if failure is None else str(failure)))
+    if failure is not None:
+        raise failure
+    if text is not None or found is None:
+        raise ValueError(text)
+    return config.as_planned(*found)
+
+
+def _planned(
+    config: Config,
+    model: nn.Module | Callable[[], nn.Module],
+    world: World,
+    num_hosts: int,
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+    sample_batch: Any,
+) -> tuple[dict[str, Any], dict[str, str]]:
+    with torch.random.fork_rng(devices=[]):
+        made = plan(
+            model,
+            config,
+            world_size=world.size,
+            device_memory=_device_bytes(world, num_hosts),
+            hosts=num_hosts,
+            sample_batch=sample_batch,
+            loss_fn=loss_fn,
+            machine=Machine() if world.device.type == "cuda" else _CPU,
+        )
+    if not made.fits:
+        missing = ", ".join(f"{nbytes / 1e9:.3g} GB of {where} on each rank" for where, nbytes in made.missing.items())
+        raise ValueError(
+            f'"auto": nothing fits on {world.size} ranks; the smallest lacks {missing}. Take more devices, a smaller '
+            "train_batch_size, or give zero_optimization.offload_optimizer an nvme_path"
+        )
+    return dict(made.config), dict(made.reasons)
+
+
+def _device_bytes(world: World, num_hosts: int) -> float:
+    if world.device.type == "cuda":
+        return float(torch.cuda.get_device_properties(world.device).total_memory)
+    return psutil.virtual_memory().available / (world.size / num_hosts)

@@ -1,0 +1,173 @@
+"""What a choice takes at least: arithmetic without a blueprint, some microseconds each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+
+from ...comm import Arrangement
+from ...pipe.schedules.registry import find_kind
+from ...zero.plan import GroupPlan
+from ...zero.policy import ZeroPolicy
+from ..blueprint import Blueprint
+from ..footprint import Footprint, Moment
+from .choice import Choice, num_chunks
+from .estimate import Work
+from .machine import Machine
+from .profile import Profile
+from .search import Bound
+
+_ROUNDED = 1 - 1e-9  # sums of the same numbers in another order
+
+
+class Bounds:
+    """Lower bounds of `Planner.estimate`. first: a blueprint of the model in which nothing is divided."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        first: Blueprint,
+        profile: Callable[[int, int], Profile],
+        blocks: Sequence[str],
+        beside: Callable[[bool], Sequence[tuple[int, str, bool]]],
+    ) -> None:
+        """profile: of so many rows and `every`, no part of which is more than that of a run. blocks: names.
+
+        beside: whether parameters are freed -> (bytes that are gathered and staged, part, whether in its backward) at
+        each moment of a microbatch without a pipeline.
+        """
+        self._machine, self._config = machine, first.config
+        self._blocks, self._profile = blocks, profile
+        units = [groups for _, groups in first.places[0].units]
+        in_blocks = [groups for unit, groups in first.places[0].units if unit.name in set(blocks)]
+        groups, trained, updated = first.places[0].groups, first.places[0].trained, first.places[0].updated
+        self._parameters = _bytes(groups, lambda one: one.dtype.itemsize)
+        of_units = [_bytes(of_unit, lambda one: one.dtype.itemsize) for of_unit in units]
+        self._gathered_again = sum(of_units[1:-1])  # in the backward: all but the rest and the last unit
+        self._reduced = _bytes(trained, lambda one: one.reduce_dtype.itemsize)
+        self._summed = _bytes(trained, lambda one: one.accumulation_dtype.itemsize)
+        self._refreshed = _bytes(updated, lambda one: one.dtype.itemsize)
+        self._passing = self._refreshed + _bytes(updated, lambda one: one.accumulation_dtype.itemsize)
+        padded, numel = sum(one.layout.shard_numel for one in updated), _bytes(updated, lambda one: 1)
+        self._states = Footprint(first, 0).at(Moment.BETWEEN_STEPS, gathers=False).optimizer * numel / max(1, padded)
+        slots = [max(_bytes([one], lambda one: one.reduce_dtype.itemsize) for one in of_unit) for of_unit in in_blocks]
+        self._least_slot = min(slots, default=0)
+        least = min((_bytes(of_unit, lambda one: 1) for of_unit in in_blocks), default=0)
+        self._share_of_blocks = least * len(blocks) / _bytes(groups, lambda one: 1)
+        self._microbatch, self._beside = cache(self._of_microbatch), cache(beside)
+        self._block, self._seconds_per_byte = cache(self._least_block), cache(self._per_byte)
+
+    def of(self, choice: Choice) -> Bound:
+        """Of one choice."""
+        machine, policy = self._machine, ZeroPolicy.from_stage(choice.stage)
+        data = machine.num_devices // choice.pipeline
+        states = policy.shard_size(data, choice.shard_size)
+        partition = choice.partition if choice.partition > 1 else states
+        parameters = partition if policy.frees_parameters else 1
+        compute, peak = self._microbatch(choice.rows, choice.every, policy.frees_parameters and parameters > 1)
+        compute *= choice.accumulation / choice.pipeline
+        if choice.pipeline > 1:
+            filled, peak = self._pipelined(choice)
+            compute = max(compute, filled)
+        sizes = (choice.pipeline, data // states, states // partition, partition)
+        wire = 0.0 if machine.device == "cpu" else self._wire(choice, policy, sizes)
+        seconds = max(compute, wire) + self._update(choice, states)
+        nbytes = self._resting(choice, states, parameters)
+        held = states if policy.reduces_every_backward or choice.accumulation == 1 else 1  # full until the last one
+        gradients = 0.0 if choice.offload_optimizer != "none" else self._summed / held / choice.pipeline
+        if machine.device == "cpu":
+            gradients /= data
+        if choice.pipeline > 1 and policy.frees_parameters and parameters > 1 and machine.device == "cuda":
+            nbytes += self._parameters / choice.pipeline * (1 - (choice.offload_param == "none") / parameters)
+        if choice.pipeline > 1 and machine.device == "cuda" and data > 1:
+            peak += 2 * self._least_slot
+        # The rank that holds the most activations has the least of anything else that a rank can have.
+        even = self._even_share(choice) if choice.pipeline > 1 else 1.0
+        nbytes = max(nbytes + gradients, nbytes * even + (peak if choice.offload_activations == "none" else 0.0))
+        samples = choice.rows * choice.accumulation * data
+        return Bound(seconds * _ROUNDED / samples, nbytes * _ROUNDED, nbytes * _ROUNDED <= machine.usable_bytes)
+
+    def _even_share(self, choice: Choice) -> float:
+        """Of a rank's part of the model, what every rank has: as few blocks as any."""
+        num_stages = choice.pipeline * num_chunks(choice)
+        return self._share_of_blocks * (len(self._blocks) // num_stages) * num_stages / len(self._blocks)
+
+    def _pipelined(self, choice: Choice) -> tuple[float, float]:
+        """(seconds until a last rank is done, bytes of activations), where each stage has as few blocks as any.
+
+        The last rank waits for the first microbatch, and others for the last one where a backward is in one piece.
+        """
+        forward, backward, kept = self._block(choice.rows, choice.every)
+        kind, chunks = find_kind(choice.schedule), num_chunks(choice)
+        blocks = len(self._blocks) // (choice.pipeline * chunks)
+        seconds = choice.accumulation * chunks * blocks * (forward + backward)
+        seconds += (choice.pipeline - 1) * blocks * (forward + (0.0 if kind.splits_backward else backward))
+        fullest = -(-len(self._blocks) // (choice.pipeline * chunks))
+        seconds = max(seconds, choice.accumulation * fullest * (forward + backward))
+        # Of every schedule a rank holds as much as with 1F1B, or more: see test_plan_search.py.
+        return seconds, kept * blocks * chunks * min(choice.accumulation, choice.pipeline)
+
+    def _least_block(self, rows: int, every: int) -> tuple[float, float, float]:
+        """(seconds of the forward, of the backward, bytes kept) of the block that takes the least."""
+        profile = self._profile(rows, every)
+        work, names = Work(profile, self._machine), self._blocks
+        kept = min(profile.part(name).kept_bytes for name in names)
+        return min(map(work.forward, names)), min(map(work.backward, names)), kept
+
+    def _wire(self, choice: Choice, policy: ZeroPolicy, sizes: tuple[int, int, int, int]) -> float:
+        """Seconds of all collectives, one after the other."""
+        if choice.pipeline > 1:
+            return 0.0
+        total = 0.0
+        if policy.frees_parameters:
+            each = self._parameters + self._gathered_again
+            total += choice.accumulation * each * self._seconds_per_byte(sizes, ("shard",))
+        if policy.shards_states:
+            times = choice.accumulation if policy.reduces_every_backward else 1
+            total += times * self._reduced * self._seconds_per_byte(sizes, ("secondary", "shard"))
+        return total
+
+    def _update(self, choice: Choice, states: int) -> float:
+        """Seconds of the update, and of what brings updated parameters to other ranks."""
+        machine, own = self._machine, 1 / states / choice.pipeline
+        if self._config.zero_optimization.offload_optimizer.overlap != "none":
+            return 0.0
+        if choice.offload_optimizer == "none" or self._config.zero_optimization.offload_optimizer.ratio < 1:
+            return self._passing * own / machine.memory
+        seconds = 2 * self._states * own / (machine.host_memory / machine.devices_per_host)
+        if choice.offload_optimizer == "nvme":
+            seconds += 2 * self._states * own / (machine.nvme / machine.devices_per_host)
+        return seconds + (self._passing * own / machine.link if machine.device == "cuda" else 0.0)
+
+    def _resting(self, choice: Choice, states: int, parameters: int) -> float:
+        """Bytes of parameters and states in the model's memory."""
+        shared = states if self._machine.device == "cpu" else parameters
+        nbytes = self._parameters / shared if choice.offload_param == "none" else 0.0
+        ratio = self._config.zero_optimization.offload_optimizer.ratio if choice.offload_optimizer != "none" else 0.0
+        return (nbytes + self._states / states * (1 - ratio if ratio in (0.0, 1.0) else 0.0)) / choice.pipeline
+
+    def _per_byte(self, sizes: tuple[int, int, int, int], names: Sequence[str]) -> float:
+        """Seconds of a collective over these axes, for each byte, without latency."""
+        pipe, replica, secondary, shard = sizes
+        axes = (("pipe", pipe), ("replica", replica), ("secondary", secondary), ("shard", shard))
+        arrangement = Arrangement(axes, ("replica", "secondary", "shard"))
+        size, on_host = arrangement.size(names), self._machine.ranks_on_host(arrangement, names)
+        return max(0.0, self._machine.collective(2.0, size, on_host) - self._machine.collective(1.0, size, on_host))
+
+    def _of_microbatch(self, rows: int, every: int, frees_parameters: bool) -> tuple[float, float]:
+        """(seconds of computing, the most bytes at a moment, without what rests)."""
+        profile = self._profile(rows, every)
+        work = Work(profile, self._machine)
+        seconds = sum(work.forward(name) + work.backward(name) for name in profile.names)
+        if self._machine.device == "cpu":  # gradients of large weights are no tensors of their own
+            return seconds, sum(part.kept_bytes for part in profile.parts.values())
+        bases, most = profile.base_bytes(), 0
+        for gathered, name, is_backward in self._beside(frees_parameters):
+            part = profile.part(name)
+            held = part.backward_peak_bytes if is_backward else part.forward_peak_bytes
+            most = max(most, gathered + bases.get(name, 0) + held)
+        return seconds, most
+
+
+def _bytes(groups: Iterable[GroupPlan], itemsize: Callable[[GroupPlan], int]) -> int:
+    return sum(one.layout.numel * itemsize(one) for one in groups)

@@ -1,0 +1,219 @@
+"""One way to train a model on a machine, as values of the config's keys; and all ways that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...pipe.schedules.registry import KINDS, find_kind
+from ..config.config import Config
+from .machine import Machine
+
+_MAX_ROWS = 64  # of a microbatch
+_CHUNKS = (2, 4)  # of the schedules that take any number
+_WORSE = ("gpipe",)  # 1F1B has its bubble, and holds no more microbatches
+
+KEYS = {  # attribute of a choice: key of the config
+    "pipeline": "parallel.pipeline",
+    "schedule": "pipeline.schedule",
+    "chunks": "pipeline.chunks",
+    "stage": "zero_optimization.stage",
+    "shard_size": "zero_optimization.shard_size",
+    "partition": "zero_optimization.zero_hpz_partition_size",
+    "offload_optimizer": "zero_optimization.offload_optimizer.device",
+    "offload_param": "zero_optimization.offload_param.device",
+    "rows": "train_micro_batch_size_per_gpu",
+    "accumulation": "gradient_accumulation_steps",
+    "every": "activation_checkpointing.every",
+    "offload_activations": "activation_checkpointing.offload.device",
+}
+"""What is chosen. A new degree is a row here, values in `Space`, and an axis in `Blueprint`."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A value of each key; the defaults are those of the config."""
+
+    pipeline: int = 1
+    schedule: str = "1f1b"
+    chunks: int | None = None
+    stage: int = 0
+    shard_size: int | None = None
+    partition: int = 1
+    offload_optimizer: str = "none"
+    offload_param: str = "none"
+    rows: int = 1
+    accumulation: int = 1
+    every: int = 0
+    offload_activations: str = "none"
+
+    @classmethod
+    def of(cls, config: Config) -> Choice:
+        """What a config that is resolved says."""
+        values = {name: _at(config.as_dict(), key) for name, key in KEYS.items()}
+        return cls(**values)
+
+    def states(self) -> Choice:
+        """What decides on the bytes of model states: one of many choices that are equal in it."""
+        several = min(self.accumulation, 2)
+        if self.pipeline > 1:
+            several = self.pipeline * max(1, find_kind(self.schedule).microbatches_per_rank)
+        return replace(self, rows=1, accumulation=several, every=0, offload_activations="none")
+
+    def applied(self, base: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
+        """The config file `base` with this choice in the place of what it says."""
+        values = _copied(base)
+        for name, key in KEYS.items():
+            _put(values, key, getattr(self, name))
+        values["train_batch_size"] = self.rows * self.accumulation * (num_ranks // self.pipeline)
+        values.get("pipeline", {}).pop("microbatches", None)
+        return values
+
+
+@dataclass(frozen=True)
+class Space:
+    """Every choice that a config and a machine leave open.
+
+    held: attribute -> value that is not chosen. batch: samples of a step over all ranks; None: any. has_nvme: whether
+    there is a folder for files. max_stages: as many as the model has blocks.
+    """
+
+    machine: Machine
+    batch: int | None
+    max_stages: int
+    has_nvme: bool = False
+    held: Mapping[str, Any] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Choice]:
+        for pipeline in self._values("pipeline", divisors(self.machine.num_devices)):
+            if pipeline > self.max_stages or self.machine.num_devices % pipeline:
+                continue
+            data = self.machine.num_devices // pipeline
+            states = list(self._states(pipeline, data))
+            for schedule, chunks in self._schedules(pipeline):
+                for rows, accumulation in self._batches(pipeline, data, schedule):
+                    for every, offload in self._activations(pipeline):
+                        for state in states:
+                            yield Choice(pipeline, schedule, chunks, *state, rows, accumulation, every, offload)
+
+    def _values(self, name: str, every: Sequence[Any]) -> Sequence[Any]:
+        return [self.held[name]] if name in self.held else every
+
+    def _schedules(self, pipeline: int) -> Iterator[tuple[str, int | None]]:
+        if pipeline == 1:
+            yield self.held.get("schedule", "1f1b"), self.held.get("chunks")
+            return
+        for name in self._values("schedule", [name for name in KINDS if name not in _WORSE]):
+            kind = KINDS.get(name)
+            every = _CHUNKS if kind is not None and kind.max_chunks is None and kind.min_chunks > 1 else (None,)
+            for chunks in self._values("chunks", every):
+                least = chunks or (kind.min_chunks if kind is not None else 1)
+                if pipeline * least <= self.max_stages:
+                    yield name, chunks
+
+    def _batches(self, pipeline: int, data: int, schedule: str) -> Iterator[tuple[int, int]]:
+        """(rows of a microbatch, microbatches)."""
+        kind = KINDS.get(schedule)
+        least = kind.microbatches_per_rank * pipeline if kind is not None and pipeline > 1 else 1
+        if self.batch is None:
+            wanted = [least * factor for factor in (1, 2, 4)] if least > 1 else [pipeline, 2 * pipeline, 4 * pipeline]
+            for accumulation in self._values("accumulation", wanted if pipeline > 1 else [1]):
+                for rows in self._values("rows", powers_of_two(_MAX_ROWS)):
+                    if accumulation >= least:
+                        yield rows, accumulation
+            return
+        if self.batch % data:
+            return
+        own = self.batch // data
+        for rows in self._values("rows", [count for count in divisors(own) if count <= _MAX_ROWS]):
+            if own % rows == 0 and own // rows >= least:
+                accumulation = own // rows
+                if self.held.get("accumulation", accumulation) == accumulation:
+                    yield rows, accumulation
+
+    def _states(self, pipeline: int, data: int) -> Iterator[tuple[int, int | None, int, str, str]]:
+        """(stage, shard_size, partition, offload_optimizer, offload_param)."""
+        homes: tuple[str, ...] = ("none", "cpu", "nvme") if self.has_nvme else ("none", "cpu")
+        homes = homes if self.machine.device == "cuda" else tuple(home for home in homes if home != "cpu")
+        for stage in self._values("stage", (0, 1, 2, 3)):
+            for shard_size in self._values("shard_size", _shard_sizes(stage, data)):
+                if data % (shard_size or data) or (shard_size == 1 and stage and data > 1 and "stage" not in self.held):
+                    continue
+                for partition in self._values("partition", self._partitions(stage, shard_size or data)):
+                    for of_optimizer in self._values("offload_optimizer", homes):
+                        for of_param in self._values("offload_param", homes if stage == 3 else ("none",)):
+                            if of_param == "none" or (partition == 1 and pipeline == 1):
+                                yield stage, shard_size, partition, of_optimizer, of_param
+
+    def _partitions(self, stage: int, group: int) -> Sequence[int]:
+        """Parameters are gathered within the shard group, or within a host."""
+        host = self.machine.devices_per_host
+        return (1, host) if stage == 3 and 1 < host < group and group % host == 0 else (1,)
+
+    def _activations(self, pipeline: int) -> Iterator[tuple[int, str]]:
+        homes = ("none", "cpu") if pipeline == 1 and self.machine.device == "cuda" else ("none",)
+        for every in self._values("every", (0, 1)):
+            for home in self._values("offload_activations", homes):
+                if home == "none" or pipeline == 1:
+                    yield every, home
+
+
+def num_chunks(choice: Choice) -> int:
+    """Stages of each place of a pipeline."""
+    return choice.chunks or find_kind(choice.schedule).min_chunks
+
+
+def _shard_sizes(stage: int, data: int) -> Sequence[int | None]:
+    if not stage:
+        return (None,)
+    return [None, *(size for size in divisors(data) if 1 < size < data)]
+
+
+def divisors(count: int) -> list[int]:
+    return [one for one in range(1, count + 1) if count % one == 0]
+
+
+def powers_of_two(most: int) -> list[int]:
+    return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+
+
+def _at(values: Mapping[str, Any], path: str) -> Any:
+    for key in path.split("."):
+        values = values[key]
+    return values
+
+
+def without_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A config file that says only what is not the default."""
+    defaults, kept = _DEFAULTS if defaults is None else defaults, {}
+    for key, value in values.items():
+        default = defaults.get(key)
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            if inner := without_defaults(value, default):
+                kept[key] = inner
+        elif value != default:
+            kept[key] = value
+    return kept
+
+
+def _put(values: dict[str, Any], path: str, value: Any) -> None:
+    """Sets a key, or leaves it out where it is the default and was not there."""
+    *sections, last = path.split(".")
+    default = _at(_DEFAULTS, path)
+    if value == default:
+        for key in sections:
+            values = values.get(key, {})
+        if last in values:
+            values[last] = value
+        return
+    for key in sections:
+        values = values.setdefault(key, {})
+    values[last] = value
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+
+
+_DEFAULTS = Config().as_dict()

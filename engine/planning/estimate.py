@@ -1,0 +1,303 @@
+"""What one rank of a blueprint takes and how long its step is: bytes at every moment, seconds of every part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ...zero.plan import GroupPlan
+from ...zero.policy import ZeroPolicy
+from ..blueprint import Blueprint
+from ..config.config import Config
+from ..footprint import Footprint, Moment
+from ..offload import Home
+from ..step_update import Timing
+from .exchange import Exchange
+from .machine import Machine
+from .profile import Profile
+from .step_order import StepOrder
+from .timeline import Timeline
+
+_BLOCKS_IN_MEMORY = 3  # of activations that are offloaded, without a budget: see `ActivationOffload`
+_CHUNKS_IN_MEMORY = 3  # of states that rest in a file, while they are updated
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of the fullest rank. Bytes are of its own share; what ranks of a host share is divided by their number.
+
+    bytes: the most of each kind, by the names of `engine.memory()` and docs/planning.md; they need not come together.
+    peak_bytes: the most at one moment of a step. sent: by a rank in a step, by link. seconds: the parts of
+    step_seconds.
+    """
+
+    bytes: Mapping[str, int]
+    peak_bytes: int
+    host_bytes: int
+    nvme_bytes: int
+    sent: Mapping[str, int]
+    step_seconds: float
+    seconds: Mapping[str, float]
+    num_samples: int  # of a step, over all ranks
+    num_tokens: int
+
+    def missing(self, machine: Machine) -> dict[str, int]:
+        """What does not fit, by where, and by how many bytes of a rank."""
+        share = machine.devices_per_host
+        beyond = {
+            "device memory": self.peak_bytes - machine.usable_bytes,
+            "host memory": self.host_bytes - machine.host_bytes / share if machine.device == "cuda" else 0,
+            "nvme": self.nvme_bytes - machine.nvme_bytes / share,
+        }
+        return {where: round(nbytes) for where, nbytes in beyond.items() if nbytes > 0}
+
+    @property
+    def seconds_per_sample(self) -> float:
+        return self.step_seconds / self.num_samples
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of the parts of a microbatch on a machine; see the protocol of `step_order`."""
+
+    profile: Profile
+    machine: Machine
+
+    def forward(self, name: str) -> float:
+        part = self.profile.part(name)
+        return self._seconds(part.forward_flops, part.forward_traffic)
+
+    def backward(self, name: str) -> float:
+        part = self.profile.part(name)
+        return self._seconds(part.backward_flops, part.backward_traffic)
+
+    def _seconds(self, flops: int, traffic: int) -> float:
+        return flops / self.machine.flops_of(self.profile.itemsize) + traffic / self.machine.memory
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of a microbatch's activations at each part, with what of them is offloaded."""
+
+    profile: Profile
+    config: Config
+    policy: ZeroPolicy
+
+    @cached_property
+    def bases(self) -> Mapping[str, int]:
+        return self.profile.base_bytes()
+
+    @cached_property
+    def _waiting(self) -> Mapping[str, int]:
+        """Gradients of the rest that the parts behind each have made."""
+        waiting, total = {}, 0
+        for name, part in reversed(list(self.profile.parts.items())):
+            waiting[name] = total
+            total += part.rest_gradient_bytes
+        return waiting
+
+    @property
+    def _rest_waits(self) -> bool:
+        """Else they are added to those of the microbatches before."""
+        accumulates = (self.config.gradient_accumulation_steps or 1) > 1
+        return not accumulates or self.policy.reduces_every_backward
+
+    @property
+    def is_offloaded(self) -> bool:
+        return self.config.activation_checkpointing.offload.device != "none"
+
+    @cached_property
+    def _limit(self) -> int:
+        largest = max((part.kept_bytes for part in self.profile.parts.values()), default=0)
+        return self.config.activation_checkpointing.offload.budget_bytes or _BLOCKS_IN_MEMORY * largest
+
+    def at(self, name: str, is_backward: bool) -> int:
+        """While a part computes."""
+        part = self.profile.part(name)
+        base = self.bases.get(name, 0)
+        base = min(base, self._limit) if self.is_offloaded else base
+        if not is_backward:
+            return base + part.forward_peak_bytes
+        return base + part.backward_peak_bytes + self._waiting[name] * self._rest_waits
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """The most that is elsewhere."""
+        kept = sum(part.kept_bytes for part in self.profile.parts.values())
+        return max(0, kept - self._limit) if self.is_offloaded else 0
+
+
+def writes_gradients(blueprint: Blueprint) -> bool:
+    """Whether gradients of large weights are made where they are staged: see `DirectGradients`."""
+    config, size = blueprint.config, blueprint.arrangement.size(blueprint.domain.states)
+    is_sent = blueprint.policy.reduces_every_backward and size > 1
+    is_added = (config.gradient_accumulation_steps or 1) > 1 and not is_sent
+    groups = [group for place in blueprint.places for group in place.trained]
+    is_cast = any(group.dtype not in (group.reduce_dtype, torch.float64) for group in groups)
+    return blueprint.device == "cpu" and blueprint.pipeline is None and not is_added and not is_cast
+
+
+class StepParts:
+    """What of a step without a pipeline does not depend on what a microbatch computes: made once for many profiles."""
+
+    def __init__(self, blueprint: Blueprint, machine: Machine) -> None:
+        """blueprint: of any number of microbatches, of one or of several as it will be."""
+        self.blueprint, self.machine = blueprint, machine
+        self.rests = Resting.of(blueprint, (footprint := Footprint(blueprint, 0)))
+        exchange = Exchange(blueprint, machine)
+        bytes_of = footprint.gathered if footprint.frees_memory else None
+        self.order = StepOrder(blueprint, exchange, bytes_of, is_last=True)
+        accumulates = (blueprint.config.gradient_accumulation_steps or 1) > 1
+        self._inner = StepOrder(blueprint, exchange, bytes_of, is_last=False) if accumulates else None
+        self._refreshes = [exchange.refresh(group) for group in blueprint.places[0].updated]
+        self._update = update_seconds(blueprint, machine, 0)
+        self.is_direct = writes_gradients(blueprint)
+
+    def estimate(self, config: Config, profile: Profile) -> Estimate:
+        """config: of the blueprint but for rows, microbatches and activations. profile: of its microbatch."""
+        accumulation, samples = config.gradient_accumulation_steps or 1, config.train_batch_size or 0
+        work, activations = Work(profile, self.machine), Activations(profile, config, self.blueprint.policy)
+        line = self.order.timeline(work)
+        times = {"compute": line.computed, **_exposed(line)}
+        sent = dict(self.order.sent)
+        if self._inner is not None:
+            line = self._inner.timeline(work)
+            more = {"compute": line.computed, **_exposed(line)}
+            times = {name: times[name] + (accumulation - 1) * more[name] for name in times}
+            sent = {link: nbytes + (accumulation - 1) * self._inner.sent[link] for link, nbytes in sent.items()}
+        in_backward = sum(work.backward(name) for name in profile.names)
+        hidden = {Timing.DELAYED: times["compute"], Timing.SPECULATIVE: in_backward}
+        speed = _speed_of_activations(self.blueprint, self.machine)
+        moved = 2 * activations.offloaded_bytes * accumulation / speed
+        seconds = {
+            **times,
+            "activations exposed": max(0.0, moved - times["compute"]),
+            "update": max(0.0, self._update - hidden.get(self.blueprint.timing, 0.0)),
+            "refresh exposed": sum(one.seconds for one in self._refreshes),
+        }
+        for message in self._refreshes:
+            sent["intra"] += message.intra
+            sent["inter"] += message.inter
+        kinds, peak = self._memory(activations)
+        host, file = self.rests.elsewhere(activations)
+        tokens = samples * profile.tokens // profile.rows
+        return Estimate(kinds, peak, host, file, sent, sum(seconds.values()), seconds, samples, tokens)
+
+    def _memory(self, activations: Activations) -> tuple[Mapping[str, int], int]:
+        """(the most of each kind, the most at a moment)."""
+        rests, peak = self.rests, self.rests.after_backward
+        most = {"gathered_bytes": 0, "activation_bytes": 0, "buffer_bytes": 0}
+        for beside, gathered, staged, name, is_backward in self._moments:
+            held = activations.at(name, is_backward)
+            peak = max(peak, rests.bytes + beside + held)
+            for kind, nbytes in zip(most, (gathered, held, staged), strict=True):
+                most[kind] = max(most[kind], nbytes)
+        loss = min(activations.profile.loss_bytes, most["activation_bytes"])
+        most["activation_bytes"] -= loss
+        most["buffer_bytes"] += rests.kinds["buffer_bytes"]
+        return {**rests.kinds, **most, "loss_bytes": loss}, peak
+
+    @cached_property
+    def _moments(self) -> list[tuple[int, int, int, str, bool]]:
+        """(bytes beside those at rest, of them gathered, of them staged, part, whether in its backward)."""
+        found = []
+        accumulates = self._inner is not None
+        runs = [(self.order, not accumulates)] + ([(self._inner, True), (self._inner, False)] if self._inner else [])
+        for step, is_first in runs:
+            for one in step.moments:
+                gradients = self.rests.gradients(one.arrived, is_first, step.is_last)
+                beside = gradients + one.gathered_bytes + one.staged_bytes
+                found.append((beside, one.gathered_bytes, one.staged_bytes, one.part, one.is_backward))
+        return found
+
+
+def estimate(blueprint: Blueprint, machine: Machine, profile: Profile) -> Estimate:
+    """Of a blueprint without a pipeline. profile: of its microbatch."""
+    return StepParts(blueprint, machine).estimate(blueprint.config, profile)
+
+
+def _exposed(line: Timeline) -> dict[str, float]:
+    """By kind of collective."""
+    found = {"gather exposed": 0.0, "reduce exposed": 0.0}
+    for key, seconds in line.exposed.items():
+        found[f"{key.partition(',')[0]} exposed"] += seconds
+    return found
+
+
+def update_seconds(blueprint: Blueprint, machine: Machine, place: int) -> float:
+    """Of the optimizer, of the ranks of one place: what it reads and writes, where that rests."""
+    footprint = Footprint(blueprint, blueprint.arrangement.num_ranks // len(blueprint.places) * place)
+    groups, share, homes = blueprint.places[place].updated, machine.devices_per_host, blueprint.homes
+    states = footprint.at(Moment.BETWEEN_STEPS, gathers=False).optimizer
+    elements = sum(group.layout.shard_numel for group in groups)
+    passing = sum(
+        group.layout.shard_numel * (group.accumulation_dtype.itemsize + group.dtype.itemsize) for group in groups
+    )
+    away = sum(sum(footprint.chunks(group)) for group in groups)
+    seconds = (2 * states + passing) / machine.memory
+    if away:
+        seconds += 2 * away / (machine.host_memory / share)
+        seconds += passing / machine.link if homes.is_apart else 0.0
+        seconds += 2 * away / (machine.nvme / share) if homes.states is Home.FILE else 0.0
+    return seconds if elements else 0.0
+
+
+def _speed_of_activations(blueprint: Blueprint, machine: Machine) -> float:
+    is_file = blueprint.homes.activations is Home.FILE
+    return min(machine.link, machine.nvme / machine.devices_per_host) if is_file else machine.link
+
+
+@dataclass(frozen=True)
+class Resting:
+    """What a rank holds whatever it computes, and its gradients as they come."""
+
+    footprint: Footprint
+    blueprint: Blueprint
+    trained: tuple[GroupPlan, ...]
+    kinds: Mapping[str, int]
+    bytes: int  # without gradients
+    after_backward: int
+    host_bytes: int
+    file_bytes: int
+    by_group: Mapping[str, tuple[int, ...]]  # gradients between steps, between microbatches, and when they are final
+
+    @classmethod
+    def of(cls, blueprint: Blueprint, footprint: Footprint, place: int = 0) -> Resting:
+        plan = blueprint.places[place]
+        between = footprint.at(Moment.BETWEEN_STEPS, gathers=False)
+        reduced = footprint.at(Moment.REDUCED, gathers=False)
+        moments = (Moment.BETWEEN_STEPS, Moment.ACCUMULATING, Moment.REDUCED)
+        by_group = {
+            group.name: tuple(footprint.gradient(group, moment) for moment in moments) for group in plan.trained
+        }
+        accumulates = (blueprint.config.gradient_accumulation_steps or 1) > 1
+        columns = list(zip(*by_group.values(), strict=True))
+        columns = columns if accumulates else columns[::2]
+        chunks = [nbytes for group in plan.updated for nbytes in footprint.chunks(group)]
+        passing = sum(sorted(chunks)[-_CHUNKS_IN_MEMORY:]) if blueprint.homes.states is Home.FILE else 0
+        is_here = not blueprint.homes.is_apart
+        buffers = reduced.staging + (passing if is_here else 0)
+        optimizer = max(between.optimizer, reduced.optimizer)
+        kinds = {
+            "parameter_bytes": reduced.parameters,
+            "gradient_bytes": max(reduced.gradients, *(sum(column) for column in columns)),
+            "optimizer_bytes": optimizer,
+            "buffer_bytes": buffers,
+        }
+        rests = reduced.parameters + optimizer + reduced.staging
+        after = rests + reduced.gradients + (passing if is_here else 0)
+        host = reduced.host + (0 if is_here else passing)
+        return cls(footprint, blueprint, tuple(plan.trained), kinds, rests, after, host, reduced.file, by_group)
+
+    def gradients(self, arrived: frozenset[str], is_first: bool, is_last: bool) -> int:
+        """arrived: the groups of which a microbatch has made them, the first or last of a step or neither."""
+        before, after = 0 if is_first else 1, 2 if is_last else 1
+        return sum(sizes[after if name in arrived else before] for name, sizes in self.by_group.items())
+
+    def elsewhere(self, activations: Activations) -> tuple[int, int]:
+        """(host, nvme) bytes, with activations that are offloaded."""
+        home, nbytes = activations.config.activation_checkpointing.offload.device, activations.offloaded_bytes
+        return self.host_bytes + nbytes * (home == "cpu"), self.file_bytes + nbytes * (home == "nvme")

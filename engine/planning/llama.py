@@ -1,0 +1,129 @@
+"""A model in the manner of Llama by its sizes alone, for plans of models that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..blueprint import Blueprint
+from .meta_run import MetaRun
+from .profile import Profile
+
+_SHORT = 3  # layers that are run: a first, a last, and one for all between
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes in elements. kv_heads: 0 as many as heads; mlp: 0 for 8/3 of hidden, in whole multiples of 256."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    sequence: int
+    kv_heads: int = 0
+    mlp: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "vocabulary", "sequence"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, found {getattr(self, name)}")
+        if self.hidden % self.heads:
+            raise ValueError(f"heads({self.heads}) x head size(?) = hidden({self.hidden}) does not hold")
+        if self.kv_heads < 0 or (self.kv_heads and self.heads % self.kv_heads):
+            raise ValueError(f"kv heads({self.kv_heads}) x queries of each(?) = heads({self.heads}) does not hold")
+
+    @property
+    def inner(self) -> int:
+        """Of the gated layer."""
+        return self.mlp or -(-8 * self.hidden // 3 // 256) * 256
+
+
+class Block(nn.Module):
+    """Attention and a gated layer, each behind a norm and beside a residual."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        head = shape.hidden // shape.heads
+        self.heads, self.kv_heads, self.head = shape.heads, shape.kv_heads or shape.heads, head
+        of_keys = self.kv_heads * head
+        self.norm, self.norm2 = nn.RMSNorm(shape.hidden), nn.RMSNorm(shape.hidden)
+        self.q, self.k = nn.Linear(shape.hidden, shape.hidden, bias=False), nn.Linear(shape.hidden, of_keys, bias=False)
+        self.v, self.o = nn.Linear(shape.hidden, of_keys, bias=False), nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.gate, self.up = (nn.Linear(shape.hidden, shape.inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(shape.inner, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # (rows, sequence, hidden)
+        rows, length, _ = x.shape
+        normed = self.norm(x)
+        q = self.q(normed).view(rows, length, self.heads, self.head).transpose(1, 2)
+        k = self.k(normed).view(rows, length, self.kv_heads, self.head).transpose(1, 2)
+        v = self.v(normed).view(rows, length, self.kv_heads, self.head).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kv_heads < self.heads)
+        x = x + self.o(mixed.transpose(1, 2).reshape(rows, length, -1))
+        normed = self.norm2(x)
+        result: Tensor = x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
+        return result
+
+
+class Llama(nn.Module):
+    """Its output is its loss. Angles of positions are left out: they are small."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden)
+        self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:  # (rows, sequence) both
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+
+
+def build(shape: Shape) -> Llama:
+    """On the meta device."""
+    with torch.device("meta"):
+        return Llama(shape)
+
+
+def batch(shape: Shape) -> tuple[Tensor, Tensor]:
+    """(ids, targets), (1, sequence) each, on the meta device."""
+    return tuple(torch.empty(1, shape.sequence, dtype=torch.int64, device="meta") for _ in range(2))  # type: ignore[return-value]
+
+
+class ShortRuns:
+    """Runs of a few layers, that stand for all: they are equal."""
+
+    def __init__(self, shape: Shape, blueprint: Blueprint) -> None:
+        self._names = [f"layers.{number}" for number in range(shape.layers)]
+        model = build(replace(shape, layers=min(shape.layers, _SHORT)))
+        short = Blueprint.of(blueprint.config, model, blueprint.arrangement.num_ranks, device=blueprint.device)
+        self._runs = MetaRun(model, short.units, short.dtypes, blueprint.device)
+
+    def profile(self, batch: Any, rows: int, every: int, is_direct: bool = False) -> Profile:
+        """As `MetaRun.profile`. Of every k-th layer alone nothing is recomputed here: every is 0 or 1."""
+        assert every in (0, 1)
+        short = self._runs.profile(batch, rows, every, is_direct)
+        own = [name for name in short.parts if name.startswith("layers.")]
+        if len(self._names) <= len(own):
+            return short
+        parts = {}
+        for name, part in short.parts.items():
+            if name == own[1]:
+                parts.update(dict.fromkeys(self._names[1:-1], part))
+            else:
+                parts[self._names[-1] if name == own[-1] else name] = part
+        return replace(short, parts=parts)
+
+
+def runs_of(shape: Shape) -> Callable[[Blueprint], ShortRuns]:
+    """For a `Planner`."""
+    return lambda blueprint: ShortRuns(shape, blueprint)

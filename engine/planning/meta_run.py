@@ -1,0 +1,388 @@
+"""A microbatch of a model on the meta device: what it would keep, compute and move.
+
+[Note: what is counted]
+Operations run on tensors without memory, under a mode that sees each of them. A storage counts from the operation that
+makes it until nothing holds it any more, so what autograd saves, and what it lets go of in the backward, counts as it
+would be held; each storage once, however many tensors see it. Parameters and buffers are not counted, nor is the
+gradient of a parameter once it is there: the engine stages it and gives it back. What a kernel takes for itself while
+it runs is not seen.
+
+[Note: conditions]
+A model may ask for a truth: whether all of a mask is set, whether no sequence is packed, whether values are finite. Of
+tensors without values the answer is yes, with which the usual way is taken. Numbers cannot be answered.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+
+from ...model.blocks import find_blocks
+from ...model.ledger import Ledger
+from ...zero.direct_gradients import DirectGradients
+from ...zero.plan import Dtypes
+from ...zero.sequence import UnitSequence
+from ...zero.units import UnitPlan
+from ..batch import call, loss_of
+from .profile import Part, Profile
+from .step_order import END, START
+
+_aten = torch.ops.aten
+_IS_CAUSAL = {  # attention -> which argument says that half of it is not computed
+    _aten._scaled_dot_product_flash_attention: 4,
+    _aten._scaled_dot_product_flash_attention_for_cpu: 4,
+    _aten._scaled_dot_product_efficient_attention: 6,
+    _aten._scaled_dot_product_flash_attention_backward: 11,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: 7,
+    _aten._scaled_dot_product_efficient_attention_backward: 11,
+}
+_COUNTED_AS = {  # of which torch has no formula
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
+
+
+class MetaRun:
+    """Runs microbatches of a copy of the model.
+
+    model: on any device; it is left as it is. device: on which it will train, "cpu" or "cuda": it decides on the kernel
+    of attention.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[UnitPlan],
+        dtypes: Dtypes,
+        device: str,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        casts_inputs: bool = True,
+    ) -> None:
+        self._model = _meta_copy(model, dtypes)
+        self._units = [(unit.name, self._model.get_submodule(unit.name)) for unit in units if not unit.is_rest]
+        self._of_units = {id(param) for _, module in self._units for param in module.parameters()}
+        self._after = _after_blocks(self._model)
+        self._dtype = dtypes.compute if casts_inputs else None
+        self._itemsize = (dtypes.compute or torch.float32).itemsize
+        self._device, self._loss_fn = device, loss_fn
+
+    def profile(self, batch: Any, rows: int, every: int, is_direct: bool = False) -> Profile:
+        """Of a microbatch of so many rows like those of `batch`. every: `activation_checkpointing.every`.
+
+        is_direct: gradients of large weights are written where they are staged, and are no tensors beside it.
+        Raises ValueError where the model does not run without values.
+        """
+        made = _on_meta(batch, rows, self._dtype)
+        ledger = Ledger()
+        places = _Places(self._model.parameters())
+        tracker = _Tracker(
+            [*self._model.parameters(), *self._model.buffers(), *_tensors(made), *places.memory.values()]
+        )
+        marks = _Marks(tracker)
+        try:
+            for _, module in self._units[::every] if every else ():
+                ledger.override(module, "forward", self._recomputed(module))
+            self._observe(marks, ledger)
+            if is_direct:
+                DirectGradients(cast(UnitSequence, places), self._model.modules(), ledger)
+            with torch.enable_grad(), _Attention(self._device), tracker:
+                self._run(made, marks)
+        except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
+            raise ValueError(
+                "plan: the model does not run on the meta device, where tensors have shapes and no values "
+                f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). Give sample_batch a "
+                "batch that the model takes; what reads values in its forward (.item(), a condition on a tensor) "
+                "cannot be planned"
+            ) from error
+        finally:
+            ledger.close()
+            for param in self._model.parameters():
+                param.grad = None
+        return Profile(rows, _num_tokens(made, rows), marks.parts(), self._itemsize)
+
+    def _recomputed(self, module: nn.Module) -> Callable[..., Any]:
+        def contexts() -> tuple[AbstractContextManager[None], TorchFunctionMode]:
+            return nullcontext(), _Attention(self._device)  # in a backward, torch has put the one around it away
+
+        return partial(checkpoint, module.forward, use_reentrant=False, context_fn=contexts)
+
+    def _run(self, batch: Any, marks: _Marks) -> None:
+        marks.enter(START)
+        loss = loss_of(call(self._model, batch), batch, self._loss_fn)
+        marks.end_forward()
+        loss.backward()  # type: ignore[no-untyped-call]
+        del loss
+        marks.end()
+
+    def _observe(self, marks: _Marks, ledger: Ledger) -> None:
+        for name, module in self._units:
+            ledger.hook(module.register_forward_pre_hook(marks.before(name), with_kwargs=True))
+        if self._after is not None:
+            ledger.hook(self._after.register_forward_hook(marks.after_blocks))
+        for param in self._model.parameters():
+            if param.requires_grad:
+                let_go = partial(_let_go, None if id(param) in self._of_units else marks)
+                ledger.hook(param.register_post_accumulate_grad_hook(let_go))  # type: ignore[no-untyped-call]
+
+
+def _let_go(marks: _Marks | None, param: Tensor) -> None:
+    if marks is not None:
+        marks.add_rest(param.nbytes)
+    param.grad = None
+
+
+class _Places:
+    """Gradients of large weights are written where they are staged: that counts elsewhere."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self.memory = {id(param): torch.empty_like(param, requires_grad=False) for param in params}
+
+    def place_for_gradient(self, param: nn.Parameter) -> Tensor:
+        return self.memory[id(param)]
+
+
+class _Marks:
+    """Cuts what a tracker counts into parts: at the entry of each unit, and behind the last block."""
+
+    def __init__(self, tracker: _Tracker) -> None:
+        self._tracker = tracker
+        self._names: list[str] = []
+        self._forward: dict[str, tuple[int, int, int, int, int]] = {}  # live before, after, peak, flops, traffic
+        self._backward: dict[str, tuple[int, int, int]] = {}  # peak, flops, traffic
+        self._outputs: dict[str, int] = {}
+        self._rest: dict[str, int] = {}
+        self._begun = 0
+        self._now: str | None = None
+
+    def before(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._now is None or name in self._names or torch._C._current_graph_task_id() >= 0:
+                return  # in the backward it is computed again
+            if self._now != END:
+                self._hear(self._now, (args, kwargs))
+            self.enter(name)
+
+        return hook
+
+    def after_blocks(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The last repeated block is left: what follows is the head, or the end."""
+        if self._now is not None and END not in self._names and torch._C._current_graph_task_id() < 0:
+            self._hear(self._now, output)
+            self.enter(END)
+
+    def enter(self, name: str) -> None:
+        """A part of the forward begins."""
+        if self._now == END:  # a head that is a unit takes what comes behind the blocks
+            self._names[-1] = self._now = name
+            return
+        self._close_forward()
+        self._names.append(name)
+        self._now = name
+        self._begun = self._tracker.begin()
+
+    def end_forward(self) -> None:
+        """The loss is there; the backward of the last part begins."""
+        self._close_forward()
+        last = self._names[-1]
+        if last != END:
+            self._names.append(END)
+            self._forward[END] = (self._tracker.live, self._tracker.live, self._tracker.live, 0, 0)
+        self._begin_backward(last)
+
+    def end(self) -> None:
+        self._close_backward()
+
+    def add_rest(self, nbytes: int) -> None:
+        """A gradient of the rest is there."""
+        if self._now is not None:
+            self._rest[self._now] = self._rest.get(self._now, 0) + nbytes
+
+    def parts(self) -> Mapping[str, Part]:
+        found = {}
+        for name in sorted(self._names, key=lambda one: (one != START, one == END)):
+            before, after, peak, flops, traffic = self._forward[name]
+            back_peak, back_flops, back_traffic = self._backward.get(name, (before, 0, 0))
+            found[name] = Part(
+                kept_bytes=after - before,
+                forward_peak_bytes=peak - before,
+                backward_peak_bytes=max(back_peak - before, 0),
+                output_bytes=self._outputs.get(name, 0),
+                rest_gradient_bytes=self._rest.get(name, 0),
+                forward_flops=flops,
+                backward_flops=back_flops,
+                forward_traffic=traffic,
+                backward_traffic=back_traffic,
+            )
+        return found
+
+    def _close_forward(self) -> None:
+        if self._now is not None:
+            tracker = self._tracker
+            self._forward[self._now] = (self._begun, tracker.live, tracker.peak, tracker.flops, tracker.traffic)
+        self._now = None
+
+    def _hear(self, name: str, leaving: Any) -> None:
+        """leaving: what goes on to the next part. Its gradient is where the backward of `name` begins."""
+        tensors = [one for one in _tensors(leaving) if one.is_floating_point()]
+        self._outputs[name] = sum(one.nbytes for one in tensors)
+        for one in tensors:
+            if one.requires_grad:
+                one.register_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
+
+    def _on_gradient(self, name: str, gradient: Tensor) -> None:
+        if self._now != name and name not in self._backward:
+            self._close_backward()
+            self._begin_backward(name)
+
+    def _begin_backward(self, name: str) -> None:
+        self._now = name
+        self._tracker.begin()
+
+    def _close_backward(self) -> None:
+        if self._now is not None:
+            self._backward[self._now] = (self._tracker.peak, self._tracker.flops, self._tracker.traffic)
+        self._now = None
+
+
+class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of storages that are alive, the most of them since `begin`, and what operations do since then."""
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        from torch.utils.flop_counter import flop_registry  # takes half a second
+
+        self._formulas: Mapping[Any, Callable[..., int]] = flop_registry
+        self._seen: dict[int, weakref.ref[Any]] = {}
+        self.live = self.peak = self.flops = self.traffic = 0
+        for tensor in known:
+            self.leave_out(tensor)
+
+    def begin(self) -> int:
+        """Counts anew; gives what is alive."""
+        self.peak, self.flops, self.traffic = self.live, 0, 0
+        return self.live
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """A storage that does not count."""
+        storage = tensor.untyped_storage()
+        if id(storage) in self._seen:
+            self.live -= storage.nbytes()
+        self._seen[id(storage)] = weakref.ref(storage, partial(self._forget, id(storage), 0))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            return True  # [Note: conditions]
+        result = func(*args, **kwargs)
+        outputs = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        made = [self._see(one.untyped_storage()) for one in outputs]
+        packet = func._overloadpacket
+        formula = self._formulas.get(_COUNTED_AS.get(packet, packet))
+        if formula is not None:
+            flops = formula(*args, **kwargs, out_val=result)
+            place = _IS_CAUSAL.get(packet)
+            self.flops += flops // 2 if place is not None and len(args) > place and args[place] else flops
+        elif any(made) or func._schema.is_mutable:
+            self.traffic += sum(one.nbytes for one in (*_tensors((args, kwargs)), *outputs))
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it was not there before."""
+        key = id(storage)
+        if key in self._seen:
+            return False
+        nbytes = storage.nbytes()
+        self._seen[key] = weakref.ref(storage, partial(self._forget, key, nbytes))
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+        return True
+
+    def _forget(self, key: int, nbytes: int, _: Any) -> None:
+        self._seen.pop(key, None)
+        self.live -= nbytes
+
+
+class _Attention(TorchFunctionMode):
+    """Takes the kernel of attention that the device would: on the meta device torch computes it step by step."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        if self._device == "cpu":
+            return _aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+            )[0]
+        if attn_mask is None and query.dtype.itemsize == 2:
+            return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        return _aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+        )[0]
+
+
+def _meta_copy(model: nn.Module, dtypes: Dtypes) -> nn.Module:
+    """The model without memory, its parameters in the dtypes that they are computed in."""
+    memo: dict[int, Any] = {}
+    for param in model.parameters():
+        empty = torch.empty(param.shape, dtype=dtypes.of(param), device="meta")
+        memo[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    copied = copy.deepcopy(model, memo)
+    copied.train(model.training)
+    return copied
+
+
+def _after_blocks(model: nn.Module) -> nn.Module | None:
+    blocks = find_blocks(model)
+    return blocks[-1][1] if blocks else None
+
+
+def _on_meta(batch: Any, rows: int, dtype: torch.dtype | None) -> Any:
+    """A batch of so many rows like those of `batch`, without memory."""
+
+    def make(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        shape = (rows, *value.shape[1:]) if value.dim() else ()
+        wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
+        return torch.empty(shape, dtype=wanted, device="meta")
+
+    return tree_map(make, batch)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(value) if isinstance(one, Tensor)]
+
+
+def _num_tokens(batch: Any, rows: int) -> int:
+    whole = [one for one in _tensors(batch) if not one.is_floating_point() and one.dim() > 1]
+    return whole[0].numel() if whole else rows

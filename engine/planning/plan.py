@@ -1,0 +1,277 @@
+"""`lowtide.plan`: what a config makes of a model on a machine, and what would be better."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...model import blocks as model_blocks
+from ..blueprint import Blueprint
+from ..config.config import Config
+from ..deferred import DeferredModel
+from .choice import KEYS, Choice, Space
+from .estimate import Estimate
+from .machine import Machine
+from .meta_run import MetaRun
+from .planner import Planner, Runs
+from .search import Found, Result, search
+
+_SEQUENCE = 2048  # of a model of tokens that does not say how long it reads
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A config that was looked at: its bytes of the fullest rank, and seconds of a step."""
+
+    config: Mapping[str, Any]
+    choice: Choice
+    peak_bytes: int
+    step_seconds: float
+    samples_per_second: float
+    missing: Mapping[str, int] = field(default_factory=dict)  # where -> bytes of a rank that are not there
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a training takes, before it is started.
+
+    config: valid, without "auto". bytes: kind -> the most that the fullest rank has of it; parameter_bytes,
+    gradient_bytes and optimizer_bytes as `engine.memory()` counts them, then gathered_bytes, activation_bytes,
+    loss_bytes, buffer_bytes and reserved_bytes. peak_bytes: the most at one moment, with what is reserved; the kinds
+    need not come together. host_bytes, nvme_bytes: of a rank, where the model's memory is another. wire_bytes: that a
+    rank sends in a step, by link: "intra", "inter", "pipe". step_seconds: the sum of `seconds`, of a machine as it was
+    described; "exposed" is what the computing waits for. reasons: key of the config -> why it has its value.
+    missing: where -> bytes of a rank that this plan lacks. alternatives: what fits, the fastest first. front: of all
+    that fit, none is faster and smaller. beyond: what would be faster, and does not fit.
+    """
+
+    config: Mapping[str, Any]
+    bytes: Mapping[str, int]
+    peak_bytes: int
+    host_bytes: int
+    nvme_bytes: int
+    wire_bytes: Mapping[str, int]
+    step_seconds: float
+    seconds: Mapping[str, float]
+    samples_per_step: int
+    tokens_per_step: int
+    reasons: Mapping[str, str]
+    missing: Mapping[str, int]
+    alternatives: Sequence[Alternative]
+    front: Sequence[Alternative]
+    beyond: Sequence[Alternative]
+    num_choices: int
+    num_evaluated: int
+    machine: Machine
+
+    @property
+    def fits(self) -> bool:
+        return not self.missing
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens_per_step / self.step_seconds
+
+
+def plan(
+    model: nn.Module | Callable[[], nn.Module],
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config,
+    *,
+    world_size: int,
+    device_memory: float | None = None,
+    hosts: int | None = None,
+    sample_batch: Any = None,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    machine: Machine | None = None,
+) -> Plan:
+    """What a config takes on so many ranks, and which would be the fastest that fits. Starts and allocates nothing.
+
+    model: a module, on any device, or a callable that builds one. config: as `initialize` takes it; the keys that say
+    "auto" are chosen. world_size: ranks. device_memory: bytes of each device. hosts: that the ranks are on; None: 8
+    ranks on each. sample_batch: a batch, of any number of rows, as the model takes one; None: made for models of
+    tokens. loss_fn: as of `initialize`. machine: how fast hosts and devices are, in the place of the defaults.
+
+    Raises ConfigError (config), ValueError (model, machine, or nothing that could be looked at).
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size: expected at least 1, found {world_size}")
+    machine = machine_for(world_size, device_memory, hosts, machine)
+    module = model if isinstance(model, nn.Module) else DeferredModel(model).module
+    checked = Config.load(config)
+    batch = sample_batch if sample_batch is not None else made_batch(module)
+    casts = checked.bf16.auto_cast if checked.bf16.enabled else checked.fp16.auto_cast
+
+    def runs(blueprint: Blueprint) -> MetaRun:
+        return MetaRun(module, blueprint.units, blueprint.dtypes, machine.device, loss_fn, casts)
+
+    return plan_with(module, checked, machine, runs, batch)
+
+
+def machine_for(world_size: int, device_memory: float | None, hosts: int | None, machine: Machine | None) -> Machine:
+    """Of so many devices. Raises ValueError where hosts do not divide them."""
+    per_host = (machine or Machine()).devices_per_host
+    num_hosts = hosts if hosts is not None else max(1, -(-world_size // per_host))
+    if num_hosts < 1 or world_size % num_hosts:
+        raise ValueError(f"hosts({num_hosts}) x devices of each(?) = world size({world_size}) does not hold")
+    changes: dict[str, Any] = {"num_hosts": num_hosts, "devices_per_host": world_size // num_hosts}
+    if device_memory is not None:
+        changes["device_bytes"] = float(device_memory)
+    return replace(machine or Machine(), **changes)
+
+
+def plan_with(
+    model: nn.Module, config: Config, machine: Machine, runs: Callable[[Blueprint], Runs], batch: Any
+) -> Plan:
+    """As `plan`, with what gives the profile of a microbatch."""
+    base = config.as_dict()
+    planner = Planner(model, base, machine, runs, batch)
+    held = {name: _value_at(base, key) for name, key in KEYS.items() if key not in config.planned_keys}
+    wants = bool(config.planned_keys)
+    given = None if wants else Choice.of(config.resolve(machine.num_devices))
+    every = Space(
+        machine,
+        config.train_batch_size,
+        len(model_blocks.find_blocks(model)),
+        has_nvme=config.zero_optimization.offload_optimizer.nvme_path is not None,
+        held=_held(held) if wants else {},
+    )
+    choices = list(every)
+    result = search(choices, planner.bound, planner.found) if choices else Result((), (), (), 0, 0)
+    if given is None:
+        if not choices:
+            raise ValueError(_nothing(config, machine))
+        given = result.best[0].item if result.best else _smallest(planner, choices)
+    value = planner.estimate(given)
+    reasons = _reasons(given, value, config, machine, result)
+    return _plan(planner, given, value, machine, result, reasons)
+
+
+def _plan(
+    planner: Planner,
+    choice: Choice,
+    value: Estimate,
+    machine: Machine,
+    result: Result[Choice, Estimate],
+    reasons: Mapping[str, str],
+) -> Plan:
+    reserved = round(machine.reserved_bytes)
+
+    def alternative(found: Found[Choice, Estimate]) -> Alternative:
+        one = found.value
+        speed = one.num_samples / one.step_seconds
+        missing = one.missing(machine)
+        return Alternative(
+            planner.config(found.item), found.item, one.peak_bytes + reserved, one.step_seconds, speed, missing
+        )
+
+    return Plan(
+        config=planner.config(choice),
+        bytes={**value.bytes, "reserved_bytes": reserved},
+        peak_bytes=value.peak_bytes + reserved,
+        host_bytes=value.host_bytes,
+        nvme_bytes=value.nvme_bytes,
+        wire_bytes=value.sent,
+        step_seconds=value.step_seconds,
+        seconds=value.seconds,
+        samples_per_step=value.num_samples,
+        tokens_per_step=value.num_tokens,
+        reasons=reasons,
+        missing=value.missing(machine),
+        alternatives=tuple(map(alternative, result.best)),
+        front=tuple(map(alternative, result.front)),
+        beyond=tuple(map(alternative, result.beyond)),
+        num_choices=result.num_items,
+        num_evaluated=result.num_evaluated,
+        machine=machine,
+    )
+
+
+def _held(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the space does not choose. A batch that nobody has given is not held at a value."""
+    return {name: value for name, value in values.items() if value is not None or name not in ("rows", "accumulation")}
+
+
+def _smallest(planner: Planner, choices: Sequence[Choice]) -> Choice:
+    """Where nothing fits: the one that needs the least, as far as bounds tell."""
+    return min(choices, key=lambda choice: (planner.bound(choice).nbytes, planner.bound(choice).seconds))
+
+
+def _reasons(
+    choice: Choice, value: Estimate, config: Config, machine: Machine, result: Result[Choice, Estimate]
+) -> dict[str, str]:
+    """One for each value that was chosen: what the best with another value of this key alone would take."""
+    found = {}
+    free = (machine.usable_bytes - value.peak_bytes) / 1e9
+    whole = f"in the fastest of {result.num_items:,}" if result.best else "nothing fits; this lacks the least"
+    for name, key in KEYS.items():
+        if key not in config.planned_keys:
+            continue
+        others = [one for one in result.best if getattr(one.item, name) != getattr(choice, name)]
+        reason = f"{whole}, {value.step_seconds:.3g} s a step with {free:.1f} GB of a device to spare"
+        if others:
+            other = others[0]
+            slower = other.seconds / value.seconds_per_sample - 1
+            reason += f"; with {getattr(other.item, name)} {slower:.1%} slower"
+        found[key] = reason
+    return found
+
+
+def _nothing(config: Config, machine: Machine) -> str:
+    """Why there is nothing to choose from."""
+    batch = config.train_batch_size
+    if batch is not None:
+        return (
+            f"train_batch_size({batch}) = microbatch(?) x accumulation(?) x data-parallel ranks of "
+            f"{machine.num_devices} devices(?) has no solution with what the config holds; change it, or set more keys "
+            'to "auto"'
+        )
+    return f'nothing fits together on {machine.num_devices} devices with what the config holds; set more keys to "auto"'
+
+
+def made_batch(model: nn.Module, length: int | None = None) -> Any:
+    """For a model of tokens, of so many; None: as many as it says that it reads.
+
+    Raises ValueError where it is not known what the model takes.
+    """
+    parameters = [
+        one
+        for one in inspect.signature(model.forward).parameters.values()
+        if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]
+    names = [one.name for one in parameters]
+    length = length or _length(model)
+    ids = torch.empty(1, length, dtype=torch.int64, device="meta")
+    if "input_ids" in names and "labels" in names:
+        return {"input_ids": ids, "labels": ids}
+    needed = [one for one in parameters if one.default is one.empty]
+    has_tokens = any(isinstance(module, nn.Embedding) for module in model.modules())
+    if not has_tokens or not 1 <= len(needed) <= 2:
+        raise ValueError(
+            f"sample_batch: expected a batch, since {type(model).__name__}.forward({', '.join(names)}) is not one of a "
+            "model of tokens, for which (ids, targets) are made; give plan(..., sample_batch=...) or initialize one of "
+            "any number of rows"
+        )
+    return tuple(ids for _ in needed)
+
+
+def _length(model: nn.Module) -> int:
+    """Tokens that the model reads at a time."""
+    config = getattr(model, "config", None)
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "sequence", "block_size"):
+        for owner in (config, model):
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+    return _SEQUENCE
+
+
+def _value_at(values: Mapping[str, Any], path: str) -> Any:
+    for key in path.split("."):
+        values = values[key]
+    return values

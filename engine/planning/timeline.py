@@ -1,0 +1,63 @@
+"""Computing and collectives of one rank, in time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Kind = Literal["compute", "gather", "reduce"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that ran, from start to end in seconds."""
+
+    kind: Kind
+    name: str
+    start: float
+    end: float
+
+
+@dataclass
+class Timeline:
+    """Two lines in order: computing, and one queue of collectives, as one communicator has it.
+
+    A collective starts when the queue is free and the computing that was launched before it is done; the host takes no
+    time. Exposed is the time in which the computing waits for a collective.
+    """
+
+    spans: list[Span] = field(default_factory=list)
+    exposed: dict[str, float] = field(default_factory=dict)  # seconds by "kind, phase"
+    now: float = 0.0  # of the computing
+    _free: float = 0.0  # of the queue
+    phase: str = "forward"
+
+    def compute(self, name: str, seconds: float) -> None:
+        self.spans.append(Span("compute", name, self.now, self.now + seconds))
+        self.now += seconds
+
+    def start(self, kind: Kind, name: str, seconds: float) -> Span:
+        """Queues a collective."""
+        begin = max(self._free, self.now)
+        self._free = begin + seconds
+        self.spans.append(Span(kind, name, begin, self._free))
+        return self.spans[-1]
+
+    def wait(self, span: Span) -> None:
+        """What is computed from now on comes after it."""
+        key = f"{span.kind}, {self.phase}"
+        self.exposed[key] = self.exposed.get(key, 0.0) + max(0.0, span.end - self.now)
+        self.now = max(self.now, span.end)
+
+    @property
+    def computed(self) -> float:
+        """Seconds of computing."""
+        return self.now - self.exposed_seconds
+
+    @property
+    def exposed_seconds(self) -> float:
+        return sum(self.exposed.values())
+
+    @property
+    def exposed_share(self) -> float:
+        return self.exposed_seconds / self.now

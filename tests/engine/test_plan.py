@@ -1,0 +1,238 @@
+"""`lowtide.plan`, "auto", and the command that plans."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.bin.plan import main
+from lowtide.engine.config.planned import PLANNED, PLANNED_BESIDE
+from lowtide.engine.memory import predict
+from lowtide.engine.planning.choice import KEYS, Choice
+from lowtide.engine.planning.llama import Block, Shape, batch, build, runs_of
+from lowtide.engine.planning.machine import Machine
+from lowtide.engine.planning.meta_run import MetaRun
+from lowtide.engine.planning.planner import Planner
+from lowtide.zero.plan import Dtypes
+from lowtide.zero.units import plan_units
+from tests import models
+from tests.ranks import RankPool
+from tests.zero.training import ADAMW
+
+SHAPE = ["--layers", "2", "--hidden", "64", "--heads", "4", "--vocab", "128", "--sequence", "32", "--gpus", "4"]
+
+
+def of_tiny_gpt(config: Any, **more: Any) -> lowtide.Plan:
+    return lowtide.plan(models.tiny_gpt, config, world_size=2, sample_batch=models.token_batch(0, 2), **more)
+
+
+def test_what_is_chosen_has_one_list_of_keys() -> None:
+    assert set(KEYS.values()) == {*PLANNED, *PLANNED_BESIDE}
+
+
+def test_a_plan_of_a_config_says_what_it_takes_and_what_would_be_better() -> None:
+    given = {"train_batch_size": 16, "zero_optimization": {"stage": 1}, "optimizer": ADAMW}
+    plan = of_tiny_gpt(given)
+    assert plan.config["zero_optimization"] == {"stage": 1} and not plan.reasons and plan.fits
+    assert plan.samples_per_step == 16 and plan.tokens_per_step == 16 * models.LENGTH
+    assert plan.step_seconds == pytest.approx(sum(plan.seconds.values()))
+    assert {"parameter_bytes", "gradient_bytes", "optimizer_bytes", "gathered_bytes", "activation_bytes"} < set(
+        plan.bytes
+    )
+    assert plan.alternatives[0].step_seconds <= plan.step_seconds
+    assert [one.peak_bytes for one in plan.front] == sorted((one.peak_bytes for one in plan.front), reverse=True)
+
+
+def test_what_does_not_fit_says_what_is_missing() -> None:
+    plan = of_tiny_gpt({"train_batch_size": 2, "optimizer": ADAMW}, device_memory=3e9 + 1000)
+    assert not plan.fits and plan.missing == {"device memory": plan.peak_bytes - 3_000_001_000}
+    assert not plan.alternatives and plan.beyond and all(one.missing for one in plan.beyond)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"world_size": 0}, "world_size: expected at least 1, found 0"),
+        ({"world_size": 6, "hosts": 4}, "hosts(4) x devices of each(?) = world size(6) does not hold"),
+        ({"sample_batch": None, "model": models.mlp}, "sample_batch: expected a batch, since Mlp.forward(x, y) is not"),
+        ({"sample_batch": (torch.zeros(1, 3),)}, "plan: the model does not run on the meta device"),
+        (
+            {"config": {"train_batch_size": 3, "zero_optimization": {"stage": "auto"}}},
+            "train_batch_size(3) = microbatch(?)",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(more: dict[str, Any], said: str) -> None:
+    values: dict[str, Any] = {
+        "model": models.tiny_gpt, "config": {}, "world_size": 2, "sample_batch": models.token_batch(0, 2), **more
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=re.escape(said)):
+        lowtide.plan(values.pop("model"), values.pop("config"), **values)
+
+
+def test_auto_is_for_what_knows_the_model() -> None:
+    said = 'zero_optimization.stage: "auto" is chosen from the model and the machine'
+    with pytest.raises(lowtide.ConfigError, match=re.escape(said)):
+        lowtide.Config.load({"zero_optimization": {"stage": "auto"}}).resolve(2)
+
+
+# -- training with what was chosen ------------------------------------------------------------------------------------
+
+
+def train_auto(config: Any, folder: str | None = None) -> tuple[float, dict[str, Any]]:
+    rows = 8
+    with lowtide.initialize(models.tiny_gpt(), config, sample_batch=models.token_batch(0, 1)) as engine:
+        own = rows // engine.data_size
+        batch = tuple(one[engine.data_rank * own :][:own] for one in models.token_batch(0, rows))
+        loss = float(engine.train_step(batch).loss)
+        return loss, engine.config.as_dict()
+
+
+def test_ranks_train_with_what_auto_has_chosen(ranks: RankPool) -> None:
+    config = {
+        "train_batch_size": 8,
+        "parallel": {"pipeline": "auto"},
+        "zero_optimization": {"stage": "auto"},
+        "optimizer": ADAMW,
+        "steps_per_print": 0,
+    }
+    (loss, first), (other, second) = ranks(2, train_auto, config)
+    assert first == second and loss == other and math.isfinite(loss)
+    assert lowtide.Config.load(first).as_dict() == first
+
+
+def test_the_preset_chooses_everything_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    config = json.loads((Path(lowtide.__file__).parents[1] / "configs" / "auto.json").read_text())
+    with caplog.at_level("INFO", logger="lowtide"):
+        loss, _ = train_auto({**config, "train_batch_size": 8})
+    said = [record.getMessage() for record in caplog.records]
+    assert math.isfinite(loss)
+    for key in KEYS.values():
+        assert any(line.startswith(f'config: {key}: "auto" is ') for line in said), key
+
+
+def test_ranks_train_with_what_the_command_has_written(ranks: RankPool, tmp_path: Path) -> None:
+    best = tmp_path / "best.json"
+    assert main(["auto", *SHAPE, "--gpus", "2", "--global-batch", "8", "--write", str(best)]) == 0
+    config = {**json.loads(best.read_text()), "bf16": {"enabled": False}, "device": "cpu"}
+    assert len({loss for loss, _ in ranks(2, train_auto, config)}) == 1
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_shows_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "front.png"
+    arguments = ["auto", *SHAPE, "--global-batch", "16", "--tokens", "1B", "--png", str(picture)]
+    assert main(arguments) == 0 and picture.stat().st_size > 1000
+    said = capsys.readouterr().out
+    for part in (
+        "bytes of the fullest rank: fits",
+        "optimizer",
+        "peak",
+        "tokens/s",
+        "GPU hours",
+        "zero_optimization.stage:",
+    ):
+        assert part in said, part
+
+
+def test_a_model_of_the_callers_own(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["zero2", "--model", "tests.models:tiny_gpt", "--sequence", str(models.LENGTH), "--global-batch", "8"]
+    assert main([*arguments, "--gpus", "2"]) == 0
+    assert "bytes of the fullest rank: fits" in capsys.readouterr().out
+
+
+def test_a_model_of_hugging_face(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 100, "max_position_embeddings": 32}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    assert main(["zero3", "--hf", str(tmp_path), "--gpus", "2", "--global-batch", "8"]) == 0
+    assert "8 samples and 256 tokens a step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["auto"], "expected one model: --model MODULE:FACTORY, --hf FOLDER, or --layers --hidden --heads --vocab"),
+        (["auto", "--layers", "2"], "expected --hidden, --heads, --vocab beside --layers: a shape is layers"),
+        (["auto", *SHAPE, "--heads", "5"], "heads(5) x head size(?) = hidden(64) does not hold"),
+        (["auto", *SHAPE, "--gpus", "12"], "gpus(12) = gpus per node(8) x nodes(?) does not hold"),
+        (
+            ["auto", *SHAPE, "--global-batch", "3", "--gpus", "8"],
+            "train_batch_size(3) = microbatch(?) x accumulation(?)",
+        ),
+        (["auto", "--model", "nothing"], "--model: expected MODULE:FACTORY"),
+        (
+            ["auto", "--hf", "nowhere"],
+            "--hf: expected a folder with config.json, or that file, found nothing at nowhere",
+        ),
+    ],
+)
+def test_what_the_command_cannot_plan(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 1
+    assert said in capsys.readouterr().err
+
+
+# -- papers -----------------------------------------------------------------------------------------------------------
+
+
+def test_model_states_are_those_of_the_zero_paper() -> None:
+    """arXiv 1910.02054, section 5: 2 + 2 + 12 bytes a parameter, divided by stage; here on 64 devices."""
+    shape = Shape(layers=4, hidden=2048, heads=16, vocabulary=1024, sequence=64)
+    model = build(shape)
+    numel = sum(param.numel() for param in model.parameters())
+    base = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}, "optimizer": ADAMW}
+    planner = Planner(model, base, Machine(num_hosts=8), runs_of(shape), batch(shape))
+    for stage in range(4):
+        found = planner.estimate(Choice(stage=stage)).bytes
+        paper = predict(numel, stage, 64)
+        total = sum(found[kind] for kind in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"))
+        # With one microbatch there is no full gradient to add up at stage 1: what is reduced is a shard.
+        wanted = paper.total_bytes - (paper.gradient_bytes * 63 // 64 if stage == 1 else 0)
+        assert total == pytest.approx(wanted, rel=0.01), stage
+
+
+class OfMegatron(nn.Module):
+    """The layer of arXiv 2205.05198, figure 3, without dropout, whose masks are 1 byte an element."""
+
+    def __init__(self, h: int, a: int) -> None:
+        super().__init__()
+        self.a = a
+        self.norm, self.norm2 = nn.LayerNorm(h), nn.LayerNorm(h)
+        self.q, self.k, self.v, self.out = (nn.Linear(h, h) for _ in range(4))
+        self.up, self.down = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (b, s, h)
+        b, s, h = x.shape
+        normed = self.norm(x)
+        q, k, v = (one(normed).view(b, s, self.a, h // self.a).transpose(1, 2) for one in (self.q, self.k, self.v))
+        mixed = (q @ k.transpose(-1, -2) * (h // self.a) ** -0.5).softmax(-1) @ v
+        x = x + self.out(mixed.transpose(1, 2).reshape(b, s, h))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+def test_activations_are_those_of_the_megatron_paper() -> None:
+    """arXiv 2205.05198, equation 1: sbh (34 + 5 a s / h) bytes of a layer in 16 bits, with masks of dropout.
+
+    Without dropout, whose three masks and one scaled output are sbh (1 + 1) + 3 a b s^2: 32 + 2 a s / h is left.
+    """
+    s, b, h, a = 128, 2, 512, 8
+    model = models.Chain(*(OfMegatron(h, a) for _ in range(3)))
+    run = MetaRun(model, plan_units(model), Dtypes(torch.bfloat16, None, None), "cuda")
+    kept = run.profile((torch.zeros(b, s, h),), b, 0).part("blocks.1").kept_bytes
+    assert kept == pytest.approx(s * b * h * (32 + 2 * a * s / h), rel=0.04)
+
+
+def test_the_block_of_a_shape_is_a_llamas() -> None:
+    """Llama 3 8B (arXiv 2407.21783, table 3): 32 layers of 4096, 32 heads, 8 of keys, 14336, 128,256 tokens."""
+    shape = Shape(32, 4096, 32, 128256, 8192, kv_heads=8, mlp=14336)
+    with torch.device("meta"):
+        numel = sum(param.numel() for param in Block(shape).parameters())
+    assert 32 * numel + 2 * 128256 * 4096 + 4096 == 8_030_261_248

@@ -1,0 +1,72 @@
+"""Planned bytes on links are those that a rank sends."""
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import lowtide
+from lowtide.comm.sockets import SocketRoute
+from lowtide.engine.blueprint import Blueprint
+from lowtide.engine.config.config import Config
+from lowtide.engine.planning.estimate import estimate
+from lowtide.engine.planning.machine import Machine
+from lowtide.engine.planning.meta_run import MetaRun
+from tests import models
+from tests.engine.test_blueprint import config_of, frozen_gpt
+from tests.ranks import RankPool
+from tests.zero.training import rank_and_world
+
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+
+
+def sent(config: dict[str, Any]) -> int:
+    """In the second step, by gathers and reductions of groups."""
+    counted = [0]
+    plain = SocketRoute._send
+
+    def count(self: SocketRoute, tensors: dict[int, torch.Tensor], tag: int, what: str) -> Any:
+        counted[0] += sum(one.nbytes for one in tensors.values()) if " of unit" in what else 0
+        return plain(self, tensors, tag, what)
+
+    engine = lowtide.initialize(frozen_gpt(), config)
+    rows = 2 * (engine.config.gradient_accumulation_steps or 1)
+    engine.train_step(models.token_batch(0, rows))
+    with patch.object(SocketRoute, "_send", count):
+        engine.train_step(models.token_batch(1, rows))
+    engine.close()
+    return counted[0]
+
+
+def planned(config: dict[str, Any], num_ranks: int) -> int:
+    with torch.device("meta"):
+        model = frozen_gpt()
+    blueprint = Blueprint.of(Config.load(config).resolve(num_ranks), model, num_ranks)
+    profile = MetaRun(model, blueprint.units, blueprint.dtypes, "cpu").profile(models.token_batch(0, 2), 2, 0)
+    return sum(estimate(blueprint, Machine(devices_per_host=num_ranks, device="cpu"), profile).sent.values())
+
+
+def compare(cases: dict[str, dict[str, Any]]) -> list[str]:
+    """Where they differ, on rank 0; on others what of a shard they sum may be a little more or less."""
+    rank, num_ranks = rank_and_world()
+    found = {name: (planned(config, num_ranks), sent(config)) for name, config in cases.items()}
+    assert all(there > 0 for _, there in found.values())
+    return [
+        f"{name}: planned {said}, sent {there}" for name, (said, there) in found.items() if said != there and not rank
+    ]
+
+
+def test_two_ranks(ranks: RankPool) -> None:
+    cases = {f"stage {stage}": config_of(stage, 1 + stage % 2, **(BF16 if stage > 1 else {})) for stage in range(4)}
+    cases["five microbatches"] = config_of(3, 5)
+    cases["no prefetch"] = config_of(3, zero={"stage3_prefetch_bucket_size": 0})
+    assert ranks(2, compare, cases) == [[], []]
+
+
+def test_several_axes(ranks: RankPool) -> None:
+    cases = {
+        "hybrid 1": config_of(1, 2, zero={"shard_size": 2}, **BF16),
+        "hybrid 3": config_of(3, 2, zero={"shard_size": 2}),
+        "hpZ": config_of(3, 2, zero={"zero_hpz_partition_size": 2}, **BF16),
+    }
+    assert ranks(4, compare, cases) == [[]] * 4

@@ -1,0 +1,179 @@
+"""The planned peak is what is there: tensors of the model and bytes of the engine, added up at each operation."""
+
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import lowtide
+from lowtide.engine.blueprint import Blueprint
+from lowtide.engine.config.config import Config
+from lowtide.engine.planning.estimate import estimate, writes_gradients
+from lowtide.engine.planning.machine import Machine
+from lowtide.engine.planning.meta_run import MetaRun
+from tests import models
+from tests.engine.test_blueprint import staging_bytes
+from tests.engine.test_memory import _has_memory
+from tests.ranks import RankPool
+from tests.zero.training import ADAMW, rank_and_world
+
+ROWS = 8
+TOLERANCE = 0.03
+
+
+class FusedBlock(nn.Module):
+    """Attention in one kernel, and a linear layer large enough for its gradient to be written where it is staged."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 8 * width), nn.Linear(8 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        q, k, v = self.qkv(x).view(rows, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+def gpt() -> nn.Module:
+    return models.TinyGPT(width=64, layers=3)
+
+
+def fused() -> nn.Module:
+    return models.Chain(*(FusedBlock(128) for _ in range(2)))
+
+
+def batch_of(model: str, seed: int) -> tuple[Tensor, ...]:
+    return models.token_batch(seed, ROWS) if model == "gpt" else (torch.randn(ROWS, 24, 128),)
+
+
+MODELS = {"gpt": gpt, "fused": fused}
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most of the engine's bytes together with storages that operations have made since the beginning."""
+
+    def __init__(self, engine: lowtide.Engine) -> None:
+        super().__init__()
+        self._engine = engine
+        self._units = engine._driver.passes.units
+        self._staging = staging_bytes(engine)
+        self._alive: dict[int, tuple[Any, int, int]] = {}  # (reference, address, bytes)
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for one in tree_leaves((args, kwargs)):
+            if isinstance(one, Tensor):
+                self._see(one, counts=False)
+        result = func(*args, **(kwargs or {}))
+        made = [self._see(one, counts=True) for one in tree_leaves(result) if isinstance(one, Tensor)]
+        if any(made):
+            self.peak = max(self.peak, self._now())
+        return result
+
+    def _see(self, tensor: Tensor, counts: bool) -> bool:
+        """Whether it was not there before."""
+        storage = tensor.untyped_storage()
+        if id(storage) in self._alive:
+            return False
+        forget = partial(self._forget, id(storage))
+        nbytes = storage.nbytes() if counts else 0
+        self._alive[id(storage)] = (weakref.ref(storage, forget), storage.data_ptr(), nbytes)
+        return True
+
+    def _forget(self, key: int, _: object) -> None:
+        self._alive.pop(key, None)
+
+    def _now(self) -> int:
+        gradients = [gradient for unit in self._units for gradient in unit.gradients]
+        own = [
+            tensor for one in gradients for tensor in (one.shard, one._local._flat, *(p.grad for p in one.group.params))
+        ]
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in own if _has_memory(tensor)}
+        made = sum(nbytes for _, address, nbytes in self._alive.values() if address not in addresses)
+        return made + self._engine.memory().total_bytes + self._staging
+
+
+def config_of(stage: int, every: int, accumulation: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_print": 0,
+        "optimizer": ADAMW,
+        "zero_optimization": {"stage": stage},
+        "activation_checkpointing": {"every": every},
+        "communication": {"route": "sockets"},
+        **more,
+    }
+
+
+def planned_peak(model: str, config: dict[str, Any], num_ranks: int) -> int:
+    with torch.device("meta"):
+        module = MODELS[model]()
+    blueprint = Blueprint.of(Config.load(config).resolve(num_ranks), module, num_ranks)
+    run = MetaRun(module, blueprint.units, blueprint.dtypes, "cpu")
+    profile = run.profile(
+        batch_of(model, 0), ROWS, config["activation_checkpointing"]["every"], writes_gradients(blueprint)
+    )
+    return estimate(blueprint, Machine(devices_per_host=num_ranks, device="cpu"), profile).peak_bytes
+
+
+def measured_peak(model: str, config: dict[str, Any]) -> int:
+    torch.manual_seed(0)
+    engine = lowtide.initialize(MODELS[model](), config)
+    microbatches = engine.config.gradient_accumulation_steps or 1
+
+    def step(number: int) -> None:
+        for _ in range(microbatches):
+            engine.backward(engine(*batch_of(model, number)))
+            engine.step()
+
+    step(0)
+    step(1)
+    live = LiveBytes(engine)
+    with live:
+        step(2)
+    engine.close()
+    return live.peak
+
+
+def compare(cases: dict[str, tuple[str, dict[str, Any]]]) -> list[str]:
+    _, num_ranks = rank_and_world()
+    wrong = []
+    for name, (model, config) in cases.items():
+        said, found = planned_peak(model, config, num_ranks), measured_peak(model, config)
+        if abs(said / found - 1) > TOLERANCE:
+            wrong.append(f"{name}: planned {said:,}, measured {found:,} ({said / found - 1:+.1%})")
+    return wrong
+
+
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+
+
+def cases() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Each stage with and without checkpointing and accumulation, though not every pair of them with each model."""
+    found = {}
+    for model in MODELS:
+        for stage in range(4):
+            for number, every in enumerate((0, 1)):
+                accumulation = 1 + (stage + number) % 2
+                more = BF16 if (stage + number) % 4 == 1 else {}
+                name = f"{model}, stage {stage}, every {every}, {accumulation} microbatches{', bf16' if more else ''}"
+                found[name] = (model, config_of(stage, every, accumulation, **more))
+    return found
+
+
+def test_one_rank() -> None:
+    assert not compare(cases())
+
+
+def test_two_ranks(ranks: RankPool) -> None:
+    some = dict(list(cases().items())[1::3])
+    assert ranks(2, compare, some) == [[], []]

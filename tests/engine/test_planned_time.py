@@ -1,0 +1,44 @@
+"""Planned time: what of a step's collectives waits for what."""
+
+import re
+
+import pytest
+
+from lowtide.comm import Arrangement
+from lowtide.engine.planning.machine import Machine
+from lowtide.engine.planning.timeline import Timeline
+
+
+def test_a_collective_waits_for_the_queue_and_for_what_was_launched_before_it() -> None:
+    line = Timeline()
+    first, second = line.start("gather", "a", 3.0), line.start("reduce", "b", 2.0)
+    line.compute("a", 4.0)
+    third = line.start("gather", "c", 2.0)
+    line.wait(first)
+    assert (line.now, line.exposed_share) == (4.0, 0.0)
+    line.wait(third)
+    assert [(span.start, span.end) for span in (first, second, third)] == [(0, 3), (3, 5), (5, 7)]
+    assert line.now == 7.0 and line.exposed_share == pytest.approx(3 / 7)
+
+
+@pytest.mark.parametrize(
+    ("names", "on_host"),
+    [(("shard",), 4), (("secondary",), 2), (("replica",), 1), (("secondary", "shard"), 8), (("pipe",), 1)],
+)
+def test_ranks_of_an_axis_share_hosts_as_they_follow_each_other(names: tuple[str, ...], on_host: int) -> None:
+    sizes = (("pipe", 2), ("replica", 2), ("secondary", 4), ("shard", 4))
+    assert Machine(num_hosts=8).ranks_on_host(Arrangement(sizes, ("replica", "secondary", "shard")), names) == on_host
+
+
+def test_a_ring_over_hosts_is_as_fast_as_the_links_that_leave_them() -> None:
+    machine = Machine(num_hosts=2, intra=8.0, inter=1.0, intra_latency=0.0, inter_latency=0.0)
+    assert machine.collective(64.0, 8, on_host=8) == 7.0, "inside: 7/8 of it"
+    assert machine.collective(64.0, 16, on_host=8) == 7.5, "15/16 inside; outside half of it over 8 links takes 4"
+    assert machine.collective(64.0, 2, on_host=1) == 32.0 and machine.collective(64.0, 1, on_host=1) == 0.0
+
+
+def test_a_machine_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match=re.escape("flops: expected more than 0, found 0")):
+        Machine(flops=0)
+    with pytest.raises(ValueError, match=re.escape("host_bytes: expected at least 0, found -1")):
+        Machine(host_bytes=-1)

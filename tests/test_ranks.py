@@ -101,10 +101,12 @@ def test_each_call_starts_clean_in_the_same_processes(ranks: RankPool) -> None:
 
 def test_a_call_is_quick(ranks: RankPool) -> None:
     ranks(2, square_of_rank)
-    start = time.perf_counter()
+    seconds = []
     for _ in range(5):
+        start = time.perf_counter()
         ranks(2, square_of_rank)
-    assert time.perf_counter() - start < 5.0
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 1.0  # a call that starts processes takes longer each time; a busy machine, some of them
 
 
 def test_a_warning_is_an_error(ranks: RankPool) -> None:

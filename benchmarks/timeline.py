@@ -20,14 +20,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 
 from lowtide.engine.blueprint import Blueprint
 from lowtide.engine.config.config import Config
 from lowtide.engine.planning.exchange import Exchange
+from lowtide.engine.planning.llama import Shape, build
 from lowtide.engine.planning.machine import Machine
 from lowtide.engine.planning.step_order import StepOrder
 from lowtide.engine.planning.timeline import Span, Timeline
@@ -35,51 +34,11 @@ from lowtide.engine.planning.timeline import Span, Timeline
 _MS = 1e3
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Of a Llama: sizes in elements."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    mlp: int
-    vocabulary: int
-    sequence: int
-
-
 SHAPES = {
-    "llama-8b": Shape(32, 4096, 32, 8, 14336, 128256, 8192),
-    "llama-1b": Shape(16, 2048, 32, 8, 8192, 128256, 8192),
-    "llama-70b": Shape(80, 8192, 64, 8, 28672, 128256, 8192),
+    "llama-8b": Shape(32, 4096, 32, 128256, 8192, kv_heads=8, mlp=14336),
+    "llama-1b": Shape(16, 2048, 32, 128256, 8192, kv_heads=8, mlp=8192),
+    "llama-70b": Shape(80, 8192, 64, 128256, 8192, kv_heads=8, mlp=28672),
 }
-
-
-class Block(nn.Module):
-    """A Llama block's parameters; it is never run."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        of_keys = shape.hidden // shape.heads * shape.kv_heads
-        sizes = {"q": shape.hidden, "k": of_keys, "v": of_keys, "o": shape.hidden, "gate": shape.mlp, "up": shape.mlp}
-        for name, size in sizes.items():
-            setattr(self, name, nn.Linear(shape.hidden, size, bias=False))
-        self.down = nn.Linear(shape.mlp, shape.hidden, bias=False)
-        self.norms = nn.ModuleList(nn.RMSNorm(shape.hidden) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class Llama(nn.Module):
-    """As above."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.hidden)
-        self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
 
 
 # -- what is computed -------------------------------------------------------------------------------------------------
@@ -193,8 +152,7 @@ class Row:
 
 def contenders(shape: Shape, machine: Machine) -> dict[str, Callable[[Work], Timeline]]:
     """By name: each simulates a step."""
-    with torch.device("meta"):
-        model = Llama(shape)
+    model = build(shape)
 
     def blueprint(**zero: Any) -> Blueprint:
         config = {

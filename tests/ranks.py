@@ -1,4 +1,4 @@
-"""A pool of worker processes that act as the ranks of a job, started once per pytest session.
+"""A pool of worker processes that act as the ranks of a job, forked once per pytest session from one that has torch.
 
     def sum_of_ranks(start: int) -> float:                     # module level, so that workers can import it
         total = torch.tensor(float(start + dist.get_rank()))
@@ -15,13 +15,12 @@ are killed and the next call starts new ones.
 import contextlib
 import gc
 import importlib
+import multiprocessing
 import os
 import pickle
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -29,14 +28,19 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 MAX_RANKS = 8
-START_TIMEOUT = 120.0  # seconds until a new worker has imported torch
+START_TIMEOUT = 120.0  # seconds until a new worker is ready; the first waits for torch
 GRACE = 5.0  # seconds that the other ranks get to finish after one has failed
 POLL = 0.1  # seconds between two looks at whether a worker is still alive
 SHOWN_LINES = 30  # lines of a dead worker's own output in the error
+WORKER_VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch.distributed", "lowtide.engine.build", "tests.ranks"])
 
 
 class RankError(Exception):
@@ -54,10 +58,16 @@ class RankError(Exception):
 class Worker:
     """One process of the pool, the pipe to it, and the file that takes its output."""
 
-    process: subprocess.Popen[bytes]
+    process: ForkServerProcess
     pipe: Connection
     output: Path
     stacks: Path
+
+    @property
+    def pid(self) -> int:
+        """That of the process, which has been started."""
+        assert self.process.pid is not None
+        return self.process.pid
 
     def output_since(self, offset: int) -> str:
         """What the worker has printed after byte `offset` of its output file."""
@@ -68,7 +78,7 @@ class Worker:
     def python_stack(self) -> str:
         """The stacks of all Python threads of the worker now, innermost call first."""
         start = self.stacks.stat().st_size
-        self.process.send_signal(signal.SIGUSR1)
+        os.kill(self.pid, signal.SIGUSR1)
         size = start
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline:
@@ -82,8 +92,9 @@ class Worker:
     def kill(self) -> None:
         """Ends the worker and every process of its session; returns when it is gone."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.kill()  # one that has just been forked has no session of its own yet
+        self.process.join()
         self.pipe.close()
 
 
@@ -171,7 +182,7 @@ class RankPool:
 
     def _grow(self, world_size: int) -> None:
         """Starts workers until there are `world_size` and all are ready; replaces a pool with a dead worker."""
-        if any(worker.process.poll() is not None for worker in self._workers):
+        if any(worker.process.exitcode is not None for worker in self._workers):
             self._kill_all()
         old = len(self._workers)
         while len(self._workers) < world_size:
@@ -192,23 +203,11 @@ class RankPool:
         stacks = self._folder / f"worker{self._started}.stacks"
         stacks.touch()
         self._started += 1
-        code = f"from tests.ranks import serve; serve({theirs.fileno()}, {str(stacks)!r}, {self._prepare!r})"
-        with output.open("wb") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", "-c", code],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                env=os.environ
-                | {
-                    "OMP_NUM_THREADS": "1",
-                    "GLOO_SOCKET_IFNAME": "lo",
-                    "PYTHONUNBUFFERED": "1",
-                    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                },
-            )
+        output.touch()
+        variables = {**os.environ, **WORKER_VARIABLES}
+        with mock.patch.dict(os.environ, WORKER_VARIABLES):  # the first start is that of the process that is forked
+            process = FORKS.Process(target=serve, args=(theirs, output, stacks, variables, self._prepare))
+            process.start()
         theirs.close()
         return Worker(process, ours, output, stacks)
 
@@ -277,7 +276,7 @@ class Call:
                     self._take(rank, *pickle.loads(pipe.recv_bytes()))
                 except (EOFError, ConnectionResetError):
                     self._bury(rank)
-            elif self._workers[rank].process.poll() is not None and not pipe.poll():
+            elif self._workers[rank].process.exitcode is not None and not pipe.poll():
                 self._bury(rank)
 
     def _take(self, rank: int, what: str, *content: Any) -> None:
@@ -299,7 +298,8 @@ class Call:
 
     def _bury(self, rank: int) -> None:
         worker = self._workers[rank]
-        code = worker.process.wait()
+        worker.process.join()
+        code = worker.process.exitcode or 0
         self._lost = True
         self._leaving.discard(rank)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit status {code}"
@@ -329,24 +329,28 @@ def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def serve(descriptor: int, stacks: str, prepare: str) -> None:
-    """The life of a worker: takes calls from the pipe `descriptor` until it closes; SIGUSR1 writes to `stacks`.
+def serve(pipe: Connection, output: Path, stacks: Path, variables: dict[str, str], prepare: str) -> None:
+    """The life of a worker: takes calls from `pipe` until it closes; SIGUSR1 writes to `stacks`.
 
-    prepare: as RankPool has it.
+    variables: its environment. prepare: as RankPool has it.
     """
     import ctypes
     import faulthandler
 
-    import numpy  # noqa: F401
     import torch
-    import torch.distributed
 
+    os.setsid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the test session
+    with open(os.devnull) as nothing, output.open("w") as said:
+        for stream, descriptor in ((nothing, 0), (said, 1), (said, 2)):
+            os.dup2(stream.fileno(), descriptor)
+    os.environ.clear()
+    os.environ.update(variables)
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115
     torch.set_num_threads(1)
     if prepare:
         importlib.import_module(prepare).load()
-    pipe = Connection(descriptor)
     pipe.send_bytes(pickle.dumps("ready"))
     while True:
         try:

@@ -21,6 +21,7 @@ import pickle
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -40,7 +41,8 @@ POLL = 0.1  # seconds between two looks at whether a worker is still alive
 SHOWN_LINES = 30  # lines of a dead worker's own output in the error
 WORKER_VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch.distributed", "lowtide.engine.build", "tests.ranks"])
+PRELOADED = ["torch.distributed", "lowtide.engine.build", "tests.ranks"]
+PRELOADED_WITH_TRANSFORMERS = ["transformers.models.llama.modeling_llama"]  # where one of the tests uses that package
 
 
 class RankError(Exception):
@@ -205,6 +207,7 @@ class RankPool:
         self._started += 1
         output.touch()
         variables = {**os.environ, **WORKER_VARIABLES}
+        FORKS.set_forkserver_preload(PRELOADED + PRELOADED_WITH_TRANSFORMERS * ("transformers" in sys.modules))
         with mock.patch.dict(os.environ, WORKER_VARIABLES):  # the first start is that of the process that is forked
             process = FORKS.Process(target=serve, args=(theirs, output, stacks, variables, self._prepare))
             process.start()

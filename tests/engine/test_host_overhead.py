@@ -19,7 +19,7 @@ SCRIPT = """
 
     import lowtide
 
-    WIDTH, NUM_BLOCKS, ROUNDS = 1024, 100, 6
+    WIDTH, NUM_BLOCKS, ROUNDS = 1024, 30, 5
 
 
     class Block(nn.Module):

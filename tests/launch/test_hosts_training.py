@@ -1,6 +1,7 @@
 """Training over two hosts: the losses of one host, a line that is cut in the middle, a disk that is full."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from tests.launch.hosts_job import HostsJob
 from tests.launch.jobs import LAUNCH
 from tests.launch.network import Network
+from tests.ranks import RankPool
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 SIZE = ["--layers", "2", "--heads", "2", "--width", "16", "--context", "16", "--batch-size-per-process", "4"]
@@ -31,30 +33,32 @@ with lowtide.initialize(model, config, loss_fn=lambda output, batch: output.squa
 """
 
 
-def example(hosts: Network, folder: Path, *options: str) -> HostsJob:
-    """examples/train_gpt.py, tiny, under stage 3."""
+def arguments_of_example(folder: Path) -> list[str]:
+    """Of examples/train_gpt.py, tiny, under stage 3."""
     data = folder / "data"
-    data.mkdir(exist_ok=True)
+    data.mkdir(parents=True)
     for number in range(3):
         (data / f"file{number}.py").write_text("def f(x):\n    return x\n" * 40, encoding="utf-8")
-    arguments = [*SIZE, "--data", str(data), "--steps", "20", "--sample-bytes", "0"]
-    files = ["--out", str(folder / "out"), "--report", str(folder / "report.json")]
-    command = [*LAUNCH, *options, str(EXAMPLE), *arguments, *files, "--config", "zero3"]
-    return HostsJob.of_command(hosts, folder, command, environment={"OMP_NUM_THREADS": "1"})
+    size = [*SIZE, "--data", str(data), "--steps", "20", "--sample-bytes", "0"]
+    return [*size, "--out", str(folder / "out"), "--report", str(folder / "report.json"), "--config", "zero3"]
+
+
+def train_here(arguments: list[str]) -> None:
+    sys.path.insert(0, str(EXAMPLE.parent))
+    import train_gpt
+
+    train_gpt.main(arguments)
 
 
 @pytest.mark.slow
-def test_two_hosts_train_as_one_host_of_three_ranks(hosts: Network, tmp_path: Path) -> None:
-    reports = []  # of three ranks: a sum of two is the same in any order
-    for name, options in {"one": ["--hosts", "n1:3"], "two": ["--hosts", "n1:2,n2:1"]}.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        job = example(hosts, folder, *options)
-        result = job.finish()
-        assert result.status == 0, result
-        job.wait_until_gone(1.0)
-        reports.append(json.loads((folder / "report.json").read_text(encoding="utf-8")))
-    one, two = reports
+def test_two_hosts_train_as_one_host_of_three_ranks(hosts: Network, ranks: RankPool, tmp_path: Path) -> None:
+    ranks(3, train_here, arguments_of_example(tmp_path / "one"), process_group=False)  # a sum of two has one order
+    command = [*LAUNCH, "--hosts", "n1:2,n2:1", str(EXAMPLE), *arguments_of_example(tmp_path / "two")]
+    job = HostsJob.of_command(hosts, tmp_path / "two", command, environment={"OMP_NUM_THREADS": "1"})
+    result = job.finish()
+    assert result.status == 0, result
+    job.wait_until_gone(1.0)
+    one, two = (json.loads((tmp_path / name / "report.json").read_text(encoding="utf-8")) for name in ("one", "two"))
     assert one["processes"] == two["processes"] == 3
     assert one["final_loss"] < one["first_loss"]
     for name in ("first_loss", "final_loss", "validation_loss"):

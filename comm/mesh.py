@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..watch.record import NUM_CHANNELS
@@ -61,7 +62,7 @@ class Mesh:
             raise ValueError(f"{arrangement} = {arrangement.num_ranks} != world size ({world.size})")
         route = _choose_route(world, route, shared_bytes)
         lines = arrangement.lines(folds)
-        first = _take_numbers(world, len(lines) + 1)
+        first = _take_numbers(world, len(lines) + 2)
         trail = Trail(world, first)
         works = Works(world, trail.compare)
         axes, groups = {}, {}
@@ -76,10 +77,11 @@ class Mesh:
             axes[names] = Axis(" x ".join(names), rank, ranks, places, made)
         number = first + len(lines)
         along = (messages,)
-        ways = groups[along], groups[along]
+        ways, on_host = (groups[along], groups[along]), axes[along].route
         if not world.waits_on_host:  # no tags: see `Peers`
             ways = _new_group(world, arrangement, along), _new_group(world, arrangement, along)
-        peers = Peers(axes[along].ranks, ways, _first_tag(number), world, trail, works, number % _NUM_RECORDED)
+            on_host = _make_host_route(world, arrangement, along, number + 1, trail)
+        peers = Peers(axes[along].ranks, ways, _first_tag(number), world, trail, works, number % _NUM_RECORDED, on_host)
         alone = Axis("", 0, (world.rank,), (0,), SoloRoute(world.device))
         single = {name: axes[(name,)] for name, _ in arrangement.sizes}
         return cls(world, arrangement, single, peers, {**axes, (): alone})
@@ -170,13 +172,27 @@ def _make_group(world: World, arrangement: Arrangement, names: Sequence[str]) ->
     return _new_group(world, arrangement, names)
 
 
-def _new_group(world: World, arrangement: Arrangement, names: Sequence[str]) -> dist.ProcessGroup | None:
-    """One of its own for this rank's axis; None where it is alone on it. A collective."""
+def _make_host_route(world: World, arrangement: Arrangement, names: Sequence[str], number: int, trail: Trail) -> Route:
+    """For values of the CPU, beside the routes of a device. Messages of gloo, which need no buffers of their own."""
+    ranks = tuple(sorted(arrangement.ranks(world.rank, names)))
+    group = _new_group(world, arrangement, names, backend="gloo")
+    if group is None:
+        return SoloRoute(torch.device("cpu"))
+    channel = Channel(trail, world.progress, number % _NUM_RECORDED, ranks)
+    rank, places = ranks.index(world.rank), tuple(range(len(ranks)))
+    return SocketRoute(rank, ranks, places, group, _first_tag(number), world.timeout_seconds, channel)
+
+
+def _new_group(
+    world: World, arrangement: Arrangement, names: Sequence[str], backend: str | None = None
+) -> dist.ProcessGroup | None:
+    """One of its own for this rank's axis; None where it is alone on it. A collective. backend: the default one's."""
     if arrangement.size(names) == 1:
         return None
     every = dict.fromkeys(tuple(sorted(arrangement.ranks(rank, names))) for rank in range(world.size))
     make: Callable[..., tuple[dist.ProcessGroup, Any]] = dist.new_subgroups_by_enumeration
-    return make([list(ranks) for ranks in every], timeout=timedelta(seconds=world.timeout_seconds))[0]
+    timeout = timedelta(seconds=world.timeout_seconds)
+    return make([list(ranks) for ranks in every], timeout=timeout, backend=backend)[0]
 
 
 def _make_route(

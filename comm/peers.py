@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..watch.progress import Progress
+from .axis import Route
 from .pending import Pending
 from .trail import Trail
 from .works import Works
@@ -43,10 +44,12 @@ class Peers:
         trail: Trail,
         works: Works,
         channel: int,
+        on_host: Route,
     ) -> None:
         """ranks: the global rank of each place of the axis. channel: for what is waited for, in the record of progress.
 
         ways: groups of these ranks, for messages to later places and to earlier ones; None where there is one alone.
+        on_host: between these ranks, for values of the CPU.
         """
         self._ranks = ranks
         self._place = ranks.index(world.rank)
@@ -56,6 +59,7 @@ class Peers:
         self._trail = trail
         self._works = works
         self._channel = channel
+        self._on_host = on_host
         # gloo has no messages of a device's tensors
         self._is_staged = world.waits_on_host and world.device.type != "cpu"
 
@@ -124,9 +128,15 @@ class Peers:
         self._wait(self._started(dist.irecv, data, place, _HEADER_TAG + tag, what), place, what)
         return pickle.loads(data.cpu().numpy().tobytes())
 
+    def sum_on_host(self, values: Tensor, what: str) -> Tensor:
+        """The exact sum over the axis of a small int64 vector of the CPU. Waits for its hosts, and for no device."""
+        total: Tensor = self._on_host.sum_small(values, what)
+        return total
+
     def close(self) -> None:
         """Lets go of the process groups."""
         self._ways = (None, None)
+        self._on_host.close()
 
     @property
     def _device(self) -> torch.device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ..comm import Activity, Mesh
 from ..model.ledger import Ledger
-from ..offload import OnHost
 from ..pipe.executor import Executor, shapes_in
 from ..pipe.schedules.action import Action, Op
 from ..pipe.schedules.schedule import Schedule
@@ -46,8 +45,6 @@ class Pipeline:
         self._mesh = mesh
         stages = dict(zip(plan.stages, make_stages(module, plan.split, plan.stages, ledger), strict=True))
         self.passes = ScheduledUnits(units, {stage: plan.members(units, stage) for stage in plan.stages}, mesh)
-        self._unread: OnHost | None = None  # whether ranks were given other batches
-        self._kinds: set[Hashable] = set()  # of batches, that were the same
         self._failure: str | None = None  # of an earlier step, in the middle of its schedule
         self._training, self._evaluation = (
             Executor(
@@ -85,18 +82,18 @@ class Pipeline:
     def train(self, steps: Steps, microbatches: Iterator[Any]) -> None:
         """Losses are those of the ranks that have the last stage.
 
-        Raises ValueError where ranks of the pipe axis were given other batches.
+        Where ranks of the pipe axis were given other batches they compute nothing, and the end of the step is a
+        ValueError on all ranks.
         """
         given = list(microbatches)
         steps.check_whole(len(given))
         ready = [steps.prepared(microbatch) for microbatch in given]
         steps.guard.check()
         self._mesh.world.progress.enter(Activity.PIPELINE)
-        differs = self._check_same(given)
-        if differs is not None:
-            steps.doubt(differs, self._read_check)
+        differs = self._differ(given)
+        steps.doubt(differs, lambda: self._refuse_others(differs))
         with self._remembers_failure(), steps.backward(len(given)):
-            losses = self._training.run(ready, steps.scale.seed)
+            losses = self._training.pass_by() if differs else self._training.run(ready, steps.scale.seed)
         steps.losses.extend(losses)
 
     def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -113,11 +110,11 @@ class Pipeline:
 
     def evaluate(self, steps: Steps, batch: Any) -> list[Tensor]:
         ready = steps.prepared(batch)
-        self._check_same([batch])
+        differs = self._differ([batch])
         try:
             with self._remembers_failure():
-                losses = self._evaluation.run([ready])
-            self._read_check()
+                losses = self._evaluation.pass_by() if differs else self._evaluation.run([ready])
+            self._refuse_others(differs)
             return losses
         finally:
             self.passes.release_all()
@@ -136,11 +133,12 @@ class Pipeline:
             f"{self._plan.split.num_stages} (parallel.pipeline); use {instead}, which works at every split"
         )
 
-    def _check_same(self, batches: Sequence[Any]) -> Tensor | None:
-        """A loader that divides its data by rank and world_size gives each stage another part: wrong, and not seen.
+    def _differ(self, batches: Sequence[Any]) -> bool:
+        """Whether the ranks of the pipe axis were given different batches: the same on all of them.
 
-        Returns (1,) on the device, not 0 where that is so: the host is told at the end, by `_read_check`. But not for
-        the first of its shapes: stages that expect other shapes than are sent would wait in vain. None where it knows.
+        A loader that divides its data by rank and world_size gives each stage another part: wrong, and not seen. Where
+        shapes differ too, stages wait in vain for what is not sent. So the hosts ask each other before the first
+        message, and no device has to be waited for.
         """
         if self._failure is not None:  # messages may still be under way, and would be taken for those of this step
             raise RuntimeError(
@@ -148,35 +146,29 @@ class Pipeline:
                 f"this one in the middle of its schedule ({self._failure}); start all ranks again, from the last "
                 "checkpoint"
             )
-        self._read_check()
-        digest, what = _digest_of(batches), "the check of the batch"
-        pipe, device = self._mesh.axes[PIPE], self._mesh.world.device
-        own = torch.full((1,), digest, dtype=torch.int64, device=device)
-        differs = anywhere = (pipe.route.sum_small(own, what) != digest * pipe.size).long()
-        if self._mesh.data_size > 1:  # a step that fails must fail on all ranks, for the next one to be the same
-            anywhere = self._mesh.sum_small(differs, what)
-        self._unread = OnHost(torch.cat([differs, anywhere]))
-        kind = shapes_in(batches)
-        if device.type == "cpu" or kind not in self._kinds:
-            self._kinds.add(kind)
-            self._read_check()
-            return None
-        return anywhere
+        pipe = self._mesh.axes[PIPE]
+        digests = torch.zeros(pipe.size, dtype=torch.int64)
+        digests[pipe.rank] = _digest_of(batches)
+        return self._mesh.peers.sum_on_host(digests, "the check of the batch").unique().numel() > 1
 
-    def _read_check(self) -> None:
-        """Raises ValueError where ranks were given other batches, which nobody was told yet."""
-        unread, self._unread = self._unread, None
-        if unread is None:
+    def _refuse_others(self, differ: bool) -> None:
+        """Raises ValueError on all ranks where those of any pipeline were given other batches. differ: those of this.
+
+        A collective: a step that fails must fail on all ranks, for the next one to be the same.
+        """
+        if self._mesh.data_size > 1:
+            own = torch.full((1,), differ, dtype=torch.int64, device=self._mesh.world.device)
+            if not int(self._mesh.sum_small(own, "the outcome of the check of the batch")):
+                return
+        elif not differ:
             return
-        differs, anywhere = unread.read().tolist()
-        if anywhere:
-            ranks = self._mesh.axes[PIPE].ranks
-            where = f"ranks {', '.join(map(str, ranks))}" if differs else "not this rank's"
-            raise ValueError(
-                f"batch: expected the same one on the {len(ranks)} ranks of a pipeline ({where}), found "
-                "different ones; divide the data by engine.data_rank and engine.data_size, not by engine.rank and "
-                "engine.world_size"
-            )
+        ranks = self._mesh.axes[PIPE].ranks
+        where = f"ranks {', '.join(map(str, ranks))}" if differ else "not this rank's"
+        raise ValueError(
+            f"batch: expected the same one on the {len(ranks)} ranks of a pipeline ({where}), found "
+            "different ones; divide the data by engine.data_rank and engine.data_size, not by engine.rank and "
+            "engine.world_size"
+        )
 
 
 def _evaluation(schedule: Schedule) -> Schedule:

@@ -128,6 +128,20 @@ class Executor:
         assert self._run.is_over and not self.messages.is_any_unused
         return [loss for _, loss in sorted(self._run.losses.items())]
 
+    def pass_by(self) -> list[Tensor]:
+        """Does what other ranks beside this pipeline expect of it, and computes nothing: its gradients are zero.
+
+        On all ranks of the pipe axis alike. Returns no losses.
+        """
+        self._begin((), 1.0)
+        self._run.num_left.update(dict.fromkeys(self._stages, self.schedule.num_microbatches))
+        for action in self._actions:
+            if action.op in _OF_MEMORY:
+                _TABLE[action.op](self, action)
+            elif action.op in (Op.B, Op.W):
+                self._end_weights(action.stage)
+        return []
+
     @property
     def num_held(self) -> int:
         """Microbatches of stages whose graph is held."""
@@ -237,6 +251,7 @@ def shapes_in(batch: Any) -> Hashable:
     return (names, *shapes)
 
 
+_OF_MEMORY = (Op.GATHER, Op.RELEASE, Op.REDUCE)
 _TABLE: Mapping[Op, Callable[[Executor, Action], None]] = {
     Op.F: Executor._do_forward,
     Op.B: Executor._do_backward,

@@ -87,26 +87,40 @@ def test_pipelines_beside_data_parallel_ranks(pretend_ranks: RankPool) -> None:
         assert_close(outcome, expected, TOLERANCE_64, TOLERANCE_64, str(what))
 
 
-def train_on_other_batches(case: Case) -> list[str]:
-    """The first step has other values on each rank; after steps that have seen the shapes, a later one has."""
+def train_on_other_batches(cases: list[Case]) -> list[list[str]]:
+    """Other values or shapes on the ranks of the first pipeline: in the first step, and when both shapes were seen."""
     group.register_device()
+    return [texts_for_other_batches(case) for case in cases]
+
+
+def texts_for_other_batches(case: Case) -> list[str]:
+    engine = lowtide.initialize(case.build(), case.as_config())
+    other = int(engine.data_rank == 0 and engine.rank > 0)
     errors = []
     for num_same in (0, 2):
-        engine = lowtide.initialize(case.build(), case.as_config())
         for step in range(num_same):
-            engine.train_step(case.global_batch(step, 1))
+            engine.train_step(case.batch(step, MICROBATCHES * (1 + step)))
         before = engine.state_dict()
-        for act in (engine.train_step, engine.eval_step):
-            with pytest.raises(ValueError) as caught:
-                act(case.global_batch(7 + engine.rank, 1))
-            errors.append(str(caught.value))
+        for seed, rows in ((7 + other, 1), (7, 1 + other)):
+            for act in (engine.train_step, engine.eval_step):
+                with pytest.raises(ValueError) as caught:
+                    act(case.batch(seed, MICROBATCHES * rows))
+                errors.append(str(caught.value))
         assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
-        assert not engine.train_step(case.global_batch(2, 1)).skipped
-        engine.close()
+    assert not engine.train_step(case.batch(2, MICROBATCHES)).skipped
+    engine.close()
     return errors
 
 
-def test_other_batches_are_told_before_anything_is_updated(pretend_ranks: RankPool) -> None:
-    for errors in pretend_ranks(2, train_on_other_batches, pipelined(TIED, 2, "1f1b"), process_group=False):
-        assert all(text.startswith("batch: expected the same one on the 2 ranks of a pipeline") for text in errors)
-        assert len(errors) == 4
+ANY_ROWS = replace(TIED, config={**NATIVE, "train_micro_batch_size_per_gpu": None})
+
+
+@pytest.mark.parametrize(("world_size", "stage", "schedules"), [(2, 0, list(SCHEDULES)), (4, 3, ["zb-v"])])
+def test_other_batches_are_told_in_their_own_step(
+    pretend_ranks: RankPool, world_size: int, stage: int, schedules: list[str]
+) -> None:
+    cases = [pipelined(ANY_ROWS.at(stage), 2, schedule) for schedule in schedules]
+    for rank, found in enumerate(pretend_ranks(world_size, train_on_other_batches, cases, process_group=False)):
+        where = "not this rank's" if rank % 2 and world_size == 4 else f"ranks 0, {world_size // 2}"
+        expected = f"batch: expected the same one on the 2 ranks of a pipeline ({where}), found different ones"
+        assert all(len(texts) == 8 and all(text.startswith(expected) for text in texts) for texts in found), found

@@ -173,8 +173,11 @@ def stubbed_kernels() -> Iterator[None]:
             ("zero.unit.stages_early", lambda device: False),
             ("kernels.sum_of_squares.uses_triton", lambda *args: True),
             ("kernels.optimizer_step.uses_triton", lambda *args: True),
+            ("kernels.exact_sum.uses_triton", lambda *args: True),
+            ("engine.step_update._is_waited_for", lambda device: True),
             ("kernels.triton.sum_of_squares.launch", launch_squares),
             ("kernels.triton.optimizer_step.launch", launch),
+            ("kernels.triton.exact_sum.launch", launch),
         ):
             stack.enter_context(mock.patch(f"lowtide.{name}", stub))
         yield

@@ -21,11 +21,14 @@ import torch
 from torch import Tensor
 
 from ..comm import Mesh
+from ..kernels.exact_sum import NUM_LIMBS, add_limbs, from_limbs, value_of
 from ..offload import OnHost, sent
-from ..zero.exact_sum import NUM_LIMBS, from_limbs, limbs_of_each, value_of
 from ..zero.gradient import GroupGradient
 from ..zero.plan import Role
 from .errors import NonFiniteGradientError
+
+_BAD, _CHANGED, _INFINITE, _WIDE, _CLEARED = range(2 * NUM_LIMBS, 2 * NUM_LIMBS + 5)
+"""Places in the sum, see `SummedStep`."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +61,17 @@ class Uses:
         self._places = [(one, [place_of[id(param)] for param in one.group.params]) for one in updated]
         self._num_bits = num_ranks.bit_length()
         self._per_word = 63 // self._num_bits
-        self._shifts = torch.arange(self._per_word) * self._num_bits
-        self._all = self._packed({place for _, places in self._places for place in places})
+        self._own = {place for _, places in self._places for place in places}
+        self._all = self._packed(self._own)
+        self._last: tuple[Sequence[int], frozenset[int]] = [], frozenset()  # total, and what `unused` gave of it
 
     @property
     def are_all(self) -> bool:
         """Whether this rank has used all parameters of which it has a part: then no other rank can say more of them."""
         return all(len(gradient.used) == len(places) for gradient, places in self._places)
 
-    def packed(self) -> Tensor:
-        """What this rank has used, (words,) int64, on the CPU."""
+    def words(self) -> list[int]:
+        """What this rank has used."""
         unused = [
             place
             for gradient, places in self._places
@@ -75,19 +79,21 @@ class Uses:
             for index, place in enumerate(places)
             if index not in gradient.used
         ]
-        return self._all - self._packed(unused) if unused else self._all
+        return self._packed(self._own.difference(unused)) if unused else self._all
 
-    def unused(self, total: Tensor) -> frozenset[int]:
-        """total: the sum of `packed` over all ranks. Returns identities of parameters."""
-        counts = total[:, None] >> self._shifts & (1 << self._num_bits) - 1
-        places = (counts.view(-1)[: len(self._params)] == 0).nonzero().view(-1).tolist()
-        return frozenset(self._params[place] for place in places)
+    def unused(self, total: Sequence[int]) -> frozenset[int]:
+        """total: the sum of `words` over all ranks. Returns identities of parameters."""
+        if total != self._last[0]:  # in most steps it is that of the step before
+            fields = ((total[place // self._per_word], place % self._per_word) for place in range(len(self._params)))
+            is_used = [word >> index * self._num_bits & (1 << self._num_bits) - 1 for word, index in fields]
+            self._last = total, frozenset(param for param, used in zip(self._params, is_used, strict=True) if not used)
+        return self._last[1]
 
-    def _packed(self, places: Collection[int]) -> Tensor:
+    def _packed(self, places: Collection[int]) -> list[int]:
         words = [0] * -(-len(self._params) // self._per_word)
         for place in places:
             words[place // self._per_word] |= 1 << place % self._per_word * self._num_bits
-        return torch.tensor(words, dtype=torch.int64)
+        return words
 
 
 class SummedStep:
@@ -107,25 +113,30 @@ class SummedStep:
 
     def skip(self) -> Tensor:
         """(1,) int64 on the device: not 0 where nothing is to be updated."""
-        flags = self._total[2 * NUM_LIMBS : 2 * NUM_LIMBS + 5]
-        return flags[:2].sum(dim=0, keepdim=True) + (flags[4:] != self._cleared_by_all)
+        others_cleared = self._total[_CLEARED : _CLEARED + 1] != self._cleared_by_all
+        return self._total[_BAD : _CHANGED + 1].sum(dim=0, keepdim=True) + others_cleared
 
     def norm(self) -> Tensor:
         """() float64 on the device, of the gradients as they were reduced; NaN where one is not finite."""
         norm = value_of(self._total[:NUM_LIMBS]).sqrt()
-        return torch.where(self._total[2 * NUM_LIMBS] == 0, norm, math.nan)
+        return torch.where(self._total[_BAD] == 0, norm, math.nan)
 
     def read(self) -> StepSums:
         """Waits for the device: until it has the sum, and not for what it was given since."""
-        total = self._on_host.read()
-        num_counts = 5 + self._num_events
-        sizes = [NUM_LIMBS, NUM_LIMBS, num_counts, len(total) - 2 * NUM_LIMBS - num_counts]
-        squares, loss, counts, used = torch.split(total, sizes)
-        num_bad, num_changed, num_infinite, num_wide, cleared, *events = counts.tolist()
-        mean_loss = from_limbs(loss) / self._data_size if not num_infinite else math.nan
-        dtype = torch.float64 if num_wide else torch.float32
-        unused = self._uses.unused(used) if self._uses is not None else frozenset[int]()
-        return StepSums(mean_loss, dtype, from_limbs(squares), num_bad, num_changed, cleared, tuple(events), unused)
+        total = self._on_host.read().tolist()
+        num_bad, num_changed, num_infinite, num_wide, cleared = total[_BAD : _CLEARED + 1]
+        end = _CLEARED + 1 + self._num_events
+        mean_loss = from_limbs(total[NUM_LIMBS:_BAD]) / self._data_size if not num_infinite else math.nan
+        return StepSums(
+            mean_loss,
+            torch.float64 if num_wide else torch.float32,
+            from_limbs(total[:NUM_LIMBS]),
+            num_bad,
+            num_changed,
+            cleared,
+            tuple(total[_CLEARED + 1 : end]),
+            self._uses.unused(total[end:]) if self._uses is not None else frozenset(),
+        )
 
 
 def sum_step(
@@ -146,23 +157,20 @@ def sum_step(
     device = mesh.world.device
     for gradient in gradients:
         gradient.settle()
-    found = [gradient.inspection for gradient in gradients]
-    nothing = torch.zeros(0, dtype=torch.float64, device=device)
-    squares = torch.cat([nothing, *(sent(part, device) for one in found for part in one.counted)])
-    finite = torch.isfinite(squares)
-    earlier = [sent(one.was_finite, device) for one in found if one.was_finite is not None]
-    is_bad = ~torch.stack([finite.all(), *earlier]).all()
-    mean = torch.stack([loss.double() for loss in losses]).mean() if losses else nothing.sum()
-    is_infinite = ~torch.isfinite(mean)
-    mean = torch.where(is_infinite, 0.0, mean)
-    limbs = limbs_of_each([torch.where(finite, squares, 0.0), mean.abs().view(1)])
-    limbs[1] *= mean.sign().long()
-    flags = torch.stack([is_bad, torch.zeros_like(is_bad) if changed is None else changed, is_infinite])
     is_wide = any(loss.dtype == torch.float64 for loss in losses)
-    known = torch.tensor([is_wide, cleared, *events], dtype=torch.int64)
-    known = known if uses is None else torch.cat([known, uses.packed()])
-    total = mesh.sum_small(torch.cat([limbs.view(-1), flags.long(), sent(known, device)]), what)
-    return SummedStep(total, len(events), uses, mesh.data_size, mesh.world.size * cleared)
+    known = [0] * (2 * NUM_LIMBS + 3) + [is_wide, cleared, *events, *([] if uses is None else uses.words())]
+    sums = sent(torch.tensor(known, dtype=torch.int64), device)
+    found = [gradient.inspection for gradient in gradients]
+    if squares := [sent(part, device) for one in found for part in one.counted]:
+        add_limbs(sums, torch.cat(squares), 0, _BAD)
+    if earlier := [sent(one.was_finite, device) for one in found if one.was_finite is not None]:
+        sums[_BAD] |= ~torch.stack(earlier).all()
+    if changed is not None:
+        sums[_CHANGED] |= changed
+    if losses:
+        mean = losses[0].double() if len(losses) == 1 else torch.stack([loss.double() for loss in losses]).mean()
+        add_limbs(sums, mean.view(1), NUM_LIMBS, _INFINITE)
+    return SummedStep(mesh.sum_small(sums, what), len(events), uses, mesh.data_size, mesh.world.size * cleared)
 
 
 def non_finite_error(mesh: Mesh, gradients: Sequence[GroupGradient], step: int, outcome: str) -> NonFiniteGradientError:

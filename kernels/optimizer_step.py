@@ -9,7 +9,8 @@ on where it lies, so a shard may be any piece of the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,16 +18,11 @@ from torch import Tensor
 from ..optimizers.optimizer import Optimizer, Options
 from .cpu_optimizer import cpu_kernel
 from .dispatch import Backend, uses_triton
-from .optimizer_states import (
-    STATE_BLOCK_NUMEL,
-    StoredState,
-    other_noise,
-    rounding_noise,
-    stored_states,
-)
+from .optimizer_states import StoredState, other_noise, rounding_noise, stored_states
+from .shard_update import KERNEL, ShardUpdate
 
-KERNEL = "optimizer_step"
 CHUNK_NUMEL = 1 << 18  # 1 MiB of float32 a stream: weight, gradient and two moments fit into a second-level cache
+LAUNCH_NUMEL = 1 << 26  # elements: half a millisecond, and what follows an update (the others get it) begins so soon
 
 
 def update_shard(
@@ -79,80 +75,96 @@ def update_runs(
     a whole, or cut where a block begins. A GPU's kernel gets what steps and options come to as numbers: captured into
     a CUDA graph, it would repeat this step.
     """
-    stored = stored_states(states)
-    assert len(stored) <= len(optimizer.states), (optimizer.name, len(stored))
-    _check_tensors(master, gradient, stored, out)
-    _check_scalar("gradient_scale", gradient_scale, master)
-    _check_scalar("skip", skip, master)
-    ends = [0, *(end for end, _ in runs)]
-    if ends[-1] != master.numel() or ends != sorted(ends):
-        raise ValueError(f"{KERNEL}: expected ends of runs that ascend to {master.numel()}, found {ends[1:]}")
-    steps = steps or [step] * len(runs)
-    if len(steps) != len(runs):
-        raise ValueError(f"{KERNEL}: expected a step of each of the {len(runs)} runs, found {len(steps)}")
-    if not master.numel():
-        return
-    if _triton_serves(backend, optimizer, master, gradient, stored, out):
+    shard = ShardUpdate(master, gradient, stored_states(states), runs, steps or [step] * len(runs), out)
+    update_shards(optimizer, [shard], step, gradient_scale, skip=skip, backend=backend)
+
+
+def update_shards(
+    optimizer: Optimizer,
+    shards: Sequence[ShardUpdate],
+    step: int,
+    gradient_scale: float | Tensor,
+    *,
+    skip: Tensor | None = None,
+    backend: Backend = "auto",
+    on_updated: Callable[[int], None] = lambda number: None,
+) -> None:
+    """As `update_runs`, of many shards: on a GPU those of a kind in one launch, as far as it has 64M elements.
+
+    on_updated: told the number of each shard that was updated, in an order that follows from kinds and lengths alone.
+    """
+    serves: dict[Hashable, bool] = {}
+    waiting: dict[Hashable, list[int]] = {}
+    num_waiting: Counter[Hashable] = Counter()  # elements
+
+    def launch(kind: Hashable) -> None:
         from .triton import optimizer_step as triton_form
 
-        triton_form.update(optimizer, master, gradient, stored, step, runs, steps, gradient_scale, out, skip)
-        return
+        numbers, num_waiting[kind] = waiting.pop(kind), 0
+        if used := [shards[number] for number in numbers if shards[number].is_used]:
+            triton_form.update(optimizer, used, step, gradient_scale, skip)
+        for number in numbers:
+            on_updated(number)
+
+    for number, shard in enumerate(shards):
+        shard.check()
+        kind = shard.kind
+        if kind not in serves:
+            assert len(shard.states) <= len(optimizer.states), (optimizer.name, len(shard.states))
+            _check_scalar("gradient_scale", gradient_scale, shard.master)
+            _check_scalar("skip", skip, shard.master)
+            serves[kind] = _triton_serves(backend, optimizer, shard)
+        if not serves[kind]:
+            if shard.is_used:
+                _update_alone(optimizer, shard, step, gradient_scale, skip, backend)
+            on_updated(number)
+            continue
+        waiting.setdefault(kind, []).append(number)
+        num_waiting[kind] += shard.numel
+        if num_waiting[kind] >= LAUNCH_NUMEL:
+            launch(kind)
+    for kind in list(waiting):
+        launch(kind)
+
+
+def _update_alone(
+    optimizer: Optimizer,
+    shard: ShardUpdate,
+    step: int,
+    gradient_scale: float | Tensor,
+    skip: Tensor | None,
+    backend: Backend,
+) -> None:
+    """On the CPU, or by torch."""
     if skip is not None and skip.device.type == "cpu":
         if bool(skip):
             return
         skip = None
-    kernel = cpu_kernel() if master.device.type == "cpu" and backend != "reference" else None
-    if kernel is not None and kernel.serves(optimizer, master, gradient, stored, out):
-        kernel.update(optimizer, master, gradient, stored, step, runs, steps, float(gradient_scale), out)
+    kernel = cpu_kernel() if shard.master.device.type == "cpu" and backend != "reference" else None
+    if kernel is not None and kernel.serves(optimizer, shard.master, shard.gradient, shard.states, shard.out):
+        kernel.update(
+            optimizer, shard.master, shard.gradient, shard.states, step, shard.runs, shard.steps,
+            float(gradient_scale), shard.out,
+        )  # fmt: skip
         return
-    _update_by_torch(optimizer, master, gradient, stored, step, runs, steps, gradient_scale, out, skip)
+    _update_by_torch(optimizer, shard, step, gradient_scale, skip)
 
 
-def _triton_serves(
-    backend: Backend,
-    optimizer: Optimizer,
-    master: Tensor,
-    gradient: Tensor,
-    states: Sequence[StoredState],
-    out: Tensor | None,
-) -> bool:
+def _triton_serves(backend: Backend, optimizer: Optimizer, shard: ShardUpdate) -> bool:
     """Raises ValueError where the backend must be Triton's and cannot."""
-    payloads = [state.payload for state in states]
-    scales = [state.scale for state in states]
-    tensors = [tensor for tensor in (master, gradient, out, *payloads, *scales) if tensor is not None]
-    if not uses_triton(backend, KERNEL, *tensors):
+    if not uses_triton(backend, KERNEL, *shard.tensors):
         return False
     if optimizer.coefficients is None:
         problem = f'the optimizer "{optimizer.name}", which has no kernel'
-    elif not all(tensor.is_contiguous() for tensor in tensors):
+    elif not all(tensor.is_contiguous() for tensor in shard.tensors):
         problem = "tensors with gaps between their elements"
-    elif any(payload.dtype == torch.float16 for payload in payloads):
+    elif any(state.payload.dtype == torch.float16 for state in shard.states):
         problem = "states of torch.float16"
     else:
         return True
     if backend == "triton":
         raise ValueError(f'{KERNEL}: backend "triton" does not take {problem}; use "auto"')
     return False
-
-
-def _check_tensors(master: Tensor, gradient: Tensor, states: Sequence[StoredState], out: Tensor | None) -> None:
-    numel = master.numel()
-    if master.dim() != 1 or not master.is_floating_point():
-        raise ValueError(f"{KERNEL}: expected floating-point master (n,), found {tuple(master.shape)} {master.dtype}")
-    for name, tensor in (("gradient", gradient), ("out", out)):
-        if tensor is not None and (tensor.shape != master.shape or not tensor.is_floating_point()):
-            raise ValueError(
-                f"{KERNEL}: expected floating-point {name} ({numel},) like master, found {tuple(tensor.shape)} "
-                f"{tensor.dtype}"
-            )
-    for index, state in enumerate(states):
-        num_blocks = -(-numel // STATE_BLOCK_NUMEL)
-        if state.payload.shape != master.shape or (state.scale is not None and state.scale.shape != (num_blocks,)):
-            scale = None if state.scale is None else tuple(state.scale.shape)
-            raise ValueError(
-                f"{KERNEL}: expected state {index} ({numel},) like master, and the scale of an 8-bit state "
-                f"({num_blocks},); found {tuple(state.payload.shape)}, scale {scale}"
-            )
 
 
 def _check_scalar(name: str, value: float | Tensor | None, master: Tensor) -> None:
@@ -164,30 +176,22 @@ def _check_scalar(name: str, value: float | Tensor | None, master: Tensor) -> No
 
 
 def _update_by_torch(
-    optimizer: Optimizer,
-    master: Tensor,
-    gradient: Tensor,
-    states: Sequence[StoredState],
-    step: int,
-    runs: Sequence[tuple[int, Options]],
-    steps: Sequence[int],
-    gradient_scale: float | Tensor,
-    out: Tensor | None,
-    skip: Tensor | None,
+    optimizer: Optimizer, shard: ShardUpdate, step: int, gradient_scale: float | Tensor, skip: Tensor | None
 ) -> None:
     """skip: on another device than the CPU, where the host would wait for it."""
+    master, gradient, out = shard.master, shard.gradient, shard.out
     # Where torch keeps no step, a formula asks for it on the host, if at all.
     device = master.device if optimizer.keeps_step else torch.device("cpu")
-    step_tensors = {one: torch.full((), float(one), device=device) for one in steps if one}
-    starts = [0, *(end for end, _ in runs)]
+    step_tensors = {one: torch.full((), float(one), device=device) for one in shard.steps if one}
+    starts = [0, *(end for end, _ in shard.runs)]
     for first in range(0, master.numel(), CHUNK_NUMEL):
         last = min(first + CHUNK_NUMEL, master.numel())
         inside = [
             (max(start, first) - first, min(end, last) - first, options, step_tensors[of_run])
-            for start, (end, options), of_run in zip(starts, runs, steps, strict=False)
+            for start, (end, options), of_run in zip(starts, shard.runs, shard.steps, strict=False)
             if start < last and end > first and of_run
         ]
-        parts = [state.part(first, last) for state in states]
+        parts = [state.part(first, last) for state in shard.states]
         weight, rounded = master[first:last], None if out is None else out[first:last]
         stored = [tensor for part in parts for tensor in (part.payload, part.scale)]
         changed = [tensor for tensor in (weight, rounded, *stored) if tensor is not None and skip is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.dispatch import Backend
-from ..kernels.optimizer_states import new_states
-from ..kernels.optimizer_step import update_runs
+from ..kernels.optimizer_states import new_states, stored_states
+from ..kernels.optimizer_step import update_shards
+from ..kernels.shard_update import ShardUpdate
 from ..offload import Memory
 from ..optimizers.optimizer import Optimizer, Options
 from .layout import Piece
@@ -81,24 +82,41 @@ class FusedUpdate:
         """Makes one step of all parts of the shard with its gradient, (shard_numel,)."""
         if not shard.states:
             shard.make_states()
+        for one in self._updates(shard, parts, gradient, terms):
+            self._make([one], terms, lambda number: None)
+
+    def update_together(
+        self, due: Iterable[tuple[ShardState, Tensor]], terms: Terms, on_updated: Callable[[ShardState], None]
+    ) -> None:
+        """As `update`, of shards that are all in memory, each with its gradient; on a device by few launches.
+
+        on_updated: called after each shard, in an order that is the same on all ranks.
+        """
+        shards, updates = [], []
+        for shard, gradient in due:
+            if not shard.states:
+                shard.make_states()
+            shards.append(shard)
+            updates += self._updates(shard, [shard.whole()], gradient, terms)
+        self._make(updates, terms, lambda number: on_updated(shards[number]))
+
+    def _updates(
+        self, shard: ShardState, parts: Iterable[StatePart], gradient: Tensor, terms: Terms
+    ) -> Iterator[ShardUpdate]:
+        """One of each part, before the next part is asked for."""
         stretches = terms.stretches(shard)
         for part in parts:
             inside = [(run, step) for run, step in stretches if run.start < part.end and run.end > part.start]
             runs = [(min(run.end, part.end) - part.start, terms.options[run.options_index]) for run, _ in inside]
-            if runs:  # else no parameter reaches into this part
-                update_runs(
-                    self.optimizer,
-                    part.master,
-                    gradient[part.start : part.end],
-                    part.states,
-                    terms.step,
-                    runs,
-                    terms.gradient_scale,
-                    part.rounded,
-                    steps=[step for _, step in inside],
-                    skip=terms.skip,
-                    backend=self.backend,
-                )
+            steps = [step for _, step in inside]
+            of_part = gradient[part.start : part.end]
+            yield ShardUpdate(part.master, of_part, stored_states(part.states), runs, steps, part.rounded)
+
+    def _make(self, updates: Sequence[ShardUpdate], terms: Terms, on_updated: Callable[[int], None]) -> None:
+        update_shards(
+            self.optimizer, updates, terms.step, terms.gradient_scale,
+            skip=terms.skip, backend=self.backend, on_updated=on_updated,
+        )  # fmt: skip
 
     def states_of(self, shard: ShardState, piece: Piece, changes: bool) -> dict[str, Memory]:
         return shard.states_of(piece, changes)

@@ -194,13 +194,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def can_be_skipped(self) -> bool:
         """Whether an update can be started before the host knows if it counts: its kernels ask the device then."""
-        is_here = self._rest is None and not any(shard.is_apart or shard.chunks for shard in self.shards)
-        return is_here and self._update.has_rule
+        return self._are_here and self._update.has_rule
 
     def update_all(
         self,
         gradient_scale: float | Tensor,
-        on_updated: Callable[[ShardState], None] | None = None,
+        on_updated: Callable[[ShardState], None] = lambda shard: None,
         skip: Tensor | None = None,
     ) -> None:
         """Updates all shards with gradient_scale * gradient. The engine calls it; it has reduced the gradients.
@@ -210,8 +209,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self.begin_step()
         due = deque((one, one.gradient.shard) for one in self.shards if one.gradient.shard is not None)
-        self._window.expect([shard.resident for shard, _ in due])
-        self._update_all(due, self._terms(gradient_scale, skip), self._update_shard, on_updated)
+        terms = self._terms(gradient_scale, skip)
+        if self._are_here:
+            self._update.update_together(due, terms, on_updated)
+        else:
+            self._window.expect([shard.resident for shard, _ in due])
+            self._update_all(due, terms, self._update_shard, on_updated)
         if skip is None:
             self.count()
 
@@ -407,6 +410,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
+    @property
+    def _are_here(self) -> bool:
+        """Whether all shards rest where they are computed with, their states too."""
+        return self._rest is None and not any(shard.is_apart or shard.chunks for shard in self.shards)
+
     def _named_params(self) -> Iterator[tuple[str, nn.Parameter]]:
         for shard in self.shards:
             yield from zip(shard.group.names, shard.group.params, strict=True)
@@ -438,14 +446,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         due: deque[tuple[ShardState, Tensor]],  # with gradients, whose memory may be given back on the way
         terms: Terms,
         update: Callable[[ShardState, Tensor, Terms], None],
-        on_updated: Callable[[ShardState], None] | None = None,
+        on_updated: Callable[[ShardState], None] = lambda shard: None,
     ) -> None:
         self._expect_chunks([shard for shard, _ in due])
         while due:
             shard, gradient = due.popleft()
             update(shard, gradient, terms)
-            if on_updated is not None:
-                on_updated(shard)
+            on_updated(shard)
 
     def _update_shard(self, shard: ShardState, gradient: Tensor, terms: Terms) -> None:
         with self._window.use(shard.resident) as values:

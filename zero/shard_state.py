@@ -182,6 +182,10 @@ class ShardState:
                 own_master = tensors.pop(MASTER) if self.is_mixed else None
                 yield self._part(chunk.start, chunk.end, own_master, tensors, parameters)
 
+    def whole(self) -> StatePart:
+        """As the only one of `parts`, where all of it is in memory."""
+        return self._part(0, self.resident_numel, self._own_master, self.states, Version(0, self.group.shard))
+
     # -- second versions ------------------------------------------------------------------------------------------
 
     def begin_delay(self) -> None:

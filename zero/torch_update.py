@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -122,6 +122,13 @@ class TorchUpdate:
             flat.param.grad = None
         if whole.rounded is not None:
             whole.rounded.copy_(whole.master)
+
+    def update_together(
+        self, due: Iterable[tuple[ShardState, Tensor]], terms: Terms, on_updated: Callable[[ShardState], None]
+    ) -> None:
+        for shard, gradient in due:
+            self.update(shard, [shard.whole()], gradient, terms)
+            on_updated(shard)
 
     def states_of(self, shard: ShardState, piece: Piece, changes: bool) -> dict[str, Memory]:
         """Zeros, where a parameter has none yet: `scalar_states` says so, and there is nothing to change."""

@@ -1,4 +1,4 @@
-"""Triton form of `kernels/optimizer_step.py`: each program reads a tile of the shard, updates it and writes it.
+"""Triton form of `kernels/optimizer_step.py`: each program reads a tile of one of the shards, updates and writes it.
 
 The operations on an element are those of the C++ kernel, in its order: one IEEE operation each, a fused multiply-add
 where it has one and nowhere else (the compiler may not contract others), division and square root correctly rounded.
@@ -16,11 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...optimizers.optimizer import MAX_COEFFICIENTS, Optimizer, Options
-from ..optimizer_states import STATE_BLOCK_NUMEL, StoredState, signed_word, step_seed
+from ...optimizers.optimizer import MAX_COEFFICIENTS, Optimizer
+from ..optimizer_states import STATE_BLOCK_NUMEL, signed_word, step_seed
+from ..shard_update import ShardUpdate
 from .launch import launch
 from .optimizer_states import load_state, other_noise, rounding_noise, store_state
 from .option_runs import OptionRuns, coefficient_table, run_table, stream_of
+from .shard_table import NUM_FIELDS, shard_of_program, shard_table
 
 TILE_BLOCKS = 4  # a tile is 1024 elements: 4 a thread, 16 bytes of float32, or 8 where nothing is as wide
 
@@ -64,12 +66,12 @@ def _updated(g, w, s, v, c0, c1, c2, c3, c4, c5, c6, c7, RULE: tl.constexpr, HAS
 @triton.jit
 def _update_tile(
     W_ptr, G_ptr, S_ptr, V_ptr, S_SCALE_ptr, V_SCALE_ptr, OUT_ptr, ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, C_ptr,
-    program, end, seed, factor, c0, c1, c2, c3, c4, c5, c6, c7,
+    program, tile, end, seed, factor, c0, c1, c2, c3, c4, c5, c6, c7,
     RULE: tl.constexpr, TILE_BLOCKS: tl.constexpr, BLOCK_NUMEL: tl.constexpr,
     NUM_COEFFICIENTS: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The elements from start on: a whole tile, or as many as there are before end."""
-    start = program.to(tl.int64) * (TILE_BLOCKS * BLOCK_NUMEL)
+    """The elements of the shard's tile: all of it, or as many as there are before end."""
+    start = tile * (TILE_BLOCKS * BLOCK_NUMEL)
     blocks = tl.arange(0, TILE_BLOCKS)
     at = blocks[:, None] * BLOCK_NUMEL + tl.arange(0, BLOCK_NUMEL)[None, :]  # in the tile
     if IS_WHOLE:
@@ -78,7 +80,7 @@ def _update_tile(
     else:
         ok = at < (end - start).to(tl.int32)
         block_ok = blocks * BLOCK_NUMEL < (end - start).to(tl.int32)
-    at_block = program.to(tl.int64) * TILE_BLOCKS + blocks
+    at_block = tile * TILE_BLOCKS + blocks
     g = tl.load(G_ptr + start + at, mask=ok, other=0.0).to(tl.float32) * factor
     w = tl.load(W_ptr + start + at, mask=ok, other=0.0).to(tl.float32)
     s = tl.zeros_like(w)
@@ -92,9 +94,10 @@ def _update_tile(
         w, s, v = _updated(g, w, s, v, c0, c1, c2, c3, c4, c5, c6, c7, RULE, S_ptr is not None)
     else:
         done = 0
+        first = program.to(tl.int64) * (TILE_BLOCKS * BLOCK_NUMEL)  # stretches go on from shard to shard
         for run in range(tl.load(FIRST_RUNS_ptr + program), tl.load(FIRST_RUNS_ptr + program + 1) + 1):
             C = C_ptr + tl.load(CHOICES_ptr + run) * NUM_COEFFICIENTS
-            end_of_run = tl.minimum(tl.load(ENDS_ptr + run) - start, TILE_BLOCKS * BLOCK_NUMEL).to(tl.int32)
+            end_of_run = tl.minimum(tl.load(ENDS_ptr + run) - first, TILE_BLOCKS * BLOCK_NUMEL).to(tl.int32)
             new_w, new_s, new_v = _updated(
                 g, w, s, v, tl.load(C), tl.load(C + 1), tl.load(C + 2), tl.load(C + 3), tl.load(C + 4),
                 tl.load(C + 5), tl.load(C + 6), tl.load(C + 7), RULE, S_ptr is not None,
@@ -115,78 +118,116 @@ def _update_tile(
         tl.store(OUT_ptr + start + at, stored.to(tl.float32).to(OUT_ptr.dtype.element_ty), mask=ok)
 
 
-# Numbers that differ between shards and steps: compiled once, not for each that 16 divides.
-@triton.jit(do_not_specialize=["n", "seed"])
+@triton.jit
+def _pointer(address, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    pointer = address.to(tl.pointer_type(DTYPE))
+    return tl.multiple_of(pointer, 16) if IS_ALIGNED else pointer
+
+
+# A number that differs between steps: compiled once, not for each that 16 divides.
+@triton.jit(do_not_specialize=["seed"])
 def _kernel(
-    W_ptr, G_ptr, S_ptr, V_ptr, S_SCALE_ptr, V_SCALE_ptr, OUT_ptr, FACTOR_ptr, SKIP_ptr,
-    ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, C_ptr,
-    n, seed, factor, c0, c1, c2, c3, c4, c5, c6, c7,
+    SHARDS_ptr, SHARD_OF_PROGRAM_ptr, FACTOR_ptr, SKIP_ptr, ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, C_ptr,
+    seed, factor, c0, c1, c2, c3, c4, c5, c6, c7,
+    W: tl.constexpr, G: tl.constexpr, S: tl.constexpr, V: tl.constexpr, S_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
+    OUT: tl.constexpr, IS_ALIGNED: tl.constexpr, NUM_FIELDS: tl.constexpr,
     RULE: tl.constexpr, TILE_BLOCKS: tl.constexpr, BLOCK_NUMEL: tl.constexpr,
     NUM_COEFFICIENTS: tl.constexpr,
 ):  # fmt: skip
-    """W, states = RULE(W, factor * G);  OUT = W. Pointers that are None: there is no such state, output or table."""
+    """W, states = RULE(W, factor * G);  OUT = W, of every shard. W to OUT: dtypes; None: there is no such tensor."""
     TILE: tl.constexpr = TILE_BLOCKS * BLOCK_NUMEL
     program = tl.program_id(0)
-    start = program.to(tl.int64) * TILE
-    end = n.to(tl.int64)
+    SHARD_ptr = SHARDS_ptr + tl.load(SHARD_OF_PROGRAM_ptr + program).to(tl.int64) * NUM_FIELDS
+    tile = program - tl.load(SHARD_ptr)
+    start = tile * TILE
+    end = tl.load(SHARD_ptr + 1)
+    W_ptr = _pointer(tl.load(SHARD_ptr + 2), W, IS_ALIGNED)
+    G_ptr = _pointer(tl.load(SHARD_ptr + 3), G, IS_ALIGNED)
+    S_ptr = _pointer(tl.load(SHARD_ptr + 4), S, IS_ALIGNED) if S is not None else None
+    V_ptr = _pointer(tl.load(SHARD_ptr + 5), V, IS_ALIGNED) if V is not None else None
+    S_SCALE_ptr = _pointer(tl.load(SHARD_ptr + 6), S_SCALE, IS_ALIGNED) if S_SCALE is not None else None
+    V_SCALE_ptr = _pointer(tl.load(SHARD_ptr + 7), V_SCALE, IS_ALIGNED) if V_SCALE is not None else None
+    OUT_ptr = _pointer(tl.load(SHARD_ptr + 8), OUT, IS_ALIGNED) if OUT is not None else None
     if SKIP_ptr is not None:
         end = tl.where(tl.load(SKIP_ptr) != 0, 0, end)
     if FACTOR_ptr is not None:
         factor = tl.load(FACTOR_ptr).to(tl.float32)
-    # Without a mask, loads are 16 bytes wide whatever n is. The mask is not left to the compiler: it sees two branches
-    # that differ in `end` alone as one.
+    # Without a mask, loads are 16 bytes wide whatever the length is. The mask is not left to the compiler: it sees two
+    # branches that differ in `end` alone as one.
     if start + TILE <= end:
         _update_tile(
             W_ptr, G_ptr, S_ptr, V_ptr, S_SCALE_ptr, V_SCALE_ptr, OUT_ptr, ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, C_ptr,
-            program, end, seed, factor, c0, c1, c2, c3, c4, c5, c6, c7,
+            program, tile, end, seed, factor, c0, c1, c2, c3, c4, c5, c6, c7,
             RULE, TILE_BLOCKS, BLOCK_NUMEL, NUM_COEFFICIENTS, True,
         )  # fmt: skip
     elif start < end:
         _update_tile(
             W_ptr, G_ptr, S_ptr, V_ptr, S_SCALE_ptr, V_SCALE_ptr, OUT_ptr, ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, C_ptr,
-            program, end, seed, factor, c0, c1, c2, c3, c4, c5, c6, c7,
+            program, tile, end, seed, factor, c0, c1, c2, c3, c4, c5, c6, c7,
             RULE, TILE_BLOCKS, BLOCK_NUMEL, NUM_COEFFICIENTS, False,
         )  # fmt: skip
 
 
 def update(
     optimizer: Optimizer,
-    master: Tensor,
-    gradient: Tensor,
-    states: Sequence[StoredState],
+    shards: Sequence[ShardUpdate],
     step: int,
-    runs: Sequence[tuple[int, Options]],
-    steps: Sequence[int],
     gradient_scale: float | Tensor,
-    out: Tensor | None,
     skip: Tensor | None,
 ) -> None:
-    """As `optimizer_step.update_runs`; all contiguous, n at least 1; the gradient is only read."""
-    tile_numel, device = TILE_BLOCKS * STATE_BLOCK_NUMEL, master.device
+    """As `optimizer_step.update_shards`; shards: at least one, of one kind, none of them empty, all contiguous."""
+    tile_numel, master = TILE_BLOCKS * STATE_BLOCK_NUMEL, shards[0].master
+    device = master.device
+    stream = stream_of(device)
+    num_programs, rows, runs, steps = [], [], [], []
+    first = 0
+    for shard in shards:
+        runs += [(first * tile_numel + end, options) for end, options in shard.runs]
+        steps += shard.steps
+        num_programs.append(-(-shard.numel // tile_numel))
+        rows.append((first, shard.numel, *[0 if one is None else one.data_ptr() for one in _tensors(shard)]))
+        first += num_programs[-1]
+        runs[-1] = (first * tile_numel, runs[-1][1])
+    table = shard_table(tuple(rows), device, stream)
     chosen = OptionRuns.of(runs, steps, optimizer.coefficients_at)
-    table = coefficients = None
+    by_program = coefficients = None
     if len(chosen.ends) > 1:
-        stream = stream_of(device)
-        table = run_table(chosen.ends, chosen.choices, tile_numel, device, stream)
+        by_program = run_table(chosen.ends, chosen.choices, tile_numel, device, stream)
         coefficients = coefficient_table(chosen.coefficients, device, stream)
-    payloads, scales = [state.payload for state in states], [state.scale for state in states]
-    of_states: dict[str, Any] = dict(zip(("S_ptr", "V_ptr"), [*payloads, None, None], strict=False))
-    of_states |= zip(("S_SCALE_ptr", "V_SCALE_ptr"), [*scales, None, None], strict=False)
     numbers: dict[str, Any] = {f"c{index}": value for index, value in enumerate(chosen.coefficients[0])}
     has_factor = isinstance(gradient_scale, Tensor)
+    dtypes = [None if one is None else _DTYPES[one.dtype] for one in _tensors(shards[0])]
     launch(
-        _kernel, (-(-master.numel() // tile_numel),), num_warps=8 if master.dtype == torch.float32 else 4,
-        enable_fp_fusion=False,
-        W_ptr=master, G_ptr=gradient, OUT_ptr=out, **of_states,
+        _kernel, (first,), num_warps=8 if master.dtype == torch.float32 else 4, enable_fp_fusion=False,
+        SHARDS_ptr=table.rows, SHARD_OF_PROGRAM_ptr=shard_of_program(tuple(num_programs), device, stream),
         FACTOR_ptr=gradient_scale if has_factor else None, SKIP_ptr=skip,
-        ENDS_ptr=table.ends if table is not None else None,
-        CHOICES_ptr=table.choices if table is not None else None,
-        FIRST_RUNS_ptr=table.first_runs if table is not None else None,
+        ENDS_ptr=by_program.ends if by_program is not None else None,
+        CHOICES_ptr=by_program.choices if by_program is not None else None,
+        FIRST_RUNS_ptr=by_program.first_runs if by_program is not None else None,
         C_ptr=coefficients,
-        n=master.numel(), seed=signed_word(step_seed(step)), factor=1.0 if has_factor else float(gradient_scale),
-        **numbers,
+        seed=signed_word(step_seed(step)), factor=1.0 if has_factor else float(gradient_scale),
+        **numbers, **dict(zip(_TENSORS, dtypes, strict=True)),
+        IS_ALIGNED=table.is_aligned, NUM_FIELDS=NUM_FIELDS,
         RULE=optimizer.name, TILE_BLOCKS=TILE_BLOCKS, BLOCK_NUMEL=STATE_BLOCK_NUMEL,
         NUM_COEFFICIENTS=MAX_COEFFICIENTS,
     )  # fmt: skip
-    for tensor in (master, *([] if out is None else [out])):  # a graph that saved them must not use them now
-        torch.autograd.graph.increment_version(tensor)
+    # A graph that saved them must not use them now.
+    torch.autograd.graph.increment_version([one for s in shards for one in (s.master, s.out) if one is not None])
+
+
+_TENSORS = ("W", "G", "S", "V", "S_SCALE", "V_SCALE", "OUT")
+_DTYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.int8: tl.int8,
+    torch.uint8: tl.uint8,
+}
+
+
+def _tensors(shard: ShardUpdate) -> list[Tensor | None]:
+    """In the order of the table's fields."""
+    first, second = [*shard.states, None, None][:2]
+    payloads = [None if state is None else state.payload for state in (first, second)]
+    scales = [None if state is None else state.scale for state in (first, second)]
+    return [shard.master, shard.gradient, *payloads, *scales, shard.out]

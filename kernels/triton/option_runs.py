@@ -71,16 +71,16 @@ def run_table(
     first_runs = torch.searchsorted(ends_tensor, starts, right=True, out_int32=True)
     first_runs = torch.cat([first_runs, torch.tensor([len(ends) - 1], dtype=torch.int32)])
     return RunTable(
-        _on_device(ends_tensor, device),
-        _on_device(torch.tensor(choices, dtype=torch.int32), device),
-        _on_device(first_runs, device),
+        on_device(ends_tensor, device),
+        on_device(torch.tensor(choices, dtype=torch.int32), device),
+        on_device(first_runs, device),
     )
 
 
 @lru_cache(maxsize=16)
 def coefficient_table(coefficients: tuple[Coefficients, ...], device: torch.device, stream: int) -> Tensor:
     """(sets, MAX_COEFFICIENTS) float32. The shards of a step share it."""
-    return _on_device(torch.tensor(coefficients, dtype=torch.float32), device)
+    return on_device(torch.tensor(coefficients, dtype=torch.float32), device)
 
 
 def stream_of(device: torch.device) -> int:
@@ -88,7 +88,7 @@ def stream_of(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
-def _on_device(values: Tensor, device: torch.device) -> Tensor:
+def on_device(values: Tensor, device: torch.device) -> Tensor:
     """The copy to a GPU is from pinned memory, so that the host does not wait for it."""
     if device.type == "cuda":
         values = values.pin_memory()

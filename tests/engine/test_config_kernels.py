@@ -151,7 +151,7 @@ def test_states_in_host_memory_are_not_for_triton() -> None:
 
 def test_the_backend_reaches_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr("lowtide.zero.fused_update.update_runs", lambda *args, backend, **rest: seen.append(backend))
+    monkeypatch.setattr("lowtide.zero.fused_update.update_shards", lambda *args, backend, **rest: seen.append(backend))
     engine = lowtide.initialize(Model(), load(optimizer_step="reference"))
     engine.train_step(torch.ones(2, 4))
     engine.close()

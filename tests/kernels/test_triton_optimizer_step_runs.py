@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lowtide.kernels.optimizer_states import new_states, stored_states
-from lowtide.kernels.optimizer_step import update_runs, update_shard
+from lowtide.kernels.optimizer_step import update_runs, update_shard, update_shards
+from lowtide.kernels.shard_update import ShardUpdate
 from lowtide.kernels.triton import optimizer_step
 from lowtide.kernels.triton.launch import recorded_launches
 from lowtide.kernels.triton.option_runs import OptionRuns, run_table
@@ -33,6 +34,46 @@ def test_each_stretch_is_updated_as_if_alone(name: str, generator: torch.Generat
     assert torch.equal(master, alone)
     for state, other in zip(states, states_alone, strict=True):
         assert torch.equal(state, other)
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.int8], ids=str)
+def test_many_shards_are_updated_as_if_alone(state_dtype: torch.dtype, generator: torch.Generator) -> None:
+    rule, options = CASES["adamw"]
+    updates, expected = [], []
+    for numel in (1, 1024, 0, 3000, 257):  # in two dtypes of their own, each a launch
+        weight, gradient = (torch.randn(numel, generator=generator) for _ in range(2))
+        dtype = torch.float16 if numel == 1024 else torch.float32
+        runs = [(numel // 2, options), (numel, options | {"lr": 0.5})]
+        shards = []
+        for _ in range(2):
+            states = list(new_states(rule, weight, options, state_dtype).values())
+            shards.append((weight.clone(), gradient.to(dtype), states, torch.zeros(numel, dtype=torch.float16)))
+        master, of_shard, states, out = shards[0]
+        updates.append(ShardUpdate(master, of_shard, stored_states(states), runs, [3, 3], out))
+        expected.append(shards[1])
+    order: list[int] = []
+    update_shards(rule, updates, 3, 0.5, backend="triton", on_updated=order.append)
+    assert sorted(order) == [0, 1, 2, 3, 4]
+    for update, (master, gradient, states, out) in zip(updates, expected, strict=True):
+        update_runs(rule, master, gradient, states, 3, update.runs, 0.5, out, backend="triton")
+        for found, wanted in zip(update.tensors, (master, gradient, out, *states), strict=True):
+            assert torch.equal(found, wanted)
+
+
+def test_a_launch_has_a_kind_and_so_many_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule, options = CASES["adamw"]
+    monkeypatch.setattr("lowtide.kernels.optimizer_step.LAUNCH_NUMEL", 2000)
+    order: list[int] = []
+    numels = (900, 10, 900, 900, 20, 30)
+    updates = []
+    for numel in numels:
+        master, out = torch.zeros(numel), torch.zeros(numel) if numel < 100 else None
+        states = stored_states(list(new_states(rule, master, options).values()))
+        updates.append(ShardUpdate(master, master.clone(), states, [(numel, options)], [1], out))
+    with recorded_launches() as launches:
+        update_shards(rule, updates, 1, 1.0, backend="triton", on_updated=order.append)
+    assert [len(launch.args["SHARDS_ptr"]) for launch in launches] == [3, 3]
+    assert order == [0, 2, 3, 1, 4, 5]
 
 
 def test_stretches_that_agree_are_one() -> None:
@@ -63,7 +104,8 @@ def test_one_set_of_options_needs_no_table() -> None:
         ([(10, options), (5000, options | {"lr": 1.0})], True),
     ):
         with recorded_launches() as launches:
-            optimizer_step.update(rule, master, master, stored_states(states), 1, runs, [1, 1], 1.0, None, None)
+            shard = ShardUpdate(master, master, stored_states(states), runs, [1, 1], None)
+            optimizer_step.update(rule, [shard], 1, 1.0, None)
         assert [launch.grid for launch in launches] == [(5,)]
         assert (launches[0].args["C_ptr"] is not None) == has_table
         assert not launches[0].enable_fp_fusion  # the bits of the other tiers: products are rounded

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import lowtide
-from lowtide.kernels.optimizer_step import update_runs
+from lowtide.kernels.optimizer_step import update_shards
 from tests.engine.test_optimizer_offload import wide_384
 from tests.models import mlp, tiny_gpt, token_batch, vector_batch
 from tests.ranks import RankPool
@@ -65,13 +65,11 @@ class LateUpdates:
         self._num_backwards = 0
         self.num_waits = 0
 
-    def update_runs(
-        self, rule: Any, master: Tensor, gradient: Tensor, states: Any, step: int, *rest: Any, **options: Any
-    ) -> None:
+    def update_shards(self, rule: Any, shards: Any, step: int, *rest: Any, **options: Any) -> None:
         with self._changed:
             self.num_waits += 1
             assert self._changed.wait_for(lambda: self._num_backwards > step, 30)
-        update_runs(rule, master, gradient, states, step, *rest, **options)
+        update_shards(rule, shards, step, *rest, **options)
 
     def count_backward(self, number: int = 1) -> None:
         with self._changed:
@@ -83,7 +81,7 @@ def train_with_late_updates(case: Case) -> Outcome:
     torch.manual_seed(0)
     late, outcome = LateUpdates(), Outcome()
     engine = lowtide.initialize(case.build(), case.as_config())
-    with mock.patch("lowtide.zero.fused_update.update_runs", late.update_runs):
+    with mock.patch("lowtide.zero.fused_update.update_shards", late.update_shards):
         for step in range(case.steps):
             for part in zip(
                 *(tensor.chunk(case.accumulation) for tensor in share_of(case.global_batch(step, engine.world_size))),

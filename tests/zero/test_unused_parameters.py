@@ -337,7 +337,8 @@ def test_counts_of_many_ranks_share_a_word(num_ranks: int) -> None:
     params = [nn.Parameter(torch.zeros(())) for _ in range(100)]
     gradient: Any = SimpleNamespace(group=SimpleNamespace(params=params, role=Role.UPDATED), used=set(range(100)))
     uses = Uses([{"params": params[50:]}, {"params": params[:50]}], [gradient], num_ranks)
-    total = uses.packed() * (num_ranks - 1)
+    total = [word * (num_ranks - 1) for word in uses.words()]
     gradient.used = set(range(100)) - {3, 99}
-    assert uses.unused(total + uses.packed()) == (set() if num_ranks > 1 else {id(params[3]), id(params[99])})
-    assert uses.unused(uses.packed() * num_ranks) == {id(params[3]), id(params[99])}
+    total = [word + own for word, own in zip(total, uses.words(), strict=True)]
+    assert uses.unused(total) == (set() if num_ranks > 1 else {id(params[3]), id(params[99])})
+    assert uses.unused([word * num_ranks for word in uses.words()]) == {id(params[3]), id(params[99])}

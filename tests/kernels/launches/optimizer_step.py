@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from lowtide.kernels.optimizer_states import new_states, stored_states
+from lowtide.kernels.shard_update import ShardUpdate
 from lowtide.kernels.triton import optimizer_step
 from lowtide.optimizers.table import OPTIMIZERS
 
@@ -38,7 +39,8 @@ def update(
     runs = [(numel * (i + 1) // num_runs, OPTIONS | {"weight_decay": 0.1 * i}) for i in range(num_runs)]
     out = meta(out_dtype) if out_dtype is not None else None
     scale, skip = meta(torch.float32, 1), meta(torch.bool, 1)
-    optimizer_step.update(OPTIMIZERS[rule_name], master, meta(dtype), states, 3, runs, [3] * num_runs, scale, out, skip)
+    shard = ShardUpdate(master, meta(dtype), states, runs, [3] * num_runs, out)
+    optimizer_step.update(OPTIMIZERS[rule_name], [shard, shard], 3, scale, skip)
 
 
 BFLOAT16, INT8 = torch.bfloat16, torch.int8

@@ -5,14 +5,14 @@ import math
 import torch
 from torch import Tensor
 
-from lowtide.zero.exact_sum import NUM_LIMBS, from_limbs, to_limbs
+from lowtide.kernels.exact_sum import NUM_LIMBS, add_limbs, from_limbs, to_limbs
 
 SMALLEST = 5e-324
 LARGEST = torch.finfo(torch.float64).max
 
 
 def exact_sum(values: Tensor) -> float:
-    return from_limbs(to_limbs(values))
+    return from_limbs(to_limbs(values).tolist())
 
 
 def wide_values(count: int, seed: int) -> Tensor:
@@ -27,6 +27,19 @@ def test_the_sum_is_that_of_fsum() -> None:
     for seed in range(20):
         values = wide_values(1000, seed)
         assert exact_sum(values) == math.fsum(values.tolist())
+
+
+def test_the_kernel_adds_the_same() -> None:
+    values = torch.cat([wide_values(3000, 1), -wide_values(10, 2)])
+    few = torch.tensor([0.0, -0.0, SMALLEST, -LARGEST, 2.0**-1050 * 3], dtype=torch.float64)
+    bad = torch.tensor([1.0, math.inf, math.nan], dtype=torch.float64)
+    for case in (values, few, bad, few[:0], bad[1:]):
+        found, expected = (torch.arange(NUM_LIMBS + 3) for _ in range(2))
+        add_limbs(found, case, 2, 0, backend="triton")
+        add_limbs(expected, case, 2, 0, backend="reference")
+        assert found[0] == expected[0] == (not case.isfinite().all())
+        assert from_limbs(found[2:-1].tolist()) == from_limbs(expected[2:-1].tolist())
+        assert found[-1] == expected[-1] == NUM_LIMBS + 2 and found[1] == expected[1] == 1
 
 
 def test_the_sum_of_squares_of_a_gradient_is_that_of_fsum() -> None:

@@ -1,0 +1,78 @@
+"""Sums of float64 values that do not depend on order: fixed point in int64 limbs.
+
+The global gradient norm adds one partial sum for each block of elements. Which rank holds which block depends on the
+stage, and floating-point addition is not associative; so the partial sums are added as integers. A float64 m * 2^e is
+cut into three limbs of 32 bits at multiples of 2^32; limbs are added in int64, which is exact for 2^31 values, locally
+and across ranks. Results stay on the device: nothing here waits for it. Idea: superaccumulator, Kulisch, "Computer
+Arithmetic and Validity" (2013), chapter 8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .dispatch import Backend, uses_triton
+
+_LIMB_BITS = 32
+_MASK = (1 << _LIMB_BITS) - 1
+_BIAS_BITS = 1152  # 36 limbs below one: the smallest float64, 2^-1074, is a whole number of units
+NUM_LIMBS = 72
+
+
+def to_limbs(values: Tensor, *, backend: Backend = "auto") -> Tensor:
+    """The exact sum of finite float64 values, (n,), as (NUM_LIMBS,) int64."""
+    sums = torch.zeros(NUM_LIMBS + 1, dtype=torch.int64, device=values.device)
+    add_limbs(sums, values, 0, NUM_LIMBS, backend=backend)
+    return sums[:NUM_LIMBS]
+
+
+def add_limbs(sums: Tensor, values: Tensor, row: int, flag: int, *, backend: Backend = "auto") -> None:
+    """Adds the exact sum of the finite values to the limbs that begin at sums[row]; sums[flag] = 1 where others are.
+
+    sums: (m,) int64; values: (n,) float64, on the same device.
+    """
+    if uses_triton(backend, "exact_sum", sums):
+        from .triton import exact_sum as triton_form
+
+        triton_form.add_limbs(sums, values, row, flag)
+        return
+    is_finite = values.isfinite()
+    mantissa, exponent = torch.frexp(torch.where(is_finite, values, 0.0))
+    integer = (mantissa * 2.0**53).to(torch.int64)  # exact, and below 2^53
+    position = exponent.to(torch.int64) + (_BIAS_BITS - 53)
+    index, shift = position >> 5, position & (_LIMB_BITS - 1)
+    # Each half, shifted, spans two limbs: half << shift = (half << shift) mod 2^32 + carry * 2^32.
+    low, high = (integer & _MASK) << shift, (integer >> _LIMB_BITS) << shift
+    limbs = sums[row : row + NUM_LIMBS]
+    limbs.index_add_(0, index, low & _MASK)
+    limbs[1:].index_add_(0, index, ((low >> _LIMB_BITS) & _MASK) + (high & _MASK))
+    limbs[2:].index_add_(0, index, high >> _LIMB_BITS)
+    sums[flag : flag + 1].bitwise_or_(is_finite.all().logical_not())
+
+
+def value_of(limbs: Tensor) -> Tensor:
+    """The sum as a float64, (), where the limbs are: within some units of the last place of what `from_limbs` gives.
+
+    inf where it is too large for one.
+    """
+    return torch.where(limbs == 0, 0.0, limbs * _units(limbs.device)).sum()
+
+
+@lru_cache(maxsize=4)
+def _units(device: torch.device) -> Tensor:
+    """What a limb counts, (NUM_LIMBS,) float64."""
+    return torch.exp2(torch.arange(NUM_LIMBS, dtype=torch.float64, device=device) * _LIMB_BITS - _BIAS_BITS)
+
+
+def from_limbs(limbs: Sequence[int]) -> float:
+    """The sum as a float, correctly rounded; inf where it is too large for one."""
+    total = sum([limb << (_LIMB_BITS * index) for index, limb in enumerate(limbs) if limb])
+    try:
+        return math.ldexp(total, -_BIAS_BITS) if total.bit_length() < 1000 else total / (1 << _BIAS_BITS)
+    except OverflowError:
+        return math.inf

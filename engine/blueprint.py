@@ -89,9 +89,7 @@ class Blueprint:
         units = tuple(units or plan_units(model, None if zero.units == "auto" else zero.units))
         chosen = OptimizerPlan.of(config, model, optimizer)
         pipeline = PipelinePlan.of(config, model, split) if config.parallel.pipeline > 1 else None
-        of_places = [units]
-        if pipeline is not None:
-            of_places = [tuple(pipeline.at(place).own_units(units)) for place in range(config.parallel.pipeline)]
+        of_places = [units] if pipeline is None else pipeline.units_by_place(units)
         places = tuple(ModelPlan.of(own, dtypes, domain, arrangement, chosen.role_of) for own in of_places)
         chosen.check_states([group for place in places for group in place.updated])
         homes = Homes.of(config, device, chosen.fused is not None)

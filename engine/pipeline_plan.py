@@ -52,12 +52,18 @@ class PipelinePlan:
             split=split,
             numel=tuple(sum(params[name].numel() for name in names) for names in split.parameters),
             whole=Whole(params, tuple(module.state_dict(keep_vars=True))),
-            frees_parameters=ZeroPolicy.from_stage(config.zero_optimization.stage).frees_parameters,
-            budget=config.zero_optimization.stage3_max_live_parameters,
+            frees_parameters=False,
+            budget=None,
         )
-        if plan.frees_parameters:
-            _check_budget(plan.numel, plan.budget)
-        return plan
+        return plan.for_stage(config)
+
+    def for_stage(self, config: Config) -> PipelinePlan:
+        """The same stages and schedule, with the ZeRO stage of another config. Raises ValueError as `of`."""
+        zero = config.zero_optimization
+        frees_parameters = ZeroPolicy.from_stage(zero.stage).frees_parameters
+        if frees_parameters:
+            _check_budget(self.numel, zero.stage3_max_live_parameters)
+        return replace(self, frees_parameters=frees_parameters, budget=zero.stage3_max_live_parameters)
 
     def at(self, place: int) -> PipelinePlan:
         """As seen from another place."""

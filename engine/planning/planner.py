@@ -15,7 +15,7 @@ from ...pipe.split.split import SplitPlan
 from ...zero.units import UnitPlan
 from ..blueprint import Blueprint
 from ..config.config import Config
-from ..pipeline_plan import split_of
+from ..pipeline_plan import PipelinePlan, split_of
 from .bounds import Bounds
 from .choice import Choice, num_chunks, without_defaults
 from .estimate import Estimate, StepParts, Work
@@ -52,6 +52,7 @@ class Planner:
         self._assumed = {} if base.get("optimizer") else {"optimizer": {"type": "adamw", "params": {}}}
         self._base = {**base, **self._assumed}
         self._splits: dict[int, SplitPlan] = {}
+        self._stage_plans: dict[tuple[Any, ...], PipelinePlan] = {}
         self._profiles: dict[tuple[int, int, bool], Profile] = {}
         self._steps: dict[Choice, StepParts] = {}
         self._pipelines: dict[Choice, PipelineParts] = {}
@@ -133,8 +134,8 @@ class Planner:
         config = self._resolved(choice)
         split = None
         if choice.pipeline > 1:
-            num_stages = choice.pipeline * num_chunks(choice)
-            split = self._cached(self._splits, num_stages, lambda: split_of(config, self._model, None, None))
+            key = (choice.pipeline, choice.schedule, choice.chunks)
+            split = self._cached(self._stage_plans, key, lambda: self._stage_plan(choice, config))
         return Blueprint.of(
             config,
             self._model,
@@ -144,6 +145,11 @@ class Planner:
             split=split,
             units=units,
         )
+
+    def _stage_plan(self, choice: Choice, config: Config) -> PipelinePlan:
+        num_stages = choice.pipeline * num_chunks(choice)
+        split = self._cached(self._splits, num_stages, lambda: split_of(config, self._model, None, None))
+        return PipelinePlan.of(config, self._model, split)
 
     def profile(self, rows: int, every: int, is_direct: bool = False) -> Profile:
         """Of a microbatch, run on the meta device."""

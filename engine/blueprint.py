@@ -72,14 +72,14 @@ class Blueprint:
         device: str = "cpu",
         num_hosts: int = 1,
         optimizer: OptimizerChoice = None,
-        split: SplitPlan | None = None,
+        split: SplitPlan | PipelinePlan | None = None,
         units: Sequence[UnitPlan] | None = None,
     ) -> Blueprint:
         """config: as `Config.resolve` gives it for these ranks. model: on any device, the meta device too.
 
         device: the type of the ranks' own, "cpu", "cuda" or another. num_hosts: that the ranks are on. optimizer: as
-        `initialize` takes it. split: of the pipeline's stages; None: planned here, from the model's code. units: of the
-        model, where they are known; None: planned here.
+        `initialize` takes it. split: of the pipeline's stages, or with its schedule, where that is known; None: planned
+        here, from the model's code. units: of the model, where they are known; None: planned here.
         Raises ValueError where config, model and ranks do not fit together.
         """
         zero = config.zero_optimization
@@ -88,10 +88,11 @@ class Blueprint:
         domain = _domain(policy, arrangement)
         units = tuple(units or plan_units(model, None if zero.units == "auto" else zero.units))
         chosen = OptimizerPlan.of(config, model, optimizer)
-        pipeline = PipelinePlan.of(config, model, split) if config.parallel.pipeline > 1 else None
-        of_places = [units]
-        if pipeline is not None:
-            of_places = [tuple(pipeline.at(place).own_units(units)) for place in range(config.parallel.pipeline)]
+        pipeline = None
+        if config.parallel.pipeline > 1:
+            known = split if isinstance(split, PipelinePlan) else PipelinePlan.of(config, model, split)
+            pipeline = known.for_stage(config)
+        of_places = [units] if pipeline is None else pipeline.units_by_place(units)
         places = tuple(ModelPlan.of(own, dtypes, domain, arrangement, chosen.role_of) for own in of_places)
         chosen.check_states([group for place in places for group in place.updated])
         homes = Homes.of(config, device, chosen.fused is not None)

@@ -109,6 +109,7 @@ class Footprint:
         self._in_pipeline = blueprint.pipeline is not None
         self._accumulates = (blueprint.config.gradient_accumulation_steps or 1) > 1
         self._kinds = cache(lambda dtype: kinds_of_block(dtype, blueprint.optimizer.new_states))
+        self._of_chunk = cache(lambda dtype, numel: ChunkLayout.of(scaled(self._kinds(dtype), numel)).nbytes)
         numels = blueprint.homes.states_plan.resident_numels([one.layout.shard_numel for one in self._plan.updated])
         self._resident = {id(group): numel for group, numel in zip(self._plan.updated, numels, strict=True)}
 
@@ -247,9 +248,8 @@ class Footprint:
 
     def chunks(self, group: GroupPlan) -> list[int]:
         """Bytes of what is not with the model."""
-        kinds, start, end = self._kinds(group.dtype), self._resident[id(group)], group.layout.shard_numel
-        parts = self._blueprint.homes.states_plan.chunks(start, end)
-        return [ChunkLayout.of(scaled(kinds, high - low)).nbytes for low, high in parts]
+        parts = self._blueprint.homes.states_plan.chunks(self._resident[id(group)], group.layout.shard_numel)
+        return [self._of_chunk(group.dtype, high - low) for low, high in parts]
 
 
 def _ring_bytes(plan: ModelPlan, arrangement: Arrangement) -> int:

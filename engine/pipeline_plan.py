@@ -52,12 +52,18 @@ class PipelinePlan:
             split=split,
             numel=tuple(sum(params[name].numel() for name in names) for names in split.parameters),
             whole=Whole(params, tuple(module.state_dict(keep_vars=True))),
-            frees_parameters=ZeroPolicy.from_stage(config.zero_optimization.stage).frees_parameters,
-            budget=config.zero_optimization.stage3_max_live_parameters,
+            frees_parameters=False,
+            budget=None,
         )
-        if plan.frees_parameters:
-            _check_budget(plan.numel, plan.budget)
-        return plan
+        return plan.for_stage(config)
+
+    def for_stage(self, config: Config) -> PipelinePlan:
+        """The same stages and schedule, with the ZeRO stage of another config. Raises ValueError as `of`."""
+        zero = config.zero_optimization
+        frees_parameters = ZeroPolicy.from_stage(zero.stage).frees_parameters
+        if frees_parameters:
+            _check_budget(self.numel, zero.stage3_max_live_parameters)
+        return replace(self, frees_parameters=frees_parameters, budget=zero.stage3_max_live_parameters)
 
     def at(self, place: int) -> PipelinePlan:
         """As seen from another place."""
@@ -88,22 +94,36 @@ class PipelinePlan:
         }
         return {name: found for name, found in places.items() if len(found) > 1}
 
-    def own_units(self, units: Sequence[UnitPlan]) -> list[UnitPlan]:
-        """The units of the whole model as far as this place has them; each parameter of several places alone in one."""
-        tied = self.places_of_tied
-        own = {name for stage in self.stages for name in self.split.parameters[stage]}
-        found = [
-            replace(unit, params=tuple((name, p) for name, p in unit.params if name in own and name not in tied))
-            for unit in units
-        ]
-        root = units[0].module
+    def units_by_place(self, units: Sequence[UnitPlan]) -> list[tuple[UnitPlan, ...]]:
+        """The units of the whole model as far as each place has them; a parameter of several places alone in one."""
+        tied, root = self.places_of_tied, units[0].module
         params = {name: param for unit in units for name, param in unit.params}
+        owners = {
+            name: self.schedule.rank_of_stage[stage]
+            for stage, names in enumerate(self.split.parameters)
+            for name in names
+            if name not in tied
+        }
         shared = [
             UnitPlan(_TIED.format(name), root, ((name, params[name]),), (Copies(PIPE, places),))
             for name, places in tied.items()
-            if name in own
         ]
-        return [found[0], *shared, *(unit for unit in found[1:] if unit.params)]
+        found = []
+        for place in range(self.schedule.num_ranks):
+            found.append([replace(units[0], params=())])
+            found[place] += [unit for unit in shared if place in unit.copies[0].places]
+        for number, unit in enumerate(units):
+            of_places: dict[int, list[tuple[str, nn.Parameter]]] = {}
+            for name, param in unit.params:
+                if name in owners:
+                    of_places.setdefault(owners[name], []).append((name, param))
+            for place, own in of_places.items():
+                part = replace(unit, params=tuple(own))
+                if number:
+                    found[place].append(part)
+                else:
+                    found[place][0] = part
+        return list(map(tuple, found))
 
 
 def agreed_split(

@@ -7,7 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from ...configs.section import Positive, Section
 from ...pipe.schedules.errors import ScheduleError
-from ...pipe.schedules.registry import make_schedule
+from ...pipe.schedules.registry import check_counts, is_path, make_schedule
 from ...pipe.schedules.schedule import Schedule
 from .batch import nearest_divisors
 from .errors import Fault, printable
@@ -81,7 +81,10 @@ def schedule_faults(parallel: ParallelConfig, pipeline: PipelineConfig, num_micr
     if parallel.pipeline == 1:
         return []
     try:
-        schedule_of(parallel, pipeline, num_microbatches)
+        if is_path(pipeline.schedule):
+            schedule_of(parallel, pipeline, num_microbatches)
+        else:
+            check_counts(pipeline.schedule, parallel.pipeline, num_microbatches, pipeline.chunks)
     except ScheduleError as error:
         message = "\n".join(map(printable, str(error).split("\n")))
         return [Fault("pipeline.schedule", "value", message)]

@@ -58,7 +58,7 @@ class Choice:
         """What decides on the bytes of model states: one of many choices that are equal in it."""
         several = min(self.accumulation, 2)
         if self.pipeline > 1:
-            several = self.pipeline * max(1, find_kind(self.schedule).microbatches_per_rank)
+            several = max(2, self.pipeline * find_kind(self.schedule).microbatches_per_rank)
         return replace(self, rows=1, accumulation=several, every=0, offload_activations="none")
 
     def applied(self, base: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:

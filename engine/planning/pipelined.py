@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from ...pipe.schedules.costs import Costs
-from ...pipe.schedules.registry import make_schedule
-from ...pipe.schedules.schedule import Schedule
-from ...pipe.schedules.simulator import Simulation, simulate
+from ...pipe.schedules.recurrence import Outcome, Recurrence
 from ...pipe.split.split import SplitPlan
 from ..blueprint import Blueprint
 from ..config.config import Config
@@ -74,36 +72,34 @@ class Stages:
 
 @dataclass(frozen=True)
 class Run:
-    """A schedule with its costs in time: of so many microbatches, of which some are simulated."""
+    """A schedule with its costs: of so many microbatches, of which some are simulated."""
 
-    simulation: Simulation
+    recurrence: Recurrence
+    outcome: Outcome
     num_microbatches: int
 
     @classmethod
-    def of(cls, schedule: Schedule, costs: Costs, num_microbatches: int) -> Run:
-        return cls(simulate(schedule, costs), num_microbatches)
+    def of(cls, recurrence: Recurrence, costs: Costs, num_microbatches: int) -> Run:
+        return cls(recurrence, recurrence.outcome(costs), num_microbatches)
 
     @property
     def work_seconds(self) -> float:
         """That the busiest rank computes."""
-        return max(self.simulation.busy) / self.simulation.schedule.num_microbatches * self.num_microbatches
+        return max(self.outcome.busy) / self.recurrence.num_microbatches * self.num_microbatches
 
     @property
     def seconds(self) -> float:
-        simulated = self.simulation.schedule.num_microbatches
-        return self.simulation.makespan + self.work_seconds * (1 - simulated / self.num_microbatches)
+        simulated = self.recurrence.num_microbatches
+        return self.outcome.makespan + self.work_seconds * (1 - simulated / self.num_microbatches)
 
 
-def run_of(config: Config, stages: Stages, machine: Machine) -> Run:
-    """What the schedule of a config takes; it depends on neither stage nor offload."""
-    num_ranks, count = config.parallel.pipeline, config.gradient_accumulation_steps or 1
-    fewer = simulated_microbatches(num_ranks, count)
-    schedule = make_schedule(config.pipeline.schedule, num_ranks, fewer, config.pipeline.chunks)
+def send_seconds(stages: Stages, machine: Machine) -> float:
+    """Of what the stage with the largest output makes of a microbatch, to the next one."""
     largest = max(stages.output_bytes(stage) for stage in range(len(stages.parts)))
     is_inside = machine.num_hosts == 1  # the pipe is the outermost axis: its ranks are as far apart as can be
     speed = machine.intra if is_inside else machine.inter
     latency = machine.intra_latency if is_inside else machine.inter_latency
-    return Run.of(schedule, stages.costs(latency + largest / speed), count)
+    return latency + largest / speed
 
 
 class PipelineParts:
@@ -113,7 +109,17 @@ class PipelineParts:
         """blueprint: of any number of microbatches that the schedule takes."""
         assert blueprint.pipeline is not None
         self.split = blueprint.pipeline.split
-        self._places = [_Place(blueprint, machine, place) for place in range(len(blueprint.places))]
+        # Places whose groups have equal sizes are equal: a first and a last one, and few between.
+        alike: dict[Hashable, _Place] = {}
+        self._places = []
+        for place, plan in enumerate(blueprint.places):
+            sizes = tuple(
+                (one.layout.numel, one.layout.padded_numel, one.dtype, one.role, one.domain) for one in plan.groups
+            )
+            key = (sizes, len(blueprint.pipeline.at(place).stages))
+            if key not in alike:
+                alike[key] = _Place(blueprint, machine, place)
+            self._places.append(alike[key])
 
     def estimate(self, config: Config, stages: Stages, run: Run) -> Estimate:
         """config: with as many microbatches as there are. The fullest place gives the bytes, the slowest the time."""
@@ -163,9 +169,9 @@ class _Place:
 
     def memory(self, stages: Stages, run: Run, place: int) -> tuple[Mapping[str, int], int]:
         """(the most of each kind, the most at a moment)."""
-        own = run.simulation.schedule.stages_of_rank(place)
+        own = run.recurrence.stages[place]
         passing = max(stages.passing_bytes(stage) for stage in own)
-        kept = round(run.simulation.peaks[place].activation_bytes)
+        kept = round(run.outcome.activation_bytes[place])
         loss = stages.profile.loss_bytes if len(stages.parts) - 1 in own else 0
         gradients = max(sum(sizes[moment] for sizes in self.rests.by_group.values()) for moment in (1, 2))
         beside = gradients + self._gathered + self._staged + kept + passing
@@ -180,8 +186,7 @@ class _Place:
 
     def all_sent(self, stages: Stages, run: Run, place: int) -> dict[str, int]:
         """By link, with outputs of stages and their gradients."""
-        schedule = run.simulation.schedule
-        own = schedule.stages_of_rank(place)
-        ends = [stage for stage in own if schedule.crosses(stage)]
-        ends += [stage - 1 for stage in own if stage and schedule.crosses(stage - 1)]
+        own, crosses = run.recurrence.stages[place], run.recurrence.crosses
+        ends = [stage for stage in own if crosses[stage]]
+        ends += [stage - 1 for stage in own if stage and crosses[stage - 1]]
         return {**self._sent, "pipe": run.num_microbatches * sum(map(stages.output_bytes, ends))}

@@ -9,16 +9,18 @@ from typing import Any, Protocol, TypeVar
 from torch import nn
 
 from ...model import blocks as model_blocks
+from ...pipe.schedules.recurrence import Recurrence
+from ...pipe.schedules.registry import make_schedule
 from ...pipe.split.split import SplitPlan
 from ...zero.units import UnitPlan
 from ..blueprint import Blueprint
 from ..config.config import Config
-from ..pipeline_plan import split_of
+from ..pipeline_plan import PipelinePlan, split_of
 from .bounds import Bounds
 from .choice import Choice, num_chunks, without_defaults
 from .estimate import Estimate, StepParts, Work
 from .machine import Machine
-from .pipelined import PipelineParts, Run, Stages, run_of
+from .pipelined import PipelineParts, Run, Stages, send_seconds, simulated_microbatches
 from .profile import Profile
 from .search import Bound, Found
 
@@ -50,9 +52,12 @@ class Planner:
         self._assumed = {} if base.get("optimizer") else {"optimizer": {"type": "adamw", "params": {}}}
         self._base = {**base, **self._assumed}
         self._splits: dict[int, SplitPlan] = {}
+        self._stage_plans: dict[tuple[Any, ...], PipelinePlan] = {}
         self._profiles: dict[tuple[int, int, bool], Profile] = {}
         self._steps: dict[Choice, StepParts] = {}
         self._pipelines: dict[Choice, PipelineParts] = {}
+        self._stages: dict[tuple[Any, ...], Stages] = {}
+        self._recurrences: dict[tuple[Any, ...], Recurrence] = {}
         self._runs_of: dict[tuple[Any, ...], Run] = {}
         self._estimates: dict[Choice, Estimate] = {}
         self._first = self._blueprint(Choice(), None)
@@ -92,11 +97,21 @@ class Planner:
         of_stages = self._cached(
             self._pipelines, choice.states(), lambda: PipelineParts(self._of_states(choice), self.machine)
         )
+        key = (choice.pipeline, choice.schedule, choice.chunks, choice.rows, choice.every)
         profile = self.profile(choice.rows, choice.every)
-        stages = Stages(of_stages.split, profile, Work(profile, self.machine))
-        key = (choice.pipeline, choice.schedule, choice.chunks, choice.rows, choice.accumulation, choice.every)
-        run = self._cached(self._runs_of, key, lambda: run_of(config, stages, self.machine))
+        stages = self._cached(self._stages, key, lambda: Stages(of_stages.split, profile, Work(profile, self.machine)))
+        run = self._cached(self._runs_of, (*key, choice.accumulation), lambda: self._run(choice, stages))
         return of_stages.estimate(config, stages, run)
+
+    def _run(self, choice: Choice, stages: Stages) -> Run:
+        """What the schedule takes; it depends on neither stage nor offload."""
+        count = simulated_microbatches(choice.pipeline, choice.accumulation)
+        recurrence = self._cached(
+            self._recurrences,
+            (choice.pipeline, choice.schedule, choice.chunks, count),
+            lambda: Recurrence(make_schedule(choice.schedule, choice.pipeline, count, choice.chunks)),
+        )
+        return Run.of(recurrence, stages.costs(send_seconds(stages, self.machine)), choice.accumulation)
 
     def _step_parts(self, choice: Choice) -> StepParts:
         return StepParts(self._of_states(choice), self.machine)
@@ -119,8 +134,8 @@ class Planner:
         config = self._resolved(choice)
         split = None
         if choice.pipeline > 1:
-            num_stages = choice.pipeline * num_chunks(choice)
-            split = self._cached(self._splits, num_stages, lambda: split_of(config, self._model, None, None))
+            key = (choice.pipeline, choice.schedule, choice.chunks)
+            split = self._cached(self._stage_plans, key, lambda: self._stage_plan(choice, config))
         return Blueprint.of(
             config,
             self._model,
@@ -130,6 +145,11 @@ class Planner:
             split=split,
             units=units,
         )
+
+    def _stage_plan(self, choice: Choice, config: Config) -> PipelinePlan:
+        num_stages = choice.pipeline * num_chunks(choice)
+        split = self._cached(self._splits, num_stages, lambda: split_of(config, self._model, None, None))
+        return PipelinePlan.of(config, self._model, split)
 
     def profile(self, rows: int, every: int, is_direct: bool = False) -> Profile:
         """Of a microbatch, run on the meta device."""

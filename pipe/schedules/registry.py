@@ -92,11 +92,15 @@ def make_schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int 
     for an unknown name, for counts that the schedule cannot take, and for a file whose schedule is of other counts
     or cannot run.
     """
-    for what, count in (("ranks", num_ranks), ("microbatches", num_microbatches)):
-        if count < 1:
-            raise ScheduleError(f"schedule {name}: expected at least 1 of {what}, found {count}")
     if is_path(name):
         return _from_file(Path(name), num_ranks, num_microbatches, chunks)
+    kind = check_counts(name, num_ranks, num_microbatches, chunks)
+    return kind.build(num_ranks, num_microbatches, kind.min_chunks if chunks is None else chunks)
+
+
+def check_counts(name: str, num_ranks: int, num_microbatches: int, chunks: int | None = None) -> ScheduleKind:
+    """The row of that name. Raises ScheduleError, as `make_schedule`, for counts that the schedule cannot take."""
+    _check_positive(name, num_ranks, num_microbatches)
     kind = find_kind(name)
     chunks = kind.min_chunks if chunks is None else chunks
     if chunks < kind.min_chunks or (kind.max_chunks is not None and chunks > kind.max_chunks):
@@ -108,7 +112,13 @@ def make_schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int 
             f"{num_ranks} ranks, found {num_microbatches}; set pipeline.microbatches to {least} or more, or take a "
             f"schedule for any number: {', '.join(_names(lambda other: not other.microbatches_per_rank))}"
         )
-    return kind.build(num_ranks, num_microbatches, chunks)
+    return kind
+
+
+def _check_positive(name: str, num_ranks: int, num_microbatches: int) -> None:
+    for what, count in (("ranks", num_ranks), ("microbatches", num_microbatches)):
+        if count < 1:
+            raise ScheduleError(f"schedule {name}: expected at least 1 of {what}, found {count}")
 
 
 def find_kind(name: str) -> ScheduleKind:
@@ -146,6 +156,7 @@ def read_schedule(path: Path) -> Schedule:
 
 
 def _from_file(path: Path, num_ranks: int, num_microbatches: int, chunks: int | None) -> Schedule:
+    _check_positive(str(path), num_ranks, num_microbatches)
     schedule = read_schedule(path)
     expected = {"ranks": num_ranks, "microbatches": num_microbatches}
     found = {"ranks": schedule.num_ranks, "microbatches": schedule.num_microbatches}

@@ -38,7 +38,7 @@ class VPhases:
         return tuple(action for action in self._actions if (action.microbatch or 0) < num_microbatches)
 
     def _append(self, word: str) -> None:
-        op = Op(word[0])
+        op = Op[word[0]]
         if op is Op.W:
             waiting = [late for late in self._late if word in ("W", f"W{late[0]}")]
             if waiting:

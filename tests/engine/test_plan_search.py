@@ -12,6 +12,7 @@ from lowtide.engine.planning.planner import Planner
 from lowtide.engine.planning.search import Bound, Found, Result, search, search_all
 from lowtide.pipe.schedules.costs import Costs
 from lowtide.pipe.schedules.peaks import peaks_of_rank
+from lowtide.pipe.schedules.recurrence import Recurrence
 from lowtide.pipe.schedules.registry import make_schedule
 
 ADAMW = {"optimizer": {"type": "adamw", "params": {}}, "bf16": {"enabled": True}}
@@ -72,8 +73,8 @@ def test_choices_of_a_model_are_searched_exactly(planner: Planner) -> None:
 def test_a_schedule_that_is_simulated_in_part_takes_as_long() -> None:
     """From twice as many microbatches as ranks on, each takes the time of the busiest rank."""
     for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"):
-        fewer, whole = make_schedule(name, 4, 8), make_schedule(name, 4, 24)
-        costs = Costs.uniform(fewer.num_stages)
+        fewer, whole = (Recurrence(make_schedule(name, 4, count)) for count in (8, 24))
+        costs = Costs.uniform(len(fewer.crosses))
         assert Run.of(fewer, costs, 24).seconds == pytest.approx(Run.of(whole, costs, 24).seconds, rel=0.02), name
 
 

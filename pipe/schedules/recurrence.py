@@ -1,0 +1,137 @@
+"""A schedule's times as numbers alone: judged again with other costs, at a hundredth of what `simulate` takes.
+
+[Note: recurrence] An action ends at max(end of the one before it on its rank, arrival of what it needs) + its own time.
+In an order in which each comes after both, that is one pass over a list. Order and needs do not depend on the costs, so
+they are made once. Bytes do not depend on times: what a rank holds is so many activations of each of its stages, and
+there are few combinations of them. `simulate` says the same, action by action (tests/pipe/test_recurrence.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .action import COMPUTE_OPS, Action, Op
+from .costs import Costs
+from .schedule import Schedule
+from .simulator import simulate
+
+_CODES = {Op.F: 0, Op.B: 1, Op.I: 2, Op.W: 3}
+_NOTHING = -1
+
+_Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a schedule costs, in the units of its `Costs`; tuples are by rank."""
+
+    makespan: float
+    busy: tuple[float, ...]  # time that a rank computes
+    activation_bytes: tuple[float, ...]  # the most at a moment
+
+
+class Recurrence:
+    """A schedule of F, B, I and W. See [Note: recurrence]."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        """Raises ScheduleError, as `simulate`, where ranks would wait for each other for ever."""
+        assert not schedule.has_any(*set(Op).difference(COMPUTE_OPS)) and not schedule.is_forward_only, schedule.name
+        self.num_microbatches = schedule.num_microbatches
+        self.stages = tuple(map(schedule.stages_of_rank, range(schedule.num_ranks)))
+        self.crosses = tuple(map(schedule.crosses, range(schedule.num_stages)))
+        table = _Table(schedule)
+        order = np.array(_order(table.first.tolist(), table.needs.tolist()), dtype=np.int64)
+        if len(order) < len(table.needs):
+            simulate(schedule)  # says who waits for whom
+        self._order = order.astype(np.int32)
+        self._before = table.before[order].astype(np.int32)
+        self._needs = table.needs[order].astype(np.int32)
+        self._is_sent = table.is_sent[order]
+        self._kinds = table.kinds[order].astype(np.int32)
+        self._counts = _counts(table, schedule.num_stages)
+        self._held = [_most_held(table, rank, stages) for rank, stages in enumerate(self.stages)]
+
+    def outcome(self, costs: Costs) -> Outcome:
+        """With these costs. Parameters are not counted."""
+        of_kind = np.array([costs.forward, costs.backward, costs.input_backward, costs.weight_backward]).ravel()
+        times, delays = of_kind[self._kinds].tolist(), (self._is_sent * costs.send).tolist()
+        ends = [0.0] * (len(times) + 1)  # the last one stands for what is there from the start: _NOTHING
+        lists = (self._order.tolist(), self._before.tolist(), self._needs.tolist(), times, delays)
+        for place, before, need, time, delay in zip(*lists, strict=True):
+            start, arrival = ends[before], ends[need] + delay
+            ends[place] = (arrival if arrival > start else start) + time
+        whole, kept = np.array(costs.activation_bytes), np.array(costs.kept_bytes)
+        most = []
+        for stages, counts in zip(self.stages, self._held, strict=True):
+            own = list(stages)
+            most.append(float((counts @ np.concatenate([whole[own] - kept[own], kept[own]])).max()))
+        return Outcome(max(ends), tuple((self._counts @ of_kind).tolist()), tuple(most))
+
+
+class _Table:
+    """All actions of all ranks, one after the other, in columns."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        actions: list[Action] = [action for row in schedule.actions for action in row]
+        codes = np.fromiter((_CODES[action.op] for action in actions), np.int64, len(actions))
+        self.codes, self.stage = codes, np.fromiter((action.stage for action in actions), np.int64, len(actions))
+        microbatch = np.fromiter((action.microbatch or 0 for action in actions), np.int64, len(actions))
+        self.first = np.cumsum([0, *map(len, schedule.actions)])
+        self.kinds = codes * schedule.num_stages + self.stage
+        places = np.arange(len(actions))
+        self.before = np.where(np.isin(places, self.first), _NOTHING, places - 1)
+        made = np.full((2, schedule.num_stages + 2, schedule.num_microbatches), _NOTHING)  # a stage on either side
+        for direction, some in ((0, codes == 0), (1, (codes == 1) | (codes == 2))):
+            made[direction, self.stage[some] + 1, microbatch[some]] = places[some]
+        forward, weight = codes == 0, codes == 3
+        source = np.where(forward, self.stage - 1, self.stage + 1)
+        self.needs = np.where(weight, _NOTHING, made[np.where(forward, 0, 1), source + 1, microbatch])
+        rank = np.array([*schedule.rank_of_stage, -1])
+        self.is_sent = (self.needs != _NOTHING) & (rank[self.stage] != rank[source])
+
+
+def _order(first: Sequence[int], needs: Sequence[int]) -> list[int]:
+    """One in which each action comes after those before it on its rank, and after what it needs; as far as that goes.
+
+    first: (num_ranks + 1,) where each rank's actions begin. needs: (num_actions,).
+    """
+    at, done, order = list(first), bytearray(len(needs)), []
+    waiting: dict[int, list[int]] = {}
+    ready = list(reversed(range(len(first) - 1)))
+    while ready:
+        rank = ready.pop()
+        place = at[rank]
+        while place < first[rank + 1]:
+            need = needs[place]
+            if need != _NOTHING and not done[need]:
+                waiting.setdefault(need, []).append(rank)
+                break
+            done[place] = 1
+            order.append(place)
+            if place in waiting:
+                ready += waiting.pop(place)
+            place += 1
+        at[rank] = place
+    return order
+
+
+def _counts(table: _Table, num_stages: int) -> _Numbers:
+    """(num_ranks, 4 x num_stages) actions of each kind."""
+    rows = [table.kinds[low:high] for low, high in zip(table.first, table.first[1:], strict=False)]
+    return np.array([np.bincount(row, minlength=len(_CODES) * num_stages) for row in rows])
+
+
+def _most_held(table: _Table, rank: int, stages: Sequence[int]) -> _Numbers:
+    """(moments, 2 x stages) microbatches between F and B or I, and between F and B or W, by stage of the rank."""
+    own = slice(table.first[rank], table.first[rank + 1])
+    codes, is_stage = table.codes[own, None], table.stage[own, None] == np.array(stages)
+    begins = (codes == 0) & is_stage
+    until_input, until_weights = ((codes == 1) | (codes == half) for half in (2, 3))
+    changes = [begins.astype(np.int64) - (until & is_stage) for until in (until_input, until_weights)]
+    held = np.cumsum(np.concatenate(changes, axis=1), axis=0)[codes[:, 0] == 0]
+    found: _Numbers = np.unique(held, axis=0)
+    return found

@@ -1,0 +1,46 @@
+"""A schedule in numbers costs what the simulator says, action by action."""
+
+import random
+
+import pytest
+
+from lowtide.pipe.schedules.action import Action
+from lowtide.pipe.schedules.costs import Costs
+from lowtide.pipe.schedules.errors import ScheduleError
+from lowtide.pipe.schedules.recurrence import Recurrence
+from lowtide.pipe.schedules.registry import KINDS, make_schedule
+from lowtide.pipe.schedules.schedule import Schedule
+from lowtide.pipe.schedules.simulator import simulate
+
+
+def drawn_costs(draw: random.Random, num_stages: int) -> Costs:
+    """Stages that differ, and activations of which a part is kept."""
+    times = [tuple(draw.uniform(0.5, 2.0) for _ in range(num_stages)) for _ in range(4)]
+    whole = tuple(float(draw.randint(10, 20)) for _ in range(num_stages))
+    kept = tuple(float(draw.randint(0, 10)) for _ in range(num_stages))
+    return Costs(*times, whole, kept, (0.0,) * num_stages, draw.choice([0.0, 0.3]))
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_a_recurrence_costs_what_is_simulated(name: str, ranks: int) -> None:
+    """To the bit, but for the sum of a rank's own times."""
+    draw, kind = random.Random(ranks), KINDS[name]
+    for microbatches in (1, ranks, 2 * ranks, 2 * ranks + 1, 3 * ranks + 2):
+        if microbatches < kind.microbatches_per_rank * ranks:
+            continue
+        for chunks in {kind.min_chunks, kind.max_chunks or 3}:
+            schedule = make_schedule(name, ranks, microbatches, chunks)
+            recurrence = Recurrence(schedule)
+            for costs in (Costs.uniform(schedule.num_stages, send=0.25), drawn_costs(draw, schedule.num_stages)):
+                found, simulated = recurrence.outcome(costs), simulate(schedule, costs)
+                assert found.makespan == simulated.makespan
+                assert found.busy == pytest.approx(simulated.busy)
+                assert found.activation_bytes == tuple(peaks.activation_bytes for peaks in simulated.peaks)
+
+
+def test_ranks_that_wait_for_ever_are_named() -> None:
+    rows = ("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0")
+    lists = tuple(tuple(map(Action.parse, row.split())) for row in rows)
+    with pytest.raises(ScheduleError, match="deadlock, 2 of 2 ranks wait for ever"):
+        Recurrence(Schedule("turned", 2, 2, 2, (0, 1), lists))

@@ -1,16 +1,26 @@
-"""`lowtide config`: check a config, show it with every default, print the JSON schema."""
+"""`lowtide config`: check a config, explain it, show it with every default, compare two, print the JSON schema."""
 
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from ..engine.config.config import Config, ConfigError
 from ..engine.config.errors import printable
+from ..engine.config.explain import difference, explain
 from ..engine.config.schema import schema_text
 from .arguments import Parser
 
-HELP = "check a config, show it with every default, print the JSON schema"
+HELP = "check a config, explain every key of it, compare two, print the JSON schema"
+_EXAMPLES = """examples:
+  lowtide config check my.json --world-size 8
+  lowtide config explain ds_config.json --given        what becomes of a file that was written for DeepSpeed
+  lowtide config explain zero3 --world-size 8
+  lowtide config diff old.json new.json
+"""
+_WIDTH, _INDENT = 120, "    "
 
 
 def main(argv: Sequence[str]) -> int:
@@ -19,6 +29,10 @@ def main(argv: Sequence[str]) -> int:
     if arguments.action == "schema":
         print(schema_text(), end="")
         return 0
+    if arguments.action == "explain":
+        return _explain(arguments)
+    if arguments.action == "diff":
+        return _diff(arguments)
     try:
         config = Config.load(arguments.config if arguments.config is not None else {})
         if arguments.world_size is not None:
@@ -36,6 +50,40 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _explain(arguments: argparse.Namespace) -> int:
+    try:
+        found = explain(arguments.config, arguments.world_size)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 1
+    keys = [one for one in found.keys if not (arguments.given and one.is_silent)]
+    if arguments.json:
+        print(json.dumps([asdict(one) for one in keys], indent=2))
+    else:
+        for one in keys:
+            print(one)
+            if one.effect:
+                print(textwrap.fill(one.effect, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT))
+    if found.faults:
+        print(ConfigError(found.faults, found.source), file=sys.stderr)
+    return 1 if found.faults else 0
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    """As `diff` ends: 0 where both ask for the same, 1 where they do not, 2 where one cannot be read."""
+    try:
+        found = difference(arguments.config, arguments.other, arguments.world_size)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    names = printable(arguments.config), printable(arguments.other)
+    if not found:
+        print(f"{names[0]} and {names[1]} ask for the same")
+    for one in found:
+        print(f"{one.path}: {one.sides[0]} -> {one.sides[1]}")
+    return 1 if found else 0
+
+
 def _world_size(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of ranks, at least 1, found {text}")
@@ -44,13 +92,25 @@ def _world_size(text: str) -> int:
 
 def parser() -> Parser:
     """The command line of `lowtide config`."""
-    result = Parser(prog="lowtide config", description=HELP[0].upper() + HELP[1:] + ".")
+    result = Parser(
+        prog="lowtide config",
+        description=HELP[0].upper() + HELP[1:] + ".",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     actions = result.add_subparsers(dest="action", required=True, metavar="ACTION")
     check = actions.add_parser("check", help="report every fault and every note of a config")
     check.add_argument("config", metavar="FILE|NAME", help='a JSON file, or a preset such as "zero3"')
     show = actions.add_parser("show", help="print a config as JSON with every default")
     show.add_argument("config", metavar="FILE|NAME", nargs="?", help="a file or a preset; the defaults if left out")
-    for action in (check, show):
+    explained = actions.add_parser("explain", help="say of each key what it does, its value, and where that is from")
+    explained.add_argument("config", metavar="FILE|NAME", help="a JSON file, also one for DeepSpeed, or a preset")
+    explained.add_argument("--given", action="store_true", help="without the keys that are left out")
+    explained.add_argument("--json", action="store_true", help="as JSON")
+    diff = actions.add_parser("diff", help="say where two configs ask for different things, however they are written")
+    diff.add_argument("config", metavar="FILE|NAME", help="a file or a preset")
+    diff.add_argument("other", metavar="FILE|NAME", help="a file or a preset")
+    for action in (check, show, explained, diff):
         ranks = "fill the batch sizes for N data-parallel ranks"
         action.add_argument("--world-size", metavar="N", type=_world_size, help=ranks)
     actions.add_parser("schema", help="print the JSON schema, for editors")

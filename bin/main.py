@@ -1,13 +1,16 @@
 """`lowtide COMMAND ...`: finds the command and runs it. Imports nothing that the command does not need."""
 
 import difflib
+import os
+import signal
 import sys
 from importlib import import_module
 
 COMMANDS = {
     "launch": "run a script as the ranks of a job, on this machine or on many",
-    "config": "check a config file, and show what every key means",
+    "config": "check a config file, explain what every key of it means, compare two",
     "plan": "say beforehand what a training takes, and which config is the fastest that fits",
+    "tune": "try the planner's best configs with your own script, and keep the fastest",
     "schedule": "draw a pipeline schedule, or rank all of them for given costs and memory",
     "export": "write the weights of a checkpoint as safetensors, in the model's own names",
     "checkpoint": "list checkpoints, show what is in one, verify that they are whole",
@@ -47,5 +50,10 @@ def main(argv: list[str] | None = None) -> int:
         hint = f'did you mean "{close[0]}"?' if close else f"the commands are {', '.join(COMMANDS)}"
         print(f'lowtide: unknown command "{name}"; {hint}', file=sys.stderr)
         return 2
-    status: int = import_module(f"lowtide.bin.{name}").main(rest)
+    try:
+        status: int = import_module(f"lowtide.bin.{name}").main(rest)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `lowtide ... | head`: whoever reads has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tries again at its end
+        return 128 + signal.SIGPIPE
     return status

@@ -46,6 +46,7 @@ from .parts import Parts
 from .pipeline import Pipeline
 from .pipeline_plan import PIPE, LossFn
 from .step_update import Timing
+from .trial import Trial
 from .whole_model import WholeModel
 
 
@@ -60,12 +61,13 @@ def assemble(
     loss_fn: LossFn,
     lr_scheduler: Any,
     rows_per_microbatch: int | None,
+    trial: Trial | None,
 ) -> Engine:
     """The engine of a blueprint that all ranks have alike. A collective.
 
     module: of which the blueprint was made. values: of its parameters, which take the place of what it has. ledger:
-    of what is put on the module. compiled: what of it is to be. Raises OffloadError and CollectiveError where there is
-    no room.
+    of what is put on the module. compiled: what of it is to be. trial: for which it is made, where it is.
+    Raises OffloadError and CollectiveError where there is no room.
     """
     config, alone = blueprint.config, partial(no_rank_alone, world, "lowtide.initialize")
     own = blueprint.places[blueprint.place_of(world.rank)]
@@ -98,6 +100,8 @@ def assemble(
     join = Join(mesh)
     driver = _driver(blueprint, mesh, module, units, loss_fn, ledger, activation_offload, join)
     casts_inputs = _cast_inputs(blueprint, module, ledger)
+    if trial is not None:
+        ledger.callback(trial.watch(world, module, config.train_batch_size or 0))
     return Engine(
         Parts(
             config=config,
@@ -114,6 +118,7 @@ def assemble(
             rows_per_microbatch=rows_per_microbatch,
             ledger=ledger,
             close_last=close_last,
+            trial=trial,
         )
     )
 

@@ -30,6 +30,7 @@ from .given_model import check_model, check_optimizers_agree, check_ranks_agree,
 from .optimizer_plan import OptimizerChoice
 from .pipeline_plan import LossFn, agreed_split
 from .planning.agreed import planned_config
+from .trial import Trial
 
 
 def initialize(
@@ -60,10 +61,15 @@ def initialize(
     Raises ConfigError (config), ValueError (model, optimizer), OffloadError (room for what is offloaded) and
     RuntimeError (ranks that do not fit together). What one rank cannot do is an error on all.
     """
-    checked = Config.load(config)
+    trial = Trial.asked(config, optimizer)
+    checked = Config.load(config) if trial is None else trial.taken(config)
     world = World.join(checked.device, checked.communication.timeout_seconds)
     ledger = Ledger()
     try:
+        if trial is not None:
+            _log_notes(world, [trial.note])
+        if trial is not None and trial.request.task == "plan":
+            trial.plan(checked, model, world, loss_fn, sample_batch)
         if checked.planned_keys:
             checked = planned_config(checked, model, world, loss_fn, sample_batch)
         resolved = _prepare_process(checked, world)
@@ -95,6 +101,7 @@ def initialize(
             loss_fn=loss_fn,
             lr_scheduler=lr_scheduler,
             rows_per_microbatch=resolved.train_micro_batch_size_per_gpu if gives_rows else None,
+            trial=trial,
         )
     except BaseException:
         ledger.close()

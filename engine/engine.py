@@ -74,6 +74,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         parts.optimizer.listen(self._add_param_group)
         self._last = StepResult(torch.zeros(()), torch.zeros(()), self.lr, parts.loss_scaler.scale, False)
         self._log = StepLog(parts.config.steps_per_print if self.rank == 0 else 0)
+        self._trial = parts.trial
         self._preemption = Preemption()
         if parts.config.checkpoint.on_sigterm:
             self._preemption.arm(says_so=self.rank == 0)
@@ -194,6 +195,9 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         self._progress.end_step(self.global_step)
         self._log.after_step(self.global_step, self._last, self.config.train_batch_size or 0)
         self._save_if_due(*counts)
+        if self._trial is not None and self._trial.ends_after_step():
+            self._close()
+            raise SystemExit(0)
         return self._last
 
     @in_turn
@@ -277,8 +281,9 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         one file, also "500MB". All ranks must call it; each writes its own shards, nothing is gathered. Raises
         CheckpointError on every rank where one could not write; an earlier export is as it was then.
         """
-        with self._steps.apart(Activity.WEIGHTS, Access.READS):
-            self._archive.export(folder, dtype, shard_bytes)
+        if self._saves("export"):
+            with self._steps.apart(Activity.WEIGHTS, Access.READS):
+                self._archive.export(folder, dtype, shard_bytes)
 
     @in_turn
     def load_weights(self, path: str | os.PathLike[str], strict: bool = True) -> None:
@@ -325,6 +330,8 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
                 f"{self._steps.accumulation} microbatches done (gradient_accumulation_steps); gradients are not saved, "
                 "so call it after engine.step() has acted"
             )
+        if not self._saves("checkpoint"):
+            return tag or f"global_step{self.global_step}"
         with self._steps.apart(Activity.SAVING, Access.READS):
             state = {**self.client_state, **(client_state or {})}
             return self._archive.checkpoints.save(folder, tag, state, self.global_step, self._training_state())
@@ -425,6 +432,12 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
             name = "SIGINT" if is_interrupted else "SIGTERM"
             logger.info("%s: step %d is saved in %s, leaving", name, self.global_step, wanted.folder)
             raise SystemExit(128 + signal.SIGINT if is_interrupted else 0)
+
+    def _saves(self, what: str) -> bool:
+        """A trial must not put its weights in the place of those of a training."""
+        if self._trial is not None and not self.rank:
+            logger.info("trial of `lowtide tune`: no %s is written", what)
+        return self._trial is None
 
     def _training_state(self) -> dict[str, Any]:
         """Where the run stands, beside tensors and what each rank has of its own."""

@@ -18,6 +18,7 @@ from .driver import Driver
 from .join import Join
 from .late_groups import LateGroups
 from .learning_rates import Schedule
+from .trial import Trial
 
 
 @dataclass(frozen=True)
@@ -38,3 +39,4 @@ class Parts:
     rows_per_microbatch: int | None
     ledger: Ledger  # what stands on the module
     close_last: Sequence[Callable[[], None]]
+    trial: Trial | None  # of `lowtide tune`, which ends the script after some steps

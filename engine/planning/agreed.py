@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from ...comm import World
 from ..config.config import Config
 from .machine import Machine
+from .numbers import device_key, numbers_file, with_numbers
 from .plan import plan
 
 _CPU = Machine(  # of a rank: a few cores, and what they reach; not measured
@@ -56,11 +58,10 @@ def _planned(
             model,
             config,
             world_size=world.size,
-            device_memory=_device_bytes(world, num_hosts),
             hosts=num_hosts,
             sample_batch=sample_batch,
             loss_fn=loss_fn,
-            machine=Machine() if world.device.type == "cuda" else _CPU,
+            machine=machine_here(world, num_hosts)[0],
         )
     if not made.fits:
         missing = ", ".join(f"{nbytes / 1e9:.3g} GB of {where} on each rank" for where, nbytes in made.missing.items())
@@ -69,6 +70,18 @@ def _planned(
             "train_batch_size, or give zero_optimization.offload_optimizer an nvme_path"
         )
     return dict(made.config), dict(made.reasons)
+
+
+def machine_here(world: World, num_hosts: int) -> tuple[Machine, str]:
+    """(the machine on which the ranks are, with what was measured of it, its key in the file of such numbers).
+
+    Raises ValueError where that file is another one.
+    """
+    is_cuda = world.device.type == "cuda"
+    name = torch.cuda.get_device_name(world.device) if is_cuda else "cpu"
+    key = device_key(name, world.size // num_hosts)
+    base = replace(Machine() if is_cuda else _CPU, device_bytes=_device_bytes(world, num_hosts))
+    return with_numbers(base, key, numbers_file()), key
 
 
 def _device_bytes(world: World, num_hosts: int) -> float:

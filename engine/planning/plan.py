@@ -35,6 +35,7 @@ class Alternative:
     step_seconds: float
     samples_per_second: float
     missing: Mapping[str, int] = field(default_factory=dict)  # where -> bytes of a rank that are not there
+    seconds: Mapping[str, float] = field(default_factory=dict)  # the parts of step_seconds
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,13 @@ def _plan(
         speed = one.num_samples / one.step_seconds
         missing = one.missing(machine)
         return Alternative(
-            planner.config(found.item), found.item, one.peak_bytes + reserved, one.step_seconds, speed, missing
+            planner.config(found.item),
+            found.item,
+            one.peak_bytes + reserved,
+            one.step_seconds,
+            speed,
+            missing,
+            one.seconds,
         )
 
     return Plan(

@@ -1,0 +1,129 @@
+"""One process of `lowtide tune`: a job of the project's own launcher, with a limit of time, whatever becomes of it."""
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ..engine.trial import VARIABLE, Request
+
+State = Literal["measured", "out of memory", "time limit", "failed"]
+_LAUNCH = (sys.executable, "-c", "import sys; from lowtide.bin.main import main; sys.exit(main())", "launch")
+_GRACE_SECONDS = 5.0  # of a rank that is asked to stop
+_STOP_SECONDS = 20.0  # of the launcher, with all of its ranks
+_NO_MEMORY = re.compile(
+    r"OutOfMemoryError|MemoryError|out of memory|not enough memory|an't allocate memory|annot allocate memory"
+)
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+_FRAME = re.compile(r"^[│┌└─]+ ?|^\[rank ?\d+\] ?")
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a trial. seconds: of all of it. words: its last ones, or why it has no result.
+
+    result: what the trial has written; None where it has not.
+    """
+
+    state: State
+    seconds: float
+    words: str = ""
+    result: Mapping[str, Any] | None = None
+
+    @classmethod
+    def read(cls, folder: Path) -> "Outcome | None":
+        """Of a trial that was made before; None of one that was not, or was interrupted."""
+        try:
+            return cls(**json.loads((folder / "outcome.json").read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+
+
+def run(request: Request, folder: Path, words: Sequence[str], limit: float, key: str) -> Outcome:
+    """Runs `lowtide launch` with these words as a trial in `folder`, unless that was done. limit: in seconds.
+
+    key: of the result, without which there is none. An interruption ends the job, and leaves the trial to be made.
+    """
+    if (known := Outcome.read(folder)) is not None:
+        return known
+    folder.mkdir(parents=True, exist_ok=True)
+    Path(request.result).unlink(missing_ok=True)
+    asked = folder / "request.json"
+    request.write(asked)
+    begun = time.monotonic()
+    with (folder / "output.txt").open("wb") as output:
+        process = subprocess.Popen(
+            [*_LAUNCH, "--grace", f"{_GRACE_SECONDS:g}", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, VARIABLE: str(asked.resolve())},
+            start_new_session=True,  # Ctrl-C is ours to pass on
+            preexec_fn=_die_with_parent,
+        )
+        try:
+            status: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            _stop(process)
+    outcome = _judged(request, folder, status, time.monotonic() - begun, limit, key)
+    part = folder / "outcome.json.part"
+    part.write_text(json.dumps(asdict(outcome), indent=2) + "\n", encoding="utf-8")
+    part.replace(folder / "outcome.json")
+    return outcome
+
+
+def _die_with_parent() -> None:
+    """Where this command is killed, its trial ends too."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _judged(request: Request, folder: Path, status: int | None, seconds: float, limit: float, key: str) -> Outcome:
+    text = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
+    with contextlib.suppress(FileNotFoundError):
+        result = json.loads(Path(request.result).read_text(encoding="utf-8"))
+        if result.get(key) is not None:
+            return Outcome("measured", seconds, result=result)
+        if status == 0:
+            needed = request.warmup + 2
+            words = f"ended after {result['num_steps']} steps; expected at least {needed}, of which {request.warmup} "
+            return Outcome("failed", seconds, words + "are not timed: train for longer, or lower --warmup")
+    if status is None:
+        return Outcome("time limit", seconds, f"no end after {limit:.0f} s; {_last_words(text) or 'it said nothing'}")
+    if _NO_MEMORY.search(text):
+        lines = [line for line in text.splitlines() if _NO_MEMORY.search(line)]
+        return Outcome("out of memory", seconds, _FRAME.sub("", lines[-1]).strip())
+    if status in _KILLED:
+        return Outcome("out of memory", seconds, "killed by SIGKILL, as the kernel does where memory ends")
+    if status == 0:
+        words = "the script ended without a call of lowtide.initialize that has an optimizer"
+        return Outcome("failed", seconds, words)
+    return Outcome("failed", seconds, f"exit status {status}: {_last_words(text)}")
+
+
+def _last_words(text: str) -> str:
+    lines = [_FRAME.sub("", line).strip() for line in text.splitlines()]
+    return next((line for line in reversed(lines) if line and not line.startswith("─")), "")

@@ -1,0 +1,232 @@
+"""`lowtide tune`: the planner's best few configs as short trials of the user's own script, and the fastest of them."""
+
+import argparse
+import json
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from ..engine.config.config import Config, ConfigError
+from ..engine.config.read import read
+from ..engine.planning.calibration import Factors, Measured, calibrated, fit
+from ..engine.planning.machine import Machine
+from ..engine.planning.numbers import numbers_file, write_numbers
+from ..engine.trial import Request
+from .arguments import Parser
+from .trials import Outcome, run
+from .tuned import Tried, draw, table
+
+HELP = "try the planner's best configs with your own script, and keep the fastest"
+_EXAMPLES = """examples:
+  lowtide tune zero3 --nproc 2 examples/train_gpt.py
+  lowtide tune auto --trials 8 --steps 20 train.py --data /data
+  lowtide tune my.json --limit 120 --total 1200 --launch "--hostfile hosts.txt" -m my_package.train
+  lowtide tune my.json --nproc 2 train.py             after Ctrl-C the same command goes on where it was
+
+A CONFIG with "auto" leaves these keys open; one without is measured as it is, and then all that a plan chooses is open.
+The script is not changed, saves nothing, and ends after a few steps. Options of lowtide stand before SCRIPT.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; 0 if something was measured, 1 if nothing ran, 128 + N after a signal."""
+    options = parser().parse_args(argv)
+    if options.trials < 1 or options.steps < 1 or options.warmup < 1:
+        parser().error("--trials, --steps, --warmup: expected at least 1 of each; the first step makes the states")
+    caught: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        return _Tuning(options).run()
+    except (ConfigError, ValueError, OSError) as error:
+        print(f"lowtide tune: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"lowtide tune: interrupted; the same command goes on from {options.folder}", file=sys.stderr)
+        return 128 + (caught[0] if caught else signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """name: of its folder. planned: as the plan has written it; {} of a config that could not be planned."""
+
+    name: str
+    config: Mapping[str, Any]
+    is_whole: bool
+    planned: Mapping[str, Any]
+
+
+class _Tuning:
+    """One folder of trials, made or gone on with."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._folder: Path = options.folder if options.folder else Path("tuned") / Path(options.config).stem
+        options.folder = self._folder
+        self._raw, _ = read(options.config)
+        self._config = Config.load(self._raw)
+        self._deadline = time.monotonic() + options.total
+        words = ["--nproc", str(options.nproc)] if options.nproc else []
+        script = ["-m", options.script] if options.module else [options.script]
+        self._words = [*words, *shlex.split(options.launch), *script, *options.arguments]
+
+    def run(self) -> int:
+        self._open()
+        tried: list[Tried] = []
+        batch = None
+        given = None
+        if not self._config.planned_keys:
+            given = self._try(_Candidate("given", self._raw, False, {}))
+            batch = given.outcome.result["batch"] if given.outcome.result else None
+        plan = self._plan(batch)
+        if given is not None:
+            planned = (plan or {}).get("given") or {}
+            tried.append(Tried(given.name, planned, given.outcome))
+        for candidate in self._candidates(plan):
+            if time.monotonic() >= self._deadline:
+                print(f"the time of all trials ({self._options.total:g} s) is over; --total gives more")
+                break
+            tried.append(self._try(candidate))
+        return self._conclude(tried, plan)
+
+    def _open(self) -> None:
+        """Raises ValueError for a folder of other trials."""
+        options = self._options
+        asked = {"config": self._raw, "launch": self._words, "steps": options.steps, "warmup": options.warmup}
+        path = self._folder / "tune.json"
+        if options.again:
+            shutil.rmtree(self._folder, ignore_errors=not self._folder.exists())
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            known = json.loads(path.read_text(encoding="utf-8"))
+            other = [key for key, value in asked.items() if known.get(key) != value]
+            if other:
+                raise ValueError(
+                    f"{self._folder}: expected trials of the same command, found others (another {', '.join(other)}); "
+                    "give --folder for new ones beside them, or --again to throw them away"
+                )
+        path.write_text(json.dumps(asked, indent=2) + "\n", encoding="utf-8")
+
+    def _plan(self, batch: Any) -> Mapping[str, Any] | None:
+        """What the script's own model and batch make of the config; None where that cannot be planned."""
+        options, folder = self._options, self._folder / "plan"
+        result = str((folder / "result.json").resolve())
+        request = Request(
+            "plan", self._raw, result, num_plans=options.trials + 1, batch=batch, sequence=options.sequence
+        )
+        outcome = run(request, folder, self._words, self._limit(), "best")
+        if outcome.result is None:
+            print(f"no plan: {outcome.words} ({folder / 'output.txt'})")
+            return None
+        found = outcome.result
+        print(f"planned {found['num_choices']:,} configs in {found['plan_seconds']:.1f} s, for {found['device']}")
+        return found
+
+    def _candidates(self, plan: Mapping[str, Any] | None) -> list[_Candidate]:
+        if plan is None:
+            return []
+        given = (plan["given"] or {}).get("choice")
+        best = [one for one in plan["best"] if one["choice"] != given][: self._options.trials]
+        return [_Candidate(f"trial-{number}", one["config"], True, one) for number, one in enumerate(best, 1)]
+
+    def _try(self, candidate: _Candidate) -> Tried:
+        options, folder = self._options, self._folder / candidate.name
+        result = str((folder / "result.json").resolve())
+        request = Request("measure", candidate.config, result, candidate.is_whole, options.warmup, options.steps)
+        outcome = run(request, folder, self._words, self._limit(), "step_seconds")
+        print(f"{candidate.name}: {_said(outcome)}", flush=True)
+        return Tried(candidate.name, candidate.planned, outcome)
+
+    def _limit(self) -> float:
+        return max(1.0, min(self._options.limit, self._deadline - time.monotonic()))
+
+    def _conclude(self, tried: Sequence[Tried], plan: Mapping[str, Any] | None) -> int:
+        console = Console() if Console().is_terminal else Console(width=132)
+        console.print(table(tried))
+        measured = [one for one in tried if one.outcome.state == "measured"]
+        if not measured:
+            print("lowtide tune: no trial has run; the output of each is in its folder", file=sys.stderr)
+            return 1
+        best = max(measured, key=lambda one: one.samples_per_second)
+        write = self._options.write or self._folder / "best.json"
+        assert best.outcome.result is not None
+        Path(write).write_text(json.dumps(best.outcome.result["config"], indent=2) + "\n", encoding="utf-8")
+        print(f"the fastest is {best.name}, {best.samples_per_second:.4g} samples/s: {write}")
+        png = self._options.png or self._folder / "trials.png"
+        draw(measured, Path(png))
+        print(f"picture of predicted and measured: {png}")
+        if plan is not None and not self._options.no_calibrate:
+            self._calibrate(measured, plan)
+        return 0
+
+    def _calibrate(self, measured: Sequence[Tried], plan: Mapping[str, Any]) -> None:
+        """Puts what was measured where the next plan begins."""
+        steps = [Measured(one.planned["seconds"], one.step_seconds) for one in measured if one.planned]
+        factors = fit(steps)
+        if not steps or factors == Factors():
+            return
+        write_numbers(calibrated(Machine(**plan["machine"]), factors), plan["device"], numbers_file())
+        print(
+            f"computing took {factors.computing:.3g} times as long as planned, moving bytes {factors.moving:.3g} "
+            f"times; the next plan on {plan['device']} begins from that: {numbers_file()}"
+        )
+
+
+def _said(outcome: Outcome) -> str:
+    if outcome.state != "measured" or outcome.result is None:
+        return f"{outcome.state}: {outcome.words}"
+    return f"{outcome.result['step_seconds']:.4g} s a step"
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f'expected seconds, more than 0, found "{text}"')
+    return value
+
+
+def parser() -> Parser:
+    """The command line of `lowtide tune`."""
+    result = Parser(
+        prog="lowtide tune",
+        description=HELP[0].upper() + HELP[1:] + ".",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = result.add_argument
+    add("--trials", type=int, default=5, metavar="N", help="of the plan's best, beside CONFIG itself (5)")
+    add("--steps", type=int, default=10, metavar="N", help="that are timed in each (10)")
+    add("--warmup", type=int, default=3, metavar="N", help="before them, not timed (3)")
+    add("--limit", type=_seconds, default=600.0, metavar="SECONDS", help="of a trial, with its start (600)")
+    add("--total", type=_seconds, default=3600.0, metavar="SECONDS", help="of all together (3600)")
+    add("--sequence", type=int, metavar="N", help="tokens of a sample, where no batch tells a plan")
+    add("--folder", type=Path, metavar="DIR", help="of the trials; all hosts must see it (tuned/CONFIG)")
+    add("--again", action="store_true", help="throw away the trials that are in the folder")
+    add("--write", type=Path, metavar="FILE", help="the fastest config (best.json in the folder)")
+    add("--png", type=Path, metavar="FILE", help="picture of predicted and measured (trials.png in the folder)")
+    add("--no-calibrate", action="store_true", help="do not keep what was measured for the next plan")
+    add("--nproc", metavar="N|auto", help="ranks on each host, as of `lowtide launch`")
+    add("--launch", default="", metavar="OPTIONS", help="more options of `lowtide launch`, in quotes")
+    add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as in python -m")
+    add("config", metavar="CONFIG", help="a JSON file or a preset, laid over what the script passes")
+    add("script", metavar="SCRIPT", help="a Python file, or a module with -m")
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="passed to the script")
+    return result

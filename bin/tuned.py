@@ -1,0 +1,101 @@
+"""What `lowtide tune` prints and draws: predicted beside measured."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from .trials import Outcome
+
+
+@dataclass(frozen=True)
+class Tried:
+    """planned: {"choice", "seconds", "peak_bytes"} of the plan; {} of a config that could not be planned."""
+
+    name: str
+    planned: Mapping[str, Any]
+    outcome: Outcome
+
+    @property
+    def step_seconds(self) -> float:
+        """Of one that was measured."""
+        assert self.outcome.result is not None
+        return float(self.outcome.result["step_seconds"])
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of one that was measured."""
+        assert self.outcome.result is not None
+        return float(self.outcome.result["samples"]) / self.step_seconds
+
+    @property
+    def planned_seconds(self) -> float | None:
+        return sum(self.planned["seconds"].values()) if self.planned else None
+
+    @property
+    def speed(self) -> float:
+        """For the order of a table: the fastest first, and what was not measured last."""
+        return -self.samples_per_second if self.outcome.state == "measured" else 0.0
+
+
+def table(tried: Sequence[Tried]) -> Table:
+    """The fastest first. A column for each key of the choices in which they differ."""
+    choices = [one.planned["choice"] for one in tried if one.planned]
+    names = [name for name in (choices[0] if choices else ()) if len({str(one[name]) for one in choices}) > 1]
+    result = Table(title="predicted beside measured")
+    result.add_column("")
+    for name in (*names, "s a step, planned", "measured", "samples/s", "peak GB, planned", "measured"):
+        result.add_column(name.replace("_", " "), justify="right")
+    result.add_column("")
+    for one in sorted(tried, key=lambda one: one.speed):
+        choice = one.planned.get("choice", {})
+        is_measured = one.outcome.state == "measured"
+        peak = (one.outcome.result or {}).get("peak_bytes")
+        cells = [str(choice.get(name, "")) for name in names]
+        cells += [_number(one.planned_seconds), _number(one.step_seconds if is_measured else None)]
+        cells += [_number(one.samples_per_second if is_measured else None)]
+        cells += [_gigabytes(one.planned.get("peak_bytes")), _gigabytes(peak)]
+        result.add_row(one.name, *cells, "" if is_measured else f"{one.outcome.state}: {one.outcome.words}")
+    return result
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _gigabytes(value: float | None) -> str:
+    return "" if value is None else f"{value / 1e9:.3g}"
+
+
+def draw(measured: Sequence[Tried], path: Path) -> None:
+    """Seconds of a step, planned and measured, beside each other."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = sorted(measured, key=lambda one: one.speed)
+    figure, axes = pyplot.subplots(figsize=(8, 1.5 + 0.5 * len(rows)))
+    places = range(len(rows))
+    axes.barh([place - 0.2 for place in places], [one.planned_seconds or 0 for one in rows], 0.38, label="planned")
+    axes.barh([place + 0.2 for place in places], [one.step_seconds for one in rows], 0.38, label="measured")
+    axes.set_yticks(list(places), [_label(one) for one in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds a step")
+    axes.set_title("the fastest by sample first", loc="left")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _label(one: Tried) -> str:
+    choice = one.planned.get("choice")
+    if not choice:
+        return one.name
+    return (
+        f"{one.name}: stage {choice['stage']}, pipeline {choice['pipeline']}, {choice['rows']} x "
+        f"{choice['accumulation']} rows, checkpointing {choice['every']}"
+    )

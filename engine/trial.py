@@ -1,0 +1,290 @@
+"""A process that `lowtide tune` has started: a few steps of the user's own script with another config.
+
+[Note: how a script comes to the config of a trial]
+The script is not changed. LOWTIDE_TRIAL in its environment names a file that says what to try, and the first call of
+`initialize` that has an optimizer takes that in the place of what the script passes. Exchanging the path among the
+script's arguments would miss configs that a script makes itself, or changes after reading; and every script ends in
+`initialize`. The variable is taken out of the environment then: what the script builds beside it stays as it is.
+
+    {"task": "plan"}     what is to be tried: rank 0 plans with the script's own model, and writes the best few
+    {"task": "measure"}  so many steps are timed; then the script is ended, as by SystemExit
+
+A trial leaves nothing behind: it saves and exports nothing, and its config has no section `checkpoint`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..comm import World
+from ..watch.log import logger
+from .batch import loss_of
+from .config.config import Config
+from .config.read import read
+from .config.translate import BATCH_KEYS
+from .deferred import DeferredModel
+from .planning.agreed import machine_here
+from .planning.choice import Choice, without_defaults
+from .planning.plan import Plan, made_batch, plan
+
+VARIABLE = "LOWTIDE_TRIAL"
+_NEVER_IN_A_TRIAL = ("checkpoint",)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a process is to try. config: laid over the script's own, or the whole of what is trained.
+
+    warmup, steps: that are not timed, and that are. batch: a microbatch, as `described` gives it; None: not known.
+    """
+
+    task: str
+    config: Mapping[str, Any]
+    result: str
+    is_whole: bool = False
+    warmup: int = 3
+    steps: int = 10
+    num_plans: int = 10
+    batch: Any = None
+    sequence: int | None = None
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass
+class Trial:
+    """The part of a process in a trial."""
+
+    request: Request
+    config: dict[str, Any] = field(default_factory=dict)  # that is trained, with what a trial leaves out
+    batch: Any = None  # the first microbatch, as `described` gives it
+    _ends: list[float] = field(default_factory=list)  # of steps, by time.monotonic()
+    _world: World | None = None
+    _samples: int = 0
+    _is_written: bool = False
+
+    @classmethod
+    def asked(cls, config: Any, optimizer: Any) -> Trial | None:
+        """The trial of this call of `initialize`, if it is one. config, optimizer: as the script passes them.
+
+        Raises ValueError where the variable names no such file.
+        """
+        path = os.environ.get(VARIABLE)
+        if path is None or (optimizer is None and Config.load(config).optimizer is None):
+            return None
+        try:
+            request = Request(**json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(
+                f"{VARIABLE}: expected a file that `lowtide tune` has written, found {path} ({error}); every host must "
+                "see it. To train as usual, take the variable out of the environment"
+            ) from error
+        del os.environ[VARIABLE]
+        return cls(request)
+
+    def taken(self, source: Any) -> Config:
+        """The config of this process, in place of the script's own. Raises ConfigError."""
+        given = self.request.config
+        self.config = dict(given) if self.request.is_whole else laid_over(given, _plain(source))
+        return Config.load(self._trained)
+
+    @property
+    def _trained(self) -> dict[str, Any]:
+        return {key: value for key, value in self.config.items() if key not in _NEVER_IN_A_TRIAL}
+
+    @property
+    def note(self) -> str:
+        return f"trial of `lowtide tune`: in the place of the script's config stands {json.dumps(self._trained)}"
+
+    # -- a plan ---------------------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        config: Config,
+        model: nn.Module | Callable[[], nn.Module],
+        world: World,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        sample_batch: Any,
+    ) -> None:
+        """Writes the best few; then the script ends. A collective. Raises ValueError where nothing can be planned."""
+        num_hosts = world.num_hosts
+        if world.rank:
+            world.broadcast_object(None)
+            raise SystemExit(0)
+        try:
+            machine, key = machine_here(world, num_hosts)
+            batch = made(self.request.batch) if self.request.batch is not None else sample_batch
+            if batch is None and self.request.sequence is not None:
+                module = model if isinstance(model, nn.Module) else DeferredModel(model).module
+                batch = made_batch(module, self.request.sequence)
+            begun = time.monotonic()
+            found = plan(
+                model,
+                config,
+                world_size=world.size,
+                hosts=num_hosts,
+                sample_batch=batch,
+                loss_fn=loss_fn or _any_loss,
+                machine=machine,
+            )
+            self._write({"device": key, "plan_seconds": time.monotonic() - begun, **self._described(found, config)})
+        finally:
+            world.broadcast_object(None)
+        raise SystemExit(0)
+
+    def _described(self, found: Plan, config: Config) -> dict[str, Any]:
+        kept = {key: self.config[key] for key in _NEVER_IN_A_TRIAL if key in self.config}
+        best = [
+            {
+                "config": {**one.config, **kept},
+                "choice": asdict(one.choice),
+                "peak_bytes": one.peak_bytes,
+                "seconds": dict(one.seconds),
+            }
+            for one in found.alternatives[: self.request.num_plans]
+        ]
+        given = None
+        if not config.planned_keys:
+            choice = asdict(Choice.of(config.resolve(found.machine.num_devices)))
+            given = {
+                "config": self.config,
+                "choice": choice,
+                "peak_bytes": found.peak_bytes,
+                "seconds": dict(found.seconds),
+            }
+        return {
+            "machine": asdict(found.machine),
+            "num_choices": found.num_choices,
+            "given": given,
+            "best": best,
+            "missing": dict(found.missing),
+        }
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def watch(self, world: World, module: nn.Module, samples: int) -> Callable[[], None]:
+        """Before the first step. samples: of one, over all ranks. Returns what takes it off the module again."""
+        self._world, self._samples = world, samples
+        handle = module.register_forward_pre_hook(self._see, with_kwargs=True, prepend=True)
+        atexit.register(self._finish)  # a script may have fewer steps
+        return handle.remove
+
+    def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.batch is None and not (args and kwargs):
+            self.batch = described(kwargs or args)
+
+    def ends_after_step(self) -> bool:
+        """Called at the end of each step; whether it was the last one of the trial."""
+        is_last = len(self._ends) == self.request.warmup + self.request.steps - 1
+        if is_last and self._world is not None and self._world.device.type != "cpu":
+            torch.accelerator.synchronize(self._world.device)
+        self._ends.append(time.monotonic())
+        if is_last:
+            self._finish()
+            logger.info("trial of `lowtide tune`: %d steps are done, leaving", len(self._ends))
+        return is_last
+
+    def _finish(self) -> None:
+        """Writes what was measured, once."""
+        assert self._world is not None
+        timed = self._ends[max(self.request.warmup, 1) - 1 :]
+        if self._is_written or self._world.rank:
+            return
+        self._is_written = True
+        seconds = [after - before for before, after in itertools.pairwise(timed)]
+        self._write(
+            {
+                "step_seconds": statistics.median(seconds) if seconds else None,
+                "steps": seconds,
+                "num_steps": len(self._ends),
+                "samples": self._samples,
+                "world_size": self._world.size,
+                "peak_bytes": _peak_bytes(self._world),
+                "batch": self.batch,
+                "config": self.config,
+            }
+        )
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        path = Path(self.request.result)
+        part = path.with_name(f"{path.name}.part")
+        part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        part.replace(path)
+
+
+def _peak_bytes(world: World) -> int | None:
+    if world.device.type == "cpu":
+        return None
+    return torch.accelerator.max_memory_allocated(world.device)
+
+
+def _plain(source: Any) -> dict[str, Any]:
+    """The script's own config as a file would have it."""
+    return without_defaults(source.as_dict()) if isinstance(source, Config) else dict(read(source)[0])
+
+
+def laid_over(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A script's own config with what another one says in its place, key by key.
+
+    A batch is taken from one of them, since its three sizes belong together; so are an optimizer and a scheduler.
+    """
+    kept = dict(own)
+    if any(config.get(key) is not None for key in BATCH_KEYS):
+        kept = {key: value for key, value in kept.items() if key not in BATCH_KEYS}
+    merged = dict(kept)
+    for key, value in config.items():
+        before = merged.get(key)
+        is_whole = key in ("optimizer", "scheduler")
+        both = isinstance(value, Mapping) and isinstance(before, Mapping)
+        merged[key] = laid_over(value, before) if both and not is_whole else value  # type: ignore[arg-type]  # both
+    return merged
+
+
+def _any_loss(output: Any, batch: Any) -> Tensor:
+    """The model's own, or for a model whose loss the script computes, one with a gradient for all of its output."""
+    try:
+        return loss_of(output, batch, None)
+    except ValueError:
+        outputs = [one for one in tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
+        if not outputs:
+            raise
+        return torch.stack([one.float().mean() for one in outputs]).sum()
+
+
+# -- batches as JSON --------------------------------------------------------------------------------------------------
+
+
+def described(value: Any) -> Any:
+    """A batch without its values: shapes and dtypes, in their nesting."""
+    if isinstance(value, Tensor):
+        return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, Mapping):
+        return {"items": {str(key): described(one) for key, one in value.items()}}
+    if isinstance(value, (tuple, list)):
+        return {"list": [described(one) for one in value]}
+    return {"value": value if isinstance(value, (str, int, float, bool)) else None}
+
+
+def made(description: Any) -> Any:
+    """A batch like the one that was described, without memory."""
+    if "shape" in description:
+        return torch.empty(description["shape"], dtype=getattr(torch, description["dtype"]), device="meta")
+    if "items" in description:
+        return {key: made(one) for key, one in description["items"].items()}
+    if "list" in description:
+        return tuple(made(one) for one in description["list"])
+    return description["value"]

@@ -5,7 +5,7 @@ JSON. `lowtide env --measure` writes it, `lowtide plan --machine` and "auto" rea
 
     {"format": 1,
      "processor": "AMD EPYC", "cores": 2, "torch": "2.13.0", "lowtide": "0.1.0", "date": "2026-11-22",
-     "process_bytes": {"first": ..., "other": ...},   # what ranks take beside tensors, see `Measured`
+     "process_bytes": {"rank": 180000000},   # what a rank takes beside its tensors; {} where it is not known
      "ranks": {"2": {"threads": 1, "seconds": {"float32 mm": [[524288, 1.9e-05], ...], ...}}, ...}}
 
 `seconds` has curves by name, [size, seconds] each, sizes ascending. What the sizes are:
@@ -22,8 +22,8 @@ JSON. `lowtide env --measure` writes it, `lowtide plan --machine` and "auto" rea
 | sockets gather                      | bytes that a rank sends                                                    |
 | sockets message                     | bytes of one message to the next rank                                      |
 | file read, file write               | bytes, as the offload to files does it                                     |
-| unit                                | 0: what the engine does on the host for a unit's forward and backward      |
-| step                                | 0: what it does on the host for a step                                     |
+| solo unit 0, sockets unit 3, ...    | 0: what the engine does for a unit of a microbatch, by route and stage     |
+| solo step 0, sockets step 3, ...    | 0: what it does for a step; stage 2 is as stage 3                          |
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from typing import Any
 from ...kernels.cpu_build import cache_folder
 
 FORMAT = 1
+ROUTES = ("solo", "shared_memory", "sockets")
 VARIABLE = "LOWTIDE_MACHINE"
 
 
@@ -72,6 +73,11 @@ class Curve:
         return float(times[low] * (times[high] / times[low]) ** share)
 
     @property
+    def points(self) -> list[list[float]]:
+        """As the file has them."""
+        return [[size, seconds] for size, seconds in zip(self.sizes, self.times, strict=True)]
+
+    @property
     def most_per_second(self) -> float:
         """Of the size at which it is fastest."""
         return max((size / seconds for size, seconds in zip(self.sizes, self.times, strict=True)), default=0.0)
@@ -98,6 +104,11 @@ class Speeds:
                 return self.curves[known].seconds(size)
         return 0.0
 
+    @property
+    def computing(self) -> dict[str, Curve]:
+        """Without what ranks say to each other, and what an engine takes."""
+        return {name: one for name, one in self.curves.items() if not name.startswith(ROUTES)}
+
     def slower(self, ranks: int) -> Speeds:
         """Of more ranks than were measured, which share the same cores."""
         times = ranks / self.ranks
@@ -109,7 +120,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Measured:
-    """The file. process_bytes: "first", of the rank that brings in the libraries; "other", of each further one."""
+    """The file."""
 
     by_ranks: Mapping[int, Speeds]
     process_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -126,10 +137,7 @@ class Measured:
         ranks = {
             str(count): {
                 "threads": one.threads,
-                "seconds": {
-                    name: [[size, seconds] for size, seconds in zip(curve.sizes, curve.times, strict=True)]
-                    for name, curve in sorted(one.curves.items())
-                },
+                "seconds": {name: curve.points for name, curve in sorted(one.curves.items())},
             }
             for count, one in sorted(self.by_ranks.items())
         }

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
+from ..engine.measuring.measure import MeasuringError, measure
+from ..engine.planning.measured import VARIABLE, default_path
 from ..kernels.cpu_build import BuildError, find_compiler
 from ..kernels.cpu_optimizer import cpu_kernel
 from ..kernels.dispatch import has_triton
@@ -33,7 +35,8 @@ HELP = "say what this machine has, how fast it is, what works on it, and why the
 _EPILOG = """examples:
   lowtide env
   lowtide env --folder /nvme            also how fast the offload to that folder is
-  lowtide env --json > machine.json     for a bug report
+  lowtide env --json > report.json      for a bug report
+  lowtide env --measure                 what a plan of this machine needs to know, into a file that plans read
 
 Nothing is printed by which the machine, its user or its secrets could be known: no host names, addresses or values of
 the environment but those listed; the home folder is shown as ~.
@@ -64,6 +67,8 @@ class Ability(NamedTuple):
 def main(argv: Sequence[str]) -> int:
     """Prints the report; 1 where `--folder` cannot be written to."""
     options = parser().parse_args(argv)
+    if options.measure is not None:
+        return _measure(options.measure, options.folder)
     report = report_host()
     facts = {name: result.value for name, result in _checks(options.folder).items()}
     speeds, disk_ability = ({}, None) if options.quick else _speeds(options.folder)
@@ -92,8 +97,29 @@ def parser() -> Parser:
     )
     result.add_argument("--folder", type=Path, metavar="DIR", help="measure the offload to files in this folder too")
     result.add_argument("--quick", action="store_true", help="measure nothing")
+    result.add_argument(
+        "--measure",
+        type=Path,
+        metavar="FILE",
+        nargs="?",
+        const=default_path(),
+        help="measure with 1, 2 and 4 ranks on the processors, in about a minute, and write FILE for plans to read "
+        f"(default: ${VARIABLE}, or machine.json in the cache folder); with --folder, files too",
+    )
     result.add_argument("--json", action="store_true", help="as JSON: numbers in bytes and bytes per second")
     return result
+
+
+def _measure(path: Path, folder: Path | None) -> int:
+    """Writes the file; 1 where something could not be measured."""
+    try:
+        found = measure(lambda text: print(text, flush=True), folder)
+        found.write(path)
+    except (MeasuringError, OSError) as error:
+        print(f"lowtide env: {error}", file=sys.stderr)
+        return 1
+    print(f"written to {path}")
+    return 0
 
 
 def _checks(folder: Path | None) -> dict[str, CheckResult]:

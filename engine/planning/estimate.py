@@ -16,6 +16,7 @@ from ..footprint import Footprint, Moment
 from ..offload import Home
 from ..step_update import Timing
 from .exchange import Exchange
+from .gradients import gradient_seconds, host_seconds
 from .machine import Machine
 from .profile import Profile
 from .step_order import StepOrder
@@ -67,15 +68,25 @@ class Work:
     machine: Machine
 
     def forward(self, name: str) -> float:
-        part = self.profile.part(name)
-        return self._seconds(part.forward_flops, part.forward_traffic)
+        return self._seconds[name][0] if name in self._seconds else 0.0
 
     def backward(self, name: str) -> float:
-        part = self.profile.part(name)
-        return self._seconds(part.backward_flops, part.backward_traffic)
+        return self._seconds[name][1] if name in self._seconds else 0.0
 
-    def _seconds(self, flops: int, traffic: int) -> float:
-        return flops / self.machine.flops_of(self.profile.itemsize) + traffic / self.machine.memory
+    @cached_property
+    def _seconds(self) -> Mapping[str, tuple[float, float]]:
+        """Of each part: blocks that are equal are looked at once."""
+        itemsize, found, known = self.profile.itemsize, {}, dict[int, tuple[float, float]]()
+        for name, part in self.profile.parts.items():
+            if id(part) not in known:
+                known[id(part)] = (
+                    self.machine.computing(part.forward_flops, part.forward_traffic, itemsize, part.forward_operations),
+                    self.machine.computing(
+                        part.backward_flops, part.backward_traffic, itemsize, part.backward_operations
+                    ),
+                )
+            found[name] = known[id(part)]
+        return found
 
 
 @dataclass(frozen=True)
@@ -155,6 +166,9 @@ class StepParts:
         self._refreshes = [exchange.refresh(group) for group in blueprint.places[0].updated]
         self._update = update_seconds(blueprint, machine, 0)
         self.is_direct = writes_gradients(blueprint)
+        moments = [(True, True)] if not accumulates else [(True, False), (False, False), (False, True)]
+        self._gradients = [gradient_seconds(blueprint, machine, 0, *one, self.is_direct) for one in moments]
+        self._num_units = len(blueprint.places[0].units)
 
     def estimate(self, config: Config, profile: Profile) -> Estimate:
         """config: of the blueprint but for rows, microbatches and activations. profile: of its microbatch."""
@@ -168,6 +182,8 @@ class StepParts:
             more = {"compute": line.computed, **_exposed(line)}
             times = {name: times[name] + (accumulation - 1) * more[name] for name in times}
             sent = {link: nbytes + (accumulation - 1) * self._inner.sent[link] for link, nbytes in sent.items()}
+        first, *between, last = (*self._gradients, 0.0) if len(self._gradients) == 1 else self._gradients
+        times["compute"] += first + last + sum(between) * (accumulation - 2)
         in_backward = sum(work.backward(name) for name in profile.names)
         hidden = {Timing.DELAYED: times["compute"], Timing.SPECULATIVE: in_backward}
         speed = _speed_of_activations(self.blueprint, self.machine)
@@ -177,6 +193,7 @@ class StepParts:
             "activations exposed": max(0.0, moved - times["compute"]),
             "update": max(0.0, self._update - hidden.get(self.blueprint.timing, 0.0)),
             "refresh exposed": sum(one.seconds for one in self._refreshes),
+            "host": host_seconds(self.blueprint, self.machine, self._num_units, accumulation),
         }
         for message in self._refreshes:
             sent["intra"] += message.intra
@@ -237,11 +254,14 @@ def update_seconds(blueprint: Blueprint, machine: Machine, place: int) -> float:
         group.layout.shard_numel * (group.accumulation_dtype.itemsize + group.dtype.itemsize) for group in groups
     )
     away = sum(sum(footprint.chunks(group)) for group in groups)
-    seconds = (2 * states + passing) / machine.memory
+    moved = 2 * states + passing
+    seconds = machine.moving("update", moved, moved / machine.memory)
     if away:
-        seconds += 2 * away / (machine.host_memory / share)
+        seconds += machine.moving("update", 2 * away, 2 * away / (machine.host_memory / share))
         seconds += passing / machine.link if homes.is_apart else 0.0
-        seconds += 2 * away / (machine.nvme / share) if homes.states is Home.FILE else 0.0
+        if homes.states is Home.FILE:
+            passes = away / (machine.nvme / share)
+            seconds += machine.moving("file read", away, passes) + machine.moving("file write", away, passes)
     return seconds if elements else 0.0
 
 

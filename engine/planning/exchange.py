@@ -43,16 +43,18 @@ class Exchange:
 
     def gather(self, group: GroupPlan) -> Message:
         """Of full parameters, with what brings the shard from where it rests."""
-        message, machine = self._spread(group.domain.parameters, group.full_bytes), self.machine
+        message, machine = self._spread("gather", group.domain.parameters, group.full_bytes), self.machine
         home = self.blueprint.homes.parameters
         if home is Home.MODEL:
             return message
         speed = machine.link if home is Home.HOST else min(machine.link, machine.nvme / machine.devices_per_host)
-        return replace(message, seconds=message.seconds + group.shard_bytes / speed)
+        read = group.shard_bytes / speed
+        read = machine.moving("file read", group.shard_bytes, read) if home is Home.FILE else read
+        return replace(message, seconds=message.seconds + read)
 
     def reduce(self, group: GroupPlan) -> Message:
         """Of a gradient, over the ranks among which states are divided."""
-        return self._spread(group.domain.states, group.layout.padded_numel * group.reduce_dtype.itemsize)
+        return self._spread("reduce", group.domain.states, group.layout.padded_numel * group.reduce_dtype.itemsize)
 
     def all_reduce(self, group: GroupPlan, rank: int = 0) -> Message:
         """Of a shard of the gradient, over replicas."""
@@ -68,24 +70,27 @@ class Exchange:
         else:
             sent = 2 * numel * narrow * (size - 1) // size
         once = self.machine.collective(numel * narrow, size, self._on_host(names))
-        return self._message(names, sent, 2 * once)
+        return self._message("reduce", names, sent, 2 * once)
 
     def refresh(self, group: GroupPlan) -> Message:
         """Of updated parameters."""
         nbytes = group.full_bytes // self.blueprint.arrangement.size(group.domain.parameters)
-        return self._spread(group.domain.refreshed, nbytes)
+        return self._spread("gather", group.domain.refreshed, nbytes)
 
-    def _spread(self, names: Sequence[str], nbytes: int) -> Message:
+    def _spread(self, what: str, names: Sequence[str], nbytes: int) -> Message:
         size = self.blueprint.arrangement.size(names)
         seconds = self.machine.collective(nbytes, size, self._on_host(names))
-        return self._message(names, nbytes // size * (size - 1), seconds)
+        return self._message(what, names, nbytes // size * (size - 1), seconds)
 
-    def _message(self, names: Sequence[str], sent: int, seconds: float) -> Message:
+    def _message(self, what: str, names: Sequence[str], sent: int, seconds: float) -> Message:
+        """what: "gather" or "reduce". seconds: where the machine was not measured."""
         size = self.blueprint.arrangement.size(names)
         if size == 1:
             return Message()
         if self.blueprint.route == "shared_memory":
-            return Message(seconds=2 * sent / self.machine.host_memory)
+            read = 2 * sent / self.machine.host_memory
+            return Message(seconds=0.0 if what == "gather" else self.machine.moving("shared_memory reduce", sent, read))
+        seconds = self.machine.moving(f"{self.blueprint.route} {what}", sent, seconds)
         on_host = self._on_host(names)
         # To each of the others its part (sockets), or to the next one of a ring that leaves each host once.
         outside = (size - on_host) / (size - 1) if self.blueprint.route == "sockets" else 1 / on_host

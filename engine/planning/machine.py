@@ -8,9 +8,12 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from ...comm import Arrangement
+from .measured import Measured, Speeds
+from .profile import Operation
 
 GIGA = 1e9
 _FLOPS_OF_WIDER = 8.0  # float32 on matrix units, beside 16 bits
+_PRODUCTS = (" mm", " bmm", " attention", " attention backward")
 
 
 @dataclass(frozen=True)
@@ -36,14 +39,47 @@ class Machine:
     link: float = 50 * GIGA  # between a device and its host, each way
     nvme_bytes: float = 28_000 * GIGA  # of a host
     nvme: float = 20 * GIGA  # of a host's drives together
+    speeds: Speeds | None = None  # as measured; what is above is then the most that was reached
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             is_size = field.name.endswith(("_bytes", "_latency"))
-            if isinstance(value, str) or (math.isfinite(value) and (value > 0 or (is_size and value == 0))):
+            if isinstance(value, str | Speeds | None) or (
+                math.isfinite(value) and (value > 0 or (is_size and value == 0))
+            ):
                 continue
             raise ValueError(f"{field.name}: expected {'at least' if is_size else 'more than'} 0, found {value:g}")
+
+    @classmethod
+    def measured(cls, found: Measured, num_ranks: int, device_bytes: float) -> Machine:
+        """This machine's processors, shared by so many ranks, as they were measured."""
+        speeds = found.speeds(num_ranks)
+        best = {name: curve.most_per_second for name, curve in speeds.curves.items()}
+        products = [name for name in best if name.endswith(_PRODUCTS)]
+        moving = [name for name in best if name not in products and "file" not in name]
+        files = [best[name] for name in ("file read", "file write") if name in best]
+        return cls(
+            devices_per_host=num_ranks,
+            device="cpu",
+            device_bytes=device_bytes,
+            reserved_bytes=0.0,
+            flops=max((best[name] for name in products), default=GIGA),
+            memory=max((best[name] for name in moving), default=GIGA),
+            intra=max((best[name] for name in best if name.startswith("sockets")), default=GIGA),
+            inter=max((best[name] for name in best if name.startswith("sockets")), default=GIGA),
+            intra_latency=0.0,
+            inter_latency=0.0,
+            host_memory=num_ranks * max((best[name] for name in moving), default=GIGA),
+            link=max((best[name] for name in moving), default=GIGA),
+            nvme=num_ranks * max(files, default=GIGA),
+            speeds=speeds,
+        )
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether collectives run beside what is computed. On processors the cores that compute send as well."""
+        return self.device != "cpu"
 
     @property
     def num_devices(self) -> int:
@@ -56,7 +92,26 @@ class Machine:
 
     def flops_of(self, itemsize: int) -> float:
         """Of matrices whose elements have so many bytes."""
+        if self.speeds is not None:
+            return self.flops
         return self.flops if itemsize <= 2 else self.flops / _FLOPS_OF_WIDER
+
+    def computing(self, flops: int, traffic: int, itemsize: int, operations: Sequence[Operation]) -> float:
+        """Seconds of products and of bytes that are moved; of the same, call by call, where both were measured."""
+        if self.speeds is None or not operations:
+            return flops / self.flops_of(itemsize) + traffic / self.memory
+        return sum(one.count * self.speeds.operation(one.name, one.dtype, one.size) for one in operations)
+
+    def moving(self, name: str, nbytes: float, otherwise: float = 0.0) -> float:
+        """Seconds of what the engine does with bytes: see the names in `measured.py`. otherwise: if not measured."""
+        if not nbytes:
+            return 0.0
+        is_known = self.speeds is not None and name in self.speeds.curves
+        return self.speeds.seconds(name, nbytes) if self.speeds is not None and is_known else otherwise
+
+    def host(self, name: str) -> float:
+        """Seconds of the host for a unit or a step, where they were measured."""
+        return self.speeds.seconds(name) if self.speeds is not None else 0.0
 
     def ranks_on_host(self, arrangement: Arrangement, names: Sequence[str]) -> int:
         """How many ranks that differ on these axes alone have one host."""

@@ -15,7 +15,6 @@ tensors without values the answer is yes, with which the usual way is taken. Num
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -25,8 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from ...model.blocks import find_blocks
@@ -38,20 +36,9 @@ from ...zero.units import UnitPlan
 from ..batch import call, loss_of
 from .profile import Part, Profile
 from .step_order import END, START
+from .tracker import Done, Tracker, tensors_of
 
 _aten = torch.ops.aten
-_IS_CAUSAL = {  # attention -> which argument says that half of it is not computed
-    _aten._scaled_dot_product_flash_attention: 4,
-    _aten._scaled_dot_product_flash_attention_for_cpu: 4,
-    _aten._scaled_dot_product_efficient_attention: 6,
-    _aten._scaled_dot_product_flash_attention_backward: 11,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: 7,
-    _aten._scaled_dot_product_efficient_attention_backward: 11,
-}
-_COUNTED_AS = {  # of which torch has no formula
-    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
-}
 
 
 class MetaRun:
@@ -87,8 +74,8 @@ class MetaRun:
         made = _on_meta(batch, rows, self._dtype)
         ledger = Ledger()
         places = _Places(self._model.parameters())
-        tracker = _Tracker(
-            [*self._model.parameters(), *self._model.buffers(), *_tensors(made), *places.memory.values()]
+        tracker = Tracker(
+            [*self._model.parameters(), *self._model.buffers(), *tensors_of(made), *places.memory.values()]
         )
         marks = _Marks(tracker)
         try:
@@ -156,11 +143,11 @@ class _Places:
 class _Marks:
     """Cuts what a tracker counts into parts: at the entry of each unit, and behind the last block."""
 
-    def __init__(self, tracker: _Tracker) -> None:
+    def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
         self._names: list[str] = []
-        self._forward: dict[str, tuple[int, int, int, int, int]] = {}  # live before, after, peak, flops, traffic
-        self._backward: dict[str, tuple[int, int, int]] = {}  # peak, flops, traffic
+        self._forward: dict[str, tuple[int, int, int, Done]] = {}  # live before, after, peak
+        self._backward: dict[str, tuple[int, Done]] = {}  # peak
         self._outputs: dict[str, int] = {}
         self._rest: dict[str, int] = {}
         self._begun = 0
@@ -198,7 +185,7 @@ class _Marks:
         last = self._names[-1]
         if last != END:
             self._names.append(END)
-            self._forward[END] = (self._tracker.live, self._tracker.live, self._tracker.live, 0, 0)
+            self._forward[END] = (self._tracker.live, self._tracker.live, self._tracker.live, Done())
         self._begin_backward(last)
 
     def end(self) -> None:
@@ -212,30 +199,32 @@ class _Marks:
     def parts(self) -> Mapping[str, Part]:
         found = {}
         for name in sorted(self._names, key=lambda one: (one != START, one == END)):
-            before, after, peak, flops, traffic = self._forward[name]
-            back_peak, back_flops, back_traffic = self._backward.get(name, (before, 0, 0))
+            before, after, peak, forward = self._forward[name]
+            back_peak, backward = self._backward.get(name, (before, Done()))
             found[name] = Part(
                 kept_bytes=after - before,
                 forward_peak_bytes=peak - before,
                 backward_peak_bytes=max(back_peak - before, 0),
                 output_bytes=self._outputs.get(name, 0),
                 rest_gradient_bytes=self._rest.get(name, 0),
-                forward_flops=flops,
-                backward_flops=back_flops,
-                forward_traffic=traffic,
-                backward_traffic=back_traffic,
+                forward_flops=forward.flops,
+                backward_flops=backward.flops,
+                forward_traffic=forward.traffic,
+                backward_traffic=backward.traffic,
+                forward_operations=forward.operations,
+                backward_operations=backward.operations,
             )
         return found
 
     def _close_forward(self) -> None:
         if self._now is not None:
             tracker = self._tracker
-            self._forward[self._now] = (self._begun, tracker.live, tracker.peak, tracker.flops, tracker.traffic)
+            self._forward[self._now] = (self._begun, tracker.live, tracker.peak, tracker.done)
         self._now = None
 
     def _hear(self, name: str, leaving: Any) -> None:
         """leaving: what goes on to the next part. Its gradient is where the backward of `name` begins."""
-        tensors = [one for one in _tensors(leaving) if one.is_floating_point()]
+        tensors = [one for one in tensors_of(leaving) if one.is_floating_point()]
         self._outputs[name] = sum(one.nbytes for one in tensors)
         for one in tensors:
             if one.requires_grad:
@@ -252,66 +241,8 @@ class _Marks:
 
     def _close_backward(self) -> None:
         if self._now is not None:
-            self._backward[self._now] = (self._tracker.peak, self._tracker.flops, self._tracker.traffic)
+            self._backward[self._now] = (self._tracker.peak, self._tracker.done)
         self._now = None
-
-
-class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of storages that are alive, the most of them since `begin`, and what operations do since then."""
-
-    def __init__(self, known: Sequence[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        from torch.utils.flop_counter import flop_registry  # takes half a second
-
-        self._formulas: Mapping[Any, Callable[..., int]] = flop_registry
-        self._seen: dict[int, weakref.ref[Any]] = {}
-        self.live = self.peak = self.flops = self.traffic = 0
-        for tensor in known:
-            self.leave_out(tensor)
-
-    def begin(self) -> int:
-        """Counts anew; gives what is alive."""
-        self.peak, self.flops, self.traffic = self.live, 0, 0
-        return self.live
-
-    def leave_out(self, tensor: Tensor) -> None:
-        """A storage that does not count."""
-        storage = tensor.untyped_storage()
-        if id(storage) in self._seen:
-            self.live -= storage.nbytes()
-        self._seen[id(storage)] = weakref.ref(storage, partial(self._forget, id(storage), 0))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:
-            return True  # [Note: conditions]
-        result = func(*args, **kwargs)
-        outputs = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
-        made = [self._see(one.untyped_storage()) for one in outputs]
-        packet = func._overloadpacket
-        formula = self._formulas.get(_COUNTED_AS.get(packet, packet))
-        if formula is not None:
-            flops = formula(*args, **kwargs, out_val=result)
-            place = _IS_CAUSAL.get(packet)
-            self.flops += flops // 2 if place is not None and len(args) > place and args[place] else flops
-        elif any(made) or func._schema.is_mutable:
-            self.traffic += sum(one.nbytes for one in (*_tensors((args, kwargs)), *outputs))
-        return result
-
-    def _see(self, storage: torch.UntypedStorage) -> bool:
-        """Whether it was not there before."""
-        key = id(storage)
-        if key in self._seen:
-            return False
-        nbytes = storage.nbytes()
-        self._seen[key] = weakref.ref(storage, partial(self._forget, key, nbytes))
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
-        return True
-
-    def _forget(self, key: int, nbytes: int, _: Any) -> None:
-        self._seen.pop(key, None)
-        self.live -= nbytes
 
 
 class _Attention(TorchFunctionMode):
@@ -379,10 +310,6 @@ def _on_meta(batch: Any, rows: int, dtype: torch.dtype | None) -> Any:
     return tree_map(make, batch)
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [one for one in tree_leaves(value) if isinstance(one, Tensor)]
-
-
 def _num_tokens(batch: Any, rows: int) -> int:
-    whole = [one for one in _tensors(batch) if not one.is_floating_point() and one.dim() > 1]
+    whole = [one for one in tensors_of(batch) if not one.is_floating_point() and one.dim() > 1]
     return whole[0].numel() if whole else rows

@@ -14,6 +14,7 @@ from ..config.config import Config
 from ..footprint import Footprint
 from .estimate import Estimate, Resting, Work, update_seconds
 from .exchange import Exchange
+from .gradients import gradient_seconds, host_seconds
 from .machine import Machine
 from .profile import Part, Profile
 
@@ -99,7 +100,7 @@ def send_seconds(stages: Stages, machine: Machine) -> float:
     is_inside = machine.num_hosts == 1  # the pipe is the outermost axis: its ranks are as far apart as can be
     speed = machine.intra if is_inside else machine.inter
     latency = machine.intra_latency if is_inside else machine.inter_latency
-    return latency + largest / speed
+    return machine.moving("sockets message", largest, latency + largest / speed)
 
 
 class PipelineParts:
@@ -127,7 +128,12 @@ class PipelineParts:
         memory = [place.memory(stages, run, number) for number, place in enumerate(self._places)]
         kinds, peak = max(memory, key=lambda found: found[1])
         slowest = max(self._places, key=lambda place: sum(place.seconds.values()))
-        seconds = {"compute": run.work_seconds, "bubble": run.seconds - run.work_seconds, **slowest.seconds}
+        seconds = {
+            "compute": run.work_seconds,
+            "bubble": run.seconds - run.work_seconds,
+            **slowest.seconds,
+            "host": slowest.host_seconds(run.num_microbatches),
+        }
         sent = [place.all_sent(stages, run, number) for number, place in enumerate(self._places)]
         return Estimate(
             bytes=kinds,
@@ -164,8 +170,17 @@ class _Place:
             "update": update_seconds(blueprint, machine, place),
             "refresh exposed": sum(one.seconds for one in refreshes),
         }
+        self._blueprint, self._machine, self._num_units = blueprint, machine, len(blueprint.places[place].units)
+        ends = [gradient_seconds(blueprint, machine, place, *end, False) for end in ((True, False), (False, True))]
+        self._first_gradients, self._last_gradients = ends
+        self._added = gradient_seconds(blueprint, machine, place, False, False, False)
         messages = [*gathers, *sums, *refreshes]
         self._sent = {"intra": sum(one.intra for one in messages), "inter": sum(one.inter for one in messages)}
+
+    def host_seconds(self, num_microbatches: int) -> float:
+        """Of the engine itself in a step, and of adding up gradients."""
+        added = self._first_gradients + self._last_gradients + self._added * max(0, num_microbatches - 2)
+        return added + host_seconds(self._blueprint, self._machine, self._num_units, num_microbatches)
 
     def memory(self, stages: Stages, run: Run, place: int) -> tuple[Mapping[str, int], int]:
         """(the most of each kind, the most at a moment)."""

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
+
+
+class Operation(NamedTuple):
+    """Calls of one of torch's operations that are alike. size: operations of a product, else bytes read and written."""
+
+    name: str  # as the curves of `measured.py`
+    dtype: str
+    size: int
+    count: int
 
 
 @dataclass(frozen=True)
@@ -25,6 +35,8 @@ class Part:
     backward_flops: int = 0  # with what is computed again
     forward_traffic: int = 0  # bytes that all other operations read and write
     backward_traffic: int = 0
+    forward_operations: tuple[Operation, ...] = ()  # the same call by call; none: not known
+    backward_operations: tuple[Operation, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,10 @@ class Profile:
         return max(last.forward_peak_bytes, last.backward_peak_bytes)
 
     def extended(self, other: Profile, rows: int) -> Profile:
-        """Of so many rows, on the line through this one and another. The largest of several is no less than that."""
+        """Of so many rows, on the line through this one and another. The largest of several is no less than that.
+
+        What is called is not known of it.
+        """
         times = (rows - self.rows) / (other.rows - self.rows)
         parts = {name: _on_line(part, other.part(name), times) for name, part in self.parts.items()}
         return Profile(rows, self.tokens // self.rows * rows, parts, self.itemsize)
@@ -81,6 +96,12 @@ class Profile:
         return sum(part.forward_flops + part.backward_flops for part in self.parts.values())
 
 
+_NUMBERS = [one.name for one in fields(Part) if not one.name.endswith("_operations")]
+
+
 def _on_line(one: Part, other: Part, times: float) -> Part:
-    pairs = zip(astuple(one), astuple(other), strict=True)
-    return Part(*(max(0, math.floor(first + times * (second - first))) for first, second in pairs))
+    found = {}
+    for name in _NUMBERS:
+        first, second = getattr(one, name), getattr(other, name)
+        found[name] = max(0, math.floor(first + times * (second - first)))
+    return Part(**found)

@@ -56,6 +56,7 @@ class Start:
     kind: Kind
     name: str
     seconds: float
+    phase: str
 
 
 @dataclass(frozen=True)
@@ -133,13 +134,14 @@ class StepOrder:
 
     def timeline(self, work: Work) -> Timeline:
         """When all that happens."""
-        line = Timeline()
+        line = Timeline(overlaps=self.exchange.machine.overlaps)
         spans: list[Span] = []
         for event in self.events:
             if isinstance(event, Computing):
                 seconds = work.backward(event.name) if event.is_backward else work.forward(event.name)
                 line.compute(event.name, seconds)
             elif isinstance(event, Start):
+                line.phase = event.phase
                 spans.append(line.start(event.kind, event.name, event.seconds))
             else:
                 line.phase = event.phase
@@ -169,7 +171,7 @@ class StepOrder:
     def _send(self, kind: Kind, group: GroupPlan, message: Message) -> int:
         for link in ("intra", "inter"):
             self.sent[link] += getattr(message, link)
-        self.events.append(Start(kind, group.name, message.seconds))
+        self.events.append(Start(kind, group.name, message.seconds, self.phase))
         self._num_started += 1
         return self._num_started - 1
 

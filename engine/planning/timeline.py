@@ -23,7 +23,8 @@ class Timeline:
     """Two lines in order: computing, and one queue of collectives, as one communicator has it.
 
     A collective starts when the queue is free and the computing that was launched before it is done; the host takes no
-    time. Exposed is the time in which the computing waits for a collective.
+    time. Exposed is the time in which the computing waits for a collective. overlaps: False where what computes is also
+    what sends, so that all of a collective is waited for where it starts.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -31,6 +32,7 @@ class Timeline:
     now: float = 0.0  # of the computing
     _free: float = 0.0  # of the queue
     phase: str = "forward"
+    overlaps: bool = True
 
     def compute(self, name: str, seconds: float) -> None:
         self.spans.append(Span("compute", name, self.now, self.now + seconds))
@@ -40,8 +42,11 @@ class Timeline:
         """Queues a collective."""
         begin = max(self._free, self.now)
         self._free = begin + seconds
-        self.spans.append(Span(kind, name, begin, self._free))
-        return self.spans[-1]
+        span = Span(kind, name, begin, self._free)
+        self.spans.append(span)
+        if not self.overlaps:
+            self.wait(span)
+        return span
 
     def wait(self, span: Span) -> None:
         """What is computed from now on comes after it."""

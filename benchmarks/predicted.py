@@ -1,0 +1,240 @@
+"""Step times as planned beside those that are measured, over a grid of models, configs and ranks on this machine.
+
+The plan is made of the file that `lowtide env --measure` writes. All cases of as many ranks run in the same processes,
+round by round, so that what else runs on the machine meets all of them; of each the least step counts, or with
+`--statistic median` the median. Cases of one group differ in their config alone: their order by prediction is compared
+with the measured one (Kendall's tau).
+
+Example:
+
+    lowtide env --measure machine.json --folder /tmp/offload
+    python benchmarks/predicted.py --machine machine.json --folder /tmp/offload --json rows.json --png rows.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from _model import GPTSize
+from _planned import Case, estimate_of
+from _ranks import JobError, environment_of, run_ranks
+from rich.console import Console
+from rich.table import Table
+
+from lowtide.engine.measuring.measure import num_cores
+from lowtide.engine.planning.measured import Measured, default_path
+
+WORKER = Path(__file__).with_name("_predicted_worker.py")
+MODELS = {
+    "wide": GPTSize(num_layers=2, width=768, num_heads=12, sequence_length=128),
+    "even": GPTSize(num_layers=6, width=384, num_heads=6, sequence_length=128),
+    "deep": GPTSize(num_layers=24, width=128, num_heads=4, sequence_length=64),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case: seconds of a step."""
+
+    group: str
+    name: str
+    ranks: int
+    predicted: float
+    measured: float
+    parts: dict[str, float]  # of the prediction
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted / self.measured
+
+
+def cases(counts: Sequence[int], folder: Path | None) -> list[Case]:
+    """The grid; a group has ten configs or more where there are several ranks."""
+    found = []
+    for ranks in counts:
+        for model, size in MODELS.items():
+            for name, config in _configs(ranks, size, folder).items():
+                found.append(Case(f"{model}, {ranks} ranks", name, ranks, size, config))
+    return found
+
+
+def _configs(ranks: int, size: GPTSize, folder: Path | None) -> dict[str, dict[str, Any]]:
+    found = {}
+    routes = ("shared_memory", "sockets") if ranks > 1 else ("auto",)
+    for route in routes:
+        for stage in range(4):
+            for accumulation in (1, 3):
+                if route == "sockets" and (stage == 2 or accumulation > 1):
+                    continue
+                name = f"stage {stage}, {accumulation} microbatches" + (f", {route}" if ranks > 1 else "")
+                found[name] = _config(stage, accumulation, route)
+    found["stage 0, 8 rows"] = _config(0, 1, routes[0], train_micro_batch_size_per_gpu=8)
+    found["stage 1, recomputed"] = _config(1, 1, routes[0], activation_checkpointing={"every": 1})
+    if folder is not None:
+        offload = {"offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}}
+        found["stage 1, states in files"] = _config(1, 1, routes[0], zero=offload)
+    for schedule in ("1f1b", "zb-h1") if ranks > 1 and size.num_layers >= ranks else ():
+        pipeline = {"parallel": {"pipeline": ranks}, "pipeline": {"schedule": schedule}}
+        found[f"pipeline, {schedule}"] = _config(0, 2 * ranks, "auto", **pipeline)
+    return found
+
+
+def _config(
+    stage: int, accumulation: int, route: str, zero: dict[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_print": 0,
+        "device": "cpu",
+        "optimizer": {"type": "adamw", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": stage, **(zero or {})},
+        "communication": {"route": route},
+        **more,
+    }
+
+
+def measured_seconds(some: Sequence[Case], steps: int, rounds: int, statistic: str, timeout: float) -> list[float]:
+    """Of each, of the slowest rank. some: of as many ranks all. Raises JobError."""
+    ranks = some[0].ranks
+    job = {"cases": [case.as_job() for case in some], "steps": steps, "rounds": rounds}
+    environment = environment_of(max(1, num_cores() // ranks), None)
+    found = run_ranks(WORKER, job, ranks, sys.executable, environment, timeout)
+    of: Callable[[Sequence[float]], float] = statistics.median if statistic == "median" else min
+    kind = "work" if statistic == "work" else "wall"
+    seconds = []
+    for place in range(len(some)):
+        runs = [
+            [step for rank in found[rank_number][place :: len(some)] for step in rank[kind]]
+            for rank_number in range(ranks)
+        ]
+        seconds.append(max(of(steps_of_rank) for steps_of_rank in runs))
+    return seconds
+
+
+def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
+    """Pairs in the same order minus pairs in the other, by all: 1 where both orders are the same.
+
+    A pair of equal values counts for neither. Raises ValueError for less than two.
+    """
+    if len(pairs) < 2:
+        raise ValueError(f"expected at least 2 pairs, found {len(pairs)}")
+    total = 0
+    for (a, b), (c, d) in combinations(pairs, 2):
+        product = (a - c) * (b - d)
+        total += (product > 0) - (product < 0)
+    return total / (len(pairs) * (len(pairs) - 1) / 2)
+
+
+def conclusions(rows: Sequence[Row]) -> dict[str, Any]:
+    """The median of how far predictions are off, by group and of all, and tau by group."""
+    groups = dict.fromkeys(row.group for row in rows)
+    by_group = {}
+    for group in groups:
+        own = [row for row in rows if row.group == group]
+        tau = kendall_tau([(row.predicted, row.measured) for row in own]) if len(own) > 1 else None
+        by_group[group] = {"median_error": statistics.median(abs(row.ratio - 1) for row in own), "tau": tau}
+    return {"median_error": statistics.median(abs(row.ratio - 1) for row in rows), "groups": by_group}
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Ends the program with what was expected and found where the command line cannot mean anything."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", type=Path, default=default_path(), help="what `lowtide env --measure` has written")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="(1 2)")
+    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=list(MODELS))
+    parser.add_argument("--folder", type=Path, help="for files: with it, states in files are among the configs")
+    parser.add_argument("--steps", type=int, default=5, help="of a case in a round, after two (5)")
+    parser.add_argument("--rounds", type=int, default=3, help="(3)")
+    parser.add_argument(
+        "--statistic",
+        choices=("least", "median", "work"),
+        default="least",
+        help="of the steps; work: the least time of the process on a processor, of one rank on a busy machine",
+    )
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds of all cases of as many ranks")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--png", type=Path)
+    options = parser.parse_args(arguments)
+    for name in ("steps", "rounds"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name}: expected at least 1, found {getattr(options, name)}")
+    if min(options.ranks) < 1:
+        parser.error(f"--ranks: expected at least 1, found {min(options.ranks)}")
+    return options
+
+
+def main() -> None:
+    """Measures, plans, prints the table, writes what was asked for."""
+    options = parse_arguments()
+    try:
+        machine = Measured.read(options.machine)
+    except ValueError as error:
+        raise SystemExit(f"predicted: {error}") from error
+    rows = []
+    for ranks in options.ranks:
+        some = [one for one in cases([ranks], options.folder) if one.group.split(",")[0] in options.models]
+        try:
+            seconds = measured_seconds(some, options.steps, options.rounds, options.statistic, options.timeout)
+        except JobError as error:
+            raise SystemExit(f"predicted: {ranks} ranks: {error}") from error
+        for case, found in zip(some, seconds, strict=True):
+            said = estimate_of(case, machine)
+            rows.append(Row(case.group, case.name, ranks, said.step_seconds, found, dict(said.seconds)))
+    _show(rows)
+    if options.json:
+        text = json.dumps({"rows": [asdict(row) for row in rows], **conclusions(rows)}, indent=1)
+        options.json.write_text(text + "\n", encoding="utf-8")
+    if options.png:
+        _draw(rows, options.png)
+
+
+def _show(rows: Sequence[Row]) -> None:
+    table = Table(title="a step, ms")
+    for heading in ("group", "config", "predicted", "measured", "ratio", "prediction's parts"):
+        table.add_column(heading, justify="left" if heading in ("group", "config", "prediction's parts") else "right")
+    for row in rows:
+        parts = " ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in row.parts.items() if seconds > 5e-5)
+        cells = (f"{1e3 * row.predicted:.1f}", f"{1e3 * row.measured:.1f}", f"{row.ratio:.2f}", parts)
+        table.add_row(row.group, row.name, *cells)
+    console = Console(width=170)
+    console.print(table)
+    found = conclusions(rows)
+    for group, one in found["groups"].items():
+        tau = "" if one["tau"] is None else f", tau {one['tau']:.2f}"
+        console.print(f"{group}: median error {100 * one['median_error']:.1f} %{tau}")
+    console.print(f"all: median error {100 * found['median_error']:.1f} %")
+
+
+def _draw(rows: Sequence[Row], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 7))
+    for group in dict.fromkeys(row.group for row in rows):
+        own = [row for row in rows if row.group == group]
+        axes.scatter([1e3 * row.measured for row in own], [1e3 * row.predicted for row in own], s=18, label=group)
+    ends = [1e3 * end(min(row.measured, row.predicted) for row in rows) for end in (min, max)]
+    axes.plot(ends, ends, color="black", linewidth=0.8)
+    axes.fill_between(ends, [0.9 * end for end in ends], [1.1 * end for end in ends], color="grey", alpha=0.2)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("measured step, ms")
+    axes.set_ylabel("predicted step, ms")
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

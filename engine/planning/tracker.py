@@ -1,0 +1,138 @@
+"""What operations do while tensors come and go: bytes that are alive, products, bytes that are moved."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .profile import Operation
+
+_aten = torch.ops.aten
+_IS_CAUSAL = {  # attention -> which argument says that half of it is not computed
+    _aten._scaled_dot_product_flash_attention: 4,
+    _aten._scaled_dot_product_flash_attention_for_cpu: 4,
+    _aten._scaled_dot_product_efficient_attention: 6,
+    _aten._scaled_dot_product_flash_attention_backward: 11,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: 7,
+    _aten._scaled_dot_product_efficient_attention_backward: 11,
+}
+_COUNTED_AS = {  # of which torch has no formula
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
+_ONLY_ALLOCATE = (*(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided),)
+
+
+class Done:
+    """What operations did."""
+
+    def __init__(self) -> None:
+        self.flops = self.traffic = 0
+        self._calls: dict[tuple[str, str, int], int] = {}
+
+    def add(self, name: str, dtype: str, size: int, count: int = 1) -> None:
+        key = (name, dtype, size)
+        self._calls[key] = self._calls.get(key, 0) + count
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        return tuple(Operation(*key, count) for key, count in self._calls.items())
+
+
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of storages that are alive, the most of them since `begin`, and what operations do since then."""
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        from torch.utils.flop_counter import flop_registry  # takes half a second
+
+        self._formulas: Mapping[Any, Callable[..., int]] = flop_registry
+        self._seen: dict[int, weakref.ref[Any]] = {}
+        self.live = self.peak = 0
+        self.done = Done()
+        for tensor in known:
+            self.leave_out(tensor)
+
+    def begin(self) -> int:
+        """Counts anew; gives what is alive."""
+        self.peak, self.done = self.live, Done()
+        return self.live
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """A storage that does not count."""
+        storage = tensor.untyped_storage()
+        if id(storage) in self._seen:
+            self.live -= storage.nbytes()
+        self._seen[id(storage)] = weakref.ref(storage, partial(self._forget, id(storage), 0))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            return True  # [Note: conditions] in `meta_run.py`
+        result = func(*args, **kwargs)
+        outputs = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        made = [self._see(one.untyped_storage()) for one in outputs]
+        packet = func._overloadpacket
+        formula = self._formulas.get(_COUNTED_AS.get(packet, packet))
+        if formula is not None:
+            flops = formula(*args, **kwargs, out_val=result)
+            place = _IS_CAUSAL.get(packet)
+            flops = flops // 2 if place is not None and len(args) > place and args[place] else flops
+            self.done.flops += flops
+            self._called_product(packet, flops, outputs)
+            return result
+        nbytes = 0
+        if (any(made) or func._schema.is_mutable) and packet not in _ONLY_ALLOCATE:
+            read = args[1:] if packet is _aten.embedding else args  # of a table only some rows
+            nbytes = sum(one.nbytes for one in (*tensors_of((read, kwargs)), *outputs))
+            self.done.traffic += nbytes
+        if nbytes:
+            self.done.add(str(packet).removeprefix("aten.").rstrip("_"), _dtype_of(outputs), nbytes)
+        else:
+            self.done.add("view", "", 0)
+        return result
+
+    def _called_product(self, packet: Any, flops: int, outputs: Sequence[Tensor]) -> None:
+        """Matrices of a batch are counted one by one: what a core reaches depends on the size of each."""
+        name, dtype, count = _product_name(packet), _dtype_of(outputs), 1
+        if name == "bmm" and outputs:
+            count = outputs[0].shape[0]
+        self.done.add(name, dtype, flops // max(1, count), count)
+
+    def _see(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it was not there before."""
+        key = id(storage)
+        if key in self._seen:
+            return False
+        nbytes = storage.nbytes()
+        self._seen[key] = weakref.ref(storage, partial(self._forget, key, nbytes))
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+        return True
+
+    def _forget(self, key: int, nbytes: int, _: Any) -> None:
+        self._seen.pop(key, None)
+        self.live -= nbytes
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(value) if isinstance(one, Tensor)]
+
+
+def _product_name(packet: Any) -> str:
+    """mm, bmm, attention or attention backward, for what torch has many of."""
+    name = str(packet)
+    if "attention" in name:
+        return "attention backward" if "backward" in name else "attention"
+    return "bmm" if "bmm" in name else "mm"
+
+
+def _dtype_of(tensors: Sequence[Tensor]) -> str:
+    return str(tensors[0].dtype).removeprefix("torch.") if tensors else ""

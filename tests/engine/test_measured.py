@@ -1,0 +1,62 @@
+"""The file of a machine's numbers, and what is read between them."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowtide.engine.planning.measured import Curve, Measured, Speeds, curve
+
+MM = curve([[1e3, 1e-5], [1e5, 1e-4], [1e7, 1e-2]])
+MEASURED = Measured({2: Speeds(2, 1, {"float32 mm": MM, "float32 add": curve([[0, 1e-6], [1e6, 1e-3]])})}, {"first": 7})
+
+
+def test_between_two_sizes_time_is_a_power_of_the_size() -> None:
+    assert MM.seconds(1e3) == 1e-5 and MM.seconds(1e4) == pytest.approx(1e-4 / 10**0.5)
+    assert MM.seconds(10) == 1e-5, "what is smaller takes what the smallest does"
+    assert MM.seconds(3e7) == pytest.approx(3e-2), "what is larger takes as much more"
+    assert MM.most_per_second == pytest.approx(1e9)
+    assert Curve((0.0, 1e6), (1e-6, 1e-3)).seconds(5e5) == pytest.approx(5.005e-4)
+
+
+def test_a_file_has_what_was_measured(tmp_path: Path) -> None:
+    MEASURED.write(tmp_path / "new" / "machine.json")
+    assert Measured.read(tmp_path / "new" / "machine.json") == MEASURED
+
+
+def test_more_ranks_than_were_measured_share_the_cores() -> None:
+    assert MEASURED.speeds(1).seconds("float32 mm", 1e7) == 1e-2
+    assert MEASURED.speeds(6).seconds("float32 mm", 1e7) == pytest.approx(3e-2)
+
+
+def test_an_operation_that_was_not_measured_takes_what_an_addition_does() -> None:
+    speeds = MEASURED.speeds(2)
+    assert speeds.operation("erfinv", "bfloat16", 1e6) == 1e-3 and speeds.seconds("update", 1e9) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "expected numbers of a machine, found No such file or directory; write it anew: lowtide env --measure"),
+        ("{", "expected JSON, found"),
+        ("{}", 'expected "format": 1, found None'),
+        ({"process_bytes": {}, "ranks": {}}, "expected numbers of at least one count of ranks, found none"),
+        ({"process_bytes": {}, "ranks": {"1": {}}}, "expected curves of [size, seconds], found KeyError: 'threads'"),
+        (
+            {"process_bytes": {}, "ranks": {"1": {"threads": 1, "seconds": {"mm": [[2, 1], [1, 1]]}}}},
+            "sizes [2.0, 1.0] do not ascend",
+        ),
+        (
+            {"process_bytes": {}, "ranks": {"1": {"threads": 1, "seconds": {"mm": [[2, 0]]}}}},
+            "seconds [0.0] are not all more than 0",
+        ),
+    ],
+)
+def test_what_is_no_such_file_is_refused(text: Any, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    if text is not None:
+        path.write_text(text if isinstance(text, str) else json.dumps({"format": 1, **text}))
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Measured.read(path)

@@ -20,9 +20,10 @@ from ..pipe.split.trees import leaves
 from ..pipe.stage import make_stages
 from ..zero.scheduled_units import ScheduledUnits
 from ..zero.unit import Unit
+from .axes import PIPE
 from .batch import call_for_loss, loss_of
 from .join import NO_JOIN, Call
-from .pipeline_plan import PIPE, LossFn, PipelinePlan
+from .pipeline_plan import LossFn, PipelinePlan
 from .steps import Steps
 from .turn import Turn
 
@@ -156,7 +157,7 @@ class Pipeline:
 
         A collective: a step that fails must fail on all ranks, for the next one to be the same.
         """
-        if self._mesh.data_size > 1:
+        if self._mesh.world.size > self._mesh.axes[PIPE].size:
             own = torch.full((1,), differ, dtype=torch.int64, device=self._mesh.world.device)
             if not int(self._mesh.sum_small(own, "the outcome of the check of the batch")):
                 return

@@ -151,6 +151,8 @@ def sum_step(
 ) -> SummedStep:
     """losses: () of each microbatch; none where a rank lacks a pipeline's last stage. A collective, and a barrier.
 
+    Ranks with parts of the same sequences have parts of the losses; those that split layers have the same ones.
+
     changed: () bool on the device: a parameter of this rank was changed behind the engine's back. cleared: stands for
     the gradients that this rank's caller has cleared, another number for others; 0: none.
     """
@@ -167,7 +169,7 @@ def sum_step(
         sums[_BAD] |= ~torch.stack(earlier).all()
     if changed is not None:
         sums[_CHANGED] |= changed
-    if losses:
+    if losses and mesh.speaks:
         mean = losses[0].double() if len(losses) == 1 else torch.stack([loss.double() for loss in losses]).mean()
         add_limbs(sums, mean.view(1), NUM_LIMBS, _INFINITE)
     return SummedStep(mesh.sum_small(sums, what), len(events), uses, mesh.data_size, mesh.world.size * cleared)

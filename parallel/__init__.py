@@ -1,0 +1,1 @@
+"""Splits of layers, sequences and experts over an axis of the mesh."""

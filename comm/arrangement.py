@@ -17,12 +17,23 @@ class Arrangement:
                                              replica  0 1       4 5
                                                 |     2 3       6 7
 
-    Ranks that differ on the `data` axes alone have the same parameters and other data: they are data-parallel to each
-    other. Those that differ elsewhere alone have the same data.
+    | ranks that differ alone on | have                                                                              |
+    |----------------------------|-----------------------------------------------------------------------------------|
+    | `data`                     | the same parameters and other data: they are data-parallel to each other          |
+    | `parts`                    | the same parameters and other parts of the same data: parts of the same sequences |
+    | `layers`                   | parts of the same layers and the same data; what is not split of both is alike    |
+    | the others                 | other layers and the same data: stages of a pipeline                              |
     """
 
     sizes: tuple[tuple[str, int], ...]
     data: tuple[str, ...]  # names of axes
+    parts: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """Axes over which gradients of the same parameters are summed."""
+        return self.data + self.parts
 
     @property
     def num_ranks(self) -> int:
@@ -39,9 +50,10 @@ class Arrangement:
         return tuple(name for name in names if sizes[name] > 1)
 
     def lines(self, folds: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-        """Each axis, and each fold of several axes that have several ranks."""
+        """Each axis that has several ranks, and each fold of several of them."""
+        single = [(name,) for name, size in self.sizes if size > 1]
         folded = dict.fromkeys(self.wide(names) for names in folds)
-        return [*((name,) for name, _ in self.sizes), *(names for names in folded if len(names) > 1)]
+        return [*single, *(names for names in folded if len(names) > 1)]
 
     def place(self, rank: int, names: Sequence[str]) -> int:
         """Which of these `rank` is, the last axis the fastest."""

@@ -76,12 +76,13 @@ class Mesh:
             axes[names] = Axis(" x ".join(names), rank, ranks, places, made)
         number = first + len(lines)
         along = (messages,)
-        ways = groups[along], groups[along]
+        ways = groups.get(along), groups.get(along)
         if not world.waits_on_host:  # no tags: see `Peers`
             ways = _new_group(world, arrangement, along), _new_group(world, arrangement, along)
-        peers = Peers(axes[along].ranks, ways, _first_tag(number), world, trail, works, number % _NUM_RECORDED)
+        places = arrangement.ranks(world.rank, along)
+        peers = Peers(places, ways, _first_tag(number), world, trail, works, number % _NUM_RECORDED)
         alone = Axis("", 0, (world.rank,), (0,), SoloRoute(world.device))
-        single = {name: axes[(name,)] for name, _ in arrangement.sizes}
+        single = {name: axes.get((name,), alone) for name, _ in arrangement.sizes}
         return cls(world, arrangement, single, peers, {**axes, (): alone})
 
     def over(self, names: Sequence[str]) -> Axis:
@@ -98,15 +99,33 @@ class Mesh:
         """Which of them this rank is."""
         return self.arrangement.place(self.world.rank, self.arrangement.data)
 
+    @cached_property
+    def has_whole(self) -> bool:
+        """Whether this rank's parameters, with what data-parallel ranks have of them, are the model's: nothing is split
+        over stages or within layers."""
+        return self.arrangement.size(self.arrangement.summed) == self.world.size
+
+    @cached_property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of those with the same layers, or parts of them: of a pipeline's place."""
+        same = self.arrangement.summed + self.arrangement.layers
+        return self.arrangement.place(self.world.rank, same) == 0
+
+    @cached_property
+    def speaks(self) -> bool:
+        """Whether this rank is the one that tells of what is alike on all that split the same layers, as a loss is."""
+        return self.arrangement.place(self.world.rank, self.arrangement.layers) == 0
+
     def sum_small(self, values: Any, what: str) -> Any:
         """The exact sum over all ranks of a small int64 vector; also a barrier."""
-        for axis in reversed(list(self.axes.values())):
-            values = axis.route.sum_small(values, what)
+        for name, size in reversed(self.arrangement.sizes):
+            if size > 1:
+                values = self.axes[name].route.sum_small(values, what)
         return values
 
     def fence(self, what: str) -> None:
-        """Returns when every data-parallel rank has come here, where ranks share memory; elsewhere at once."""
-        for name in reversed(self.arrangement.data):
+        """Returns when every rank with the same parameters has come here, where memory is shared; elsewhere at once."""
+        for name in reversed(self.arrangement.summed):
             self.axes[name].route.fence(what)
 
     def close(self) -> None:

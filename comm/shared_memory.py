@@ -102,6 +102,7 @@ class SharedMemoryRoute:
         self.rank = rank
         self.ranks = ranks
         self.size = len(ranks)
+        self._places = places
         self._place = places[rank]
         self._exchange = exchange
         self._timeout_seconds = timeout_seconds
@@ -170,6 +171,20 @@ class SharedMemoryRoute:
     def gather(self, full: Tensor, part: Tensor, what: str) -> Pending:
         """Nothing moves: `full` is the one copy that all ranks read. See [Note: one copy per host]."""
         return Pending()
+
+    def gather_copies(self, full: Tensor, part: Tensor, what: str) -> Pending:
+        """As `gather`, where `full` is memory of this rank alone: each `part` goes through a slot."""
+        slot = self.open_slot(part.numel(), part.dtype, what)
+        slot.copy_(part)
+        number, arrived = self._post(what)
+
+        def collect() -> None:
+            arrived.wait()
+            for place, other in zip(self._places, self._views(number, slot, slice(None)), strict=True):
+                full[place * part.numel() : (place + 1) * part.numel()].copy_(other)
+            self._set(_CONSUMED, number + 1)
+
+        return Pending(collect)
 
     def next_slot(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """What `open_slot` will give next: it may be written already. None where not all have consumed it yet."""

@@ -73,6 +73,10 @@ class SocketRoute:
             own.copy_(part)
         return Pending(lambda: self._wait(works, what, sequence))
 
+    def gather_copies(self, full: Tensor, part: Tensor, what: str) -> Pending:
+        """As `gather`."""
+        return self.gather(full, part, what)
+
     def next_slot(self, numel: int, dtype: torch.dtype) -> Tensor:
         """What `open_slot` will give next: it may be written already."""
         return self._buffer(f"slot {(self._num_slots_opened + 1) % 3}", numel, dtype)

@@ -36,6 +36,10 @@ class SoloRoute:
             full.copy_(part)
         return Pending()
 
+    def gather_copies(self, full: Tensor, part: Tensor, what: str) -> Pending:
+        """As `gather`."""
+        return self.gather(full, part, what)
+
     def next_slot(self, numel: int, dtype: torch.dtype) -> Tensor:
         """What `open_slot` will give next: it may be written already."""
         if self._next is None or self._next.numel() != numel or self._next.dtype != dtype:

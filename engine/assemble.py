@@ -31,6 +31,7 @@ from ..zero.unit import Unit
 from ..zero.units import UnitPlan
 from .archive.agreement import no_rank_alone
 from .archive.full_values import FullValues
+from .axes import PIPE
 from .blueprint import Blueprint
 from .config.config import Config
 from .driver import Driver
@@ -44,7 +45,7 @@ from .lr_schedule import learning_rate_at
 from .offload import activation_store, host_update, offloaded_states, shard_rest
 from .parts import Parts
 from .pipeline import Pipeline
-from .pipeline_plan import PIPE, LossFn
+from .pipeline_plan import LossFn
 from .step_update import Timing
 from .whole_model import WholeModel
 
@@ -125,7 +126,7 @@ def _connect(blueprint: Blueprint, world: World) -> Mesh:
         blueprint.wanted_route,
         shared_bytes(blueprint),
         messages=PIPE,
-        folds=[blueprint.domain.states],
+        folds=blueprint.domain.folds,
     )
     partition = blueprint.config.zero_optimization.partition_size
     if partition > 1 and mesh.over(blueprint.domain.states).route.copies_are_shared and not world.rank:

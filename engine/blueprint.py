@@ -17,10 +17,11 @@ from ..zero.gather_ring import MAX_PREFETCHED
 from ..zero.plan import Dtypes, ModelPlan
 from ..zero.policy import ZeroPolicy
 from ..zero.units import UnitPlan, plan_units
+from .axes import PIPE, arrangement_of, domain_of
 from .config.config import Config
 from .offload import Home, Homes
 from .optimizer_plan import OptimizerChoice, OptimizerPlan
-from .pipeline_plan import PIPE, PipelinePlan
+from .pipeline_plan import PipelinePlan
 from .step_update import Timing
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
@@ -32,7 +33,7 @@ class Blueprint:
 
     | what                         | where                                                                        |
     |------------------------------|------------------------------------------------------------------------------|
-    | axes, and ranks on each      | `arrangement`: (pipe, replica, secondary, shard)                             |
+    | axes, and ranks on each      | `arrangement`: see `arrangement_of`                                          |
     | what is divided over which   | `domain`; `policy` is the ZeRO stage                                         |
     | units, groups, flat layouts  | `units` of the whole model; `places`, by pipeline place, what its ranks have |
     | dtypes                       | `dtypes`; each group of a place has its own                                  |
@@ -84,8 +85,8 @@ class Blueprint:
         """
         zero = config.zero_optimization
         policy, dtypes = ZeroPolicy.from_stage(zero.stage), _dtypes(config, model)
-        arrangement = _arrangement(config, policy, num_ranks)
-        domain = _domain(policy, arrangement)
+        arrangement = arrangement_of(config.parallel, zero, policy, num_ranks)
+        domain = domain_of(policy, arrangement)
         units = tuple(units or plan_units(model, None if zero.units == "auto" else zero.units))
         chosen = OptimizerPlan.of(config, model, optimizer)
         pipeline = PipelinePlan.of(config, model, split) if config.parallel.pipeline > 1 else None
@@ -136,29 +137,6 @@ class Blueprint:
         wanted, live = zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters
         ahead = MAX_PREFETCHED * largest if wanted is None else max(wanted, largest) if wanted else 0
         return ahead if live is None or not zero.offloads_parameters else min(ahead, live)
-
-
-def _arrangement(config: Config, policy: ZeroPolicy, num_ranks: int) -> Arrangement:
-    """The axes of the job: the ranks of a pipeline place are data-parallel, in groups that shard.
-
-    Such a group may consist of several that hold all parameters each: the places of "secondary".
-    """
-    pipe_size, zero = config.parallel.pipeline, config.zero_optimization
-    data_size = num_ranks // pipe_size
-    states_size = policy.shard_size(data_size, zero.shard_size)
-    shard_size = zero.partition_size if zero.partition_size > 1 else states_size
-    sizes = (
-        (PIPE, pipe_size),
-        ("replica", data_size // states_size),
-        ("secondary", states_size // shard_size),
-        ("shard", shard_size),
-    )
-    return Arrangement(sizes, data=("replica", "secondary", "shard"))
-
-
-def _domain(policy: ZeroPolicy, arrangement: Arrangement) -> Domain:
-    states = ("shard", "secondary") if policy.shards_states else ()
-    return Domain(states, parameters=("shard",) if policy.frees_parameters else (), summed=arrangement.data)
 
 
 def _dtypes(config: Config, module: nn.Module) -> Dtypes:

@@ -80,14 +80,14 @@ def shared_bytes(blueprint: Blueprint) -> int:
     if blueprint.route != "shared_memory":
         return 0
     arrangement, domain = blueprint.arrangement, blueprint.domain
-    data_size = arrangement.size(arrangement.data)
+    same_size = arrangement.size(arrangement.summed)
     states_size, replicas_size = arrangement.size(domain.states), arrangement.size(domain.replicas)
-    sizes = [arrangement.size(names) for names in arrangement.lines([domain.states])]
+    sizes = [arrangement.size(names) for names in arrangement.lines(domain.folds)]
     total = sum(arrangement.num_ranks // size * counters_bytes(size) for size in sizes if size > 1)
     for plan in blueprint.places:
-        total += data_size * _ring_bytes(plan, arrangement)
+        total += same_size * _ring_bytes(plan, arrangement)
         if states_size > 1:
-            total += data_size // states_size * sum(page_aligned(group.full_bytes) for group in plan.groups)
+            total += same_size // states_size * sum(page_aligned(group.full_bytes) for group in plan.groups)
         elif blueprint.shares_gradients and replicas_size > 1:
             total += sum(page_aligned(_sum_bytes(group)) for group in plan.trained if not group.domain.copies)
     return total

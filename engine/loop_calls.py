@@ -86,7 +86,7 @@ class LoopCalls:
         engine's is open.
         """
         self._turn.check("engine.join()")
-        if self._mesh.data_size < self._mesh.world.size:
+        if not self._mesh.has_whole:
             raise ValueError(NO_JOIN)
         with self._join.opened():
             yield

@@ -21,9 +21,10 @@ from ..pipe.split.trees import leaves
 from ..pipe.stage import make_stages
 from ..zero.scheduled_units import ScheduledUnits
 from ..zero.unit import Unit
+from .axes import PIPE
 from .batch import call_for_loss, loss_of
 from .join import NO_JOIN, Call
-from .pipeline_plan import PIPE, LossFn, PipelinePlan
+from .pipeline_plan import LossFn, PipelinePlan
 from .steps import Steps
 from .turn import Turn
 
@@ -153,7 +154,7 @@ class Pipeline:
         pipe, device = self._mesh.axes[PIPE], self._mesh.world.device
         own = torch.full((1,), digest, dtype=torch.int64, device=device)
         differs = anywhere = (pipe.route.sum_small(own, what) != digest * pipe.size).long()
-        if self._mesh.data_size > 1:  # a step that fails must fail on all ranks, for the next one to be the same
+        if self._mesh.world.size > pipe.size:  # a step that fails must fail on all, for the next one to be the same
             anywhere = self._mesh.sum_small(differs, what)
         self._unread = OnHost(torch.cat([differs, anywhere]))
         kind = shapes_in(batches)

@@ -19,12 +19,12 @@ from ..zero.policy import ZeroPolicy
 from ..zero.unit import Unit
 from ..zero.units import UnitPlan
 from .archive.named_state import Whole
+from .axes import PIPE
 from .batch import call, loss_of
 from .config.config import Config
 from .config.parallel import schedule_of
 
 LossFn = Callable[[Any, Any], Tensor] | None
-PIPE = "pipe"
 _TIED = "(tied {})"
 
 

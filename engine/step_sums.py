@@ -140,6 +140,8 @@ def sum_step(
 ) -> SummedStep:
     """losses: () of each microbatch; none where a rank lacks a pipeline's last stage. A collective, and a barrier.
 
+    Ranks with parts of the same sequences have parts of the losses; those that split layers have the same ones.
+
     changed: () bool on the device: a parameter of this rank was changed behind the engine's back. cleared: stands for
     the gradients that this rank's caller has cleared, another number for others; 0: none.
     """
@@ -152,7 +154,7 @@ def sum_step(
     finite = torch.isfinite(squares)
     earlier = [sent(one.was_finite, device) for one in found if one.was_finite is not None]
     is_bad = ~torch.stack([finite.all(), *earlier]).all()
-    mean = torch.stack([loss.double() for loss in losses]).mean() if losses else nothing.sum()
+    mean = torch.stack([loss.double() for loss in losses]).mean() if losses and mesh.speaks else nothing.sum()
     is_infinite = ~torch.isfinite(mean)
     mean = torch.where(is_infinite, 0.0, mean)
     limbs = limbs_of_each([torch.where(finite, squares, 0.0), mean.abs().view(1)])

@@ -1,1 +1,1 @@
-"""How the work of one model is divided: over ranks, and over tiles of a sequence one after the other."""
+"""Splits of layers, sequences and experts over an axis of the mesh; and of sequences into tiles, one after the other."""

@@ -116,7 +116,7 @@ class TiledLogits(Tensor):
         return func(*tree_map(_whole(name), args), **tree_map(_whole(name), kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # called by position
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         name = str(func)
         return func(*tree_map(_values(name), args), **tree_map(_values(name), kwargs or {}))
 

@@ -21,13 +21,17 @@ class Copies:
 class Domain:
     """What is divided over the ranks of which axes.
 
-    |                 | states           | parameters | summed           |
-    |-----------------|------------------|------------|------------------|
-    | stage 0         |                  |            | replica          |
-    | stage 1, 2      | shard            |            | shard            |
-    | stage 3         | shard            | shard      | shard            |
-    | hybrid, stage 3 | shard            | shard      | replica, shard   |
-    | hpZ, stage 3    | shard, secondary | shard      | secondary, shard |
+    |                      | states           | parameters      | summed           | copies |
+    |----------------------|------------------|-----------------|------------------|--------|
+    | stage 0              |                  |                 | replica          |        |
+    | stage 1, 2           | shard            |                 | shard            |        |
+    | stage 3              | shard            | shard           | shard            |        |
+    | hybrid, stage 3      | shard            | shard           | replica, shard   |        |
+    | hpZ, stage 3         | shard, secondary | shard           | secondary, shard |        |
+    | sequences, stage 3   | shard, sequence  | shard, sequence | shard, sequence  |        |
+    | not split, stage 3   | shard            | shard           | shard            | tensor |
+    | not an expert's, 3   | shard, expert    | shard, expert   | shard, expert    |        |
+    | an expert's, stage 3 | shard            | shard           | shard            |        |
 
     Axes with one rank are left out of the table. hpZ is of ZeRO++, arXiv 2306.10209, section 3.2: the ranks of a host
     have all parameters at rest, and gathers do not leave it.
@@ -45,6 +49,11 @@ class Domain:
     def replicas(self) -> tuple[str, ...]:
         """Axes over which the gradient is summed, and nothing is divided."""
         return tuple(name for name in self.summed if name not in self.states)
+
+    @property
+    def folds(self) -> tuple[tuple[str, ...], ...]:
+        """Axes that are taken together: each is one line of ranks."""
+        return self.states, self.parameters, self.replicas, self.refreshed
 
     @property
     def refreshed(self) -> tuple[str, ...]:

@@ -310,7 +310,7 @@ class Checkpointer:
                 "stage": self._config.zero_optimization.stage,
                 "shard_size": self._mesh.data_size // self._mesh.axes["replica"].size,
                 "replicas": self._mesh.axes["replica"].size,
-                "pipeline": self._world.size // self._mesh.data_size,
+                "pipeline": self._mesh.axes["pipe"].size,
             },
             tensors=tensors,
             compute_dtypes=dict(catalog.compute_dtypes),

@@ -93,11 +93,11 @@ class FullValues:
 
     @property
     def _has_whole(self) -> bool:
-        return self._mesh.data_size == self._mesh.world.size
+        return self._mesh.has_whole
 
     def state_dict(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Of the whole model, on rank 0. names: of its state_dict, in its order."""
-        is_writer = self._mesh.data_rank == 0
+        is_writer = self._mesh.is_first
         values: dict[int, Tensor] = {}
         for group in self._groups:
             was_sharded = group.residence is not Residence.FULL

@@ -56,8 +56,8 @@ class NamedState:
         self._mesh = mesh
         self.whole = whole
         self.catalog = self._own_catalog()
-        if mesh.data_size < mesh.world.size:
-            own = self.catalog if mesh.data_rank == 0 else None
+        if not mesh.has_whole:
+            own = self.catalog if mesh.is_first else None
             parts = [part for part in mesh.world.gather_objects(own) if part is not None]
             self.catalog = Catalog.merged(parts)
 
@@ -103,7 +103,7 @@ class NamedState:
     @property
     def holds_buffers(self) -> bool:
         """True on the rank that saves the buffers of its stages."""
-        return self._mesh.data_rank == 0
+        return self._mesh.is_first
 
     def weights(self, rounded: bool = False, changes: bool = False, saves: bool = False) -> list[Fragment]:
         """What this rank holds of the parameters; rounded: in the dtype in which they are computed.

@@ -30,6 +30,7 @@ from .parallel import (
     ParallelConfig,
     PipelineConfig,
     accumulation_faults,
+    degree_faults,
     idle_settings,
     pipeline_faults,
     schedule_faults,
@@ -199,7 +200,7 @@ class Config(Section):
         faults = world_faults(self.parallel, world_size)
         if faults:
             raise ConfigError(faults + ([kept.fault(world_size)] if kept else []), self._source)
-        data_size = world_size // self.parallel.pipeline
+        data_size = world_size // self.parallel.ranks_of_sample
         batch = kept.on(data_size) if kept else _batch(self, data_size)
         update: dict[str, object] = {}
         if isinstance(batch, Fault):
@@ -209,7 +210,7 @@ class Config(Section):
             if self.pipeline.microbatches is not None:
                 update["pipeline"] = self.pipeline.model_copy(update={"microbatches": batch.accumulation})
             faults += schedule_faults(self.parallel, self.pipeline, batch.accumulation)
-        faults += _shard_size_faults(self.zero_optimization, data_size)
+        faults += _shard_size_faults(self.zero_optimization, data_size, self.parallel.expert)
         resolved = self.model_copy(update=update)
         if self.gradient_accumulation_steps is None or kept:
             faults += _update_in_backward_faults(resolved)
@@ -251,7 +252,7 @@ def _kept_batch(config: Config, first_world_size: int) -> KeptBatch | None:
     if config.train_batch_size is None and micro is None:
         return None
     config.resolve(first_world_size)
-    first = _batch(config, first_world_size // config.parallel.pipeline)
+    first = _batch(config, first_world_size // config.parallel.ranks_of_sample)
     assert isinstance(first, Batch)
 
     @cache
@@ -260,12 +261,13 @@ def _kept_batch(config: Config, first_world_size: int) -> KeptBatch | None:
         return is_whole and not schedule_faults(config.parallel, config.pipeline, count)
 
     zero = config.zero_optimization
-    shard_size = zero.shard_size or zero.partition_size
-    return KeptBatch(first, first_world_size, config.parallel.pipeline, micro is not None, can_accumulate, shard_size)
+    divisor = math.lcm(zero.shard_size or zero.partition_size, config.parallel.expert)
+    same = config.parallel.ranks_of_sample
+    return KeptBatch(first, first_world_size, same, micro is not None, can_accumulate, divisor)
 
 
-def _shard_size_faults(zero: ZeroConfig, data_size: int) -> list[Fault]:
-    """The shard size must divide the data-parallel ranks, and the partition of hpZ the shard size."""
+def _shard_size_faults(zero: ZeroConfig, data_size: int, expert: int) -> list[Fault]:
+    """The shard size must divide the data-parallel ranks, the partition of hpZ the shard size, and experts both."""
     group_size = data_size if zero.shard_size is None else zero.shard_size
     found = []
     for key, size, of, what, whole in (
@@ -277,6 +279,9 @@ def _shard_size_faults(zero: ZeroConfig, data_size: int) -> list[Fault]:
                 f"{key}({size}) x {of}(?) = {what}({whole}) does not hold; the nearest legal "
                 f"values are {nearest_divisors(size, whole)}"
             )
+            found.append(Fault(f"zero_optimization.{key}", "conflict", message))
+        elif zero.stage and size > 1 and size % expert and whole % expert == 0:
+            message = f"expert({expert}) x shard(?) = {key}({size}) does not hold; set a multiple of {expert}"
             found.append(Fault(f"zero_optimization.{key}", "conflict", message))
     return found
 
@@ -396,6 +401,7 @@ def _conflicts(config: Config) -> list[Fault]:
         faults += [Fault(f"optimizer.params.{key}", "conflict", message) for key, message in conflicts]
     faults += offload_faults(config.zero_optimization, config.activation_checkpointing)
     faults += accumulation_faults(config.pipeline, config.gradient_accumulation_steps)
+    faults += degree_faults(config.parallel)
     faults += pipeline_faults(config.parallel, config.zero_optimization, config.activation_checkpointing.offload)
     return faults + _checkpoint_faults(config.checkpoint) + _update_in_backward_faults(config)
 

@@ -36,16 +36,16 @@ def first_world_size(environ: Mapping[str, str], world_size: int) -> int | None:
 class KeptBatch:
     """The global batch of a first attempt, on other ranks.
 
-    pipeline: ranks that take the same data. is_micro_given: by the config. can_accumulate: whether the config's
-    schedule and its other settings take so many microbatches. shard_size: what must divide the data-parallel ranks.
+    same: ranks that take the same data. is_micro_given: by the config. can_accumulate: whether the config's schedule
+    and its other settings take so many microbatches. divisor: what must divide the data-parallel ranks.
     """
 
     first: Batch
     first_world_size: int
-    pipeline: int
+    same: int
     is_micro_given: bool
     can_accumulate: Callable[[int], bool]
-    shard_size: int
+    divisor: int
 
     def on(self, data_size: int) -> Batch | None:
         """The triple on so many data-parallel ranks; None where they do not divide the global batch.
@@ -60,7 +60,7 @@ class KeptBatch:
 
     def note(self, world_size: int) -> str:
         """The triple that is taken on a legal number of ranks, and the one that was before."""
-        batch = self.on(world_size // self.pipeline)
+        batch = self.on(world_size // self.same)
         assert batch is not None
         return (
             f"train_batch_size: stays {batch.train} on {_ranks(world_size)}, as the job began on "
@@ -70,15 +70,15 @@ class KeptBatch:
 
     def fault(self, world_size: int) -> Fault:
         """Why the job cannot go on with so many ranks, as far as it is for the batch, and with how many it can."""
-        first, pipeline = self.first, self.pipeline
+        first, same = self.first, self.same
         text = (
             f"the job began on {_ranks(self.first_world_size)}, and its global batch stays: train_batch_size"
             f"({first.train}) = {self._product(first, self.first_world_size)}"
         )
-        if world_size % pipeline == 0 and self.on(world_size // pipeline) is None:
+        if world_size % same == 0 and self.on(world_size // same) is None:
             text += (
                 f"; no whole numbers make train_batch_size({first.train}) = train_micro_batch_size_per_gpu(?) x "
-                f"gradient_accumulation_steps(?) x data-parallel ranks({world_size // pipeline}) hold"
+                f"gradient_accumulation_steps(?) x data-parallel ranks({world_size // same}) hold"
             )
         text += (
             f". It cannot go on with {_ranks(world_size)}; the nearest numbers that it can go on with are "
@@ -94,19 +94,19 @@ class KeptBatch:
         return [micro for micro in divisors[::-1] if micro <= self.first.micro] + larger
 
     def _product(self, batch: Batch, world_size: int) -> str:
-        return f"{batch.micro} x {batch.accumulation} x {world_size // self.pipeline}"
+        return f"{batch.micro} x {batch.accumulation} x {world_size // self.same}"
 
     def _nearest_worlds(self, world_size: int) -> str:
         """The legal world sizes next to `world_size`; that of the first attempt is one, so there is one."""
         sizes = [size for size in range(1, self.first.train + 1) if self.first.train % size == 0]
-        below = [size for size in sizes if size * self.pipeline < world_size]
-        above = [size for size in sizes if size * self.pipeline > world_size]
+        below = [size for size in sizes if size * self.same < world_size]
+        above = [size for size in sizes if size * self.same > world_size]
         nearest = (next(filter(self._is_legal, side), None) for side in (below[::-1], above))
-        return " or ".join(str(size * self.pipeline) for size in nearest if size is not None)
+        return " or ".join(str(size * self.same) for size in nearest if size is not None)
 
     def _is_legal(self, data_size: int) -> bool:
         batch = self.on(data_size)
-        return batch is not None and data_size % self.shard_size == 0 and self.can_accumulate(batch.accumulation)
+        return batch is not None and data_size % self.divisor == 0 and self.can_accumulate(batch.accumulation)
 
 
 def nothing_kept(first_world_size: int, world_size: int) -> str:

@@ -30,6 +30,21 @@ class ParallelConfig(Section):
     pipeline: Positive = 1
     """Ranks that a batch passes through one after the other, each with some of the model's blocks. 1: no pipeline."""
 
+    tensor: Positive = 1
+    """Ranks that share each layer: rows, columns, heads. They take the same data. 1: layers are whole."""
+
+    sequence: Positive = 1
+    """Ranks that share each sequence, in parts one behind the other. They are given the same data. 1: sequences are
+    whole."""
+
+    expert: Positive = 1
+    """Data-parallel ranks that share the experts of a layer: tokens go where their experts are. 1: each has all."""
+
+    @property
+    def ranks_of_sample(self) -> int:
+        """How many ranks are given the same data."""
+        return self.pipeline * self.sequence * self.tensor
+
 
 class PipelineConfig(Section):
     """How a pipeline works through a step: see docs/pipeline.md."""
@@ -64,16 +79,40 @@ def accumulation_faults(pipeline: PipelineConfig, accumulation: int | None) -> l
     return [Fault("pipeline.microbatches", "conflict", message)]
 
 
+def degree_faults(parallel: ParallelConfig) -> list[Fault]:
+    """Degrees of which nothing makes use yet."""
+    return [
+        Fault(f"parallel.{key}", "value", f"expected 1, found {getattr(parallel, key)}: {what} are not split yet")
+        for key, what in _NOT_YET.items()
+        if getattr(parallel, key) > 1
+    ]
+
+
+_NOT_YET = {"tensor": "layers", "sequence": "sequences", "expert": "experts"}
+"""Keys of `parallel` that are axes of the mesh, and have no more behind them than that."""
+
+
 def world_faults(parallel: ParallelConfig, world_size: int) -> list[Fault]:
-    """The axes must divide the world."""
-    if world_size % parallel.pipeline == 0:
-        return []
-    legal = nearest_divisors(parallel.pipeline, world_size)
+    """The axes must divide the world, and experts the data-parallel ranks."""
+    degrees = {key: getattr(parallel, key) for key in ("pipeline", "tensor", "sequence")}
+    if world_size % parallel.ranks_of_sample == 0:
+        data_size = world_size // parallel.ranks_of_sample
+        if data_size % parallel.expert == 0:
+            return []
+        blamed, whole = "expert", data_size
+        equation = f"expert({parallel.expert}) x groups(?) = data-parallel ranks({data_size})"
+    else:
+        whole = world_size
+        for blamed, degree in degrees.items():  # noqa: B007  (the first that does not divide what is left)
+            if whole % degree:
+                break
+            whole //= degree
+        factors = " x ".join(f"{key}({degree})" for key, degree in degrees.items() if degree > 1)
+        equation = f"{factors} x data(?) = world size ({world_size})"
     message = (
-        f"pipeline({parallel.pipeline}) x data(?) = world size ({world_size}) does not hold; the nearest legal values "
-        f"are {legal}"
+        f"{equation} does not hold; the nearest legal values are {nearest_divisors(getattr(parallel, blamed), whole)}"
     )
-    return [Fault("parallel.pipeline", "conflict", message)]
+    return [Fault(f"parallel.{blamed}", "conflict", message)]
 
 
 def schedule_faults(parallel: ParallelConfig, pipeline: PipelineConfig, num_microbatches: int) -> list[Fault]:

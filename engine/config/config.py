@@ -48,6 +48,7 @@ from .sections import (
     FP16Config,
     ZeroConfig,
 )
+from .tiles import TilesConfig, idle_tiles
 from .translate import AUTO, BATCH_KEYS, known_rule_keys, translate
 
 MAX_FAULTS = 20  # in a message; looking for what was meant takes a while for each
@@ -115,6 +116,7 @@ class Config(Section):
     scheduler: SchedulerConfig | None = Field(default=None, discriminator="type")
     """null: the learning rate is constant, or the scheduler is passed to initialize."""
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
+    tiles: TilesConfig = TilesConfig()
     aio: AioConfig = AioConfig()
     kernels: KernelsConfig = KernelsConfig()
     communication: CommunicationConfig = CommunicationConfig()
@@ -375,6 +377,7 @@ def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:
         "fp16": FP16Config,
         "activation_checkpointing": ActivationCheckpointingConfig,
         "activation_checkpointing.offload": ActivationOffloadConfig,
+        "tiles": TilesConfig,
         "aio": AioConfig,
         "kernels": KernelsConfig,
         "communication": CommunicationConfig,
@@ -447,5 +450,6 @@ def _idle_settings(config: Config) -> list[str]:
         reason = "prescale_gradients divides by the ranks before the sum"
         notes.append(no_effect("gradient_predivide_factor", config.gradient_predivide_factor, reason))
     notes += idle_settings(config.parallel, config.pipeline) + idle_kernel_settings(config.kernels)
+    notes += idle_tiles(config.tiles)
     notes += offload_notes(zero, config.activation_checkpointing, config.aio, config.optimizer)
     return notes + checkpoint_notes(config.checkpoint)

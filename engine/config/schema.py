@@ -26,6 +26,7 @@ _HOMES = {  # section: the definitions that describe it
     "fp16": ["FP16Config"],
     "activation_checkpointing": ["ActivationCheckpointingConfig"],
     "activation_checkpointing.offload": ["ActivationOffloadConfig"],
+    "tiles": ["TilesConfig"],
     "aio": ["AioConfig"],
     "kernels": ["KernelsConfig"],
     "communication": ["CommunicationConfig"],

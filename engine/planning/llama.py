@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..blueprint import Blueprint
+from ..tiling import tiles_of
 from .meta_run import MetaRun
 from .profile import Profile
 
@@ -106,7 +107,7 @@ class ShortRuns:
         self._names = [f"layers.{number}" for number in range(shape.layers)]
         model = build(replace(shape, layers=min(shape.layers, _SHORT)))
         short = Blueprint.of(blueprint.config, model, blueprint.arrangement.num_ranks, device=blueprint.device)
-        self._runs = MetaRun(model, short.units, short.dtypes, blueprint.device)
+        self._runs = MetaRun(model, short.units, short.dtypes, blueprint.device, tiles=tiles_of(blueprint.config))
 
     def profile(self, batch: Any, rows: int, every: int, is_direct: bool = False) -> Profile:
         """As `MetaRun.profile`. Of every k-th layer alone nothing is recomputed here: every is 0 or 1."""

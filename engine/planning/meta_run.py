@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...model.blocks import find_blocks
 from ...model.ledger import Ledger
+from ...parallel.tiles import Tiles
 from ...zero.direct_gradients import DirectGradients
 from ...zero.plan import Dtypes
 from ...zero.sequence import UnitSequence
@@ -38,6 +39,7 @@ from .profile import Part, Profile
 from .step_order import END, START
 from .tracker import Done, Tracker, tensors_of
 
+NO_TILES = Tiles()
 _aten = torch.ops.aten
 
 
@@ -56,6 +58,7 @@ class MetaRun:
         device: str,
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
         casts_inputs: bool = True,
+        tiles: Tiles = NO_TILES,
     ) -> None:
         self._model = _meta_copy(model, dtypes)
         self._units = [(unit.name, self._model.get_submodule(unit.name)) for unit in units if not unit.is_rest]
@@ -63,7 +66,7 @@ class MetaRun:
         self._after = _after_blocks(self._model)
         self._dtype = dtypes.compute if casts_inputs else None
         self._itemsize = (dtypes.compute or torch.float32).itemsize
-        self._device, self._loss_fn = device, loss_fn
+        self._device, self._loss_fn, self._tiles = device, loss_fn, tiles
 
     def profile(self, batch: Any, rows: int, every: int, is_direct: bool = False) -> Profile:
         """Of a microbatch of so many rows like those of `batch`. every: `activation_checkpointing.every`.
@@ -78,6 +81,7 @@ class MetaRun:
             [*self._model.parameters(), *self._model.buffers(), *tensors_of(made), *places.memory.values()]
         )
         marks = _Marks(tracker)
+        self._tiles.apply(self._model, ledger, lambda text: None)
         try:
             for _, module in self._units[::every] if every else ():
                 ledger.override(module, "forward", self._recomputed(module))

@@ -15,6 +15,7 @@ from ...model import blocks as model_blocks
 from ..blueprint import Blueprint
 from ..config.config import Config
 from ..deferred import DeferredModel
+from ..tiling import tiles_of
 from .choice import KEYS, Choice, Space
 from .estimate import Estimate
 from .machine import Machine
@@ -109,7 +110,7 @@ def plan(
     casts = checked.bf16.auto_cast if checked.bf16.enabled else checked.fp16.auto_cast
 
     def runs(blueprint: Blueprint) -> MetaRun:
-        return MetaRun(module, blueprint.units, blueprint.dtypes, machine.device, loss_fn, casts)
+        return MetaRun(module, blueprint.units, blueprint.dtypes, machine.device, loss_fn, casts, tiles_of(checked))
 
     return plan_with(module, checked, machine, runs, batch)
 

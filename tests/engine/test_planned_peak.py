@@ -16,6 +16,7 @@ from lowtide.engine.config.config import Config
 from lowtide.engine.planning.estimate import estimate, writes_gradients
 from lowtide.engine.planning.machine import Machine
 from lowtide.engine.planning.meta_run import MetaRun
+from lowtide.engine.tiling import tiles_of
 from tests import models
 from tests.engine.test_blueprint import staging_bytes
 from tests.engine.test_memory import _has_memory
@@ -50,11 +51,41 @@ def fused() -> nn.Module:
     return models.Chain(*(FusedBlock(128) for _ in range(2)))
 
 
+class TiledBlock(nn.Module):
+    """An MLP in a module of its own, beside which the rest keeps little."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(width, 8 * width), nn.GELU(), nn.Linear(8 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x)
+
+
+class LongGPT(nn.Module):
+    """Most of what it keeps without tiles are logits and what lies inside of its MLPs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(models.VOCAB, 32)
+        self.blocks = nn.ModuleList(TiledBlock(32) for _ in range(3))
+        self.head = nn.Linear(32, models.VOCAB)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
 def batch_of(model: str, seed: int) -> tuple[Tensor, ...]:
+    if model == "long":
+        ids = torch.randint(models.VOCAB, (ROWS, 97), generator=torch.Generator().manual_seed(seed))
+        return ids, ids
     return models.token_batch(seed, ROWS) if model == "gpt" else (torch.randn(ROWS, 24, 128),)
 
 
-MODELS = {"gpt": gpt, "fused": fused}
+MODELS = {"gpt": gpt, "fused": fused, "long": LongGPT}
 
 
 class LiveBytes(TorchDispatchMode):
@@ -118,7 +149,7 @@ def planned_peak(model: str, config: dict[str, Any], num_ranks: int) -> int:
     with torch.device("meta"):
         module = MODELS[model]()
     blueprint = Blueprint.of(Config.load(config).resolve(num_ranks), module, num_ranks)
-    run = MetaRun(module, blueprint.units, blueprint.dtypes, "cpu")
+    run = MetaRun(module, blueprint.units, blueprint.dtypes, "cpu", tiles=tiles_of(blueprint.config))
     profile = run.profile(
         batch_of(model, 0), ROWS, config["activation_checkpointing"]["every"], writes_gradients(blueprint)
     )
@@ -160,13 +191,15 @@ BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 def cases() -> dict[str, tuple[str, dict[str, Any]]]:
     """Each stage with and without checkpointing and accumulation, though not every pair of them with each model."""
     found = {}
-    for model in MODELS:
+    for model in ("gpt", "fused"):
         for stage in range(4):
             for number, every in enumerate((0, 1)):
                 accumulation = 1 + (stage + number) % 2
                 more = BF16 if (stage + number) % 4 == 1 else {}
                 name = f"{model}, stage {stage}, every {every}, {accumulation} microbatches{', bf16' if more else ''}"
                 found[name] = (model, config_of(stage, every, accumulation, **more))
+    for stage, tiles in ((0, {"mlp": 50}), (3, 50)):
+        found[f"long, stage {stage}, tiles {tiles}"] = ("long", config_of(stage, stage % 2, 1, tiles=tiles))
     return found
 
 

@@ -1,0 +1,322 @@
+"""Logits that are not there: what the head of a language model gives, until its cross-entropy is asked for.
+
+    hidden (..., n) -> head -> TiledLogits (..., vocabulary) -> views, float() -> cross_entropy -> loss
+                               keeps hidden and weight          act on hidden     linear_cross_entropy, in tiles
+
+[Note: what is lazy] A view of the logits that leaves the vocabulary whole is the head of the same view of `hidden`, and
+so it is made: shifting, flattening, masking, widening. `functional.cross_entropy` of class indices, by whomever it is
+called (a Hugging Face model's loss, a user's own), is then computed a tile of tokens at a time from the head's weight.
+Anything else needs values: it gets the logits as they would have been, with their graph, and a warning says who asked.
+A change in place is refused, since it would be lost. What goes past Python's functions (an autograd.Function on logits)
+comes to the same values and gradients in `__torch_dispatch__` and `_Logits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from ..kernels.cross_entropy import cross_entropy as fused_cross_entropy
+from ..kernels.dispatch import Backend
+from ..kernels.linear_cross_entropy import linear_cross_entropy
+from ..model.ledger import Ledger
+from .tiled_mlp import tile_of
+
+Warn = Callable[[str], None]
+"""Told once of each function that has asked for all logits."""
+
+
+class TiledHead:
+    """Gives a linear layer a forward that makes `TiledLogits` of more tokens than a tile has; a ledger undoes it."""
+
+    def __init__(
+        self, name: str, head: nn.Linear, tokens: int | None, backend: Backend, ledger: Ledger, warn: Warn
+    ) -> None:
+        """tokens: of a tile; None: as many as hidden is wide, at least MIN_TILE. backend: of the loss."""
+        self.name, self.backend = name, backend
+        self._tokens = tokens
+        self._warn = warn
+        self._warned = set[str]()
+        forward = partial(self._forward, head, head.forward)
+        forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+        ledger.override(head, "forward", forward)
+
+    def _forward(self, head: nn.Linear, inner: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        if len(args) != 1 or kwargs:
+            return inner(*args, **kwargs)
+        (hidden,) = args
+        if hidden.numel() // hidden.shape[-1] <= self.tile(hidden):
+            return inner(hidden)
+        weight: Tensor = head.weight
+        bias: Tensor | None = head.bias
+        if not torch.is_grad_enabled():
+            # They may be released before a loss behind the model reads them. Logits would be larger than this copy.
+            weight, bias = weight.clone(), None if bias is None else bias.clone()
+        return logits_of(self, hidden, weight, bias, _dtype_of(hidden, weight))
+
+    def tile(self, hidden: Tensor) -> int:
+        return self._tokens or tile_of(hidden.shape[-1])
+
+    def warn(self, function: str) -> None:
+        if function not in self._warned:
+            self._warned.add(function)
+            self._warn(
+                f"tiles.loss: {function} reads the logits of '{self.name}', so they are made whole: only views of "
+                "them, float() and cross_entropy of class indices are computed in tiles"
+            )
+
+
+class TiledLogits(Tensor):
+    """hidden weight^T + bias, which nobody has computed. See the top of the file."""
+
+    head: TiledHead
+    hidden: Tensor  # (..., n)
+    weight: Tensor  # (vocabulary, n)
+    bias: Tensor | None
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        first = args[0] if args else None
+        if func in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        made: Any = NotImplemented
+        if isinstance(first, TiledLogits):
+            if func in _VIEWS:
+                made = _viewed(first, func, args[1:], kwargs)
+            elif func in _CASTS:
+                made = _cast(first, func, args[1:], kwargs)
+            elif func is Tensor.__getitem__:
+                made = _indexed(first, args[1])
+            elif func is fused_cross_entropy:
+                made = _fused_loss(first, *args[1:], **kwargs)
+        if func is functional.cross_entropy:
+            made = _loss(*args, **kwargs)
+        if made is not NotImplemented:
+            return made
+        name = getattr(func, "__name__", str(func))
+        if _is_in_place(name) and isinstance(first, TiledLogits):
+            raise RuntimeError(
+                f"tiles.loss: {name} changes the logits of '{first.head.name}' in place, which do not exist as a whole "
+                "(TiledLogits); give the result a name of its own, as logits = logits / 2, or set tiles.loss to 0"
+            )
+        return func(*tree_map(_whole(name), args), **tree_map(_whole(name), kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        name = str(func)
+        return func(*tree_map(_values(name), args), **tree_map(_values(name), kwargs or {}))
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> TiledLogits:
+        """The logits of other tensors, which `change` has made of those that these are computed from."""
+        bias = None if self.bias is None else change(self.bias)
+        return logits_of(self.head, change(self.hidden), change(self.weight), bias, self.dtype)
+
+    def __repr__(self, **ignored: Any) -> str:  # type: ignore[override]
+        return f"TiledLogits(of '{self.head.name}', shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        self.head.warn("deepcopy")
+        return _values_of(self)
+
+
+def logits_of(head: TiledHead, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> TiledLogits:
+    """dtype: of the logits, as they are read; products are in that of hidden."""
+    made: TiledLogits = _Logits.apply(hidden, weight, bias, dtype)  # type: ignore[no-untyped-call]
+    made.head, made.hidden, made.weight, made.bias = head, hidden, weight, bias
+    return made
+
+
+class _Logits(torch.autograd.Function):
+    """The graph of logits that somebody reads past Python's functions."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.set_materialize_grads(False)
+        shape = (*hidden.shape[:-1], weight.shape[0])
+        made: Tensor = TiledLogits._make_wrapper_subclass(TiledLogits, shape, dtype=dtype, device=hidden.device)
+        return made
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dlogits: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dlogits is None:
+            return None, None, None, None
+        hidden, weight = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        rows = dlogits.reshape(-1, dlogits.shape[-1]).to(hidden.dtype)
+        dhidden = (rows @ weight.to(rows.dtype)).view(hidden.shape) if needs_hidden else None
+        dweight = (rows.t() @ hidden.reshape(-1, hidden.shape[-1])).to(weight.dtype) if needs_weight else None
+        return dhidden, dweight, rows.sum(0) if needs_bias else None, None
+
+
+def _dtype_of(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """Of torch's linear layer."""
+    kind = hidden.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return hidden.dtype
+
+
+# -- what is computed without values ------------------------------------------------------------------------------
+
+
+def _again(logits: TiledLogits, hidden: Tensor, dtype: torch.dtype | None = None) -> TiledLogits:
+    return logits_of(logits.head, hidden, logits.weight, logits.bias, dtype or logits.dtype)
+
+
+def _viewed(logits: TiledLogits, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """A view whose last dimension is the vocabulary; tokens keep their order in it."""
+    shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
+    if not shape or shape[-1] != logits.shape[-1]:
+        return NotImplemented
+    return _again(logits, logits.hidden.reshape(*shape[:-1], logits.hidden.shape[-1]))
+
+
+def _cast(logits: TiledLogits, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """To float32, or to what it is, where it is."""
+    wanted = torch.float32 if func is Tensor.float else logits.dtype
+    for value in (*args, *kwargs.values()) if func is Tensor.to else ():
+        if isinstance(value, torch.dtype):
+            wanted = value
+        elif not isinstance(value, (str, torch.device)) or torch.device(value) != logits.device:
+            return NotImplemented
+    if wanted not in (logits.dtype, torch.promote_types(logits.dtype, torch.float32)):
+        return NotImplemented
+    return logits if wanted == logits.dtype else _again(logits, logits.hidden, wanted)
+
+
+def _indexed(logits: TiledLogits, index: Any) -> Any:
+    """Tokens that are chosen by slices and numbers, or by one tensor."""
+    dims = logits.dim() - 1
+    if isinstance(index, Tensor):
+        covers = index.dim() if index.dtype == torch.bool else 1
+        return _again(logits, logits.hidden[index]) if covers <= dims else NotImplemented
+    entries = list(index) if isinstance(index, tuple) else [index]
+    if not all(one is Ellipsis or one is None or isinstance(one, (int, slice)) for one in entries):
+        return NotImplemented
+    if entries.count(Ellipsis) > 1 or any(isinstance(one, bool) for one in entries):
+        return NotImplemented
+    missing = logits.dim() - sum(1 for one in entries if one is not None and one is not Ellipsis)
+    at = entries.index(Ellipsis) if Ellipsis in entries else len(entries)
+    entries[at : at + 1] = [slice(None)] * missing
+    if missing < 0 or entries[-1] != slice(None):
+        return NotImplemented
+    return _again(logits, logits.hidden[tuple(entries)])
+
+
+def _loss(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """`functional.cross_entropy`, of class indices without weights of classes."""
+    if not isinstance(input, TiledLogits) or input.dim() != 2 or target.shape != input.shape[:1]:
+        return NotImplemented
+    is_plain = weight is None and size_average is None and reduce is None
+    if not is_plain or target.dtype not in (torch.int64, torch.int32):
+        return NotImplemented
+    loss = _fused_loss(
+        input, target, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, backend="auto"
+    )
+    is_cast = input.device.type != "meta" and torch.is_autocast_enabled(input.device.type)
+    return loss if is_cast else loss.to(input.dtype)
+
+
+def _fused_loss(logits: TiledLogits, labels: Tensor, **options: Any) -> Any:
+    """`kernels.cross_entropy`."""
+    hidden, weight = logits.hidden, logits.weight
+    columns = -(-weight.shape[0] // 16) * 16
+    product = _dtype_of(hidden, weight)
+    options.pop("overwrite_logits", None)
+    if options.get("backend", "auto") == "auto":
+        options["backend"] = logits.head.backend
+    return linear_cross_entropy(
+        hidden,
+        weight,
+        labels,
+        logits.bias,
+        chunk_bytes=logits.head.tile(hidden) * columns * product.itemsize,
+        **options,
+    )
+
+
+# -- what needs values --------------------------------------------------------------------------------------------
+
+
+def _whole(function: str) -> Callable[[Any], Any]:
+    """Logits with their graph, in place of those that are not there."""
+
+    def made(value: Any) -> Any:
+        if not isinstance(value, TiledLogits):
+            return value
+        value.head.warn(function)
+        return functional.linear(value.hidden, value.weight, value.bias).to(value.dtype)
+
+    return made
+
+
+def _values(function: str) -> Callable[[Any], Any]:
+    def made(value: Any) -> Any:
+        if not isinstance(value, TiledLogits):
+            return value
+        value.head.warn(function)
+        return _values_of(value)
+
+    return made
+
+
+def _values_of(logits: TiledLogits) -> Tensor:
+    with torch.no_grad():
+        return functional.linear(logits.hidden, logits.weight, logits.bias).to(logits.dtype)
+
+
+def _is_in_place(name: str) -> bool:
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED
+
+
+_AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "pow", "and", "or", "xor")}
+_VIEWS = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten}
+_CASTS = {Tensor.float, Tensor.to, Tensor.contiguous}
+_ATTRIBUTES = """
+    shape dtype device requires_grad grad is_leaf grad_fn ndim layout is_cuda is_sparse is_meta is_quantized is_cpu
+    itemsize nbytes is_nested _version _backward_hooks _post_accumulate_grad_hooks output_nr retains_grad
+"""
+_HARMLESS = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES.split()} | {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.__len__,
+    Tensor.element_size,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.register_hook,
+    Tensor.retain_grad,
+    Tensor.__hash__,
+    Tensor.get_device,
+    Tensor.is_contiguous,
+    Tensor.stride,
+    torch.is_tensor,
+    torch.is_floating_point,
+    torch.numel,
+}

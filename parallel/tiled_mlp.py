@@ -1,0 +1,307 @@
+"""Modules that act on each token alone, computed a tile of tokens at a time.
+
+    x (tokens, n) -> tile 0 | tile 1 | ... -> y (tokens, m)            saved for the backward: x
+
+[Note: gradients of tiles] The backward computes each tile again and differentiates it at once, so that what lies
+between x and y is there for one tile at a time. The parameters are replaced by aliases meanwhile: their gradients are
+added up here, and autograd gets one for each parameter, once, so hooks on parameters run once, and a reduction begins
+once. They are added up in float32 where they are narrower, as a product over all tokens would be.
+Source: ALST, arXiv 2506.13996, section 3.3.
+
+[Note: each token alone] No rule sees what a forward does. So the first time that a module runs in tiles, two tokens of
+its input are computed together and each by itself, and an error says where that is not the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from ..model.ledger import Ledger
+
+MIN_TILE = 256
+_NAMES = re.compile(r"mlp|feed_?forward|ffn|^ff$|dense(gated)?act", re.IGNORECASE)
+_TOLERANCE = 0.02  # of the largest value: products of other shapes are added in another order, in bfloat16 too
+
+
+class TokenTiles:
+    """Gives modules a forward in tiles, which the ledger takes off."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], tokens: int | None, ledger: Ledger) -> None:
+        """modules: with their names. tokens: of a tile; None: as many as the input is wide, at least MIN_TILE."""
+        self._tokens = tokens
+        self._checked = set[int]()
+        for name, module in modules:
+            forward = partial(self._forward, name, module, module.forward)
+            forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+            ledger.override(module, "forward", forward)
+
+    def _forward(self, name: str, module: nn.Module, inner: Callable[[Tensor], Any], *args: Any, **kwargs: Any) -> Any:
+        given = [value for value in (*args, *kwargs.values()) if value is not None]
+        if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].dim() < 2:
+            raise ValueError(
+                f"tiles.mlp: expected that '{name}' ({type(module).__name__}) is called with one tensor, (..., tokens, "
+                f"width); found {len(given)} values. Leave it out: name the others in tiles.modules"
+            )
+        x = given[0]
+        tile = self._tokens or tile_of(x.shape[-1])
+        num_tokens = x.numel() // x.shape[-1] if x.numel() else 0
+        if num_tokens <= tile:
+            return inner(*args, **kwargs)
+        if id(module) not in self._checked:
+            _check_each_token(name, module, inner, x)
+            self._checked.add(id(module))
+        params = list(dict.fromkeys(module.parameters()))
+        work = _Work(module, inner, tile, x.device)
+        if not torch.is_grad_enabled():
+            return work.forward(x)
+        return _TiledForward.apply(work, x, *params)  # type: ignore[no-untyped-call]
+
+
+def tile_of(width: int) -> int:
+    """Tokens of a tile, so that what it makes is about as large as the weights that it is multiplied with."""
+    return max(MIN_TILE, width)
+
+
+def find_token_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Outermost modules that are named as MLPs are, take one tensor, and hold nothing but what acts on each token."""
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        if _is_mlp(name, module):
+            found.append((name, module))
+            return
+        for child_name, child in module.named_children():
+            visit(f"{name}.{child_name}" if name else child_name, child)
+
+    visit("", model)
+    return found
+
+
+def mixes_tokens(module: nn.Module) -> str | None:
+    """The name of what in it is known to see several tokens at once, or None."""
+    for part in module.modules():
+        if isinstance(part, (_NormBase, nn.MultiheadAttention)):
+            return type(part).__name__
+    return None
+
+
+def _is_mlp(name: str, module: nn.Module) -> bool:
+    named = _NAMES.search(type(module).__name__) or _NAMES.search(name.rpartition(".")[2])
+    if not named or isinstance(module, (nn.Linear, nn.ModuleList, nn.ModuleDict)):
+        return False
+    inner = [part for part in module.modules() if part is not module]
+    return (
+        sum(1 for part in inner if _is_linear(part)) >= 2
+        and all(_acts_on_each_token(part) for part in inner)
+        and not any(True for _ in module.parameters(recurse=False))
+        and _takes_one(module)
+    )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    is_conv1d = type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
+    return isinstance(module, nn.Linear) or is_conv1d
+
+
+def _acts_on_each_token(module: nn.Module) -> bool:
+    home, name = type(module).__module__, type(module).__name__
+    is_activation = home in ("torch.nn.modules.activation", "transformers.activations")
+    plain = (nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm, nn.Sequential, nn.ModuleList)
+    return _is_linear(module) or isinstance(module, plain) or name.endswith("RMSNorm") or is_activation
+
+
+def _takes_one(module: nn.Module) -> bool:
+    code = getattr(getattr(module.forward, "__func__", None), "__code__", None)
+    defaults = getattr(getattr(module.forward, "__func__", None), "__defaults__", None) or ()
+    return code is not None and code.co_argcount - len(defaults) <= 2  # self and x
+
+
+class _Work:
+    """One module on one input: how it is cut, and what has to be the same when a tile is computed again."""
+
+    def __init__(self, module: nn.Module, inner: Callable[[Tensor], Any], tile: int, device: torch.device) -> None:
+        self.module, self.inner, self.tile = module, inner, tile
+        self._device = device
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in dict.fromkeys(("cpu", device.type))
+            if kind != "meta"
+        ]
+        self._random: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._random = _random_state(x)
+        y: Tensor | None = None
+        rows = _as_tokens(x)
+        for part in self.parts(rows):
+            made = self._made(rows.narrow(-2, *part))
+            if y is None:
+                y = made.new_empty((*rows.shape[:-1], made.shape[-1]))
+            y.narrow(-2, *part).copy_(made)
+        assert y is not None
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    def backward(self, x: Tensor, dy: Tensor, needs_x: bool, params: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        """dx, and the gradient of each parameter."""
+        aliases = [param.detach().requires_grad_(param.requires_grad) for param in params]
+        trained = [index for index, alias in enumerate(aliases) if alias.requires_grad]
+        sums: list[Tensor | None] = [None] * len(params)
+        rows, dys = _as_tokens(x), _as_tokens(dy)
+        dx = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_x else None
+        with _replaced(self.module, params, aliases), self._as_before(), torch.enable_grad():
+            for part in self.parts(rows):
+                piece = rows.narrow(-2, *part).detach().requires_grad_(needs_x)
+                made = self._made(piece)
+                wanted = [*([piece] if needs_x else []), *(aliases[index] for index in trained)]
+                found = list(torch.autograd.grad(made, wanted, dys.narrow(-2, *part), allow_unused=True))
+                del made
+                if dx is not None:
+                    of_piece = found.pop(0)
+                    dx.narrow(-2, *part).zero_() if of_piece is None else dx.narrow(-2, *part).copy_(of_piece)
+                for index in reversed(trained):
+                    _add(sums, index, found.pop())
+        for index, total in enumerate(sums):
+            sums[index] = None if total is None else total.to(params[index].dtype)
+        return [None if dx is None else dx.view(x.shape), *sums]
+
+    def parts(self, rows: Tensor) -> Iterator[tuple[int, int]]:
+        """(first token, number of them) of each tile; tiles are of about one size."""
+        total = rows.shape[-2]
+        count = -(-total // self.tile)
+        size = -(-total // count)
+        for first in range(0, total, size):
+            yield first, min(size, total - first)
+
+    def _made(self, piece: Tensor) -> Tensor:
+        made = self.inner(piece)
+        if not isinstance(made, Tensor) or made.shape[:-1] != piece.shape[:-1]:
+            found = f"a tensor {tuple(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+            raise ValueError(
+                f"tiles.mlp: expected that {type(self.module).__name__} gives a tensor of {tuple(piece.shape[:-1])} "
+                f"tokens for {tuple(piece.shape)}, found {found}. Leave it out: name the others in tiles.modules"
+            )
+        return made
+
+    @contextmanager
+    def _as_before(self) -> Iterator[None]:
+        """Random numbers and autocast as in the forward."""
+        now = _random_state_of(self._device)
+        with ExitStack() as stack:
+            for kind, dtype, is_enabled in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=False))
+            _set_random_state(self._device, self._random)
+            try:
+                yield
+            finally:
+                _set_random_state(self._device, now)
+
+
+class _TiledForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, work: _Work, x: Tensor, *params: nn.Parameter) -> Tensor:
+        ctx.work, ctx.params = work, params
+        ctx.save_for_backward(x)
+        return work.forward(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        return None, *ctx.work.backward(x, dy, ctx.needs_input_grad[1], ctx.params)
+
+
+def _as_tokens(x: Tensor) -> Tensor:
+    """All tokens in one dimension, behind a first one of size 1 where x has more than two."""
+    return x if x.dim() == 2 else x.reshape(1, -1, x.shape[-1])
+
+
+def _add(sums: list[Tensor | None], index: int, gradient: Tensor | None) -> None:
+    """See [Note: gradients of tiles]."""
+    if gradient is None:
+        return
+    total = sums[index]
+    if total is None:
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        sums[index] = gradient.to(wide) if gradient.dtype != wide else gradient
+    else:
+        total += gradient
+
+
+@contextmanager
+def _replaced(module: nn.Module, params: Sequence[nn.Parameter], aliases: Sequence[Tensor]) -> Iterator[None]:
+    """The module computes with the aliases: neither hooks on parameters nor their own gradients see it."""
+    by_id = {id(param): alias for param, alias in zip(params, aliases, strict=True)}
+    places = [
+        (part._parameters, name, param)
+        for part in module.modules()
+        for name, param in part._parameters.items()
+        if param is not None
+    ]
+    try:
+        for owner, name, param in places:
+            owner[name] = by_id[id(param)]  # type: ignore[assignment]
+        yield
+    finally:
+        for owner, name, param in places:
+            owner[name] = param
+
+
+def _check_each_token(name: str, module: nn.Module, inner: Callable[[Tensor], Any], x: Tensor) -> None:
+    """See [Note: each token alone]. Raises ValueError."""
+    if x.is_meta:
+        return
+    rows = _as_tokens(x.detach())
+    two = rows[..., [0, rows.shape[-2] // 2], :]
+    modes = [(part, part.training) for part in module.modules()]
+    before = _random_state(x)
+    try:
+        module.eval()
+        with torch.no_grad():
+            together = inner(two)
+            alone = [inner(two[..., index : index + 1, :]) for index in range(2)]
+    finally:
+        for part, was_training in modes:
+            part.training = was_training
+        _set_random_state(x.device, before)
+    if isinstance(together, Tensor) and together.dim() == two.dim():
+        apart = torch.cat(alone, dim=-2)
+        same = apart.shape == together.shape
+        if same and bool((apart - together).abs().max() <= _TOLERANCE * together.abs().max() + 1e-6):
+            return
+        if same and not bool(together.isfinite().all()):
+            return  # the step says of values that are not finite
+    raise ValueError(
+        f"tiles.mlp: expected that '{name}' ({type(module).__name__}) acts on each token alone; two tokens computed "
+        "together are not what each gives by itself. Leave it out: name the others in tiles.modules, or set tiles.mlp "
+        "to 0"
+    )
+
+
+def _random_state(x: Tensor) -> Any:
+    return _random_state_of(x.device)
+
+
+def _random_state_of(device: torch.device) -> Any:
+    """Of the generators that a forward on the device may draw from."""
+    if device.type == "meta":
+        return None
+    with_device = () if device.type == "cpu" else get_device_states(torch.empty(0, device=device))
+    return torch.get_rng_state(), with_device
+
+
+def _set_random_state(device: torch.device, state: Any) -> None:
+    if state is None:
+        return
+    of_host, with_device = state
+    torch.set_rng_state(of_host)
+    if with_device:
+        set_device_states(*with_device, device_type=device.type)

@@ -1,0 +1,138 @@
+"""What of a model is computed in tiles: a choice as plain data, and what it puts on a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from ..kernels.dispatch import Backend
+from ..model.blocks import find_blocks
+from ..model.ledger import Ledger
+from .tiled_logits import TiledHead
+from .tiled_mlp import TokenTiles, find_token_modules, mixes_tokens
+
+AUTO = "auto"
+
+
+class TilesError(ValueError):
+    """What the config asks for is not in the model. key: of the section `tiles`."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(f"tiles.{key}: {message}")
+        self.key, self.message = key, message
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """What `Tiles` has put on a model. lines: what it is, for a log."""
+
+    modules: Sequence[tuple[str, nn.Module]]
+    lines: Sequence[str]
+
+    def fault(self, units: Sequence[tuple[str, nn.Module]]) -> str | None:
+        """What is wrong where a unit of ZeRO lies inside of a module in tiles; None where none does."""
+        for name, module in self.modules:
+            inner = {id(part) for part in module.modules() if part is not module}
+            for unit_name, unit in units:
+                if id(unit) in inner:
+                    return f"unit '{unit_name}' lies in '{name}', which runs once for each tile; make '{name}' the unit"
+        return None
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The section `tiles` of a config. Tokens of a tile, "auto", or 0 for none."""
+
+    mlp: int | str = 0
+    loss: int | str = 0
+    modules: tuple[str, ...] | str = AUTO  # patterns of module names
+    head: str = AUTO
+    backend: Backend = "auto"  # of the loss
+
+    def apply(self, model: nn.Module, ledger: Ledger, warn: Callable[[str], None]) -> Tiled:
+        """Gives modules forwards in tiles. Raises TilesError where there is nothing of the kind."""
+        lines = []
+        modules = self.token_modules(model) if self.mlp else []
+        if modules:
+            TokenTiles(modules, _tokens(self.mlp), ledger)
+            classes = dict.fromkeys(type(module).__name__ for _, module in modules)
+            lines.append(f"tiles: {len(modules)} x {', '.join(classes)} in tiles of {_said(self.mlp)}")
+        if self.loss:
+            name, head = self.find_head(model)
+            TiledHead(name, head, _tokens(self.loss), self.backend, ledger, warn)
+            lines.append(f"tiles: the cross-entropy of '{name}' in tiles of {_said(self.loss)}, without its logits")
+        return Tiled(modules, lines)
+
+    def token_modules(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Those that act on each token alone, with their names. Raises TilesError."""
+        if self.modules == AUTO:
+            found = find_token_modules(model)
+            if not found:
+                raise TilesError(
+                    "mlp",
+                    "found no module that is named as an MLP is (mlp, feed_forward, ffn), takes one tensor and holds "
+                    f"linear layers, activations, norms and dropout alone, in {type(model).__name__}; name such "
+                    "modules in tiles.modules, or set tiles.mlp to 0",
+                )
+            return found
+        named = {name: module for name, module in model.named_modules() if name}
+        chosen: dict[str, nn.Module] = {}
+        for pattern in self.modules:
+            matched = [name for name in named if fnmatchcase(name, pattern)]
+            if not matched:
+                raise TilesError("modules", f'"{pattern}" matches no module of {type(model).__name__}')
+            chosen |= {name: named[name] for name in matched}
+        for name, module in chosen.items():
+            if mixing := mixes_tokens(module):
+                raise TilesError("modules", f"'{name}' holds a {mixing}, which sees several tokens at once")
+            outer = next((other for other in chosen if name.startswith(other + ".")), None)
+            if outer is not None:
+                raise TilesError("modules", f"'{name}' lies in '{outer}', which is named too; leave one of them out")
+        return list(chosen.items())
+
+    def find_head(self, model: nn.Module) -> tuple[str, nn.Linear]:
+        """The linear layer that gives the logits. Raises TilesError."""
+        named = dict(model.named_modules())
+        if self.head != AUTO:
+            found = named.get(self.head)
+            if type(found) is not nn.Linear and not _is_fused_linear(found):
+                kind = "no module" if found is None else type(found).__name__
+                raise TilesError("head", f"expected the name of a Linear, found {kind} at '{self.head}'")
+            assert isinstance(found, nn.Linear)
+            return self.head, found
+        heads = _heads(model)
+        if len(heads) != 1:
+            names = ", ".join(f"'{name}'" for name, _ in heads)
+            raise TilesError(
+                "loss",
+                "expected one Linear behind the blocks with as many outputs as an Embedding has rows, found "
+                f"{f'several: {names}' if heads else 'none'} in {type(model).__name__}; name it in tiles.head, or set "
+                "tiles.loss to 0",
+            )
+        return heads[0]
+
+
+def _heads(model: nn.Module) -> list[tuple[str, nn.Linear]]:
+    get = getattr(model, "get_output_embeddings", None)
+    own = get() if callable(get) else None
+    of_blocks = {id(part) for _, block in find_blocks(model) for part in block.modules()}
+    rows = {part.num_embeddings for part in model.modules() if isinstance(part, nn.Embedding)}
+    linear = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    if own is not None:
+        return [(name, part) for name, part in linear if part is own]
+    return [(name, part) for name, part in linear if id(part) not in of_blocks and part.out_features in rows]
+
+
+def _is_fused_linear(module: nn.Module | None) -> bool:
+    return isinstance(module, nn.Linear) and type(module).__qualname__ == "Linear"
+
+
+def _tokens(value: int | str) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _said(value: int | str) -> str:
+    return f"{value:,} tokens" if isinstance(value, int) else "about as many tokens as they are wide"

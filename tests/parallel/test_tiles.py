@@ -1,0 +1,285 @@
+"""In tiles a model trains as it does without: the losses, the norm of the gradients and the values are the same."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import lowtide
+from lowtide.model.ledger import Ledger
+from lowtide.parallel.tiled_logits import TiledLogits
+from lowtide.parallel.tiles import Tiles
+from tests.ranks import RankPool
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+transformers = pytest.importorskip("transformers")
+
+VOCAB, LENGTH, WIDTH, ROWS = 61, 33, 32, 2
+TILES: dict[str, Any] = {"mlp": 5, "loss": 7}
+SIZES = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+class PlainMlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(functional.gelu(self.up(x)))
+
+
+class PlainBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.feed_forward = nn.Linear(LENGTH, LENGTH), PlainMlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(x.transpose(1, 2)).transpose(1, 2)
+        return x + self.feed_forward(x)
+
+
+class Plain(nn.Module):
+    """A language model that is no Hugging Face model's; gives its logits where it gets no targets."""
+
+    def __init__(self, head: int = VOCAB) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(PlainBlock() for _ in range(2))
+        self.head = nn.Linear(WIDTH, head)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return logits if labels is None else functional.cross_entropy(logits.view(-1, VOCAB), labels.flatten())
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, **SIZES)
+    return transformers.LlamaForCausalLM(config)
+
+
+def qwen3() -> nn.Module:
+    config = transformers.Qwen3Config(vocab_size=VOCAB, num_key_value_heads=2, head_dim=8, **SIZES)
+    return transformers.Qwen3ForCausalLM(config)
+
+
+def gpt2(dropout: float = 0.0) -> nn.Module:
+    dropouts = {f"{part}_pdrop": dropout for part in ("resid", "attn", "embd")}
+    sizes = {"n_positions": LENGTH, "n_embd": WIDTH, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCAB, **sizes, **dropouts))
+
+
+MODELS = {model.__name__: model for model in (llama, qwen3, gpt2, Plain)}
+
+
+def batch_of(step: int) -> dict[str, Tensor]:
+    tokens = torch.randint(VOCAB, (2 * ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def config_of(stage: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "sgd", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+        **more,
+    }
+
+
+def train(model: nn.Module, config: dict[str, Any], tiles: Any, loss_fn: Any = None) -> dict[str, Tensor]:
+    """Losses, norms and values after two steps, and the loss of an evaluation."""
+    engine = lowtide.initialize(model, config | ({"tiles": tiles} if tiles else {}), loss_fn=loss_fn)
+    found: dict[str, Tensor] = {}
+    for step in range(2):
+        done = engine.train_step(batch_of(step))
+        found |= {f"loss {step}": done.loss, f"norm {step}": done.grad_norm}
+    found["evaluated"] = engine.eval_step(batch_of(2))
+    state = engine.state_dict()
+    engine.close()
+    return {name: value.detach().clone() for name, value in (found | state).items()}
+
+
+def differences(name: str, config: dict[str, Any], tiles: Any = TILES, rel: float = 1e-6, **more: Any) -> list[str]:
+    trained = []
+    for wanted in (tiles, None):
+        torch.manual_seed(0)
+        trained.append(train(MODELS[name](), config, wanted, **more))
+    tiled, plain = trained
+    return [f"{name}: {key}" for key in plain if (tiled[key] - plain[key]).norm() > rel * plain[key].norm() + 1e-7]
+
+
+def loss_of_logits(output: Any, batch: dict[str, Tensor]) -> Tensor:
+    """A user's own."""
+    return functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+SOCKETS = {"communication": {"route": "sockets"}}
+OWN_HEAD = {"zero_optimization": {"stage": 3, "units": ["*.layers.?", "lm_head"]}}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, stage 0": ("llama", config_of(0)),
+    "llama, stage 3, sockets": ("llama", config_of(3, **SOCKETS)),
+    "qwen3, stage 1": ("qwen3", config_of(1)),
+    "gpt2, stage 3, recomputed": ("gpt2", config_of(3, activation_checkpointing={"every": 1})),
+    "plain, stage 2": ("Plain", config_of(2)),
+    "a head of its own": ("llama", config_of(3, **SOCKETS) | OWN_HEAD),
+    "offloaded": ("llama", config_of(3, activation_checkpointing={"offload": {"device": "cpu", "min_bytes": 1}})),
+    "fused": ("llama", config_of(3, kernels={"fuse_modules": True})),
+    "prescaled": ("gpt2", config_of(2, prescale_gradients=True)),
+}
+
+
+def all_differences() -> list[str]:
+    found = [f"{what}: {found}" for what, case in CASES.items() if (found := differences(*case))]
+    found += differences("llama", config_of(3, prescale_gradients=True), loss_fn=loss_of_logits)
+    found += differences("gpt2", config_of(3, **SOCKETS), loss_fn=loss_of_logits)
+    bf16 = config_of(3, bf16={"enabled": True})
+    return found + differences("llama", bf16, rel=2e-2)
+
+
+def test_tiles_train_as_without(ranks: RankPool) -> None:
+    assert ranks(2, all_differences) == [[], []]
+
+
+def over_a_pipeline() -> list[str]:
+    return differences("llama", config_of(1, parallel={"pipeline": 2}))
+
+
+def test_a_pipeline_trains_in_tiles(ranks: RankPool) -> None:
+    assert ranks(2, over_a_pipeline) == [[], []]
+
+
+def tiled(model: nn.Module, tiles: Tiles) -> tuple[Ledger, list[str]]:
+    ledger, warnings = Ledger(), list[str]()
+    tiles.apply(model, ledger, warnings.append)
+    return ledger, warnings
+
+
+def test_hooks_on_parameters_run_once_and_the_ledger_takes_tiles_off() -> None:
+    model: Any = Plain()
+    ledger, _ = tiled(model, Tiles(mlp=5))
+    runs: list[str] = []
+    param = model.blocks[0].feed_forward.up.weight
+    param.register_hook(lambda gradient: runs.append("gradient"))
+    param.register_post_accumulate_grad_hook(lambda param: runs.append("accumulated"))
+    model(**batch_of(0)).backward()
+    assert runs == ["gradient", "accumulated"]
+    ledger.close()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_dropout_is_the_same_when_a_tile_is_computed_again() -> None:
+    """The loss is linear in the last bias of the MLP's output, so its gradient is that of the mask that was drawn."""
+    torch.manual_seed(0)
+    layers: Any = nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH), nn.Dropout(0.5))
+    model = nn.ModuleDict({"mlp": layers})
+    tiled(model, Tiles(mlp=5, modules=("mlp",)))
+    x = torch.randn(1, LENGTH, WIDTH)
+    y = layers(x)
+    y.sum().backward()
+    assert layers[1].bias.grad is not None
+    assert torch.equal(layers[1].bias.grad, 2.0 * (y != 0).sum((0, 1)))
+
+
+def test_what_reads_logits_gets_them_and_is_named() -> None:
+    model = Plain()
+    ids = batch_of(0)["input_ids"]
+    expected = model(ids)
+    _, warnings = tiled(model, Tiles(loss=7))
+    logits = model(ids)
+    assert isinstance(logits, TiledLogits) and logits.shape == expected.shape
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1)) and torch.equal(
+        logits[:, 3:, :].exp(), expected[:, 3:].exp()
+    )
+    assert [text.split(" reads")[0] for text in warnings] == ["tiles.loss: argmax", "tiles.loss: exp"]
+
+
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return 2 * dy * ctx.saved_tensors[0]
+
+
+def test_an_autograd_function_of_logits_gets_values_and_gives_gradients() -> None:
+    model, ids = Plain(), batch_of(0)["input_ids"]
+    gradients = []
+    for tiles in (Tiles(), Tiles(loss=7)):
+        tiled(model, tiles)
+        model.zero_grad()
+        Squares.apply(model(ids).view(-1, VOCAB)).backward()
+        gradients.append([param.grad for param in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_change_in_place_of_logits_is_refused() -> None:
+    model = Plain()
+    tiled(model, Tiles(loss=7))
+    with pytest.raises(RuntimeError, match=r"tiles.loss: div_ changes the logits of 'head' in place"):
+        logits = model(batch_of(0)["input_ids"])
+        logits /= 2
+
+
+class MixesTokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x) + x.mean(1, keepdim=True)
+
+
+def test_a_module_that_mixes_tokens_is_refused_when_it_runs() -> None:
+    model = nn.ModuleDict({"part": MixesTokens()})
+    tiled(model, Tiles(mlp=5, modules=("part",)))
+    with pytest.raises(ValueError, match=r"expected that 'part' \(MixesTokens\) acts on each token alone"):
+        model["part"](torch.randn(1, LENGTH, WIDTH))
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "no mlp": (lambda: nn.Linear(3, 3), {"mlp": "auto"}, r"tiles.mlp: found no module that is named as an MLP is"),
+    "no head": (lambda: Plain(VOCAB + 1), {"loss": 5}, r"tiles.loss: expected one Linear .* found none in Plain"),
+    "pattern": (Plain, {"mlp": 5, "modules": ["*.ffn"]}, r'tiles.modules: "\*.ffn" matches no module of Plain'),
+    "nested": (Plain, {"mlp": 5, "modules": ["*.feed_forward", "*.up"]}, r"'blocks.0.feed_forward.up' lies in"),
+    "head": (Plain, {"loss": 5, "head": "out"}, r"tiles.head: expected the name of a Linear, found no module at 'out'"),
+    "not a head": (Plain, {"loss": 5, "head": "blocks"}, r"tiles.head: .* found ModuleList at 'blocks'"),
+    "norm": (
+        lambda: nn.Sequential(nn.Sequential(nn.BatchNorm1d(3))),
+        {"mlp": 5, "modules": ["0"]},
+        r"tiles.modules: '0' holds a BatchNorm1d, which sees several tokens at once",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_there_is_an_error(case: str) -> None:
+    make, tiles, text = REFUSED[case]
+    with pytest.raises(lowtide.ConfigError, match=text):
+        lowtide.initialize(make(), config_of(0, tiles=tiles))
+
+
+def test_a_unit_inside_of_what_runs_in_tiles_is_an_error() -> None:
+    config = config_of(3, tiles=TILES, zero_optimization={"stage": 3, "units": ["*.up"]})
+    with pytest.raises(lowtide.ConfigError, match=r"unit 'blocks.0.feed_forward.up' lies in 'blocks.0.feed_forward'"):
+        lowtide.initialize(Plain(), config)
+
+
+def test_what_the_file_may_say() -> None:
+    sizes = {say: lowtide.Config.load({"tiles": say}).tiles for say in ("auto", 512)}
+    assert [(one.mlp, one.loss) for one in sizes.values()] == [("auto", "auto"), (512, 512)]
+    for wrong in ("all", True, {"mlp": -1}, {"loss": "big"}, {"size": 3}):
+        with pytest.raises(lowtide.ConfigError, match="tiles"):
+            lowtide.Config.load({"tiles": wrong})
+    notes = lowtide.Config.load({"tiles": {"mlp": 5, "head": "out"}}).notes
+    assert 'tiles.head: "out" has no effect here: tiles.loss is 0' in notes

@@ -119,6 +119,7 @@ class Footprint:
         shards = [group.shard_bytes for group in plan.groups]
         chunks = [nbytes for group in plan.updated for nbytes in self.chunks(group)]
         left = [self._left(group, moment) for group in plan.trained]
+        left += [self._second_on_host(group, moment) for group in plan.updated]
         return RankBytes(
             parameters=sum(map(self._at_rest, plan.groups)),
             gradients=sum(self.gradient(group, moment) for group in plan.trained),
@@ -235,16 +236,30 @@ class Footprint:
     # -- states ---------------------------------------------------------------------------------------------------
 
     def _states(self, group: GroupPlan, moment: Moment) -> int:
-        resident, kinds = self._resident[id(group)], self._kinds(group.dtype)
-        total = _bytes(scaled(kinds, resident))
-        # Master weights in memory stand for the second version of the parameters that are rounded from them.
-        second = (group.layout.shard_numel - (resident if MASTER in kinds else 0)) * group.dtype.itemsize
+        total = _bytes(scaled(self._kinds(group.dtype), self._resident[id(group)]))
         if self._blueprint.timing is Timing.DELAYED:
-            total += second
+            total += self._second(group)
         if self._blueprint.timing is Timing.SPECULATIVE and moment is Moment.REDUCED:
-            in_host = self.chunks(group) if self._blueprint.homes.states is Home.HOST else []
-            total += total + second + sum(in_host)
-        return total
+            total += total + self._second(group) + self._copied_chunks(group)
+        return total - self._second_on_host(group, moment)
+
+    def _second(self, group: GroupPlan) -> int:
+        """Of the parameters, but for those that are rounded from master weights in memory: these stand for it."""
+        has_master = MASTER in self._kinds(group.dtype)
+        resident = self._resident[id(group)] if has_master else 0
+        return (group.layout.shard_numel - resident) * group.dtype.itemsize
+
+    def _copied_chunks(self, group: GroupPlan) -> int:
+        return sum(self.chunks(group)) if self._blueprint.homes.states is Home.HOST else 0
+
+    def _second_on_host(self, group: GroupPlan, moment: Moment) -> int:
+        """Of second versions, what the host has that updates them, while the model is on an accelerator."""
+        if not self._is_on_accelerator or not self._leaves(group):
+            return 0
+        if self._blueprint.timing is Timing.DELAYED:
+            return self._second(group)
+        is_tried = self._blueprint.timing is Timing.SPECULATIVE and moment is Moment.REDUCED
+        return self._copied_chunks(group) if is_tried else 0
 
     def chunks(self, group: GroupPlan) -> list[int]:
         """Bytes of what is not with the model."""

@@ -53,6 +53,7 @@ class ModelGuard:
         self._versions: list[int] = []
         self._addresses: list[int] = []
         self._values: list[Tensor] | None = None
+        self._memory: list[Tensor] = []  # of the values that were remembered last
         self._seen: Tensor | None = None  # () bool on a device: a value was found changed there
         self._looks: list[_Look] = []
         self._told: list[_Look] = []  # those of which `take_seen` has told
@@ -83,7 +84,14 @@ class ModelGuard:
 
     def remember_values(self) -> None:
         """The step has ended: nobody changes values now."""
-        self._values = [sample.take() for sample in self._samples]
+        self._told = []
+        if not self._memory or any(values is self._memory for values, _ in self._looks):
+            with torch.inference_mode(False):  # it is written to later
+                self._memory = [sample.take() for sample in self._samples]
+        else:  # at the addresses of the last step, so that what is taken beside them has its own again as well
+            for sample, out in zip(self._samples, self._memory, strict=True):
+                sample.take(out)
+        self._values = self._memory
 
     def check(self) -> None:
         """Raises ValueError for parameters that were added, replaced, tied, taken out, unfrozen or changed."""
@@ -228,8 +236,12 @@ class _Samples:
         ]
         self._names = [slot.name for (_, slot), view in zip(slots, self._views, strict=True) for _ in view]
 
-    def take(self) -> Tensor:
-        return torch.cat(self._views).view(self._bits)
+    def take(self, out: Tensor | None = None) -> Tensor:
+        """out: of an earlier time, that is written to."""
+        if out is None:
+            return torch.cat(self._views).view(self._bits)
+        torch.cat(self._views, out=out.view(self._views[0].dtype))
+        return out
 
     def first_difference(self, old: Tensor, new: Tensor) -> str:
         return self._names[int((old != new).nonzero()[0])]

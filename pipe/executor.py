@@ -126,7 +126,9 @@ class Executor:
             self._begin((), 1.0)
             raise
         assert self._run.is_over and not self.messages.is_any_unused
-        return [loss for _, loss in sorted(self._run.losses.items())]
+        losses = [loss for _, loss in sorted(self._run.losses.items())]
+        self._begin((), 1.0)  # lets go of the batch
+        return losses
 
     def pass_by(self) -> list[Tensor]:
         """Does what other ranks beside this pipeline expect of it, and computes nothing: its gradients are zero.

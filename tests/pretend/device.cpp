@@ -1,7 +1,7 @@
 // A device that is not there, which finds what a GPU would.
 //
 // Its memory lies in pages that nobody may touch but a kernel of the device; pages that were freed are never used
-// again. A kernel is the CPU's own, run on aliases of the memory. Kernels run when they are called, after all that
+// again, unless `pretend_reuse` says so. A kernel is the CPU's own, run on aliases of the memory. Kernels run when they are called, after all that
 // their stream was given before. Copies that do not block are made as late as is allowed: when their stream, or one
 // that waits for it, has a kernel to run, or when the host waits. All that makes the host wait calls a hook.
 
@@ -92,6 +92,12 @@ TORCH_LIBRARY_IMPL(pretend, PrivateUse1, m) { m.impl("open", open_for_host); }
 extern "C" {
 
 void pretend_on_wait(int (*hook)(const char*)) { wait_hook = hook; }
+
+// Whether memory that is taken from now on may have the addresses of what was freed.
+void pretend_reuse(int reuses) {
+  Guard guard(state().lock);
+  state().reuses = reuses;
+}
 
 // Has `run(token)` called as a task of the stream.
 void pretend_issue(int device, int64_t stream, void (*run)(int64_t), int64_t token) {

@@ -63,6 +63,7 @@ def _library() -> ctypes.CDLL:
     library = load_library(_SOURCE, ("-O1", "-w", version, headers, abi, *includes, *libraries))
     library.pretend_issue.argtypes = [ctypes.c_int, ctypes.c_int64, _TASK, ctypes.c_int64]
     library.pretend_on_wait.argtypes = [_HOOK]
+    library.pretend_reuse.argtypes = [ctypes.c_int]
     from tests.pretend import torch_pretend  # it asks the library
 
     library.pretend_on_wait(_ON_WAIT)
@@ -82,6 +83,16 @@ def host_waits(raises: bool = False) -> Iterator[list[HostWait]]:
         yield watcher.waits
     finally:
         _WATCHERS.remove(watcher)
+
+
+@contextmanager
+def reused_addresses() -> Iterator[None]:
+    """Memory that is taken meanwhile may have the addresses of what was freed, as torch's caching allocator has it."""
+    _library().pretend_reuse(1)
+    try:
+        yield
+    finally:
+        _library().pretend_reuse(0)
 
 
 @dataclass(eq=False)

@@ -122,7 +122,8 @@ class Group(dist.ProcessGroup):
             for message in messages:
                 message.result()
 
-        return queue.add(Work(self, " and ".join(message.what for message in messages), run, results))
+        what = " and ".join(message.what for message in messages)
+        return queue.add(Work(self, what, run, results, [message.tensor for message in messages]))
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
@@ -192,7 +193,7 @@ class Group(dist.ProcessGroup):
             self._posted = [f"{key}/{self.rank()}"]
 
         return self._queue("collectives", self._ranks).add(
-            Work(self, f"{what} over ranks {self._ranks}", run, lambda: result(arrived))
+            Work(self, f"{what} over ranks {self._ranks}", run, lambda: result(arrived), [given, *outputs])
         )
 
     # -- pieces of it -----------------------------------------------------------------------------------------------

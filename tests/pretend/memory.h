@@ -17,6 +17,7 @@
 #include <mutex>
 #include <set>
 
+#include "cache.h"
 #include "order.h"
 
 extern "C" int PyGILState_Check();
@@ -76,6 +77,8 @@ struct State {
   std::map<std::pair<DeviceIndex, StreamId>, Queue> queues;
   Count bytes[kDevices], blocks_taken[kDevices];
   StreamId last_stream = 0;
+  bool reuses = false;  // addresses, as torch's caching allocator; else none is ever used twice
+  Cache cache;
 };
 
 State& state() {
@@ -191,7 +194,7 @@ void give_back(char* base) {
   Guard guard(state().lock);
   auto found = state().blocks.find(base);
   auto& block = found->second;
-  madvise(base, rounded(block.nbytes), MADV_DONTNEED);
+  if (!state().cache.give(base)) madvise(base, rounded(block.nbytes), MADV_DONTNEED);
   mprotect(base, rounded(block.nbytes), PROT_NONE);
   auto& bytes = state().bytes[block.device];
   bytes.now -= block.nbytes, bytes.freed += block.nbytes;
@@ -247,8 +250,8 @@ struct DeviceMemory final : c10::DeviceAllocator {
       s.next = (char*)mmap(nullptr, kSpace, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       TORCH_CHECK(s.next != MAP_FAILED, "the pretend device gets no addresses");
     }
-    auto* base = s.next;
-    s.next += rounded(nbytes);
+    auto more = [&](size_t size) { return std::exchange(s.next, s.next + size); };
+    auto* base = s.reuses ? s.cache.take(rounded(nbytes), device, current_streams[device], more) : more(rounded(nbytes));
     s.blocks[base] = {nbytes, device, current_streams[device]};
     auto& bytes = s.bytes[device];
     bytes.now += nbytes, bytes.taken += nbytes, bytes.peak = std::max(bytes.peak, bytes.now);

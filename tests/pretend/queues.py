@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -91,9 +91,16 @@ class Work(dist.Work):
     """A started operation. Its results are in the tensors from `wait` on, or once `is_completed` has said so."""
 
     def __init__(
-        self, group: Communicator, what: str, run: Callable[[Post], None], results: Callable[[], None]
+        self,
+        group: Communicator,
+        what: str,
+        run: Callable[[Post], None],
+        results: Callable[[], None],
+        tensors: Sequence[Tensor],
     ) -> None:
+        """tensors: held until the results are there, and not until the queue's thread lets go of them, at any time."""
         super().__init__()
+        self._tensors: Sequence[Tensor] = tensors
         self.what = what
         self._group = group
         self._run: Callable[[Post], None] | None = run
@@ -155,6 +162,7 @@ class Work(dist.Work):
             results, self._results = self._results, None
         if results is not None:
             results()
+        self._tensors = ()
         return True
 
     def _check_time(self, timeout: timedelta | None) -> None:
@@ -197,19 +205,19 @@ class Message:
         self.what = what
         self.is_send = is_send
         self._key = key
-        self._tensor = tensor
+        self.tensor = tensor
         self._arrived: Tensor | None = None
 
     def announce(self, post: Post) -> None:
         if not self.is_send:
-            post.put(f"{self._key}/ready", shape_of(self._tensor))
+            post.put(f"{self._key}/ready", shape_of(self.tensor))
 
     def give(self, post: Post) -> None:
         if self.is_send:
             wanted = post.take(f"{self._key}/ready")
-            if wanted != shape_of(self._tensor):
-                raise RuntimeError(f"{self.what} sends {shape_of(self._tensor)}, the other rank receives {wanted}")
-            post.put(f"{self._key}/data", read(self._tensor))
+            if wanted != shape_of(self.tensor):
+                raise RuntimeError(f"{self.what} sends {shape_of(self.tensor)}, the other rank receives {wanted}")
+            post.put(f"{self._key}/data", read(self.tensor))
 
     def take(self, post: Post) -> None:
         if not self.is_send:
@@ -219,4 +227,4 @@ class Message:
 
     def result(self) -> None:
         if self._arrived is not None:
-            write(self._tensor, self._arrived)
+            write(self.tensor, self._arrived)

@@ -2,8 +2,13 @@
 
 import gc
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,14 +18,34 @@ import lowtide
 from lowtide.engine.blueprint import Blueprint
 from lowtide.engine.config.config import Config
 from lowtide.engine.footprint import Moment, bytes_of
+from lowtide.engine.step_update import Timing
+from lowtide.kernels import optimizer_step
+from lowtide.zero.exact_sum import NUM_LIMBS
+from lowtide.zero.layout import BLOCK_NUMEL
+from lowtide.zero.plan import GroupPlan
 from tests import models
-from tests.engine.test_blueprint import BF16, FP32, config_of
+from tests.engine.test_blueprint import BF16, FP32, config_of, reductions_watched
 from tests.engine.test_blueprint import frozen_gpt as gpt
 from tests.pretend.group import register
 from tests.ranks import RankPool
 
-STEPS = 2  # in the second one, states are there
+FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 4}}
 HOST = {"device": "cpu"}
+FILE = {"device": "nvme"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training. zero: more of the section `zero_optimization`; more: other sections."""
+
+    model: str
+    stage: int
+    dtypes: dict[str, Any]
+    accumulation: int
+    zero: dict[str, Any]
+    more: dict[str, Any] = field(default_factory=dict)
+
+
 Found = dict[str, tuple[int, int, int]]  # bytes said, that there are, and how many more there may be
 
 
@@ -50,25 +75,79 @@ def said_of(blueprint: Blueprint, rank: int, moment: Moment) -> int:
     return said.parameters + said.gradients + said.optimizer
 
 
+def trained_groups(blueprint: Blueprint) -> list[GroupPlan]:
+    """Of all places of a pipeline."""
+    return [group for plan in blueprint.places for group in plan.trained]
+
+
 def small_bytes(blueprint: Blueprint, moment: Moment) -> int:
-    """The most that there is beside model states, of which all but the last term is 0.3 % of a model at most."""
-    plan = blueprint.places[0]
-    stand_ins = sum(group.dtype.itemsize for group in plan.groups)  # a NaN for parameters that were released
-    # Up to 6 elements of each, to tell a change by `.data`: as they are, and what this step and the last one have seen.
-    guard = 4 * 6 * sum(len(one.params) * one.dtype.itemsize for one in plan.groups)
+    """The most that there is beside model states, of which all but the last terms are 0.3 % of a model at most."""
+    groups = [group for plan in blueprint.places for group in plan.groups]
+    stand_ins = sum(group.dtype.itemsize for group in groups)  # a NaN for parameters that were released
+    # Up to 6 elements of each, to tell a change by `.data`: as they were remembered; as they are, and what differs.
+    sampled = 6 * sum(len(one.params) * one.dtype.itemsize for one in groups)
     if moment is Moment.BETWEEN_STEPS:
-        return stand_ins + guard
-    blocks = sum(group.layout.padded_numel // 1024 for group in plan.trained)
-    return stand_ins + guard + 8 * blocks + 2 * len(plan.trained)  # squares by block, and whether all is finite
+        return stand_ins + sampled + in_background(blueprint)
+    trained = trained_groups(blueprint)
+    blocks = sum(group.layout.padded_numel // BLOCK_NUMEL for group in trained)
+    sums = 8 * blocks + 2 * len(trained)  # squares by block, and whether all is finite
+    # One of a gradient that was used up, in which a value may be found that is not finite.
+    kept = (8 + 4 * BLOCK_NUMEL) * len(trained) * (blueprint.timing is Timing.IN_BACKWARD)
+    return stand_ins + 4 * sampled + sums + kept + in_background(blueprint)
+
+
+def in_background(blueprint: Blueprint) -> int:
+    """Gradients that a delayed update on the device may still have."""
+    if blueprint.timing is not Timing.DELAYED:
+        return 0
+    trained = trained_groups(blueprint)
+    on_host = blueprint.homes.updated_apart(trained)
+    here = [one for one in trained if one.name not in on_host]
+    return sum(one.layout.shard_numel * one.accumulation_dtype.itemsize for one in here)
+
+
+def in_a_sum(blueprint: Blueprint) -> int:
+    """What the exact sum of a step takes while it is made: words of 8 bytes for each block, and limbs."""
+    blocks = sum(group.layout.padded_numel // BLOCK_NUMEL for group in trained_groups(blueprint))
+    return 16 * 8 * blocks + 6 * 8 * NUM_LIMBS
 
 
 def on_its_way(blueprint: Blueprint) -> int:
     """A message of gradients and its sum, beside the gradients of the unit that are there."""
-    trained = blueprint.places[0].trained
+    trained = trained_groups(blueprint)
     sums = [group.layout.shard_numel * group.accumulation_dtype.itemsize for group in trained]
     messages = [group.layout.padded_numel * group.reduce_dtype.itemsize for group in trained]
     sends = blueprint.arrangement.num_ranks > 1
     return max(messages) * sends + max(sums) * (sends or blueprint.homes.updates_on_host)
+
+
+class Peak:
+    """The most bytes that there are, but for what a kernel's reference form takes while it runs.
+
+    On a GPU the update is one kernel, which takes nothing.
+    """
+
+    def __init__(self, before: int) -> None:
+        self._before = before
+        self._most = 0
+
+    def read(self) -> int:
+        return max(self._most, torch.accelerator.max_memory_allocated() - self._before)
+
+    @contextmanager
+    def without_kernels(self) -> Iterator[None]:
+        """Begins, and leaves them out meanwhile."""
+        self._most = 0
+        torch.accelerator.reset_peak_memory_stats()
+        plain = optimizer_step._update_by_torch
+
+        def update(*args: Any) -> None:
+            self._most = self.read()
+            plain(*args)
+            torch.accelerator.reset_peak_memory_stats()
+
+        with patch.object(optimizer_step, "_update_by_torch", update):
+            yield
 
 
 def activations(model: nn.Module, batch: tuple[Tensor, ...], dtype: torch.dtype) -> int:
@@ -83,12 +162,15 @@ def activations(model: nn.Module, batch: tuple[Tensor, ...], dtype: torch.dtype)
     return torch.accelerator.max_memory_allocated() - before
 
 
-def train(build: Any, batches: list[tuple[Tensor, ...]], config: dict[str, Any], rank: int, num_ranks: int) -> Found:
-    """What there is at each moment, and the most in a step, beside what its blueprint says."""
+def train(case: Case, rank: int, num_ranks: int) -> Found:
+    """What there is at each moment, and the most in a step and in its update, beside what its blueprint says."""
     register()
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if "bf16" in config else torch.float32
+    build, make_batch = MODELS[case.model]
+    batches = [make_batch(step, 2) for step in range(case.accumulation)]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(next(iter(case.dtypes), ""), torch.float32)
     working = activations(build(), batches[0], dtype) + sum(one.nbytes for one in batches[0])
+    config = config_of(case.stage, case.accumulation, "auto", zero=case.zero, **case.dtypes, **case.more)
     blueprint = blueprint_of(build, config, num_ranks)
     before = collected()
     engine = lowtide.initialize(build(), {**config, "kernels": {"fuse_modules": False}})
@@ -99,35 +181,57 @@ def train(build: Any, batches: list[tuple[Tensor, ...]], config: dict[str, Any],
         leaving = bytes_of(blueprint, rank).staging * (moment is not Moment.BETWEEN_STEPS)
         found[moment.value] = said, there, small_bytes(blueprint, moment) + leaving
 
-    for _ in range(STEPS):
-        peak = 0
-        for number, batch in enumerate(batches, 1):
-            torch.accelerator.reset_peak_memory_stats()
-            engine.backward(engine(*batch))
-            peak = max(peak, torch.accelerator.max_memory_allocated() - before)
-            look(Moment.REDUCED if number == len(batches) else Moment.ACCUMULATING)
-            engine.step()
+    run = run_pipeline if blueprint.pipeline is not None else run_step
+    for _ in range(2 + (blueprint.timing is Timing.DELAYED)):  # states are there, and an update in the background
+        most, in_update = run(engine, batches, Peak(before), look)
         look(Moment.BETWEEN_STEPS)
     moments = list(Moment) if len(batches) > 1 else [Moment.BETWEEN_STEPS, Moment.REDUCED]
-    most = max(bytes_of(blueprint, rank, moment).model for moment in moments)
-    small = small_bytes(blueprint, Moment.REDUCED)
-    found["the most"] = most, peak, working + on_its_way(blueprint) + small
+    said = max(bytes_of(blueprint, rank, moment).model for moment in moments)
+    more = small_bytes(blueprint, Moment.REDUCED) + in_a_sum(blueprint)
+    in_flight = len(batches) if blueprint.pipeline is not None else 1
+    found["the most"] = said, most, in_flight * working + on_its_way(blueprint) + more
+    said = max(said_of(blueprint, rank, moment) for moment in (Moment.BETWEEN_STEPS, Moment.REDUCED))
+    found["the most in the update"] = said, in_update or said, more + bytes_of(blueprint, rank).staging
     engine.close()
     del engine
     found["after it"] = before, collected(), 0
     return found
 
 
-def train_all(cases: list[tuple[str, int, dict[str, Any], int, str]]) -> list[str]:
+Batches = list[tuple[Tensor, ...]]
+Look = Callable[[Moment], None]
+
+
+def run_step(engine: lowtide.Engine, batches: Batches, peak: Peak, look: Look) -> tuple[int, int]:
+    """The most in forwards and backwards, and in the update."""
+    most = 0
+    for number, batch in enumerate(batches, 1):
+        with peak.without_kernels():
+            engine.backward(engine(*batch))
+        most = max(most, peak.read())
+        look(Moment.REDUCED if number == len(batches) else Moment.ACCUMULATING)
+        with peak.without_kernels():
+            engine.step()
+    return most, peak.read()
+
+
+def run_pipeline(engine: lowtide.Engine, batches: Batches, peak: Peak, look: Look) -> tuple[int, int]:
+    """As `run_step`, of a step that is one call: 0 for the update, which is in the first."""
+
+    def look_between(moment: Moment) -> None:
+        if moment is Moment.REDUCED:  # before it there are activations
+            look(moment)
+
+    with peak.without_kernels(), reductions_watched(look_between):
+        engine.train_step(tuple(torch.cat(parts) for parts in zip(*batches, strict=True)))
+    return peak.read(), 0
+
+
+def train_all(cases: list[Case]) -> list[str]:
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     wrong = []
     for case in cases:
-        name, stage, dtypes, accumulation, offload = case
-        build, batch = MODELS[name]
-        sections = dict.fromkeys(offload.split(), HOST)
-        config = config_of(stage, accumulation, "auto", zero=sections, **dtypes)
-        found = train(build, [batch(step, 2) for step in range(accumulation)], config, rank, num_ranks)
-        for what, (said, there, more) in found.items():
+        for what, (said, there, more) in train(case, rank, num_ranks).items():
             if not said <= there <= said + more and not (what == "the most" and there <= said + more):
                 wrong.append(f"rank {rank}, {case}, {what}: said {said}, there are {there}, {said + more} at most")
     return wrong
@@ -137,16 +241,52 @@ MODELS: dict[str, Any] = {
     "gpt": (gpt, models.token_batch),
     "chain": (chain, lambda step, rows: (torch.randn(rows, 64),)),
 }
-OFFLOADS = ["", "offload_optimizer", "offload_optimizer offload_param"]
+OFFLOADS: list[dict[str, Any]] = [{}, {"offload_optimizer": HOST}, {"offload_optimizer": HOST, "offload_param": HOST}]
 GRID = [
-    (name, stage, dtypes, accumulation, offload)
+    Case(name, stage, dtypes, accumulation, offload)
     for name, stage, dtypes, accumulation, offload in product(MODELS, range(4), (FP32, BF16), (1, 2), OFFLOADS)
-    if (stage == 3 or "param" not in offload) and (name == "gpt" or not dtypes)
+    if (stage == 3 or "offload_param" not in offload) and (name == "gpt" or not dtypes)
 ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_device_has_what_the_blueprint_says(pretend_ranks: RankPool, world_size: int) -> None:
-    cases = GRID[:: 2 if world_size == 1 else 5]
-    wrong = [text for texts in pretend_ranks(world_size, train_all, cases, process_group=False) for text in texts]
+    assert_held(pretend_ranks(world_size, train_all, GRID[:: 2 if world_size == 1 else 5], process_group=False))
+
+
+def other_cases(folder: Path) -> Iterator[Case]:
+    for stage in range(4):
+        yield Case("gpt", stage, FP16, 1 + stage % 2, {})
+    file = {**FILE, "nvme_path": str(folder)}
+    yield Case("gpt", 1, FP32, 2, {"offload_optimizer": file})
+    yield Case("gpt", 2, BF16, 1, {"offload_optimizer": {**file, "ratio": 0.5}})
+    yield Case("gpt", 3, BF16, 2, {"offload_optimizer": file, "offload_param": file})
+    overlaps: list[dict[str, Any]] = [{"overlap": "speculative"}, {"overlap": "delayed", "delay_after_steps": 1}]
+    for home, overlap in product((HOST, file), overlaps):
+        yield Case("gpt", 1, FP32, 1, {"offload_optimizer": {**home, **overlap}})
+        yield Case("gpt", 3, BF16, 2, {"offload_optimizer": {**home, **overlap, "ratio": 0.5}})
+    yield Case("gpt", 2, BF16, 1, {"update_in_backward": True})
+    yield Case("gpt", 3, FP32, 1, {"update_in_backward": True})
+
+
+def pipelined_cases() -> Iterator[Case]:
+    for stage, (schedule, dtypes) in product((0, 1), (("1f1b", FP32), ("zb-v", BF16))):
+        more = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": schedule}}
+        yield Case("gpt", stage, dtypes, 4, {}, more)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_so_it_has_with_other_homes_and_times_of_the_update(
+    pretend_ranks: RankPool, tmp_path: Path, world_size: int
+) -> None:
+    cases = list(other_cases(tmp_path))
+    assert_held(pretend_ranks(world_size, train_all, cases[world_size - 1 :: 2], process_group=False))
+
+
+def test_so_has_a_stage_of_a_pipeline(pretend_ranks: RankPool) -> None:
+    assert_held(pretend_ranks(2, train_all, list(pipelined_cases()), process_group=False))
+
+
+def assert_held(by_rank: list[list[str]]) -> None:
+    wrong = [text for texts in by_rank for text in texts]
     assert not wrong, "\n".join(wrong)

@@ -344,7 +344,7 @@ def losses_beside_the_model(stage: int, route: str) -> list[float]:
             for step in range(2):
                 ids, targets = models.token_batch(step, 2)
                 logits = functional.linear(engine(ids), engine.module.get_parameter("head.weight"))
-                engine.backward(functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+                engine.backward(functional.cross_entropy(logits.flatten(0, 1), targets.flatten().to(logits.device)))
                 results.append(engine.step().loss.item())
             return results
 

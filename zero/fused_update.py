@@ -109,7 +109,7 @@ class FusedUpdate:
             inside = [(run, step) for run, step in stretches if run.start < part.end and run.end > part.start]
             runs = [(min(run.end, part.end) - part.start, terms.options[run.options_index]) for run, _ in inside]
             steps = [step for _, step in inside]
-            of_part = gradient[part.start : part.end]
+            of_part = gradient if part.end - part.start == gradient.numel() else gradient[part.start : part.end]
             yield ShardUpdate(part.master, of_part, stored_states(part.states), runs, steps, part.rounded)
 
     def _make(self, updates: Sequence[ShardUpdate], terms: Terms, on_updated: Callable[[int], None]) -> None:

@@ -92,7 +92,8 @@ class FusedUpdate:
 
         on_updated: called after each shard, in an order that is the same on all ranks.
         """
-        shards, updates = [], []
+        shards: list[ShardState] = []
+        updates: list[ShardUpdate] = []
         for shard, gradient in due:
             if not shard.states:
                 shard.make_states()

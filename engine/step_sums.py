@@ -117,9 +117,8 @@ class SummedStep:
         return self._total[_BAD : _CHANGED + 1].sum(dim=0, keepdim=True) + others_cleared
 
     def norm(self) -> Tensor:
-        """() float64 on the device, of the gradients as they were reduced; NaN where one is not finite."""
-        norm = value_of(self._total[:NUM_LIMBS]).sqrt()
-        return torch.where(self._total[_BAD] == 0, norm, math.nan)
+        """() float64 on the device, of the gradients as they were reduced, without what is not finite in them."""
+        return value_of(self._total[:NUM_LIMBS]).sqrt()
 
     def read(self) -> StepSums:
         """Waits for the device: until it has the sum, and not for what it was given since."""

@@ -92,7 +92,8 @@ class FusedUpdate:
 
         on_updated: called after each shard, in an order that is the same on all ranks.
         """
-        shards, updates = [], []
+        shards: list[ShardState] = []
+        updates: list[ShardUpdate] = []
         for shard, gradient in due:
             if not shard.states:
                 shard.make_states()
@@ -109,7 +110,7 @@ class FusedUpdate:
             inside = [(run, step) for run, step in stretches if run.start < part.end and run.end > part.start]
             runs = [(min(run.end, part.end) - part.start, terms.options[run.options_index]) for run, _ in inside]
             steps = [step for _, step in inside]
-            of_part = gradient[part.start : part.end]
+            of_part = gradient if part.end - part.start == gradient.numel() else gradient[part.start : part.end]
             yield ShardUpdate(part.master, of_part, stored_states(part.states), runs, steps, part.rounded)
 
     def _make(self, updates: Sequence[ShardUpdate], terms: Terms, on_updated: Callable[[int], None]) -> None:

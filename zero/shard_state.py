@@ -184,7 +184,8 @@ class ShardState:
 
     def whole(self) -> StatePart:
         """As the only one of `parts`, where all of it is in memory."""
-        return self._part(0, self.resident_numel, self._own_master, self.states, Version(0, self.group.shard))
+        rounded = None if self._own_master is None else self.group.shard
+        return StatePart(0, self.resident_numel, self.master, list(self.states.values()), rounded)
 
     # -- second versions ------------------------------------------------------------------------------------------
 

@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...optimizers.optimizer import MAX_COEFFICIENTS, Optimizer
+from ...optimizers.optimizer import MAX_COEFFICIENTS, Optimizer, Options
 from ..optimizer_states import STATE_BLOCK_NUMEL, signed_word, step_seed
 from ..shard_update import ShardUpdate
 from .launch import launch
 from .optimizer_states import load_state, other_noise, rounding_noise, store_state
 from .option_runs import OptionRuns, coefficient_table, run_table, stream_of
-from .shard_table import NUM_FIELDS, shard_of_program, shard_table
+from .shard_table import NUM_FIELDS, Row, shard_of_program, shard_table
 
 TILE_BLOCKS = 4  # a tile is 1024 elements: 4 a thread, 16 bytes of float32, or 8 where nothing is as wide
 
@@ -179,7 +179,10 @@ def update(
     tile_numel, master = TILE_BLOCKS * STATE_BLOCK_NUMEL, shards[0].master
     device = master.device
     stream = stream_of(device)
-    num_programs, rows, runs, steps = [], [], [], []
+    num_programs: list[int] = []
+    rows: list[Row] = []
+    runs: list[tuple[int, Options]] = []
+    steps: list[int] = []
     first = 0
     for shard in shards:
         runs += [(first * tile_numel + end, options) for end, options in shard.runs]
@@ -196,7 +199,8 @@ def update(
         coefficients = coefficient_table(chosen.coefficients, device, stream)
     numbers: dict[str, Any] = {f"c{index}": value for index, value in enumerate(chosen.coefficients[0])}
     has_factor = isinstance(gradient_scale, Tensor)
-    dtypes = [None if one is None else _DTYPES[one.dtype] for one in _tensors(shards[0])]
+    found = [None if one is None else _DTYPES[one.dtype] for one in _tensors(shards[0])]
+    dtypes: dict[str, Any] = dict(zip(_TENSORS, found, strict=True))
     launch(
         _kernel, (first,), num_warps=8 if master.dtype == torch.float32 else 4, enable_fp_fusion=False,
         SHARDS_ptr=table.rows, SHARD_OF_PROGRAM_ptr=shard_of_program(tuple(num_programs), device, stream),
@@ -206,7 +210,7 @@ def update(
         FIRST_RUNS_ptr=by_program.first_runs if by_program is not None else None,
         C_ptr=coefficients,
         seed=signed_word(step_seed(step)), factor=1.0 if has_factor else float(gradient_scale),
-        **numbers, **dict(zip(_TENSORS, dtypes, strict=True)),
+        **numbers, **dtypes,
         IS_ALIGNED=table.is_aligned, NUM_FIELDS=NUM_FIELDS,
         RULE=optimizer.name, TILE_BLOCKS=TILE_BLOCKS, BLOCK_NUMEL=STATE_BLOCK_NUMEL,
         NUM_COEFFICIENTS=MAX_COEFFICIENTS,

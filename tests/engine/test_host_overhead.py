@@ -1,4 +1,4 @@
-"""What lowtide itself does does not grow with the number of ranks: 8 and 1024 simulated ranks cost the same."""
+"""What lowtide itself does on the host: as much with 8 as with 1024 simulated ranks, and no more than it did."""
 
 import json
 import subprocess
@@ -91,6 +91,8 @@ SCRIPT = """
     print(json.dumps(found))
 """
 
+MAX_CALLS_IN_A_STEP = 30_490  # of Python: 100 blocks with a parameter each, on the CPU; Python 3.11 makes most
+
 
 def test_8_and_1024_ranks_cost_the_same() -> None:
     process = subprocess.run(
@@ -102,4 +104,4 @@ def test_8_and_1024_ranks_cost_the_same() -> None:
         # The median of several rounds, taken in turn: what else runs adds to some, and a processor may be fast for one.
         small, large = (median(costs[what] for costs in found[world_size]) for world_size in ("8", "1024"))
         assert 0 < large < 1.2 * small, (what, found)
-        assert what != "calls in a step" or small == large
+        assert what != "calls in a step" or small == large <= MAX_CALLS_IN_A_STEP

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ class Arrangement:
     def ranks(self, rank: int, names: Sequence[str]) -> tuple[int, ...]:
         """The ranks that differ from `rank` on these axes alone, by place."""
         sizes, places = dict(self.sizes), self._places(rank)
-        found = []
-        for chosen in product(*(range(sizes[name]) for name in names)):
-            places.update(zip(names, chosen, strict=True))
-            other = 0
-            for name, size in self.sizes:
-                other = other * size + places[name]
-            found.append(other)
+        strides, stride = {}, 1
+        for name, size in reversed(self.sizes):
+            strides[name], stride = stride, stride * size
+        found = [rank - sum(places[name] * strides[name] for name in names)]
+        for name in names:  # by ranges: a long axis costs no loop over its ranks
+            reach, step = sizes[name] * strides[name], strides[name]
+            found = list(chain.from_iterable(range(other, other + reach, step) for other in found))
         return tuple(found)
 
     def _places(self, rank: int) -> dict[str, int]:

@@ -68,9 +68,8 @@ class Mesh:
         axes, groups = {}, {}
         for number, names in enumerate(lines, first):
             by_place = arrangement.ranks(world.rank, names)
-            place_of = {rank: place for place, rank in enumerate(by_place)}
-            ranks = tuple(sorted(by_place))
-            rank, places = ranks.index(world.rank), tuple(place_of[rank] for rank in ranks)
+            ranks, places = tuple(sorted(by_place)), tuple(sorted(range(len(by_place)), key=by_place.__getitem__))
+            rank = ranks.index(world.rank)
             groups[names] = _make_group(world, arrangement, names)
             channel = Channel(trail, world.progress, number % _NUM_RECORDED, ranks)
             made = _make_route(world, route, rank, ranks, places, groups[names], _first_tag(number), channel, works)

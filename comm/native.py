@@ -44,7 +44,7 @@ class NativeRoute:
         self._device = device
         self._channel = channel
         self._works = works
-        self._others = [other for other in ranks if other != ranks[rank]]
+        self._others = [*ranks[:rank], *ranks[rank + 1 :]]
         self._next: Tensor | None = None
 
     def allocate(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:

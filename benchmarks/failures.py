@@ -1,0 +1,105 @@
+"""How often a job of so many devices fails, how often it should save, and what share of its time is then of use.
+
+A device fails once in --device-hours; the default is that of Llama 3 405B, 419 unexpected interruptions of 16,384
+devices in 54 days (arXiv 2407.21783, section 3.3.4). A checkpoint has --state-bytes a parameter, divided over hosts,
+and each writes its part at --write and reads it at --read: defaults are what docs/performance.md measured on one disk.
+With M seconds between failures, s to save and R to be back at work, of which --restart is not reading:
+
+    Young (1974)    interval = sqrt(2 s M)
+    Daly (2006)     interval = sqrt(2 s M) (1 + sqrt(s / 2M) / 3 + s / 2M / 9) - s,  M where s >= 2M
+    of use          interval / (M exp(R / M) (exp((interval + s) / M) - 1))
+
+Example:
+
+    python benchmarks/failures.py --params 405e9 --devices 16384 100000
+    python benchmarks/failures.py --params 2e12 --devices 100000 --restart 60 --exposed 0.1
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Of a job: seconds between two failures, to save, and from a failure to the first step after it."""
+
+    mean_seconds: float
+    save_seconds: float
+    restart_seconds: float
+
+    @property
+    def per_hour(self) -> float:
+        return 3600 / self.mean_seconds
+
+    @property
+    def young_seconds(self) -> float:
+        """Between the end of a save and the start of the next one, to first order."""
+        return math.sqrt(2 * self.save_seconds * self.mean_seconds)
+
+    @property
+    def daly_seconds(self) -> float:
+        """The same, where failures may come in a save too. J. T. Daly, FGCS 22 (2006), equation 37."""
+        ratio = self.save_seconds / (2 * self.mean_seconds)
+        if ratio >= 1:
+            return self.mean_seconds
+        return self.young_seconds * (1 + math.sqrt(ratio) / 3 + ratio / 9) - self.save_seconds
+
+    def of_use(self, interval: float) -> float:
+        """Share of the time that is kept, 0 to 1. Daly, equation 20: failures come at random, at any moment."""
+        mean = self.mean_seconds
+        return interval / (
+            mean * math.exp(self.restart_seconds / mean) * math.expm1((interval + self.save_seconds) / mean)
+        )
+
+
+def failures_of(given: argparse.Namespace, num_devices: int) -> Failures:
+    """Of the job of a command line."""
+    of_host = given.params * given.state_bytes / max(1, num_devices / given.per_host)
+    return Failures(
+        mean_seconds=given.device_hours * 3600 / num_devices,
+        save_seconds=max(of_host / given.write * given.exposed, 1e-3),
+        restart_seconds=given.restart + of_host / given.read,
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--params", type=float, required=True, help="of the model")
+    result.add_argument("--devices", type=int, nargs="+", default=[1024, 16384, 100000])
+    result.add_argument("--per-host", type=int, default=8, help="devices")
+    result.add_argument("--device-hours", type=float, default=16384 * 54 * 24 / 419, help="between failures of one")
+    result.add_argument("--state-bytes", type=float, default=12.0, help="of a parameter, in a checkpoint")
+    result.add_argument("--write", type=float, default=2.611e9, help="bytes/s of a host")
+    result.add_argument("--read", type=float, default=2.008e9, help="bytes/s of a host")
+    result.add_argument("--exposed", type=float, default=1.0, help="share of a save that the training waits for")
+    result.add_argument("--restart", type=float, default=600.0, help="seconds from a failure until reading begins")
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    reader = parser()
+    given = reader.parse_args(arguments)
+    for name, value in vars(given).items():
+        for one in value if isinstance(value, list) else [value]:
+            if one < 0 or (one == 0 and name not in ("exposed", "restart")):
+                reader.error(f"--{name.replace('_', '-')}: expected more than 0, found {one:g}")
+    table = Table("devices", "failures an hour", "save, s", "interval by Young, s", "by Daly, s", "of use")
+    for count in given.devices:
+        found = failures_of(given, count)
+        numbers = (found.save_seconds, found.young_seconds, found.daly_seconds)
+        share = f"{found.of_use(found.daly_seconds):.1%}"
+        table.add_row(f"{count:,}", f"{found.per_hour:.3f}", *(f"{one:.3g}" for one in numbers), share)
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

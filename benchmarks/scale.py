@@ -1,0 +1,285 @@
+"""Measures what a rank's host does in a job of so many ranks, without them; and what simulating long pipelines costs.
+
+Ranks: torch's fake process group says that there are 8 to 16,384, collectives move nothing, and one rank builds an
+engine and makes steps. Every block is a matrix that all numbers of ranks divide without padding. Such matrices are
+large, and their operators would hide what the host does: so it is counted, in instructions of Python and calls of
+functions in C. The processor's seconds, medians over rounds in which worlds take turns, have those operators in them.
+Shown too are the collectives of a step and the bytes that this rank would send. Their order must not differ.
+
+Stages: the planner's simulation of 1F1B, with four microbatches a rank, beside the closed form of its bubble,
+(p - 1) / (m + p - 1).
+
+Example:
+
+    python benchmarks/scale.py --png docs/images/scale.png
+    python benchmarks/scale.py --ranks 8 16384 --zero 0 --rounds 5 --json scale.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import hashlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import lowtide
+from lowtide.pipe.schedules.costs import Costs
+from lowtide.pipe.schedules.recurrence import Recurrence
+from lowtide.pipe.schedules.registry import make_schedule
+
+BLOCK_NUMEL = 1024  # of a shard: see zero/layout.py
+MOST = 1.2  # times the work of the smallest world
+
+
+class Model(nn.Module):
+    """Blocks of one matrix, (width, width)."""
+
+    def __init__(self, num_blocks: int, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(num_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one rank. Work: instructions of Python and calls into C. order: a digest of a step's collectives."""
+
+    ranks: int
+    initialize_work: int
+    step_work: int
+    initialize_seconds: float
+    step_seconds: float
+    collectives: int
+    sent_bytes: int
+    order: str
+
+
+class Wire:
+    """Stands for the collectives: takes note of them, and moves nothing."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self.names: list[str] = []
+        self.sent_bytes = 0
+
+    def gather(self, output: Tensor, *_: Any, **__: Any) -> Wire:
+        return self._note("gather", output, 1)
+
+    def reduce_scatter(self, output: Tensor, source: Tensor, *_: Any, **__: Any) -> Wire:
+        return self._note("reduce-scatter", source, 1)
+
+    def all_reduce(self, tensor: Tensor, *_: Any, **__: Any) -> Wire:
+        return self._note("all-reduce", tensor, 2)
+
+    def _note(self, name: str, whole: Tensor, times: int) -> Wire:
+        self.names.append(f"{name} {whole.numel()} {whole.dtype}")
+        self.sent_bytes += times * whole.nbytes // self._ranks * (self._ranks - 1)
+        return self
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def world_of(ranks: int) -> Iterator[Wire]:
+    """This process as rank 0 of so many."""
+    wire = Wire(ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    with (
+        mock.patch("lowtide.comm.native._all_gather", wire.gather),
+        mock.patch("lowtide.comm.native._reduce_scatter", wire.reduce_scatter),
+        mock.patch("torch.distributed.all_reduce", wire.all_reduce),
+    ):
+        try:
+            yield wire
+        finally:
+            dist.destroy_process_group()
+
+
+def cost_of(ranks: int, stage: int, num_blocks: int, width: int) -> Cost:
+    """Of the second step, when all that is made once is there."""
+    with world_of(ranks) as wire:
+        model, x = Model(num_blocks, width), torch.ones(1, width)
+        config = {"optimizer": {"type": "sgd"}, "zero_optimization": {"stage": stage}, "steps_per_print": 0}
+        config["gradient_clipping"] = 1.0
+        started = time.process_time()
+        engine = lowtide.initialize(model, config)
+        build_seconds = time.process_time() - started
+        engine.train_step((x,))
+        wire.names.clear()
+        wire.sent_bytes = 0
+        started = time.process_time()
+        engine.train_step((x,))
+        seconds = time.process_time() - started
+        order, sent = list(wire.names), wire.sent_bytes
+        step_work = work_of(lambda: engine.train_step((x,)))
+        engine.close()
+    with world_of(ranks):
+        made = []
+        build_work = work_of(lambda: made.append(lowtide.initialize(Model(num_blocks, width), config)))
+        made.pop().close()
+    gc.collect()
+    digest = hashlib.sha256("\n".join(order).encode()).hexdigest()[:12]
+    return Cost(ranks, build_work, step_work, build_seconds, seconds, len(order), sent, digest)
+
+
+def work_of(call: Callable[[], object]) -> int:
+    """Instructions of Python, and calls of what is written in C, in this thread."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    def profile(_: FrameType, event: str, __: object) -> None:
+        nonlocal count
+        count += event == "c_call"
+
+    before = sys.gettrace(), sys.getprofile()
+    sys.settrace(trace)
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.settrace(before[0])
+        sys.setprofile(before[1])
+    return count
+
+
+def costs_by_world(worlds: Sequence[int], stage: int, num_blocks: int, rounds: int) -> list[Cost]:
+    """Medians of the seconds. Raises RuntimeError where an order of collectives differs."""
+    width = 1
+    while width * width < BLOCK_NUMEL * max(worlds):
+        width *= 2
+    cost_of(worlds[0], stage, num_blocks, width)
+    every = [[cost_of(ranks, stage, num_blocks, width) for ranks in worlds] for _ in range(rounds)]
+    found = []
+    for column in zip(*every, strict=True):
+        seconds = {
+            name: median(getattr(one, name) for one in column) for name in ("initialize_seconds", "step_seconds")
+        }
+        found.append(Cost(**{**asdict(column[0]), **seconds}))
+    if len({one.order for one in found}) > 1:
+        raise RuntimeError(f"the order of collectives depends on the number of ranks: {found}")
+    return found
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """A simulated pipeline."""
+
+    stages: int
+    seconds: float
+    bubble: float
+    closed_form: float
+
+
+def pipe_of(stages: int) -> Pipe:
+    """1F1B, where each stage takes the same time."""
+    microbatches = 4 * stages
+    started = time.process_time()
+    outcome = Recurrence(make_schedule("1f1b", stages, microbatches)).outcome(Costs.uniform(stages))
+    bubble = 1 - sum(outcome.busy) / (stages * outcome.makespan)
+    return Pipe(stages, time.process_time() - started, bubble, (stages - 1) / (microbatches + stages - 1))
+
+
+def show(costs: Sequence[Cost], pipes: Sequence[Pipe], console: Console) -> None:
+    table = Table("ranks", "initialize: work", "x", "ms", "step: work", "x", "ms", "collectives", "MB sent")
+    for one in costs:
+        row = [f"{one.ranks:,}"]
+        for part in ("initialize", "step"):
+            work, seconds = getattr(one, f"{part}_work"), getattr(one, f"{part}_seconds")
+            least = getattr(costs[0], f"{part}_work")
+            row += [f"{work:,}", f"{work / least:.3f}", f"{seconds * 1e3:.0f}"]
+        table.add_row(*row, str(one.collectives), f"{one.sent_bytes / 1e6:.1f}")
+    console.print(table)
+    table = Table("stages", "simulated in, s", "bubble", "(p - 1) / (m + p - 1)")
+    for row in pipes:
+        table.add_row(str(row.stages), f"{row.seconds:.2f}", f"{row.bubble:.5f}", f"{row.closed_form:.5f}")
+    console.print(table)
+
+
+def draw(costs: Sequence[Cost], path: Path) -> None:
+    """Work of a step and of `initialize`, beside those of the smallest world."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3))
+    worlds = [one.ranks for one in costs]
+    for name, label in (("step_work", "a step"), ("initialize_work", "initialize")):
+        axes.plot(worlds, [getattr(one, name) / getattr(costs[0], name) for one in costs], "o-", label=label)
+    axes.axhline(MOST, color="grey", linestyle="--", linewidth=1)
+    axes.set(xscale="log", xlabel="ranks", ylabel=f"work of the host, x that at {worlds[0]}", ylim=(0, 1.5))
+    axes.set_xticks(worlds, [f"{ranks:,}" for ranks in worlds])
+    axes.minorticks_off()
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096, 16384], help="powers of two")
+    result.add_argument("--stages", type=int, nargs="+", default=[8, 64, 512], help="of pipelines")
+    result.add_argument("--zero", type=int, choices=range(4), default=3, help="the ZeRO stage")
+    result.add_argument("--blocks", type=int, default=8, help="of the model")
+    result.add_argument("--rounds", type=int, default=5)
+    result.add_argument("--json", type=Path)
+    result.add_argument("--png", type=Path)
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 where the host of the largest world has more than 1.2 times the work of the smallest."""
+    reader = parser()
+    given = reader.parse_args(arguments)
+    for name in ("blocks", "rounds"):
+        if getattr(given, name) < 1:
+            reader.error(f"--{name}: expected at least 1, found {getattr(given, name)}")
+    for name, least in (("ranks", 2), ("stages", 1)):
+        if (smallest := min(getattr(given, name))) < least:
+            reader.error(f"--{name}: expected at least {least}, found {smallest}")
+    torch.set_num_threads(1)
+    logging.disable(logging.INFO)
+    costs = costs_by_world(sorted(given.ranks), given.zero, given.blocks, given.rounds)
+    pipes = [pipe_of(stages) for stages in given.stages]
+    show(costs, pipes, Console())
+    if given.json:
+        record = {"ranks": list(map(asdict, costs)), "stages": list(map(asdict, pipes))}
+        given.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    if given.png:
+        draw(costs, given.png)
+    parts = ((one.initialize_work, one.step_work) for one in (costs[0], costs[-1]))
+    return int(any(large > MOST * small for small, large in zip(*parts, strict=True)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""What a rank's host does, in a job of 8 and of 16,384 ranks, and in a pipeline of many stages."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lowtide.pipe.schedules.costs import Costs
+from lowtide.pipe.schedules.recurrence import Recurrence
+from lowtide.pipe.schedules.registry import make_schedule
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scale.py"
+
+
+def test_16384_ranks_are_as_much_work_as_8(tmp_path: Path) -> None:
+    record = tmp_path / "scale.json"
+    command = [sys.executable, str(SCRIPT), "--ranks", "8", "16384", "--blocks", "1", "--rounds", "1", "--stages", "8"]
+    done = subprocess.run([*command, "--json", str(record)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    small, large = json.loads(record.read_text())["ranks"]
+    assert large["initialize_work"] < 1.2 * small["initialize_work"]
+    assert large["step_work"] == pytest.approx(small["step_work"], rel=0.01)
+    assert large["order"] == small["order"] and large["collectives"] == small["collectives"] > 0
+    assert large["sent_bytes"] * 7 / 8 == pytest.approx(small["sent_bytes"] * 16383 / 16384, rel=0.01)
+
+
+def test_a_pipeline_of_256_stages_has_the_bubble_of_the_closed_form() -> None:
+    p, m = 256, 256
+    outcome = Recurrence(make_schedule("1f1b", p, m)).outcome(Costs.uniform(p))
+    assert 1 - sum(outcome.busy) / (p * outcome.makespan) == pytest.approx((p - 1) / (m + p - 1))
+    assert outcome.activation_bytes == tuple(float(p - rank) for rank in range(p))

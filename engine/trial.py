@@ -137,6 +137,7 @@ class Trial:
                 module = model if isinstance(model, nn.Module) else DeferredModel(model).module
                 batch = made_batch(module, self.request.sequence)
             begun = time.monotonic()
+            config = self._with_batch(config, world.size)
             found = plan(
                 model,
                 config,
@@ -150,6 +151,12 @@ class Trial:
         finally:
             world.broadcast_object(None)
         raise SystemExit(0)
+
+    def _with_batch(self, config: Config, world_size: int) -> Config:
+        """The same with the samples of a step, which a given microbatch says too: tuning must not change them."""
+        if config.planned_keys or config.train_micro_batch_size_per_gpu is None:
+            return config
+        return Config.load({**self._trained, "train_batch_size": config.resolve(world_size).train_batch_size})
 
     def _described(self, found: Plan, config: Config) -> dict[str, Any]:
         kept = {key: self.config[key] for key in _NEVER_IN_A_TRIAL if key in self.config}

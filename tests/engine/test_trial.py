@@ -58,6 +58,14 @@ def test_a_plan_is_of_the_scripts_model_and_batch(tmp_path: Path) -> None:
         assert lowtide.Config.load(one["config"]).resolve(1).train_batch_size == 4
 
 
+def test_a_plan_keeps_the_samples_of_a_step(tmp_path: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 2}
+    asked(tmp_path, "plan", config, batch=described(models.token_batch(0, 2)))
+    script(str(tmp_path))
+    best = json.loads((tmp_path / "result.json").read_text())["best"]
+    assert {one["config"]["train_batch_size"] for one in best} == {12} and len(best) > 3
+
+
 def test_a_model_whose_loss_the_script_computes_is_planned_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Linear(8, 3))
     Request("plan", {}, str(tmp_path / "result.json"), batch=described((torch.zeros(2, 5),))).write(tmp_path / "r.json")

@@ -11,6 +11,7 @@ COMMANDS = {
     "config": "check a config file, explain what every key of it means, compare two",
     "plan": "say beforehand what a training takes, and which config is the fastest that fits",
     "tune": "try the planner's best configs with your own script, and keep the fastest",
+    "report": "say what a recorded step held, when, and who held it, beside what was predicted",
     "schedule": "draw a pipeline schedule, or rank all of them for given costs and memory",
     "export": "write the weights of a checkpoint as safetensors, in the model's own names",
     "checkpoint": "list checkpoints, show what is in one, verify that they are whole",

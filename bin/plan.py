@@ -21,6 +21,7 @@ from ..engine.config.read import read
 from ..engine.memory import predict
 from ..engine.planning.llama import Shape, batch, build, runs_of
 from ..engine.planning.machine import Machine
+from ..engine.planning.numbers import read_numbers, with_numbers
 from ..engine.planning.plan import Plan, made_batch, plan, plan_with
 from .arguments import Parser
 from .planned import draw, show
@@ -124,7 +125,23 @@ def _machine(arguments: argparse.Namespace) -> Machine:
         "inter": "inter", "flops": "flops",
     }  # fmt: skip
     changes = {field: getattr(arguments, name) for name, field in names.items() if getattr(arguments, name) is not None}
-    return replace(Machine(num_hosts=arguments.gpus // per_host, devices_per_host=per_host), **changes)
+    machine = Machine(num_hosts=arguments.gpus // per_host, devices_per_host=per_host)
+    return replace(_measured(machine, arguments), **changes)
+
+
+def _measured(machine: Machine, arguments: argparse.Namespace) -> Machine:
+    """With the numbers of a file, where one is named."""
+    if arguments.numbers is None:
+        if arguments.device is not None:
+            raise ValueError("--device: expected --numbers FILE beside it, whose entry it names")
+        return machine
+    found = list(read_numbers(arguments.numbers))
+    device = arguments.device if arguments.device is not None or len(found) != 1 else found[0]
+    if device not in found:
+        there = ", ".join(f'"{name}"' for name in found) or "none"
+        wanted = "--device, to say which" if device is None else f'the entry "{device}"'
+        raise ValueError(f"--numbers: expected {wanted}, found in {arguments.numbers}: {there}")
+    return with_numbers(machine, device, arguments.numbers)
 
 
 def _factory(text: str) -> Callable[[], nn.Module]:
@@ -246,6 +263,10 @@ def parser() -> Parser:
                        ("inter", "bytes/s of a GPU to other nodes (45GB)"),
                        ("flops", "that matrices reach in 16 bits (450e12)")):  # fmt: skip
         machine.add_argument(f"--{name}", metavar="SIZE", type=_size, help=what)
+    machine.add_argument(
+        "--numbers", metavar="FILE", type=Path, help="speeds that `lowtide tune` has measured, in place of the defaults"
+    )
+    machine.add_argument("--device", metavar="NAME", help="whose, where the file has several")
     training = result.add_argument_group("the training")
     training.add_argument("--global-batch", metavar="N", type=_count, help="samples of a step over all GPUs")
     training.add_argument(

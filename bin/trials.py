@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ..engine.memory_report import reports_in
 from ..engine.trial import VARIABLE, Request
 
 State = Literal["measured", "out of memory", "time limit", "failed"]
@@ -106,6 +107,7 @@ def _judged(request: Request, folder: Path, status: int | None, seconds: float, 
     with contextlib.suppress(FileNotFoundError):
         result = json.loads(Path(request.result).read_text(encoding="utf-8"))
         if result.get(key) is not None:
+            result["peak_bytes"] = _peak_of(folder)
             return Outcome("measured", seconds, result=result)
         if status == 0:
             needed = request.warmup + 2
@@ -122,6 +124,13 @@ def _judged(request: Request, folder: Path, status: int | None, seconds: float, 
         words = "the script ended without a call of lowtide.initialize that has an optimizer"
         return Outcome("failed", seconds, words)
     return Outcome("failed", seconds, f"exit status {status}: {_last_words(text)}")
+
+
+def _peak_of(folder: Path) -> int | None:
+    """Of the fullest rank, where a step was recorded."""
+    with contextlib.suppress(ValueError, OSError):
+        return max(one.peak_bytes or 0 for one in reports_in(folder))
+    return None
 
 
 def _last_words(text: str) -> str:

@@ -80,7 +80,7 @@ class _Tuning:
         options.folder = self._folder
         self._raw, _ = read(options.config)
         self._config = Config.load(self._raw)
-        self._deadline = time.monotonic() + options.total
+        self._deadline: float = time.monotonic() + options.total
         words = ["--nproc", str(options.nproc)] if options.nproc else []
         script = ["-m", options.script] if options.module else [options.script]
         self._words = [*words, *shlex.split(options.launch), *script, *options.arguments]
@@ -153,7 +153,8 @@ class _Tuning:
         return Tried(candidate.name, candidate.planned, outcome)
 
     def _limit(self) -> float:
-        return max(1.0, min(self._options.limit, self._deadline - time.monotonic()))
+        limit: float = self._options.limit
+        return max(1.0, min(limit, self._deadline - time.monotonic()))
 
     def _conclude(self, tried: Sequence[Tried], plan: Mapping[str, Any] | None) -> int:
         console = Console() if Console().is_terminal else Console(width=132)

@@ -42,10 +42,12 @@ from .join import Join
 from .late_groups import LateGroups
 from .learning_rates import scheduler_for
 from .lr_schedule import learning_rate_at
+from .memory_report import meta_run_of
 from .offload import activation_store, host_update, offloaded_states, shard_rest
 from .parts import Parts
 from .pipeline import Pipeline
 from .pipeline_plan import LossFn
+from .planning.meta_run import MetaRun
 from .step_update import Timing
 from .trial import Trial
 from .whole_model import WholeModel
@@ -77,6 +79,9 @@ def assemble(
         if rest is not None:
             rest.reserve([group.shard_bytes for group in own.groups])
     mesh = _connect(blueprint, world)
+    meta_run: MetaRun | str = "memory_report.folder is not set, which asks for the prediction of a step"
+    if config.memory_report.folder is not None:
+        meta_run = meta_run_of(blueprint, module, loss_fn)
     host = host_update(config, blueprint.homes, world)
     memories = GroupMemories(
         mesh,
@@ -119,6 +124,8 @@ def assemble(
             rows_per_microbatch=rows_per_microbatch,
             ledger=ledger,
             close_last=close_last,
+            blueprint=blueprint,
+            meta_run=meta_run,
             trial=trial,
         )
     )

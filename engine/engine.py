@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,6 +24,7 @@ from .late_groups import ADDING
 from .learning_rates import LearningRates
 from .loop_calls import LoopCalls
 from .memory import ModelStateBytes, measure
+from .memory_report import MemoryReport, MemoryReports
 from .parameter_access import ParameterAccess
 from .parts import Parts
 from .preemption import Preemption
@@ -49,6 +50,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         self._module = parts.module
         self.optimizer = parts.optimizer
         self.global_step = 0
+        self._num_steps = 0  # of this engine; those of a checkpoint are not among them
         self.client_state: dict[str, Any] = {}
         """Saved with every checkpoint and restored with it: numbers, strings, ..., or what has a `state_dict()` and a
         `load_state_dict()`, such as a loader that knows its place in the data."""
@@ -73,6 +75,14 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         self._late_groups = parts.late_groups
         parts.optimizer.listen(self._add_param_group)
         self._last = StepResult(torch.zeros(()), torch.zeros(()), self.lr, parts.loss_scaler.scale, False)
+        self._reports = MemoryReports(
+            parts.blueprint,
+            parts.mesh,
+            parts.module,
+            parts.driver.passes.units,
+            parts.optimizer,
+            parts.meta_run,
+        )
         self._log = StepLog(parts.config.steps_per_print if self.rank == 0 else 0)
         self._trial = parts.trial
         self._preemption = Preemption()
@@ -81,6 +91,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         self._closing = ExitStack()  # the last one first
         for close in (self._mesh.close, *reversed(parts.close_last), self.optimizer.close, parts.ledger.close):
             self._closing.callback(close)
+        self._closing.callback(self._reports.abort)
         self._closing.callback(self._preemption.disarm)
         self._closing.callback(self._turn.close)
         self._progress.stop_clock(Activity.BEFORE_FIRST_STEP)
@@ -135,6 +146,21 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
     def memory(self) -> ModelStateBytes:
         """Bytes of parameters, gradients and optimizer states on this rank, as they are now."""
         return measure(self._driver.passes.units, self.optimizer)
+
+    def record_memory(self) -> AbstractContextManager[None]:
+        """A context whose steps are recorded, operation by operation, for `memory_report`; of several the last one.
+
+        Enter and leave it between steps. A recorded step takes several times as long, and computes the same.
+        Raises ValueError at its end where there was no step in it.
+        """
+        return self._reports.recording()
+
+    def memory_report(self) -> MemoryReport:
+        """What this rank holds now, and of a recorded step the most, when, and who held it, beside what was predicted.
+
+        A step is recorded by `record_memory`, or by the section `memory_report` of the config.
+        """
+        return self._reports.report(self.global_step)
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -194,6 +220,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         self.global_step += 1
         self._progress.end_step(self.global_step)
         self._log.after_step(self.global_step, self._last, self.config.train_batch_size or 0)
+        self._report_if_due()
         self._save_if_due(*counts)
         if self._trial is not None and self._trial.ends_after_step():
             self._close()
@@ -438,6 +465,20 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         if self._trial is not None and not self.rank:
             logger.info("trial of `lowtide tune`: no %s is written", what)
         return self._trial is None
+
+    def _report_if_due(self) -> None:
+        """Records the step that the section `memory_report` names, and writes what it was."""
+        wanted = self.config.memory_report
+        if wanted.folder is None:
+            return
+        self._num_steps += 1
+        if self._num_steps == wanted.step - 1:
+            self._reports.begin()
+        elif self._num_steps == wanted.step:
+            self._reports.end()
+            path = self.memory_report().save(wanted.folder)
+            if not self.rank:
+                logger.info("memory of step %d: `lowtide report %s`", self.global_step, path.parent)
 
     def _training_state(self) -> dict[str, Any]:
         """Where the run stands, beside tensors and what each rank has of its own."""

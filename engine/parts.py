@@ -13,11 +13,13 @@ from ..comm import Mesh
 from ..model.ledger import Ledger
 from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
+from .blueprint import Blueprint
 from .config.config import Config
 from .driver import Driver
 from .join import Join
 from .late_groups import LateGroups
 from .learning_rates import Schedule
+from .planning.meta_run import MetaRun
 from .trial import Trial
 
 
@@ -39,4 +41,6 @@ class Parts:
     rows_per_microbatch: int | None
     ledger: Ledger  # what stands on the module
     close_last: Sequence[Callable[[], None]]
+    blueprint: Blueprint
+    meta_run: MetaRun | str  # for predictions; or why there is none
     trial: Trial | None  # of `lowtide tune`, which ends the script after some steps

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from ..comm import World
 from ..watch.log import logger
 from .batch import loss_of
+from .batch_shape import described, made
 from .config.config import Config
 from .config.read import read
 from .config.translate import BATCH_KEYS
@@ -41,7 +42,8 @@ from .planning.choice import Choice, without_defaults
 from .planning.plan import Plan, made_batch, plan
 
 VARIABLE = "LOWTIDE_TRIAL"
-_NEVER_IN_A_TRIAL = ("checkpoint",)
+_NEVER_IN_A_TRIAL = ("checkpoint", "memory_report")
+_RECORDED = 2  # a step that is not timed
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,10 @@ class Trial:
 
     @property
     def _trained(self) -> dict[str, Any]:
-        return {key: value for key, value in self.config.items() if key not in _NEVER_IN_A_TRIAL}
+        kept = {key: value for key, value in self.config.items() if key not in _NEVER_IN_A_TRIAL}
+        if self.request.task == "plan" or self.request.warmup <= _RECORDED:
+            return kept
+        return {**kept, "memory_report": {"folder": str(Path(self.request.result).parent), "step": _RECORDED}}
 
     @property
     def note(self) -> str:
@@ -132,6 +137,7 @@ class Trial:
                 module = model if isinstance(model, nn.Module) else DeferredModel(model).module
                 batch = made_batch(module, self.request.sequence)
             begun = time.monotonic()
+            config = self._with_batch(config, world.size)
             found = plan(
                 model,
                 config,
@@ -145,6 +151,12 @@ class Trial:
         finally:
             world.broadcast_object(None)
         raise SystemExit(0)
+
+    def _with_batch(self, config: Config, world_size: int) -> Config:
+        """The same with the samples of a step, which a given microbatch says too: tuning must not change them."""
+        if config.planned_keys or config.train_micro_batch_size_per_gpu is None:
+            return config
+        return Config.load({**self._trained, "train_batch_size": config.resolve(world_size).train_batch_size})
 
     def _described(self, found: Plan, config: Config) -> dict[str, Any]:
         kept = {key: self.config[key] for key in _NEVER_IN_A_TRIAL if key in self.config}
@@ -213,7 +225,6 @@ class Trial:
                 "num_steps": len(self._ends),
                 "samples": self._samples,
                 "world_size": self._world.size,
-                "peak_bytes": _peak_bytes(self._world),
                 "batch": self.batch,
                 "config": self.config,
             }
@@ -224,12 +235,6 @@ class Trial:
         part = path.with_name(f"{path.name}.part")
         part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         part.replace(path)
-
-
-def _peak_bytes(world: World) -> int | None:
-    if world.device.type == "cpu":
-        return None
-    return torch.accelerator.max_memory_allocated(world.device)
 
 
 def _plain(source: Any) -> dict[str, Any]:
@@ -263,28 +268,3 @@ def _any_loss(output: Any, batch: Any) -> Tensor:
         if not outputs:
             raise
         return torch.stack([one.float().mean() for one in outputs]).sum()
-
-
-# -- batches as JSON --------------------------------------------------------------------------------------------------
-
-
-def described(value: Any) -> Any:
-    """A batch without its values: shapes and dtypes, in their nesting."""
-    if isinstance(value, Tensor):
-        return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-    if isinstance(value, Mapping):
-        return {"items": {str(key): described(one) for key, one in value.items()}}
-    if isinstance(value, (tuple, list)):
-        return {"list": [described(one) for one in value]}
-    return {"value": value if isinstance(value, (str, int, float, bool)) else None}
-
-
-def made(description: Any) -> Any:
-    """A batch like the one that was described, without memory."""
-    if "shape" in description:
-        return torch.empty(description["shape"], dtype=getattr(torch, description["dtype"]), device="meta")
-    if "items" in description:
-        return {key: made(one) for key, one in description["items"].items()}
-    if "list" in description:
-        return tuple(made(one) for one in description["list"])
-    return description["value"]

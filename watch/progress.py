@@ -230,6 +230,11 @@ class Progress:
         assert found is not None
         return found
 
+    @property
+    def doing(self) -> tuple[Activity, int, str]:
+        """(activity, microbatch or -1, unit or ""), where this is on."""
+        return self._doing
+
     def identify(self, rank: int, world_size: int) -> None:
         """Who this is."""
         if self.is_on:

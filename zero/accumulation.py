@@ -33,6 +33,11 @@ class LocalSum:
         """Of the flat memory."""
         return 0 if self._flat is None else self._flat.nbytes
 
+    @property
+    def flat(self) -> Tensor | None:
+        """The flat memory, where there is some."""
+        return self._flat
+
     def add(self) -> set[int]:
         """Takes the gradients of a backward; of which parameters. None where they stay with their parameters."""
         if not self.is_flat:

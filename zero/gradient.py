@@ -70,6 +70,11 @@ class GroupGradient:
         """Whether it is updated with on the host, and made elsewhere."""
         return self._host is not None
 
+    def held(self) -> Iterator[Tensor]:
+        """Tensors that `held_bytes` counts and that operations of a step make."""
+        tensors = (self.shard, self._local.flat, *(param.grad for param in self.group.params))
+        return (one for one in tensors if one is not None)
+
     @property
     def held_bytes(self) -> int:
         """This rank's part of the memory that gradients take now, those of the parameters themselves included."""

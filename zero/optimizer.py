@@ -383,12 +383,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self.delayed.wait()
         total = self.speculation.nbytes + (0 if self.averages is None else self.averages.nbytes)
-        for shard in self.shards:
-            total += shard.ahead.values.nbytes
-            if shard.is_mixed:
-                total += shard.master.nbytes
-            total += self._update.state_bytes(shard)
-        return total
+        return total + sum(map(self.bytes_of, self.shards))
+
+    def bytes_of(self, shard: ShardState) -> int:
+        """Of one shard's states, master weights and second version of the parameters, in memory."""
+        master = shard.master.nbytes if shard.is_mixed else 0
+        return shard.ahead.values.nbytes + master + self._update.state_bytes(shard)
 
     @property
     def offloaded_bytes(self) -> int:

@@ -20,7 +20,7 @@ from ...optimizers.table import OPTIMIZERS
 from .batch import Batch, fill_batch, nearest_divisors
 from .elastic import KeptBatch, nothing_kept
 from .errors import ConfigError, Fault, FaultKind, shown, unknown_key
-from .idle import checkpoint_notes, no_effect, precision_notes, zero_notes
+from .idle import checkpoint_notes, no_effect, precision_notes, report_notes, zero_notes
 from .kernels import KernelsConfig, idle_kernel_settings
 from .offload import ActivationOffloadConfig, AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from .offload_checks import offload_faults, offload_notes
@@ -46,6 +46,7 @@ from .sections import (
     CommunicationConfig,
     DataTypesConfig,
     FP16Config,
+    MemoryReportConfig,
     ZeroConfig,
 )
 from .tiles import TilesConfig, idle_tiles
@@ -121,6 +122,7 @@ class Config(Section):
     kernels: KernelsConfig = KernelsConfig()
     communication: CommunicationConfig = CommunicationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    memory_report: MemoryReportConfig = MemoryReportConfig()
 
     _notes: tuple[str, ...] = PrivateAttr(default=())
     _source: str | None = PrivateAttr(default=None)
@@ -382,6 +384,7 @@ def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:
         "kernels": KernelsConfig,
         "communication": CommunicationConfig,
         "checkpoint": CheckpointConfig,
+        "memory_report": MemoryReportConfig,
         "optimizer.params": OPTIMIZERS[tag].params if tag in OPTIMIZERS else Section,
         "scheduler.params": SCHEDULER_PARAMS.get(tag, Section),
     }
@@ -452,4 +455,4 @@ def _idle_settings(config: Config) -> list[str]:
     notes += idle_settings(config.parallel, config.pipeline) + idle_kernel_settings(config.kernels)
     notes += idle_tiles(config.tiles)
     notes += offload_notes(zero, config.activation_checkpointing, config.aio, config.optimizer)
-    return notes + checkpoint_notes(config.checkpoint)
+    return notes + checkpoint_notes(config.checkpoint) + report_notes(config.memory_report)

@@ -2,7 +2,7 @@
 
 from ...configs.section import Section
 from .errors import shown
-from .sections import BF16Config, CheckpointConfig, FP16Config, ZeroConfig
+from .sections import BF16Config, CheckpointConfig, FP16Config, MemoryReportConfig, ZeroConfig
 
 _DYNAMIC_SCALING = (
     "initial_scale_power",
@@ -48,6 +48,11 @@ def precision_notes(bf16: BF16Config, fp16: FP16Config) -> list[str]:
     if fp16.loss_scale > 0:
         notes += idle("fp16", fp16, f"fp16.loss_scale is fixed at {fp16.loss_scale:g}", only=_DYNAMIC_SCALING)
     return notes
+
+
+def report_notes(report: MemoryReportConfig) -> list[str]:
+    """A step that is not recorded."""
+    return [] if report.folder is not None else idle("memory_report", report, "memory_report.folder is null")
 
 
 def checkpoint_notes(checkpoint: CheckpointConfig) -> list[str]:

@@ -23,7 +23,7 @@ _OWN = """
     zero_optimization.shard_size zero_optimization.units zero_optimization.update_in_backward
     zero_optimization.offload_optimizer.overlap zero_optimization.offload_optimizer.delay_after_steps bf16.auto_cast
     activation_checkpointing.every activation_checkpointing.offload aio.verify optimizer.params.state_dtype
-    checkpoint.folder checkpoint.every_steps checkpoint.keep_last checkpoint.async checkpoint.on_sigterm
+    memory_report checkpoint.folder checkpoint.every_steps checkpoint.keep_last checkpoint.async checkpoint.on_sigterm
 """
 OWN_KEYS = frozenset(_OWN.split())
 _THEIR_KEYS = frozenset([*RULES, *CPU_SWITCHES, PIN_SWITCH])

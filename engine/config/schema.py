@@ -31,6 +31,7 @@ _HOMES = {  # section: the definitions that describe it
     "kernels": ["KernelsConfig"],
     "communication": ["CommunicationConfig"],
     "checkpoint": ["CheckpointConfig"],
+    "memory_report": ["MemoryReportConfig"],
 }
 _COMMENTS: dict[str, dict[str, str]] = {r"^(_|//|\$schema$)": {}}
 _TYPES = {

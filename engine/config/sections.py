@@ -163,3 +163,15 @@ class CheckpointConfig(Section):
     on_sigterm: Bool = False
     """On SIGTERM or Ctrl-C (SIGINT): finish the step, save a checkpoint, and exit with status 0, after Ctrl-C with 130.
     A second one acts at once."""
+
+
+class MemoryReportConfig(Section):
+    """One step is recorded, operation by operation, and what it held is written beside what was predicted."""
+
+    folder: Folder = None
+    """Where each rank writes its report; `lowtide report` reads it. null: none is made. A relative path starts at the
+    working directory."""
+
+    step: Int = Field(default=3, ge=2)
+    """Which step of this process is recorded: it takes several times as long. The first one makes the optimizer's
+    states."""

@@ -17,8 +17,8 @@ from .machine import Machine
 _COMPUTES = ("flops", "memory")
 _MOVES = ("intra", "inter", "link", "nvme", "host_memory")
 _WAITS = ("intra_latency", "inter_latency")
-_WEIGHT = 0.02  # of the draw to one factor, beside one trial
-_SPAN, _STEPS = math.log(30), 60  # of the search, to both sides
+_WEIGHT = 0.1  # of the draw to one factor, beside one trial
+_SPAN, _STEPS = math.log(10), 40  # of the search, to both sides
 
 
 @dataclass(frozen=True)

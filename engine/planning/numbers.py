@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from .machine import Machine
 
@@ -62,7 +63,8 @@ def read_numbers(path: Path) -> dict[str, dict[str, float]]:
 
 def with_numbers(machine: Machine, key: str, path: Path) -> Machine:
     """The machine with what was measured of this device, where something was. Raises ValueError as `read_numbers`."""
-    return replace(machine, **read_numbers(path).get(key, {}))
+    numbers: dict[str, Any] = dict(read_numbers(path).get(key, {}))
+    return replace(machine, **numbers)
 
 
 def write_numbers(machine: Machine, key: str, path: Path) -> None:

@@ -1,0 +1,255 @@
+"""What a rank holds, beside what was predicted: `engine.memory_report()`, and the files that `lowtide report` reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Mesh
+from ..watch.log import logger
+from ..zero.optimizer import ShardedOptimizer
+from ..zero.unit import Unit
+from .batch_shape import described, made
+from .blueprint import Blueprint
+from .footprint import Footprint, Moment
+from .memory import ModelStateBytes, measure
+from .memory_recording import OTHER, Recorded, Recorder
+from .planning.estimate import estimate, writes_gradients
+from .planning.machine import Machine
+from .planning.meta_run import MetaRun
+
+_MAX_OWNERS = 30  # that a report names
+_MAX_SAMPLES = 400  # of the moments of a step, those with the most
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of one rank; memory that ranks of a host share is divided by their number.
+
+    now: parameter_bytes, gradient_bytes and optimizer_bytes, as `engine.memory()`. by_module: unit -> these, of now,
+    the largest first. predicted: kind -> the most of it; exact where the arithmetic of the blueprint gives it, and with
+    activation_bytes where the recorded step could be run on the meta device; why_not says why, where it could not.
+    measured: kind -> the most of it in the recorded step; {} where none was. peak_bytes, predicted_peak_bytes: at one
+    moment, of which `moment` is the measured one and at_peak its kinds; owners: at that moment, of what is beside model
+    states, the largest first. samples: (moment, bytes by kind), in the order of time. allocator_bytes: what an
+    accelerator's allocator says was the most, of the process so far.
+    """
+
+    rank: int
+    step: int
+    now: Mapping[str, int]
+    by_module: Mapping[str, Mapping[str, int]]
+    predicted: Mapping[str, int]
+    why_not: str = ""
+    predicted_peak_bytes: int | None = None
+    measured: Mapping[str, int] | None = None
+    peak_bytes: int | None = None
+    moment: str = ""
+    at_peak: Mapping[str, int] | None = None
+    owners: Sequence[tuple[str, int]] = ()
+    samples: Sequence[tuple[str, Mapping[str, int]]] = ()
+    allocator_bytes: int | None = None
+
+    def save(self, folder: str | Path) -> Path:
+        """Writes it as folder/memory-rank0.json, where `lowtide report` finds it. Raises OSError."""
+        path = Path(folder) / f"memory-rank{self.rank}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.part")
+        part.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        part.replace(path)
+        return path
+
+    @classmethod
+    def load(cls, path: Path) -> MemoryReport:
+        """Raises ValueError for a file that is none, OSError for one that cannot be read."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            return cls(**values)
+        except (json.JSONDecodeError, TypeError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{path}: expected a file that engine.memory_report().save() has written ({error})"
+            ) from error
+
+
+def reports_in(folder: Path) -> list[MemoryReport]:
+    """Those that ranks have saved in a folder, by rank. Raises ValueError where there is none."""
+    found = [MemoryReport.load(path) for path in folder.glob("memory-rank*.json")]
+    if not found:
+        raise ValueError(
+            f"{folder}: expected memory-rank0.json and so on, found none; a step is recorded where the config says "
+            f'{{"memory_report": {{"folder": "{folder}"}}}}'
+        )
+    return sorted(found, key=lambda one: one.rank)
+
+
+class MemoryReports:
+    """Records steps of an engine, and reports."""
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        mesh: Mesh,
+        module: nn.Module,
+        units: Sequence[Unit],
+        optimizer: ShardedOptimizer,
+        meta_run: MetaRun | str,
+    ) -> None:
+        """meta_run: of the model as it was before anything stood on it; or why there is none."""
+        self._blueprint, self._mesh, self._module, self._units = blueprint, mesh, module, units
+        self._optimizer, self._meta_run = optimizer, meta_run
+        self._recorded: Recorded | None = None
+        self._recorder: Recorder | None = None
+        self._batch: Any = None
+        self._remove: Callable[[], None] | None = None
+
+    def memory(self) -> ModelStateBytes:
+        return measure(self._units, self._optimizer)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Steps inside are recorded; the last recording counts."""
+        self.begin()
+        try:
+            yield
+        except BaseException:
+            self.abort()
+            raise
+        self.end()
+
+    def begin(self) -> None:
+        """Raises ValueError while another recording goes on."""
+        if self._recorder is not None:
+            raise ValueError("engine.record_memory(): expected it to be ended, found it begun a second time")
+        self._mesh.world.progress.turn_on()
+        staging = self._footprint.at(Moment.REDUCED, gathers=False).staging
+        self._recorder = Recorder(self._module, self._units, self.memory, staging, self._mesh.world.progress)
+        self._remove = self._module.register_forward_pre_hook(self._see, with_kwargs=True, prepend=True).remove
+        self._batch = None
+        self._recorder.__enter__()
+
+    def end(self) -> None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return
+        self._leave(recorder)
+        self._recorded = recorder.recorded()
+
+    def abort(self) -> None:
+        """An error, or the end of the engine, came in the middle of a recording."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            self._leave(recorder)
+
+    def _leave(self, recorder: Recorder) -> None:
+        recorder.__exit__(None, None, None)
+        if self._remove is not None:
+            self._remove()
+
+    def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._batch is None and not (args and kwargs):
+            self._batch = described(kwargs or args)
+
+    @property
+    def _footprint(self) -> Footprint:
+        return Footprint(self._blueprint, self._mesh.world.rank)
+
+    def report(self, step: int) -> MemoryReport:
+        """step: how many the engine has made."""
+        report = MemoryReport(
+            rank=self._mesh.world.rank,
+            step=step,
+            now=asdict(self.memory()),
+            by_module=self._by_module(),
+            predicted=self._predicted_states(),
+            allocator_bytes=allocator_bytes(self._mesh.world.device),
+        )
+        recorded = self._recorded
+        if recorded is None:
+            return replace(
+                report, why_not="no step was recorded: engine.record_memory(), or memory_report in the config"
+            )
+        peak = recorded.peak
+        kinds = peak.bytes.keys()
+        most = sorted(recorded.samples, key=lambda one: -one.total)[:_MAX_SAMPLES]
+        kept = {id(one) for one in most}
+        report = replace(
+            report,
+            measured={kind: max(one.bytes[kind] for one in recorded.samples) for kind in kinds},
+            peak_bytes=peak.total,
+            moment=peak.moment,
+            at_peak=peak.bytes,
+            owners=recorded.owners[:_MAX_OWNERS],
+            samples=[(one.moment, one.bytes) for one in recorded.samples if id(one) in kept],
+        )
+        return self._with_prediction(report)
+
+    def _predicted_states(self) -> dict[str, int]:
+        footprint = self._footprint
+        moments = [footprint.at(moment, gathers=moment is Moment.REDUCED) for moment in Moment]
+        return {
+            "parameter_bytes": max(one.parameters for one in moments) + max(one.gathered for one in moments),
+            "gradient_bytes": max(one.gradients for one in moments),
+            "optimizer_bytes": max(one.optimizer for one in moments),
+            "buffer_bytes": max(one.staging for one in moments),
+        }
+
+    def _with_prediction(self, report: MemoryReport) -> MemoryReport:
+        """Of the whole, from a run of the recorded batch on the meta device."""
+        if isinstance(self._meta_run, str):
+            return replace(report, why_not=self._meta_run)
+        if self._batch is None:
+            return replace(report, why_not="the model was called with positional and named inputs together")
+        batch = made(self._batch)
+        shapes = [one.shape for one in torch.utils._pytree.tree_leaves(batch) if isinstance(one, Tensor) and one.dim()]
+        config = self._blueprint.config
+        try:
+            profile = self._meta_run.profile(
+                batch, shapes[0][0] if shapes else 1, config.activation_checkpointing.every,
+                writes_gradients(self._blueprint),
+            )  # fmt: skip
+        except ValueError as error:
+            return replace(report, why_not=str(error))
+        found = estimate(self._blueprint, Machine(device="cuda" if self._blueprint.device != "cpu" else "cpu"), profile)
+        activations = found.bytes["activation_bytes"] + found.bytes["loss_bytes"]
+        return replace(
+            report, predicted={**report.predicted, OTHER: activations}, predicted_peak_bytes=found.peak_bytes
+        )
+
+    def _by_module(self) -> dict[str, dict[str, int]]:
+        by_group: dict[int, int] = {}
+        for shard in self._optimizer.shards:
+            by_group[id(shard.group)] = by_group.get(id(shard.group), 0) + self._optimizer.bytes_of(shard)
+        found = {}
+        for unit in self._units:
+            states = measure([unit], self._optimizer)
+            found[unit.name or "the rest"] = {
+                "parameter_bytes": states.parameter_bytes,
+                "gradient_bytes": states.gradient_bytes,
+                "optimizer_bytes": sum(by_group.get(id(group), 0) for group in unit.groups),
+            }
+        return dict(sorted(found.items(), key=lambda one: -sum(one[1].values())))
+
+
+def allocator_bytes(device: torch.device) -> int | None:
+    """The most that an accelerator's allocator has had in tensors; None on the CPU."""
+    return None if device.type == "cpu" else int(torch.accelerator.max_memory_allocated(device))
+
+
+def meta_run_of(blueprint: Blueprint, module: nn.Module, loss_fn: Any) -> MetaRun | str:
+    """A run of the model on the meta device, before anything of the engine stands on it; or why there is none."""
+    if blueprint.pipeline is not None:
+        return "over a pipeline the activations of a step are not predicted by rank"
+    casts = blueprint.config.bf16.auto_cast if blueprint.config.bf16.enabled else blueprint.config.fp16.auto_cast
+    device = "cpu" if blueprint.device == "cpu" else "cuda"
+    try:
+        return MetaRun(module, blueprint.units, blueprint.dtypes, device, loss_fn, casts)
+    except Exception as error:  # a model may have anything in it that cannot be copied; a report is not worth an end
+        logger.info("memory_report: the model cannot be copied for a prediction: %s", error)
+        return f"the model cannot be copied ({error})"

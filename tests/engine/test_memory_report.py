@@ -1,0 +1,143 @@
+"""`engine.memory_report()` and `lowtide report`: what a step held, when, and who held it, beside what was predicted."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowtide
+from lowtide.bin.report import main
+from lowtide.engine.memory_report import MemoryReport, reports_in
+from tests import models
+from tests.engine.test_planned_peak import ROWS, TOLERANCE, batch_of, config_of, gpt
+from tests.ranks import RankPool
+from tests.zero.training import ADAMW
+
+PLAIN = {"optimizer": ADAMW, "steps_per_print": 0}
+
+
+def recorded(folder: str, stage: int, route: str) -> dict[str, Any]:
+    """What the rank has saved in the third step."""
+    report = {"memory_report": {"folder": folder}, "communication": {"route": route}}
+    with lowtide.initialize(gpt(), {**config_of(stage, 0, 1), **report}) as engine:
+        for number in range(4):
+            engine.train_step(batch_of("gpt", number))
+        rank = engine.rank
+    return vars(MemoryReport.load(Path(folder) / f"memory-rank{rank}.json"))
+
+
+@pytest.mark.parametrize(("stage", "route"), [(0, "sockets"), (3, "sockets"), (2, "shared_memory"), (3, "native")])
+def test_what_a_step_holds_is_what_was_predicted(stage: int, route: str, ranks: RankPool, tmp_path: Path) -> None:
+    for found in ranks(2, recorded, str(tmp_path), stage, route):
+        assert found["predicted_peak_bytes"] == pytest.approx(found["peak_bytes"], rel=TOLERANCE)
+        for kind in ("optimizer_bytes", "buffer_bytes"):
+            assert found["measured"][kind] == found["predicted"][kind], kind
+        for kind in ("parameter_bytes", "activation_bytes"):
+            assert found["measured"][kind] == pytest.approx(found["predicted"][kind], rel=TOLERANCE), kind
+        assert sum(found["at_peak"].values()) == found["peak_bytes"]
+        others = sum(nbytes for _, nbytes in found["owners"])
+        assert others == pytest.approx(found["at_peak"]["activation_bytes"], rel=TOLERANCE)
+
+
+def test_a_report_without_a_recording_is_of_now() -> None:
+    with lowtide.initialize(models.tiny_gpt(), PLAIN) as engine:
+        engine.train_step(models.token_batch(0, 2))
+        report = engine.memory_report()
+        assert report.now == vars(engine.memory()) and report.peak_bytes is None
+        assert report.predicted["optimizer_bytes"] == engine.memory().optimizer_bytes
+        assert "no step was recorded: engine.record_memory()" in report.why_not
+        total = {kind: sum(one[kind] for one in report.by_module.values()) for kind in report.now}
+        assert total == report.now
+
+
+def test_a_step_is_recorded_by_hand_and_says_who_held_what() -> None:
+    losses = []
+    for records in (False, True):
+        torch.manual_seed(0)
+        with lowtide.initialize(models.tiny_gpt(), PLAIN) as engine:
+            engine.train_step(models.token_batch(0, 2))
+            if records:
+                with engine.record_memory():
+                    losses.append(float(engine.train_step(models.token_batch(1, 2)).loss))
+                report = engine.memory_report()
+            else:
+                losses.append(float(engine.train_step(models.token_batch(1, 2)).loss))
+    assert losses[0] == losses[1]
+    assert report.owners and any(name.startswith("forward of blocks.0") for name, _ in report.owners)
+    assert re.match(r"(forward|backward)", report.moment)
+    moments = [moment for moment, _ in report.samples]
+    assert moments.index("forward of blocks.0, microbatch 0") < moments.index("backward of blocks.0, microbatch 0")
+
+
+def test_a_pipeline_is_recorded_on_each_rank(ranks: RankPool, tmp_path: Path) -> None:
+    for found in ranks(2, of_a_pipeline, str(tmp_path)):
+        assert found.peak_bytes and "over a pipeline the activations of a step are not predicted" in found.why_not
+        assert found.measured and found.measured["optimizer_bytes"] == found.predicted["optimizer_bytes"]
+
+
+def of_a_pipeline(folder: str) -> MemoryReport:
+    config = {**PLAIN, "parallel": {"pipeline": 2}, "train_batch_size": 4, "gradient_accumulation_steps": 2}
+    with lowtide.initialize(models.tiny_gpt(), {**config, "memory_report": {"folder": folder, "step": 2}}) as engine:
+        for number in range(2):
+            engine.train_step(models.token_batch(number, 4))
+        return MemoryReport.load(Path(folder) / f"memory-rank{engine.rank}.json")
+
+
+def test_a_recording_without_a_step_is_refused() -> None:
+    with lowtide.initialize(models.tiny_gpt(), PLAIN) as engine:
+        with (
+            pytest.raises(ValueError, match="expected a step while it is recorded, found none"),
+            engine.record_memory(),
+        ):
+            pass
+        with engine.record_memory():
+            engine.train_step(models.token_batch(0, 2))
+            with pytest.raises(ValueError, match="expected it to be ended"), engine.record_memory():
+                pass
+        engine.train_step(models.token_batch(0, 2))
+
+
+def test_a_step_without_a_folder_has_a_note() -> None:
+    notes = lowtide.Config.load({"memory_report": {"step": 5}}).notes
+    assert notes == ("memory_report.step: 5 has no effect here: memory_report.folder is null",)
+    with pytest.raises(lowtide.ConfigError, match=r"memory_report.step: expected at least 2, found 1"):
+        lowtide.Config.load({"memory_report": {"folder": "a", "step": 1}})
+
+
+def test_the_command_shows_the_fullest_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {**PLAIN, "train_micro_batch_size_per_gpu": ROWS, "memory_report": {"folder": str(tmp_path), "step": 2}}
+    with lowtide.initialize(gpt(), config) as engine:
+        for number in range(2):
+            engine.train_step(batch_of("gpt", number))
+    picture = tmp_path / "timeline.png"
+    assert main([str(tmp_path), "--png", str(picture)]) == 0 and picture.stat().st_size > 1000
+    said = capsys.readouterr().out
+    for part in (
+        "rank 0, after step 2",
+        "predicted",
+        "the peak was in: ",
+        "forward of blocks.0",
+        "model states by unit",
+    ):
+        assert part in said, part
+    assert main([str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["peak_bytes"] == reports_in(tmp_path)[0].peak_bytes
+    assert main([str(tmp_path), "--rank", "7"]) == 1
+    assert "expected a rank of 0, found --rank 7" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "expected memory-rank0.json and so on, found none; a step is recorded where the config says"),
+        ("{}", "expected a file that engine.memory_report().save() has written"),
+    ],
+)
+def test_a_folder_without_reports(text: str | None, said: str, tmp_path: Path, capsys: Any) -> None:
+    if text is not None:
+        (tmp_path / "memory-rank0.json").write_text(text)
+    assert main([str(tmp_path)]) == 1
+    assert said in capsys.readouterr().err

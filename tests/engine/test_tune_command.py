@@ -1,0 +1,229 @@
+"""`lowtide tune`: trials that end in every way, their order, and where they go on."""
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowtide.bin import trials
+from lowtide.bin.tune import main
+from lowtide.engine.config.config import Config
+
+CHOICE = {"pipeline": 1, "rows": 4, "accumulation": 1, "every": 0}
+
+# Takes the place of the launcher: no rank is started, and what a script would do is in the config of the trial.
+STUB = """
+import json, os, sys, time, signal
+request = json.load(open(os.environ["LOWTIDE_TRIAL"]))
+with open("started.txt", "a") as file:
+    file.write(os.path.basename(os.path.dirname(os.environ["LOWTIDE_TRIAL"])) + "\\n")
+plan = json.load(open("plan.json"))
+def write(values):
+    json.dump(values, open(request["result"], "w"))
+if request["task"] == "plan":
+    write({**plan, "batch_seen": request["batch"]})
+    sys.exit(0)
+name = request["config"].get("_name", "given")
+act = plan["acts"][name]
+if isinstance(act, float):
+    config = {key: value for key, value in request["config"].items() if key[0] != "_"}
+    result = {"step_seconds": act, "steps": [act], "num_steps": 5, "samples": 8}
+    write({**result, "batch": {"list": []}, "config": config})
+elif act == "hang":
+    print("waiting for a lock", flush=True)
+    time.sleep(60)
+elif act == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+elif act == "short":
+    write({"step_seconds": None, "num_steps": 1})
+elif act == "nothing":
+    pass
+else:
+    print("│ " + act)
+    sys.exit(3)
+"""
+
+
+def planned(name: str, stage: int, seconds: float, **config: Any) -> dict[str, Any]:
+    return {
+        "config": {"_name": name, "zero_optimization": {"stage": stage}, **config},
+        "choice": {**CHOICE, "stage": stage},
+        "peak_bytes": 10**9,
+        "seconds": {"compute": seconds, "gather exposed": seconds / 10 * stage},
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with a script that nobody runs."""
+    (tmp_path / "stub.py").write_text(STUB)
+    (tmp_path / "c.json").write_text('{"train_batch_size": 8}')
+    monkeypatch.setattr(trials, "_LAUNCH", (sys.executable, "-S", str(tmp_path / "stub.py")))
+    monkeypatch.setenv("LOWTIDE_MACHINE", str(tmp_path / "machine.json"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def plan(folder: Path, given: Any, **acts: Any) -> None:
+    """What the planner finds, and what becomes of each trial."""
+    best = [planned(name, stage, 0.1 * (stage + 1)) for stage, name in enumerate(acts)]
+    machine = {"num_hosts": 1, "devices_per_host": 2, "device": "cpu"}
+    values = {"device": "cpu, 2 ranks a host", "plan_seconds": 0.1, "machine": machine, "num_choices": 88}
+    values |= {"given": planned("given", 9, 0.9), "best": best, "acts": {"given": given, **acts}}
+    (folder / "plan.json").write_text(json.dumps(values))
+
+
+def started(folder: Path) -> list[str]:
+    return (folder / "started.txt").read_text().split()
+
+
+def test_the_fastest_is_written_as_a_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan(folder, 0.4, a=0.2, b=0.1, c=0.3)
+    assert main(["c.json", "--trials", "2", "train.py"]) == 0
+    said = capsys.readouterr().out
+    assert started(folder) == ["given", "plan", "trial-1", "trial-2"]
+    assert "planned 88 configs in 0.1 s, for cpu, 2 ranks a host" in said
+    assert "the fastest is trial-2, 80 samples/s: tuned/c/best.json" in said
+    best = json.loads((folder / "tuned" / "c" / "best.json").read_text())
+    assert best == {"zero_optimization": {"stage": 1}} and Config.load(best)
+    assert (folder / "tuned" / "c" / "trials.png").stat().st_size > 1000
+    rows = [line for line in said.splitlines() if re.search(r"│ (trial|given)", line)]
+    assert [row.split()[1] for row in rows] == ["trial-2", "trial-1", "given"]
+
+
+def test_what_was_measured_is_where_the_next_plan_begins(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan(folder, 9.0, a=1.0, b=2.1)
+    assert main(["c.json", "train.py"]) == 0
+    assert "begins from that: " in capsys.readouterr().out
+    numbers = json.loads((folder / "machine.json").read_text())["cpu, 2 ranks a host"]
+    assert 450e12 / numbers["flops"] == pytest.approx(10, rel=0.2)
+    (folder / "machine.json").unlink()
+    assert main(["c.json", "--again", "--no-calibrate", "train.py"]) == 0
+    assert not (folder / "machine.json").exists()
+
+
+def test_every_end_of_a_trial_is_a_result(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    acts = {
+        "a": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+        "b": "hang",
+        "c": "killed",
+        "d": "ValueError: batch: expected 8 rows on this rank, found 4",
+        "e": "nothing",
+        "f": "short",
+        "g": 0.5,
+    }
+    plan(folder, "MemoryError", **acts)
+    assert main(["c.json", "--trials", "9", "--limit", "1.5", "train.py"]) == 0
+    said = capsys.readouterr().out
+    for line in (
+        "given: out of memory: MemoryError",
+        "trial-1: out of memory: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+        "trial-2: time limit: no end after 2 s; waiting for a lock",
+        "trial-3: out of memory: killed by SIGKILL, as the kernel does where memory ends",
+        "trial-4: failed: exit status 3: ValueError: batch: expected 8 rows on this rank, found 4",
+        "trial-5: failed: the script ended without a call of lowtide.initialize that has an optimizer",
+        "trial-6: failed: ended after 1 steps; expected at least 5, of which 3 are not timed: train for longer, or",
+        "the fastest is trial-7",
+    ):
+        assert line in said, line
+
+
+def test_the_same_command_goes_on_where_it_was(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan(folder, 0.4, a=0.2, b=0.1)
+    assert main(["c.json", "--total", "0.01", "train.py"]) == 0
+    assert "the time of all trials (0.01 s) is over; --total gives more" in capsys.readouterr().out
+    first = started(folder)
+    assert main(["c.json", "train.py"]) == 0
+    assert first == ["given", "plan"] and started(folder) == ["given", "plan", "trial-1", "trial-2"]
+    assert "the fastest is trial-2" in capsys.readouterr().out
+    assert main(["c.json", "--steps", "3", "train.py"]) == 1
+    said = capsys.readouterr().err
+    assert "tuned/c: expected trials of the same command, found others (another steps); give --folder" in said
+    assert main(["c.json", "--again", "train.py"]) == 0
+    assert len(started(folder)) == 8
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_trial_is_made_again(number: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan(folder, 0.4, a="hang")
+    output = folder / "tuned" / "c" / "trial-1" / "output.txt"
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 60
+        while not (output.exists() and output.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert main(["c.json", "train.py"]) == 128 + number
+    thread.join()
+    assert capsys.readouterr().err == "lowtide tune: interrupted; the same command goes on from tuned/c\n"
+    plan(folder, 0.4, a=0.2)
+    assert main(["c.json", "train.py"]) == 0
+    assert started(folder) == ["given", "plan", "trial-1", "trial-1"]
+
+
+def test_nothing_that_runs_is_a_failure(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan(folder, "RuntimeError: no", a="RuntimeError: no")
+    assert main(["c.json", "train.py"]) == 1
+    assert "no trial has run; the output of each is in its folder" in capsys.readouterr().err
+
+
+def test_a_config_with_auto_is_planned_first(folder: Path) -> None:
+    (folder / "c.json").write_text('{"train_batch_size": 8, "zero_optimization": {"stage": "auto"}}')
+    plan(folder, 0.4, a=0.2)
+    assert main(["c.json", "--nproc", "2", "train.py", "--lr", "1"]) == 0
+    assert started(folder) == ["plan", "trial-1"]
+    asked = json.loads((folder / "tuned" / "c" / "tune.json").read_text())
+    assert asked["launch"] == ["--nproc", "2", "train.py", "--lr", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nothing.json", "train.py"], "no such file: nothing.json"),
+        (["--steps", "0", "c.json", "train.py"], "--trials, --steps, --warmup: expected at least 1 of each"),
+        (["--limit", "x", "c.json", "train.py"], 'expected seconds, more than 0, found "x"'),
+    ],
+)
+def test_what_cannot_be_tuned(words: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert main(words) == 1
+    except SystemExit as end:
+        assert end.code == 2
+    assert said in capsys.readouterr().err
+
+
+SCRIPT = """
+import lowtide
+from tests import models
+
+optimizer = {"type": "adamw"}
+with lowtide.initialize(models.tiny_gpt(), {"train_batch_size": 4, "optimizer": optimizer}) as engine:
+    for number in range(1000):
+        engine.train_step(models.token_batch(number, 4))
+"""
+
+
+def test_a_script_is_tuned_through_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "c.json").write_text('{"zero_optimization": {"stage": "auto"}}')
+    monkeypatch.setenv("LOWTIDE_MACHINE", str(tmp_path / "machine.json"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.chdir(tmp_path)
+    words = ["c.json", "--nproc", "1", "--trials", "1", "--steps", "2", "--sequence", "7", "train.py"]
+    assert main(words) == 0, capsys.readouterr()
+    best = json.loads((tmp_path / "tuned" / "c" / "best.json").read_text())
+    assert best["train_batch_size"] == 4 and Config.load(best).resolve(1)
+    result = json.loads((tmp_path / "tuned" / "c" / "trial-1" / "outcome.json").read_text())["result"]
+    assert result["num_steps"] == 5 and result["peak_bytes"] > 0

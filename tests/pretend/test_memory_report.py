@@ -1,0 +1,35 @@
+"""A recorded step on a device: what its allocator counts is what the report says."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import lowtide
+from tests.engine.test_planned_peak import ROWS, batch_of, gpt
+from tests.pretend.group import register
+from tests.ranks import RankPool
+from tests.zero.training import ADAMW
+
+
+def recorded(stage: int) -> tuple[int, int, dict[str, Any]]:
+    """(peak of the report, of the allocator, the report)."""
+    register()
+    config = {"train_micro_batch_size_per_gpu": ROWS, "zero_optimization": {"stage": stage}, "optimizer": ADAMW}
+    with lowtide.initialize(gpt(), {**config, "steps_per_print": 0, "device": "pretend"}) as engine:
+        for number in range(2):
+            engine.train_step(batch_of("gpt", number))
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        with engine.record_memory():
+            engine.train_step(batch_of("gpt", 2))
+        report = engine.memory_report()
+        assert report.peak_bytes is not None and report.allocator_bytes is not None and before
+        return report.peak_bytes, report.allocator_bytes, vars(report)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_recorded_step_has_the_peak_of_the_allocator(stage: int, pretend_ranks: RankPool) -> None:
+    for peak, allocated, report in pretend_ranks(2, recorded, stage, process_group=False):
+        assert peak == pytest.approx(allocated, rel=0.1), report
+        assert any(moment.startswith("backward of blocks.0") for moment, _ in report["samples"])

@@ -1,5 +1,7 @@
 """`communication.step_timeout_seconds` without a launcher: the rank itself says once what it does, and goes on."""
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -7,67 +9,53 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import lowtide
 from lowtide import Config
 from lowtide.engine.config.errors import ConfigError
+from tests.ranks import RankPool
 
+ROOT = Path(__file__).parents[2]
 NOTES = ("lowtide: config: ", "lowtide: CPU optimizer: ", "lowtide: training alone on ")
-SCRIPT = """
-import threading, time
-import torch
-from torch import nn
-import lowtide
+
 
 class Slow(nn.Linear):
     seconds = 0.0
-    def forward(self, x):
+
+    def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.seconds)
         return super().forward(x)
 
-model = nn.Sequential(Slow(4, 4), Slow(4, 4))
-config = {"optimizer": {"type": "sgd"}, "steps_per_print": 0, "communication": {"step_timeout_seconds": LIMIT}}
-engine = lowtide.initialize(model, config, loss_fn=lambda output, batch: output.square().mean())
-batch = (torch.ones(2, 4),)
-for seconds in STEPS:
-    Slow.seconds = seconds
-    engine.train_step(batch)
-    print("step", flush=True)
-print(*sorted(thread.name for thread in threading.enumerate()), sep="\\n")
-engine.close()
-time.sleep(AFTER)
-"""
+
+def train(limit: float | None, steps: list[float], after: float = 0.0) -> tuple[list[str], str]:
+    """Steps that take so many seconds. The Python threads of the engine, and what was said on stderr."""
+    config: dict[str, Any] = {"optimizer": {"type": "sgd"}, "steps_per_print": 0}
+    config["communication"] = {"step_timeout_seconds": limit}
+    model = nn.Sequential(Slow(4, 4), Slow(4, 4))
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        with lowtide.initialize(model, config, loss_fn=lambda output, batch: output.square().mean()) as engine:
+            for Slow.seconds in steps:
+                engine.train_step((torch.ones(2, 4),))
+            assert engine.global_step == len(steps)
+            threads = sorted(thread.name for thread in threading.enumerate())
+        time.sleep(after)
+    said = stderr.getvalue().splitlines(keepends=True)
+    return threads, "".join(line for line in said if not line.startswith(NOTES))
 
 
-def run(limit: str, steps: list[float], after: float = 0.0, **environment: str) -> tuple[int, str]:
-    """The number of steps that were done, and what was said on stderr."""
-    printed, said = output_of(limit, steps, after, **environment)
-    return printed.count("step"), "".join(line for line in said.splitlines(keepends=True) if not line.startswith(NOTES))
+def said_by(ranks: RankPool, limit: float | None, steps: list[float], after: float = 0.0) -> str:
+    """By a rank of its own, so that nothing else of this process has to do with it."""
+    said: str = ranks(1, train, limit, steps, after, process_group=False)[0][1]
+    return said
 
 
-def threads_of(limit: str) -> list[str]:
-    """The Python threads of an engine."""
-    return output_of(limit, [], 0.0)[0].splitlines()
-
-
-def output_of(limit: str, steps: list[float], after: float, **environment: str) -> tuple[str, str]:
-    """What the script has printed, and what was said on stderr."""
-    code = SCRIPT.replace("LIMIT", limit).replace("STEPS", repr(steps)).replace("AFTER", str(after))
-    done = subprocess.run(
-        [sys.executable, "-c", code.replace("null", "None")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout, done.stderr
-
-
-def test_each_step_over_the_limit_is_told_once_with_the_stack_and_training_goes_on() -> None:
-    steps, said = run("0.4", [0.0, 1.4, 0.0, 1.0, 0.0])
-    assert steps == 5
+def test_each_step_over_the_limit_is_told_once_with_the_stack_and_training_goes_on(ranks: RankPool) -> None:
+    said = said_by(ranks, 0.4, [0.0, 1.4, 0.0, 1.0, 0.0])
     sentences = re.findall(r"lowtide: rank 0: .*", said)
     assert [re.sub(r"for \d s", "for N s", sentence) for sentence in sentences] == [
         f"lowtide: rank 0: a step has taken longer than 0.4 s (communication.step_timeout_seconds) and goes on; "
@@ -78,18 +66,23 @@ def test_each_step_over_the_limit_is_told_once_with_the_stack_and_training_goes_
     assert said.count("thread MainThread:") == 2 and "lowtide watchdog" not in said
 
 
-def test_what_is_in_time_or_after_the_end_is_not_told() -> None:
-    assert run("5", [0.0, 0.0]) == (2, "")
-    assert run("0.5", [0.0], after=1.2) == (1, "")
+def test_what_is_in_time_or_after_the_end_is_not_told(ranks: RankPool) -> None:
+    assert said_by(ranks, 5.0, [0.0, 0.0]) == ""
+    assert said_by(ranks, 0.5, [0.0], after=1.2) == ""
 
 
-def test_without_a_limit_nothing_is_told_and_no_thread_runs() -> None:
-    assert run("null", [0.5]) == (1, "")
-    assert threads_of("null") == ["MainThread"] and threads_of("60") == ["MainThread", "lowtide watchdog"]
+def test_without_a_limit_nothing_is_told_and_no_thread_runs(ranks: RankPool) -> None:
+    assert ranks(1, train, None, [0.5], process_group=False)[0] == (["MainThread"], "")
+    assert ranks(1, train, 60.0, [], process_group=False)[0] == (["MainThread", "lowtide watchdog"], "")
 
 
 def test_a_launcher_that_reads_the_record_says_it_instead(tmp_path: Path) -> None:
-    assert run("0.3", [0.8], LOWTIDE_PROGRESS_FILE=str(tmp_path / "rank0")) == (1, "")
+    """It has named the file before the process began."""
+    code = "from tests.engine.test_step_timeout import train; print(train(0.3, [0.8])[1])"
+    variables = {"OMP_NUM_THREADS": "1", "LOWTIDE_PROGRESS_FILE": str(tmp_path / "rank0")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables, cwd=ROOT, check=True)
+    assert done.stdout == "\n"
     assert (tmp_path / "rank0").exists()
 
 

@@ -4,8 +4,6 @@ import logging
 import os
 import re
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from lowtide.kernels.optimizer_states import new_states
 from lowtide.kernels.optimizer_step import update_shard
 from lowtide.optimizers.table import OPTIMIZERS
 from tests.kernels.cpu_kernel import ADAM, needs_compiler
+from tests.ranks import RankPool
 
 
 @pytest.fixture
@@ -107,12 +106,15 @@ def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_folder() == Path("/home/someone/kernels")
 
 
+def build_in(cache: Path) -> bool:
+    os.environ["LOWTIDE_CACHE"] = str(cache)
+    cpu_kernel.cache_clear()
+    return cpu_kernel() is not None
+
+
 @needs_compiler
-def test_processes_that_build_at_the_same_time(cache: Path) -> None:
-    script = "from lowtide.kernels.cpu_optimizer import cpu_kernel; assert cpu_kernel() is not None"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    builders = [subprocess.Popen([sys.executable, "-c", script], env=environment) for _ in range(3)]
-    assert [builder.wait(timeout=120) for builder in builders] == [0] * 3
+def test_processes_that_build_at_the_same_time(ranks: RankPool, cache: Path) -> None:
+    assert ranks(3, build_in, cache, process_group=False) == [True] * 3
     assert len(list(cache.iterdir())) == 1  # and no temporary file
 
 

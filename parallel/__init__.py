@@ -1,1 +1,1 @@
-"""Splits of layers, sequences and experts over an axis of the mesh; and of sequences into tiles, one after the other."""
+"""How one model is shared: layers, sequences and experts over an axis of the mesh, and tokens over tiles."""

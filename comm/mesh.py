@@ -40,6 +40,7 @@ class Mesh:
     axes: Mapping[str, Axis]
     peers: Peers
     _lines: Mapping[tuple[str, ...], Axis]  # each axis, those that are folded of several, and one of this rank alone
+    inner: Mapping[str, Axis]  # those of `create`, with several ranks
 
     @classmethod
     def create(
@@ -50,30 +51,41 @@ class Mesh:
         shared_bytes: int,
         messages: str,
         folds: Sequence[Sequence[str]] = (),
+        inner: Sequence[str] = (),
     ) -> Mesh:
         """Connects the ranks of each axis. A collective.
 
         route: auto, shared_memory, sockets or native. shared_bytes: what one engine takes of a host's shared memory;
         `auto` does without the shared-memory route where a rank cannot have as much, and the log says why. messages:
-        the axis of `peers`. folds: what `over` will be asked for with more than one axis.
+        the axis of `peers`. folds: what `over` will be asked for with more than one axis. inner: axes with a route of
+        its own for what models exchange while gradients are on their way.
         Raises ValueError where the arrangement is of another number of ranks, or the route is not possible here.
         """
         if arrangement.num_ranks != world.size:
             raise ValueError(f"{arrangement} = {arrangement.num_ranks} != world size ({world.size})")
         route = _choose_route(world, route, shared_bytes)
         lines = arrangement.lines(folds)
-        first = _take_numbers(world, len(lines) + 2)
+        inside = arrangement.wide(inner)
+        first = _take_numbers(world, len(lines) + 2 + len(inside))
         trail = Trail(world, first)
         works = Works(world, trail.compare)
         axes, groups = {}, {}
-        for number, names in enumerate(lines, first):
+
+        def connected(number: int, names: tuple[str, ...], group: dist.ProcessGroup | None) -> Axis:
             by_place = arrangement.ranks(world.rank, names)
             ranks, places = tuple(sorted(by_place)), tuple(sorted(range(len(by_place)), key=by_place.__getitem__))
             rank = ranks.index(world.rank)
-            groups[names] = _make_group(world, arrangement, names)
             channel = Channel(trail, world.progress, number % _NUM_RECORDED, ranks)
-            made = _make_route(world, route, rank, ranks, places, groups[names], _first_tag(number), channel, works)
-            axes[names] = Axis(" x ".join(names), rank, ranks, places, made)
+            made = _make_route(world, route, rank, ranks, places, group, _first_tag(number), channel, works)
+            return Axis(" x ".join(names), rank, ranks, places, made)
+
+        for number, names in enumerate(lines, first):
+            groups[names] = _make_group(world, arrangement, names)
+            axes[names] = connected(number, names, groups[names])
+        own = {
+            name: connected(number, (name,), _new_group(world, arrangement, (name,)))
+            for number, name in enumerate(inside, first + len(lines) + 2)
+        }
         number = first + len(lines)
         along = (messages,)
         on_host: Route = axes[along].route if along in axes else SoloRoute(world.device)
@@ -85,7 +97,7 @@ class Mesh:
         peers = Peers(places, ways, _first_tag(number), world, trail, works, number % _NUM_RECORDED, on_host)
         alone = Axis("", 0, (world.rank,), (0,), SoloRoute(world.device))
         single = {name: axes.get((name,), alone) for name, _ in arrangement.sizes}
-        return cls(world, arrangement, single, peers, {**axes, (): alone})
+        return cls(world, arrangement, single, peers, {**axes, (): alone}, own)
 
     def over(self, names: Sequence[str]) -> Axis:
         """The axis of all ranks that differ on these axes alone, the first of them dividing first."""
@@ -132,7 +144,7 @@ class Mesh:
 
     def close(self) -> None:
         """Lets go of the process groups, and leaves the world: no collective is possible afterwards."""
-        for axis in self._lines.values():
+        for axis in (*self._lines.values(), *self.inner.values()):
             axis.route.close()
         self.peers.close()
         self.world.leave()

@@ -87,6 +87,14 @@ class NativeRoute:
         pending = self._start(_reduce_scatter, what, total, slot)
         return Terms(pending, slice(0, total.numel()), lambda: [total], lambda: None)
 
+    def swap(self, slot: Tensor, what: str) -> Terms:
+        """This rank's part of every rank's slot, which nobody adds up. slot: (size * n,)."""
+        if self._places is not None:
+            slot = slot.view(self.size, -1)[self._places].view(-1)
+        got = torch.empty_like(slot)
+        pending = self._start(dist.all_to_all_single, what, got, slot)
+        return Terms(pending, slice(0, got.numel()), lambda: list(got.view(self.size, -1)), lambda: None)
+
     def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
         """The sum over ranks of slot, all of it on each."""
         pending = self._start(dist.all_reduce, what, slot)

@@ -212,6 +212,10 @@ class SharedMemoryRoute:
 
         return Terms(arrived, slice(0, numel), lambda: self._views(number, slot, mine), summed)
 
+    def swap(self, slot: Tensor, what: str) -> Terms:
+        """This rank's part of every rank's slot, which nobody adds up. slot: (size * n,)."""
+        return self.reduce_scatter(slot, None, what)
+
     def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
         """Of out = sum over ranks of slot. Each rank sums its region of all slots, and reads the others' sums.
 

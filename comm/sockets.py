@@ -97,6 +97,10 @@ class SocketRoute:
         terms, arrived = self._exchange_parts(slot, bounds, what)
         return Terms(arrived, slice(0, numel), lambda: terms, lambda: None)
 
+    def swap(self, slot: Tensor, what: str) -> Terms:
+        """This rank's part of every rank's slot, which nobody adds up. slot: (size * n,)."""
+        return self.reduce_scatter(slot, None, what)
+
     def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
         """Of out = sum over ranks of slot. Each rank sums its region and sends the sum to the others."""
         bounds = regions_of(out.numel(), self.size)

@@ -55,6 +55,10 @@ class SoloRoute:
         """The sum is the slot itself."""
         return Terms(Pending(), slice(0, slot.numel()), lambda: [slot], lambda: None)
 
+    def swap(self, slot: Tensor, what: str) -> Terms:
+        """This rank's part of every rank's slot, which nobody adds up. slot: (size * n,)."""
+        return self.reduce_scatter(slot, None, what)
+
     def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
         """As `reduce_scatter`."""
         return self.reduce_scatter(slot, None, what)

@@ -31,7 +31,7 @@ from ..zero.unit import Unit
 from ..zero.units import UnitPlan
 from .archive.agreement import no_rank_alone
 from .archive.full_values import FullValues
-from .axes import PIPE
+from .axes import PIPE, SEQUENCE
 from .blueprint import Blueprint
 from .config.config import Config
 from .driver import Driver
@@ -48,6 +48,7 @@ from .parts import Parts
 from .pipeline import Pipeline
 from .pipeline_plan import LossFn
 from .planning.meta_run import MetaRun
+from .sequences import Sequences
 from .step_update import Timing
 from .trial import Trial
 from .whole_model import WholeModel
@@ -97,6 +98,7 @@ def assemble(
         optimizer = _optimizer(blueprint, world, units, rest, host)
         scheduler = scheduler_for(optimizer, lr_scheduler)
     _fill(module, units, optimizer, mesh, values, blueprint.dtypes)
+    sequences = Sequences(module, mesh, ledger) if config.parallel.sequence > 1 else None
     num_divided = compiled.apply([unit.module for unit in blueprint.units if not unit.is_rest])
     if num_divided and not world.rank:
         logger.info("torch.compile: what holds blocks is compiled block by block, and part by part beside them")
@@ -104,7 +106,7 @@ def assemble(
     with alone():
         activation_offload, close_last = _offload_activations(blueprint, world, module, units)
     join = Join(mesh)
-    driver = _driver(blueprint, mesh, module, units, loss_fn, ledger, activation_offload, join)
+    driver = _driver(blueprint, mesh, module, units, loss_fn, ledger, activation_offload, join, sequences)
     casts_inputs = _cast_inputs(blueprint, module, ledger)
     if trial is not None:
         ledger.callback(trial.watch(world, module, config.train_batch_size or 0))
@@ -139,6 +141,7 @@ def _connect(blueprint: Blueprint, world: World) -> Mesh:
         shared_bytes(blueprint),
         messages=PIPE,
         folds=blueprint.domain.folds,
+        inner=(SEQUENCE,),
     )
     partition = blueprint.config.zero_optimization.partition_size
     if partition > 1 and mesh.over(blueprint.domain.states).route.copies_are_shared and not world.rank:
@@ -167,6 +170,7 @@ def _driver(
     ledger: Ledger,
     activation_offload: ActivationOffload | None,
     join: Join,
+    sequences: Sequences | None,
 ) -> Driver:
     """What runs the model: hooks on it say when units are used, or the schedule of a pipeline does."""
     if blueprint.pipeline is not None:
@@ -177,7 +181,8 @@ def _driver(
     hooks = UnitHooks(sequence, blueprint.policy.frees_parameters, ledger, on_block)
     if mesh.world.device.type == "cpu":  # elsewhere the copy that it saves costs less than its Python
         DirectGradients(sequence, module.modules(), ledger)
-    return WholeModel(module, sequence, hooks, loss_fn, activation_offload or nullcontext(), mesh.world.progress)
+    saving = activation_offload or nullcontext()
+    return WholeModel(module, sequence, hooks, loss_fn, saving, mesh.world.progress, sequences)
 
 
 def _fill(

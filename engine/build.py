@@ -30,6 +30,7 @@ from .given_model import check_model, check_optimizers_agree, check_ranks_agree,
 from .optimizer_plan import OptimizerChoice
 from .pipeline_plan import LossFn, agreed_split
 from .planning.agreed import planned_config
+from .sequences import check_sequences
 from .tiling import check_units, tile_modules
 from .trial import Trial
 
@@ -82,6 +83,7 @@ def initialize(
         _log_notes(world, alone_note(world))
         _log_notes(world, [f"config: {note}" for note in resolved.notes])
         check_kernels(resolved, world.device)
+        check_sequences(resolved, module, loss_fn)
         fuse_modules(module, resolved, world, ledger)
         tiled = tile_modules(module, resolved, world, ledger)
         blueprint = _blueprint(resolved, world, module, loss_fn, optimizer, lr_scheduler, sample_batch)

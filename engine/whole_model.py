@@ -16,6 +16,7 @@ from ..zero.unit import Unit
 from .archive.named_state import Whole
 from .batch import call, call_for_loss, forward, loss_of
 from .join import Call
+from .sequences import Sequences, weighted_loss
 from .steps import Steps
 from .turn import Turn
 from .unasked import Unasked, check_loss
@@ -32,8 +33,10 @@ class WholeModel:
         loss_fn: Callable[[Any, Any], Tensor] | None,
         saving: AbstractContextManager[object],
         progress: Progress,
+        sequences: Sequences | None = None,
     ) -> None:
-        """passes: told of all uses by the hooks. saving: entered around forwards; what they save for the backward."""
+        """passes: told of all uses by the hooks. saving: entered around forwards; what they save for the backward.
+        sequences: that other ranks have parts of."""
         self.passes = passes
         self.whole = Whole.of(module, passes.units)
         self._module = module
@@ -41,20 +44,26 @@ class WholeModel:
         self._loss_fn = loss_fn
         self.saving = saving
         self._progress = progress
+        self._sequences = sequences
 
     def train(self, steps: Steps, microbatches: Iterator[Any]) -> None:
         for microbatch in microbatches:
-            ready = steps.prepared(microbatch)
+            own, factor = self._part(microbatch)
+            ready = steps.prepared(own)
             steps.begin_forward()
             with self.saving:
                 output = steps.scale.mark_output(call_for_loss(self._module, ready, self._loss_fn))
-                loss = loss_of(output, ready, self._loss_fn)
+                loss = weighted_loss(loss_of(output, ready, self._loss_fn), factor)
             self.backward(steps, loss)
 
     def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        factor = None
+        if self._sequences is not None:
+            kwargs, factor = self._sequences.part_of_call(args, kwargs)
         steps.begin_forward()
         with self.saving, self._progress.forward(steps.num_microbatches, torch.is_grad_enabled()):
-            return steps.scale.mark_output(forward(self._module, steps.prepared(args), steps.prepared(kwargs)))
+            output = steps.scale.mark_output(forward(self._module, steps.prepared(args), steps.prepared(kwargs)))
+            return output if factor is None else weighted_loss(loss_of(output, kwargs, None), factor)
 
     def backward(self, steps: Steps, loss: Tensor) -> None:
         check_loss(loss, "backward")
@@ -87,5 +96,9 @@ class WholeModel:
 
     def evaluate(self, steps: Steps, batch: Any) -> list[Tensor]:
         steps.begin_use()
-        ready = steps.prepared(batch)
-        return [loss_of(call(self._module, ready), ready, self._loss_fn)]
+        own, factor = self._part(batch)
+        ready = steps.prepared(own)
+        return [weighted_loss(loss_of(call(self._module, ready), ready, self._loss_fn), factor)]
+
+    def _part(self, batch: Any) -> tuple[Any, float | None]:
+        return (batch, None) if self._sequences is None else self._sequences.part(batch)

@@ -78,7 +78,8 @@ def cross_entropy(
     if has_torch_function_unary(logits):  # a subclass may know how to do without its values
         given = {"return_z_loss": return_z_loss, "overwrite_logits": overwrite_logits, "backend": backend, **options}
         itself: Any = cross_entropy  # its overloads are not those that torch's types ask for
-        return handle_torch_function(itself, (logits,), logits, labels, **given)
+        loss: Tensor = handle_torch_function(itself, (logits,), logits, labels, **given)
+        return loss
     terms = LossTerms.of("cross_entropy", options)
     check_labels_fit("cross_entropy", "logits", logits, labels)
     if overwrite_logits and logits.requires_grad and logits.is_leaf:

@@ -1,1 +1,1 @@
-"""Splits of layers, sequences and experts over an axis of the mesh, and of sequences into tiles."""
+"""How one model is shared: layers, sequences and experts over an axis of the mesh, and tokens over tiles."""

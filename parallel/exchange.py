@@ -70,6 +70,26 @@ class Exchange:
         self._axis.route.gather_copies(full.view(-1), part.view(-1), what).wait()
         return full.transpose(0, dim)
 
+    def swap(self, x: Tensor, what: str) -> Tensor:
+        """x: (ranks, ...), contiguous: what is for each rank. What each has for this one, in the order of the ranks."""
+        if self.size == 1:
+            return x
+        self.bytes_sent += x.numel() * x.element_size() * (self.size - 1) // self.size
+        slot = self._filled_slot(x, what)
+        out = torch.empty_like(x)
+        terms = self._axis.route.swap(slot, what)
+        terms.arrived.wait()
+        for part, term in zip(out.view(self.size, -1), terms.read(), strict=True):
+            part.copy_(term)
+        pending = terms.summed()
+        if pending is not None:
+            pending.wait()
+        return out
+
+    def sum_small(self, values: Tensor, what: str) -> Tensor:
+        """The exact sum over the ranks of a small int64 vector; also a barrier."""
+        return self._axis.route.sum_small(values, what)
+
     def part(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of what all have: a view."""
         size = x.shape[dim] // self.size

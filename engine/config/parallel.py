@@ -34,8 +34,8 @@ class ParallelConfig(Section):
     """Ranks that share each layer: rows, columns, heads. They take the same data. 1: layers are whole."""
 
     sequence: Positive = 1
-    """Ranks that share each sequence, in parts one behind the other. They are given the same data. 1: sequences are
-    whole."""
+    """Ranks that share each sequence, in parts one behind the other; they are given the same data: see
+    docs/long-sequences.md. 1: sequences are whole."""
 
     expert: Positive = 1
     """Data-parallel ranks that share the experts of a layer: tokens go where their experts are. 1: each has all."""
@@ -88,7 +88,7 @@ def degree_faults(parallel: ParallelConfig) -> list[Fault]:
     ]
 
 
-_NOT_YET = {"tensor": "layers", "sequence": "sequences", "expert": "experts"}
+_NOT_YET = {"tensor": "layers", "expert": "experts"}
 """Keys of `parallel` that are axes of the mesh, and have no more behind them than that."""
 
 
@@ -135,6 +135,8 @@ def pipeline_faults(parallel: ParallelConfig, zero: ZeroConfig, activations: Act
     if parallel.pipeline == 1:
         return []
     found = []
+    if parallel.sequence > 1:
+        found.append(("parallel.sequence", "stages take whole sequences", "1, or parallel.pipeline to 1"))
     if zero.update_in_backward:
         found.append(("zero_optimization.update_in_backward", "a gradient is whole after the last microbatch", "false"))
     if zero.offloads_parameters:

@@ -80,10 +80,7 @@ def test_degrees_that_do_not_divide_give_the_equation(degrees: dict[str, int], n
     assert text in fault.message and fault.path == f"parallel.{[*degrees][-1]}"
 
 
-@pytest.mark.parametrize(
-    ("key", "text"),
-    [("sequence", "sequences are not split yet"), ("expert", "experts are not split yet")],
-)
+@pytest.mark.parametrize(("key", "text"), [("expert", "experts are not split yet")])
 def test_a_degree_without_anything_behind_it_is_an_error(key: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"parallel.{key}: expected 1, found 2: {text}"):
         Config.load({"parallel": {key: 2}})

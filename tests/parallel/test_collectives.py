@@ -9,6 +9,7 @@ from torch import Tensor
 from lowtide.comm import Arrangement, Mesh, World
 from lowtide.parallel.collectives import copied, gathered, joined, parted, scattered, summed
 from lowtide.parallel.exchange import Exchange
+from lowtide.parallel.sequence_attention import swapped
 from tests.ranks import RankPool
 
 SHAPES = [(6, 4), (2, 12, 7), (2, 6, 900)]
@@ -102,3 +103,19 @@ def test_all_ranks_have_the_bits_of_a_sum_that_is_rounded_once(ranks: RankPool, 
     terms = [of_rank(rank, (3000,)).to(dtype).float() for rank in range(4)]
     right = (((terms[0] + terms[1]) + terms[2]) + terms[3]).to(dtype)
     assert found == [right.view(torch.int16 if dtype == torch.bfloat16 else torch.int32).tolist()] * 4
+
+
+def swaps(route: str) -> Tensor:
+    exchange = exchange_on(2, route)
+    x = of_rank(exchange.place, (2, 3, 5)).requires_grad_()
+    y = swapped(x, exchange, NAME)
+    (y * y.detach()).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, x)  # the gradient of y has gone the way back
+    return y.detach()
+
+
+@pytest.mark.parametrize("route", ["shared_memory", "sockets", "native"])
+def test_what_ranks_have_for_each_other_is_swapped(ranks: RankPool, route: str) -> None:
+    given = torch.stack([of_rank(rank, (2, 3, 5)) for rank in range(2)])
+    for rank, got in enumerate(ranks(2, swaps, route)):
+        assert torch.equal(got, given[:, rank])

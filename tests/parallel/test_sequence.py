@@ -1,0 +1,283 @@
+"""Ranks that share sequences train as one process does: losses, norms and values are the same."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import lowtide
+from lowtide.comm import Axis
+from lowtide.comm.solo import SoloRoute
+from lowtide.model.ledger import Ledger
+from lowtide.parallel.exchange import Exchange
+from lowtide.parallel.sequence_attention import SequenceAttention, sent_heads
+from tests.parallel.test_tiles import MODELS as TILED
+from tests.parallel.test_tiles import ROWS, SIZES, VOCAB, WIDTH, config_of, transformers
+from tests.ranks import RankPool
+
+LENGTH = 30  # neither 4 divides it, nor 2 what is left
+Batch = dict[str, Tensor]
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        q, k, v = self.qkv(x).view(rows, length, 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).reshape(rows, length, WIDTH))
+
+
+class Plain(nn.Module):
+    """Its loss is a mean over labels that stand where they are predicted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(VOCAB, WIDTH), nn.Embedding(64, WIDTH)
+        self.blocks = nn.ModuleList(Attends() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, shift_labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids) + self.positions(position_ids)
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), shift_labels.flatten())
+
+
+def mistral() -> nn.Module:
+    """With a window, and keys that are fewer than ranks."""
+    config = transformers.MistralConfig(vocab_size=VOCAB, num_key_value_heads=1, sliding_window=7, **SIZES)
+    return transformers.MistralForCausalLM(config)
+
+
+def eager_llama() -> nn.Module:
+    model: Any = TILED["llama"]()
+    model.config._attn_implementation = "eager"
+    return model
+
+
+MODELS: dict[str, Any] = {**TILED, "mistral": mistral, "eager": eager_llama, "Plain": Plain}
+
+
+def batch_of(step: int, kind: str) -> Batch:
+    """Of two microbatches."""
+    generator = torch.Generator().manual_seed(step)
+    length = {"divides": 32, "one row": 31}.get(kind, LENGTH)
+    tokens = torch.randint(1, VOCAB, (2 * ROWS, length), generator=generator)
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    positions = torch.arange(length).repeat(2 * ROWS, 1)
+    if kind == "padded":  # unequal rows, so that parts have unequal numbers of labels
+        seen = torch.ones_like(tokens)
+        seen[0, 20:] = seen[2, 9:] = 0
+        batch |= {"attention_mask": seen, "labels": tokens.masked_fill(seen == 0, -100)}
+    if kind == "packed":
+        batch["position_ids"] = torch.cat([positions[:, :11], positions[:, : length - 11]], dim=1)
+    if kind == "plain":
+        labels = functional.pad(tokens, (0, 1), value=-100)[:, 1:].clone()
+        labels[:, 13:] = -100  # of the last ranks nothing is predicted
+        return {"input_ids": tokens, "position_ids": positions, "shift_labels": labels}
+    return batch
+
+
+def train(name: str, config: dict[str, Any], kind: str, by_hand: bool = False) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    if hasattr(model, "config"):
+        model.config.use_cache = False  # with a cache Hugging Face does not look for packed sequences
+    engine = lowtide.initialize(model, config)
+    found: dict[str, Tensor] = {}
+    for step in range(2):
+        batch = batch_of(step, kind)
+        if by_hand:
+            for half in range(2):
+                engine.backward(engine(**{key: value.chunk(2)[half] for key, value in batch.items()}).loss)
+                engine.step()
+        else:
+            done = engine.train_step(batch)
+            found |= {f"loss {step}": done.loss, f"norm {step}": done.grad_norm}
+    found["evaluated"] = engine.eval_step(batch_of(2, kind))
+    state = engine.state_dict()
+    engine.close()
+    return {key: value.detach().clone() for key, value in (found | state).items()}
+
+
+CASES: list[tuple[str, int, str, dict[str, Any]]] = [
+    ("llama", 1, "divides", {}),
+    ("llama", 3, "padded", {}),
+    ("llama", 3, "packed", {"communication": {"route": "sockets"}}),
+    ("qwen3", 3, "odd", {"activation_checkpointing": {"every": 1}}),
+    ("gpt2", 1, "odd", {}),
+    ("gpt2", 3, "padded", {"communication": {"route": "sockets"}}),
+    ("mistral", 2, "odd", {}),
+    ("eager", 0, "packed", {}),
+    ("Plain", 3, "plain", {"activation_checkpointing": {"every": 1}}),
+    ("llama", 3, "odd", {"tiles": {"mlp": 5, "loss": 4}}),
+]
+
+
+def train_all(size: int) -> list[dict[str, Tensor]]:
+    return [
+        train(name, config_of(stage, parallel={"sequence": size}, **more), kind) for name, stage, kind, more in CASES
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: RankPool) -> list[dict[str, Tensor]]:
+    return ranks(1, train_all, 1)[0]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sequences_that_ranks_share_train_as_one_process_does(
+    ranks: RankPool, alone: list[dict[str, Tensor]], size: int
+) -> None:
+    wrong = []
+    for rank, of_rank in enumerate(ranks(size, train_all, size)):
+        for case, found, right in zip(CASES, of_rank, alone, strict=True):
+            assert rank or found.keys() == right.keys()  # rank 0 has the values
+            wrong += [
+                f"rank {rank}, {case}: {key}: {(found[key] - right[key]).norm() / right[key].norm():.1e}"
+                for key in found
+                if (found[key] - right[key]).norm() > 1e-6 * right[key].norm() + 2e-7
+            ]
+    assert wrong == []
+
+
+def by_hand(size: int) -> list[dict[str, Tensor]]:
+    return [train("llama", config_of(3, parallel={"sequence": size}), "odd", by_hand=by) for by in (False, True)]
+
+
+def test_a_loop_of_ones_own_trains_as_train_step_does(ranks: RankPool) -> None:
+    stepped, looped = ranks(2, by_hand, 2)[0]
+    assert all(torch.equal(looped[key], stepped[key]) for key in looped)
+
+
+def beside_data(size: int) -> dict[str, Tensor]:
+    """4 ranks: two groups with data of their own, or two ranks without sequences."""
+    torch.manual_seed(0)
+    config = config_of(3, parallel={"sequence": size})
+    engine = lowtide.initialize(MODELS["llama"](), config)
+    group = torch.distributed.get_rank() // size
+    result = engine.train_step({key: value.roll(group, 1) for key, value in batch_of(0, "odd").items()})
+    values = engine.state_dict() | {"loss": result.loss, "norm": result.grad_norm}
+    engine.close()
+    return {key: value.detach().clone() for key, value in values.items()}
+
+
+def test_groups_with_data_of_their_own_shard_together(ranks: RankPool) -> None:
+    shared, whole = ranks(4, beside_data, 2)[0], ranks(2, beside_data, 1)[0]
+    for key, value in whole.items():
+        torch.testing.assert_close(shared[key], value, rtol=1e-6, atol=2e-7)
+
+
+def refusals() -> dict[str, str]:
+    rank = torch.distributed.get_rank()
+    found = {}
+    engine = lowtide.initialize(MODELS["llama"](), config_of(1, parallel={"sequence": 2}))
+    batch = batch_of(0, "odd")
+    short = {key: value[:, :1] for key, value in batch.items()}
+    calls: dict[str, Any] = {
+        "tuple": lambda: engine.train_step((batch["input_ids"], batch["labels"])),
+        "positions": lambda: engine.train_step(batch | {"position_ids": batch["input_ids"][:, 1:]}),
+        "mask": lambda: engine.train_step(batch | {"attention_mask": torch.ones(2 * ROWS, 1, 30, 30)}),
+        "short": lambda: engine.train_step(short),
+        "positional": lambda: engine(batch["input_ids"]),
+        "no labels": lambda: engine(input_ids=batch["input_ids"]),
+        "differs": lambda: engine.train_step(batch | {"input_ids": batch["input_ids"] + rank}),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except ValueError as error:
+            found[name] = str(error)
+        engine.zero_grad()
+    engine.close()
+    return found
+
+
+REFUSED = {
+    "tuple": "batch: expected a mapping with input_ids (or inputs_embeds), found tuple",
+    "positions": "position_ids: expected (rows, tokens) of 30 tokens, found (2, 29)",
+    "mask": "attention_mask: expected (rows, tokens) of 30 tokens, 1 where one may be looked at, found (2, 1, 30, 30)",
+    "short": "sequence(2) > tokens(1): a rank would have none",
+    "positional": "expected a call with names alone, engine(**batch), found positional arguments",
+    "no labels": "expected labels among the inputs",
+    "differs": "batch: expected the same sequences on all 2 ranks that share them, found different ones",
+}
+
+
+def test_batches_that_cannot_be_shared_are_errors(ranks: RankPool) -> None:
+    for found in ranks(2, refusals):
+        for name, text in REFUSED.items():
+            assert text in found.get(name, ""), name
+
+
+class OwnAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 4)
+
+
+def bert() -> nn.Module:
+    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=VOCAB, **SIZES))
+
+
+REFUSED_MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "heads": (
+        MODELS["llama"],
+        {"parallel": {"sequence": 3}},
+        r"sequence\(3\) x heads of a rank\(\?\) = attention heads\(4\) does not hold",
+    ),
+    "no attention": (lambda: nn.Linear(3, 3), {"parallel": {"sequence": 3}}, "found no attention in Linear"),
+    "torch's own": (OwnAttention, {"parallel": {"sequence": 3}}, "found nn.MultiheadAttention"),
+    "no causal model": (bert, {"parallel": {"sequence": 3}}, "expected a causal language model of Hugging Face's"),
+    "a loss beside it": (
+        MODELS["Plain"],
+        {"parallel": {"sequence": 3}},
+        "loss_fn: expected none, since a rank's mean over its part",
+    ),
+}
+
+
+def refused_models() -> dict[str, str]:
+    found = {}
+    for name, (make, more, _) in REFUSED_MODELS.items():
+        loss_fn = (lambda output, batch: output) if name == "a loss beside it" else None
+        try:
+            lowtide.initialize(make(), config_of(1, **more), loss_fn=loss_fn).close()
+        except lowtide.ConfigError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_models_whose_sequences_cannot_be_shared_are_errors(ranks: RankPool) -> None:
+    for found in ranks(3, refused_models):
+        for name, (_, _, text) in REFUSED_MODELS.items():
+            assert re.search(text, found.get(name, "")), (name, found.get(name))
+
+
+def test_a_pipeline_beside_it_is_an_error() -> None:
+    with pytest.raises(lowtide.ConfigError, match=r"parallel.sequence: is not for parallel.pipeline 2: stages take"):
+        lowtide.Config.load({"parallel": {"pipeline": 2, "sequence": 2}})
+
+
+def test_close_gives_a_model_its_attention_back() -> None:
+    for name in ("llama", "Plain"):
+        model: Any = MODELS[name]()
+        attention = SequenceAttention(Exchange(Axis("sequence", 0, (0,), (0,), SoloRoute(torch.device("cpu")))))
+        ledger, before = Ledger(), getattr(getattr(model, "config", None), "_attn_implementation", None)
+        attention.put_on(model, ledger)
+        assert name == "Plain" or model.config._attn_implementation != before
+        ledger.close()
+        assert name == "Plain" or model.config._attn_implementation == before
+        assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_keys_are_sent_as_often_as_ranks_need_them() -> None:
+    assert [sent_heads(4, 8, keys) for keys in (1, 2, 4, 8)] == [4, 4, 4, 8]
+    assert sent_heads(4, 12, 3) == 12 and sent_heads(2, 6, 3) == 6

@@ -20,7 +20,7 @@ from lowtide.engine.config.config import Config
 from lowtide.engine.footprint import Moment, bytes_of
 from lowtide.engine.step_update import Timing
 from lowtide.kernels import optimizer_step
-from lowtide.zero.exact_sum import NUM_LIMBS
+from lowtide.kernels.exact_sum import NUM_LIMBS
 from lowtide.zero.layout import BLOCK_NUMEL
 from lowtide.zero.plan import GroupPlan
 from tests import models

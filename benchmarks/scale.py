@@ -221,8 +221,8 @@ def show(costs: Sequence[Cost], pipes: Sequence[Pipe], console: Console) -> None
         table.add_row(*row, str(one.collectives), f"{one.sent_bytes / 1e6:.1f}")
     console.print(table)
     table = Table("stages", "simulated in, s", "bubble", "(p - 1) / (m + p - 1)")
-    for row in pipes:
-        table.add_row(str(row.stages), f"{row.seconds:.2f}", f"{row.bubble:.5f}", f"{row.closed_form:.5f}")
+    for pipe in pipes:
+        table.add_row(str(pipe.stages), f"{pipe.seconds:.2f}", f"{pipe.bubble:.5f}", f"{pipe.closed_form:.5f}")
     console.print(table)
 
 

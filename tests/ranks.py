@@ -41,7 +41,7 @@ POLL = 0.1  # seconds between two looks at whether a worker is still alive
 SHOWN_LINES = 30  # lines of a dead worker's own output in the error
 WORKER_VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
 FORKS = multiprocessing.get_context("forkserver")
-PRELOADED = ["torch.distributed", "lowtide.engine.build", "tests.ranks"]
+PRELOADED = ["torch.distributed", "torch._dynamo", "lowtide.engine.build", "tests.ranks"]
 PRELOADED_WITH_TRANSFORMERS = ["transformers.models.llama.modeling_llama"]  # where one of the tests uses that package
 
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ..comm import Exchange
 from ..model.ledger import Ledger
-from .exchange import Exchange
 from .sequence_data import SequenceError, Whole
 
 _INNER = ("sdpa", "eager")

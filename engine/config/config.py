@@ -29,6 +29,7 @@ from .origin import other_defaults
 from .parallel import (
     ParallelConfig,
     PipelineConfig,
+    TensorParallelConfig,
     accumulation_faults,
     degree_faults,
     idle_settings,
@@ -109,6 +110,7 @@ class Config(Section):
     data_types: DataTypesConfig = DataTypesConfig()
     parallel: ParallelConfig = ParallelConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     zero_optimization: ZeroConfig = ZeroConfig()
     bf16: BF16Config = BF16Config()
     fp16: FP16Config = FP16Config()
@@ -372,6 +374,7 @@ def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:
         "data_types": DataTypesConfig,
         "parallel": ParallelConfig,
         "pipeline": PipelineConfig,
+        "tensor_parallel": TensorParallelConfig,
         "zero_optimization": ZeroConfig,
         "zero_optimization.offload_optimizer": OffloadOptimizerConfig,
         "zero_optimization.offload_param": OffloadParamConfig,
@@ -452,7 +455,7 @@ def _idle_settings(config: Config) -> list[str]:
     if config.prescale_gradients and config.gradient_predivide_factor != 1:
         reason = "prescale_gradients divides by the ranks before the sum"
         notes.append(no_effect("gradient_predivide_factor", config.gradient_predivide_factor, reason))
-    notes += idle_settings(config.parallel, config.pipeline) + idle_kernel_settings(config.kernels)
-    notes += idle_tiles(config.tiles)
+    notes += idle_settings(config.parallel, config.pipeline, config.tensor_parallel)
+    notes += idle_kernel_settings(config.kernels) + idle_tiles(config.tiles)
     notes += offload_notes(zero, config.activation_checkpointing, config.aio, config.optimizer)
     return notes + checkpoint_notes(config.checkpoint) + report_notes(config.memory_report)

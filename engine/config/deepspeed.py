@@ -113,7 +113,7 @@ RULES: dict[str, Rule] = {
     "nebula": _section(_BACKGROUND),
     "datastates_ckpt": _section(_BACKGROUND),
     "compile": _section("call torch.compile on the model's blocks in your script and remove the section"),
-    "tensor_parallel": _section(_REMOVE),
+    "tensor_parallel.autotp_size": _only(0, "set parallel.tensor to the number of ranks; remove the key", "an integer"),
     "expert_parallel": _section(_REMOVE),
     "pipeline.stages": _only("auto", "set parallel.pipeline to the number of stages; remove the key", "any value"),
     "pipeline.partition": _only("best", "set pipeline.balance; remove the key", "a string"),

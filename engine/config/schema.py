@@ -19,6 +19,7 @@ _HOMES = {  # section: the definitions that describe it
     "data_types": ["DataTypesConfig"],
     "parallel": ["ParallelConfig"],
     "pipeline": ["PipelineConfig"],
+    "tensor_parallel": ["TensorParallelConfig"],
     "zero_optimization": ["ZeroConfig"],
     "zero_optimization.offload_optimizer": ["OffloadOptimizerConfig"],
     "zero_optimization.offload_param": ["OffloadParamConfig"],

@@ -76,6 +76,11 @@ def initialize(
         _log_notes(world, [f"config: {note}" for note in resolved.notes])
         check_kernels(resolved, world.device)
         fuse_modules(module, resolved, world, ledger)
+        if resolved.parallel.tensor > 1 and compiled.is_wanted:
+            raise ValueError(
+                "parallel.tensor: expected a model that is not compiled, found torch.compile on it: what split layers "
+                "exchange cannot be traced; leave torch.compile out"
+            )
         blueprint = _blueprint(resolved, world, module, loss_fn, optimizer, lr_scheduler, sample_batch)
         if isinstance(optimizer, torch.optim.Optimizer):
             ledger.hook(optimizer.register_step_pre_hook(_refuse_step))

@@ -78,6 +78,9 @@ CONTENDERS = {
             update_in_backward=True,
             prefetch_numel=0,
         ),
+        _lowtide_offload("recompute", "blocks recomputed", 3, recomputes=True),
+        _lowtide_offload("tiles", "tiles", 3, tiles="auto"),
+        _lowtide_offload("long", "tiles, blocks recomputed", 3, tiles="auto", recomputes=True),
         _deepspeed_offload("cpu"),
         _deepspeed_offload("nvme"),
     ]

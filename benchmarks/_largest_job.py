@@ -36,6 +36,7 @@ class BudgetWork:
     timeout_seconds: float
     dtype: str = "fp32"
     backend: str | None = None  # of the process group; None: as each contender makes it
+    sequence_length: int | None = None  # of the model of `_longest.py`; None: the size's, of that of `_model.py`
     text_file: str = argparse.__file__  # real text that does not change in a run; every interpreter reads this one
 
 

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import _device
 import torch
 import torch.distributed as dist
+from _longest import LongGPT, build_long_batch
 from _memory import OVER_BUDGET_STATUS, PeakSampler, rank_bytes
 from _model import GPT, SEED, build_batches, sized
 from _trainers import BUILDERS, Setup, import_libraries
@@ -38,7 +40,12 @@ def train(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
         dist.init_process_group(job["backend"])
     rows = job["global_rows"]
     share = slice(rank * rows // ranks, (rank + 1) * rows // ranks)
-    ((tokens, targets),) = build_batches(job["size"], job["text_file"], 1, rows)
+    if job["sequence_length"] is None:
+        ((tokens, targets),) = build_batches(job["size"], job["text_file"], 1, rows)
+        model: Callable[[], torch.nn.Module] = partial(GPT, sized(job["size"], job["num_layers"]))
+    else:
+        tokens, targets = build_long_batch(job["sequence_length"], rows)
+        model = LongGPT
     batch = (tokens[share].to(setup.device), targets[share].to(setup.device))
     import_libraries(job["kind"], setup)
     torch.manual_seed(SEED)
@@ -47,7 +54,7 @@ def train(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     start_bytes = rank_bytes(ranks) if job["measures_memory"] and setup.device == "cpu" else None
     sampler = None if start_bytes is None else _sampler(ranks, start_bytes + job["budget_bytes"])
     with sampler or nullcontext():
-        trainer = BUILDERS[job["kind"]](partial(GPT, sized(job["size"], job["num_layers"])), setup, **job["options"])
+        trainer = BUILDERS[job["kind"]](model, setup, **job["options"])
         for _ in range(job["warmup"] + job["steps"]):
             started = time.perf_counter()
             loss = trainer.step(*batch)

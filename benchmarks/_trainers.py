@@ -220,10 +220,13 @@ def build_lowtide(
     ratio: float = 1.0,
     overlap: bool = False,
     prefetch_numel: int | None = None,
+    tiles: str | None = None,
+    recomputes: bool = False,
 ) -> Trainer:
     """Gives lowtide as a user's script has it: the model and one config. states, parameters: the devices of offload.
 
-    prefetch_numel: how many parameters are gathered ahead of their use, None for the default.
+    prefetch_numel: how many parameters are gathered ahead of their use, None for the default. tiles: as of the config.
+    recomputes: every block, whatever the setup says.
     """
     import lowtide
 
@@ -243,10 +246,12 @@ def build_lowtide(
         "optimizer": {"type": "adamw", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
         "gradient_clipping": setup.clip,
         "communication": {"route": route},
-        "activation_checkpointing": {"every": 1 if setup.recompute_blocks else 0},
+        "activation_checkpointing": {"every": 1 if setup.recompute_blocks or recomputes else 0},
         "bf16": {"enabled": setup.dtype == "bf16"},
         "device": "cpu" if setup.device == "cpu" else "auto",
     }
+    if tiles is not None:
+        config["tiles"] = tiles
     engine = lowtide.initialize(model, config)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:

@@ -18,6 +18,10 @@ Example, two ranks that may take 200 MiB each, and then one GPU of which torch m
 
     python benchmarks/largest.py --device cpu --size 10M --budget-mib 200 --json largest.json --png largest.png
     python benchmarks/largest.py --device cuda --size 85M --budget-mib 8192 --recompute-blocks
+
+With --sequence the model stays as it is, and the sequence grows: `_longest.py` says how.
+
+    python benchmarks/largest.py --device cpu --budget-mib 200 --sequence
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import signal
@@ -41,6 +46,7 @@ from _contenders import Contender, choose
 from _largest_job import BudgetResult, BudgetWork, run_budget_job
 from _largest_report import MIB, Largest, LargestRow, Try, make_table, write_chart
 from _largest_search import most_layers
+from _longest import LONG, search
 from _model import SIZES, sized
 from _ranks import ALLOCATORS, JobError, OverBudget
 from rich.console import Console
@@ -61,6 +67,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--budget-mib", type=int, metavar="MIB", help="memory of a rank (default on a GPU: all of it)")
     add("--size", choices=SIZES, default="10M", help="width, heads and sequence of this size (default: 10M)")
     add("--contenders", nargs="+", metavar="NAME", help="as in compare.py (default: those for which it makes sense)")
+    add("--sequence", action="store_true", help="search the longest sequence of one model, whatever --size")
     add("--start-layers", type=int, default=2, help="of the first model that is tried (default: 2)")
     add("--max-layers", type=int, default=1024, help="of the largest model that is tried (default: 1024)")
     add("--resolution", type=float, default=0.05, metavar="SHARE", help="of the number of layers (default: 0.05)")
@@ -85,7 +92,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--offload-folder: expected a folder, found none at {options.offload_folder}")
     has_deepspeed = options.deepspeed_python is not None or importlib.util.find_spec("deepspeed") is not None
     on_gpu = [] if options.device == "cpu" else ON_GPU
-    names = options.contenders or [*PEERS, *(DEEPSPEED if has_deepspeed else []), *LOWTIDE, *on_gpu]
+    by_default = LONG if options.sequence else None
+    names = options.contenders or by_default or [*PEERS, *(DEEPSPEED if has_deepspeed else []), *LOWTIDE, *on_gpu]
     try:
         options.contenders = choose(names, with_deepspeed=has_deepspeed)
     except ValueError as error:
@@ -247,6 +255,11 @@ def main() -> int:
     options = parse_arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a running job is stopped too
     console = Console(width=None if sys.stdout.isatty() else 140)
+    if options.sequence:
+        longest = search(options, console)
+        if options.json:
+            options.json.write_text(json.dumps(longest, indent=2))
+        return 0 if None not in longest.values() else 1
     started = time.monotonic()
     runner = Runner(options, console)
     runner.run()

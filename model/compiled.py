@@ -136,6 +136,11 @@ def _compiling(compiled: Compiled, module: nn.Module, units: Collection[int]) ->
     return compile
 
 
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, into which no compiler goes: graphs break there. Where the compiler is not loaded, as it is."""
+    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function  # loading takes a second
+
+
 def refuse_to_be_traced(what: str) -> None:
     """Raises RuntimeError where a compiler follows this call. what: is called, as users read it."""
     if _frames.get_eval_frame_callback() not in (None, False):

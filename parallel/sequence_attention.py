@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ..comm import Exchange
+from ..model.compiled import untraced
 from ..model.ledger import Ledger
 from .sequence_data import SequenceError, Whole
 
@@ -41,14 +42,12 @@ class SequenceAttention:
         for number, config in enumerate(configs):
             name = f"lowtide_sequence_{id(self)}_{number}"
             before = config._attn_implementation
-            registry[name] = partial(self._of_hugging_face, registry, before)  # type: ignore[index]
+            registry[name] = untraced(partial(self._of_hugging_face, registry, before))  # type: ignore[index]
             ledger.callback(partial(registry.__delitem__, name))  # type: ignore[union-attr]
             config._attn_implementation = name
             ledger.callback(partial(setattr, config, "_attn_implementation", before))
         for module in () if configs else _callers(model):
-            forward = partial(self._in_mode, module.forward)
-            forward._torchdynamo_disable = True  # type: ignore[attr-defined]
-            ledger.override(module, "forward", forward)
+            ledger.override(module, "forward", untraced(partial(self._in_mode, module.forward)))
 
     def _of_hugging_face(
         self,

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 from ..kernels.cross_entropy import cross_entropy as fused_cross_entropy
 from ..kernels.dispatch import Backend
 from ..kernels.linear_cross_entropy import linear_cross_entropy
+from ..model.compiled import untraced
 from ..model.ledger import Ledger
 from .tiled_mlp import tile_of
 
@@ -43,9 +44,7 @@ class TiledHead:
         self._tokens = tokens
         self._warn = warn
         self._warned = set[str]()
-        forward = partial(self._forward, head, head.forward)
-        forward._torchdynamo_disable = True  # type: ignore[attr-defined]
-        ledger.override(head, "forward", forward)
+        ledger.override(head, "forward", untraced(partial(self._forward, head, head.forward)))
 
     def _forward(self, head: nn.Linear, inner: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         if len(args) != 1 or kwargs:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from ..model.compiled import untraced
 from ..model.ledger import Ledger
 
 MIN_TILE = 256
@@ -40,9 +41,7 @@ class TokenTiles:
         self._tokens = tokens
         self._checked = set[int]()
         for name, module in modules:
-            forward = partial(self._forward, name, module, module.forward)
-            forward._torchdynamo_disable = True  # type: ignore[attr-defined]
-            ledger.override(module, "forward", forward)
+            ledger.override(module, "forward", untraced(partial(self._forward, name, module, module.forward)))
 
     def _forward(self, name: str, module: nn.Module, inner: Callable[[Tensor], Any], *args: Any, **kwargs: Any) -> Any:
         given = [value for value in (*args, *kwargs.values()) if value is not None]

@@ -116,3 +116,24 @@ def test_ranks_are_as_slow_as_the_slowest_and_as_large_as_the_largest(helper: He
     assert jobs._gathered(ranks, 1, 7.5) == jobs.BudgetResult([3.0, 4.5], [2.0], 5, 7.5)
     timed = [one | {"peak_bytes": None} for one in ranks]
     assert dataclasses.asdict(jobs._gathered(timed, 0, 7.5))["peak_bytes"] is None
+
+
+def test_the_longest_sequence_is_searched_for_each_contender(
+    largest: ModuleType, helper: Helper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest, jobs, started = helper("_longest"), helper("_largest_job"), helper("_ranks")
+    kib_of_a_token = {"lowtide-3": 200, "lowtide-3-long": 20}
+
+    def run_job(contender: Any, work: Any, python: str, folder: Path, allocator: str | None) -> Any:
+        peak_bytes = kib_of_a_token[contender.name] * work.sequence_length << 10
+        if peak_bytes > 2 * work.budget_bytes:
+            raise started.OverBudget("rank 0 needs more memory than it may take")
+        return jobs.BudgetResult([5.0, 4.0], [0.01, 0.01], peak_bytes, 1.0)
+
+    monkeypatch.setattr(longest, "run_budget_job", run_job)
+    given = "--device cpu --budget-mib 200 --sequence --contenders".split() + [*kib_of_a_token]
+    said = io.StringIO()
+    found = longest.search(largest.parse_arguments(given), Console(file=said, width=200))
+    assert found == {"lowtide-3": 1024, "lowtide-3-long": 10240}
+    assert "lowtide stage 3  2,048 tokens: peak 400 MiB, does not fit (0 s)" in said.getvalue()
+    assert largest.parse_arguments(given[:-3]).contenders[0].name == "lowtide-3"

@@ -1,6 +1,7 @@
 """Ranks that share sequences train as one process does: losses, norms and values are the same."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,6 +118,7 @@ CASES: list[tuple[str, int, str, dict[str, Any]]] = [
     ("eager", 0, "packed", {}),
     ("Plain", 3, "plain", {"activation_checkpointing": {"every": 1}}),
     ("llama", 3, "odd", {"tiles": {"mlp": 5, "loss": 4}}),
+    ("qwen3", 2, "odd", {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}),
 ]
 
 
@@ -280,3 +282,24 @@ def test_close_gives_a_model_its_attention_back() -> None:
 def test_keys_are_sent_as_often_as_ranks_need_them() -> None:
     assert [sent_heads(4, 8, keys) for keys in (1, 2, 4, 8)] == [4, 4, 4, 8]
     assert sent_heads(4, 12, 3) == 12 and sent_heads(2, 6, 3) == 6
+
+
+def save_and_train(folder: str, size: int) -> list[float]:
+    """A step, a checkpoint, and the next step; or that step of a checkpoint that is there."""
+    torch.manual_seed(0)
+    config = config_of(3, parallel={"sequence": size}) | {"optimizer": {"type": "adamw", "params": {"lr": 1e-2}}}
+    engine = lowtide.initialize(MODELS["llama"](), config)
+    if size > 1:
+        engine.train_step(batch_of(0, "odd"))
+        engine.save_checkpoint(folder)
+    else:
+        engine.load_checkpoint(folder)
+    result = engine.train_step(batch_of(1, "odd"))
+    found = [float(result.loss), float(result.grad_norm), float(engine.eval_step(batch_of(2, "odd")))]
+    engine.close()
+    return found
+
+
+def test_a_checkpoint_knows_of_no_sequences(ranks: RankPool, tmp_path: Path) -> None:
+    saved = ranks(2, save_and_train, str(tmp_path), 2)[0]
+    assert ranks(1, save_and_train, str(tmp_path), 1)[0] == pytest.approx(saved, rel=1e-5)

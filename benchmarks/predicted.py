@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -174,6 +175,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main() -> None:
     """Measures, plans, prints the table, writes what was asked for."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended
     options = parse_arguments()
     try:
         machine = Measured.read(options.machine)

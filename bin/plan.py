@@ -11,6 +11,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -21,6 +22,7 @@ from ..engine.config.read import read
 from ..engine.memory import predict
 from ..engine.planning.llama import Shape, batch, build, runs_of
 from ..engine.planning.machine import Machine
+from ..engine.planning.measured import Measured, default_path
 from ..engine.planning.plan import Plan, made_batch, plan, plan_with
 from .arguments import Parser
 from .planned import draw, show
@@ -40,6 +42,7 @@ _EXAMPLES = """examples:
   lowtide plan zero3-bf16 --layers 32 --hidden 4096 --heads 32 --vocab 128256 --sequence 8192 --gpus 64
   lowtide plan auto --hf path/to/config.json --gpus 64 --gpu-memory 80GB --global-batch 512 --write best.json
   lowtide plan auto --model my_package.models:build --sequence 2048 --gpus 16 --tokens 300B --png front.png
+  lowtide plan zero1 --model my_package.models:build --gpus 2 --machine machine.json     ranks on these processors
   lowtide plan --params 7b,70b --ranks 8,64
 """
 
@@ -124,6 +127,13 @@ def _machine(arguments: argparse.Namespace) -> Machine:
         "inter": "inter", "flops": "flops",
     }  # fmt: skip
     changes = {field: getattr(arguments, name) for name, field in names.items() if getattr(arguments, name) is not None}
+    if arguments.machine is not None:
+        if changes.keys() - {"device_bytes"}:
+            raise ValueError(f"--machine: {arguments.machine} says how fast it is; leave out what else describes one")
+        measured = Measured.read(arguments.machine)
+        memory = psutil.virtual_memory().total / per_host
+        machine = Machine.measured(measured, per_host, changes.get("device_bytes", memory))
+        return replace(machine, num_hosts=arguments.gpus // per_host)
     return replace(Machine(num_hosts=arguments.gpus // per_host, devices_per_host=per_host), **changes)
 
 
@@ -241,6 +251,14 @@ def parser() -> Parser:
     machine = result.add_argument_group("the machine (defaults: hosts of 8 H100)")
     machine.add_argument("--gpus", metavar="N", type=_count, default=8, help="in all (8)")
     machine.add_argument("--gpus-per-node", metavar="N", type=_count, default=8, help="(8)")
+    machine.add_argument(
+        "--machine",
+        metavar="FILE",
+        type=Path,
+        nargs="?",
+        const=default_path(),
+        help="ranks on processors, as fast as `lowtide env --measure` has written (default: where that writes)",
+    )
     for name, what in (("gpu-memory", "bytes of a GPU (80GB)"), ("host-memory", "bytes of a node (2TB)"),
                        ("nvme", "bytes of a node's drives (28TB)"), ("intra", "bytes/s between GPUs of a node (330GB)"),
                        ("inter", "bytes/s of a GPU to other nodes (45GB)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,12 @@ from torch import Tensor, nn
 from ...comm import World
 from ..config.config import Config
 from .machine import Machine
+from .measured import Measured, default_path
 from .plan import plan
 
-_CPU = Machine(  # of a rank: a few cores, and what they reach; not measured
+logger = logging.getLogger("lowtide")
+
+_CPU = Machine(  # of a rank: a few cores, and what they reach, where nobody has measured it
     device="cpu", reserved_bytes=0, flops=1e11, memory=1e10, intra=2e9, inter=1e9, host_memory=2e10, nvme=1e9
 )
 
@@ -60,7 +64,7 @@ def _planned(
             hosts=num_hosts,
             sample_batch=sample_batch,
             loss_fn=loss_fn,
-            machine=Machine() if world.device.type == "cuda" else _CPU,
+            machine=_machine(world, num_hosts),
         )
     if not made.fits:
         missing = ", ".join(f"{nbytes / 1e9:.3g} GB of {where} on each rank" for where, nbytes in made.missing.items())
@@ -69,6 +73,18 @@ def _planned(
             "train_batch_size, or give zero_optimization.offload_optimizer an nvme_path"
         )
     return dict(made.config), dict(made.reasons)
+
+
+def _machine(world: World, num_hosts: int) -> Machine:
+    """On processors as `lowtide env --measure` found this host. Raises ValueError for a file that cannot be read."""
+    if world.device.type == "cuda":
+        return Machine()
+    path = default_path()
+    if world.device.type != "cpu" or not path.exists():
+        logger.info('"auto": how fast this machine is was not measured; `lowtide env --measure` does it')
+        return _CPU
+    logger.info('"auto": this machine is as fast as %s says', path)
+    return Machine.measured(Measured.read(path), max(1, world.size // num_hosts), _device_bytes(world, num_hosts))
 
 
 def _device_bytes(world: World, num_hosts: int) -> float:

@@ -5,10 +5,11 @@ JSON. `lowtide env --measure` writes it, `lowtide plan --machine` and "auto" rea
 
     {"format": 1,
      "processor": "AMD EPYC", "cores": 2, "torch": "2.13.0", "lowtide": "0.1.0", "date": "2026-11-22",
-     "process_bytes": {"rank": 180000000},   # what a rank takes beside its tensors; {} where it is not known
+     "process_bytes": {"alone": 168000000, "alone, recomputing": ..., "several": ..., "several, recomputing": ...},
      "ranks": {"2": {"threads": 1, "seconds": {"float32 mm": [[524288, 1.9e-05], ...], ...}}, ...}}
 
-`seconds` has curves by name, [size, seconds] each, sizes ascending. What the sizes are:
+`process_bytes` is what a rank takes beside its tensors, alone or one of several, and with blocks that are computed
+again; {} where the system does not say. `seconds` has curves by name, [size, seconds] each, sizes ascending:
 
 | name                                | size                                                                       |
 |-------------------------------------|----------------------------------------------------------------------------|

@@ -17,6 +17,7 @@ again; {} where the system does not say. `seconds` has curves by name, [size, se
 | float32 attention, ... backward     | operations, half of them where a mask is causal                            |
 | float32 gelu, float32 add_, ...     | bytes that one call of torch's operation reads and writes; see `operations` |
 | view                                | 0: a call that moves nothing                                               |
+| call                                | 0: of Python and autograd, for each call beside what it does               |
 | update                              | bytes of gradient, parameter and states that are read, and of those written |
 | inspect                             | bytes of a gradient that is looked at before the update                    |
 | shared_memory reduce, sockets reduce | bytes that a rank sends, all of it staged, sent, and summed on each rank  |

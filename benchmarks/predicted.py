@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -82,7 +83,7 @@ def _configs(ranks: int, size: GPTSize, folder: Path | None) -> dict[str, dict[s
         offload = {"offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}}
         found["stage 1, states in files"] = _config(1, 1, routes[0], zero=offload)
     for schedule in ("1f1b", "zb-h1") if ranks > 1 and size.num_layers >= ranks else ():
-        pipeline = {"parallel": {"pipeline": ranks}, "pipeline": {"schedule": schedule}}
+        pipeline: dict[str, Any] = {"parallel": {"pipeline": ranks}, "pipeline": {"schedule": schedule}}
         found[f"pipeline, {schedule}"] = _config(0, 2 * ranks, "auto", **pipeline)
     return found
 
@@ -110,13 +111,11 @@ def measured_seconds(some: Sequence[Case], steps: int, rounds: int, statistic: s
     found = run_ranks(WORKER, job, ranks, sys.executable, environment, timeout)
     of: Callable[[Sequence[float]], float] = statistics.median if statistic == "median" else min
     kind = "work" if statistic == "work" else "wall"
+    by_rank: list[Any] = list(found)  # each the cases of a round, round by round
     seconds = []
     for place in range(len(some)):
-        runs = [
-            [step for rank in found[rank_number][place :: len(some)] for step in rank[kind]]
-            for rank_number in range(ranks)
-        ]
-        seconds.append(max(of(steps_of_rank) for steps_of_rank in runs))
+        of_ranks = [[step for run in runs[place :: len(some)] for step in run[kind]] for runs in by_rank]
+        seconds.append(max(map(of, of_ranks)))
     return seconds
 
 
@@ -174,6 +173,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main() -> None:
     """Measures, plans, prints the table, writes what was asked for."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended
     options = parse_arguments()
     try:
         machine = Measured.read(options.machine)

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import psutil
 import torch
 
 from ..engine.measuring.measure import MeasuringError, measure
-from ..engine.planning.measured import VARIABLE, default_path
+from ..engine.planning.measured import VARIABLE, Measured, default_path
 from ..kernels.cpu_build import BuildError, find_compiler
 from ..kernels.cpu_optimizer import cpu_kernel
 from ..kernels.dispatch import has_triton
@@ -113,9 +114,11 @@ def parser() -> Parser:
 def _measure(path: Path, folder: Path | None) -> int:
     """Writes the file; 1 where something could not be measured."""
     try:
+        before = Measured.read(path).factors if path.exists() else {}
         found = measure(lambda text: print(text, flush=True), folder)
-        found.write(path)
-    except (MeasuringError, OSError) as error:
+        factors = {key: one for key, one in before.items() if not key.startswith("cpu")}  # of what was measured before
+        replace(found, factors=factors).write(path)
+    except (MeasuringError, OSError, ValueError) as error:
         print(f"lowtide env: {error}", file=sys.stderr)
         return 1
     print(f"written to {path}")

@@ -11,6 +11,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -19,9 +20,10 @@ from torch import nn
 from ..engine.config.config import Config
 from ..engine.config.read import read
 from ..engine.memory import predict
+from ..engine.planning.calibration import calibrated
 from ..engine.planning.llama import Shape, batch, build, runs_of
 from ..engine.planning.machine import Machine
-from ..engine.planning.numbers import read_numbers, with_numbers
+from ..engine.planning.measured import Measured, default_path, device_key
 from ..engine.planning.plan import Plan, made_batch, plan, plan_with
 from .arguments import Parser
 from .planned import draw, show
@@ -41,6 +43,7 @@ _EXAMPLES = """examples:
   lowtide plan zero3-bf16 --layers 32 --hidden 4096 --heads 32 --vocab 128256 --sequence 8192 --gpus 64
   lowtide plan auto --hf path/to/config.json --gpus 64 --gpu-memory 80GB --global-batch 512 --write best.json
   lowtide plan auto --model my_package.models:build --sequence 2048 --gpus 16 --tokens 300B --png front.png
+  lowtide plan zero1 --model my_package.models:build --gpus 2 --machine machine.json     ranks on these processors
   lowtide plan --params 7b,70b --ranks 8,64
 """
 
@@ -125,23 +128,25 @@ def _machine(arguments: argparse.Namespace) -> Machine:
         "inter": "inter", "flops": "flops",
     }  # fmt: skip
     changes = {field: getattr(arguments, name) for name, field in names.items() if getattr(arguments, name) is not None}
-    machine = Machine(num_hosts=arguments.gpus // per_host, devices_per_host=per_host)
-    return replace(_measured(machine, arguments), **changes)
-
-
-def _measured(machine: Machine, arguments: argparse.Namespace) -> Machine:
-    """With the numbers of a file, where one is named."""
-    if arguments.numbers is None:
+    num_hosts = arguments.gpus // per_host
+    if arguments.machine is None:
         if arguments.device is not None:
-            raise ValueError("--device: expected --numbers FILE beside it, whose entry it names")
-        return machine
-    found = list(read_numbers(arguments.numbers))
-    device = arguments.device if arguments.device is not None or len(found) != 1 else found[0]
-    if device not in found:
-        there = ", ".join(f'"{name}"' for name in found) or "none"
-        wanted = "--device, to say which" if device is None else f'the entry "{device}"'
-        raise ValueError(f"--numbers: expected {wanted}, found in {arguments.numbers}: {there}")
-    return with_numbers(machine, device, arguments.numbers)
+            raise ValueError("--device: expected --machine beside it, whose file says how fast that device is")
+        return replace(Machine(num_hosts=num_hosts, devices_per_host=per_host), **changes)
+    measured = Measured.read(arguments.machine)
+    if arguments.device is not None:
+        if arguments.device not in measured.factors:
+            there = ", ".join(f'"{name}"' for name in measured.factors) or "none"
+            raise ValueError(
+                f'--device: expected one of {arguments.machine}, found "{arguments.device}"; it has {there}'
+            )
+        machine = replace(Machine(num_hosts=num_hosts, devices_per_host=per_host), **changes)
+        return calibrated(machine, measured.factors[arguments.device])
+    if changes.keys() - {"device_bytes"}:
+        raise ValueError(f"--machine: {arguments.machine} says how fast it is; leave out what else describes one")
+    memory = changes.get("device_bytes", psutil.virtual_memory().total / per_host)
+    machine = Machine.measured(measured, per_host, memory)
+    return replace(calibrated(machine, measured.factor(device_key("cpu", per_host))), num_hosts=num_hosts)
 
 
 def _factory(text: str) -> Callable[[], nn.Module]:
@@ -258,15 +263,22 @@ def parser() -> Parser:
     machine = result.add_argument_group("the machine (defaults: hosts of 8 H100)")
     machine.add_argument("--gpus", metavar="N", type=_count, default=8, help="in all (8)")
     machine.add_argument("--gpus-per-node", metavar="N", type=_count, default=8, help="(8)")
+    machine.add_argument(
+        "--machine",
+        metavar="FILE",
+        type=Path,
+        nargs="?",
+        const=default_path(),
+        help="ranks on processors, as fast as `lowtide env --measure` has written (default: where that writes)",
+    )
     for name, what in (("gpu-memory", "bytes of a GPU (80GB)"), ("host-memory", "bytes of a node (2TB)"),
                        ("nvme", "bytes of a node's drives (28TB)"), ("intra", "bytes/s between GPUs of a node (330GB)"),
                        ("inter", "bytes/s of a GPU to other nodes (45GB)"),
                        ("flops", "that matrices reach in 16 bits (450e12)")):  # fmt: skip
         machine.add_argument(f"--{name}", metavar="SIZE", type=_size, help=what)
     machine.add_argument(
-        "--numbers", metavar="FILE", type=Path, help="speeds that `lowtide tune` has measured, in place of the defaults"
+        "--device", metavar="NAME", help="a GPU that `lowtide tune` has tried, as it is called in the file of --machine"
     )
-    machine.add_argument("--device", metavar="NAME", help="whose, where the file has several")
     training = result.add_argument_group("the training")
     training.add_argument("--global-batch", metavar="N", type=_count, help="samples of a step over all GPUs")
     training.add_argument(

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,9 +17,8 @@ from rich.console import Console
 
 from ..engine.config.config import Config, ConfigError
 from ..engine.config.read import read
-from ..engine.planning.calibration import Factors, Measured, calibrated, fit
-from ..engine.planning.machine import Machine
-from ..engine.planning.numbers import numbers_file, write_numbers
+from ..engine.planning.calibration import MeasuredStep, fit
+from ..engine.planning.measured import Factors, Measured, default_path
 from ..engine.trial import Request
 from .arguments import Parser
 from .trials import Outcome, run
@@ -177,14 +176,18 @@ class _Tuning:
 
     def _calibrate(self, measured: Sequence[Tried], plan: Mapping[str, Any]) -> None:
         """Puts what was measured where the next plan begins."""
-        steps = [Measured(one.planned["seconds"], one.step_seconds) for one in measured if one.planned]
+        steps = [MeasuredStep(one.planned["seconds"], one.step_seconds) for one in measured if one.planned]
         factors = fit(steps)
         if not steps or factors == Factors():
             return
-        write_numbers(calibrated(Machine(**plan["machine"]), factors), plan["device"], numbers_file())
+        path, key = default_path(), plan["device"]
+        found = Measured.read(path) if path.exists() else Measured({})
+        before = found.factor(key)  # the plan began from these
+        both = Factors(before.computing * factors.computing, before.moving * factors.moving)
+        replace(found, factors={**found.factors, key: both}).write(path)
         print(
             f"computing took {factors.computing:.3g} times as long as planned, moving bytes {factors.moving:.3g} "
-            f"times; the next plan on {plan['device']} begins from that: {numbers_file()}"
+            f"times; the next plan on {key} begins from that: {path}"
         )
 
 

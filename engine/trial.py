@@ -179,7 +179,6 @@ class Trial:
                 "seconds": dict(found.seconds),
             }
         return {
-            "machine": asdict(found.machine),
             "num_choices": found.num_choices,
             "given": given,
             "best": best,

@@ -51,7 +51,8 @@ def measure(say: Callable[[str], None], folder: Path | None, counts: Sequence[in
         "lowtide": metadata.version("lowtide"),
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
-    return Measured(found, process_bytes(), about)
+    port = _free_port()
+    return Measured(found, process_bytes(lambda count, rank: environment_of(count, rank, port)), about=about)
 
 
 def num_cores() -> int:

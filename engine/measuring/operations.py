@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..planning.measured import Curve
 from ..planning.tracker import Tracker
@@ -17,6 +19,8 @@ _NUMELS = (1 << 10, 1 << 15, 1 << 18, 1 << 21, 3 << 21)  # elements of a tensor
 _WIDTH = 256  # of a row of them
 _LEAST_SECONDS = 2e-3  # of all calls that are timed together
 _SAMPLES = 4
+_CALLS = 64
+_LEAST_CALL_SECONDS = 1e-7
 _DTYPES = (torch.float32, torch.bfloat16)
 
 Call = Callable[[], Any]
@@ -36,16 +40,23 @@ def measure_operations(say: Callable[[str], None]) -> dict[str, Curve]:
                 _measure(call, found)
     small = torch.ones(16)
     found["view"] = [(0.0, seconds_of(lambda: small.view(4, 4)))]
+    found["call"] = [(0.0, _call_seconds())]
     return {name: curve_of(points) for name, points in found.items()}
 
 
 def curve_of(points: list[tuple[float, float]]) -> Curve:
-    """Of (size, seconds) in any order; what takes longer than something larger takes as long as that."""
-    least, ascending = float("inf"), []
-    for size, seconds in sorted(dict(points).items(), reverse=True):
-        least = min(least, seconds)
-        ascending.append((size, least))
-    sizes, times = zip(*reversed(ascending), strict=True)
+    """Of (size, seconds) in any order, the mean of those of one size.
+
+    What takes longer than something larger takes as long as that.
+    """
+    by_size: dict[float, list[float]] = {}
+    for size, seconds in points:
+        by_size.setdefault(size, []).append(seconds)
+    least, descending = float("inf"), []
+    for size in sorted(by_size, reverse=True):
+        least = min(least, statistics.fmean(by_size[size]))
+        descending.append((size, least))
+    sizes, times = zip(*reversed(descending), strict=True)
     return Curve(sizes, times)
 
 
@@ -74,6 +85,23 @@ def own_clock() -> Callable[[], float]:
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
+def _call_seconds() -> float:
+    """What Python and autograd take for an operation of a forward or backward, beside the operation."""
+    module, x = nn.GELU(), torch.ones(16, requires_grad=True)
+
+    def run() -> None:
+        y = x
+        for _ in range(_CALLS):
+            y = module(y)
+        y.backward(x.detach())  # type: ignore[no-untyped-call]
+        x.grad = None
+
+    with torch.no_grad():
+        alone = seconds_of(lambda: torch.ops.aten.gelu(x))
+        alone += seconds_of(lambda: torch.ops.aten.gelu_backward(x, x))
+    return max(_LEAST_CALL_SECONDS, (seconds_of(run) / _CALLS - alone) / 2)
+
+
 def _measure(call: Call, found: dict[str, list[tuple[float, float]]]) -> None:
     """Under the name and with the size that the planner gives to it."""
     tracker = Tracker([])
@@ -82,14 +110,15 @@ def _measure(call: Call, found: dict[str, list[tuple[float, float]]]) -> None:
         operations = [one for one in tracker.done.operations if one.name != "view"]
     (operation,) = operations
     with torch.no_grad():
-        seconds = seconds_of(call) / operation.count
+        seconds = seconds_of(call) / operation.calls
     found.setdefault(f"{operation.dtype} {operation.name}", []).append((operation.size, seconds))
 
 
 def _products(dtype: torch.dtype) -> Iterator[Call]:
     for width in _WIDTHS:
         a, b = torch.randn(width, width).to(dtype), torch.randn(width, width).to(dtype)
-        yield lambda a=a, b=b: a @ b  # type: ignore[misc]
+        for left, right in ((a, b.T), (a, b), (a.T, b)):  # of a linear layer: y = x w^T, dx = dy w, dw = dy^T x
+            yield lambda left=left, right=right: left @ right  # type: ignore[misc]
     for width in _WIDTHS[:3]:
         a, b = torch.randn(16, width, width).to(dtype), torch.randn(16, width, width).to(dtype)
         yield lambda a=a, b=b: torch.bmm(a, b)  # type: ignore[misc]

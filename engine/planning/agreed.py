@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,11 +13,14 @@ from torch import Tensor, nn
 
 from ...comm import World
 from ..config.config import Config
+from .calibration import calibrated
 from .machine import Machine
-from .numbers import device_key, numbers_file, with_numbers
+from .measured import Measured, default_path, device_key
 from .plan import plan
 
-_CPU = Machine(  # of a rank: a few cores, and what they reach; not measured
+logger = logging.getLogger("lowtide")
+
+_CPU = Machine(  # of a rank: a few cores, and what they reach, where nobody has measured it
     device="cpu", reserved_bytes=0, flops=1e11, memory=1e10, intra=2e9, inter=1e9, host_memory=2e10, nvme=1e9
 )
 
@@ -73,15 +77,24 @@ def _planned(
 
 
 def machine_here(world: World, num_hosts: int) -> tuple[Machine, str]:
-    """(the machine on which the ranks are, with what was measured of it, its key in the file of such numbers).
+    """(the machine on which the ranks are, as fast as it was found to be; its key among what trials have found).
 
-    Raises ValueError where that file is another one.
+    Raises ValueError for a file of such numbers that cannot be read.
     """
+    ranks, nbytes, path = max(1, world.size // num_hosts), _device_bytes(world, num_hosts), default_path()
     is_cuda = world.device.type == "cuda"
-    name = torch.cuda.get_device_name(world.device) if is_cuda else "cpu"
-    key = device_key(name, world.size // num_hosts)
-    base = replace(Machine() if is_cuda else _CPU, device_bytes=_device_bytes(world, num_hosts))
-    return with_numbers(base, key, numbers_file()), key
+    key = device_key(torch.cuda.get_device_name(world.device) if is_cuda else world.device.type, ranks)
+    found = Measured.read(path) if path.exists() else Measured({})
+    is_measured = world.device.type == "cpu" and bool(found.by_ranks)
+    if is_measured:
+        machine = Machine.measured(found, ranks, nbytes)
+    else:
+        machine = replace(Machine() if is_cuda else _CPU, device_bytes=nbytes)
+    if is_measured or key in found.factors:
+        logger.info("this machine is as fast as %s says", path)
+    elif not is_cuda:
+        logger.info("how fast this machine is was not measured; `lowtide env --measure` does it")
+    return calibrated(machine, found.factor(key)), key
 
 
 def _device_bytes(world: World, num_hosts: int) -> float:

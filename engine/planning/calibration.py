@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .machine import Machine
+from .measured import Factors
 
 _COMPUTES = ("flops", "memory")
 _MOVES = ("intra", "inter", "link", "nvme", "host_memory")
@@ -22,8 +23,8 @@ _SPAN, _STEPS = math.log(10), 40  # of the search, to both sides
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A step. seconds: its planned parts, as `Plan.seconds` has them. measured: its seconds."""
+class MeasuredStep:
+    """seconds: of its planned parts, as `Plan.seconds` has them. measured: of the whole."""
 
     seconds: Mapping[str, float]
     measured: float
@@ -36,23 +37,16 @@ class Measured:
     def waiting(self) -> float:
         return sum(seconds for name, seconds in self.seconds.items() if _is_wait(name))
 
+    def expected(self, factors: Factors) -> float:
+        """Seconds of the whole on a machine of which these factors are true."""
+        return factors.computing * self.computing + factors.moving * self.waiting
+
 
 def _is_wait(name: str) -> bool:
     return name.endswith("exposed")
 
 
-@dataclass(frozen=True)
-class Factors:
-    """By how much longer than planned it takes to compute, and to move bytes."""
-
-    computing: float = 1.0
-    moving: float = 1.0
-
-    def seconds(self, step: Measured) -> float:
-        return self.computing * step.computing + self.moving * step.waiting
-
-
-def fit(steps: Sequence[Measured]) -> Factors:
+def fit(steps: Sequence[MeasuredStep]) -> Factors:
     """The factors under which the planned steps are nearest to the measured ones, by ratio; see [Note: two factors]."""
     if not steps:
         return Factors()
@@ -61,7 +55,7 @@ def fit(steps: Sequence[Measured]) -> Factors:
 
     def loss(first: float, second: float) -> float:
         factors = Factors(math.exp(common + first), math.exp(common + second))
-        errors = sum(math.log(factors.seconds(one) / one.measured) ** 2 for one in steps)
+        errors = sum(math.log(one.expected(factors) / one.measured) ** 2 for one in steps)
         return errors + _WEIGHT * (first**2 + second**2)
 
     first, second = min(((a, b) for a in offsets for b in offsets), key=lambda pair: loss(*pair))
@@ -70,7 +64,10 @@ def fit(steps: Sequence[Measured]) -> Factors:
 
 def calibrated(machine: Machine, factors: Factors) -> Machine:
     """The machine whose speeds are what the factors say of this one's."""
+    if factors == Factors():
+        return machine
     changes = {name: getattr(machine, name) / factors.computing for name in _COMPUTES}
     changes |= {name: getattr(machine, name) / factors.moving for name in _MOVES}
     changes |= {name: getattr(machine, name) * factors.moving for name in _WAITS}
-    return replace(machine, **changes)
+    speeds = machine.speeds and machine.speeds.calibrated(factors)
+    return replace(machine, speeds=speeds, **changes)

@@ -100,7 +100,8 @@ class Machine:
         """Seconds of products and of bytes that are moved; of the same, call by call, where both were measured."""
         if self.speeds is None or not operations:
             return flops / self.flops_of(itemsize) + traffic / self.memory
-        return sum(one.count * self.speeds.operation(one.name, one.dtype, one.size) for one in operations)
+        call = self.speeds.seconds("call")
+        return sum(one.calls * (call + self.speeds.operation(one.name, one.dtype, one.size)) for one in operations)
 
     def moving(self, name: str, nbytes: float, otherwise: float = 0.0) -> float:
         """Seconds of what the engine does with bytes: see the names in `measured.py`. otherwise: if not measured."""

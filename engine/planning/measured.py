@@ -5,10 +5,15 @@ JSON. `lowtide env --measure` writes it, `lowtide plan --machine` and "auto" rea
 
     {"format": 1,
      "processor": "AMD EPYC", "cores": 2, "torch": "2.13.0", "lowtide": "0.1.0", "date": "2026-11-22",
-     "process_bytes": {"rank": 180000000},   # what a rank takes beside its tensors; {} where it is not known
-     "ranks": {"2": {"threads": 1, "seconds": {"float32 mm": [[524288, 1.9e-05], ...], ...}}, ...}}
+     "process_bytes": {"alone": 168000000, "alone, recomputing": ..., "several": ..., "several, recomputing": ...},
+     "ranks": {"2": {"threads": 1, "seconds": {"float32 mm": [[524288, 1.9e-05], ...], ...}}, ...},
+     "factors": {"cpu, 2 ranks a host": {"computing": 1.1, "moving": 1.3}, "NVIDIA H100 80GB HBM3": ...}}
 
-`seconds` has curves by name, [size, seconds] each, sizes ascending. What the sizes are:
+`factors` is what `lowtide tune` adds, by device: by how much longer than planned real steps took to compute, and to
+move bytes. What was measured of processors anew has none yet.
+
+`process_bytes` is what a rank takes beside its tensors, alone or one of several, and with blocks that are computed
+again; {} where the system does not say. `seconds` has curves by name, [size, seconds] each, sizes ascending:
 
 | name                                | size                                                                       |
 |-------------------------------------|----------------------------------------------------------------------------|
@@ -16,6 +21,7 @@ JSON. `lowtide env --measure` writes it, `lowtide plan --machine` and "auto" rea
 | float32 attention, ... backward     | operations, half of them where a mask is causal                            |
 | float32 gelu, float32 add_, ...     | bytes that one call of torch's operation reads and writes; see `operations` |
 | view                                | 0: a call that moves nothing                                               |
+| call                                | 0: of Python and autograd, for each call beside what it does               |
 | update                              | bytes of gradient, parameter and states that are read, and of those written |
 | inspect                             | bytes of a gradient that is looked at before the update                    |
 | shared_memory reduce, sockets reduce | bytes that a rank sends, all of it staged, sent, and summed on each rank  |
@@ -33,7 +39,7 @@ import math
 import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,6 +49,7 @@ from ...kernels.cpu_build import cache_folder
 FORMAT = 1
 ROUTES = ("solo", "shared_memory", "sockets")
 VARIABLE = "LOWTIDE_MACHINE"
+_MOVING = (" reduce", " gather", " message")  # ends of the names of curves
 
 
 def default_path() -> Path:
@@ -71,6 +78,9 @@ class Curve:
             return times[low] + (times[high] - times[low]) * size / sizes[high]
         share = math.log(size / sizes[low]) / math.log(sizes[high] / sizes[low])
         return float(times[low] * (times[high] / times[low]) ** share)
+
+    def times_as_long(self, factor: float) -> Curve:
+        return Curve(self.sizes, tuple(seconds * factor for seconds in self.times))
 
     @property
     def points(self) -> list[list[float]]:
@@ -112,10 +122,29 @@ class Speeds:
     def slower(self, ranks: int) -> Speeds:
         """Of more ranks than were measured, which share the same cores."""
         times = ranks / self.ranks
-        curves = {
-            name: Curve(one.sizes, tuple(seconds * times for seconds in one.times)) for name, one in self.curves.items()
-        }
-        return Speeds(ranks, self.threads, curves)
+        return Speeds(ranks, self.threads, {name: one.times_as_long(times) for name, one in self.curves.items()})
+
+    def calibrated(self, factors: Factors) -> Speeds:
+        """As trials have found them."""
+        curves = {name: one.times_as_long(factors.of(name)) for name, one in self.curves.items()}
+        return Speeds(self.ranks, self.threads, curves)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """By how much longer than planned it takes to compute, and to move bytes."""
+
+    computing: float = 1.0
+    moving: float = 1.0
+
+    def of(self, name: str) -> float:
+        """Of a curve."""
+        return self.moving if name.startswith("file ") or name.endswith(_MOVING) else self.computing
+
+
+def device_key(name: str, ranks_per_host: int) -> str:
+    """Of `Measured.factors`. name: "cpu", whose speed depends on how many ranks share it, or as its driver calls it."""
+    return name if name != "cpu" else f"cpu, {ranks_per_host} rank{'s' if ranks_per_host > 1 else ''} a host"
 
 
 @dataclass(frozen=True)
@@ -124,6 +153,7 @@ class Measured:
 
     by_ranks: Mapping[int, Speeds]
     process_bytes: Mapping[str, int] = field(default_factory=dict)
+    factors: Mapping[str, Factors] = field(default_factory=dict)  # by `device_key`
     about: Mapping[str, Any] = field(default_factory=dict)  # processor, cores, versions, date
 
     def speeds(self, ranks: int) -> Speeds:
@@ -132,8 +162,12 @@ class Measured:
         at_least = [count for count in counts if count >= ranks]
         return self.by_ranks[at_least[0]] if at_least else self.by_ranks[counts[-1]].slower(ranks)
 
+    def factor(self, key: str) -> Factors:
+        """What trials have found of a device; 1 where there were none."""
+        return self.factors.get(key, Factors())
+
     def write(self, path: Path) -> None:
-        """See [Note: the file]."""
+        """See [Note: the file]. Raises OSError."""
         ranks = {
             str(count): {
                 "threads": one.threads,
@@ -142,6 +176,7 @@ class Measured:
             for count, one in sorted(self.by_ranks.items())
         }
         found = {"format": FORMAT, **self.about, "process_bytes": dict(self.process_bytes), "ranks": ranks}
+        found["factors"] = {key: asdict(one) for key, one in self.factors.items()}
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(path.name + ".new")
         beside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -162,14 +197,15 @@ class Measured:
             raise ValueError(f'{path}: expected "format": {FORMAT}, found {version!r}; {advice}')
         try:
             by_ranks = {int(count): _speeds(int(count), one) for count, one in found.pop("ranks").items()}
+            factors = {str(key): _factors(one) for key, one in found.pop("factors", {}).items()}
             process = {str(name): int(nbytes) for name, nbytes in found.pop("process_bytes").items()}
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise ValueError(
-                f"{path}: expected curves of [size, seconds], found {type(error).__name__}: {error}; {advice}"
+                f"{path}: expected curves and factors, found {type(error).__name__}: {error}; {advice}"
             ) from error
-        if not by_ranks:
+        if not by_ranks and not factors:
             raise ValueError(f"{path}: expected numbers of at least one count of ranks, found none; {advice}")
-        return cls(by_ranks, process, {key: value for key, value in found.items() if key != "format"})
+        return cls(by_ranks, process, factors, {key: value for key, value in found.items() if key != "format"})
 
 
 def curve(points: Sequence[Sequence[float]]) -> Curve:
@@ -180,6 +216,13 @@ def curve(points: Sequence[Sequence[float]]) -> Curve:
     if not all(math.isfinite(one) and one > 0 for one in times):
         raise ValueError(f"seconds {list(times)} are not all more than 0")
     return Curve(sizes, times)
+
+
+def _factors(found: Mapping[str, Any]) -> Factors:
+    made = Factors(float(found["computing"]), float(found["moving"]))
+    if not all(math.isfinite(one) and one > 0 for one in (made.computing, made.moving)):
+        raise ValueError(f"factors {made.computing:g} and {made.moving:g} are not both more than 0")
+    return made
 
 
 def _speeds(ranks: int, found: Mapping[str, Any]) -> Speeds:

@@ -14,7 +14,7 @@ class Operation(NamedTuple):
     name: str  # as the curves of `measured.py`
     dtype: str
     size: int
-    count: int
+    calls: int
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,18 @@ from typing import Any
 
 import pytest
 
-from lowtide.engine.planning.measured import Curve, Measured, Speeds, curve
+import lowtide
+from lowtide.bin.plan import main
+from lowtide.engine.planning.machine import Machine
+from lowtide.engine.planning.measured import VARIABLE, Curve, Factors, Measured, Speeds, curve
+from lowtide.engine.planning.profile import Operation
+from lowtide.engine.planning.timeline import Timeline
+from tests import models
+from tests.zero.training import ADAMW
 
 MM = curve([[1e3, 1e-5], [1e5, 1e-4], [1e7, 1e-2]])
-MEASURED = Measured({2: Speeds(2, 1, {"float32 mm": MM, "float32 add": curve([[0, 1e-6], [1e6, 1e-3]])})}, {"first": 7})
+CURVES = {"float32 mm": MM, "float32 add": curve([[0, 1e-6], [1e6, 1e-3]])}
+MEASURED = Measured({2: Speeds(2, 1, CURVES)}, {"first": 7}, {"cpu, 2 ranks a host": Factors(1.5, 2.0)})
 
 
 def test_between_two_sizes_time_is_a_power_of_the_size() -> None:
@@ -43,7 +51,10 @@ def test_an_operation_that_was_not_measured_takes_what_an_addition_does() -> Non
         ("{", "expected JSON, found"),
         ("{}", 'expected "format": 1, found None'),
         ({"process_bytes": {}, "ranks": {}}, "expected numbers of at least one count of ranks, found none"),
-        ({"process_bytes": {}, "ranks": {"1": {}}}, "expected curves of [size, seconds], found KeyError: 'threads'"),
+        (
+            {"process_bytes": {}, "ranks": {"1": {}}},
+            "expected curves and factors, found KeyError: 'threads'",
+        ),
         (
             {"process_bytes": {}, "ranks": {"1": {"threads": 1, "seconds": {"mm": [[2, 1], [1, 1]]}}}},
             "sizes [2.0, 1.0] do not ascend",
@@ -51,6 +62,10 @@ def test_an_operation_that_was_not_measured_takes_what_an_addition_does() -> Non
         (
             {"process_bytes": {}, "ranks": {"1": {"threads": 1, "seconds": {"mm": [[2, 0]]}}}},
             "seconds [0.0] are not all more than 0",
+        ),
+        (
+            {"process_bytes": {}, "ranks": {}, "factors": {"cpu": {"computing": 0, "moving": 1}}},
+            "factors 0 and 1 are not both more than 0",
         ),
     ],
 )
@@ -60,3 +75,47 @@ def test_what_is_no_such_file_is_refused(text: Any, said: str, tmp_path: Path) -
         path.write_text(text if isinstance(text, str) else json.dumps({"format": 1, **text}))
     with pytest.raises(ValueError, match=re.escape(said)):
         Measured.read(path)
+
+
+def machine(ranks: int = 2) -> Machine:
+    return Machine.measured(MEASURED, ranks, 1e9)
+
+
+def test_a_measured_machine_has_no_bound_that_is_slower_than_what_was_measured() -> None:
+    found = machine()
+    operations = (Operation("mm", "float32", 10**5, 3), Operation("add", "float32", 10**6, 1))
+    assert found.computing(3 * 10**5, 10**6, 4, operations) == pytest.approx(3e-4 + 1e-3)
+    assert found.computing(3 * 10**5, 10**6, 4, ()) <= found.computing(3 * 10**5, 10**6, 4, operations)
+    assert not found.overlaps and Machine().overlaps
+
+
+def test_on_processors_a_collective_is_waited_for_where_it_starts() -> None:
+    line = Timeline(overlaps=False)
+    span = line.start("gather", "a", 3.0)
+    line.compute("a", 1.0)
+    line.wait(span)
+    assert line.now == 4.0 and line.exposed_seconds == 3.0
+
+
+def test_auto_takes_this_machines_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "machine.json"))
+    config = {"train_batch_size": 2, "zero_optimization": {"stage": "auto"}, "optimizer": ADAMW, "steps_per_print": 0}
+    with caplog.at_level("INFO", logger="lowtide"):
+        lowtide.initialize(models.tiny_gpt(), config, sample_batch=models.token_batch(0, 1)).close()
+    assert "how fast this machine is was not measured; `lowtide env --measure` does it" in caplog.text
+    MEASURED.write(tmp_path / "machine.json")
+    with caplog.at_level("INFO", logger="lowtide"):
+        lowtide.initialize(models.tiny_gpt(), config, sample_batch=models.token_batch(0, 1)).close()
+    assert f"this machine is as fast as {tmp_path / 'machine.json'} says" in caplog.text
+
+
+def test_the_command_plans_for_a_measured_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    MEASURED.write(tmp_path / "machine.json")
+    arguments = ["zero1", "--model", "tests.models:tiny_gpt", "--sequence", str(models.LENGTH), "--global-batch", "4"]
+    arguments += ["--gpus", "2", "--machine", str(tmp_path / "machine.json")]
+    assert main(arguments) == 0
+    assert "bytes of the fullest rank: fits" in capsys.readouterr().out
+    assert main([*arguments, "--intra", "1GB"]) == 1
+    assert "says how fast it is; leave out what else describes one" in capsys.readouterr().err

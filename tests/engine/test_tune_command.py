@@ -102,8 +102,8 @@ def test_what_was_measured_is_where_the_next_plan_begins(folder: Path, capsys: p
     plan(folder, 9.0, a=1.0, b=2.1)
     assert main(["c.json", "train.py"]) == 0
     assert "begins from that: " in capsys.readouterr().out
-    numbers = json.loads((folder / "machine.json").read_text())["cpu, 2 ranks a host"]
-    assert 450e12 / numbers["flops"] == pytest.approx(10, rel=0.2)
+    factors = json.loads((folder / "machine.json").read_text())["factors"]["cpu, 2 ranks a host"]
+    assert factors["computing"] == pytest.approx(10, rel=0.2)
     (folder / "machine.json").unlink()
     assert main(["c.json", "--again", "--no-calibrate", "train.py"]) == 0
     assert not (folder / "machine.json").exists()

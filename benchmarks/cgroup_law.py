@@ -1,0 +1,176 @@
+"""The law of memory: in a cgroup with the planned bytes and 3 % more a job ends well, with 3 % less it is killed.
+
+Random models, configs and one to four ranks, each case both ways, in fresh processes. What is planned of a job: for
+each rank the peak of its tensors, what a process takes beside them as `lowtide env --measure` has found it, and the
+kernel's tables of its pages. The C library must give back what is freed, as these jobs are told to by the environment;
+with its own settings it keeps up to 64 MiB of each rank. It takes root, and cgroups with a memory controller.
+
+Example:
+
+    python benchmarks/cgroup_law.py --machine machine.json --cases 50 --json law.json
+    python benchmarks/cgroup_law.py --machine machine.json --cases 10 --unlimited     the most that jobs take, no limits
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from _cgroup import MemoryGroup, NoCgroup
+from _model import GPTSize
+from _planned import Case, estimate_of
+from _ranks import JobError, environment_of, run_ranks
+
+from lowtide.engine.measuring.process import EXACT, name_of
+from lowtide.engine.planning.measured import Measured, default_path
+
+WORKER = Path(__file__).with_name("_cgroup_worker.py")
+MARGIN = 0.03
+_PAGE_TABLES = 1 / 512  # of what is mapped: 8 bytes for each page of 4 KiB
+
+
+@dataclass
+class Outcome:
+    """Of one case. killed: with a limit of the planned bytes and so much more or less; peak: without a limit."""
+
+    name: str
+    ranks: int
+    planned: int
+    with_more_killed: bool | None = None
+    with_less_killed: bool | None = None
+    peak: int = 0
+    error: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return not self.error and self.with_more_killed is False and self.with_less_killed is True
+
+
+def planned_bytes(case: Case, measured: Measured) -> int:
+    """Of all ranks of a job on one host."""
+    estimate = estimate_of(case, measured)
+    process = measured.process_bytes[name_of(case.ranks, bool(case.config["activation_checkpointing"]["every"]))]
+    each = process + estimate.peak_bytes + estimate.host_bytes
+    return round(case.ranks * each * (1 + _PAGE_TABLES))
+
+
+def drawn(generator: random.Random, ranks: int) -> Case:
+    """A model of 5 to 40 million parameters, and a config of what the engine has."""
+    width = 64 * generator.randint(6, 10)
+    size = GPTSize(generator.randint(3, 8), width, width // 64, generator.choice((32, 64, 128)))
+    stage, accumulation = generator.randint(0, 3), generator.randint(1, 3)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": generator.randint(1, 4),
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_print": 0,
+        "device": "cpu",
+        "optimizer": {"type": generator.choice(("adamw", "lion")), "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": stage},
+        "activation_checkpointing": {"every": generator.choice((0, 1))},
+        "communication": {"route": generator.choice(("shared_memory", "sockets")) if ranks > 1 else "auto"},
+    }
+    if generator.random() < 0.3:
+        config["bf16"] = {"enabled": True}
+    route = config["communication"]["route"]
+    name = (
+        f"{size.num_layers} x {width}, {size.sequence_length} tokens x {config['train_micro_batch_size_per_gpu']}, "
+        f"stage {stage}, {accumulation} microbatches, {config['optimizer']['type']}, {ranks} ranks"
+        + (f", {route}" if ranks > 1 else "")
+        + (", recomputed" if config["activation_checkpointing"]["every"] else "")
+        + (", bf16" if "bf16" in config else "")
+    )
+    return Case("law", name, ranks, size, config)
+
+
+def run(case: Case, limit: int | None, steps: int, timeout: float) -> tuple[bool, int]:
+    """(whether it was killed for its memory, the most bytes). Raises JobError for any other end, NoCgroup."""
+    environment = environment_of(1, None) | EXACT
+    with MemoryGroup(limit) as group:
+        job = {"case": case.as_job(), "steps": steps, "cgroup": str(group.folder)}
+        try:
+            run_ranks(WORKER, job, case.ranks, sys.executable, environment, timeout)
+        except JobError:
+            if not group.num_killed:
+                raise
+            return True, group.peak_bytes
+        return False, group.peak_bytes
+
+
+def judged(case: Case, planned: int, options: argparse.Namespace) -> Outcome:
+    """Both ways, or without a limit."""
+    outcome = Outcome(case.name, case.ranks, planned)
+    try:
+        if options.unlimited:
+            _, outcome.peak = run(case, None, options.steps, options.timeout)
+            return outcome
+        more, less = (round(planned * (1 + sign * MARGIN)) for sign in (1, -1))
+        outcome.with_more_killed, _ = run(case, more, options.steps, options.timeout)
+        outcome.with_less_killed, _ = run(case, less, options.steps, options.timeout)
+    except JobError as error:
+        outcome.error = str(error)
+    return outcome
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Ends the program with what was expected and found where the command line cannot mean anything."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", type=Path, default=default_path(), help="what `lowtide env --measure` has written")
+    parser.add_argument("--cases", type=int, default=50, help="each both ways (50)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4], help="(1 2 3 4)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=4, help="of each run (4)")
+    parser.add_argument("--unlimited", action="store_true", help="no limits: planned bytes, and the most there are")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds of a run (300)")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    for name in ("cases", "steps"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name}: expected at least 1, found {getattr(options, name)}")
+    return options
+
+
+def main() -> None:
+    """Runs the cases, prints a line for each; the status is 1 where the law does not hold."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended
+    options = parse_arguments()
+    generator = random.Random(options.seed)
+    outcomes = []
+    try:
+        measured = Measured.read(options.machine)
+        if not measured.process_bytes:
+            raise SystemExit(f"cgroup_law: {options.machine} does not say what a process takes; measure it on Linux")
+        for number in range(options.cases):
+            case = drawn(generator, options.ranks[number % len(options.ranks)])
+            outcomes.append(judged(case, planned_bytes(case, measured), options))
+            print(_line(outcomes[-1], options.unlimited), flush=True)
+    except (NoCgroup, ValueError) as error:
+        raise SystemExit(f"cgroup_law: {error}") from error
+    if options.json:
+        options.json.write_text(json.dumps([asdict(one) for one in outcomes], indent=1) + "\n", encoding="utf-8")
+    if not options.unlimited:
+        print(f"the law holds for {sum(one.holds for one in outcomes)} of {len(outcomes)} cases")
+        raise SystemExit(0 if all(one.holds for one in outcomes) else 1)
+
+
+def _line(one: Outcome, is_unlimited: bool) -> str:
+    planned = f"{one.planned / 1e6:7.1f} MB planned"
+    if one.error:
+        return f"{planned}, FAILED: {one.error}   {one.name}"
+    if is_unlimited:
+        return f"{planned}, {one.peak / 1e6:7.1f} MB taken, {100 * (one.planned / one.peak - 1):+5.1f} %   {one.name}"
+    said = [
+        f"+{MARGIN:.0%} {'KILLED' if one.with_more_killed else 'ends well'}",
+        f"-{MARGIN:.0%} {'killed' if one.with_less_killed else 'ENDS WELL'}",
+    ]
+    return f"{planned}: {', '.join(said)}   {one.name}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""In a cgroup with the planned bytes and 3 % more a job ends well, with 3 % less it is killed."""
+
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from lowtide.engine.measuring.measure import environment_of
+from lowtide.engine.measuring.process import name_of, process_bytes
+from lowtide.engine.planning.measured import Measured, Speeds
+
+
+def test_where_no_cgroup_can_be_made_it_is_said(
+    helper: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cgroup = helper("_cgroup")
+    monkeypatch.setattr(cgroup, "ROOT", tmp_path / "missing")
+    said = re.escape("No such file or directory; it takes root and a writable")
+    with pytest.raises(cgroup.NoCgroup, match=f"cannot make .*{said}"):
+        cgroup.MemoryGroup(1 << 30)
+    monkeypatch.setattr(cgroup, "ROOT", tmp_path)
+    with pytest.raises(cgroup.NoCgroup, match="has no memory controller"):
+        cgroup.MemoryGroup(1 << 30)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("ranks", "seed"), [(1, 1), (2, 2)])
+def test_the_law(
+    ranks: int, seed: int, script: Callable[[str], ModuleType], helper: Callable[[str], ModuleType]
+) -> None:
+    try:
+        helper("_cgroup").MemoryGroup(None).close()
+    except helper("_cgroup").NoCgroup as error:
+        pytest.skip(str(error))
+    law = script("cgroup_law")
+    case = law.drawn(random.Random(seed), ranks)
+    recomputes = bool(case.config["activation_checkpointing"]["every"])
+    taken = process_bytes(lambda count, rank: environment_of(count, rank, 0), [(1, recomputes)])
+    measured = Measured({1: Speeds(1, 1, {})}, {name_of(ranks, recomputes): taken[name_of(1, recomputes)]})
+    outcome = law.judged(case, law.planned_bytes(case, measured), law.parse_arguments(["--steps", "3"]))
+    assert outcome.holds, outcome

@@ -1,0 +1,45 @@
+"""Predicted beside measured: what is concluded from it, and what cannot be asked."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+def test_tau_counts_pairs_in_the_same_order(script: Callable[[str], ModuleType]) -> None:
+    tau = script("predicted").kendall_tau
+    assert tau([(1.0, 10.0), (2.0, 20.0), (3.0, 30.0)]) == 1.0
+    assert tau([(1.0, 30.0), (2.0, 20.0), (3.0, 10.0)]) == -1.0
+    assert tau([(1.0, 10.0), (2.0, 30.0), (3.0, 20.0), (4.0, 40.0)]) == pytest.approx(4 / 6)
+    assert tau([(1.0, 10.0), (1.0, 20.0), (2.0, 30.0)]) == pytest.approx(2 / 3), "a tie is in no order"
+    with pytest.raises(ValueError, match="expected at least 2 pairs, found 1"):
+        tau([(1.0, 1.0)])
+
+
+def test_the_median_is_of_how_far_predictions_are_off(script: Callable[[str], ModuleType]) -> None:
+    predicted = script("predicted")
+    rows = [predicted.Row("a", str(ms), 1, said, ms, {}) for said, ms in ((1.1, 1.0), (1.8, 2.0), (3.0, 4.0))]
+    found = predicted.conclusions(rows)
+    assert found["median_error"] == pytest.approx(0.1) and found["groups"]["a"]["tau"] == 1.0
+
+
+def test_each_group_has_ten_configs_to_rank(script: Callable[[str], ModuleType]) -> None:
+    predicted = script("predicted")
+    cases = predicted.cases([1, 2], Path("folder"))
+    names = {(case.group, case.name) for case in cases}
+    assert len(names) == len(cases)
+    groups = [group for group, _ in names]
+    assert {group: groups.count(group) >= 10 for group in groups} == dict.fromkeys(groups, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--steps", "0"], "--steps: expected at least 1"), (["--ranks", "0"], "--ranks: expected at least 1")],
+)
+def test_what_cannot_be_asked(
+    arguments: list[str], said: str, script: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        script("predicted").parse_arguments(arguments)
+    assert said in capsys.readouterr().err

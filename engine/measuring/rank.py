@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from ...comm import Arrangement, Axis, Mesh, World
 from ...kernels.optimizer_step import update_shard
@@ -117,10 +116,12 @@ def _messages(world: World, route: str) -> Curves:
         axis = mesh.axes["shard"]
         axis.route.reserve_slots(4 * _NUMELS[-1], _SLOTS)
         sizes = [(4.0 * (numel // size) * (size - 1), numel) for numel in _NUMELS]
-        found = {f"{route} reduce": [(sent, _together(partial(_reduce, axis, numel))) for sent, numel in sizes]}
+        found = {f"{route} reduce": [(sent, _together(world, partial(_reduce, axis, numel))) for sent, numel in sizes]}
         if route == "sockets":
-            found["sockets gather"] = [(sent, _together(partial(_gather, axis, numel))) for sent, numel in sizes]
-            found["sockets message"] = [(4.0 * numel, _together(partial(_pass_on, mesh, numel))) for numel in _NUMELS]
+            found["sockets gather"] = [(sent, _together(world, partial(_gather, axis, numel))) for sent, numel in sizes]
+            found["sockets message"] = [
+                (4.0 * numel, _together(world, partial(_pass_on, mesh, numel))) for numel in _NUMELS
+            ]
         return {name: curve_of(points) for name, points in found.items()}
     finally:
         mesh.axes["shard"].route.close()
@@ -150,9 +151,9 @@ def _pass_on(mesh: Mesh, numel: int) -> None:
         mesh.peers.exchange(torch.empty(numel), torch.empty(numel), pair, 0, "a message").wait()
 
 
-def _together(call: Callable[[], None]) -> float:
+def _together(world: World, call: Callable[[], None]) -> float:
     """Seconds of a call that all ranks make, as often as the others."""
-    return _least(call, dist.barrier)
+    return _least(call, world.barrier)
 
 
 def _least(call: Callable[[], None], before: Callable[[], object] = lambda: None) -> float:

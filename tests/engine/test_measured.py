@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lowtide
 from lowtide.bin.plan import main
+from lowtide.engine.measuring import operations
 from lowtide.engine.planning.machine import Machine
 from lowtide.engine.planning.measured import VARIABLE, Curve, Factors, Measured, Speeds, curve
 from lowtide.engine.planning.profile import Operation
 from lowtide.engine.planning.timeline import Timeline
+from lowtide.engine.planning.tracker import Tracker
 from tests import models
 from tests.zero.training import ADAMW
 
@@ -119,3 +122,13 @@ def test_the_command_plans_for_a_measured_machine(tmp_path: Path, capsys: pytest
     assert "bytes of the fullest rank: fits" in capsys.readouterr().out
     assert main([*arguments, "--intra", "1GB"]) == 1
     assert "says how fast it is; leave out what else describes one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_probe_is_one_operation_of_the_planner(dtype: torch.dtype) -> None:
+    for call in (*operations._products(dtype), *operations._elementwise(dtype, 1 << 10)):
+        tracker = Tracker([])
+        with torch.no_grad(), tracker:
+            call()
+            found = [one for one in tracker.done.operations if one.name not in ("view", "permute")]
+        assert len(found) == 1, found

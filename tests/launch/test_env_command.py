@@ -14,6 +14,7 @@ import torch
 
 from lowtide.bin import bandwidths, env
 from lowtide.bin.main import main
+from lowtide.engine.measuring.measure import MeasuringError
 from lowtide.kernels import cpu_build, cpu_optimizer
 from lowtide.launch.hosts.host import Device, HostReport
 
@@ -145,3 +146,15 @@ def test_the_text_has_the_same_with_units(capsys: pytest.CaptureFixture[str], tm
     assert any(line[:2] == ["memory", "copy"] and line[-1] == "GB/s" for line in lines)
     assert any(line[:2] == ["free", "memory"] and line[-1] in ("GiB", "TiB") for line in lines)
     assert any(line[:2] == ["shared-memory", "route"] and line[2] in ("yes", "no") for line in lines)
+
+
+def test_what_cannot_be_measured_is_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MeasuringError("rank 0 of 2 failed: it says nothing")
+
+    monkeypatch.setattr(env, "measure", fail)
+    assert main(["env", "--measure", str(tmp_path / "machine.json")]) == 1
+    assert "lowtide env: rank 0 of 2 failed: it says nothing" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

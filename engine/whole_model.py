@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm import Activity, Progress
+from ..comm import Activity, Mesh
 from ..zero.hooks import UnitHooks
 from ..zero.sequence import UnitSequence
 from ..zero.unit import Unit
 from .archive.named_state import Whole
 from .batch import call, call_for_loss, forward, loss_of
 from .join import Call
+from .same_batch import SameBatch
 from .steps import Steps
 from .turn import Turn
 from .unasked import Unasked, check_loss
@@ -31,7 +32,7 @@ class WholeModel:
         hooks: UnitHooks,
         loss_fn: Callable[[Any, Any], Tensor] | None,
         saving: AbstractContextManager[object],
-        progress: Progress,
+        mesh: Mesh,
     ) -> None:
         """passes: told of all uses by the hooks. saving: entered around forwards; what they save for the backward."""
         self.passes = passes
@@ -40,10 +41,12 @@ class WholeModel:
         self._hooks = hooks
         self._loss_fn = loss_fn
         self.saving = saving
-        self._progress = progress
+        self._progress = mesh.world.progress
+        self._same = SameBatch(mesh)
 
     def train(self, steps: Steps, microbatches: Iterator[Any]) -> None:
         for microbatch in microbatches:
+            self._check_same(steps, microbatch)
             ready = steps.prepared(microbatch)
             steps.begin_forward()
             with self.saving:
@@ -51,7 +54,14 @@ class WholeModel:
                 loss = loss_of(output, ready, self._loss_fn)
             self.backward(steps, loss)
 
+    def _check_same(self, steps: Steps, batch: Any) -> None:
+        differs = self._same.check([batch])
+        if differs is not None:
+            steps.doubt(differs, self._same.read)
+
     def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if torch.is_grad_enabled():
+            self._check_same(steps, (args, kwargs))
         steps.begin_forward()
         with self.saving, self._progress.forward(steps.num_microbatches, torch.is_grad_enabled()):
             return steps.scale.mark_output(forward(self._module, steps.prepared(args), steps.prepared(kwargs)))

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..comm import Activity, Mesh
 from ..model.ledger import Ledger
-from ..pipe.executor import Executor, shapes_in
+from ..pipe.executor import Executor
 from ..pipe.schedules.action import Action, Op
 from ..pipe.schedules.schedule import Schedule
-from ..pipe.split.trees import leaves
 from ..pipe.stage import make_stages
 from ..zero.scheduled_units import ScheduledUnits
 from ..zero.unit import Unit
-from .axes import PIPE
 from .batch import call_for_loss, loss_of
 from .join import NO_JOIN, Call
 from .pipeline_plan import LossFn, PipelinePlan
+from .same_batch import SameBatch
 from .steps import Steps
 from .turn import Turn
 
@@ -46,6 +43,7 @@ class Pipeline:
         self._mesh = mesh
         stages = dict(zip(plan.stages, make_stages(module, plan.split, plan.stages, ledger), strict=True))
         self.passes = ScheduledUnits(units, {stage: plan.members(units, stage) for stage in plan.stages}, mesh)
+        self._same = SameBatch(mesh)
         self._failure: str | None = None  # of an earlier step, in the middle of its schedule
         self._training, self._evaluation = (
             Executor(
@@ -91,10 +89,10 @@ class Pipeline:
         ready = [steps.prepared(microbatch) for microbatch in given]
         steps.guard.check()
         self._mesh.world.progress.enter(Activity.PIPELINE)
-        differs = self._differ(given)
-        steps.doubt(differs, lambda: self._refuse_others(differs))
+        differ = self._differ(given)
+        steps.doubt(differ, lambda: self._same.refuse(differ))
         with self._remembers_failure(), steps.backward(len(given)):
-            losses = self._training.pass_by() if differs else self._training.run(ready, steps.scale.seed)
+            losses = self._training.pass_by() if differ else self._training.run(ready, steps.scale.seed)
         steps.losses.extend(losses)
 
     def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -111,11 +109,11 @@ class Pipeline:
 
     def evaluate(self, steps: Steps, batch: Any) -> list[Tensor]:
         ready = steps.prepared(batch)
-        differs = self._differ([batch])
+        differ = self._differ([batch])
         try:
             with self._remembers_failure():
-                losses = self._evaluation.pass_by() if differs else self._evaluation.run([ready])
-            self._refuse_others(differs)
+                losses = self._evaluation.pass_by() if differ else self._evaluation.run([ready])
+            self._same.refuse(differ)
             return losses
         finally:
             self.passes.release_all()
@@ -135,42 +133,14 @@ class Pipeline:
         )
 
     def _differ(self, batches: Sequence[Any]) -> bool:
-        """Whether the ranks of the pipe axis were given different batches: the same on all of them.
-
-        A loader that divides its data by rank and world_size gives each stage another part: wrong, and not seen. Where
-        shapes differ too, stages wait in vain for what is not sent. So the hosts ask each other before the first
-        message, and no device has to be waited for.
-        """
-        if self._failure is not None:  # messages may still be under way, and would be taken for those of this step
+        """As `SameBatch.differ`. Raises RuntimeError where messages of an earlier step may be under way."""
+        if self._failure is not None:  # they would be taken for those of this step
             raise RuntimeError(
                 "pipeline: expected ranks that are in step with each other, found that an earlier step has failed on "
                 f"this one in the middle of its schedule ({self._failure}); start all ranks again, from the last "
                 "checkpoint"
             )
-        pipe = self._mesh.axes[PIPE]
-        digests = torch.zeros(pipe.size, dtype=torch.int64)
-        digests[pipe.rank] = _digest_of(batches)
-        found = self._mesh.peers.sum_on_host(digests, "the check of the batch")
-        return bool((found != found[0]).any())
-
-    def _refuse_others(self, differ: bool) -> None:
-        """Raises ValueError on all ranks where those of any pipeline were given other batches. differ: those of this.
-
-        A collective: a step that fails must fail on all ranks, for the next one to be the same.
-        """
-        if self._mesh.world.size > self._mesh.axes[PIPE].size:
-            own = torch.full((1,), differ, dtype=torch.int64, device=self._mesh.world.device)
-            if not int(self._mesh.sum_small(own, "the outcome of the check of the batch")):
-                return
-        elif not differ:
-            return
-        ranks = self._mesh.axes[PIPE].ranks
-        where = f"ranks {', '.join(map(str, ranks))}" if differ else "not this rank's"
-        raise ValueError(
-            f"batch: expected the same one on the {len(ranks)} ranks of a pipeline ({where}), found "
-            "different ones; divide the data by engine.data_rank and engine.data_size, not by engine.rank and "
-            "engine.world_size"
-        )
+        return self._same.differ(batches)
 
 
 def _evaluation(schedule: Schedule) -> Schedule:
@@ -184,13 +154,3 @@ def _evaluation(schedule: Schedule) -> Schedule:
             for rank in range(schedule.num_ranks)
         ),
     )
-
-
-def _digest_of(batches: Sequence[Any]) -> int:
-    """A number that differs where batches do: of shapes, and of the values that are on the CPU."""
-    digest = zlib.crc32(repr(shapes_in(batches)).encode())
-    for leaf in leaves(batches):
-        if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.numel():
-            values = leaf.detach().contiguous().reshape(-1).view(torch.uint8)
-            digest = zlib.crc32(values.numpy().data, digest)
-    return digest

@@ -187,7 +187,7 @@ class Steps:
             raise
         self.end_backward(num_microbatches)
 
-    def doubt(self, found: bool, tell: Callable[[], None]) -> None:
+    def doubt(self, found: bool | Tensor, tell: Callable[[], None]) -> None:
         """Of the step that begins. found: on this rank. If it is so on any, all of which must call this, then nothing
         is updated after the norm, and `tell`, which raises why, is called on all."""
         self._doubt = found, tell

@@ -17,6 +17,7 @@ from ..watch.progress import Activity, Progress
 from .arrangement import Arrangement
 from .axis import Axis
 from .errors import CollectiveError
+from .exchange import Exchange
 from .mesh import Mesh, route_for
 from .peers import Peers
 from .pending import Pending, Terms, regions_of
@@ -27,6 +28,7 @@ __all__ = [
     "Arrangement",
     "Axis",
     "CollectiveError",
+    "Exchange",
     "Mesh",
     "Peers",
     "Pending",

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ..watch.record import NUM_CHANNELS
 from .arrangement import Arrangement
 from .axis import Axis, Route
+from .exchange import Exchange
 from .native import NativeRoute
 from .peers import Peers
 from .shared_memory import SharedMemoryRoute, shared_memory_fault
@@ -100,6 +101,22 @@ class Mesh:
     def over(self, names: Sequence[str]) -> Axis:
         """The axis of all ranks that differ on these axes alone, the first of them dividing first."""
         return self._lines[self.arrangement.wide(names)]
+
+    def exchange(self, names: Sequence[str]) -> Exchange:
+        """Of tensors that come in the middle of a model, over the axis of `over(names)`: the same one each time."""
+        wide = self.arrangement.wide(names)
+        if wide not in self._exchanges:
+            own = self.inner.get(wide[0]) if len(wide) == 1 else None
+            self._exchanges[wide] = Exchange(own or self._lines[wide])
+        return self._exchanges[wide]
+
+    @cached_property
+    def _exchanges(self) -> dict[tuple[str, ...], Exchange]:
+        return {}
+
+    def place(self, name: str) -> int:
+        """Where on an axis this rank is."""
+        return self.arrangement.place(self.world.rank, (name,))
 
     @cached_property
     def data_size(self) -> int:

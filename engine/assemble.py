@@ -17,6 +17,8 @@ from ..kernels.cpu_optimizer import cpu_kernel
 from ..model.compiled import Compiled
 from ..model.ledger import Ledger
 from ..offload import ActivationOffload, in_storages_of
+from ..parallel.layers import SplitLayers
+from ..parallel.randomness import Randomness, draws
 from ..watch.log import logger
 from ..zero.build import GroupMemories
 from ..zero.direct_gradients import DirectGradients
@@ -24,15 +26,15 @@ from ..zero.hooks import UnitHooks, cast_inputs
 from ..zero.host_update import HostUpdate
 from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
-from ..zero.plan import Dtypes, Role
+from ..zero.plan import Role
 from ..zero.sequence import UnitSequence
 from ..zero.shard_rest import ShardRest
 from ..zero.unit import Unit
 from ..zero.units import UnitPlan
 from .archive.agreement import no_rank_alone
 from .archive.full_values import FullValues
-from .axes import PIPE, SEQUENCE
-from .blueprint import Blueprint
+from .axes import PIPE, SEQUENCE, TENSOR
+from .blueprint import Blueprint, shares_of
 from .config.config import Config
 from .driver import Driver
 from .engine import Engine
@@ -90,7 +92,8 @@ def assemble(
     with alone():
         optimizer = _optimizer(blueprint, world, units, rest, host)
         scheduler = scheduler_for(optimizer, lr_scheduler)
-    _fill(module, units, optimizer, mesh, values, blueprint.dtypes)
+    _fill(module, units, optimizer, mesh, values, blueprint)
+    _split_layers(blueprint, mesh, module, ledger)
     sequences = Sequences(module, mesh, ledger) if config.parallel.sequence > 1 else None
     num_divided = compiled.apply([unit.module for unit in blueprint.units if not unit.is_rest])
     if num_divided and not world.rank:
@@ -162,7 +165,7 @@ def _driver(
 ) -> Driver:
     """What runs the model: hooks on it say when units are used, or the schedule of a pipeline does."""
     if blueprint.pipeline is not None:
-        plan = blueprint.pipeline.at(blueprint.place_of(mesh.world.rank))
+        plan = blueprint.pipeline.at(mesh.place(PIPE))
         return Pipeline(plan, mesh, module, units, loss_fn, ledger)
     sequence = UnitSequence(units, blueprint.prefetch_numel, mesh.world.progress, join.before_pass)
     on_block = activation_offload.begin_block if activation_offload else None
@@ -174,10 +177,11 @@ def _driver(
 
 
 def _fill(
-    module: nn.Module, units: list[Unit], optimizer: ShardedOptimizer, mesh: Mesh, values: Values, dtypes: Dtypes
+    module: nn.Module, units: list[Unit], optimizer: ShardedOptimizer, mesh: Mesh, values: Values, blueprint: Blueprint
 ) -> None:
     """Puts the model's values into the shards; the model's own memory is given back on the way."""
     writer = FullValues(module, units, optimizer, mesh)
+    share_of, dtypes = shares_of(blueprint.tensor, mesh.place(TENSOR)), blueprint.dtypes
     place = {id(p): (group, i) for unit in units for group in unit.groups for i, p in enumerate(group.params)}
     with torch.no_grad():
         for param, value in values:
@@ -185,13 +189,31 @@ def _fill(
                 group, index = place[id(param)]
                 writer.write(group, index, value)
             # Of another stage too: what is not here still tells the dtype in which it is computed.
-            _move(param, torch.zeros((), dtype=dtypes.of(param), device=mesh.world.device).expand(param.shape))
+            nothing = torch.zeros((), dtype=dtypes.of(param), device=mesh.world.device)
+            _move(param, nothing.expand(share_of(param).portion.shape))
         _prepare_buffers(module, mesh)
         writer.refresh()
         for unit in units:
             for group in unit.groups:
                 group.install()
                 group.release()
+
+
+def _split_layers(blueprint: Blueprint, mesh: Mesh, module: nn.Module, ledger: Ledger) -> None:
+    """What layers take in and give out is exchanged, where they are split over ranks."""
+    if blueprint.tensor is None:
+        return
+    if blueprint.tensor.left_whole and not mesh.world.rank:
+        names = ", ".join(blueprint.tensor.left_whole)
+        logger.warning(
+            "parallel.tensor: these large layers are whole on all %d ranks, since nothing says how to split them: %s; "
+            'name them in "tensor_parallel": {"plan": {...}}, or "whole" there',
+            blueprint.tensor.degree,
+            names,
+        )
+    exchange = mesh.exchange((TENSOR,))
+    randomness = Randomness(exchange, mesh.world.device) if draws(module) else None
+    SplitLayers(blueprint.tensor, module, exchange, randomness, ledger)
 
 
 def _move(param: nn.Parameter, values: Tensor) -> None:

@@ -11,13 +11,14 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ..comm import Arrangement, route_for
 from ..offload import PagePool
+from ..parallel.plan import TensorPlan
 from ..pipe.split.split import SplitPlan
-from ..zero.domain import Domain
+from ..zero.domain import Copies, Domain
 from ..zero.gather_ring import MAX_PREFETCHED
-from ..zero.plan import Dtypes, ModelPlan
+from ..zero.plan import Dtypes, ModelPlan, Share, Shares
 from ..zero.policy import ZeroPolicy
 from ..zero.units import UnitPlan, plan_units
-from .axes import PIPE, arrangement_of, domain_of
+from .axes import PIPE, TENSOR, arrangement_of, domain_of
 from .config.config import Config
 from .offload import Home, Homes
 from .optimizer_plan import OptimizerChoice, OptimizerPlan
@@ -35,7 +36,7 @@ class Blueprint:
     |------------------------------|------------------------------------------------------------------------------|
     | axes, and ranks on each      | `arrangement`: see `arrangement_of`                                          |
     | what is divided over which   | `domain`; `policy` is the ZeRO stage                                         |
-    | units, groups, flat layouts  | `units` of the whole model; `places`, by pipeline place, what its ranks have |
+    | units, groups, flat layouts  | `units` of the whole model; `places`, by `place_of`, what ranks have of them |
     | dtypes                       | `dtypes`; each group of a place has its own                                  |
     | how bytes move               | `route`                                                                      |
     | where they rest              | `homes`                                                                      |
@@ -53,6 +54,7 @@ class Blueprint:
     domain: Domain
     dtypes: Dtypes
     units: tuple[UnitPlan, ...]
+    tensor: TensorPlan | None  # which layers are split over ranks
     pipeline: PipelinePlan | None  # as its first place sees it
     places: tuple[ModelPlan, ...]
     optimizer: OptimizerPlan
@@ -90,10 +92,16 @@ class Blueprint:
         units = tuple(units or plan_units(model, None if zero.units == "auto" else zero.units))
         chosen = OptimizerPlan.of(config, model, optimizer)
         pipeline = PipelinePlan.of(config, model, split) if config.parallel.pipeline > 1 else None
-        of_places = [units]
+        of_stages = [units]
         if pipeline is not None:
-            of_places = [tuple(pipeline.at(place).own_units(units)) for place in range(config.parallel.pipeline)]
-        places = tuple(ModelPlan.of(own, dtypes, domain, arrangement, chosen.role_of) for own in of_places)
+            of_stages = [tuple(pipeline.at(place).own_units(units)) for place in range(config.parallel.pipeline)]
+        degree = config.parallel.tensor
+        tensor = TensorPlan.of(model, degree, config.tensor_parallel.plan) if degree > 1 else None
+        places = tuple(
+            ModelPlan.of(own, dtypes, domain, arrangement, chosen.role_of, shares_of(tensor, place))
+            for own in of_stages
+            for place in range(degree)
+        )
         chosen.check_states([group for place in places for group in place.updated])
         homes = Homes.of(config, device, chosen.fused is not None)
         rests_in_pages = homes.parameters is Home.FILE and not homes.is_apart and num_ranks > 1
@@ -105,6 +113,7 @@ class Blueprint:
             domain=domain,
             dtypes=dtypes,
             units=units,
+            tensor=tensor,
             pipeline=pipeline,
             places=places,
             optimizer=chosen,
@@ -117,8 +126,17 @@ class Blueprint:
         )
 
     def place_of(self, rank: int) -> int:
-        """The pipeline place of a rank: its part of the model is `places[...]`."""
-        return self.arrangement.place(rank, (PIPE,))
+        """Which part of the model a rank has, of all that are different: it is `places[...]`."""
+        return self.arrangement.place(rank, (PIPE, TENSOR))
+
+    def first_rank_of(self, place: int) -> int:
+        """The first rank that has the part `places[place]`."""
+        stage, part = divmod(place, self.config.parallel.tensor)
+        return self.arrangement.num_ranks // self.config.parallel.pipeline * stage + part
+
+    def stage_place_of(self, place: int) -> int:
+        """The place in the pipeline of ranks with the part `places[place]`."""
+        return place // self.config.parallel.tensor
 
     @property
     def shares_gradients(self) -> bool:
@@ -137,6 +155,18 @@ class Blueprint:
         wanted, live = zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters
         ahead = MAX_PREFETCHED * largest if wanted is None else max(wanted, largest) if wanted else 0
         return ahead if live is None or not zero.offloads_parameters else min(ahead, live)
+
+
+def shares_of(tensor: TensorPlan | None, place: int) -> Shares:
+    """What a place of the tensor axis has of each parameter."""
+
+    def share(param: nn.Parameter) -> Share:
+        if tensor is None:
+            return Share.all_of(param)
+        portion, places = tensor.portion(param, place)
+        return Share(portion, (Copies(TENSOR, places, are_added=False),) if len(places) > 1 else ())
+
+    return share
 
 
 def _dtypes(config: Config, module: nn.Module) -> Dtypes:

@@ -80,6 +80,11 @@ def initialize(
         check_sequences(resolved, module, loss_fn)
         fuse_modules(module, resolved, world, ledger)
         tiled = tile_modules(module, resolved, world, ledger)
+        if resolved.parallel.tensor > 1 and compiled.is_wanted:
+            raise ValueError(
+                "parallel.tensor: expected a model that is not compiled, found torch.compile on it: what split layers "
+                "exchange cannot be traced; leave torch.compile out"
+            )
         blueprint = _blueprint(resolved, world, module, loss_fn, optimizer, lr_scheduler, sample_batch)
         check_units(tiled, blueprint)
         if isinstance(optimizer, torch.optim.Optimizer):

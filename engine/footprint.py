@@ -89,7 +89,7 @@ def shared_bytes(blueprint: Blueprint) -> int:
         if states_size > 1:
             total += same_size // states_size * sum(page_aligned(group.full_bytes) for group in plan.groups)
         elif blueprint.shares_gradients and replicas_size > 1:
-            total += sum(page_aligned(_sum_bytes(group)) for group in plan.trained if not group.domain.copies)
+            total += sum(page_aligned(_sum_bytes(group)) for group in plan.trained if not group.domain.tied)
     return total
 
 
@@ -165,13 +165,13 @@ class Footprint:
         """
         blueprint, shard = self._blueprint, _sum_bytes(group)
         shares_memory = blueprint.route == "shared_memory"
-        is_common = blueprint.shares_gradients and shares_memory and self._replicas_size > 1 and not group.domain.copies
+        is_common = blueprint.shares_gradients and shares_memory and self._replicas_size > 1 and not group.domain.tied
         common, own = (shard // self._replicas_size, 0) if is_common else (0, shard)
         leaves = self._leaves(group)
         if moment is Moment.ACCUMULATING and not self._adds_in_place(group, leaves):
             if not blueprint.policy.reduces_every_backward:
                 return common + self._local(group)
-            waits = bool(group.domain.copies) or self._replicas_size > 1  # for the sum over these
+            waits = bool(group.domain.tied) or self._replicas_size > 1  # for the sum over these
             whole = group.layout.padded_numel * group.accumulation_dtype.itemsize
             return whole // self._shares.gradients if waits or not leaves else 0
         if blueprint.timing is Timing.IN_BACKWARD or (leaves and self._is_on_accelerator):

@@ -37,8 +37,11 @@ def fuse_modules(module: nn.Module, config: Config, world: World, ledger: Ledger
     backends: dict[str, Backend] = {name: config.kernels.backend_of(name) for name in FUSION_NAMES}
     names = [name for name in FUSION_NAMES if wanted is True or (isinstance(wanted, tuple) and name in wanted)]
     lines = []
+    if config.parallel.tensor > 1:
+        names = _beside_splits(wanted, names)
     if wanted == "auto":
-        reason, names = where_triton_runs(world.device, backends)
+        reason, found = where_triton_runs(world.device, backends)
+        names = _beside_splits(wanted, found) if config.parallel.tensor > 1 else found
         lines.append(f'config: kernels.fuse_modules: "auto" is {str(bool(names)).lower()}: {reason}')
     if config.tiles.loss and "linear_cross_entropy" in names:
         names.remove("linear_cross_entropy")
@@ -52,6 +55,19 @@ def fuse_modules(module: nn.Module, config: Config, world: World, ledger: Ledger
     if world.rank == 0:
         for line in lines:
             logger.info("%s", line)
+
+
+def _beside_splits(wanted: object, names: list[str]) -> list[str]:
+    """Without the fusions that compute several layers at once, between which ranks exchange where layers are split."""
+    refused = [name for name in names if name in _OVER_LAYERS]
+    if refused and isinstance(wanted, tuple):
+        what = ", ".join(refused)
+        message = f"{what} computes layers at once, between which the ranks of parallel.tensor exchange; leave it out"
+        raise ConfigError([Fault("kernels.fuse_modules", "conflict", message)])
+    return [name for name in names if name not in _OVER_LAYERS]
+
+
+_OVER_LAYERS = ("gated_mlp", "cross_entropy", "linear_cross_entropy")
 
 
 def optimizer_backend(config: Config) -> Backend:

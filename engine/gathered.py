@@ -28,7 +28,7 @@ def peak_gathered_bytes(blueprint: Blueprint, place: int, bytes_of: Callable[[Gr
     if blueprint.pipeline is None:
         _run_microbatch(UnitSequence(units, blueprint.prefetch_numel, Progress()))
     else:
-        _run_schedule(blueprint.pipeline.at(place), units)
+        _run_schedule(blueprint.pipeline.at(blueprint.stage_place_of(place)), units)
     return tally.most
 
 

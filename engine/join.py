@@ -35,8 +35,8 @@ _OPEN: list[Join] = []
 
 OTHERS = "that of another engine, whose calls ranks without data would not come to"
 NO_JOIN = (
-    "engine.join(): expected an engine without parallel.pipeline, found one with it: the ranks of a pipeline take the "
-    "same batches, and a schedule has no part without data. Let the loader end with the shortest share"
+    "engine.join(): expected an engine without parallel.pipeline and parallel.tensor, found one with it: these ranks "
+    "take the same batches, and there is no part without data. Let the loader end with the shortest share"
 )
 
 

@@ -18,7 +18,8 @@ from ..zero.sequence import StateError
 from ..zero.shard_rest import ShardRest
 from ..zero.unit import Unit
 from .archive.agreement import no_rank_alone
-from .blueprint import Blueprint
+from .axes import TENSOR
+from .blueprint import Blueprint, shares_of
 from .driver import Driver
 
 ADDING = "engine.optimizer.add_param_group()"
@@ -190,7 +191,8 @@ class LateGroups:
 
     def _plan(self, name: str, like: ShardedGroup, params: Sequence[Any], role: Role) -> GroupPlan:
         dtypes, arrangement = self._blueprint.dtypes, self._blueprint.arrangement
-        return plan_group(name, params, like.dtype, role, dtypes, like.domain, arrangement)
+        shares = shares_of(self._blueprint.tensor, self._mesh.place(TENSOR))
+        return plan_group(name, params, like.dtype, role, dtypes, like.domain, arrangement, shares)
 
     @torch.no_grad()
     def _move(self, old: ShardedGroup, new: Sequence[ShardedGroup]) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ..comm import Mesh
 from ..model.ledger import Ledger
-from ..parallel.exchange import Exchange
 from ..parallel.sequence_attention import SequenceAttention, check_attention
 from ..parallel.sequence_data import SequenceData, SequenceError, check_model
 from .axes import SEQUENCE
@@ -23,7 +22,7 @@ class Sequences:
     """A rank's parts of the microbatches, with the attention that sees all of them."""
 
     def __init__(self, module: nn.Module, mesh: Mesh, ledger: Ledger) -> None:
-        exchange = Exchange(mesh.inner[SEQUENCE])
+        exchange = mesh.exchange((SEQUENCE,))
         self._device = mesh.world.device
         self._data = SequenceData(module, exchange)
         self._attention = SequenceAttention(exchange)

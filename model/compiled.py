@@ -45,6 +45,11 @@ class Compiled:
             self.module = self._unwrapped(model)
             self._take_out(self.module)
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anything of the model is to be compiled."""
+        return bool(self._wanted)
+
     def apply(self, units: Collection[nn.Module]) -> int:
         """Compiles the forwards of what is wanted; and of what `module.compile()` asks for from now on.
 

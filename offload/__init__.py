@@ -1,7 +1,7 @@
 """Where bytes live: host memory with a limit, files, pages that move; and the loop that hides moving them."""
 
 from .activations import ActivationOffload, in_storages_of
-from .box import Box
+from .box import Box, Portion
 from .checksum import Checksum
 from .errors import OffloadError
 from .file_store import AioOptions, FileStore
@@ -31,6 +31,7 @@ __all__ = [
     "OnHost",
     "PagePool",
     "PagedBuffer",
+    "Portion",
     "Resident",
     "SequentialFile",
     "StagedStore",

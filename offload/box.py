@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -67,3 +69,46 @@ class Box:
             offsets.append(start)
             sizes.append(end - start)
         return Box(tuple(offsets), tuple(sizes))
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What a rank has of a tensor: boxes of it, which are boxes of a smaller tensor too.
+
+    whole (6, 4): queries, keys, values      portion (3, 4) of the second of two ranks
+
+        q q q q                                  q q q q    rows 1
+        q q q q  <-
+        k k k k                                  k k k k    rows 3
+        k k k k  <-
+        v v v v                                  v v v v    rows 5
+        v v v v  <-
+    """
+
+    whole: tuple[int, ...]  # shape
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[Box, Box], ...]  # (of the whole, of the portion), of the same sizes
+
+    @classmethod
+    def all_of(cls, shape: tuple[int, ...]) -> Portion:
+        box = Box.whole(shape)
+        return cls(shape, shape, ((box, box),))
+
+    @classmethod
+    def along(cls, whole: tuple[int, ...], dim: int, ranges: Sequence[tuple[int, int]]) -> Portion:
+        """The indices [low, high) of dimension `dim` of each of the ranges, one behind the other."""
+        boxes, start = [], 0
+        for low, high in ranges:
+            sizes = (*whole[:dim], high - low, *whole[dim + 1 :])
+            before, behind = (0,) * dim, (0,) * (len(whole) - dim - 1)
+            boxes.append((Box((*before, low, *behind), sizes), Box((*before, start, *behind), sizes)))
+            start += high - low
+        return cls(whole, (*whole[:dim], start, *whole[dim + 1 :]), tuple(boxes))
+
+    @cached_property
+    def is_all(self) -> bool:
+        return self.shape == self.whole
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)

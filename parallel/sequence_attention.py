@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ..comm import Exchange
 from ..model.compiled import untraced
 from ..model.ledger import Ledger
-from .exchange import Exchange
 from .sequence_data import SequenceError, Whole
 
 _INNER = ("sdpa", "eager")

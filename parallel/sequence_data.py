@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .exchange import Exchange
+from ..comm import Exchange
+
 
 IGNORED = -100
 _TOKENS = ("input_ids", "inputs_embeds")

@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine/config": {"pipe/schedules", "configs", "optimizers"},
     "checkpoint": {"offload", "optimizers"},
     "zero": {"comm", "kernels", "model", "offload", "optimizers", "watch"},
-    "parallel": {"comm", "kernels", "model", "offload"},
+    "parallel": {"pipe/split", "comm", "kernels", "model", "offload"},
     "pipe": {"pipe/schedules", "pipe/split", "comm", "kernels", "model"},
     "pipe/split": {"model"},
     "pipe/schedules": set(),

@@ -106,7 +106,7 @@ class GroupMemories:
         route = self._mesh.over(self._domain.replicas).route
         if not self._shares_gradients or not route.copies_are_shared:
             return {}
-        own = [plan for plan in trained if not plan.domain.copies]
+        own = [plan for plan in trained if not plan.domain.tied]
         specs = [(plan.layout.shard_numel, plan.accumulation_dtype) for plan in own]
         return dict(zip((plan.name for plan in own), route.allocate(specs), strict=True))
 

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Copies:
-    """Some places of an axis have an equal copy: a weight that stages of a pipeline share.
+    """Some places of an axis have an equal copy, which the first of them counts in the norm, and saves.
 
-    Each place reduces the gradient of its own uses; the sum of these is the same on all of them, so the copies stay
-    equal. The first place counts it in the norm, and saves it.
+    A weight that stages of a pipeline share: each place reduces the gradient of its own uses, and they are added up. A
+    weight beside split layers: each place has the whole gradient, as it computes the same. So copies stay equal.
     """
 
     axis: str
     places: tuple[int, ...]
+    are_added: bool = True  # the gradients of the places
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ class Domain:
     parameters: tuple[str, ...]  # full parameters at rest; the first axes of `states`, none where they are never freed
     summed: tuple[str, ...]  # the gradient: data differ there
     copies: tuple[Copies, ...] = ()
+
+    @property
+    def tied(self) -> tuple[Copies, ...]:
+        """Copies whose gradients are added up."""
+        return tuple(one for one in self.copies if one.are_added)
 
     @property
     def replicas(self) -> tuple[str, ...]:

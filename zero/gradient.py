@@ -49,7 +49,7 @@ class GroupGradient:
         """Parameters of the group that got a gradient on this rank, in any backward of the step so far."""
         self.inspection = Inspection(group)
         self._move = Move(group, codec, self.inspection)
-        self._is_tied = bool(group.domain.copies)  # what others have is added after the move
+        self._is_tied = bool(group.domain.tied)  # what others have is added after the move
         self._local = LocalSum(group, accumulation_dtype)
         self._memory = ShardMemory(group, accumulation_dtype, common, is_handed_over or host is not None)
         self._host = None if host is None else HostSum(host)
@@ -214,7 +214,7 @@ class GroupGradient:
             self._drop_untouched()
         self.used |= staging.finish()
         self._is_in_place = False
-        counts = boundary and self._host is None and not self._is_tied
+        counts = boundary and self._host is None and not self._is_tied and self.group.is_counted
         yield from self._move.sum(axis, message, self._open_shard(), self._has_shard, boundary, counts)
         self._has_shard, self._is_final = True, boundary
         if not self._is_tied and (boundary or self.group.replica_axis.size == 1):

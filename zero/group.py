@@ -75,6 +75,10 @@ class ShardedGroup:
         self.replica_axis = mesh.over(domain.replicas)
         self.copies_are_shared = self.state_axis.route.copies_are_shared  # by its ranks: one of the parameters
         self.is_counted = all(mesh.axes[one.axis].rank == one.places[0] for one in domain.copies)
+        """Whether this rank is the one that counts and saves it, of those with equal copies."""
+        beside = (one for one in domain.copies if not one.are_added)
+        self.is_first_of_layers = all(mesh.axes[one.axis].rank == one.places[0] for one in beside)
+        """The same of those that have the same stage of a pipeline."""
         self.frees_parameters = bool(domain.parameters)
         self.role = role
         self.residence = Residence.FULL

@@ -11,13 +11,12 @@ what makes the stages agree bitwise, norm and clipping included.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..offload import Box
+from ..offload import Portion
 
 BLOCK_NUMEL = 1024
 PARAM_ALIGNMENT_NUMEL = 16
@@ -28,19 +27,18 @@ class Slot:
     """The place of one parameter in the flat buffer, and in the tensor of the model that it is, or is a part of."""
 
     name: str
-    whole: tuple[int, ...]  # shape
-    box: Box  # of the whole: this parameter
+    portion: Portion  # of the whole: this parameter
     offset_in_flat: int
 
     # Cached: a step asks for them some ten times for each parameter.
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        return self.box.sizes
+        return self.portion.shape
 
     @cached_property
     def numel(self) -> int:
-        return self.box.numel
+        return self.portion.numel
 
     @cached_property
     def end_in_flat(self) -> int:
@@ -67,11 +65,16 @@ class FlatLayout:
 
     @classmethod
     def of(cls, shapes: Sequence[tuple[str, tuple[int, ...]]], shard_count: int) -> FlatLayout:
-        """shapes: (name, shape) of each parameter, in order. Empty parameters take no room."""
+        """shapes: (name, shape) of each parameter, in order, which is the whole of its tensor."""
+        return cls.of_portions([(name, Portion.all_of(shape)) for name, shape in shapes], shard_count)
+
+    @classmethod
+    def of_portions(cls, portions: Sequence[tuple[str, Portion]], shard_count: int) -> FlatLayout:
+        """portions: (name of the tensor, parameter) in order. Empty parameters take no room."""
         slots, offset = [], 0
-        for name, shape in shapes:
-            slots.append(Slot(name, shape, Box.whole(shape), offset))
-            offset += round_up(math.prod(shape), PARAM_ALIGNMENT_NUMEL)
+        for name, portion in portions:
+            slots.append(Slot(name, portion, offset))
+            offset += round_up(portion.numel, PARAM_ALIGNMENT_NUMEL)
         return cls(tuple(slots), shard_count, round_up(-(-offset // shard_count), BLOCK_NUMEL))
 
     @cached_property

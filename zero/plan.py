@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Arrangement
-from .domain import Domain
+from ..offload import Portion
+from .domain import Copies, Domain
 from .layout import FlatLayout
 from .units import UnitPlan
 
@@ -40,6 +41,21 @@ class Role(Enum):
 
 
 Roles = Callable[[nn.Parameter], Role]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank has of a parameter before that is sharded, and which others have the same of it."""
+
+    portion: Portion
+    copies: tuple[Copies, ...] = ()
+
+    @classmethod
+    def all_of(cls, param: Tensor) -> Share:
+        return cls(Portion.all_of(tuple(param.shape)))
+
+
+Shares = Callable[[nn.Parameter], Share]
 
 
 @dataclass(frozen=True)
@@ -82,9 +98,15 @@ class ModelPlan:
 
     @classmethod
     def of(
-        cls, units: Sequence[UnitPlan], dtypes: Dtypes, domain: Domain, arrangement: Arrangement, role_of: Roles
+        cls,
+        units: Sequence[UnitPlan],
+        dtypes: Dtypes,
+        domain: Domain,
+        arrangement: Arrangement,
+        role_of: Roles,
+        share_of: Shares = Share.all_of,
     ) -> ModelPlan:
-        groups = ((unit, tuple(_plan_groups(unit, dtypes, domain, arrangement, role_of))) for unit in units)
+        groups = ((unit, tuple(_plan_groups(unit, dtypes, domain, arrangement, role_of, share_of))) for unit in units)
         return cls(tuple(groups), domain)
 
     @property
@@ -120,15 +142,17 @@ def rings_for(trained: Sequence[GroupPlan], domain: Domain, arrangement: Arrange
 
 
 def _plan_groups(
-    unit: UnitPlan, dtypes: Dtypes, domain: Domain, arrangement: Arrangement, role_of: Roles
+    unit: UnitPlan, dtypes: Dtypes, domain: Domain, arrangement: Arrangement, role_of: Roles, share_of: Shares
 ) -> Iterable[GroupPlan]:
-    domain = replace(domain, copies=unit.copies)
-    members: dict[tuple[torch.dtype, Role], list[tuple[str, nn.Parameter]]] = {}
+    members: dict[tuple[torch.dtype, Role, tuple[Copies, ...]], list[tuple[str, nn.Parameter]]] = {}
     for name, param in unit.params:
-        members.setdefault((dtypes.of(param), role_of(param)), []).append((name, param))
-    for (dtype, role), params in members.items():
+        key = dtypes.of(param), role_of(param), share_of(param).copies
+        members.setdefault(key, []).append((name, param))
+    for (dtype, role, copies), params in members.items():
         kind = f"{str(dtype).removeprefix('torch.')}{'' if role is Role.UPDATED else f', {role.value}'}"
-        yield plan_group(f"unit {unit.name} ({kind})", params, dtype, role, dtypes, domain, arrangement)
+        kind += "".join(f", on {one.axis} {', '.join(map(str, one.places))}" for one in copies)
+        own = replace(domain, copies=(*unit.copies, *copies))
+        yield plan_group(f"unit {unit.name} ({kind})", params, dtype, role, dtypes, own, arrangement, share_of)
 
 
 def plan_group(
@@ -139,6 +163,7 @@ def plan_group(
     dtypes: Dtypes,
     domain: Domain,
     arrangement: Arrangement,
+    share_of: Shares = Share.all_of,
 ) -> GroupPlan:
     """A group of its own of these parameters, which are computed in `dtype`."""
     return GroupPlan(
@@ -147,7 +172,9 @@ def plan_group(
         dtype=dtype,
         reduce_dtype=_at_least_float32(dtypes.reduce, dtype),
         accumulation_dtype=_at_least_float32(dtypes.accumulate, dtype),
-        layout=FlatLayout.of([(name, tuple(p.shape)) for name, p in params], arrangement.size(domain.states)),
+        layout=FlatLayout.of_portions(
+            [(name, share_of(param).portion) for name, param in params], arrangement.size(domain.states)
+        ),
         domain=domain,
         role=role,
     )

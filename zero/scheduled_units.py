@@ -95,7 +95,7 @@ class ScheduledUnits:
         self._reductions.finish()
         for unit in self.units:
             for gradient in unit.gradients:
-                for copies in gradient.group.domain.copies:
+                for copies in gradient.group.domain.tied:
                     self._sum_tied(gradient, copies)
 
     def abort(self, error: BaseException) -> None:

@@ -15,6 +15,7 @@ from ...zero.optimizer import ShardedOptimizer
 from ...zero.shard_state import ShardState
 from ...zero.unit import Unit
 from .fingerprint import Fingerprint
+from .portions import put_together, taken
 
 
 class FullValues:
@@ -28,6 +29,10 @@ class FullValues:
 
     def write(self, group: ShardedGroup, index: int, values: Tensor) -> None:
         """Puts a parameter's values, whole and of any float dtype, into this rank's shard and master weights."""
+        self._write_own(group, index, taken(group.layout.slots[index].portion, values))
+
+    def _write_own(self, group: ShardedGroup, index: int, values: Tensor) -> None:
+        """As `write`, of what this rank has of the parameter before it is sharded."""
         for piece in _pieces_of(group.pieces, index):
             group.place(piece, values)
         shard = self._shards.get(id(group))
@@ -99,11 +104,14 @@ class FullValues:
         """Of the whole model, on rank 0. names: of its state_dict, in its order."""
         is_writer = self._mesh.is_first
         values: dict[int, Tensor] = {}
+        exchange = self._mesh.exchange(self._mesh.arrangement.layers)
         for group in self._groups:
             was_sharded = group.residence is not Residence.FULL
             group.gather()
-            if is_writer:
-                values.update({id(param): param.detach().cpu().clone() for param in group.params})
+            for slot, param in zip(group.layout.slots, group.params, strict=True):
+                whole = put_together(exchange, slot.portion, param.detach(), group.is_first_of_layers)
+                if is_writer:
+                    values[id(param)] = whole.cpu().clone()
             if was_sharded:
                 group.release()
         if not is_writer:
@@ -167,7 +175,7 @@ class FullValues:
             for group in groups:
                 for index, param in enumerate(group.params):
                     if not wanted or id(param) in wanted:
-                        self.write(group, index, param.data)
+                        self._write_own(group, index, param.data)
                 self._drop_copies(group)
                 group.refresh().wait()
         self._mesh.fence("the end of a change of parameters")

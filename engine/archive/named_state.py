@@ -16,6 +16,7 @@ from ...zero.layout import Piece
 from ...zero.optimizer import ShardedOptimizer
 from ...zero.unit import Unit
 from .catalog import Catalog
+from .portions import ranges_of
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class NamedState:
     def _own_catalog(self) -> Catalog:
         slots = [(slot, group) for group in self._groups for slot in group.layout.slots]
         return Catalog(
-            {slot.name: TensorInfo(slot.whole, self._dtype_of(group)) for slot, group in slots},
+            {slot.name: TensorInfo(slot.portion.whole, self._dtype_of(group)) for slot, group in slots},
             {slot.name: group.dtype for slot, group in slots},
             {name: TensorInfo(tuple(buffer.shape), buffer.dtype) for name, buffer in self.buffers().items()},
             self._aliases(),
@@ -174,9 +175,20 @@ class NamedState:
 def fragments_of(group: ShardedGroup, piece: Piece, suffix: str, memory: Memory, saves: bool) -> list[Fragment]:
     """What this rank holds of a piece; saves: without what others save, one of those copies that are equal."""
     slot = group.layout.slots[piece.index]
-    fragment = Fragment(slot.name + suffix, slot.whole, piece.offset_in_param, memory, slot.box)
-    if not saves:
-        return [fragment]
-    axis = group.replica_axis
-    low, high = (fragment.numel * place // axis.size for place in (axis.rank, axis.rank + 1))
-    return [fragment.part(low, high)] if group.is_counted and low < high else []
+    low, high = 0, piece.numel
+    if saves:
+        axis = group.replica_axis
+        low, high = (piece.numel * place // axis.size for place in (axis.rank, axis.rank + 1))
+        if not group.is_counted or low == high:
+            return []
+    first = piece.offset_in_param + low
+    return [
+        Fragment(
+            slot.name + suffix,
+            slot.portion.whole,
+            offset_in_box,
+            part_of(memory, start - piece.offset_in_param, end - piece.offset_in_param),
+            None if slot.portion.is_all else box,
+        )
+        for box, offset_in_box, start, end in ranges_of(slot.portion, first, piece.offset_in_param + high)
+    ]

@@ -17,6 +17,7 @@ from ...zero.optimizer import ShardedOptimizer
 from ...zero.unit import Unit
 from .agreement import no_rank_alone
 from .named_state import NamedState, fragments_of
+from .portions import taken
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,14 @@ class _Place:
     """Where a parameter lies. The group is None on ranks whose stages of a pipeline do not have it."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole
     dtype: torch.dtype  # of the master weights
     group: ShardedGroup | None
     index: int  # in the group
 
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+    def own(self, whole: Tensor) -> Tensor:
+        """What of these values is the parameter that this rank has, flat."""
+        return whole if self.group is None else taken(self.group.layout.slots[self.index].portion, whole).reshape(-1)
 
 
 Part = tuple[Piece, Memory]
@@ -74,7 +75,7 @@ class ParameterValues:
             place = self._place_of(param, what)
             parts = self._parts(place, state, what, changes=True)
             _check(what, place, value, place.shape, "the parameter's shape")
-        flat = self._mesh.world.broadcast_tensor(value.detach().to(place.dtype)).reshape(-1)
+        flat = place.own(self._mesh.world.broadcast_tensor(value.detach().to(place.dtype)))
         self._write(place, state, [(p, m, flat[p.offset_in_param : p.offset_in_param + p.numel]) for p, m in parts])
 
     def set_local(self, param: nn.Parameter | str, value: Tensor, state: str | None, what: str) -> None:
@@ -126,8 +127,8 @@ class ParameterValues:
         elif is_local:
             values = torch.split(value.detach(), sizes)
         else:
-            whole = self._mesh.world.broadcast_tensor(value.detach().to(place.dtype)).reshape(-1)
-            values = [whole[piece.offset_in_param : piece.offset_in_param + piece.numel] for piece, _ in parts]
+            flat = place.own(self._mesh.world.broadcast_tensor(value.detach().to(place.dtype)))
+            values = [flat[piece.offset_in_param : piece.offset_in_param + piece.numel] for piece, _ in parts]
         for (_, memory), own in zip(parts, values, strict=True):
             reduced = values_of(memory)
             reduced.copy_(own.to(device=reduced.device, dtype=place.dtype) / factor)
@@ -150,7 +151,7 @@ class ParameterValues:
         for group in self._groups:
             if name in group.names:
                 index = group.names.index(name)
-                return _Place(name, group.layout.slots[index].shape, info.dtype, group, index)
+                return _Place(name, info.shape, info.dtype, group, index)
         return _Place(name, info.shape, info.dtype, None, 0)
 
     def _name_of(self, param: nn.Parameter, what: str) -> str:
@@ -210,11 +211,14 @@ class ParameterValues:
     def _collected(self, place: _Place, parts: Sequence[Part]) -> Tensor:
         """The whole on every rank, of the parts of all. A collective."""
         device = self._mesh.world.device
-        whole = torch.zeros(place.numel, dtype=place.dtype, device=device)
+        whole = torch.zeros(math.prod(place.shape), dtype=place.dtype, device=device)
         for piece, memory in parts:
             assert place.group is not None
             for fragment in fragments_of(place.group, piece, "", memory, saves=True):
-                whole[fragment.start : fragment.end].copy_(fragment.values)
+                start = 0
+                for low, high in fragment.stretches():
+                    whole[low:high].copy_(fragment.values[start : start + high - low])
+                    start += high - low
         return self._mesh.world.assemble(whole).view(place.shape)
 
     def _write(self, place: _Place, state: str | None, changes: Sequence[tuple[Piece, Memory, Tensor]]) -> None:

@@ -66,6 +66,9 @@ _WINDOW = "reading the next unit, updating this one and writing the last one alw
 _WHOLE = "what stages send is whole, there are no tensor-parallel ranks to divide it over"
 _TORCH_ARGUMENT = "the update is one fused pass over each flat shard"
 
+_TENSOR = "set parallel.tensor to the number of ranks; remove the key"
+_SPLITS = "set tensor_parallel.plan; remove the key"
+_VOCABULARY = "a head over the vocabulary is split, and the loss over its logits with it"
 _QUANTIZED = "parameters and gradients are sent in their own types; remove the key"
 
 RULES: dict[str, Rule] = {
@@ -113,7 +116,16 @@ RULES: dict[str, Rule] = {
     "nebula": _section(_BACKGROUND),
     "datastates_ckpt": _section(_BACKGROUND),
     "compile": _section("call torch.compile on the model's blocks in your script and remove the section"),
-    "tensor_parallel": _section(_REMOVE),
+    "tensor_parallel.dtype": _no_effect("layers are split in the types that the model has", "any value"),
+    "tensor_parallel.autotp_size": _only(0, _TENSOR, "an integer"),
+    "tensor_parallel.tp_size": _only(1, _TENSOR, "an integer"),
+    "tensor_parallel.tp": _only({"tp_size": 1}, _TENSOR, "an object"),
+    "tensor_parallel.preset_model": _only(None, _SPLITS, "a string"),
+    "tensor_parallel.partition_config": _only(None, _SPLITS, "an object"),
+    "tensor_parallel.kernel_inject": _only(False, "set kernels.fuse_modules; remove the key"),
+    "tensor_parallel.tp_overlap_comm": _no_effect(_OVERLAP, "true or false", False),
+    "tensor_parallel.vocab_parallel_lm_head": _no_effect(_VOCABULARY),
+    "tensor_parallel.vocab_parallel_ce_backend": _no_effect(_VOCABULARY, "a string"),
     "expert_parallel": _section(_REMOVE),
     "pipeline.stages": _only("auto", "set parallel.pipeline to the number of stages; remove the key", "any value"),
     "pipeline.partition": _only("best", "set pipeline.balance; remove the key", "a string"),

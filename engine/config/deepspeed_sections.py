@@ -86,11 +86,6 @@ _WORDS = {  # section: its keys without `enabled`, which each may have
         sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors
         keep_all_input_tensors passes
     """,
-    "tensor_parallel": """
-        dtype autotp_size tp_overlap_comm vocab_parallel_lm_head vocab_parallel_ce_backend tp tensor_parallel tp_size
-        tp_grain_size mpu tp_group injection_policy_tuple partition_config preset_model keep_module_on_host
-        kernel_inject replace_with_kernel_inject
-    """,
     "expert_parallel": _EXPERTS,
     "zero_optimization.zenflow": """
         topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio full_warm_up_rounds

@@ -46,6 +46,15 @@ class ParallelConfig(Section):
         return self.pipeline * self.sequence * self.tensor
 
 
+class TensorParallelConfig(Section):
+    """How layers are split, where parallel.tensor is above 1: see docs/parallelism.md."""
+
+    plan: dict[str, str] | None = None
+    """Pattern of layers' names -> "column", "row", "vocabulary", "column_gathered", "partial" or "whole"; "column/3" is
+    for three parts in one layer. It comes before the model's own plan and the names of common families. null: these
+    alone."""
+
+
 class PipelineConfig(Section):
     """How a pipeline works through a step: see docs/pipeline.md."""
 
@@ -88,7 +97,7 @@ def degree_faults(parallel: ParallelConfig) -> list[Fault]:
     ]
 
 
-_NOT_YET = {"tensor": "layers", "expert": "experts"}
+_NOT_YET = {"expert": "experts"}
 """Keys of `parallel` that are axes of the mesh, and have no more behind them than that."""
 
 
@@ -151,8 +160,11 @@ def pipeline_faults(parallel: ParallelConfig, zero: ZeroConfig, activations: Act
     ]
 
 
-def idle_settings(parallel: ParallelConfig, pipeline: PipelineConfig) -> list[str]:
-    """One sentence for each setting that is not the default and has no effect without a pipeline."""
-    if parallel.pipeline > 1:
-        return []
-    return idle("pipeline", pipeline, "parallel.pipeline is 1", only=("schedule", "chunks", "balance"))
+def idle_settings(parallel: ParallelConfig, pipeline: PipelineConfig, tensor: TensorParallelConfig) -> list[str]:
+    """One sentence for each setting that is not the default and has no effect without an axis of several ranks."""
+    found = []
+    if parallel.pipeline == 1:
+        found += idle("pipeline", pipeline, "parallel.pipeline is 1", only=("schedule", "chunks", "balance"))
+    if parallel.tensor == 1:
+        found += idle("tensor_parallel", tensor, "parallel.tensor is 1")
+    return found

@@ -229,7 +229,7 @@ def _exposed(line: Timeline) -> dict[str, float]:
 
 def update_seconds(blueprint: Blueprint, machine: Machine, place: int) -> float:
     """Of the optimizer, of the ranks of one place: what it reads and writes, where that rests."""
-    footprint = Footprint(blueprint, blueprint.arrangement.num_ranks // len(blueprint.places) * place)
+    footprint = Footprint(blueprint, blueprint.first_rank_of(place))
     groups, share, homes = blueprint.places[place].updated, machine.devices_per_host, blueprint.homes
     states = footprint.at(Moment.BETWEEN_STEPS, gathers=False).optimizer
     elements = sum(group.layout.shard_numel for group in groups)

@@ -140,7 +140,7 @@ class _Place:
     """The ranks of one place of a pipeline."""
 
     def __init__(self, blueprint: Blueprint, machine: Machine, place: int) -> None:
-        footprint = Footprint(blueprint, blueprint.arrangement.num_ranks // len(blueprint.places) * place)
+        footprint = Footprint(blueprint, blueprint.first_rank_of(place))
         exchange, plan = Exchange(blueprint, machine), blueprint.places[place]
         self.rests = Resting.of(blueprint, footprint, place)
         # Without a budget a stage stays gathered from its first use to its last, which lie around those of the others.

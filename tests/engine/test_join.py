@@ -241,7 +241,7 @@ def join_a_pipeline() -> str:
 
 def test_a_pipeline_is_refused(ranks: RankPool) -> None:
     assert ranks(2, join_a_pipeline)[0].startswith(
-        "engine.join(): expected an engine without parallel.pipeline, found one with it: the ranks of a pipeline take "
+        "engine.join(): expected an engine without parallel.pipeline and parallel.tensor, found one with it: these "
     )
 
 

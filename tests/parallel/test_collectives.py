@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.comm import Arrangement, Mesh, World
+from lowtide.comm import Arrangement, Exchange, Mesh, World
 from lowtide.parallel.collectives import copied, gathered, joined, parted, scattered, summed
-from lowtide.parallel.exchange import Exchange
 from lowtide.parallel.sequence_attention import swapped
 from tests.ranks import RankPool
 
@@ -19,7 +18,7 @@ NAME = "a layer"
 def exchange_on(size: int, route: str) -> Exchange:
     arrangement = Arrangement((("tensor", size),), (), layers=("tensor",))
     mesh = Mesh.create(World.join("cpu", 20.0), arrangement, route, 1 << 24, "tensor")
-    return Exchange(mesh.axes["tensor"])
+    return mesh.exchange(["tensor"])
 
 
 def of_rank(rank: int, shape: tuple[int, ...]) -> Tensor:

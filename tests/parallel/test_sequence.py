@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lowtide
-from lowtide.comm import Axis
+from lowtide.comm import Axis, Exchange
 from lowtide.comm.solo import SoloRoute
 from lowtide.model.ledger import Ledger
-from lowtide.parallel.exchange import Exchange
 from lowtide.parallel.sequence_attention import SequenceAttention, sent_heads
 from tests.parallel.test_tiles import MODELS as TILED
 from tests.parallel.test_tiles import ROWS, SIZES, VOCAB, WIDTH, config_of, transformers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..comm import Axis
+from .axis import Axis
 
 _SLOTS = 2  # one is being read by others while the next one is written
 _LEAST_BYTES = 1 << 16

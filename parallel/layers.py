@@ -1,0 +1,197 @@
+"""Puts the splits of layers on a model: what goes in is shared out, what comes out is brought together."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..comm import Exchange
+from ..model.ledger import Ledger
+from .collectives import copied, joined, parted, summed
+from .plan import TensorPlan
+from .randomness import Randomness
+from .splits import LayerSplit, Style
+from .vocabulary import LogitParts
+
+
+class SplitLayers:
+    """The split layers of a model on one rank.
+
+    | style      | in front                       | behind                                                      |
+    |------------|--------------------------------|-------------------------------------------------------------|
+    | column     | `copied`, once for all layers  | nothing: the next layer takes columns                       |
+    |            | that are given the same tensor |                                                             |
+    | gathered   | as column                      | `joined`                                                    |
+    | row        | nothing                        | `summed`, then the bias                                     |
+    | vocabulary | an embedding looks up its own  | `summed`; a head's logits stay in parts                     |
+    | partial    | nothing                        | a hook on the parameters adds up the gradients of all ranks |
+
+    Layers with hooks alone compute as they did: what else takes their forward (gradients in place, weight gradients
+    that are put off) goes on to do so. Row splits with a bias and vocabularies have a forward of ours.
+    """
+
+    def __init__(
+        self, plan: TensorPlan, model: nn.Module, exchange: Exchange, randomness: Randomness | None, ledger: Ledger
+    ) -> None:
+        """Parameters have their local shapes, or will have them before the first forward."""
+        self._exchange = exchange
+        self._randomness = randomness
+        self._last: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None  # what was copied, and the copy
+        parents = {id(child): module for module in model.modules() for child in module.children()}
+        for layer in plan.layers:
+            self._put(layer, parents[id(layer.module)], ledger)
+        for heads in plan.heads:
+            for name, value in heads.local_counts(plan.degree):
+                ledger.override(heads.module, name, value)
+        self._override_sizes(plan, ledger)
+        if randomness is not None:
+            ledger.hook(model.register_forward_pre_hook(lambda *_: randomness.begin()))
+
+    def _put(self, layer: LayerSplit, parent: nn.Module, ledger: Ledger) -> None:
+        module, bias = layer.module, getattr(layer.module, "bias", None)
+        if layer.style in (Style.COLUMN, Style.GATHERED) and not isinstance(module, nn.Embedding):
+            ledger.hook(module.register_forward_pre_hook(partial(self._before_columns, layer, parent)))
+            if layer.style is Style.GATHERED:
+                ledger.hook(module.register_forward_hook(partial(self._behind_gathered, layer)))
+        elif layer.style is Style.ROW:
+            ledger.hook(module.register_forward_pre_hook(partial(self._before_rows, layer)))
+            if bias is None:
+                ledger.hook(module.register_forward_hook(partial(self._behind_rows, layer)))
+            else:
+                ledger.override(module, "forward", partial(self._rows_with_bias, layer))
+        elif layer.style is Style.VOCABULARY:
+            forward = self._embedded if isinstance(module, nn.Embedding) else self._logits
+            ledger.override(module, "forward", partial(forward, layer, self._first_of(layer), self._numel_of(layer)))
+        for key, split in layer.parameters.items():
+            if split.is_partial:
+                _hook_gradient(module.get_parameter(key), partial(self._added_up, layer, key), ledger)
+
+    def _override_sizes(self, plan: TensorPlan, ledger: Ledger) -> None:
+        """What a layer says of its own size is that of its part, as users of it print and check."""
+        for layer in plan.layers:
+            own = layer.parameters.get("weight")
+            if own is None or isinstance(layer.module, nn.Embedding) or layer.style is Style.PARTIAL:
+                continue
+            sizes = own.portions[self._exchange.place].shape
+            names = ("nx", "nf") if layer.is_transposed else ("out_features", "in_features")
+            for name, size in zip(names, sizes, strict=True):
+                ledger.override(layer.module, name, size)
+
+    # -- columns --------------------------------------------------------------------------------------------------
+
+    def _before_columns(self, layer: LayerSplit, parent: nn.Module, module: nn.Module, args: Any) -> Any:
+        if not args:
+            raise ValueError(
+                f"'{layer.name}': expected its input as a positional argument, which is how a split layer takes it, "
+                "found none; call the layer as layer(x)"
+            )
+        x = self._copied(args[0], layer.name)
+        if self._randomness is not None and layer.style is Style.COLUMN and parent.training:
+            self._randomness.leave_common(parent)
+        return x, *args[1:]
+
+    def _copied(self, x: Tensor, what: str) -> Tensor:
+        """Once for each tensor: queries, keys and values of one input give one sum of its gradient."""
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        if self._last is not None and self._last[0]() is x:
+            copy = self._last[1]()
+            if copy is not None:
+                return copy
+        copy = copied(x, self._exchange, what)
+        self._last = weakref.ref(x), weakref.ref(copy)
+        return copy
+
+    def _behind_gathered(self, layer: LayerSplit, module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        own = layer.parameters["weight"].portions
+        if len({portion.shape for portion in own}) > 1:
+            raise ValueError(
+                f"'{layer.name}': expected outputs that the ranks divide evenly, found parts of "
+                f"{', '.join(str(portion.shape) for portion in own)}"
+            )
+        return joined(y, self._exchange, y.dim() - 1, layer.name)
+
+    # -- rows -----------------------------------------------------------------------------------------------------
+
+    def _before_rows(self, layer: LayerSplit, module: nn.Module, args: Any) -> Any:
+        if self._randomness is not None:
+            self._randomness.return_to_common()
+        x = args[0]
+        low, high = layer.inputs[self._exchange.place]
+        whole = layer.inputs[-1][1]
+        if x.shape[-1] == high - low:
+            return None
+        if x.shape[-1] != whole:
+            raise ValueError(
+                f"'{layer.name}': expected {high - low} inputs, this rank's part of {whole}, found {x.shape[-1]}; is "
+                "the layer before it split by columns?"
+            )
+        if whole % self._exchange.size:
+            raise ValueError(f"'{layer.name}': inputs({whole}) / tensor({self._exchange.size}) does not hold")
+        return parted(x, self._exchange, x.dim() - 1, layer.name), *args[1:]
+
+    def _behind_rows(self, layer: LayerSplit, module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        return summed(y, self._exchange, layer.name)
+
+    def _rows_with_bias(self, layer: LayerSplit, x: Tensor) -> Tensor:
+        weight, bias = layer.module.get_parameter("weight"), layer.module.get_parameter("bias")
+        y = functional.linear(x, weight.t() if layer.is_transposed else weight)
+        return summed(y, self._exchange, layer.name) + bias
+
+    # -- vocabularies ---------------------------------------------------------------------------------------------
+
+    def _first_of(self, layer: LayerSplit) -> int:
+        (box, _), *_ = layer.parameters["weight"].portions[self._exchange.place].boxes
+        return box.offsets[1 if layer.is_transposed else 0]
+
+    def _numel_of(self, layer: LayerSplit) -> int:
+        return layer.parameters["weight"].portions[0].whole[1 if layer.is_transposed else 0]
+
+    def _embedded(self, layer: LayerSplit, first: int, numel: int, ids: Tensor) -> Tensor:
+        embedding = layer.module
+        assert isinstance(embedding, nn.Embedding)
+        weight, padding = embedding.weight, embedding.padding_idx
+        own = ids - first
+        is_own = (own >= 0) & (own < weight.shape[0])
+        if padding is not None:
+            padding = padding - first if 0 <= padding - first < weight.shape[0] else None
+        found = functional.embedding(own.where(is_own, 0), weight, padding)
+        total = summed(found * is_own[..., None], self._exchange, layer.name)
+        # A stage of a pipeline knows what other stages make by the functions that make it, which it sees as they do.
+        return total.view_as(total) if torch._C._len_torch_function_stack() else total
+
+    def _logits(self, layer: LayerSplit, first: int, numel: int, x: Tensor) -> Any:
+        x = self._copied(x, layer.name)
+        weight, bias = layer.module.get_parameter("weight"), layer.module._parameters.get("bias")
+        own = functional.linear(x, weight.t() if layer.is_transposed else weight, bias)
+        return LogitParts(own, numel, first, self._exchange)
+
+    # -- whole parameters -----------------------------------------------------------------------------------------
+
+    def _added_up(self, layer: LayerSplit, key: str, gradient: Tensor) -> Tensor:
+        """Of all ranks that have the same of the parameter, with the same bits on each."""
+        split, what = layer.parameters[key], f"the gradient of '{layer.name}.{key}'"
+        portion = split.portions[self._exchange.place]
+        if portion.is_all:
+            return self._exchange.sum(gradient, what)
+        whole = torch.zeros(portion.whole, dtype=gradient.dtype, device=gradient.device)
+        for box, own in portion.boxes:
+            whole[box.index] = gradient[own.index]
+        whole = self._exchange.sum(whole, what)
+        out = torch.empty_like(gradient)
+        for box, own in portion.boxes:
+            out[own.index] = whole[box.index]
+        return out
+
+
+def _hook_gradient(param: nn.Parameter, hook: Any, ledger: Ledger) -> None:
+    """On a parameter that may be frozen now, and trained later."""
+    is_trained = param.requires_grad
+    param.requires_grad_(True)
+    ledger.hook(param.register_hook(hook))  # type: ignore[no-untyped-call]  # as torch has it
+    param.requires_grad_(is_trained)

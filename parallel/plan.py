@@ -1,0 +1,226 @@
+"""Which layers of a model are split over the ranks of a tensor axis, and what each place has of their parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from ..offload import Portion
+from .heads import Heads, smallest_part
+from .rules import plan_by_names, plan_of_model, vocabulary_of
+from .splits import (
+    LayerSplit,
+    ParameterSplit,
+    Style,
+    inputs_split,
+    is_linear,
+    outputs_split,
+    partial_split,
+    ranges_of,
+    vocabulary_split,
+    width_in,
+    width_out,
+)
+
+_LARGE_SHARE, _LARGE_NUMEL = 0.01, 1 << 12  # of a model's parameters: a layer that is worth a warning where it is whole
+_KEY = "tensor_parallel.plan"
+_STYLES = ", ".join(f'"{style.value}"' for style in Style)
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """The layers that are split, over so many ranks; parameters by identity, those of other layers are whole."""
+
+    degree: int
+    layers: tuple[LayerSplit, ...]
+    heads: tuple[Heads, ...]
+    parameters: Mapping[int, ParameterSplit]
+    left_whole: tuple[str, ...]  # names of large layers that nothing matches
+
+    @classmethod
+    def of(cls, model: nn.Module, degree: int, wanted: Mapping[str, str] | None = None) -> TensorPlan:
+        """wanted: pattern of names -> style, before all that the model and its names say.
+
+        Raises ValueError, with names or the equation, for a layer that cannot be split so.
+        """
+        styles = _styles(model, wanted or {})
+        layers, heads = [], []
+        by_parent: dict[str, dict[str, tuple[Style, tuple[int, ...]]]] = {}
+        for name, style in styles.items():
+            by_parent.setdefault(name.rpartition(".")[0], {})[name] = style
+        for parent, own in by_parent.items():
+            found, of_attention = _split_beside(model.get_submodule(parent), model, own, degree)
+            layers += found
+            heads += [] if of_attention is None else [of_attention]
+        if not any(layer.style is not Style.PARTIAL for layer in layers):
+            raise ValueError(
+                f"parallel.tensor: expected a model with layers to split over {degree} ranks, found none by the names "
+                f'of common families; name them: "tensor_parallel": {{"plan": {{"layers.*.mlp.up": "column"}}}}'
+            )
+        return cls(degree, tuple(layers), tuple(heads), _parameters(model, layers), _left_whole(model, styles))
+
+    def portion(self, param: nn.Parameter, place: int) -> tuple[Portion, tuple[int, ...]]:
+        """What a place has of a parameter, and the places that have the same."""
+        split = self.parameters.get(id(param))
+        if split is None:
+            return Portion.all_of(tuple(param.shape)), tuple(range(self.degree))
+        return split.portions[place], split.copies(place)
+
+
+def _styles(model: nn.Module, wanted: Mapping[str, str]) -> dict[str, tuple[Style, tuple[int, ...]]]:
+    """Name of a layer -> how it is split, with the proportions of fused parts. What comes later wins."""
+    modules = dict(model.named_modules())
+    own = plan_of_model(model)
+    found: dict[str, str] = {}
+    for pattern, style in own.items():
+        found |= dict.fromkeys(_matches(modules, pattern), style)
+    has_own = any(style in ("column", "row") for style in found.values())
+    found = {name: style for name, style in found.items() if _can_be(modules[name], style)}
+    found = {**({} if has_own else plan_by_names(model)), **found, **vocabulary_of(model)}
+    for pattern, style in wanted.items():
+        names = _matches(modules, pattern)
+        if not names:
+            tops = ", ".join(sorted({re.sub(r"\b\d+\b", "*", name) for name in modules if name})[:8])
+            raise ValueError(
+                f'{_KEY}: expected a pattern of layers\' names, found "{pattern}", which matches none; there are {tops}'
+            )
+        for name in names:
+            if not _can_be(modules[name], style):
+                raise ValueError(
+                    f'{_KEY}: expected a linear layer or an embedding for "{style}", found "{name}", a '
+                    f"{type(modules[name]).__name__}, which cannot be split so; name the layers in it"
+                )
+        found |= dict.fromkeys(names, style)
+    parsed = {name: parse_style(style) for name, style in found.items()}
+    return {name: style for name, style in parsed.items() if style[0] is not Style.WHOLE}
+
+
+def parse_style(text: str) -> tuple[Style, tuple[int, ...]]:
+    """ "column", "column/3" for three equal parts in one, "column/4:1:1" for parts in proportion. Raises ValueError."""
+    name, _, parts = text.partition("/")
+    known = {style.value: style for style in Style}
+    if name not in known or (parts and not re.fullmatch(r"\d+(:\d+)*", parts)) or (parts and name != "column"):
+        raise ValueError(
+            f'expected {_STYLES}, or "column/3" for three parts of one size that are one layer, "column/4:1:1" for '
+            f'parts in proportion, found "{text}"'
+        )
+    numbers = tuple(map(int, parts.split(":"))) if parts else (1,)
+    return known[name], (1,) * numbers[0] if len(numbers) == 1 else numbers
+
+
+def _matches(modules: Mapping[str, nn.Module], pattern: str) -> list[str]:
+    """Names that the pattern stands for, or the end of which it stands for, from a dot on."""
+    return [name for name in modules if name and (fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}"))]
+
+
+def _can_be(module: nn.Module, style: str) -> bool:
+    kind = style.partition("/")[0]
+    if kind in (Style.PARTIAL.value, Style.WHOLE.value):
+        return True
+    if kind in (Style.ROW.value, Style.GATHERED.value):
+        return is_linear(module)
+    return is_linear(module) or type(module) is nn.Embedding
+
+
+def _split_beside(
+    parent: nn.Module, model: nn.Module, styles: Mapping[str, tuple[Style, tuple[int, ...]]], degree: int
+) -> tuple[list[LayerSplit], Heads | None]:
+    """Layers of one module, which is perhaps an attention: then heads stay whole."""
+    modules = {name: model.get_submodule(name) for name in styles}
+    columns = {
+        name: (modules[name], smallest_part(modules[name], parts))
+        for name, (style, parts) in styles.items()
+        if style is Style.COLUMN
+    }
+    heads = Heads.of(parent, columns)
+    return [_split_one(name, modules[name], *styles[name], heads, degree) for name in styles], heads
+
+
+def _split_one(
+    name: str, module: nn.Module, style: Style, parts: tuple[int, ...], heads: Heads | None, degree: int
+) -> LayerSplit:
+    if style is Style.PARTIAL:
+        return partial_split(name, module, degree)
+    if style is Style.VOCABULARY:
+        _check_room(name, module.get_parameter("weight").shape[0], degree, "rows")
+        return vocabulary_split(name, module, degree)
+    if style is Style.ROW:
+        _check_room(name, width_in(module), degree, "inputs")
+        return inputs_split(name, module, ranges_of(width_in(module), degree))
+    width = width_out(module)
+    if width % sum(parts):
+        raise ValueError(
+            f"{_KEY}: expected parts that add up to the outputs of '{name}', found {':'.join(map(str, parts))} of "
+            f"{width}, which leaves {width % sum(parts)}"
+        )
+    _check_room(name, width // sum(parts) * min(parts), degree, "outputs")
+    by_place: list[list[tuple[int, int]]] = [[] for _ in range(degree)]
+    start, is_partial = 0, False
+    for part in parts:
+        size = width // sum(parts) * part
+        if heads is None or not is_linear(module):
+            ranges = ranges_of(size, degree)
+        else:
+            ranges = heads.ranges(name, size, degree, len(parts) > 1)
+            is_partial = len(set(ranges)) < degree
+        for place, (low, high) in enumerate(ranges):
+            by_place[place].append((start + low, start + high))
+        start += size
+    return outputs_split(name, module, style, by_place, is_partial)
+
+
+def _check_room(name: str, size: int, degree: int, what: str) -> None:
+    if size < degree:
+        raise ValueError(
+            f"parallel.tensor: expected at least a row for each rank, found {what}({size}) / tensor({degree}) of "
+            f"'{name}'; set a smaller degree, or \"whole\" for the layer in {_KEY}"
+        )
+
+
+def _parameters(model: nn.Module, layers: list[LayerSplit]) -> dict[int, ParameterSplit]:
+    """By identity. Raises ValueError where a parameter would be split in two ways."""
+    found: dict[int, tuple[ParameterSplit, str]] = {}
+    for layer in layers:
+        for key, split in layer.parameters.items():
+            param = layer.module.get_parameter(key)
+            before = found.get(id(param))
+            if before is not None and before[0] != split:
+                raise ValueError(
+                    f"{_KEY}: expected one split for the weight that '{before[1]}' and '{layer.name}' share, found two "
+                    "different ones; give both the same style"
+                )
+            found[id(param)] = split, layer.name
+    split_layers = {id(layer.module) for layer in layers}
+    for name, module in _leaves(model):
+        for param in module.parameters(recurse=False):
+            if id(param) in found and id(module) not in split_layers and not _is_inside_partial(layers, module):
+                raise ValueError(
+                    f"{_KEY}: expected one split for the weight that '{found[id(param)][1]}' and '{name}' share, found "
+                    f"none of '{name}'; give both the same style, or \"whole\" to both"
+                )
+    return {key: split for key, (split, _) in found.items()}
+
+
+def _is_inside_partial(layers: list[LayerSplit], module: nn.Module) -> bool:
+    return any(layer.style is Style.PARTIAL and module in set(layer.module.modules()) for layer in layers)
+
+
+def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((name, module) for name, module in model.named_modules() if module._parameters)
+
+
+def _left_whole(model: nn.Module, styles: Mapping[str, object]) -> tuple[str, ...]:
+    """Large layers that are not split, by names with a star for numbers."""
+    total = sum(param.numel() for param in model.parameters())
+    found = [
+        re.sub(r"\b\d+\b", "*", name)
+        for name, module in model.named_modules()
+        if name not in styles
+        and (is_linear(module) or isinstance(module, nn.Embedding))
+        and sum(param.numel() for param in module.parameters(recurse=False)) > max(_LARGE_SHARE * total, _LARGE_NUMEL)
+    ]
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,77 @@
+"""Random numbers of split layers: other ones on each rank where heads and columns differ, the same ones elsewhere.
+
+[Note: two streams]
+Ranks that split layers draw from generators in the same state, so that dropout of what all of them have drops the same
+elements. Between a column split and the row split behind it each has something else, and draws from a state that is
+made of the common one (which goes on by one number) and of the rank's place. So whoever restores the common state, as
+the recomputation of a checkpointed block does, has restored both.
+Source: the two states of Megatron-LM, megatron/core/tensor_parallel/random.py, without a tracker to be saved.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Exchange
+
+_MIX = 0x9E3779B97F4A7C15  # of 64 bits: the golden ratio, as splitmix64 has it
+
+
+class Randomness:
+    """Takes the generators from the common state to the rank's own, and back."""
+
+    def __init__(self, exchange: Exchange, device: torch.device) -> None:
+        """A collective: the state of the first rank is that of all from now on."""
+        self._place = exchange.place
+        self._device = device
+        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._common: list[Tensor] | None = None  # while the rank's own is in use
+        self._since: tuple[object, int] = (None, 0)
+        self._set([self._of_first(exchange, state) for state in self._states()])
+
+    def begin(self) -> None:
+        """A forward of the whole model begins: with the common state, however the last one has ended."""
+        self._common = None
+
+    def leave_common(self, of: object) -> None:
+        """What comes is different on each rank. of: the module whose inside that is."""
+        since = of, torch._C._current_graph_task_id()
+        if self._common is not None and since == self._since:
+            return
+        # A recomputation may have ended inside of another block: its common state is restored by who recomputes.
+        seed = int(torch.empty((), dtype=torch.int64).random_())
+        self._common, self._since = self._states(), since
+        own = (seed ^ (_MIX * (self._place + 1))) & (1 << 63) - 1
+        torch.default_generator.manual_seed(own)
+        if self._module is not None:
+            self._module.manual_seed(own)
+
+    def return_to_common(self) -> None:
+        """What comes is the same on each rank. Does nothing where it is so already."""
+        if self._common is not None:
+            self._set(self._common)
+            self._common = None
+
+    def _states(self) -> list[Tensor]:
+        own = [torch.get_rng_state()]
+        return own if self._module is None else [*own, self._module.get_rng_state(self._device)]
+
+    def _set(self, states: list[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        if self._module is not None:
+            self._module.set_rng_state(states[1], self._device)
+
+    def _of_first(self, exchange: Exchange, state: Tensor) -> Tensor:
+        given = state.to(self._device, torch.int32) * (exchange.place == 0)
+        return exchange.sum(given, "the state of random generators").to("cpu", torch.uint8)
+
+
+def draws(model: nn.Module) -> bool:
+    """Whether a forward may draw random numbers: a rate of dropout is above 0."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            return True
+        if any("drop" in name and type(value) is float and value > 0 for name, value in module.__dict__.items()):
+            return True
+    return False

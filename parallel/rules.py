@@ -1,0 +1,89 @@
+"""Which layers of a model are split how, where nobody says: the model's own plan, and the names of common families."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from .splits import Style, is_linear
+
+OF_HUGGING_FACE = {
+    "colwise": "column",
+    "rowwise": "row",
+    "packed_colwise": "column/2",
+    "colwise_gather_output": "column_gathered",
+    "colwise_rep": "column_gathered",
+    "embedding_rowwise": "vocabulary",
+    "replicated_with_grad_allreduce": "partial",
+}
+"""A style of `_tp_plan` in transformers: ours. Others, of experts, leave the layer whole."""
+
+_COLUMNS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_attn", "query", "key", "value", "q", "k", "v"), "column"),
+    **dict.fromkeys(("gate_proj", "up_proj", "fc1", "c_fc", "wi", "wi_0", "wi_1", "w1", "w3", "up", "gate"), "column"),
+    "dense_h_to_4h": "column",
+    "gate_up_proj": "column/2",
+    "relative_attention_bias": "column",  # T5: a column for each head
+}
+_ROWS = {"o_proj", "out_proj", "c_proj", "o", "down_proj", "fc2", "wo", "w2", "down", "dense_4h_to_h"}
+_FUSED = {"c_attn": "column/3"}  # GPT-2, whose halves for cross-attention are queries and keys
+_BETWEEN = {"q_norm", "k_norm", "q_layernorm", "k_layernorm"}
+
+
+def plan_of_model(model: nn.Module) -> dict[str, str]:
+    """Pattern -> style, of a Hugging Face model that has a plan of its own; empty elsewhere."""
+    plan: Any = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    if not isinstance(plan, Mapping):
+        return {}
+    return {pattern: OF_HUGGING_FACE[style] for pattern, style in plan.items() if style in OF_HUGGING_FACE}
+
+
+def plan_by_names(model: nn.Module) -> dict[str, str]:
+    """Name of a layer -> style: modules of which some layers have names of columns and others of rows."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        children = dict(module.named_children())
+        columns = {
+            key: _COLUMNS.get(key) or _FUSED[key]
+            for key, child in children.items()
+            if (key in _COLUMNS or key in _FUSED) and (is_linear(child) or isinstance(child, nn.Embedding))
+        }
+        rows = {key: "row" for key, child in children.items() if key in _ROWS and is_linear(child)}
+        if not rows or not any(is_linear(children[key]) for key in columns):
+            continue
+        if "c_attn" in columns and "q_attn" in columns:
+            columns["c_attn"] = "column/2"
+        between = {key: "partial" for key in children if key in _BETWEEN}
+        prefix = f"{name}." if name else ""
+        found |= {prefix + key: style for key, style in {**columns, **rows, **between}.items()}
+    return found
+
+
+def vocabulary_of(model: nn.Module) -> dict[str, str]:
+    """The embedding of tokens, and the head that gives logits over them, of a Hugging Face model."""
+    embedding, head = _ask(model, "get_input_embeddings"), _ask(model, "get_output_embeddings")
+    if not isinstance(embedding, nn.Embedding):
+        return {}
+    found = {}
+    for name, module in model.named_modules():
+        is_head = module is head and _rows(module) == _rows(embedding)
+        if is_head or getattr(module, "weight", None) is embedding.weight:
+            if not (is_linear(module) or type(module) is nn.Embedding):
+                return {}  # what shares the weight cannot be split
+            found[name] = Style.VOCABULARY.value
+    return found
+
+
+def _rows(module: nn.Module) -> int:
+    weight = getattr(module, "weight", None)
+    return 0 if weight is None else int(weight.shape[0])
+
+
+def _ask(model: nn.Module, method: str) -> Any:
+    ask = getattr(model, method, None)
+    try:
+        return ask() if callable(ask) else None
+    except NotImplementedError:  # as transformers says that there is none
+        return None

@@ -1,0 +1,222 @@
+"""Logits of which each rank has those of some tokens, and losses over them: no rank has all.
+
+[Note: logits in parts]
+A head that is split over the vocabulary returns `LogitParts` in the place of a tensor. It has the shape of all logits,
+and torch hands its functions over to it (`__torch_function__`): a change of shape before the last dimension, a cast, an
+arithmetic that treats each logit by itself, are done with the rank's own part; `cross_entropy` is computed of all parts
+with three numbers of each token from each rank. So the loss of a Hugging Face model, of nn.CrossEntropyLoss and of a
+loss_fn all come here without a change of theirs. Anything else gets the whole logits, gathered, with a line in the log.
+Source: Megatron-LM, arXiv 1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..comm import Exchange
+from .collectives import joined
+
+_SHAPES = {"contiguous", "clone", "float", "double", "half", "bfloat16", "to", "type", "detach", "cpu"}
+_EACH = {"mul", "div", "add", "sub", "neg", "tanh", "clamp", "__mul__", "__truediv__", "__rmul__", "__add__", "__sub__"}
+
+
+class LogitParts:
+    """This rank's part of logits, along their last dimension. See [Note: logits in parts]."""
+
+    def __init__(self, own: Tensor, numel: int, first: int, exchange: Exchange) -> None:
+        """own: (..., n), of all (..., numel), from the index `first` on."""
+        self.own = own
+        self._numel = numel
+        self._first = first
+        # Behind a call: who marks the tensors of an output goes through the attributes of what is in it.
+        self._through: Callable[[], Exchange] = lambda: exchange
+
+    # -- as a tensor ----------------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.own.shape[:-1], self._numel))
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.own.dim()
+
+    @property
+    def ndim(self) -> int:
+        return self.own.dim()
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def view(self, *shape: Any) -> Any:
+        """Of another shape; the last dimension stays, or all is gathered."""
+        if len(shape) == 1 and isinstance(shape[0], torch.dtype):
+            return self.whole().view(shape[0])
+        wanted = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        last = wanted[-1]
+        if last == -1 and -1 not in wanted[:-1]:
+            before = math.prod(wanted[:-1])
+            last = self.numel() // before if before else -1
+        if last != self._numel:
+            return self.whole().reshape(wanted)
+        return self._with(self.own.reshape(*wanted[:-1], self.own.shape[-1]))
+
+    reshape = view
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
+        if end_dim % self.dim() == self.dim() - 1 and start_dim % self.dim() != end_dim % self.dim():
+            return self.whole().flatten(start_dim, end_dim)
+        return self._with(self.own.flatten(start_dim, end_dim))
+
+    def __getitem__(self, index: Any) -> Any:
+        used = index if isinstance(index, tuple) else (index,)
+        has_rest = any(one is Ellipsis for one in used)
+        plain = all(one is Ellipsis or isinstance(one, (slice, int)) for one in used)
+        if plain and not has_rest and len(used) < self.dim():
+            return self._with(self.own[index])
+        if plain and (has_rest or len(used) == self.dim()) and used[-1] in (slice(None), Ellipsis):
+            return self._with(self.own[index])
+        return self.whole()[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _SHAPES or name in _EACH:
+            own = getattr(self.own, name)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if any(isinstance(arg, (Tensor, LogitParts)) and arg.ndim for arg in (*args, *kwargs.values())):
+                    return getattr(self.whole(), name)(*args, **kwargs)
+                return self._with(own(*args, **kwargs))
+
+            return call
+        if name in ("dtype", "device", "requires_grad", "is_cuda", "layout", "is_meta", "grad_fn", "is_sparse"):
+            return getattr(self.own, name)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.whole(), name)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __mul__(self, other: Any) -> Any:
+        return self.__getattr__("mul")(other)
+
+    def __truediv__(self, other: Any) -> Any:
+        return self.__getattr__("div")(other)
+
+    def __add__(self, other: Any) -> Any:
+        return self.__getattr__("add")(other)
+
+    def __sub__(self, other: Any) -> Any:
+        return self.__getattr__("sub")(other)
+
+    __rmul__, __radd__ = __mul__, __add__
+
+    def __repr__(self) -> str:
+        return f"LogitParts(shape={tuple(self.shape)}, own={tuple(self.own.shape)})"
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is functional.cross_entropy and _is_covered(*args, **kwargs):
+            return _cross_entropy(*args, **kwargs)
+        name = getattr(function, "__name__", "")
+        if args and isinstance(args[0], cls) and (name in _EACH or name in _SHAPES or name in ("reshape", "flatten")):
+            return getattr(args[0], name)(*args[1:], **kwargs)
+
+        def whole(value: Any) -> Any:
+            return value.whole() if isinstance(value, cls) else value
+
+        return function(*map(whole, args), **{key: whole(value) for key, value in kwargs.items()})
+
+    # -- its parts ------------------------------------------------------------------------------------------------
+
+    def whole(self) -> Tensor:
+        """All logits, on every rank. A collective. Ranks with fewer tokens are filled up on the way."""
+        most = -(-self._numel // self._through().size)
+        padded = functional.pad(self.own, (0, most - self.own.shape[-1]))
+        gathered = joined(padded, self._through(), self.own.dim() - 1, "logits")
+        if self._numel % self._through().size == 0:
+            return gathered
+        parts = torch.split(gathered, most, dim=-1)
+        size = self._through().size
+        bounds = [(self._numel * place // size, self._numel * (place + 1) // size) for place in range(size)]
+        return torch.cat([part[..., : high - low] for part, (low, high) in zip(parts, bounds, strict=True)], dim=-1)
+
+    def _with(self, own: Tensor) -> LogitParts:
+        return LogitParts(own, self._numel, self._first, self._through())
+
+    def cross_entropy(self, target: Tensor, ignore_index: int) -> Tensor:
+        """(tokens,) of (tokens, numel): 0 where the target is ignored."""
+        loss: Tensor = _CrossEntropy.apply(self.own, target, self._first, ignore_index, self._through())  # type: ignore[no-untyped-call]
+        return loss
+
+
+def _is_covered(
+    input: Any,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> bool:
+    """Whether it is a loss of indices, each for a row of logits, that all count alike."""
+    is_plain = weight is None and size_average is None and reduce is None and not label_smoothing
+    return is_plain and isinstance(input, LogitParts) and input.dim() == 2 and not target.is_floating_point()
+
+
+def _cross_entropy(
+    input: LogitParts, target: Tensor, *args: Any, ignore_index: int = -100, reduction: str = "mean", **kwargs: Any
+) -> Tensor:
+    if len(args) > 2:  # weight, size_average, ignore_index, reduce, reduction
+        ignore_index = args[2]
+    if len(args) > 4:
+        reduction = args[4]
+    losses = input.cross_entropy(target, ignore_index)
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / (target != ignore_index).sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """loss[t] = log sum_v exp x[t, v] - x[t, target[t]], of which each rank has some v.
+
+    dx = (softmax(x) - onehot(target)) dloss. Each rank gives three numbers of a token: the largest of its logits, the
+    sum of exponentials beside it, and the target's logit, if that is its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Tensor, first: int, ignore_index: int, exchange: Exchange) -> Tensor:
+        logits = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        own = target - first
+        is_own = (own >= 0) & (own < logits.shape[1]) & (target != ignore_index)
+        most = logits.max(dim=1).values
+        exponentials = (logits - most[:, None]).exp_()
+        chosen = logits.gather(1, own.where(is_own, 0)[:, None])[:, 0].where(is_own, 0)
+        parts = exchange.gather(torch.stack([most, exponentials.sum(dim=1), chosen])[None], 0, "the loss of logits")
+        overall = parts[:, 0].max(dim=0).values
+        total = (parts[:, 1] * (parts[:, 0] - overall).exp()).sum(dim=0)
+        losses = (overall + total.log() - parts[:, 2].sum(dim=0)).where(target != ignore_index, 0)
+        exponentials *= ((most - overall).exp() / total)[:, None]
+        ctx.save_for_backward(exponentials, own, is_own, target != ignore_index)
+        ctx.dtype = x.dtype
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *dloss: Tensor) -> Any:
+        softmax, own, is_own, counts = ctx.saved_tensors
+        scale = dloss[0] * counts
+        dx = softmax * scale[:, None]
+        dx.scatter_add_(1, own.where(is_own, 0)[:, None], -(scale * is_own)[:, None])
+        return dx.to(ctx.dtype), None, None, None, None

@@ -1,0 +1,89 @@
+"""Split over a tensor axis, a model trains as one process does: losses, norms, and parameters in the end."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import models
+from tests.parallel import models_of_others as others
+from tests.ranks import RankPool
+from tests.zero.training import Case, Outcome, assert_close, train_all, train_plainly
+
+TOLERANCE = (
+    1e-6  # a loss of transformers is computed in float32; for the same reason the optimizer is one that is linear
+)
+SGD: dict[str, Any] = {"type": "sgd", "params": {"lr": 0.1, "momentum": 0.9}}
+
+
+def case_of(build: Callable[[], nn.Module], batch: Any = others.tokens) -> Case:
+    return Case(build, batch, clip=0.5, accumulation=2, steps=2, config={"optimizer": SGD})
+
+
+def split(case: Case, stage: int, route: str = "auto", **parallel: int) -> Case:
+    return case.at(stage, config={"parallel": parallel, "communication": {"route": route}})
+
+
+def plainly(case: Case, num_ranks: int) -> Outcome:
+    return train_plainly(case, num_ranks, partial(torch.optim.SGD, lr=0.1, momentum=0.9), num_parts=2)
+
+
+LLAMA = case_of(others.llama)
+CASES = {
+    "llama": LLAMA,
+    "qwen3": case_of(others.qwen),
+    "gpt2": case_of(others.gpt2),
+    "t5": case_of(others.t5),
+    "vit": case_of(others.vit, others.pictures),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_models_of_others_train_as_in_one_process(ranks: RankPool, name: str) -> None:
+    expected = plainly(CASES[name], 1)
+    for outcome in ranks(2, train_all, [split(CASES[name], stage, tensor=2) for stage in (0, 1, 2, 3)])[0]:
+        assert_close(outcome, expected, TOLERANCE, TOLERANCE)
+
+
+def test_three_axes_train_as_in_one_process(ranks: RankPool) -> None:
+    expected = plainly(LLAMA, 2)
+    for outcome in ranks(8, train_all, [split(LLAMA, stage, pipeline=2, tensor=2) for stage in (1, 3)], timeout=150)[0]:
+        assert_close(outcome, expected, TOLERANCE, TOLERANCE)
+
+
+@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
+def test_heads_of_keys_that_several_ranks_have_are_counted_once(ranks: RankPool, route: str) -> None:
+    case = case_of(others.grouped_llama)
+    expected = plainly(case, 1)
+    for outcome in ranks(4, train_all, [split(case, stage, route, tensor=4) for stage in (0, 3)])[0]:
+        assert_close(outcome, expected, TOLERANCE, TOLERANCE)
+
+
+@pytest.mark.parametrize("route", ["sockets", "native"])
+def test_tensor_and_shard_train_as_in_one_process(ranks: RankPool, route: str) -> None:
+    expected = plainly(LLAMA, 2)
+    for outcome in ranks(4, train_all, [split(LLAMA, stage, route, tensor=2) for stage in (1, 2, 3)])[0]:
+        assert_close(outcome, expected, TOLERANCE, TOLERANCE)
+
+
+def tiny_gpt_64() -> nn.Module:
+    return models.TinyGPT().double()
+
+
+def tied_gpt_64() -> nn.Module:
+    return models.TinyGPT(tied=True).double()
+
+
+PLAN = {"blocks.*.up": "column", "blocks.*.down": "row", "embedding": "vocabulary", "head": "vocabulary"}
+
+
+@pytest.mark.parametrize("build", [tiny_gpt_64, tied_gpt_64])
+def test_a_plan_splits_any_model(ranks: RankPool, build: Callable[[], nn.Module]) -> None:
+    case = Case(build, models.token_batch, clip=0.3, accumulation=2, steps=3)
+    expected = train_plainly(case, 1, num_parts=2)
+    config: dict[str, Any] = {"parallel": {"tensor": 2}, "tensor_parallel": {"plan": PLAN}}
+    for outcome in ranks(2, train_all, [case.at(stage, config=config) for stage in (0, 3)])[0]:
+        assert_close(outcome, expected, 1e-10, 1e-10)

@@ -21,7 +21,6 @@ from torch.nn import functional
 
 from ..comm import Exchange
 
-
 IGNORED = -100
 _TOKENS = ("input_ids", "inputs_embeds")
 

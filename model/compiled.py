@@ -138,7 +138,10 @@ def _compiling(compiled: Compiled, module: nn.Module, units: Collection[int]) ->
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, into which no compiler goes: graphs break there. Where the compiler is not loaded, as it is."""
-    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function  # loading takes a second
+    if "torch._dynamo" not in sys.modules:  # loading it takes a second
+        return function
+    made: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]  # as torch has it
+    return made
 
 
 def refuse_to_be_traced(what: str) -> None:

@@ -100,7 +100,7 @@ class Steps:
         self._is_last: bool | None = None  # as the caller says; None: by their number
         self._by_hand = False  # he has said so in this step
         self.clipping: Clipping | None = None  # of the gradients of this step, by the caller
-        self._doubt: tuple[bool, Callable[[], None]] | None = None
+        self._doubt: tuple[bool | Tensor, Callable[[], None]] | None = None
         self._config = config
         self._mesh = mesh
         self._join = join

@@ -69,6 +69,8 @@ def json_schema() -> dict[str, Any]:
         _allow(schema, path, {"type": "null"})
     for path in [*AUTO, *BATCH_KEYS, *PLANNED]:
         _allow(schema, path, {"const": "auto"})
+    for size in ({"const": "auto"}, {"type": "integer", "minimum": 0}):
+        _allow(schema, "tiles", size)
     for alias, path in ALIASES.items():
         for home in _properties(schema, alias):
             home[alias.rpartition(".")[2]] = home[path.rpartition(".")[2]]

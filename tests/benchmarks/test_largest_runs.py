@@ -131,7 +131,7 @@ def test_the_longest_sequence_is_searched_for_each_contender(
         return jobs.BudgetResult([5.0, 4.0], [0.01, 0.01], peak_bytes, 1.0)
 
     monkeypatch.setattr(longest, "run_budget_job", run_job)
-    given = ["--device", "cpu", "--budget-mib", "200", "--sequence", "--contenders"] + [*kib_of_a_token]
+    given = ["--device", "cpu", "--budget-mib", "200", "--sequence", "--contenders", *kib_of_a_token]
     said = io.StringIO()
     found = longest.search(largest.parse_arguments(given), Console(file=said, width=200))
     assert found == {"lowtide-3": 1024, "lowtide-3-long": 10240}

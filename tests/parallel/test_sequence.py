@@ -303,3 +303,14 @@ def save_and_train(folder: str, size: int) -> list[float]:
 def test_a_checkpoint_knows_of_no_sequences(ranks: RankPool, tmp_path: Path) -> None:
     saved = ranks(2, save_and_train, str(tmp_path), 2)[0]
     assert ranks(1, save_and_train, str(tmp_path), 1)[0] == pytest.approx(saved, rel=1e-5)
+
+
+def beside_tensor(tensor: int) -> dict[str, Tensor]:
+    parallel = {"sequence": 2, "tensor": tensor} if tensor > 1 else {}
+    return train("llama", config_of(3, parallel=parallel), "odd")
+
+
+def test_ranks_share_layers_beside_sequences(ranks: RankPool) -> None:
+    shared, alone = ranks(4, beside_tensor, 2)[0], ranks(1, beside_tensor, 1)[0]
+    for key, value in alone.items():
+        assert (shared[key] - value).norm() <= 1e-6 * value.norm() + 2e-7, key

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..comm import Activity, Mesh
@@ -90,7 +91,8 @@ class Pipeline:
         steps.guard.check()
         self._mesh.world.progress.enter(Activity.PIPELINE)
         differ = self._differ(given)
-        steps.doubt(differ, lambda: self._same.refuse(differ))
+        found = torch.full((), differ, device=self._mesh.world.device)
+        steps.doubt(found, lambda: self._same.refuse(differ))
         with self._remembers_failure(), steps.backward(len(given)):
             losses = self._training.pass_by() if differ else self._training.run(ready, steps.scale.seed)
         steps.losses.extend(losses)

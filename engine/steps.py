@@ -100,7 +100,7 @@ class Steps:
         self._is_last: bool | None = None  # as the caller says; None: by their number
         self._by_hand = False  # he has said so in this step
         self.clipping: Clipping | None = None  # of the gradients of this step, by the caller
-        self._doubt: tuple[bool | Tensor, Callable[[], None]] | None = None
+        self._doubt: tuple[Tensor, Callable[[], None]] | None = None
         self._config = config
         self._mesh = mesh
         self._join = join
@@ -187,7 +187,7 @@ class Steps:
             raise
         self.end_backward(num_microbatches)
 
-    def doubt(self, found: bool | Tensor, tell: Callable[[], None]) -> None:
+    def doubt(self, found: Tensor, tell: Callable[[], None]) -> None:
         """Of the step that begins. found: on this rank. If it is so on any, all of which must call this, then nothing
         is updated after the norm, and `tell`, which raises why, is called on all."""
         self._doubt = found, tell
@@ -349,8 +349,8 @@ class Steps:
         events = (self.update.has_failed(), *events)
         losses, what = self._losses_by_weight(), f"the norm of step {number}"
         seen, doubt = self.guard.take_seen(), self._doubt
-        if doubt is not None and doubt[0]:
-            seen = torch.ones((), dtype=torch.bool, device=self._mesh.world.device)
+        if doubt is not None:
+            seen = doubt[0].any() if seen is None else seen | doubt[0].any()
         cleared = self._shown.mark
         summed = sum_step(self._mesh, self.gradients, losses, events, what, self._uses, seen, cleared)
         is_started = self._update_if_finite(summed, number)

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..comm import Activity, Mesh
 from ..model.ledger import Ledger
-from ..offload import OnHost
-from ..pipe.executor import Executor, shapes_in
+from ..pipe.executor import Executor
 from ..pipe.schedules.action import Action, Op
 from ..pipe.schedules.schedule import Schedule
-from ..pipe.split.trees import leaves
 from ..pipe.stage import make_stages
 from ..zero.scheduled_units import ScheduledUnits
 from ..zero.unit import Unit
-from .axes import PIPE
 from .batch import call_for_loss, loss_of
 from .join import NO_JOIN, Call
 from .pipeline_plan import LossFn, PipelinePlan
+from .same_batch import SameBatch
 from .steps import Steps
 from .turn import Turn
 
@@ -47,8 +43,7 @@ class Pipeline:
         self._mesh = mesh
         stages = dict(zip(plan.stages, make_stages(module, plan.split, plan.stages, ledger), strict=True))
         self.passes = ScheduledUnits(units, {stage: plan.members(units, stage) for stage in plan.stages}, mesh)
-        self._unread: OnHost | None = None  # whether ranks were given other batches
-        self._kinds: set[Hashable] = set()  # of batches, that were the same
+        self._same = SameBatch(mesh)
         self._failure: str | None = None  # of an earlier step, in the middle of its schedule
         self._training, self._evaluation = (
             Executor(
@@ -95,7 +90,7 @@ class Pipeline:
         self._mesh.world.progress.enter(Activity.PIPELINE)
         differs = self._check_same(given)
         if differs is not None:
-            steps.doubt(differs, self._read_check)
+            steps.doubt(differs, self._same.read)
         with self._remembers_failure(), steps.backward(len(given)):
             losses = self._training.run(ready, steps.scale.seed)
         steps.losses.extend(losses)
@@ -118,7 +113,7 @@ class Pipeline:
         try:
             with self._remembers_failure():
                 losses = self._evaluation.run([ready])
-            self._read_check()
+            self._same.read()
             return losses
         finally:
             self.passes.release_all()
@@ -138,46 +133,14 @@ class Pipeline:
         )
 
     def _check_same(self, batches: Sequence[Any]) -> Tensor | None:
-        """A loader that divides its data by rank and world_size gives each stage another part: wrong, and not seen.
-
-        Returns (1,) on the device, not 0 where that is so: the host is told at the end, by `_read_check`. But not for
-        the first of its shapes: stages that expect other shapes than are sent would wait in vain. None where it knows.
-        """
-        if self._failure is not None:  # messages may still be under way, and would be taken for those of this step
+        """As `SameBatch.check`. Raises RuntimeError where messages of an earlier step may be under way."""
+        if self._failure is not None:  # they would be taken for those of this step
             raise RuntimeError(
                 "pipeline: expected ranks that are in step with each other, found that an earlier step has failed on "
                 f"this one in the middle of its schedule ({self._failure}); start all ranks again, from the last "
                 "checkpoint"
             )
-        self._read_check()
-        digest, what = _digest_of(batches), "the check of the batch"
-        pipe, device = self._mesh.axes[PIPE], self._mesh.world.device
-        own = torch.full((1,), digest, dtype=torch.int64, device=device)
-        differs = anywhere = (pipe.route.sum_small(own, what) != digest * pipe.size).long()
-        if self._mesh.world.size > pipe.size:  # a step that fails must fail on all, for the next one to be the same
-            anywhere = self._mesh.sum_small(differs, what)
-        self._unread = OnHost(torch.cat([differs, anywhere]))
-        kind = shapes_in(batches)
-        if device.type == "cpu" or kind not in self._kinds:
-            self._kinds.add(kind)
-            self._read_check()
-            return None
-        return anywhere
-
-    def _read_check(self) -> None:
-        """Raises ValueError where ranks were given other batches, which nobody was told yet."""
-        unread, self._unread = self._unread, None
-        if unread is None:
-            return
-        differs, anywhere = unread.read().tolist()
-        if anywhere:
-            ranks = self._mesh.axes[PIPE].ranks
-            where = f"ranks {', '.join(map(str, ranks))}" if differs else "not this rank's"
-            raise ValueError(
-                f"batch: expected the same one on the {len(ranks)} ranks of a pipeline ({where}), found "
-                "different ones; divide the data by engine.data_rank and engine.data_size, not by engine.rank and "
-                "engine.world_size"
-            )
+        return self._same.check(batches)
 
 
 def _evaluation(schedule: Schedule) -> Schedule:
@@ -191,13 +154,3 @@ def _evaluation(schedule: Schedule) -> Schedule:
             for rank in range(schedule.num_ranks)
         ),
     )
-
-
-def _digest_of(batches: Sequence[Any]) -> int:
-    """A number that differs where batches do: of shapes, and of the values that are on the CPU."""
-    digest = zlib.crc32(repr(shapes_in(batches)).encode())
-    for leaf in leaves(batches):
-        if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.numel():
-            values = leaf.detach().contiguous().reshape(-1).view(torch.uint8)
-            digest = zlib.crc32(values.numpy().data, digest)
-    return digest

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm import Activity, Progress
+from ..comm import Activity, Mesh
 from ..zero.hooks import UnitHooks
 from ..zero.sequence import UnitSequence
 from ..zero.unit import Unit
 from .archive.named_state import Whole
 from .batch import call, call_for_loss, forward, loss_of
 from .join import Call
+from .same_batch import SameBatch
 from .sequences import Sequences, weighted_loss
 from .steps import Steps
 from .turn import Turn
@@ -32,7 +33,7 @@ class WholeModel:
         hooks: UnitHooks,
         loss_fn: Callable[[Any, Any], Tensor] | None,
         saving: AbstractContextManager[object],
-        progress: Progress,
+        mesh: Mesh,
         sequences: Sequences | None = None,
     ) -> None:
         """passes: told of all uses by the hooks. saving: entered around forwards; what they save for the backward.
@@ -43,11 +44,13 @@ class WholeModel:
         self._hooks = hooks
         self._loss_fn = loss_fn
         self.saving = saving
-        self._progress = progress
+        self._progress = mesh.world.progress
+        self._same = SameBatch(mesh)
         self._sequences = sequences
 
     def train(self, steps: Steps, microbatches: Iterator[Any]) -> None:
         for microbatch in microbatches:
+            self._check_same(steps, microbatch)
             own, factor = self._part(microbatch)
             ready = steps.prepared(own)
             steps.begin_forward()
@@ -56,7 +59,14 @@ class WholeModel:
                 loss = weighted_loss(loss_of(output, ready, self._loss_fn), factor)
             self.backward(steps, loss)
 
+    def _check_same(self, steps: Steps, batch: Any) -> None:
+        differs = self._same.check([batch])
+        if differs is not None:
+            steps.doubt(differs, self._same.read)
+
     def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if torch.is_grad_enabled():
+            self._check_same(steps, (args, kwargs))
         factor = None
         if self._sequences is not None:
             kwargs, factor = self._sequences.part_of_call(args, kwargs)

@@ -89,7 +89,7 @@ def t5() -> nn.Module:
 
 def vit() -> nn.Module:
     sizes = {key: value for key, value in COMMON.items() if key not in ("vocab_size", "max_position_embeddings")}
-    config = ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=5)
+    config = ViTConfig.from_dict({**sizes, "image_size": 8, "patch_size": 4, "num_labels": 5})
     return OwnVitForImageClassification(config).double()
 
 

@@ -17,6 +17,7 @@ from ..kernels.cpu_optimizer import cpu_kernel
 from ..model.compiled import Compiled
 from ..model.ledger import Ledger
 from ..offload import ActivationOffload, in_storages_of
+from ..parallel.alike import watch_copies
 from ..parallel.layers import SplitLayers
 from ..parallel.randomness import Randomness, draws
 from ..watch.log import logger
@@ -213,6 +214,7 @@ def _split_layers(blueprint: Blueprint, mesh: Mesh, module: nn.Module, ledger: L
     exchange = mesh.exchange((TENSOR,))
     randomness = Randomness(exchange, mesh.world.device) if draws(module) else None
     SplitLayers(blueprint.tensor, module, exchange, randomness, ledger)
+    watch_copies(blueprint.tensor, module, exchange, ledger)
 
 
 def _move(param: nn.Parameter, values: Tensor) -> None:

@@ -156,7 +156,11 @@ class LogitParts:
         return LogitParts(own, self._numel, self._first, self._through())
 
     def cross_entropy(self, target: Tensor, ignore_index: int) -> Tensor:
-        """(tokens,) of (tokens, numel): 0 where the target is ignored."""
+        """(tokens,) of (tokens, numel): 0 where the target is ignored. Raises IndexError for one that is no token."""
+        if target.device.type == "cpu":  # elsewhere the host would wait
+            outside = target[((target < 0) | (target >= self._numel)) & (target != ignore_index)]
+            if outside.numel():
+                raise IndexError(f"Target {int(outside[0])} is out of bounds.")  # as torch says it
         loss: Tensor = _CrossEntropy.apply(self.own, target, self._first, ignore_index, self._through())  # type: ignore[no-untyped-call]
         return loss
 

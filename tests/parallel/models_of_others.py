@@ -82,9 +82,8 @@ def gpt2(dropout: float = 0.0) -> nn.Module:
 
 def t5() -> nn.Module:
     sizes = {"d_model": 32, "d_kv": 6, "d_ff": 44, "num_layers": 2, "num_heads": 4}
-    return OwnT5ForConditionalGeneration(
-        T5Config(vocab_size=VOCAB, dropout_rate=0.0, decoder_start_token_id=0, **sizes)
-    ).double()
+    config = T5Config.from_dict({**sizes, "vocab_size": VOCAB, "dropout_rate": 0.0, "decoder_start_token_id": 0})
+    return OwnT5ForConditionalGeneration(config).double()
 
 
 def vit() -> nn.Module:

@@ -97,6 +97,29 @@ def test_ranks_with_other_batches_are_told(ranks: RankPool) -> None:
         ranks(2, other_batches)
 
 
+class Between(Drops):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(torch.tanh(self.up(x)) * self.scale)
+        return result.square().mean()
+
+
+def train_between() -> None:
+    engine = lowtide.initialize(Between(), config_of())
+    try:
+        engine.train_step((torch.ones(2, 8),))
+    finally:
+        engine.close()
+
+
+def test_a_parameter_between_splits_that_nobody_names_is_found(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"one gradient of 'scale' on the 2 ranks that have it alike, found another"):
+        ranks(2, train_between)
+
+
 def bytes_there_are(stage: int) -> dict[str, int]:
     torch.manual_seed(0)
     config = config_of(zero_optimization={"stage": stage}, communication={"route": "sockets"})

@@ -48,6 +48,25 @@ def test_models_of_others_train_as_in_one_process(ranks: RankPool, name: str) ->
         assert_close(outcome, expected, TOLERANCE, TOLERANCE)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_four_ranks_train_as_one(ranks: RankPool, name: str) -> None:
+    expected = plainly(CASES[name], 1)
+    for outcome in ranks(4, train_all, [split(CASES[name], stage, tensor=4) for stage in (1, 3)])[0]:
+        assert_close(outcome, expected, TOLERANCE, TOLERANCE)
+
+
+def single_llama() -> nn.Module:
+    return others.llama().float()
+
+
+def test_float32_keeps_losses_and_norms(ranks: RankPool) -> None:
+    case = case_of(single_llama)
+    expected = plainly(case, 1)
+    for outcome in ranks(2, train_all, [split(case, stage, tensor=2) for stage in (0, 3)])[0]:
+        assert outcome.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+        assert outcome.norms == pytest.approx(expected.norms, rel=TOLERANCE)
+
+
 def test_three_axes_train_as_in_one_process(ranks: RankPool) -> None:
     expected = plainly(LLAMA, 2)
     for outcome in ranks(8, train_all, [split(LLAMA, stage, pipeline=2, tensor=2) for stage in (1, 3)], timeout=150)[0]:

@@ -86,10 +86,6 @@ class Exchange:
             pending.wait()
         return out
 
-    def sum_small(self, values: Tensor, what: str) -> Tensor:
-        """The exact sum over the ranks of a small int64 vector; also a barrier."""
-        return self._axis.route.sum_small(values, what)
-
     def part(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of what all have: a view."""
         size = x.shape[dim] // self.size

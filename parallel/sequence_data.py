@@ -90,7 +90,6 @@ class SequenceData:
         tokens = next(given[name] for name in _TOKENS if name in given)
         rows, length = tokens.shape[:2]
         self._check(given, length)
-        self._check_alike(tokens)
         positions = given.pop("position_ids", None)
         seen = given.pop("attention_mask", None)
         whole = self._whole(positions, seen, length)
@@ -138,20 +137,6 @@ class SequenceData:
                     "say where a part stands, shift_labels have each label where it is predicted (-100: none), and "
                     "the model gives the mean loss over them"
                 )
-
-    def _check_alike(self, tokens: Tensor) -> None:
-        """That all ranks of the axis were given the same; of a batch in host memory, where it costs no wait."""
-        if tokens.device.type != "cpu" or tokens.is_floating_point():
-            return
-        weights = torch.arange(1, tokens.numel() + 1) % 1_000_003
-        own = (tokens.reshape(-1).long() * weights).sum() % 1_000_000_007
-        total = self._exchange.sum_small(torch.stack([own, own * own]), "the tokens of a batch")
-        size = self._exchange.size
-        if int(total[0]) != size * int(own) or int(total[1]) != size * int(own * own):
-            raise SequenceError(
-                f"batch: expected the same sequences on all {size} ranks that share them, found different ones; give "
-                "each group of ranks its batch, by engine.data_rank of engine.data_size"
-            )
 
     def _whole(self, positions: Tensor | None, seen: Tensor | None, length: int) -> Whole:
         size = self._padded(length)

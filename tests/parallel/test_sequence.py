@@ -208,7 +208,7 @@ REFUSED = {
     "short": "sequence(2) > tokens(1): a rank would have none",
     "positional": "expected a call with names alone, engine(**batch), found positional arguments",
     "no labels": "expected labels among the inputs",
-    "differs": "batch: expected the same sequences on all 2 ranks that share them, found different ones",
+    "differs": "batch: expected the same one on the 2 ranks of sequence",
 }
 
 

@@ -60,7 +60,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _show(report: MemoryReport, num_ranks: int, console: Console) -> None:
+    """num_ranks: of which there is a report."""
     of = f", the fullest of {num_ranks}" if num_ranks > 1 else ""
+    of += f" of {report.world_size} ranks (the others have no file here)" if num_ranks < report.world_size else ""
     console.print(f"rank {report.rank}{of}, after step {report.step}", highlight=False)
     console.print(_kinds(report))
     if report.why_not:

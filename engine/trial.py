@@ -220,8 +220,8 @@ class Trial:
             if self._world is not None and not self._world.rank:  # where this step fails, it is known
                 _write(Path(self.request.result), {"num_steps": 0, "batch": self.batch})
 
-    def ends_after_step(self) -> bool:
-        """Called at the end of each step; whether it was the last one of the trial."""
+    def after_step(self, close: Callable[[], None]) -> None:
+        """At the end of each step; the last one of the trial closes the engine, and raises SystemExit."""
         is_last = len(self._ends) == self.request.warmup + self.request.steps - 1
         if is_last and self._world is not None and self._world.device.type != "cpu":
             torch.accelerator.synchronize(self._world.device)
@@ -229,7 +229,13 @@ class Trial:
         if is_last:
             self._finish()
             logger.info("trial of `lowtide tune`: %d steps are done, leaving", len(self._ends))
-        return is_last
+            close()
+            raise SystemExit(0)
+
+    def note_unwritten(self, what: str) -> None:
+        """A trial must not put its weights in the place of those of a training."""
+        if self._world is not None and not self._world.rank:
+            logger.info("trial of `lowtide tune`: no %s is written", what)
 
     def _finish(self) -> None:
         """Writes what was measured, once."""

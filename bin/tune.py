@@ -27,7 +27,7 @@ from ..engine.trial import Request
 from . import launch
 from .arguments import Parser
 from .trials import Outcome, run
-from .tuned import Tried, draw, table
+from .tuned import Tried, draw, ignored_rows, table
 
 HELP = "try the planner's best configs with your own script, and keep the fastest"
 _EXAMPLES = """examples:
@@ -184,11 +184,14 @@ class _Tuning:
 
     def _conclude(self, tried: Sequence[Tried], plan: Mapping[str, Any] | None) -> int:
         console = Console() if Console().is_terminal else Console(width=132)
-        console.print(table(tried))
+        if tried:
+            console.print(table(tried))
         measured = [one for one in tried if one.outcome.state == "measured"]
         if not measured:
             print("lowtide tune: no trial has run; the output of each is in its folder", file=sys.stderr)
             return 1
+        if text := ignored_rows(measured):
+            print(f"lowtide tune: {text}", file=sys.stderr)
         best = max(measured, key=lambda one: one.samples_per_second)
         self._best.write_text(json.dumps(best.outcome.result["config"], indent=2) + "\n", encoding="utf-8")
         print(f"the fastest is {best.name}, {best.samples_per_second:.4g} samples/s: {self._best}")

@@ -40,6 +40,21 @@ class Tried:
         return -self.samples_per_second if self.outcome.state == "measured" else 0.0
 
 
+def ignored_rows(measured: Sequence[Tried]) -> str:
+    """What to say of a script whose microbatches stay as they are where the config has another number of rows."""
+    for one in measured:
+        for other in measured:
+            rows, others = (each.planned.get("choice", {}).get("rows") for each in (one, other))
+            batch = one.outcome.result.get("batch")
+            if None not in (rows, others, batch) and rows != others and batch == other.outcome.result.get("batch"):
+                return (
+                    f"{one.name} has {rows} rows a microbatch, {other.name} {others}, and the script gave both the "
+                    "same: samples/s are not true. Expected batches by engine.config.train_micro_batch_size_per_gpu; "
+                    'or give the batch sizes in CONFIG values, and only other keys "auto"'
+                )
+    return ""
+
+
 def table(tried: Sequence[Tried]) -> Table:
     """The fastest first. A column for each key of the choices in which they differ."""
     choices = [one.planned["choice"] for one in tried if one.planned]

@@ -241,6 +241,15 @@ def test_a_config_that_needs_too_much_memory_is_still_planned_with_its_batch(fol
     assert request["batch"] == {"list": [5]}
 
 
+def test_a_script_that_does_not_take_its_rows_from_the_config_is_told(folder: Path, capsys: Any) -> None:
+    plan(folder, 0.4, a=0.2)
+    values = json.loads((folder / "plan.json").read_text())
+    values["best"][0]["choice"]["rows"] = 2
+    (folder / "plan.json").write_text(json.dumps(values))
+    assert main(["c.json", "train.py"]) == 0
+    assert "given has 4 rows a microbatch, trial-1 2, and the script gave both the same" in capsys.readouterr().err
+
+
 def test_a_trial_of_another_plan_is_not_taken_for_one_of_this(folder: Path) -> None:
     plan(folder, 0.4, a=0.2, b=0.1)
     assert main(["c.json", "--trials", "1", "train.py"]) == 0

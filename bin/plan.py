@@ -74,12 +74,16 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         print(f"lowtide plan: {error}", file=sys.stderr)
         return 1
     show(plan, console, arguments.tokens)
-    if arguments.png:
-        draw(plan, Path(arguments.png))
-        print(f"picture written to {arguments.png}")
-    if arguments.write:
-        Path(arguments.write).write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
-        print(f"config written to {arguments.write}")
+    try:
+        if arguments.write:
+            Path(arguments.write).write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
+            print(f"config written to {arguments.write}")
+        if arguments.png:
+            draw(plan, Path(arguments.png))
+            print(f"picture written to {arguments.png}")
+    except (ValueError, OSError) as error:
+        print(f"lowtide plan: {error}", file=sys.stderr)
+        return 1
     return 0 if plan.fits else 1
 
 

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from ..engine.planning.choice import KEYS, Choice
 from ..engine.planning.plan import Alternative, Plan
+from .pictures import picture
 
 _LINKS = {"intra": "to devices of the host", "inter": "to other hosts", "pipe": "to the stages before and after"}
 
@@ -95,25 +96,17 @@ def _same(choice: Choice, names: Sequence[str]) -> str:
 
 def draw(plan: Plan, path: Path) -> None:
     """The front of time and memory."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for label, rows, marker in (("front", plan.front, "o-"), ("do not fit", plan.beyond, "x")):
-        axes.plot([r.peak_bytes / 1e9 for r in rows], [1 / r.samples_per_second for r in rows], marker, label=label)
-    axes.axvline(plan.machine.device_bytes / 1e9, color="gray", linestyle="--", label="device memory")
-    axes.plot(
-        [plan.peak_bytes / 1e9], [plan.step_seconds / plan.samples_per_step], "*", markersize=14, label="the plan"
-    )
-    axes.set_xlabel("peak of the fullest rank, GB")
-    axes.set_ylabel("seconds a sample")
-    axes.set_title(f"{plan.machine.num_devices} devices on {plan.machine.num_hosts} hosts", loc="left")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with picture(path, 8, 5) as axes:
+        for label, rows, marker in (("front", plan.front, "o-"), ("do not fit", plan.beyond, "x")):
+            axes.plot([r.peak_bytes / 1e9 for r in rows], [1 / r.samples_per_second for r in rows], marker, label=label)
+        axes.axvline(plan.machine.device_bytes / 1e9, color="gray", linestyle="--", label="device memory")
+        axes.plot(
+            [plan.peak_bytes / 1e9], [plan.step_seconds / plan.samples_per_step], "*", markersize=14, label="the plan"
+        )
+        axes.set_xlabel("peak of the fullest rank, GB")
+        axes.set_ylabel("seconds a sample")
+        axes.set_title(f"{plan.machine.num_devices} devices on {plan.machine.num_hosts} hosts", loc="left")
+        axes.legend()
 
 
 def _gb(nbytes: float, unit: str = " GB") -> str:

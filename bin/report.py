@@ -8,10 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ..engine.memory_report import MemoryReport, reports_in
 from .arguments import Parser
+from .pictures import picture
 
 HELP = "say what a recorded step held, when, and who held it, beside what was predicted"
 _EXAMPLES = """examples:
@@ -48,19 +50,25 @@ def main(argv: Sequence[str]) -> int:
         if not report.samples:
             print("lowtide report: --png: expected a recorded step, found a report without one", file=sys.stderr)
             return 1
-        draw(report, options.png)
+        try:
+            draw(report, options.png)
+        except (ValueError, OSError) as error:
+            print(f"lowtide report: {error}", file=sys.stderr)
+            return 1
         print(f"timeline: {options.png}")
     return 0
 
 
 def _show(report: MemoryReport, num_ranks: int, console: Console) -> None:
+    """num_ranks: of which there is a report."""
     of = f", the fullest of {num_ranks}" if num_ranks > 1 else ""
+    of += f" of {report.world_size} ranks (the others have no file here)" if num_ranks < report.world_size else ""
     console.print(f"rank {report.rank}{of}, after step {report.step}", highlight=False)
     console.print(_kinds(report))
     if report.why_not:
-        console.print(f"no prediction of activations: {report.why_not}", highlight=False, soft_wrap=True)
+        console.print(f"no prediction of activations: {report.why_not}", highlight=False, markup=False, soft_wrap=True)
     if report.peak_bytes is not None:
-        console.print(f"the peak was in: {report.moment}", highlight=False, soft_wrap=True)
+        console.print(f"the peak was in: {report.moment}", highlight=False, markup=False, soft_wrap=True)
         console.print(_rows("at the peak, beside model states", report.owners[:_MAX_ROWS]))
     if report.allocator_bytes is not None:
         console.print(
@@ -89,7 +97,7 @@ def _rows(title: str, rows: Sequence[tuple[str, int]]) -> Table:
     table.add_column("")
     table.add_column("MB", justify="right")
     for name, nbytes in rows:
-        table.add_row(name, _mb(nbytes))
+        table.add_row(escape(name), _mb(nbytes))
     return table
 
 
@@ -99,33 +107,25 @@ def _mb(nbytes: int | None) -> str:
 
 def draw(report: MemoryReport, path: Path) -> None:
     """The kinds, one above the other, from moment to moment."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     samples: Sequence[tuple[str, Mapping[str, int]]] = report.samples
-    figure, axes = pyplot.subplots(figsize=(11, 5))
-    kinds = list(samples[0][1])
-    places = list(range(len(samples)))
-    heights = [[one[kind] / 1e6 for _, one in samples] for kind in kinds]
-    axes.stackplot(places, *heights, labels=[kind.removesuffix("_bytes") for kind in kinds], step="mid")
-    peak = max(places, key=lambda place: sum(samples[place][1].values()))
-    total = sum(samples[peak][1].values()) / 1e6
-    axes.annotate(
-        f"{samples[peak][0]}: {total:.4g} MB", (peak, total), (0, 12), textcoords="offset points", ha="center"
-    )
-    if report.predicted_peak_bytes is not None:
-        axes.axhline(report.predicted_peak_bytes / 1e6, color="black", linestyle="--", label="predicted peak")
-    axes.margins(y=0.15)
-    every = max(1, len(samples) // 30)
-    axes.set_xticks(places[::every], [_short(samples[place][0]) for place in places[::every]], rotation=90)
-    axes.set_ylabel("MB")
-    axes.set_title(f"rank {report.rank}, one step", loc="left")
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with picture(path, 11, 5) as axes:
+        kinds = list(samples[0][1])
+        places = list(range(len(samples)))
+        heights = [[one[kind] / 1e6 for _, one in samples] for kind in kinds]
+        axes.stackplot(places, *heights, labels=[kind.removesuffix("_bytes") for kind in kinds], step="mid")
+        peak = max(places, key=lambda place: sum(samples[place][1].values()))
+        total = sum(samples[peak][1].values()) / 1e6
+        axes.annotate(
+            f"{samples[peak][0]}: {total:.4g} MB", (peak, total), (0, 12), textcoords="offset points", ha="center"
+        )
+        if report.predicted_peak_bytes is not None:
+            axes.axhline(report.predicted_peak_bytes / 1e6, color="black", linestyle="--", label="predicted peak")
+        axes.margins(y=0.15)
+        every = max(1, len(samples) // 30)
+        axes.set_xticks(places[::every], [_short(samples[place][0]) for place in places[::every]], rotation=90)
+        axes.set_ylabel("MB")
+        axes.set_title(f"rank {report.rank}, one step", loc="left")
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _short(moment: str) -> str:

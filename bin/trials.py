@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,40 +25,47 @@ _NO_MEMORY = re.compile(
     r"OutOfMemoryError|MemoryError|out of memory|not enough memory|an't allocate memory|annot allocate memory"
 )
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
-_FRAME = re.compile(r"^[│┌└─]+ ?|^\[rank ?\d+\] ?")
+_FRAME = re.compile(r"^(?:[│┌└─]+ ?|\[rank ?\d+\]:? ?)+")
+_LAUNCHER = "lowtide launch: "
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a trial. seconds: of all of it. words: its last ones, or why it has no result.
+    """What became of a trial. seconds: of all of it. words: its last ones, or why it was not measured.
 
-    result: what the trial has written; None where it has not.
+    result: what the trial has written, of one that was not measured perhaps a part of it.
     """
 
     state: State
     seconds: float
     words: str = ""
-    result: Mapping[str, Any] | None = None
+    result: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, folder: Path) -> "Outcome | None":
-        """Of a trial that was made before; None of one that was not, or was interrupted."""
+    def read(cls, folder: Path, request: Request, limit: float) -> "Outcome | None":
+        """Of the same trial that was made before; None of one that was not, or whose end may be another one now."""
         try:
-            return cls(**json.loads((folder / "outcome.json").read_text(encoding="utf-8")))
-        except FileNotFoundError:
+            if Request.read(folder / "request.json") != request:
+                return None
+            known = cls(**json.loads((folder / "outcome.json").read_text(encoding="utf-8")))
+        except (FileNotFoundError, ValueError, TypeError):  # none, or what another version has written
             return None
+        is_over = known.state != "failed" and (known.state != "time limit" or known.seconds >= limit)
+        return known if is_over else None
 
 
 def run(request: Request, folder: Path, words: Sequence[str], limit: float, key: str) -> Outcome:
     """Runs `lowtide launch` with these words as a trial in `folder`, unless that was done. limit: in seconds.
 
-    key: of the result, without which there is none. An interruption ends the job, and leaves the trial to be made.
+    key: of the result, without which there is none. An interruption ends the job, and leaves the trial to be made. One
+    that failed is made again, since the script may be another now, and one whose time ended, where there is more.
     """
-    if (known := Outcome.read(folder)) is not None:
+    if (known := Outcome.read(folder, request, limit)) is not None:
         return known
     folder.mkdir(parents=True, exist_ok=True)
-    Path(request.result).unlink(missing_ok=True)
+    for left in (folder / "outcome.json", Path(request.result), *folder.glob("memory-rank*.json")):
+        left.unlink(missing_ok=True)
     asked = folder / "request.json"
     request.write(asked)
     begun = time.monotonic()
@@ -104,26 +111,42 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 def _judged(request: Request, folder: Path, status: int | None, seconds: float, limit: float, key: str) -> Outcome:
     text = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
-    with contextlib.suppress(FileNotFoundError):
-        result = json.loads(Path(request.result).read_text(encoding="utf-8"))
-        if result.get(key) is not None:
-            result["peak_bytes"] = _peak_of(folder)
-            return Outcome("measured", seconds, result=result)
-        if status == 0:
-            needed = request.warmup + 2
-            words = f"ended after {result['num_steps']} steps; expected at least {needed}, of which {request.warmup} "
-            return Outcome("failed", seconds, words + "are not timed: train for longer, or lower --warmup")
+    result = _result_of(request)
+    is_whole = (
+        status == 0 or result.get("num_steps") == request.warmup + request.steps
+    )  # else an error came after some timed steps
+    if result.get(key) is not None and is_whole:
+        return Outcome("measured", seconds, result={**result, "peak_bytes": _peak_of(folder)})
+    state, words = _unmeasured(request, result, text, status, limit)
+    return Outcome(state, seconds, words, result)
+
+
+def _unmeasured(
+    request: Request, result: Mapping[str, Any], text: str, status: int | None, limit: float
+) -> tuple[State, str]:
+    """How a trial ended that has no result, and its last words."""
     if status is None:
-        return Outcome("time limit", seconds, f"no end after {limit:.0f} s; {_last_words(text) or 'it said nothing'}")
+        return "time limit", f"no end after {limit:.0f} s; {_last_words(text) or 'it said nothing'}"
+    if "failure" in result:
+        return "failed", result["failure"]
     if _NO_MEMORY.search(text):
         lines = [line for line in text.splitlines() if _NO_MEMORY.search(line)]
-        return Outcome("out of memory", seconds, _FRAME.sub("", lines[-1]).strip())
+        return "out of memory", _FRAME.sub("", lines[-1]).strip()
     if status in _KILLED:
-        return Outcome("out of memory", seconds, "killed by SIGKILL, as the kernel does where memory ends")
-    if status == 0:
-        words = "the script ended without a call of lowtide.initialize that has an optimizer"
-        return Outcome("failed", seconds, words)
-    return Outcome("failed", seconds, f"exit status {status}: {_last_words(text)}")
+        return "out of memory", "killed by SIGKILL, as the kernel does where memory ends"
+    if status:
+        return "failed", f"exit status {status}: {_last_words(text)}"
+    if "num_steps" in result:
+        words = f"ended after {result['num_steps']} steps; expected at least {request.warmup + 1}, of which "
+        return "failed", f"{words}{request.warmup} are not timed: train for longer, or lower --warmup"
+    return "failed", "the script ended without a call of lowtide.initialize that has an optimizer"
+
+
+def _result_of(request: Request) -> dict[str, Any]:
+    """What the trial has written; {} where it has not."""
+    with contextlib.suppress(FileNotFoundError):
+        return dict(json.loads(Path(request.result).read_text(encoding="utf-8")))
+    return {}
 
 
 def _peak_of(folder: Path) -> int | None:
@@ -134,5 +157,7 @@ def _peak_of(folder: Path) -> int | None:
 
 
 def _last_words(text: str) -> str:
+    """Of the script; of the launcher where it has said nothing."""
     lines = [_FRAME.sub("", line).strip() for line in text.splitlines()]
-    return next((line for line in reversed(lines) if line and not line.startswith("─")), "")
+    said = [line for line in lines if line]
+    return next((line for line in reversed(said) if not line.startswith(_LAUNCHER)), said[-1] if said else "")

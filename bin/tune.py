@@ -1,7 +1,10 @@
 """`lowtide tune`: the planner's best few configs as short trials of the user's own script, and the fastest of them."""
 
 import argparse
+import contextlib
+import fcntl
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -20,9 +23,10 @@ from ..engine.config.read import read
 from ..engine.planning.calibration import MeasuredStep, fit
 from ..engine.planning.measured import Factors, Measured, default_path
 from ..engine.trial import Request
+from . import launch
 from .arguments import Parser
 from .trials import Outcome, run
-from .tuned import Tried, draw, table
+from .tuned import Tried, draw, ignored_rows, table
 
 HELP = "try the planner's best configs with your own script, and keep the fastest"
 _EXAMPLES = """examples:
@@ -41,6 +45,14 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     if options.trials < 1 or options.steps < 1 or options.warmup < 1:
         parser().error("--trials, --steps, --warmup: expected at least 1 of each; the first step makes the states")
+    if options.sequence is not None and options.sequence < 1:
+        parser().error(f"--sequence: expected at least 1 token, found {options.sequence}")
+    try:
+        words = _launched(options)
+    except ValueError as error:
+        parser().error(f"--launch: {error}, found {options.launch}")
+    if text := launch.fault(launch.parser().parse_args(words)):
+        parser().error(text)
     caught: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -80,18 +92,29 @@ class _Tuning:
         self._raw, _ = read(options.config)
         self._config = Config.load(self._raw)
         self._deadline: float = time.monotonic() + options.total
-        words = ["--nproc", str(options.nproc)] if options.nproc else []
-        script = ["-m", options.script] if options.module else [options.script]
-        self._words = [*words, *shlex.split(options.launch), *script, *options.arguments]
+        self._words = _launched(options)
+        self._best: Path = options.write or self._folder / "best.json"
+        self._png: Path = options.png or self._folder / "trials.png"
 
     def run(self) -> int:
-        self._open()
+        """Raises ValueError for a folder of other trials, or in which another command is at work."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self._folder, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # of a file system without locks
+                _lock(lock, self._folder)
+            self._open()
+            return self._run()
+        finally:
+            os.close(lock)
+
+    def _run(self) -> int:
         tried: list[Tried] = []
         batch = None
         given = None
         if not self._config.planned_keys:
             given = self._try(_Candidate("given", self._raw, False, {}))
-            batch = given.outcome.result["batch"] if given.outcome.result else None
+            batch = given.outcome.result.get("batch")
         plan = self._plan(batch)
         if given is not None:
             planned = (plan or {}).get("given") or {}
@@ -104,14 +127,13 @@ class _Tuning:
         return self._conclude(tried, plan)
 
     def _open(self) -> None:
-        """Raises ValueError for a folder of other trials."""
         options = self._options
         asked = {"config": self._raw, "launch": self._words, "steps": options.steps, "warmup": options.warmup}
         path = self._folder / "tune.json"
-        if options.again:
-            shutil.rmtree(self._folder, ignore_errors=not self._folder.exists())
-        self._folder.mkdir(parents=True, exist_ok=True)
-        if path.exists():
+        if path.exists() and options.again:
+            for left in (self._folder / "given", self._folder / "plan", *self._folder.glob("trial-*")):
+                shutil.rmtree(left, ignore_errors=not left.exists())
+        elif path.exists():
             known = json.loads(path.read_text(encoding="utf-8"))
             other = [key for key, value in asked.items() if known.get(key) != value]
             if other:
@@ -119,6 +141,10 @@ class _Tuning:
                     f"{self._folder}: expected trials of the same command, found others (another {', '.join(other)}); "
                     "give --folder for new ones beside them, or --again to throw them away"
                 )
+        for written in (self._best, self._png):
+            written.parent.mkdir(parents=True, exist_ok=True)
+            if written.is_dir():
+                raise ValueError(f"{written}: expected the name of a file, found a folder")
         path.write_text(json.dumps(asked, indent=2) + "\n", encoding="utf-8")
 
     def _plan(self, batch: Any) -> Mapping[str, Any] | None:
@@ -129,7 +155,7 @@ class _Tuning:
             "plan", self._raw, result, num_plans=options.trials + 1, batch=batch, sequence=options.sequence
         )
         outcome = run(request, folder, self._words, self._limit(), "best")
-        if outcome.result is None:
+        if outcome.state != "measured":
             print(f"no plan: {outcome.words} ({folder / 'output.txt'})")
             return None
         found = outcome.result
@@ -157,19 +183,22 @@ class _Tuning:
 
     def _conclude(self, tried: Sequence[Tried], plan: Mapping[str, Any] | None) -> int:
         console = Console() if Console().is_terminal else Console(width=132)
-        console.print(table(tried))
+        if tried:
+            console.print(table(tried))
         measured = [one for one in tried if one.outcome.state == "measured"]
         if not measured:
             print("lowtide tune: no trial has run; the output of each is in its folder", file=sys.stderr)
             return 1
+        if text := ignored_rows(measured):
+            print(f"lowtide tune: {text}", file=sys.stderr)
         best = max(measured, key=lambda one: one.samples_per_second)
-        write = self._options.write or self._folder / "best.json"
-        assert best.outcome.result is not None
-        Path(write).write_text(json.dumps(best.outcome.result["config"], indent=2) + "\n", encoding="utf-8")
-        print(f"the fastest is {best.name}, {best.samples_per_second:.4g} samples/s: {write}")
-        png = self._options.png or self._folder / "trials.png"
-        draw(measured, Path(png))
-        print(f"picture of predicted and measured: {png}")
+        self._best.write_text(json.dumps(best.outcome.result["config"], indent=2) + "\n", encoding="utf-8")
+        print(f"the fastest is {best.name}, {best.samples_per_second:.4g} samples/s: {self._best}")
+        try:
+            draw(measured, self._png)
+            print(f"picture of predicted and measured: {self._png}")
+        except (ValueError, OSError) as error:
+            print(f"lowtide tune: no picture: {error}", file=sys.stderr)
         if plan is not None and not self._options.no_calibrate:
             self._calibrate(measured, plan)
         return 0
@@ -181,18 +210,40 @@ class _Tuning:
         if not steps or factors == Factors():
             return
         path, key = default_path(), plan["device"]
-        found = Measured.read(path) if path.exists() else Measured({})
-        before = found.factor(key)  # the plan began from these
-        both = Factors(before.computing * factors.computing, before.moving * factors.moving)
-        replace(found, factors={**found.factors, key: both}).write(path)
+        try:
+            found = Measured.read(path) if path.exists() else Measured({})
+            before = found.factor(key)  # the plan began from these
+            both = Factors(before.computing * factors.computing, before.moving * factors.moving)
+            replace(found, factors={**found.factors, key: both}).write(path)
+        except (ValueError, OSError) as error:
+            print(f"lowtide tune: what was measured is not kept for the next plan: {error}", file=sys.stderr)
+            return
         print(
             f"computing took {factors.computing:.3g} times as long as planned, moving bytes {factors.moving:.3g} "
             f"times; the next plan on {key} begins from that: {path}"
         )
 
 
+def _launched(options: argparse.Namespace) -> list[str]:
+    """The command line of `lowtide launch`. Raises ValueError for quotes that do not end."""
+    words = ["--nproc", str(options.nproc)] if options.nproc else []
+    script = ["-m", options.script] if options.module else [options.script]
+    return [*words, *shlex.split(options.launch), *script, *options.arguments]
+
+
+def _lock(handle: int, folder: Path) -> None:
+    """Until the handle is closed. Raises ValueError where another one has it, OSError where there are no locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(
+            f"{folder}: expected no other command, found that another `lowtide tune` is at work in it; wait for its "
+            "end, or give another --folder"
+        ) from error
+
+
 def _said(outcome: Outcome) -> str:
-    if outcome.state != "measured" or outcome.result is None:
+    if outcome.state != "measured":
         return f"{outcome.state}: {outcome.words}"
     return f"{outcome.result['step_seconds']:.4g} s a step"
 

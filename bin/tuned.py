@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
+from .pictures import picture
 from .trials import Outcome
 
 
@@ -21,13 +23,11 @@ class Tried:
     @property
     def step_seconds(self) -> float:
         """Of one that was measured."""
-        assert self.outcome.result is not None
         return float(self.outcome.result["step_seconds"])
 
     @property
     def samples_per_second(self) -> float:
         """Of one that was measured."""
-        assert self.outcome.result is not None
         return float(self.outcome.result["samples"]) / self.step_seconds
 
     @property
@@ -38,6 +38,21 @@ class Tried:
     def speed(self) -> float:
         """For the order of a table: the fastest first, and what was not measured last."""
         return -self.samples_per_second if self.outcome.state == "measured" else 0.0
+
+
+def ignored_rows(measured: Sequence[Tried]) -> str:
+    """What to say of a script whose microbatches stay as they are where the config has another number of rows."""
+    for one in measured:
+        for other in measured:
+            rows, others = (each.planned.get("choice", {}).get("rows") for each in (one, other))
+            batch = one.outcome.result.get("batch")
+            if None not in (rows, others, batch) and rows != others and batch == other.outcome.result.get("batch"):
+                return (
+                    f"{one.name} has {rows} rows a microbatch, {other.name} {others}, and the script gave both the "
+                    "same: samples/s are not true. Expected batches by engine.config.train_micro_batch_size_per_gpu; "
+                    'or give the batch sizes in CONFIG values, and only other keys "auto"'
+                )
+    return ""
 
 
 def table(tried: Sequence[Tried]) -> Table:
@@ -52,12 +67,12 @@ def table(tried: Sequence[Tried]) -> Table:
     for one in sorted(tried, key=lambda one: one.speed):
         choice = one.planned.get("choice", {})
         is_measured = one.outcome.state == "measured"
-        peak = (one.outcome.result or {}).get("peak_bytes")
+        peak = one.outcome.result.get("peak_bytes")
         cells = [str(choice.get(name, "")) for name in names]
         cells += [_number(one.planned_seconds), _number(one.step_seconds if is_measured else None)]
         cells += [_number(one.samples_per_second if is_measured else None)]
         cells += [_gigabytes(one.planned.get("peak_bytes")), _gigabytes(peak)]
-        result.add_row(one.name, *cells, "" if is_measured else f"{one.outcome.state}: {one.outcome.words}")
+        result.add_row(one.name, *cells, "" if is_measured else escape(f"{one.outcome.state}: {one.outcome.words}"))
     return result
 
 
@@ -71,24 +86,16 @@ def _gigabytes(value: float | None) -> str:
 
 def draw(measured: Sequence[Tried], path: Path) -> None:
     """Seconds of a step, planned and measured, beside each other."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     rows = sorted(measured, key=lambda one: one.speed)
-    figure, axes = pyplot.subplots(figsize=(8, 1.5 + 0.5 * len(rows)))
-    places = range(len(rows))
-    axes.barh([place - 0.2 for place in places], [one.planned_seconds or 0 for one in rows], 0.38, label="planned")
-    axes.barh([place + 0.2 for place in places], [one.step_seconds for one in rows], 0.38, label="measured")
-    axes.set_yticks(list(places), [_label(one) for one in rows])
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds a step")
-    axes.set_title("the fastest by sample first", loc="left")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with picture(path, 8, 1.5 + 0.5 * len(rows)) as axes:
+        places = range(len(rows))
+        axes.barh([place - 0.2 for place in places], [one.planned_seconds or 0 for one in rows], 0.38, label="planned")
+        axes.barh([place + 0.2 for place in places], [one.step_seconds for one in rows], 0.38, label="measured")
+        axes.set_yticks(list(places), [_label(one) for one in rows])
+        axes.invert_yaxis()
+        axes.set_xlabel("seconds a step")
+        axes.set_title("the fastest by sample first", loc="left")
+        axes.legend()
 
 
 def _label(one: Tried) -> str:

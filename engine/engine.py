@@ -50,7 +50,6 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         self._module = parts.module
         self.optimizer = parts.optimizer
         self.global_step = 0
-        self._num_steps = 0  # of this engine; those of a checkpoint are not among them
         self.client_state: dict[str, Any] = {}
         """Saved with every checkpoint and restored with it: numbers, strings, ..., or what has a `state_dict()` and a
         `load_state_dict()`, such as a loader that knows its place in the data."""
@@ -220,11 +219,10 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         self.global_step += 1
         self._progress.end_step(self.global_step)
         self._log.after_step(self.global_step, self._last, self.config.train_batch_size or 0)
-        self._report_if_due()
+        self._reports.after_step(self.global_step)
         self._save_if_due(*counts)
-        if self._trial is not None and self._trial.ends_after_step():
-            self._close()
-            raise SystemExit(0)
+        if self._trial is not None:
+            self._trial.after_step(self._close)
         return self._last
 
     @in_turn
@@ -308,9 +306,11 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         one file, also "500MB". All ranks must call it; each writes its own shards, nothing is gathered. Raises
         CheckpointError on every rank where one could not write; an earlier export is as it was then.
         """
-        if self._saves("export"):
-            with self._steps.apart(Activity.WEIGHTS, Access.READS):
-                self._archive.export(folder, dtype, shard_bytes)
+        if self._trial is not None:
+            self._trial.note_unwritten("export")
+            return
+        with self._steps.apart(Activity.WEIGHTS, Access.READS):
+            self._archive.export(folder, dtype, shard_bytes)
 
     @in_turn
     def load_weights(self, path: str | os.PathLike[str], strict: bool = True) -> None:
@@ -357,7 +357,8 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
                 f"{self._steps.accumulation} microbatches done (gradient_accumulation_steps); gradients are not saved, "
                 "so call it after engine.step() has acted"
             )
-        if not self._saves("checkpoint"):
+        if self._trial is not None:
+            self._trial.note_unwritten("checkpoint")
             return tag or f"global_step{self.global_step}"
         with self._steps.apart(Activity.SAVING, Access.READS):
             state = {**self.client_state, **(client_state or {})}
@@ -459,26 +460,6 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
             name = "SIGINT" if is_interrupted else "SIGTERM"
             logger.info("%s: step %d is saved in %s, leaving", name, self.global_step, wanted.folder)
             raise SystemExit(128 + signal.SIGINT if is_interrupted else 0)
-
-    def _saves(self, what: str) -> bool:
-        """A trial must not put its weights in the place of those of a training."""
-        if self._trial is not None and not self.rank:
-            logger.info("trial of `lowtide tune`: no %s is written", what)
-        return self._trial is None
-
-    def _report_if_due(self) -> None:
-        """Records the step that the section `memory_report` names, and writes what it was."""
-        wanted = self.config.memory_report
-        if wanted.folder is None:
-            return
-        self._num_steps += 1
-        if self._num_steps == wanted.step - 1:
-            self._reports.begin()
-        elif self._num_steps == wanted.step:
-            self._reports.end()
-            path = self.memory_report().save(wanted.folder)
-            if not self.rank:
-                logger.info("memory of step %d: `lowtide report %s`", self.global_step, path.parent)
 
     def _training_state(self) -> dict[str, Any]:
         """Where the run stands, beside tensors and what each rank has of its own."""

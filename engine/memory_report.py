@@ -43,6 +43,7 @@ class MemoryReport:
     """
 
     rank: int
+    world_size: int
     step: int
     now: Mapping[str, int]
     by_module: Mapping[str, Mapping[str, int]]
@@ -79,14 +80,18 @@ class MemoryReport:
 
 
 def reports_in(folder: Path) -> list[MemoryReport]:
-    """Those that ranks have saved in a folder, by rank. Raises ValueError where there is none."""
+    """Those that ranks of the last run have saved in a folder, by rank. Raises ValueError where there is none.
+
+    A run of more ranks may have been there before: rank 0 says how many there are.
+    """
     found = [MemoryReport.load(path) for path in folder.glob("memory-rank*.json")]
     if not found:
         raise ValueError(
             f"{folder}: expected memory-rank0.json and so on, found none; a step is recorded where the config says "
             f'{{"memory_report": {{"folder": "{folder}"}}}}'
         )
-    return sorted(found, key=lambda one: one.rank)
+    first, *others = sorted(found, key=lambda one: one.rank)
+    return [first, *(one for one in others if one.rank < first.world_size)]
 
 
 class MemoryReports:
@@ -108,6 +113,21 @@ class MemoryReports:
         self._recorder: Recorder | None = None
         self._batch: Any = None
         self._remove: Callable[[], None] | None = None
+        self._num_steps = 0  # of this engine; those of a checkpoint are not among them
+
+    def after_step(self, global_step: int) -> None:
+        """Records the step that the section `memory_report` names, and writes what it was."""
+        wanted = self._blueprint.config.memory_report
+        if wanted.folder is None:
+            return
+        self._num_steps += 1
+        if self._num_steps == wanted.step - 1:
+            self.begin()
+        elif self._num_steps == wanted.step:
+            self.end()
+            path = self.report(global_step).save(wanted.folder)
+            if not self._mesh.world.rank:
+                logger.info("memory of step %d: `lowtide report %s`", global_step, path.parent)
 
     def memory(self) -> ModelStateBytes:
         return measure(self._units, self._optimizer)
@@ -164,6 +184,7 @@ class MemoryReports:
         """step: how many the engine has made."""
         report = MemoryReport(
             rank=self._mesh.world.rank,
+            world_size=self._mesh.world.size,
             step=step,
             now=asdict(self.memory()),
             by_module=self._by_module(),

@@ -20,6 +20,7 @@ import json
 import os
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -64,7 +65,12 @@ class Request:
     sequence: int | None = None
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        _write(path, asdict(self))
+
+    @classmethod
+    def read(cls, path: Path) -> Request:
+        """Raises OSError, ValueError or TypeError where there is none."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
 @dataclass
@@ -89,7 +95,7 @@ class Trial:
         if path is None or (optimizer is None and Config.load(config).optimizer is None):
             return None
         try:
-            request = Request(**json.loads(Path(path).read_text(encoding="utf-8")))
+            request = Request.read(Path(path))
         except (OSError, ValueError, TypeError) as error:
             raise ValueError(
                 f"{VARIABLE}: expected a file that `lowtide tune` has written, found {path} ({error}); every host must "
@@ -125,32 +131,45 @@ class Trial:
         loss_fn: Callable[[Any, Any], Tensor] | None,
         sample_batch: Any,
     ) -> None:
-        """Writes the best few; then the script ends. A collective. Raises ValueError where nothing can be planned."""
+        """Writes the best few, or why there are none; then the script ends. A collective."""
         num_hosts = world.num_hosts
-        if world.rank:
-            world.broadcast_object(None)
-            raise SystemExit(0)
-        try:
-            machine, key = machine_here(world, num_hosts)
-            batch = made(self.request.batch) if self.request.batch is not None else sample_batch
-            if batch is None and self.request.sequence is not None:
-                module = model if isinstance(model, nn.Module) else DeferredModel(model).module
-                batch = made_batch(module, self.request.sequence)
-            begun = time.monotonic()
-            config = self._with_batch(config, world.size)
-            found = plan(
-                model,
-                config,
-                world_size=world.size,
-                hosts=num_hosts,
-                sample_batch=batch,
-                loss_fn=loss_fn or _any_loss,
-                machine=machine,
-            )
-            self._write({"device": key, "plan_seconds": time.monotonic() - begun, **self._described(found, config)})
-        finally:
-            world.broadcast_object(None)
+        if world.rank == 0:
+            try:
+                found = self._planned(config, model, world, num_hosts, loss_fn, sample_batch)
+            except Exception as error:  # of the model's forward too
+                traceback.print_exc()
+                found = {"failure": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
+            _write(Path(self.request.result), found)
+        world.broadcast_object(None)
         raise SystemExit(0)
+
+    def _planned(
+        self,
+        config: Config,
+        model: nn.Module | Callable[[], nn.Module],
+        world: World,
+        num_hosts: int,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        sample_batch: Any,
+    ) -> dict[str, Any]:
+        machine, key = machine_here(world, num_hosts)
+        batch = made(self.request.batch) if self.request.batch is not None else sample_batch
+        if batch is None and self.request.sequence is not None:
+            module = model if isinstance(model, nn.Module) else DeferredModel(model).module
+            batch = made_batch(module, self.request.sequence)
+        begun = time.monotonic()
+        config = self._with_batch(config, world.size)
+        found = plan(
+            model,
+            config,
+            world_size=world.size,
+            hosts=num_hosts,
+            sample_batch=batch,
+            loss_fn=loss_fn or _any_loss,
+            machine=machine,
+            num_alternatives=self.request.num_plans,
+        )
+        return {"device": key, "plan_seconds": time.monotonic() - begun, **self._described(found, config)}
 
     def _with_batch(self, config: Config, world_size: int) -> Config:
         """The same with the samples of a step, which a given microbatch says too: tuning must not change them."""
@@ -167,7 +186,7 @@ class Trial:
                 "peak_bytes": one.peak_bytes,
                 "seconds": dict(one.seconds),
             }
-            for one in found.alternatives[: self.request.num_plans]
+            for one in found.alternatives
         ]
         given = None
         if not config.planned_keys:
@@ -197,9 +216,11 @@ class Trial:
     def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.batch is None and not (args and kwargs):
             self.batch = described(kwargs or args)
+            if self._world is not None and not self._world.rank:  # where this step fails, it is known
+                _write(Path(self.request.result), {"num_steps": 0, "batch": self.batch})
 
-    def ends_after_step(self) -> bool:
-        """Called at the end of each step; whether it was the last one of the trial."""
+    def after_step(self, close: Callable[[], None]) -> None:
+        """At the end of each step; the last one of the trial closes the engine, and raises SystemExit."""
         is_last = len(self._ends) == self.request.warmup + self.request.steps - 1
         if is_last and self._world is not None and self._world.device.type != "cpu":
             torch.accelerator.synchronize(self._world.device)
@@ -207,7 +228,13 @@ class Trial:
         if is_last:
             self._finish()
             logger.info("trial of `lowtide tune`: %d steps are done, leaving", len(self._ends))
-        return is_last
+            close()
+            raise SystemExit(0)
+
+    def note_unwritten(self, what: str) -> None:
+        """A trial must not put its weights in the place of those of a training."""
+        if self._world is not None and not self._world.rank:
+            logger.info("trial of `lowtide tune`: no %s is written", what)
 
     def _finish(self) -> None:
         """Writes what was measured, once."""
@@ -217,7 +244,8 @@ class Trial:
             return
         self._is_written = True
         seconds = [after - before for before, after in itertools.pairwise(timed)]
-        self._write(
+        _write(
+            Path(self.request.result),
             {
                 "step_seconds": statistics.median(seconds) if seconds else None,
                 "steps": seconds,
@@ -226,14 +254,14 @@ class Trial:
                 "world_size": self._world.size,
                 "batch": self.batch,
                 "config": self.config,
-            }
+            },
         )
 
-    def _write(self, values: Mapping[str, Any]) -> None:
-        path = Path(self.request.result)
-        part = path.with_name(f"{path.name}.part")
-        part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        part.replace(path)
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    part.replace(path)
 
 
 def _plain(source: Any) -> dict[str, Any]:

@@ -96,7 +96,7 @@ RULES: dict[str, Rule] = {
     "graph_harvesting": _only(False, "remove the key"),
     "amp": _section("set bf16.enabled or fp16.enabled"),
     "torch_autocast": _section("set bf16.enabled, or use torch.autocast in your model's forward"),
-    "autotuning": _section("choose the values yourself and remove the section"),
+    "autotuning": _section("try configs by `lowtide tune CONFIG SCRIPT`, and remove the section"),
     "compression_training": _section("quantize or prune the model in your script and remove the section"),
     "quantize_training": _section(_REMOVE),
     "weight_quantization": _section(_REMOVE),

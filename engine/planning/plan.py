@@ -91,6 +91,7 @@ def plan(
     sample_batch: Any = None,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     machine: Machine | None = None,
+    num_alternatives: int = 10,
 ) -> Plan:
     """What a config takes on so many ranks, and which would be the fastest that fits. Starts and allocates nothing.
 
@@ -98,11 +99,14 @@ def plan(
     "auto" are chosen. world_size: ranks. device_memory: bytes of each device. hosts: that the ranks are on; None: 8
     ranks on each. sample_batch: a batch, of any number of rows, as the model takes one; None: made for models of
     tokens. loss_fn: as of `initialize`. machine: how fast hosts and devices are, in the place of the defaults.
+    num_alternatives: the most that are named.
 
     Raises ConfigError (config), ValueError (model, machine, or nothing that could be looked at).
     """
     if world_size < 1:
         raise ValueError(f"world_size: expected at least 1, found {world_size}")
+    if num_alternatives < 1:
+        raise ValueError(f"num_alternatives: expected at least 1, found {num_alternatives}")
     machine = machine_for(world_size, device_memory, hosts, machine)
     module = model if isinstance(model, nn.Module) else DeferredModel(model).module
     checked = Config.load(config)
@@ -118,7 +122,7 @@ def plan(
     def runs(blueprint: Blueprint) -> MetaRun:
         return MetaRun(module, blueprint.units, blueprint.dtypes, machine.device, loss_fn, casts, tiles_of(checked))
 
-    return plan_with(module, checked, machine, runs, batch)
+    return plan_with(module, checked, machine, runs, batch, num_alternatives)
 
 
 def machine_for(world_size: int, device_memory: float | None, hosts: int | None, machine: Machine | None) -> Machine:
@@ -134,7 +138,12 @@ def machine_for(world_size: int, device_memory: float | None, hosts: int | None,
 
 
 def plan_with(
-    model: nn.Module, config: Config, machine: Machine, runs: Callable[[Blueprint], Runs], batch: Any
+    model: nn.Module,
+    config: Config,
+    machine: Machine,
+    runs: Callable[[Blueprint], Runs],
+    batch: Any,
+    num_alternatives: int = 10,
 ) -> Plan:
     """As `plan`, with what gives the profile of a microbatch."""
     base = config.as_dict()
@@ -150,7 +159,8 @@ def plan_with(
         held=_held(held) if wants else {},
     )
     choices = list(every)
-    result = search(choices, planner.bound, planner.found) if choices else Result((), (), (), 0, 0)
+    none: Result[Choice, Estimate] = Result((), (), (), 0, 0)
+    result = search(choices, planner.bound, planner.found, num_alternatives) if choices else none
     if given is None:
         if not choices:
             raise ValueError(_nothing(config, machine))

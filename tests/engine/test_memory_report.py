@@ -2,6 +2,8 @@
 
 import json
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,36 @@ def test_the_command_shows_the_fullest_rank(tmp_path: Path, capsys: pytest.Captu
     assert json.loads(capsys.readouterr().out)["peak_bytes"] == reports_in(tmp_path)[0].peak_bytes
     assert main([str(tmp_path), "--rank", "7"]) == 1
     assert "expected a rank of 0, found --rank 7" in capsys.readouterr().err
+
+
+def saved(folder: Path, rank: int, world_size: int) -> None:
+    MemoryReport(rank, world_size, 3, {"parameter_bytes": rank}, {}, {}, why_not="[/no] markup").save(folder)
+
+
+def test_ranks_of_a_larger_run_before_are_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank, world_size in ((0, 2), (1, 2), (2, 4), (3, 4)):
+        saved(tmp_path, rank, world_size)
+    assert main([str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "rank 1, the fullest of 2, after step 3" in said and "[/no] markup" in said
+    (tmp_path / "memory-rank1.json").unlink()
+    assert main([str(tmp_path)]) == 0
+    assert "rank 0 of 2 ranks (the others have no file here), after step 3" in capsys.readouterr().out
+
+
+def test_a_picture_that_cannot_be_drawn_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(tmp_path, 0, 1)
+    found = replace(reports_in(tmp_path)[0], samples=[("forward", {"parameter_bytes": 1})])
+    found.save(tmp_path)
+    assert main([str(tmp_path), "--png", str(tmp_path / "no" / "a.png")]) == 1
+    assert "lowtide report: [Errno 2] No such file or directory" in capsys.readouterr().err
+    assert main([str(tmp_path), "--png", str(tmp_path / "a.pgn")]) == 1
+    assert "lowtide report: Format 'pgn' is not supported" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([str(tmp_path), "--png", str(tmp_path / "a.png")]) == 1
+    assert 'a picture needs matplotlib: pip install "lowtide[examples]"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,27 @@ def test_a_plan_keeps_the_samples_of_a_step(tmp_path: Path) -> None:
     assert {one["config"]["train_batch_size"] for one in best} == {12} and len(best) > 3
 
 
+def test_the_batch_is_known_before_a_step_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked(tmp_path, "measure", {})
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "request.json"))
+    with lowtide.initialize(models.tiny_gpt(), OWN) as engine:
+        engine(*models.token_batch(0, 4))
+        result = json.loads((tmp_path / "result.json").read_text())
+    assert result == {"num_steps": 0, "batch": described(models.token_batch(0, 4))}
+
+
+def test_why_there_is_no_plan_is_written(ranks: RankPool, tmp_path: Path) -> None:
+    asked(tmp_path, "plan", {}, batch=described((torch.zeros(2, 3),)))
+    assert ranks(2, script, str(tmp_path)) == [(0, [])] * 2
+    assert "forward" in json.loads((tmp_path / "result.json").read_text())["failure"]
+
+
+def test_a_plan_names_as_many_as_are_asked_for(tmp_path: Path) -> None:
+    asked(tmp_path, "plan", {}, batch=described(models.token_batch(0, 2)), num_plans=13)
+    script(str(tmp_path))
+    assert len(json.loads((tmp_path / "result.json").read_text())["best"]) == 13
+
+
 def test_a_model_whose_loss_the_script_computes_is_planned_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Linear(8, 3))
     Request("plan", {}, str(tmp_path / "result.json"), batch=described((torch.zeros(2, 5),))).write(tmp_path / "r.json")

@@ -1,5 +1,6 @@
 """`lowtide tune`: trials that end in every way, their order, and where they go on."""
 
+import fcntl
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.bin import trials
+from lowtide.bin import trials, tune, tuned
 from lowtide.bin.tune import main
 from lowtide.engine.config.config import Config
 
@@ -43,6 +44,13 @@ elif act == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 elif act == "short":
     write({"step_seconds": None, "num_steps": 1})
+elif act == "crash in a step":
+    write({"step_seconds": 0.01, "num_steps": 5})
+    print("lowtide launch: rank 0 failed")
+    sys.exit("│ [rank0]: KeyError: 7\\nlowtide launch: Its output is above.")
+elif act == "killed in a step":
+    write({"num_steps": 0, "batch": {"list": [5]}})
+    os.kill(os.getpid(), signal.SIGKILL)
 elif act == "nothing":
     pass
 else:
@@ -65,8 +73,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working folder, with a script that nobody runs."""
     (tmp_path / "stub.py").write_text(STUB)
     (tmp_path / "c.json").write_text('{"train_batch_size": 8}')
+    (tmp_path / "train.py").touch()
     monkeypatch.setattr(trials, "_LAUNCH", (sys.executable, "-S", str(tmp_path / "stub.py")))
     monkeypatch.setenv("LOWTIDE_MACHINE", str(tmp_path / "machine.json"))
+    monkeypatch.setattr(tune, "draw", lambda measured, path: None)  # which takes a second
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -84,7 +94,10 @@ def started(folder: Path) -> list[str]:
     return (folder / "started.txt").read_text().split()
 
 
-def test_the_fastest_is_written_as_a_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_fastest_is_written_as_a_config(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tune, "draw", tuned.draw)
     plan(folder, 0.4, a=0.2, b=0.1, c=0.3)
     assert main(["c.json", "--trials", "2", "train.py"]) == 0
     said = capsys.readouterr().out
@@ -117,7 +130,8 @@ def test_every_end_of_a_trial_is_a_result(folder: Path, capsys: pytest.CaptureFi
         "d": "ValueError: batch: expected 8 rows on this rank, found 4",
         "e": "nothing",
         "f": "short",
-        "g": 0.5,
+        "g": "crash in a step",
+        "h": 0.5,
     }
     plan(folder, "MemoryError", **acts)
     assert main(["c.json", "--trials", "9", "--limit", "1.5", "train.py"]) == 0
@@ -126,11 +140,12 @@ def test_every_end_of_a_trial_is_a_result(folder: Path, capsys: pytest.CaptureFi
         "given: out of memory: MemoryError",
         "trial-1: out of memory: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
         "trial-2: time limit: no end after 2 s; waiting for a lock",
+        "trial-7: failed: exit status 1: KeyError: 7",
         "trial-3: out of memory: killed by SIGKILL, as the kernel does where memory ends",
         "trial-4: failed: exit status 3: ValueError: batch: expected 8 rows on this rank, found 4",
         "trial-5: failed: the script ended without a call of lowtide.initialize that has an optimizer",
-        "trial-6: failed: ended after 1 steps; expected at least 5, of which 3 are not timed: train for longer, or",
-        "the fastest is trial-7",
+        "trial-6: failed: ended after 1 steps; expected at least 4, of which 3 are not timed: train for longer, or",
+        "the fastest is trial-8",
     ):
         assert line in said, line
 
@@ -191,6 +206,10 @@ def test_a_config_with_auto_is_planned_first(folder: Path) -> None:
     [
         (["nothing.json", "train.py"], "no such file: nothing.json"),
         (["--steps", "0", "c.json", "train.py"], "--trials, --steps, --warmup: expected at least 1 of each"),
+        (["c.json", "trian.py"], 'there is no script "trian.py" in '),
+        (["--launch", "'", "c.json", "train.py"], "--launch: No closing quotation, found '"),
+        (["--sequence", "0", "c.json", "train.py"], "--sequence: expected at least 1 token, found 0"),
+        (["--write", ".", "c.json", "train.py"], ".: expected the name of a file, found a folder"),
         (["--limit", "x", "c.json", "train.py"], 'expected seconds, more than 0, found "x"'),
     ],
 )
@@ -200,6 +219,75 @@ def test_what_cannot_be_tuned(words: list[str], said: str, folder: Path, capsys:
     except SystemExit as end:
         assert end.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_may_end_otherwise_now_is_made_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A script that was mended, a longer limit, more trials; what was measured stays."""
+    plan(folder, "KeyError", a=0.2, b="hang")
+    assert main(["c.json", "--trials", "1", "train.py"]) == 0
+    plan(folder, 0.4, a=0.2, b="hang")
+    assert main(["c.json", "--trials", "2", "--limit", "1", "train.py"]) == 0
+    plan(folder, 0.4, a=0.2, b=0.1)
+    assert main(["c.json", "--trials", "2", "--limit", "1", "train.py"]) == 0
+    assert main(["c.json", "--trials", "2", "train.py"]) == 0
+    assert started(folder) == ["given", "plan", "trial-1", "given", "plan", "trial-2", "trial-2"]
+    assert "the fastest is trial-2" in capsys.readouterr().out
+
+
+def test_a_config_that_needs_too_much_memory_is_still_planned_with_its_batch(folder: Path) -> None:
+    plan(folder, "killed in a step", a=0.2)
+    assert main(["c.json", "train.py"]) == 0
+    request = json.loads((folder / "tuned" / "c" / "plan" / "request.json").read_text())
+    assert request["batch"] == {"list": [5]}
+
+
+def test_a_script_that_does_not_take_its_rows_from_the_config_is_told(folder: Path, capsys: Any) -> None:
+    plan(folder, 0.4, a=0.2)
+    values = json.loads((folder / "plan.json").read_text())
+    values["best"][0]["choice"]["rows"] = 2
+    (folder / "plan.json").write_text(json.dumps(values))
+    assert main(["c.json", "train.py"]) == 0
+    assert "given has 4 rows a microbatch, trial-1 2, and the script gave both the same" in capsys.readouterr().err
+
+
+def test_a_trial_of_another_plan_is_not_taken_for_one_of_this(folder: Path) -> None:
+    plan(folder, 0.4, a=0.2, b=0.1)
+    assert main(["c.json", "--trials", "1", "train.py"]) == 0
+    plan(folder, 0.4, b=0.1, a=0.2)
+    assert main(["c.json", "--trials", "2", "train.py"]) == 0
+    assert started(folder) == ["given", "plan", "trial-1", "plan", "trial-1", "trial-2"]
+
+
+def test_again_throws_away_trials_and_nothing_else(folder: Path) -> None:
+    (folder / "given").mkdir()
+    plan(folder, 0.4, a=0.2)
+    assert main(["c.json", "--folder", ".", "--again", "train.py"]) == 0
+    assert main(["c.json", "--folder", ".", "--again", "train.py"]) == 0
+    assert len(started(folder)) == 6 and (folder / "stub.py").exists()
+
+
+def test_two_commands_do_not_work_in_one_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan(folder, 0.4, a=0.2)
+    handle = os.open(folder, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    assert main(["c.json", "--folder", ".", "train.py"]) == 1
+    assert ".: expected no other command, found that another `lowtide tune` is at work" in capsys.readouterr().err
+    os.close(handle)
+    assert main(["c.json", "--folder", ".", "train.py"]) == 0
+
+
+def test_what_cannot_be_drawn_or_kept_does_not_end_the_command(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan(folder, 9.0, a="ValueError: [rank0] [/no] markup")
+    monkeypatch.setenv("LOWTIDE_MACHINE", str(folder / "c.json" / "machine.json"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(tune, "draw", tuned.draw)
+    assert main(["c.json", "--write", "new/best.json", "train.py"]) == 0
+    said = capsys.readouterr()
+    assert (folder / "new" / "best.json").exists() and "ValueError: [rank0] [/no] markup" in said.out
+    assert 'no picture: tuned/c/trials.png: a picture needs matplotlib: pip install "lowtide[examples]"' in said.err
+    assert "what was measured is not kept for the next plan: " in said.err
 
 
 SCRIPT = """

@@ -16,7 +16,7 @@ from tests.models import TinyGPT, tied_gpt
 from tests.pretend.group import register
 from tests.ranks import RankPool
 from tests.zero import training
-from tests.zero.test_special_parameters import losses_beside_the_model
+from tests.zero.test_special_parameters import read_in_hooks, sums_beside_the_model
 from tests.zero.training import ADAMW, Case, Outcome, assert_close
 
 Make = Callable[..., Engine]
@@ -260,13 +260,11 @@ def test_another_number_of_ranks_goes_on(pretend_ranks: RankPool, tmp_path: Path
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(before, values, strict=False))
 
 
-def losses_beside_the_model_on_device(stage: int) -> list[float]:
+def reads_on_device(stage: int) -> list[float]:
     register()
-    return losses_beside_the_model(stage, "auto")
+    return [*sums_beside_the_model(stage, "auto"), *read_in_hooks(stage, "auto")]
 
 
-def test_a_loss_beside_the_model_may_read_a_large_head(pretend_ranks: RankPool) -> None:
-    expected, found = (
-        pretend_ranks(2, losses_beside_the_model_on_device, stage, process_group=False)[0] for stage in (0, 3)
-    )
+def test_losses_and_hooks_beside_the_model_may_read_what_is_released(pretend_ranks: RankPool) -> None:
+    expected, found = (pretend_ranks(2, reads_on_device, stage, process_group=False)[0] for stage in (0, 3))
     assert found == pytest.approx(expected, rel=1e-6)

@@ -1,5 +1,6 @@
 """What else an engine is asked for gives the same bits on the pretended device as on the CPU."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,23 @@ def test_another_number_of_ranks_goes_on(pretend_ranks: RankPool, tmp_path: Path
     same = pretend_ranks(world_size, at_rank, loaded, str(tmp_path), process_group=False)[0]
     for values in (after, same):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(before, values, strict=False))
+
+
+def norm_of_gradients_that_are_not_finite() -> tuple[float, str]:
+    register()
+    engine = maker("auto")(stage=2)
+    engine.backward(engine(*batch(engine, 0)) * math.inf)
+    norm = engine.clip_grad_norm_(0.3).item()
+    with pytest.raises(lowtide.NonFiniteGradientError) as error:
+        engine.step()
+    engine.close()
+    return norm, str(error.value)
+
+
+def test_a_norm_says_that_gradients_are_not_finite(pretend_ranks: RankPool) -> None:
+    """A loop of the caller's own may skip its step by it, as with torch's."""
+    for norm, text in pretend_ranks(2, norm_of_gradients_that_are_not_finite, process_group=False):
+        assert math.isnan(norm) and "finite" in text
 
 
 def reads_on_device(stage: int) -> list[float]:

@@ -147,6 +147,11 @@ class Mesh:
         """Whether this rank is the one that tells of what is alike on all that split the same layers, as a loss is."""
         return self.arrangement.place(self.world.rank, self.arrangement.layers) == 0
 
+    @cached_property
+    def _summed(self) -> list[Axis]:
+        """Those with several ranks over which gradients are summed, the last first."""
+        return [self.axes[name] for name in reversed(self.arrangement.wide(self.arrangement.summed))]
+
     def sum_small(self, values: Any, what: str) -> Any:
         """The exact sum over all ranks of a small int64 vector; also a barrier."""
         for name, size in reversed(self.arrangement.sizes):
@@ -156,8 +161,8 @@ class Mesh:
 
     def fence(self, what: str) -> None:
         """Returns when every rank with the same parameters has come here, where memory is shared; elsewhere at once."""
-        for name in reversed(self.arrangement.summed):
-            self.axes[name].route.fence(what)
+        for axis in self._summed:
+            axis.route.fence(what)
 
     def close(self) -> None:
         """Lets go of the process groups, and leaves the world: no collective is possible afterwards."""

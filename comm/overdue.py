@@ -83,11 +83,16 @@ class Overdue:
             self._is_told = True
             raise self.error
 
-    def begin(self, what: str, others: Sequence[int], compare: Callable[[Sequence[int]], str]) -> None:
-        """The host begins to start `what`, or to wait for it. compare: as `Trail.compare`."""
+    def begin(self, what: str, others: Sequence[int], compare: Callable[[Sequence[int]], str], waits: bool) -> None:
+        """The host begins to start `what`, or to wait for it. compare: as `Trail.compare`.
+
+        A stream waits for nothing that is started alone: until the next wait, that of the last one is looked at.
+        """
         if self._thread is not None:
             self.check()
-            stream = None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device)
+            stream = None if self._latest is None else self._latest.stream
+            if self._device.type != "cpu" and (waits or stream is None):
+                stream = torch.accelerator.current_stream(self._device)
             self._latest = _Call(what, others, compare, time.monotonic(), stream)
             self._is_inside = True
 

@@ -35,7 +35,7 @@ class Works:
         It may wait for them, where their connection is made by its first use. Raises CollectiveError.
         """
         started = time.monotonic()
-        self._world.overdue.begin(what, others, self._compare)
+        self._world.overdue.begin(what, others, self._compare, waits=False)
         try:
             work = make()
         except RuntimeError as error:  # the other end of a connection is gone
@@ -48,7 +48,7 @@ class Works:
     def wait(self, work: dist.Work, what: str, others: Sequence[int]) -> None:
         """Returns when the result may be used on the current stream. Raises CollectiveError."""
         started = time.monotonic()
-        self._world.overdue.begin(what, others, self._compare)
+        self._world.overdue.begin(what, others, self._compare, waits=True)
         try:
             work.wait(*self._timeout)
         except RuntimeError as error:

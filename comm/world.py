@@ -205,7 +205,7 @@ class World:
     def _waiting(self, what: str) -> Iterator[None]:
         started = time.monotonic()
         others = [rank for rank in range(self.size) if rank != self.rank]
-        self.overdue.begin(what, others, lambda _: "")
+        self.overdue.begin(what, others, lambda _: "", waits=True)
         with self.progress.waiting(what, _CHANNEL, self.size):
             try:
                 yield

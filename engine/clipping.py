@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 
 @dataclass(frozen=True)
 class Clipping:
@@ -17,20 +14,7 @@ class Clipping:
     is_by_hand: bool = False  # as torch's clip_grad_norm_: below the limit too, which is within the 1e-6
     fixed: float | None = None  # the factor, where it is of another norm
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether the factor may be below 1."""
-        return self.fixed is not None or self.limit != math.inf
-
     def factor(self, norm: float) -> float:
         if self.fixed is not None:
             return self.fixed
         return min(1.0, self.limit / (norm + 1e-6)) if self.is_by_hand or norm > self.limit else 1.0
-
-    def factor_on_device(self, norm: Tensor) -> float | Tensor:
-        """The same of a norm that the host does not know, () float64."""
-        if self.fixed is not None:
-            return self.fixed
-        # limit / norm would be the limit x the rounded reciprocal.
-        factor = (torch.full_like(norm, self.limit) / (norm + 1e-6)).clamp(max=1.0)
-        return factor if self.is_by_hand else torch.where(norm > self.limit, factor, 1.0)

@@ -100,7 +100,7 @@ class Join:
         if phase is Phase.BACKWARD:
             self.before(Call.LAST_BACKWARD if boundary else Call.BACKWARD)
         elif phase is Phase.IDLE:
-            self.check_outside("torch.autograd.grad where parameters are gathered from other ranks")
+            self.check_outside("torch.autograd.grad, or a weight read beside the model, gathered from other ranks")
         else:
             self.before(Call.FORWARD if torch.is_grad_enabled() else Call.FORWARD_WITHOUT_GRADIENTS)
 

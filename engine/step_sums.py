@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 
 from ..comm import Mesh
+from ..kernels.clip_factor import clip_factor
 from ..kernels.exact_sum import NUM_LIMBS, add_limbs, from_limbs, value_of
 from ..offload import OnHost, sent
 from ..zero.gradient import GroupGradient
 from ..zero.plan import Role
+from .clipping import Clipping
 from .errors import NonFiniteGradientError
 
 _BAD, _CHANGED, _INFINITE, _WIDE, _CLEARED = range(2 * NUM_LIMBS, 2 * NUM_LIMBS + 5)
@@ -111,14 +113,18 @@ class SummedStep:
         self._cleared_by_all = cleared_by_all
         self._on_host = OnHost(total)
 
-    def skip(self) -> Tensor:
-        """(1,) int64 on the device: not 0 where nothing is to be updated."""
-        others_cleared = self._total[_CLEARED : _CLEARED + 1] != self._cleared_by_all
-        return self._total[_BAD : _CHANGED + 1].sum(dim=0, keepdim=True) + others_cleared
+    def factor_and_skip(self, clipping: Clipping, rest: float) -> tuple[Tensor, Tensor]:
+        """For an update, on the device: what gradients are multiplied by, (1,), and not 0 where none is to be, (1,).
+
+        rest: by which the sum of the gradients is multiplied in any case.
+        """
+        fixed = 1.0 if clipping.fixed is None else clipping.fixed
+        known, by_hand = (_CLEARED, self._cleared_by_all), clipping.is_by_hand
+        return clip_factor(self._total, _BAD, known, fixed * rest, clipping.limit, clips_below=by_hand)
 
     def norm(self) -> Tensor:
-        """() float64 on the device, of the gradients as they were reduced, without what is not finite in them."""
-        return value_of(self._total[:NUM_LIMBS]).sqrt()
+        """() float64 on the device, of the gradients as they were reduced; NaN where one is not finite, as torch's."""
+        return torch.where(self._total[_BAD] == 0, value_of(self._total[:NUM_LIMBS]).sqrt(), math.nan)
 
     def read(self) -> StepSums:
         """Waits for the device: until it has the sum, and not for what it was given since."""

@@ -417,10 +417,8 @@ class Steps:
         if not self.update.can_be_skipped:
             return False
         unused = frozenset[int]() if self._uses.are_all else summed.read().unused
-        factor: float | Tensor = self.rest
-        if self._clipping.is_needed:
-            factor = self._clipping.factor_on_device(summed.norm() * self.rest) * self.rest
-        self.update.end_step(factor, unused, _update_of(number), summed.skip())
+        factor, skip = summed.factor_and_skip(self._clipping, self.rest)
+        self.update.end_step(factor, unused, _update_of(number), skip)
         return True
 
     @property

@@ -20,7 +20,7 @@ from .dispatch import Backend, uses_triton
 
 _LIMB_BITS = 32
 _MASK = (1 << _LIMB_BITS) - 1
-_BIAS_BITS = 1152  # 36 limbs below one: the smallest float64, 2^-1074, is a whole number of units
+BIAS_BITS = 1152  # 36 limbs below one: the smallest float64, 2^-1074, is a whole number of units
 NUM_LIMBS = 72
 
 
@@ -44,7 +44,7 @@ def add_limbs(sums: Tensor, values: Tensor, row: int, flag: int, *, backend: Bac
     is_finite = values.isfinite()
     mantissa, exponent = torch.frexp(torch.where(is_finite, values, 0.0))
     integer = (mantissa * 2.0**53).to(torch.int64)  # exact, and below 2^53
-    position = exponent.to(torch.int64) + (_BIAS_BITS - 53)
+    position = exponent.to(torch.int64) + (BIAS_BITS - 53)
     index, shift = position >> 5, position & (_LIMB_BITS - 1)
     # Each half, shifted, spans two limbs: half << shift = (half << shift) mod 2^32 + carry * 2^32.
     low, high = (integer & _MASK) << shift, (integer >> _LIMB_BITS) << shift
@@ -66,13 +66,13 @@ def value_of(limbs: Tensor) -> Tensor:
 @lru_cache(maxsize=4)
 def _units(device: torch.device) -> Tensor:
     """What a limb counts, (NUM_LIMBS,) float64."""
-    return torch.exp2(torch.arange(NUM_LIMBS, dtype=torch.float64, device=device) * _LIMB_BITS - _BIAS_BITS)
+    return torch.exp2(torch.arange(NUM_LIMBS, dtype=torch.float64, device=device) * _LIMB_BITS - BIAS_BITS)
 
 
 def from_limbs(limbs: Sequence[int]) -> float:
     """The sum as a float, correctly rounded; inf where it is too large for one."""
     total = sum([limb << (_LIMB_BITS * index) for index, limb in enumerate(limbs) if limb])
     try:
-        return math.ldexp(total, -_BIAS_BITS) if total.bit_length() < 1000 else total / (1 << _BIAS_BITS)
+        return math.ldexp(total, -BIAS_BITS) if total.bit_length() < 1000 else total / (1 << BIAS_BITS)
     except OverflowError:
         return math.inf

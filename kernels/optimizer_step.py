@@ -9,7 +9,6 @@ on where it lies, so a shard may be any piece of the model.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
@@ -95,12 +94,12 @@ def update_shards(
     """
     serves: dict[Hashable, bool] = {}
     waiting: dict[Hashable, list[int]] = {}
-    num_waiting: Counter[Hashable] = Counter()  # elements
+    num_waiting: dict[Hashable, int] = {}  # elements
 
     def launch(kind: Hashable) -> None:
         from .triton import optimizer_step as triton_form
 
-        numbers, num_waiting[kind] = waiting.pop(kind), 0
+        numbers = waiting.pop(kind)
         if used := [shards[number] for number in numbers if shards[number].is_used]:
             triton_form.update(optimizer, used, step, gradient_scale, skip)
         for number in numbers:
@@ -119,7 +118,9 @@ def update_shards(
                 _update_alone(optimizer, shard, step, gradient_scale, skip, backend)
             on_updated(number)
             continue
-        waiting.setdefault(kind, []).append(number)
+        if kind not in waiting:
+            waiting[kind], num_waiting[kind] = [], 0
+        waiting[kind].append(number)
         num_waiting[kind] += shard.numel
         if num_waiting[kind] >= LAUNCH_NUMEL:
             launch(kind)
@@ -156,9 +157,9 @@ def _triton_serves(backend: Backend, optimizer: Optimizer, shard: ShardUpdate) -
         return False
     if optimizer.coefficients is None:
         problem = f'the optimizer "{optimizer.name}", which has no kernel'
-    elif not all(tensor.is_contiguous() for tensor in shard.tensors):
+    elif not all(map(Tensor.is_contiguous, shard.tensors)):
         problem = "tensors with gaps between their elements"
-    elif any(state.payload.dtype == torch.float16 for state in shard.states):
+    elif torch.float16 in [state.payload.dtype for state in shard.states]:
         problem = "states of torch.float16"
     else:
         return True

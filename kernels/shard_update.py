@@ -41,8 +41,10 @@ class ShardUpdate:
 
     @property
     def tensors(self) -> list[Tensor]:
-        of_states = [tensor for state in self.states for tensor in (state.payload, state.scale)]
-        return [tensor for tensor in (self.master, self.gradient, self.out, *of_states) if tensor is not None]
+        found: list[Tensor | None] = [self.master, self.gradient, self.out]
+        for state in self.states:
+            found += state.payload, state.scale
+        return [tensor for tensor in found if tensor is not None]
 
     def check(self) -> None:
         """Raises ValueError where the tensors, the runs and the steps do not fit together."""

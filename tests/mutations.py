@@ -28,6 +28,7 @@ ASKED = {
     "zero": [["tests/zero"], ["tests/engine"]],
     "comm": [["tests/comm"], ["tests/zero"]],
     "pipe": [["tests/pipe"]],
+    "kernels": [["tests/kernels"], ["tests/zero"]],
     "offload": [["tests/offload"], ["tests/zero", "tests/engine", "-k", "offload or host or delayed or speculative"]],
     "checkpoint": [["tests/checkpoint"], ["tests/engine", "-k", "checkpoint or export or load"]],
 }

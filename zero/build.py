@@ -60,7 +60,8 @@ class GroupMemories:
         units = []
         for unit, group_plans in plan.units:
             own = [groups[one.name] for one in group_plans]
-            units.append(Unit(unit.name, unit.module, own, [of_group[id(g)] for g in own if id(g) in of_group]))
+            trained = [of_group[id(group)] for group in own if id(group) in of_group]
+            units.append(Unit(unit.name, unit.module, own, trained, unit.is_end))
         return units
 
     def groups(self, plans: Sequence[GroupPlan]) -> list[ShardedGroup]:

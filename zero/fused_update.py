@@ -107,9 +107,11 @@ class FusedUpdate:
         """One of each part, before the next part is asked for."""
         stretches = terms.stretches(shard)
         for part in parts:
-            inside = [(run, step) for run, step in stretches if run.start < part.end and run.end > part.start]
-            runs = [(min(run.end, part.end) - part.start, terms.options[run.options_index]) for run, _ in inside]
-            steps = [step for _, step in inside]
+            runs, steps = [], []
+            for run, step in stretches:
+                if run.start < part.end and run.end > part.start:
+                    runs.append((min(run.end, part.end) - part.start, terms.options[run.options_index]))
+                    steps.append(step)
             of_part = gradient if part.end - part.start == gradient.numel() else gradient[part.start : part.end]
             yield ShardUpdate(part.master, of_part, stored_states(part.states), runs, steps, part.rounded)
 

@@ -36,9 +36,15 @@ class GatherRing:
         """
         if unit.groups and unit.groups[0].keeper is not None and unit.is_kept:  # the first alone costs no call
             return
-        assert unit in self._members
+        if unit not in self._members:
+            self._take_up(unit)
         while not self._pass_next(unit):
             pass
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether it is between two rounds, with nothing issued."""
+        return not self._cursor and not self._issued
 
     def leave_behind(self, unit: Unit) -> None:
         """Goes on to `unit`, if the order has it and the ring has not come to it yet."""
@@ -60,6 +66,13 @@ class GatherRing:
         while self._has_room():
             self._issue()
         return found is wanted
+
+    def _take_up(self, unit: Unit) -> None:
+        """It was full when the round began, and is no more: its place is behind all others, or here between rounds."""
+        if not self._cursor:
+            self._cursor = len(self._order)
+        self._order = [*self._order, unit]
+        self._members |= {unit}
 
     def end_round(self) -> None:
         """Issues what is left of the round, so that every rank ends it at the same place."""

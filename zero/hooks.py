@@ -57,9 +57,10 @@ class UnitHooks:
                 self._let_read(unit, ledger)
 
     def _let_read(self, unit: Unit, ledger: Ledger) -> None:
-        def read() -> bool:
+        def read(is_differentiated: bool) -> bool:
             is_computing = self._sequence.phase is not Phase.IDLE and not self._sequence.has_lost_backward()
-            may = is_computing or _is_in_method(self._modules)
+            is_of_loss = is_differentiated and unit.is_end and self._sequence.awaits_backward
+            may = is_computing or is_of_loss or _is_in_method(self._modules)
             if may:
                 self._sequence.read(unit)
             return may

@@ -208,7 +208,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         device: where it is not 0, nothing changes. It is read there, and `count` or `uncount` has to follow.
         """
         self.begin_step()
-        due = deque((one, one.gradient.shard) for one in self.shards if one.gradient.shard is not None)
+        due = deque([(one, one.gradient.shard) for one in self.shards if one.gradient.shard is not None])
         terms = self._terms(gradient_scale, skip)
         if self._are_here:
             self._update.update_together(due, terms, on_updated)
@@ -413,7 +413,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def _are_here(self) -> bool:
         """Whether all shards rest where they are computed with, their states too."""
-        return self._rest is None and not any(shard.is_apart or shard.chunks for shard in self.shards)
+        for shard in self.shards:  # `any` costs a call for each, and a step asks twice
+            if shard.is_apart or shard.chunks:
+                return False
+        return self._rest is None
 
     def _named_params(self) -> Iterator[tuple[str, nn.Parameter]]:
         for shard in self.shards:

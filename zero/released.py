@@ -1,8 +1,8 @@
 """Parameters that are not here: the class that a parameter has while its full values are released.
 
 A released parameter keeps shape, dtype, device and gradient, which modules ask for at any time. Everything that needs
-its values makes it full where its `Reader` says so, which is while the model computes; else it raises
-`ReleasedParameterError` with its name. Underneath lies a NaN expanded to the shape, so that code
+its values makes it full where its `Reader` says so, which is while the model computes, or a loss beside it; else it
+raises `ReleasedParameterError` with its name. Underneath lies a NaN expanded to the shape, so that code
 which gets past the check in C++ neither crashes nor trains silently on garbage.
 """
 
@@ -49,8 +49,23 @@ _HARMLESS = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES.split()} | {
 }
 
 
-Reader = Callable[[], bool]
-"""Makes a parameter full that is read outside of its unit's forward, if this is a time at which that can be right."""
+_WITHOUT_GRADIENT = {
+    getattr(Tensor, "data").__get__,  # noqa: B009
+    Tensor.detach,
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.__bool__,
+    Tensor.__float__,
+    Tensor.__int__,
+    Tensor.__array__,
+}
+
+Reader = Callable[[bool], bool]
+"""Makes a parameter full that is read outside of its unit's forward, if this is a time at which that can be right.
+
+It is told whether what reads it is differentiated: then all ranks do it, as they run the same backward.
+"""
 
 _READERS: dict[int, Reader] = {}  # by identity of the parameter
 
@@ -78,7 +93,9 @@ class ReleasedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         released = [a for a in _flatten((args, kwargs)) if isinstance(a, ReleasedParameter)]
-        if released and all((reader := _READERS.get(id(param))) is not None and reader() for param in released):
+        is_differentiated = torch.is_grad_enabled() and func not in _WITHOUT_GRADIENT
+        readers = [_READERS.get(id(param)) for param in released]
+        if released and all(reader is not None and reader(is_differentiated) for reader in readers):
             return func(*args, **(kwargs or {}))
         name = next((param.lowtide_name for param in released if isinstance(param, ReleasedParameter)), None)
         what = "a parameter" if name is None else f"parameter '{name}'"  # None: it lies in an object that was passed

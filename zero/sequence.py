@@ -99,7 +99,8 @@ class UnitSequence:
         before_pass: Callable[[Phase, bool], None] = lambda phase, boundary: None,
     ) -> None:
         """before_pass: told before the collectives of a forward, where there are some, of a backward, and whether that
-        is the last of a step; IDLE: of a run of autograd that reduces nothing, where it gathers from other ranks.
+        is the last of a step; IDLE: of a run of autograd that reduces nothing, or a read beside the model, where
+        they gather from other ranks.
         """
         self.units = units
         self._before_pass = before_pass
@@ -183,6 +184,11 @@ class UnitSequence:
         forward.num_uses[unit] = forward.num_uses.get(unit, 0) + 1
         return Use(unit, forward, self._num_uses)
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether the last forward has ended, and its backward may come."""
+        return self.phase is Phase.IDLE and self._expects_backward and bool(self._forward.num_uses)
+
     def read(self, unit: Unit) -> None:
         """Its parameters are read outside of its forward: they are full from now on, until the step ends.
 
@@ -194,6 +200,13 @@ class UnitSequence:
                 "parent of it and its reader in zero_optimization.units if that takes too much memory",
                 unit.name,
             )
+        if self.phase is Phase.IDLE and self._needs_ring and not unit.is_kept:
+            self._before_pass(Phase.IDLE, False)
+            if self._listener is not None:
+                self._listener.before_use()
+            if self._forward_ring.is_at_rest:  # it would gather all others too
+                self._keep(unit)
+                unit.gather()
         self.enter(unit)
         self._keep(unit)
 

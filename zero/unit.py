@@ -17,9 +17,16 @@ class Unit:
     """What is gathered, released and reduced together."""
 
     def __init__(
-        self, name: str, module: nn.Module, groups: Sequence[ShardedGroup], gradients: Sequence[GroupGradient]
+        self,
+        name: str,
+        module: nn.Module,
+        groups: Sequence[ShardedGroup],
+        gradients: Sequence[GroupGradient],
+        is_end: bool = False,
     ) -> None:
+        """is_end: a large embedding or head, which a loss beside the model may read."""
         self.name = name
+        self.is_end = is_end
         self.module = module
         self.accumulators: dict[int, Node] = {}
         self.take_up(groups, gradients)

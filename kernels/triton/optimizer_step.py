@@ -187,8 +187,9 @@ def update(
     for shard in shards:
         runs += [(first * tile_numel + end, options) for end, options in shard.runs]
         steps += shard.steps
-        num_programs.append(-(-shard.numel // tile_numel))
-        rows.append((first, shard.numel, *[0 if one is None else one.data_ptr() for one in _tensors(shard)]))
+        numel = shard.numel
+        num_programs.append(-(-numel // tile_numel))
+        rows.append((first, numel, *[0 if one is None else one.data_ptr() for one in _tensors(shard)]))
         first += num_programs[-1]
         runs[-1] = (first * tile_numel, runs[-1][1])
     table = shard_table(tuple(rows), device, stream)
@@ -231,7 +232,8 @@ _DTYPES = {
 
 def _tensors(shard: ShardUpdate) -> list[Tensor | None]:
     """In the order of the table's fields."""
-    first, second = [*shard.states, None, None][:2]
-    payloads = [None if state is None else state.payload for state in (first, second)]
-    scales = [None if state is None else state.scale for state in (first, second)]
+    payloads: list[Tensor | None] = [None, None]
+    scales: list[Tensor | None] = [None, None]
+    for index, state in enumerate(shard.states):
+        payloads[index], scales[index] = state.payload, state.scale
     return [shard.master, shard.gradient, *payloads, *scales, shard.out]

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 import lowtide
+from lowtide.zero import units
 from tests import models
 from tests.ranks import RankPool
 from tests.zero.training import ROWS, Case, adamw, one_thread
@@ -175,7 +177,8 @@ def test_a_step_that_all_leave_unfinished_waits_for_its_rest(ranks: RankPool) ->
 
 def make_other_calls(what: str) -> str:
     config = {"communication": {"route": "sockets", "timeout_seconds": 5}}
-    engine, other = (lowtide.initialize(models.tiny_gpt(), CASE.at(3, config=config).as_config()) for _ in range(2))
+    with patch.object(units, "_MIN_END_NUMEL", 1):
+        engine, other = (lowtide.initialize(models.tiny_gpt(), CASE.at(3, config=config).as_config()) for _ in range(2))
     batch = next(microbatches(CASE, engine.rank, 1))
     with pytest.raises(RuntimeError) as error, engine.join():
         if what == "save":
@@ -183,6 +186,9 @@ def make_other_calls(what: str) -> str:
         elif what == "gathered":
             with engine.gathered():
                 pass
+        elif what == "read":
+            engine(*batch)
+            engine.module.get_parameter("embedding.weight").sum()
         elif what == "gradient":
             engine.gradient("head.weight")
         elif what.startswith("other"):
@@ -210,6 +216,11 @@ def make_other_calls(what: str) -> str:
             "saving a checkpoint: expected it outside of `with engine.join():`, found it inside, where ranks that ",
         ),
         ("gathered", "reading or writing full weights: expected it outside of `with engine.join():`, found it inside"),
+        (
+            "read",
+            "torch.autograd.grad, or a weight read beside the model, gathered from other ranks: expected it outside of"
+            " `with engine.join():`, found it inside",
+        ),
         ("gradient", "engine.gradient() or engine.set_gradient(): expected it outside of `with engine.join():`, found"),
         (
             "other",

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.engine import step_update
 from lowtide.engine.clipping import Clipping
-from lowtide.kernels.exact_sum import from_limbs, to_limbs, value_of
+from lowtide.engine.step_sums import SummedStep
+from lowtide.kernels.exact_sum import NUM_LIMBS, from_limbs, to_limbs, value_of
 from tests import models
 from tests.ranks import RankPool
 from tests.zero.test_float16 import overflowing_batch
@@ -125,8 +126,10 @@ def test_a_sum_that_is_too_large_is_infinite() -> None:
     assert value_of(to_limbs(torch.full((9,), 1e308, dtype=torch.float64))).item() == math.inf
 
 
-@pytest.mark.parametrize("norm", [0.0, 0.29, 0.2999999, 0.3, 0.4, 1e30, math.inf])
+@pytest.mark.parametrize("norm", [0.0, 0.25, 0.2999999, 0.5, 2.0**100])
 @pytest.mark.parametrize("clipping", [Clipping(0.3), Clipping(0.3, is_by_hand=True), Clipping(fixed=0.5), Clipping()])
 def test_a_factor_is_the_same_where_its_norm_is(clipping: Clipping, norm: float) -> None:
-    assert float(clipping.factor_on_device(torch.tensor(norm, dtype=torch.float64))) == clipping.factor(norm)
-    assert clipping.is_needed or clipping.factor(norm) == 1.0
+    total = torch.zeros(2 * NUM_LIMBS + 5, dtype=torch.int64)
+    total[:NUM_LIMBS] = to_limbs(torch.tensor([norm**2], dtype=torch.float64))
+    factor, skip = SummedStep(total, 0, None, 1, 0).factor_and_skip(clipping, 0.5)
+    assert factor.item() == pytest.approx(clipping.factor(norm / 2) / 2, rel=1e-15) and skip.item() == 0

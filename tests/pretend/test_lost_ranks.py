@@ -57,7 +57,7 @@ def test_what_nobody_was_told_is_told_at_the_end(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     overdue = Overdue()
     overdue.start(0, torch.device("cpu"), 0.1)
-    overdue.begin("gather of unit (rest)", [1], lambda others: "")
+    overdue.begin("gather of unit (rest)", [1], lambda others: "", waits=True)
     deadline = time.monotonic() + 10
     while overdue.error is None and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,5 +1,6 @@
 """What else an engine is asked for gives the same bits on the pretended device as on the CPU."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tests.models import TinyGPT, tied_gpt
 from tests.pretend.group import register
 from tests.ranks import RankPool
 from tests.zero import training
-from tests.zero.test_special_parameters import losses_beside_the_model
+from tests.zero.test_special_parameters import read_in_hooks, sums_beside_the_model
 from tests.zero.training import ADAMW, Case, Outcome, assert_close
 
 Make = Callable[..., Engine]
@@ -260,13 +261,28 @@ def test_another_number_of_ranks_goes_on(pretend_ranks: RankPool, tmp_path: Path
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(before, values, strict=False))
 
 
-def losses_beside_the_model_on_device(stage: int) -> list[float]:
+def norm_of_gradients_that_are_not_finite() -> tuple[float, str]:
     register()
-    return losses_beside_the_model(stage, "auto")
+    engine = maker("auto")(stage=2)
+    engine.backward(engine(*batch(engine, 0)) * math.inf)
+    norm = engine.clip_grad_norm_(0.3).item()
+    with pytest.raises(lowtide.NonFiniteGradientError) as error:
+        engine.step()
+    engine.close()
+    return norm, str(error.value)
 
 
-def test_a_loss_beside_the_model_may_read_a_large_head(pretend_ranks: RankPool) -> None:
-    expected, found = (
-        pretend_ranks(2, losses_beside_the_model_on_device, stage, process_group=False)[0] for stage in (0, 3)
-    )
+def test_a_norm_says_that_gradients_are_not_finite(pretend_ranks: RankPool) -> None:
+    """A loop of the caller's own may skip its step by it, as with torch's."""
+    for norm, text in pretend_ranks(2, norm_of_gradients_that_are_not_finite, process_group=False):
+        assert math.isnan(norm) and "finite" in text
+
+
+def reads_on_device(stage: int) -> list[float]:
+    register()
+    return [*sums_beside_the_model(stage, "auto"), *read_in_hooks(stage, "auto")]
+
+
+def test_losses_and_hooks_beside_the_model_may_read_what_is_released(pretend_ranks: RankPool) -> None:
+    expected, found = (pretend_ranks(2, reads_on_device, stage, process_group=False)[0] for stage in (0, 3))
     assert found == pytest.approx(expected, rel=1e-6)

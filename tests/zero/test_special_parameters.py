@@ -335,24 +335,89 @@ class WithoutHead(models.TinyGPT):
         return x
 
 
-def losses_beside_the_model(stage: int, route: str) -> list[float]:
+def by_head(model: nn.Module, hidden: Tensor) -> Tensor:
+    return functional.linear(hidden, model.get_parameter("head.weight"))
+
+
+def by_embedding(model: nn.Module, hidden: Tensor) -> Tensor:
+    """As a tied weight, and as that of a contrastive loss."""
+    weight = model.get_parameter("embedding.weight")
+    return hidden @ weight.T + functional.normalize(hidden, dim=-1) @ functional.normalize(weight, dim=-1).T
+
+
+def sums_beside_the_model(stage: int, route: str) -> list[float]:
+    """Loss and norm of each step."""
+    found = []
     with patch.object(units, "_MIN_END_NUMEL", 1):
-        case = case_of(WithoutHead, stage, route)
-        torch.manual_seed(0)
-        with lowtide.initialize(case.build(), case.as_config()) as engine:
-            results = []
-            for step in range(2):
-                ids, targets = models.token_batch(step, 2)
-                logits = functional.linear(engine(ids), engine.module.get_parameter("head.weight"))
-                engine.backward(functional.cross_entropy(logits.flatten(0, 1), targets.flatten().to(logits.device)))
-                results.append(engine.step().loss.item())
-            return results
+        for logits_of in (by_head, by_embedding):
+            case = case_of(WithoutHead, stage, route, accumulation=2)
+            torch.manual_seed(0)
+            with lowtide.initialize(case.build(), case.as_config()) as engine:
+                for number in range(4):
+                    ids, targets = models.token_batch(2 * number + engine.rank, 2)
+                    logits = logits_of(engine.module, engine(ids))
+                    engine.backward(functional.cross_entropy(logits.flatten(0, 1), targets.flatten().to(logits.device)))
+                    if number % 2:
+                        result = engine.step()
+                        found += [result.loss.item(), result.grad_norm.item()]
+    return found
 
 
-def test_a_loss_beside_the_model_may_read_a_large_head(ranks: RankPool) -> None:
+def test_a_loss_beside_the_model_may_read_large_ends(ranks: RankPool) -> None:
     cases = [(0, "auto"), *((3, route) for route in ROUTES)]
-    expected, *losses = (ranks(2, losses_beside_the_model, *case)[0] for case in cases)
-    assert losses == [pytest.approx(expected, rel=1e-6)] * len(ROUTES)
+    expected, *found = (ranks(2, sums_beside_the_model, *case)[0] for case in cases)
+    assert found == [pytest.approx(expected, rel=1e-6)] * len(ROUTES)
+
+
+def what_reads_beside_the_model_say() -> list[str]:
+    found = []
+    config = case_of(WithoutHead, 3).as_config()
+    with patch.object(units, "_MIN_END_NUMEL", 1), lowtide.initialize(WithoutHead(), config) as engine:
+        for name in ("embedding.weight", "blocks.1.up.weight"):
+            weight = engine.module.get_parameter(name)
+            loss = engine(models.token_batch(0, 2)[0]).mean()
+            with torch.no_grad():
+                found.append(error_of(weight.sum))
+            found += [error_of(weight.detach), error_of(weight.sum)]
+            engine.backward(loss)
+            engine.step()
+            found.append(error_of(weight.sum))
+    return found
+
+
+def error_of(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_what_no_loss_reads_is_an_error(ranks: RankPool) -> None:
+    """Without gradients, or where no backward may come, one rank may be alone with it."""
+    for found in ranks(2, what_reads_beside_the_model_say):
+        assert [not text for text in found] == [False, False, True, False, *[False] * 4]
+        assert all("is released: only its shards exist here" in text for text in found if text)
+
+
+def read_in_hooks(stage: int, route: str) -> list[float]:
+    """Of each step the loss, and what hooks of gradients have read of the block that the backward begins with."""
+    found = []
+    case = case_of(Base, stage, route)
+    torch.manual_seed(0)
+    with lowtide.initialize(case.build(), case.as_config()) as engine:
+        first, last = (engine.module.get_parameter(f"layers.{index}.weight") for index in (0, 2))
+        last.register_post_accumulate_grad_hook(lambda param: found.append(param.detach().sum().item()))
+        first.register_post_accumulate_grad_hook(lambda param: found.append(last.detach().square().sum().item()))
+        batches = (models.vector_batch_float64(step, 2) for step in range(2))
+        found.extend(engine.train_step(batch).loss.item() for batch in batches)
+    return found
+
+
+def test_a_hook_may_read_the_block_that_the_backward_began_with(ranks: RankPool) -> None:
+    cases = [(0, "auto"), *((3, route) for route in ROUTES)]
+    expected, *found = (ranks(2, read_in_hooks, *case)[0] for case in cases)
+    assert found == [pytest.approx(expected, rel=1e-9)] * len(ROUTES)
 
 
 def test_a_gradient_that_comes_past_the_outputs_of_a_released_unit_is_an_error(ranks: RankPool) -> None:

@@ -179,20 +179,22 @@ class PipelineParts:
             **slowest.seconds,
             "host": slowest.host_seconds(run.num_microbatches),
         }
-        sent = [
-            place.all_sent(stages, run, number) for number, place in zip(self._stage_places, self._places, strict=True)
-        ]
         return Estimate(
             bytes=kinds,
             peak_bytes=peak,
             host_bytes=max(place.rests.host_bytes for place in self._places),
             nvme_bytes=max(place.rests.file_bytes for place in self._places),
-            sent=max(sent, key=lambda one: sum(one.values())),
+            sent=max(self.sent(stages, run), key=lambda one: sum(one.values())),
             step_seconds=sum(seconds.values()),
             seconds=seconds,
             num_samples=samples,
             num_tokens=samples * profile.tokens // profile.rows,
         )
+
+    def sent(self, stages: Stages, run: Run) -> list[dict[str, int]]:
+        """By place: bytes that a rank sends in a step, by link."""
+        places = zip(self._stage_places, self._places, strict=True)
+        return [place.all_sent(stages, run, number) for number, place in places]
 
     def memory(self, stages: Stages, run: Run) -> list[tuple[Mapping[str, int], int]]:
         """By place: the most of each kind, and the most at a moment."""
@@ -241,6 +243,12 @@ class _Place:
         self._first_gradients, self._last_gradients = ends
         self._added = gradient_seconds(blueprint, machine, place, False, False, False)
         messages = [*gathers, *sums, *refreshes]
+        self._tied_bytes = sum(  # sums over the places that have a copy: each sends its own to each of the others
+            (len(copies.places) - 1) * group.layout.shard_numel * group.accumulation_dtype.itemsize
+            for group in plan.trained
+            for copies in group.domain.tied
+            if copies.are_added
+        )
         self._sent = {"intra": sum(one.intra for one in messages), "inter": sum(one.inter for one in messages)}
 
     def host_seconds(self, num_microbatches: int) -> float:
@@ -297,8 +305,9 @@ class _Place:
         return [found[stage] for stage in stages]
 
     def all_sent(self, stages: Stages, run: Run, place: int) -> dict[str, int]:
-        """By link, with outputs of stages and their gradients."""
-        return {**self._sent, "pipe": run.num_microbatches * sum(map(stages.output_bytes, _ends(run, place)))}
+        """By link, with outputs of stages, their gradients, and sums of tied weights."""
+        messages = run.num_microbatches * sum(map(stages.output_bytes, _ends(run, place)))
+        return {**self._sent, "pipe": messages + self._tied_bytes}
 
 
 def _ends(run: Run, place: int) -> list[int]:

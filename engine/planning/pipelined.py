@@ -224,7 +224,8 @@ class _Place:
         is_native = blueprint.route == "native"
         self._staged = 2 * max((one.slot_bytes for one in plan.trained), default=0) if is_native else 0
         gathers = [exchange.gather(group) for group in plan.groups] if footprint.frees_memory else []
-        sums = [one for group in plan.trained for one in (exchange.reduce(group), exchange.all_reduce(group))]
+        reduces = [exchange.reduce(group) for group in plan.trained]
+        sums = [*reduces, *(exchange.all_reduce(group, blueprint.first_rank_of(place)) for group in plan.trained)]
         refreshes = [exchange.refresh(group) for group in plan.updated]
         assert blueprint.pipeline is not None
         num_stages = len(blueprint.pipeline.at(blueprint.stage_place_of(place)).stages)
@@ -249,7 +250,10 @@ class _Place:
             for copies in group.domain.tied
             if copies.are_added
         )
-        self._sent = {"intra": sum(one.intra for one in messages), "inter": sum(one.inter for one in messages)}
+        again = reduces if blueprint.policy.reduces_every_backward else []  # after each microbatch
+        self._sent, self._sent_again = (
+            {link: sum(getattr(one, link) for one in some) for link in ("intra", "inter")} for some in (messages, again)
+        )
 
     def host_seconds(self, num_microbatches: int) -> float:
         """Of the engine itself in a step, and of adding up gradients."""
@@ -307,7 +311,9 @@ class _Place:
     def all_sent(self, stages: Stages, run: Run, place: int) -> dict[str, int]:
         """By link, with outputs of stages, their gradients, and sums of tied weights."""
         messages = run.num_microbatches * sum(map(stages.output_bytes, _ends(run, place)))
-        return {**self._sent, "pipe": messages + self._tied_bytes}
+        earlier = run.num_microbatches - 1
+        sent = {link: nbytes + earlier * self._sent_again[link] for link, nbytes in self._sent.items()}
+        return {**sent, "pipe": messages + self._tied_bytes}
 
 
 def _ends(run: Run, place: int) -> list[int]:

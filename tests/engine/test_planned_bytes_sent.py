@@ -75,17 +75,25 @@ def test_several_axes(ranks: RankPool) -> None:
 
 
 def compare_stages(cases: dict[str, dict[str, Any]]) -> list[str]:
-    """Of messages between stages, and sums of tied weights, on each rank."""
+    """Of messages between stages with sums of tied weights, and of groups: on the first ranks of both places."""
     wrong = []
     for name, config in cases.items():
         said, there = planned_between_stages(config), sent_between_stages(config)
-        wrong += [f"{name}: planned {said}, sent {there}"] if said != there else []
+        assert min(there) > 0, there
+        is_first = rank_and_world()[0] % 2 == 0  # others may sum a little more or less of a shard
+        wrong += [f"{name}: planned {said}, sent {there}"] if is_first and said != there else []
     return wrong
 
 
-def sent_between_stages(config: dict[str, Any]) -> int:
-    counted = [0]
-    plain = Peers.send
+def sent_between_stages(config: dict[str, Any]) -> tuple[int, int]:
+    """(between stages, by gathers and reductions of groups)."""
+    counted = [0, 0]
+    plain, plain_of_groups = Peers.send, SocketRoute._send
+
+    def count_of_groups(self: SocketRoute, tensors: dict[int, torch.Tensor], tag: int, what: str) -> Any:
+        is_counted = " of unit" in what or "tied" in what
+        counted[1] += sum(one.nbytes for one in tensors.values()) if is_counted else 0
+        return plain_of_groups(self, tensors, tag, what)
 
     def count(self: Peers, tensor: torch.Tensor, place: int, tag: int, what: str) -> Any:
         counted[0] += tensor.nbytes
@@ -94,13 +102,13 @@ def sent_between_stages(config: dict[str, Any]) -> int:
     engine = lowtide.initialize(models.tied_gpt(), config)
     batch = models.token_batch(0, 2 * config["gradient_accumulation_steps"])
     engine.train_step(batch)
-    with patch.object(Peers, "send", count):
+    with patch.object(Peers, "send", count), patch.object(SocketRoute, "_send", count_of_groups):
         engine.train_step(batch)
     engine.close()
-    return counted[0]
+    return counted[0], counted[1]
 
 
-def planned_between_stages(config: dict[str, Any]) -> int:
+def planned_between_stages(config: dict[str, Any]) -> tuple[int, int]:
     rank, num_ranks = rank_and_world()
     with torch.device("meta"):
         model = models.tied_gpt()
@@ -110,7 +118,8 @@ def planned_between_stages(config: dict[str, Any]) -> int:
     machine, schedule = Machine(devices_per_host=num_ranks, device="cpu"), blueprint.pipeline.schedule
     stages = Stages(blueprint.pipeline.split, profile, Work(profile, machine))
     run = Run.of(recurrence_of(schedule), stages.costs(0.0), schedule.num_microbatches)
-    return PipelineParts(blueprint, machine).sent(stages, run)[blueprint.place_of(rank)]["pipe"]
+    found = PipelineParts(blueprint, machine).sent(stages, run)[blueprint.place_of(rank)]
+    return found["pipe"], found["intra"] + found["inter"]
 
 
 def test_between_stages(ranks: RankPool) -> None:

@@ -170,7 +170,7 @@ class Footprint:
         is_common = blueprint.shares_gradients and shares_memory and self._replicas_size > 1 and not group.domain.tied
         common, own = (shard // self._replicas_size, 0) if is_common else (0, shard)
         leaves = self._leaves(group)
-        if moment is Moment.ACCUMULATING and not self._adds_in_place(group, leaves):
+        if moment is Moment.ACCUMULATING and not self.adds_in_place(group):
             if not blueprint.policy.reduces_every_backward:
                 return common + self._local(group)
             waits = bool(group.domain.tied) or self._replicas_size > 1  # for the sum over these
@@ -183,7 +183,7 @@ class Footprint:
         if moment is Moment.BETWEEN_STEPS and is_given_back:
             own = 0
         has_local = self._accumulates and not blueprint.policy.reduces_every_backward
-        is_kept = has_local and not self._adds_in_place(group, leaves) and group.accumulation_dtype != group.dtype
+        is_kept = has_local and not self.adds_in_place(group) and group.accumulation_dtype != group.dtype
         return common + own + (self._local(group) if is_kept else 0)
 
     def _leaves(self, group: GroupPlan) -> bool:
@@ -212,10 +212,10 @@ class Footprint:
             return group.layout.numel * group.dtype.itemsize
         return group.layout.padded_numel * group.accumulation_dtype.itemsize
 
-    def _adds_in_place(self, group: GroupPlan, leaves: bool) -> bool:
+    def adds_in_place(self, group: GroupPlan) -> bool:
         """Whether autograd adds up a step's gradients in the shard: see `GroupGradient.accumulate_in_place`."""
         is_alone = self._states_size == self._replicas_size == 1
-        return self._in_pipeline and is_alone and not leaves and group.accumulation_dtype == group.dtype
+        return self._in_pipeline and is_alone and not self._leaves(group) and group.accumulation_dtype == group.dtype
 
     def _staging(self) -> int:
         trained, route = self._plan.trained, self._blueprint.route

@@ -24,6 +24,7 @@ from .memory_recording import OTHER, Recorded, Recorder
 from .planning.estimate import estimate, writes_gradients
 from .planning.machine import Machine
 from .planning.meta_run import MetaRun
+from .planning.pipelined import memory_by_place
 
 _MAX_OWNERS = 30  # that a report names
 _MAX_SAMPLES = 400  # of the moments of a step, those with the most
@@ -237,11 +238,15 @@ class MemoryReports:
             )  # fmt: skip
         except ValueError as error:
             return replace(report, why_not=str(error))
-        found = estimate(self._blueprint, Machine(device="cuda" if self._blueprint.device != "cpu" else "cpu"), profile)
-        activations = found.bytes["activation_bytes"] + found.bytes["loss_bytes"]
-        return replace(
-            report, predicted={**report.predicted, OTHER: activations}, predicted_peak_bytes=found.peak_bytes
-        )
+        machine = Machine(device="cuda" if self._blueprint.device != "cpu" else "cpu")
+        if self._blueprint.pipeline is None:
+            found = estimate(self._blueprint, machine, profile)
+            kinds, peak = found.bytes, found.peak_bytes
+        else:
+            place = self._blueprint.place_of(self._mesh.world.rank)
+            kinds, peak = memory_by_place(self._blueprint, machine, profile)[place]
+        activations = kinds["activation_bytes"] + kinds["loss_bytes"]
+        return replace(report, predicted={**report.predicted, OTHER: activations}, predicted_peak_bytes=peak)
 
     def _by_module(self) -> dict[str, dict[str, int]]:
         by_group: dict[int, int] = {}
@@ -265,8 +270,6 @@ def allocator_bytes(device: torch.device) -> int | None:
 
 def meta_run_of(blueprint: Blueprint, module: nn.Module, loss_fn: Any) -> MetaRun | str:
     """A run of the model on the meta device, before anything of the engine stands on it; or why there is none."""
-    if blueprint.pipeline is not None:
-        return "over a pipeline the activations of a step are not predicted by rank"
     casts = blueprint.config.bf16.auto_cast if blueprint.config.bf16.enabled else blueprint.config.fp16.auto_cast
     device = "cpu" if blueprint.device == "cpu" else "cuda"
     try:

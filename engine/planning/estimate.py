@@ -130,6 +130,7 @@ class Activations:
         part = self.profile.part(name)
         base = self.bases.get(name, 0)
         base = min(base, self._limit) if self.is_offloaded else base
+        base += self.profile.cast_bytes
         if not is_backward:
             return base + part.forward_peak_bytes
         return base + part.backward_peak_bytes + self._waiting[name] * self._rest_waits

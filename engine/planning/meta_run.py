@@ -15,6 +15,7 @@ tensors without values the answer is yes, with which the usual way is taken. Num
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -101,7 +102,8 @@ class MetaRun:
             ledger.close()
             for param in self._model.parameters():
                 param.grad = None
-        return Profile(rows, _num_tokens(made, rows), marks.parts(), self._itemsize)
+        converted = sum(one.nbytes for one in tensors_of(made) if one.dtype == self._dtype)
+        return Profile(rows, _num_tokens(made, rows), marks.parts(), self._itemsize, converted)
 
     def _recomputed(self, module: nn.Module) -> Callable[..., Any]:
         def contexts() -> tuple[AbstractContextManager[None], TorchFunctionMode]:
@@ -122,16 +124,18 @@ class MetaRun:
             ledger.hook(module.register_forward_pre_hook(marks.before(name), with_kwargs=True))
         if self._after is not None:
             ledger.hook(self._after.register_forward_hook(marks.after_blocks))
+        for module in self._model.modules():
+            if isinstance(module, nn.Linear):
+                ledger.hook(module.register_forward_hook(marks.see_linear))
         for param in self._model.parameters():
             if param.requires_grad:
-                let_go = partial(_let_go, None if id(param) in self._of_units else marks)
+                let_go = partial(_let_go, marks, id(param) not in self._of_units)
                 ledger.hook(param.register_post_accumulate_grad_hook(let_go))  # type: ignore[no-untyped-call]
 
 
-def _let_go(marks: _Marks | None, param: Tensor) -> None:
-    if marks is not None:
-        marks.add_rest(param.nbytes)
+def _let_go(marks: _Marks, is_rest: bool, param: Tensor) -> None:
     param.grad = None
+    marks.add_gradient(param.nbytes, is_rest)
 
 
 class _Places:
@@ -151,9 +155,12 @@ class _Marks:
         self._tracker = tracker
         self._names: list[str] = []
         self._forward: dict[str, tuple[int, int, int, Done]] = {}  # live before, after, peak
-        self._backward: dict[str, tuple[int, Done]] = {}  # peak
+        self._backward: dict[str, tuple[int, int, Done]] = {}  # peak, and while gradients are held
         self._outputs: dict[str, int] = {}
+        self._gradients: dict[str, int] = {}
         self._rest: dict[str, int] = {}
+        self._linear: dict[str, int] = {}
+        self._inputs: dict[int, weakref.ref[Any]] = {}  # of linear layers, by storage
         self._begun = 0
         self._now: str | None = None
 
@@ -195,22 +202,38 @@ class _Marks:
     def end(self) -> None:
         self._close_backward()
 
-    def add_rest(self, nbytes: int) -> None:
-        """A gradient of the rest is there."""
+    def add_gradient(self, nbytes: int, is_rest: bool) -> None:
+        """A gradient is there, and was let go."""
         if self._now is not None:
-            self._rest[self._now] = self._rest.get(self._now, 0) + nbytes
+            self._tracker.held += nbytes
+            self._gradients[self._now] = self._gradients.get(self._now, 0) + nbytes
+            self._rest[self._now] = self._rest.get(self._now, 0) + nbytes * is_rest
+
+    def see_linear(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._now is None or torch._C._current_graph_task_id() >= 0:
+            return
+        total = sum(one.nbytes for one in tensors_of(output))
+        for one in tensors_of(args):  # several layers may have one input
+            storage = one.untyped_storage()
+            known = self._inputs.get(id(storage))
+            total += one.nbytes if known is None or known() is None else 0
+            self._inputs[id(storage)] = weakref.ref(storage)
+        self._linear[self._now] = self._linear.get(self._now, 0) + total
 
     def parts(self) -> Mapping[str, Part]:
         found = {}
         for name in sorted(self._names, key=lambda one: (one != START, one == END)):
             before, after, peak, forward = self._forward[name]
-            back_peak, backward = self._backward.get(name, (before, Done()))
+            back_peak, holding_peak, backward = self._backward.get(name, (before, before, Done()))
             found[name] = Part(
                 kept_bytes=after - before,
                 forward_peak_bytes=peak - before,
                 backward_peak_bytes=max(back_peak - before, 0),
                 output_bytes=self._outputs.get(name, 0),
                 rest_gradient_bytes=self._rest.get(name, 0),
+                gradient_bytes=self._gradients.get(name, 0),
+                holding_peak_bytes=max(holding_peak - before, 0),
+                linear_bytes=self._linear.get(name, 0),
                 forward_flops=forward.flops,
                 backward_flops=backward.flops,
                 forward_traffic=forward.traffic,
@@ -245,7 +268,7 @@ class _Marks:
 
     def _close_backward(self) -> None:
         if self._now is not None:
-            self._backward[self._now] = (self._tracker.peak, self._tracker.done)
+            self._backward[self._now] = (self._tracker.peak, self._tracker.holding_peak, self._tracker.done)
         self._now = None
 
 

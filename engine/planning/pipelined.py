@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
+from ...pipe.schedules.action import Op
 from ...pipe.schedules.costs import Costs
+from ...pipe.schedules.passes import merge_backward
 from ...pipe.schedules.recurrence import Outcome, Recurrence
+from ...pipe.schedules.schedule import Schedule
 from ...pipe.split.split import SplitPlan
 from ..blueprint import Blueprint
 from ..config.config import Config
@@ -24,6 +29,13 @@ _SIMULATED_PER_RANK = 2  # microbatches; from then on a schedule repeats itself
 def simulated_microbatches(num_ranks: int, num_microbatches: int) -> int:
     """How many are simulated: the others take the time of the busiest rank each."""
     return min(num_microbatches, _SIMULATED_PER_RANK * num_ranks)
+
+
+def recurrence_of(schedule: Schedule) -> Recurrence:
+    """As its ranks run it: halves of backwards that need not be apart are one."""
+    if schedule.has_any(Op.I):
+        schedule = merge_backward(schedule, Costs.uniform(schedule.num_stages))
+    return Recurrence(schedule)
 
 
 @dataclass(frozen=True)
@@ -54,17 +66,49 @@ class Stages:
         forward = tuple(sum(self.work.forward(name) for name, _ in parts) for parts in self.parts)
         backward = tuple(sum(self.work.backward(name) for name, _ in parts) for parts in self.parts)
         halves = tuple(seconds / 2 for seconds in backward)
-        kept = tuple(float(sum(part.kept_bytes for _, part in parts)) for parts in self.parts)
+        kept = tuple(map(float, self.kept_bytes))
+        put_off = tuple(map(min, kept, map(float, self.put_off_bytes)))
         nothing = (0.0,) * len(forward)
-        return Costs(forward, backward, halves, halves, kept, kept, nothing, send_seconds)
+        return Costs(forward, backward, halves, halves, kept, put_off, nothing, send_seconds)
 
-    def passing_bytes(self, stage: int) -> int:
-        """The most that a stage takes beside what it keeps, while it computes."""
-        base, most = 0, 0
+    @cached_property
+    def kept_bytes(self) -> tuple[int, ...]:
+        """By stage, of a microbatch until its backward: what came in, and what is saved; what goes out is sent."""
+        found = []
+        for stage, parts in enumerate(self.parts):
+            total = self.input_bytes(stage) + sum(part.kept_bytes for _, part in parts)
+            found.append(max(0, total - (self.output_bytes(stage) if stage + 1 < len(self.parts) else 0)))
+        return tuple(found)
+
+    @cached_property
+    def put_off_bytes(self) -> tuple[int, ...]:
+        """By stage, of a microbatch from I until W: more than until I, where blocks are computed again."""
+        return tuple(sum(part.linear_bytes for _, part in parts) for parts in self.parts)
+
+    def input_bytes(self, stage: int) -> int:
+        """What it gets from the one before."""
+        return self.output_bytes(stage - 1) if stage else 0
+
+    def working_bytes(self, stage: int, holds: bool) -> tuple[int, int, int, int]:
+        """The most while it computes F, B, I or W of a microbatch, of which nothing is counted elsewhere.
+
+        holds: gradients that its backward makes are tensors of their own until it has ended.
+        """
+        base = self.input_bytes(stage)
+        forward = backward = halved = base
+        bases = []
         for _, part in self.parts[stage]:
-            most = max(most, base + max(part.forward_peak_bytes, part.backward_peak_bytes))
+            bases.append(base)
+            forward = max(forward, base + part.forward_peak_bytes)
             base += part.kept_bytes
-        return max(0, most - base)
+        gradients = put_off = 0
+        for base, (_, part) in zip(reversed(bases), reversed(self.parts[stage]), strict=True):
+            peak = part.holding_peak_bytes if holds else part.backward_peak_bytes
+            backward = max(backward, base + gradients + peak)
+            halved = max(halved, base + put_off + part.backward_peak_bytes)
+            put_off += part.linear_bytes
+            gradients += part.gradient_bytes * holds
+        return forward, backward, halved, self.put_off_bytes[stage] + gradients
 
     def output_bytes(self, stage: int) -> int:
         """What it sends to the next one for each microbatch, and gets the gradient of."""
@@ -113,11 +157,12 @@ class PipelineParts:
         # Places whose groups have equal sizes are equal: a first and a last one, and few between.
         alike: dict[Hashable, _Place] = {}
         self._places = []
+        self._stage_places = [*map(blueprint.stage_place_of, range(len(blueprint.places)))]
         for place, plan in enumerate(blueprint.places):
             sizes = tuple(
                 (one.layout.numel, one.layout.padded_numel, one.dtype, one.role, one.domain) for one in plan.groups
             )
-            key = (sizes, len(blueprint.pipeline.at(place).stages))
+            key = (sizes, len(blueprint.pipeline.at(blueprint.stage_place_of(place)).stages))
             if key not in alike:
                 alike[key] = _Place(blueprint, machine, place)
             self._places.append(alike[key])
@@ -125,7 +170,7 @@ class PipelineParts:
     def estimate(self, config: Config, stages: Stages, run: Run) -> Estimate:
         """config: with as many microbatches as there are. The fullest place gives the bytes, the slowest the time."""
         profile, samples = stages.profile, config.train_batch_size or 0
-        memory = [place.memory(stages, run, number) for number, place in enumerate(self._places)]
+        memory = self.memory(stages, run)
         kinds, peak = max(memory, key=lambda found: found[1])
         slowest = max(self._places, key=lambda place: sum(place.seconds.values()))
         seconds = {
@@ -134,18 +179,37 @@ class PipelineParts:
             **slowest.seconds,
             "host": slowest.host_seconds(run.num_microbatches),
         }
-        sent = [place.all_sent(stages, run, number) for number, place in enumerate(self._places)]
         return Estimate(
             bytes=kinds,
             peak_bytes=peak,
             host_bytes=max(place.rests.host_bytes for place in self._places),
             nvme_bytes=max(place.rests.file_bytes for place in self._places),
-            sent=max(sent, key=lambda one: sum(one.values())),
+            sent=max(self.sent(stages, run), key=lambda one: sum(one.values())),
             step_seconds=sum(seconds.values()),
             seconds=seconds,
             num_samples=samples,
             num_tokens=samples * profile.tokens // profile.rows,
         )
+
+    def sent(self, stages: Stages, run: Run) -> list[dict[str, int]]:
+        """By place: bytes that a rank sends in a step, by link."""
+        places = zip(self._stage_places, self._places, strict=True)
+        return [place.all_sent(stages, run, number) for number, place in places]
+
+    def memory(self, stages: Stages, run: Run) -> list[tuple[Mapping[str, int], int]]:
+        """By place: the most of each kind, and the most at a moment."""
+        return [
+            place.memory(stages, run, number) for number, place in zip(self._stage_places, self._places, strict=True)
+        ]
+
+
+def memory_by_place(blueprint: Blueprint, machine: Machine, profile: Profile) -> list[tuple[Mapping[str, int], int]]:
+    """What ranks of each place of a pipeline take: the most of each kind, and the most at a moment."""
+    assert blueprint.pipeline is not None
+    schedule = blueprint.pipeline.schedule
+    stages = Stages(blueprint.pipeline.split, profile, Work(profile, machine))
+    run = Run.of(recurrence_of(schedule), stages.costs(0.0), schedule.num_microbatches)
+    return PipelineParts(blueprint, machine).memory(stages, run)
 
 
 class _Place:
@@ -160,22 +224,36 @@ class _Place:
         is_native = blueprint.route == "native"
         self._staged = 2 * max((one.slot_bytes for one in plan.trained), default=0) if is_native else 0
         gathers = [exchange.gather(group) for group in plan.groups] if footprint.frees_memory else []
-        sums = [one for group in plan.trained for one in (exchange.reduce(group), exchange.all_reduce(group))]
+        reduces = [exchange.reduce(group) for group in plan.trained]
+        sums = [*reduces, *(exchange.all_reduce(group, blueprint.first_rank_of(place)) for group in plan.trained)]
         refreshes = [exchange.refresh(group) for group in plan.updated]
         assert blueprint.pipeline is not None
-        num_stages = len(blueprint.pipeline.at(place).stages)
+        num_stages = len(blueprint.pipeline.at(blueprint.stage_place_of(place)).stages)
         self.seconds = {
             "gather exposed": sum(one.seconds for one in gathers) / num_stages,  # of the first; others come beside it
             "reduce exposed": sum(one.seconds for one in sums) / num_stages,
             "update": update_seconds(blueprint, machine, place),
             "refresh exposed": sum(one.seconds for one in refreshes),
         }
+        self._split = blueprint.pipeline.split
+        flat = any(group.accumulation_dtype != group.dtype for group in plan.trained)
+        self._takes_each = blueprint.policy.reduces_every_backward or flat
+        self._adds_in_place = all(footprint.adds_in_place(group) for group in plan.trained)
         self._blueprint, self._machine, self._num_units = blueprint, machine, len(blueprint.places[place].units)
         ends = [gradient_seconds(blueprint, machine, place, *end, False) for end in ((True, False), (False, True))]
         self._first_gradients, self._last_gradients = ends
         self._added = gradient_seconds(blueprint, machine, place, False, False, False)
         messages = [*gathers, *sums, *refreshes]
-        self._sent = {"intra": sum(one.intra for one in messages), "inter": sum(one.inter for one in messages)}
+        self._tied_bytes = sum(  # sums over the places that have a copy: each sends its own to each of the others
+            (len(copies.places) - 1) * group.layout.shard_numel * group.accumulation_dtype.itemsize
+            for group in plan.trained
+            for copies in group.domain.tied
+            if copies.are_added
+        )
+        again = reduces if blueprint.policy.reduces_every_backward else []  # after each microbatch
+        self._sent, self._sent_again = (
+            {link: sum(getattr(one, link) for one in some) for link in ("intra", "inter")} for some in (messages, again)
+        )
 
     def host_seconds(self, num_microbatches: int) -> float:
         """Of the engine itself in a step, and of adding up gradients."""
@@ -184,24 +262,61 @@ class _Place:
 
     def memory(self, stages: Stages, run: Run, place: int) -> tuple[Mapping[str, int], int]:
         """(the most of each kind, the most at a moment)."""
-        own = run.recurrence.stages[place]
-        passing = max(stages.passing_bytes(stage) for stage in own)
-        kept = round(run.outcome.activation_bytes[place])
-        loss = stages.profile.loss_bytes if len(stages.parts) - 1 in own else 0
-        gradients = max(sum(sizes[moment] for sizes in self.rests.by_group.values()) for moment in (1, 2))
-        beside = gradients + self._gathered + self._staged + kept + passing
+        computed, held = self._computed(stages, run, place)
+        loss = stages.profile.loss_bytes if len(stages.parts) - 1 in run.recurrence.stages[place] else 0
         kinds = {
             **self.rests.kinds,
             "gathered_bytes": self._gathered,
-            "activation_bytes": max(0, kept + passing - loss),
+            "activation_bytes": max(0, held - loss),
             "loss_bytes": loss,
             "buffer_bytes": self.rests.kinds["buffer_bytes"] + self._staged,
         }
+        beside = self._gathered + self._staged + computed
         return kinds, max(self.rests.after_backward, self.rests.bytes + beside)
 
+    def _computed(self, stages: Stages, run: Run, place: int) -> tuple[int, int]:
+        """(the most of activations and gradients together, of activations) while something is computed."""
+        own, at = list(run.recurrence.stages[place]), run.recurrence.computing[place]
+        whole, put_off = (np.array(sizes)[own] for sizes in (stages.kept_bytes, stages.put_off_bytes))
+        held = at.held @ whole + (at.kept - at.held) @ put_off
+        before, after = np.array(self._gradients_of(own)).T
+        gradients = before.sum() + at.begun @ (after - before)
+        # What is added to gradients that are there goes at once, unless each backward gives its own away.
+        plain, holding = (np.array([stages.working_bytes(stage, holds) for stage in own]) for holds in (False, True))
+        is_begun = np.take_along_axis(at.begun, at.places[:, None], axis=1)[:, 0] > 0
+        holds = (not self._adds_in_place) & (self._takes_each | ~is_begun)
+        working = np.where(holds, holding[at.places, at.codes], plain[at.places, at.codes])
+        passing = self._passing_bytes(stages, run, place)
+        activations = held + plain[at.places, at.codes]
+        return passing + int((held + working + gradients).max()), passing + int(activations.max())
+
+    @staticmethod
+    def _passing_bytes(stages: Stages, run: Run, place: int) -> int:
+        """Of a step's inputs that are cast, and of messages: one at each end of a stage, one ahead for each stage."""
+        own = run.recurrence.stages[place]
+        sizes = [max(stages.input_bytes(stage), stages.output_bytes(stage)) for stage in own]
+        messages = sum(stages.output_bytes(stage) for stage in _ends(run, place)) + sum(sizes)
+        return messages + run.num_microbatches * stages.profile.cast_bytes
+
+    def _gradients_of(self, stages: Sequence[int]) -> list[tuple[int, int]]:
+        """By stage of this place, gradients before its first backward has ended, and from then on."""
+        split, found = self._split, dict.fromkeys(stages, (0, 0))
+        for group in self.rests.trained:
+            names = {name for name, _ in group.params}
+            stage = next((stage for stage in stages if names & set(split.parameters[stage])), stages[0])
+            sizes = self.rests.by_group[group.name]
+            found[stage] = (found[stage][0] + sizes[0], found[stage][1] + sizes[1])
+        return [found[stage] for stage in stages]
+
     def all_sent(self, stages: Stages, run: Run, place: int) -> dict[str, int]:
-        """By link, with outputs of stages and their gradients."""
-        own, crosses = run.recurrence.stages[place], run.recurrence.crosses
-        ends = [stage for stage in own if crosses[stage]]
-        ends += [stage - 1 for stage in own if stage and crosses[stage - 1]]
-        return {**self._sent, "pipe": run.num_microbatches * sum(map(stages.output_bytes, ends))}
+        """By link, with outputs of stages, their gradients, and sums of tied weights."""
+        messages = run.num_microbatches * sum(map(stages.output_bytes, _ends(run, place)))
+        earlier = run.num_microbatches - 1
+        sent = {link: nbytes + earlier * self._sent_again[link] for link, nbytes in self._sent.items()}
+        return {**sent, "pipe": messages + self._tied_bytes}
+
+
+def _ends(run: Run, place: int) -> list[int]:
+    """Stages whose output, and its gradient, this place exchanges with another one."""
+    own, crosses = run.recurrence.stages[place], run.recurrence.crosses
+    return [stage for stage in own if crosses[stage]] + [stage - 1 for stage in own if stage and crosses[stage - 1]]

@@ -20,7 +20,7 @@ from .bounds import Bounds
 from .choice import Choice, num_chunks, without_defaults
 from .estimate import Estimate, StepParts, Work
 from .machine import Machine
-from .pipelined import PipelineParts, Run, Stages, send_seconds, simulated_microbatches
+from .pipelined import PipelineParts, Run, Stages, recurrence_of, send_seconds, simulated_microbatches
 from .profile import Profile
 from .search import Bound, Found
 
@@ -109,7 +109,7 @@ class Planner:
         recurrence = self._cached(
             self._recurrences,
             (choice.pipeline, choice.schedule, choice.chunks, count),
-            lambda: Recurrence(make_schedule(choice.schedule, choice.pipeline, count, choice.chunks)),
+            lambda: recurrence_of(make_schedule(choice.schedule, choice.pipeline, count, choice.chunks)),
         )
         return Run.of(recurrence, stages.costs(send_seconds(stages, self.machine)), choice.accumulation)
 

@@ -21,7 +21,7 @@ class Operation(NamedTuple):
 class Part:
     """Of one unit, or of what comes before the first or behind the last one. Bytes are of tensors, parameters left out.
 
-    The three numbers of bytes count what is above what was there when the part's forward began.
+    Kept and peaks count what is above what was there when the part's forward began.
     """
 
     kept_bytes: int = 0  # when its forward has ended: saved for the backward, and its output
@@ -31,6 +31,10 @@ class Part:
     rest_gradient_bytes: int = (
         0  # made in its backward, of parameters of no unit: they wait for the end of the backward
     )
+    # A pipeline keeps a stage's gradients until its whole backward has ended:
+    gradient_bytes: int = 0  # made in its backward, of all parameters
+    holding_peak_bytes: int = 0  # of the backward, while it keeps them
+    linear_bytes: int = 0  # inputs of its linear layers, and gradients of their outputs: kept from I until W
     forward_flops: int = 0  # of matrix products, convolutions and attention
     backward_flops: int = 0  # with what is computed again
     forward_traffic: int = 0  # bytes that all other operations read and write
@@ -47,6 +51,7 @@ class Profile:
     tokens: int  # of a microbatch: elements of its first integer tensor, else rows
     parts: Mapping[str, Part] = field(default_factory=dict)
     itemsize: int = 4  # of what is computed in
+    cast_bytes: int = 0  # of its inputs in another dtype than they came in
 
     def part(self, name: str) -> Part:
         """A unit that is never run takes nothing."""
@@ -88,7 +93,7 @@ class Profile:
         """
         times = (rows - self.rows) / (other.rows - self.rows)
         parts = {name: _on_line(part, other.part(name), times) for name, part in self.parts.items()}
-        return Profile(rows, self.tokens // self.rows * rows, parts, self.itemsize)
+        return Profile(rows, self.tokens // self.rows * rows, parts, self.itemsize, self.cast_bytes * rows // self.rows)
 
     @property
     def flops(self) -> int:

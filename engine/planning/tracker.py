@@ -56,6 +56,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._formulas: Mapping[Any, Callable[..., int]] = flop_registry
         self._seen: dict[int, weakref.ref[Any]] = {}
         self.live = self.peak = 0
+        self.held = self.holding_peak = 0  # bytes that somebody would hold, and the most with them
         self.done = Done()
         for tensor in known:
             self.leave_out(tensor)
@@ -63,6 +64,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def begin(self) -> int:
         """Counts anew; gives what is alive."""
         self.peak, self.done = self.live, Done()
+        self.held, self.holding_peak = 0, self.live
         return self.live
 
     def leave_out(self, tensor: Tensor) -> None:
@@ -115,6 +117,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen[key] = weakref.ref(storage, partial(self._forget, key, nbytes))
         self.live += nbytes
         self.peak = max(self.peak, self.live)
+        self.holding_peak = max(self.holding_peak, self.live + self.held)
         return True
 
     def _forget(self, key: int, nbytes: int, _: Any) -> None:

@@ -34,6 +34,20 @@ class Outcome:
     activation_bytes: tuple[float, ...]  # the most at a moment
 
 
+@dataclass(frozen=True)
+class Computing:
+    """The moments of a rank at which it computes, each combination once. Rows are moments, columns its own stages.
+
+    held, kept: of other microbatches, those between F and B or I, and between F and B or W.
+    """
+
+    codes: _Numbers  # (moments,) 0 F, 1 B, 2 I, 3 W
+    places: _Numbers  # (moments,) of the stage among the rank's own
+    held: _Numbers
+    kept: _Numbers
+    begun: _Numbers  # 1 where a whole backward of the stage has ended
+
+
 class Recurrence:
     """A schedule of F, B, I and W. See [Note: recurrence]."""
 
@@ -53,6 +67,7 @@ class Recurrence:
         self._is_sent = table.is_sent[order]
         self._kinds = table.kinds[order].astype(np.int32)
         self._counts = _counts(table, schedule.num_stages)
+        self.computing = [_computing(table, rank, stages) for rank, stages in enumerate(self.stages)]
         self._held = [_most_held(table, rank, stages) for rank, stages in enumerate(self.stages)]
 
     def outcome(self, costs: Costs) -> Outcome:
@@ -135,3 +150,16 @@ def _most_held(table: _Table, rank: int, stages: Sequence[int]) -> _Numbers:
     held = np.cumsum(np.concatenate(changes, axis=1), axis=0)[codes[:, 0] == 0]
     found: _Numbers = np.unique(held, axis=0)
     return found
+
+
+def _computing(table: _Table, rank: int, stages: Sequence[int]) -> Computing:
+    own, count = slice(table.first[rank], table.first[rank + 1]), len(stages)
+    codes, is_stage = table.codes[own, None], table.stage[own, None] == np.array(stages)
+    begins = ((codes == 0) & is_stage).astype(np.int64)
+    input_ends, ends = (((codes == 1) | (codes == half)) & is_stage for half in (2, 3))
+    # Of an action itself, what it makes does not count yet, and what it ends does not count any more.
+    held = np.cumsum(begins - input_ends, axis=0) - begins
+    kept = np.cumsum(begins - ends, axis=0) - begins - ((codes == 2) & is_stage)
+    begun = (np.cumsum(ends, axis=0) - ends > 0).astype(np.int64)
+    found = np.unique(np.concatenate([codes, is_stage.argmax(1)[:, None], held, kept, begun], axis=1), axis=0)
+    return Computing(found[:, 0], found[:, 1], *np.split(found[:, 2:], [count, 2 * count], axis=1))

@@ -76,15 +76,15 @@ def test_a_step_is_recorded_by_hand_and_says_who_held_what() -> None:
 
 def test_a_pipeline_is_recorded_on_each_rank(ranks: RankPool, tmp_path: Path) -> None:
     for found in ranks(2, of_a_pipeline, str(tmp_path)):
-        assert found.peak_bytes and "over a pipeline the activations of a step are not predicted" in found.why_not
+        assert not found.why_not and found.predicted_peak_bytes == pytest.approx(found.peak_bytes, rel=TOLERANCE)
         assert found.measured and found.measured["optimizer_bytes"] == found.predicted["optimizer_bytes"]
 
 
 def of_a_pipeline(folder: str) -> MemoryReport:
-    config = {**PLAIN, "parallel": {"pipeline": 2}, "train_batch_size": 4, "gradient_accumulation_steps": 2}
-    with lowtide.initialize(models.tiny_gpt(), {**config, "memory_report": {"folder": folder, "step": 2}}) as engine:
+    config = {**config_of(1, 0, 2), "parallel": {"pipeline": 2}, "memory_report": {"folder": folder, "step": 2}}
+    with lowtide.initialize(gpt(), config) as engine:
         for number in range(2):
-            engine.train_step(models.token_batch(number, 4))
+            engine.train_step(models.token_batch(number, 2 * ROWS))
         return MemoryReport.load(Path(folder) / f"memory-rank{engine.rank}.json")
 
 

@@ -6,12 +6,14 @@ from unittest.mock import patch
 import torch
 
 import lowtide
+from lowtide.comm.peers import Peers
 from lowtide.comm.sockets import SocketRoute
 from lowtide.engine.blueprint import Blueprint
 from lowtide.engine.config.config import Config
-from lowtide.engine.planning.estimate import estimate
+from lowtide.engine.planning.estimate import Work, estimate
 from lowtide.engine.planning.machine import Machine
 from lowtide.engine.planning.meta_run import MetaRun
+from lowtide.engine.planning.pipelined import PipelineParts, Run, Stages, recurrence_of
 from tests import models
 from tests.engine.test_blueprint import config_of, frozen_gpt
 from tests.ranks import RankPool
@@ -70,3 +72,61 @@ def test_several_axes(ranks: RankPool) -> None:
         "hpZ": config_of(3, 2, zero={"zero_hpz_partition_size": 2}, **BF16),
     }
     assert ranks(4, compare, cases) == [[]] * 4
+
+
+def compare_stages(cases: dict[str, dict[str, Any]]) -> list[str]:
+    """Of messages between stages with sums of tied weights, and of groups: on the first ranks of both places."""
+    wrong = []
+    for name, config in cases.items():
+        said, there = planned_between_stages(config), sent_between_stages(config)
+        assert min(there) > 0, there
+        is_first = rank_and_world()[0] % 2 == 0  # others may sum a little more or less of a shard
+        wrong += [f"{name}: planned {said}, sent {there}"] if is_first and said != there else []
+    return wrong
+
+
+def sent_between_stages(config: dict[str, Any]) -> tuple[int, int]:
+    """(between stages, by gathers and reductions of groups)."""
+    counted = [0, 0]
+    plain, plain_of_groups = Peers.send, SocketRoute._send
+
+    def count_of_groups(self: SocketRoute, tensors: dict[int, torch.Tensor], tag: int, what: str) -> Any:
+        is_counted = " of unit" in what or "tied" in what
+        counted[1] += sum(one.nbytes for one in tensors.values()) if is_counted else 0
+        return plain_of_groups(self, tensors, tag, what)
+
+    def count(self: Peers, tensor: torch.Tensor, place: int, tag: int, what: str) -> Any:
+        counted[0] += tensor.nbytes
+        return plain(self, tensor, place, tag, what)
+
+    engine = lowtide.initialize(models.tied_gpt(), config)
+    batch = models.token_batch(0, 2 * config["gradient_accumulation_steps"])
+    engine.train_step(batch)
+    with patch.object(Peers, "send", count), patch.object(SocketRoute, "_send", count_of_groups):
+        engine.train_step(batch)
+    engine.close()
+    return counted[0], counted[1]
+
+
+def planned_between_stages(config: dict[str, Any]) -> tuple[int, int]:
+    rank, num_ranks = rank_and_world()
+    with torch.device("meta"):
+        model = models.tied_gpt()
+    blueprint = Blueprint.of(Config.load(config).resolve(num_ranks), model, num_ranks)
+    assert blueprint.pipeline is not None
+    profile = MetaRun(model, blueprint.units, blueprint.dtypes, "cpu").profile(models.token_batch(0, 2), 2, 0)
+    machine, schedule = Machine(devices_per_host=num_ranks, device="cpu"), blueprint.pipeline.schedule
+    stages = Stages(blueprint.pipeline.split, profile, Work(profile, machine))
+    run = Run.of(recurrence_of(schedule), stages.costs(0.0), schedule.num_microbatches)
+    found = PipelineParts(blueprint, machine).sent(stages, run)[blueprint.place_of(rank)]
+    return found["pipe"], found["intra"] + found["inter"]
+
+
+def test_between_stages(ranks: RankPool) -> None:
+    pipeline: dict[str, Any] = {"parallel": {"pipeline": 2}}
+    cases = {
+        "stage 0": config_of(0, 4, **pipeline),
+        "stage 2": config_of(2, 4, **pipeline, **BF16),
+        "stage 3": config_of(3, 5, **pipeline),
+    }
+    assert ranks(4, compare_stages, cases) == [[]] * 4

@@ -2,6 +2,7 @@
 
 import weakref
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -210,3 +211,37 @@ def test_one_rank() -> None:
 def test_two_ranks(ranks: RankPool) -> None:
     some = dict(list(cases().items())[1::3])
     assert ranks(2, compare, some) == [[], []]
+
+
+def axes() -> dict[str, tuple[str, dict[str, Any]]]:
+    hybrid, secondary = {"shard_size": 2}, {"zero_hpz_partition_size": 2}
+    return {
+        "hybrid 1": ("fused", sharded(1, 0, 2, hybrid, **BF16)),
+        "hybrid 3": ("gpt", sharded(3, 1, 1, hybrid)),
+        "hpZ": ("gpt", sharded(3, 0, 1, secondary, **BF16)),
+        "hpZ, accumulated": ("gpt", sharded(3, 1, 2, secondary)),
+    }
+
+
+def sharded(stage: int, every: int, accumulation: int, zero: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return config_of(stage, every, accumulation, zero_optimization={"stage": stage, **zero}, **more)
+
+
+def offloads(folder: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    host, file = {"device": "cpu"}, {"device": "nvme", "nvme_path": folder}
+    delayed = {"overlap": "delayed", "delay_after_steps": 1}
+    return {
+        "states": ("fused", sharded(2, 0, 2, {"offload_optimizer": host}, **BF16)),
+        "states and parameters": ("gpt", sharded(3, 1, 1, {"offload_optimizer": host, "offload_param": host})),
+        "in files": ("fused", sharded(3, 0, 2, {"offload_optimizer": file, "offload_param": file}, **BF16)),
+        "delayed": ("gpt", sharded(1, 0, 1, {"offload_optimizer": {**host, **delayed}})),
+        "delayed, in files": ("fused", sharded(1, 0, 1, {"offload_optimizer": {**file, **delayed}})),
+    }
+
+
+def test_offload(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks(2, compare, offloads(str(tmp_path))) == [[], []]
+
+
+def test_several_axes(ranks: RankPool) -> None:
+    assert ranks(4, compare, axes()) == [[]] * 4

@@ -18,7 +18,7 @@ from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.checkpoint.fragment import Fragment, TensorInfo
 from lowtide.checkpoint.safetensors_files import SafetensorsSource, WeightsPlan
 from lowtide.checkpoint.writer import RankWriter
-from lowtide.offload.box import Box
+from lowtide.offload.box import Box, Portion
 from tests.checkpoint.making import NO_OPTIMIZER, manifest_of
 from tests.engine.plain_weights import named_state
 
@@ -119,8 +119,8 @@ def test_the_slot_of_a_parameter_says_which_box_it_is() -> None:
     try:
         (group,) = (group for unit in engine._driver.passes.units for group in unit.groups)
         (slot,) = group.layout.slots
-        assert (slot.whole, slot.box) == ((6, 5), Box.whole((6, 5)))
-        slots = (dataclasses.replace(slot, whole=(6, 8), box=box),)
+        assert slot.portion == Portion.all_of((6, 5))
+        slots = (dataclasses.replace(slot, portion=Portion((6, 8), (6, 5), ((box, Box.whole((6, 5))),))),)
         group.layout = dataclasses.replace(group.layout, slots=slots)
         state = named_state(engine)
         assert state.catalog.parameters == {"weight": TensorInfo((6, 8), torch.float32)}

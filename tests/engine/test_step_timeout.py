@@ -37,12 +37,13 @@ def train(limit: float | None, steps: list[float], after: float = 0.0) -> tuple[
     config: dict[str, Any] = {"optimizer": {"type": "sgd"}, "steps_per_print": 0}
     config["communication"] = {"step_timeout_seconds": limit}
     model = nn.Sequential(Slow(4, 4), Slow(4, 4))
+    before = set(threading.enumerate())  # a rank of the pool may have some of another engine's
     with contextlib.redirect_stderr(io.StringIO()) as stderr:
         with lowtide.initialize(model, config, loss_fn=lambda output, batch: output.square().mean()) as engine:
             for Slow.seconds in steps:
                 engine.train_step((torch.ones(2, 4),))
             assert engine.global_step == len(steps)
-            threads = sorted(thread.name for thread in threading.enumerate())
+            threads = sorted(thread.name for thread in set(threading.enumerate()) - before)
         time.sleep(after)
     said = stderr.getvalue().splitlines(keepends=True)
     return threads, "".join(line for line in said if not line.startswith(NOTES))
@@ -72,8 +73,8 @@ def test_what_is_in_time_or_after_the_end_is_not_told(ranks: RankPool) -> None:
 
 
 def test_without_a_limit_nothing_is_told_and_no_thread_runs(ranks: RankPool) -> None:
-    assert ranks(1, train, None, [0.5], process_group=False)[0] == (["MainThread"], "")
-    assert ranks(1, train, 60.0, [], process_group=False)[0] == (["MainThread", "lowtide watchdog"], "")
+    assert ranks(1, train, None, [0.5], process_group=False)[0] == ([], "")
+    assert ranks(1, train, 60.0, [], process_group=False)[0] == (["lowtide watchdog"], "")
 
 
 def test_a_launcher_that_reads_the_record_says_it_instead(tmp_path: Path) -> None:

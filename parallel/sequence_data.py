@@ -22,6 +22,8 @@ from torch.nn import functional
 from ..comm import Exchange
 
 IGNORED = -100
+_TRIED = 16  # tokens
+_LAYERS = {"full_attention", "sliding_attention"}
 _TOKENS = ("input_ids", "inputs_embeds")
 
 
@@ -116,6 +118,34 @@ class SequenceData:
             made["use_cache"] = False
         return made, whole.to(device), factor
 
+    def trial(self, batch: Any, device: torch.device) -> tuple[dict[str, Any], dict[str, Any], bool]:
+        """A few tokens with one label in each row, the same with all other tokens changed, and whether there was such.
+
+        Of data for one rank alone.
+        """
+        made, _, _ = self.part(batch, device)
+        labels: Tensor = made["shift_labels"]
+        length = labels.shape[1]
+        labelled = (labels != IGNORED).any(0).nonzero().flatten().tolist()
+        at = labelled[len(labelled) // 2] if labelled else 0
+        first = max(min(at - _TRIED // 2, length - _TRIED), 0)
+        for name, value in made.items():
+            if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length:
+                made[name] = value[:, first : first + _TRIED].clone()
+        at -= first
+        kept = made["shift_labels"][:, at].clone()
+        made["shift_labels"][:] = IGNORED
+        made["shift_labels"][:, at] = kept
+        if "labels" in made:
+            made["labels"] = made["shift_labels"]
+        changed, differs = dict(made), bool(labelled)
+        for name in _TOKENS:
+            if name in made:
+                changed[name] = made[name].roll(1, dims=1)
+                changed[name][:, at] = made[name][:, at]
+                differs = differs and not torch.equal(changed[name], made[name])
+        return made, changed, differs
+
     def _check(self, given: Mapping[str, Any], length: int) -> None:
         positions, seen = given.get("position_ids"), given.get("attention_mask")
         if positions is not None and (positions.dim() != 2 or positions.shape[1] != length):
@@ -178,6 +208,18 @@ def check_model(model: nn.Module) -> None:
         name,
     ):
         raise SequenceError(f"expected a causal language model of Hugging Face's, or a plain module, found {name}")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise SequenceError(f"expected a model whose attention can be exchanged (AttentionInterface), found {name}")
+    kinds = set(getattr(model.config, "layer_types", None) or ()) - _LAYERS
+    if kinds:
+        raise SequenceError(
+            f"config.layer_types: expected full_attention and sliding_attention, found {', '.join(sorted(kinds))}, "
+            "whose tokens meet in other ways"
+        )
+    if getattr(model.config, "layerdrop", 0):
+        raise SequenceError(
+            "config.layerdrop: ranks draw random numbers of their own, and would leave out other layers; set it to 0"
+        )
     if getattr(model.config, "output_router_logits", False):
         raise SequenceError(
             "config.output_router_logits: its loss is a mean over all tokens of a layer; set it to false"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,6 +27,8 @@ from .sequence_data import SequenceError
 from .sequence_forwards import Forwards
 
 _INNER = ("sdpa", "eager")
+_LAYERS = {"full_attention", "sliding_attention"}
+_ROPES = {"dynamic", "longrope"}
 
 
 class SequenceAttention:
@@ -166,6 +168,13 @@ def sent_heads(size: int, heads: int, of_keys: int) -> int:
 
 def check_attention(model: nn.Module, size: int) -> None:
     """Raises SequenceError where the model's attention cannot be shared by so many ranks, or is not found."""
+    for module in model.modules():
+        if hasattr(module, "_supports_attention_backend") and type(module).__module__.startswith("transformers."):
+            _check_hugging_face(module)
+        if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+            raise SequenceError(
+                f"found nn.{type(module).__name__}, which is not shared; use scaled_dot_product_attention"
+            )
     for config in _configs(model):
         name = config._attn_implementation
         if name not in _INNER:
@@ -173,15 +182,34 @@ def check_attention(model: nn.Module, size: int) -> None:
         heads = getattr(config, "num_attention_heads", None)
         if isinstance(heads, int) and (fault := heads_fault(size, heads)):
             raise SequenceError(fault)
-    for module in model.modules():
-        if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
-            raise SequenceError(
-                f"found nn.{type(module).__name__}, which is not shared; use scaled_dot_product_attention"
-            )
     if not _configs(model) and not _callers(model):
         raise SequenceError(
             f"found no attention in {type(model).__name__}: expected a Hugging Face model, or modules whose methods "
             "call scaled_dot_product_attention"
+        )
+
+
+def _check_hugging_face(model: Any) -> None:
+    """Raises SequenceError where its tokens meet in other ways than attention that can be exchanged, or by chance."""
+    name, config = type(model).__name__, model.config
+    if not model._supports_attention_backend:
+        raise SequenceError(f"expected a model whose attention can be exchanged (AttentionInterface), found {name}")
+    kinds = set(getattr(config, "layer_types", None) or ()) - _LAYERS
+    if kinds:
+        raise SequenceError(
+            f"config.layer_types: expected full_attention and sliding_attention, found {', '.join(sorted(kinds))}, "
+            "whose tokens meet in other ways"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, Mapping)}
+    if found := ropes & _ROPES:
+        raise SequenceError(
+            f"config.rope_parameters: expected angles that do not depend on the length, found {', '.join(found)}: "
+            "a rank knows the positions of its part alone"
+        )
+    if getattr(config, "layerdrop", 0):
+        raise SequenceError(
+            "config.layerdrop: ranks draw random numbers of their own, and would leave out other layers; set it to 0"
         )
 
 

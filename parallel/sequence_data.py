@@ -23,7 +23,6 @@ from ..comm import Exchange
 
 IGNORED = -100
 _TRIED = 16  # tokens
-_LAYERS = {"full_attention", "sliding_attention"}
 _TOKENS = ("input_ids", "inputs_embeds")
 
 
@@ -208,18 +207,6 @@ def check_model(model: nn.Module) -> None:
         name,
     ):
         raise SequenceError(f"expected a causal language model of Hugging Face's, or a plain module, found {name}")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise SequenceError(f"expected a model whose attention can be exchanged (AttentionInterface), found {name}")
-    kinds = set(getattr(model.config, "layer_types", None) or ()) - _LAYERS
-    if kinds:
-        raise SequenceError(
-            f"config.layer_types: expected full_attention and sliding_attention, found {', '.join(sorted(kinds))}, "
-            "whose tokens meet in other ways"
-        )
-    if getattr(model.config, "layerdrop", 0):
-        raise SequenceError(
-            "config.layerdrop: ranks draw random numbers of their own, and would leave out other layers; set it to 0"
-        )
     if getattr(model.config, "output_router_logits", False):
         raise SequenceError(
             "config.output_router_logits: its loss is a mean over all tokens of a layer; set it to false"

@@ -247,6 +247,15 @@ REFUSED_MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"parallel": {"sequence": 3}},
         "config.layer_types: expected full_attention and sliding_attention, found chunked_attention",
     ),
+    "angles": (
+        lambda: transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                **SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+            )
+        ),
+        {"parallel": {"sequence": 3}},
+        "config.rope_parameters: expected angles that do not depend on the length, found dynamic",
+    ),
     "layers left out": (
         lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, layerdrop=0.1)),
         {"parallel": {"sequence": 3}},

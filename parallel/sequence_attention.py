@@ -204,8 +204,8 @@ def _check_hugging_face(model: Any) -> None:
     ropes = {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, Mapping)}
     if found := ropes & _ROPES:
         raise SequenceError(
-            f"config.rope_parameters: expected angles that do not depend on the length, found {', '.join(map(str, found))}: "
-            "a rank knows the positions of its part alone"
+            "config.rope_parameters: expected angles that do not depend on the length, found "
+            f"{', '.join(map(str, found))}: a rank knows the positions of its part alone"
         )
     if getattr(config, "layerdrop", 0):
         raise SequenceError(

@@ -51,7 +51,7 @@ class WholeModel:
     def train(self, steps: Steps, microbatches: Iterator[Any]) -> None:
         for microbatch in microbatches:
             self._check_same(steps, microbatch)
-            own, factor = self._part(microbatch)
+            own, factor = self._part(steps, microbatch)
             ready = steps.prepared(own)
             steps.begin_forward()
             with self.saving:
@@ -69,6 +69,7 @@ class WholeModel:
             self._check_same(steps, (args, kwargs))
         factor = None
         if self._sequences is not None:
+            self._try(self._sequences, steps, kwargs)
             kwargs, factor = self._sequences.part_of_call(args, kwargs)
         steps.begin_forward()
         with self.saving, self._progress.forward(steps.num_microbatches, torch.is_grad_enabled()):
@@ -106,9 +107,21 @@ class WholeModel:
 
     def evaluate(self, steps: Steps, batch: Any) -> list[Tensor]:
         steps.begin_use()
-        own, factor = self._part(batch)
+        own, factor = self._part(steps, batch)
         ready = steps.prepared(own)
         return [weighted_loss(loss_of(call(self._module, ready), ready, self._loss_fn), factor)]
 
-    def _part(self, batch: Any) -> tuple[Any, float | None]:
-        return (batch, None) if self._sequences is None else self._sequences.part(batch)
+    def _part(self, steps: Steps, batch: Any) -> tuple[Any, float | None]:
+        if self._sequences is None:
+            return batch, None
+        self._try(self._sequences, steps, batch)
+        return self._sequences.part(batch)
+
+    def _try(self, sequences: Sequences, steps: Steps, batch: Any) -> None:
+        def loss(inputs: Any) -> Tensor:
+            ready = steps.prepared(inputs)
+            return loss_of(call(self._module, ready), ready, self._loss_fn)
+
+        if not sequences.is_tried:
+            steps.begin_use()
+            sequences.try_once(batch, loss)

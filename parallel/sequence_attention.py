@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,16 +23,24 @@ from torch.overrides import TorchFunctionMode
 from ..comm import Exchange
 from ..model.compiled import untraced
 from ..model.ledger import Ledger
-from .sequence_data import SequenceError, Whole
+from .sequence_data import SequenceError
+from .sequence_forwards import Forwards
 
 _INNER = ("sdpa", "eager")
+_LAYERS = {"full_attention", "sliding_attention"}
+_ROPES = {"dynamic", "longrope"}
 
 
 class SequenceAttention:
-    """Attends over whole sequences. `whole`: the microbatch of the last forward."""
+    """Attends over whole sequences, as `forwards` has them.
+
+    is_alone: each token sees itself alone, and nothing is exchanged. num_calls: how often there was attention.
+    """
 
     def __init__(self, exchange: Exchange) -> None:
-        self.whole = Whole()
+        self.forwards = Forwards()
+        self.is_alone = False
+        self.num_calls = 0
         self._exchange = exchange
 
     def put_on(self, model: nn.Module, ledger: Ledger) -> None:
@@ -67,11 +75,16 @@ class SequenceAttention:
                 f"{type(module).__name__}: expected no mask of its own (the engine makes it from attention_mask, "
                 f"position_ids and sliding_window), found one of {tuple(attention_mask.shape)}"
             )
+        if options.get("s_aux") is not None:
+            raise SequenceError(f"{type(module).__name__}: expected attention without sinks, which are not shared")
         is_causal = options.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         options.pop("position_ids", None)
+        self.num_calls += 1
+        if self.is_alone:
+            return _of_itself(query, value).transpose(1, 2), None
         query, key, value = self._all(query, key, value)
-        mask = self.whole.mask(query, is_causal, options.get("sliding_window"), always=name == "eager")
+        mask = self.forwards.whole.mask(query, is_causal, options.get("sliding_window"), always=name == "eager")
         if mask is not None and name == "eager":
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
         with _grouped(module, query.shape[1] // key.shape[1]):
@@ -96,8 +109,11 @@ class SequenceAttention:
                 "scaled_dot_product_attention: expected (rows, heads, tokens, size), as many keys as queries, and no "
                 f"mask but is_causal, found {found}"
             )
+        self.num_calls += 1
+        if self.is_alone:
+            return _of_itself(query, value)
         query, key, value = self._all(query, key, value)
-        mask = self.whole.mask(query, is_causal, None)
+        mask = self.forwards.whole.mask(query, is_causal, None)
         enable_gqa = enable_gqa and query.shape[1] != key.shape[1]
         mixed = functional.scaled_dot_product_attention(
             query, key, value, mask, dropout_p, is_causal and mask is None, scale=scale, enable_gqa=enable_gqa
@@ -152,6 +168,13 @@ def sent_heads(size: int, heads: int, of_keys: int) -> int:
 
 def check_attention(model: nn.Module, size: int) -> None:
     """Raises SequenceError where the model's attention cannot be shared by so many ranks, or is not found."""
+    for module in model.modules():
+        if hasattr(module, "_supports_attention_backend") and type(module).__module__.startswith("transformers."):
+            _check_hugging_face(module)
+        if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+            raise SequenceError(
+                f"found nn.{type(module).__name__}, which is not shared; use scaled_dot_product_attention"
+            )
     for config in _configs(model):
         name = config._attn_implementation
         if name not in _INNER:
@@ -159,13 +182,40 @@ def check_attention(model: nn.Module, size: int) -> None:
         heads = getattr(config, "num_attention_heads", None)
         if isinstance(heads, int) and (fault := heads_fault(size, heads)):
             raise SequenceError(fault)
-    if any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
-        raise SequenceError("found nn.MultiheadAttention, which is not shared; use scaled_dot_product_attention")
     if not _configs(model) and not _callers(model):
         raise SequenceError(
             f"found no attention in {type(model).__name__}: expected a Hugging Face model, or modules whose methods "
             "call scaled_dot_product_attention"
         )
+
+
+def _check_hugging_face(model: Any) -> None:
+    """Raises SequenceError where its tokens meet in other ways than attention that can be exchanged, or by chance."""
+    name, config = type(model).__name__, model.config
+    if not model._supports_attention_backend:
+        raise SequenceError(f"expected a model whose attention can be exchanged (AttentionInterface), found {name}")
+    kinds = set(getattr(config, "layer_types", None) or ()) - _LAYERS
+    if kinds:
+        raise SequenceError(
+            f"config.layer_types: expected full_attention and sliding_attention, found {', '.join(sorted(kinds))}, "
+            "whose tokens meet in other ways"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, Mapping)}
+    if found := ropes & _ROPES:
+        raise SequenceError(
+            "config.rope_parameters: expected angles that do not depend on the length, found "
+            f"{', '.join(map(str, found))}: a rank knows the positions of its part alone"
+        )
+    if getattr(config, "layerdrop", 0):
+        raise SequenceError(
+            "config.layerdrop: ranks draw random numbers of their own, and would leave out other layers; set it to 0"
+        )
+
+
+def _of_itself(query: Tensor, value: Tensor) -> Tensor:
+    """What attention gives to tokens that see themselves alone."""
+    return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
 
 def swapped(x: Tensor, exchange: Exchange, what: str) -> Tensor:

@@ -22,6 +22,7 @@ from torch.nn import functional
 from ..comm import Exchange
 
 IGNORED = -100
+_TRIED = 16  # tokens
 _TOKENS = ("input_ids", "inputs_embeds")
 
 
@@ -115,6 +116,34 @@ class SequenceData:
         if self._takes_cache:
             made["use_cache"] = False
         return made, whole.to(device), factor
+
+    def trial(self, batch: Any, device: torch.device) -> tuple[dict[str, Any], dict[str, Any], bool]:
+        """A few tokens with one label in each row, the same with all other tokens changed, and whether there was such.
+
+        Of data for one rank alone.
+        """
+        made, _, _ = self.part(batch, device)
+        labels: Tensor = made["shift_labels"]
+        length = labels.shape[1]
+        labelled = (labels != IGNORED).any(0).nonzero().flatten().tolist()
+        at = labelled[len(labelled) // 2] if labelled else 0
+        first = max(min(at - _TRIED // 2, length - _TRIED), 0)
+        for name, value in made.items():
+            if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length:
+                made[name] = value[:, first : first + _TRIED].clone()
+        at -= first
+        kept = made["shift_labels"][:, at].clone()
+        made["shift_labels"][:] = IGNORED
+        made["shift_labels"][:, at] = kept
+        if "labels" in made:
+            made["labels"] = made["shift_labels"]
+        changed, differs = dict(made), bool(labelled)
+        for name in _TOKENS:
+            if name in made:
+                changed[name] = made[name].roll(1, dims=1)
+                changed[name][:, at] = made[name][:, at]
+                differs = differs and not torch.equal(changed[name], made[name])
+        return made, changed, differs
 
     def _check(self, given: Mapping[str, Any], length: int) -> None:
         positions, seen = given.get("position_ids"), given.get("attention_mask")

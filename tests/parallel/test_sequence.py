@@ -237,6 +237,30 @@ REFUSED_MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no attention": (lambda: nn.Linear(3, 3), {"parallel": {"sequence": 3}}, "found no attention in Linear"),
     "torch's own": (OwnAttention, {"parallel": {"sequence": 3}}, "found nn.MultiheadAttention"),
     "no causal model": (bert, {"parallel": {"sequence": 3}}, "expected a causal language model of Hugging Face's"),
+    "attention of its own": (
+        lambda: transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=VOCAB, n_layer=1, hidden_size=WIDTH)),
+        {"parallel": {"sequence": 3}},
+        r"expected a model whose attention can be exchanged \(AttentionInterface\), found BloomForCausalLM",
+    ),
+    "chunks": (
+        lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, layer_types=["chunked_attention"] * 2)),
+        {"parallel": {"sequence": 3}},
+        "config.layer_types: expected full_attention and sliding_attention, found chunked_attention",
+    ),
+    "angles": (
+        lambda: transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                **SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+            )
+        ),
+        {"parallel": {"sequence": 3}},
+        "config.rope_parameters: expected angles that do not depend on the length, found dynamic",
+    ),
+    "layers left out": (
+        lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, layerdrop=0.1)),
+        {"parallel": {"sequence": 3}},
+        "config.layerdrop: ranks draw random numbers of their own",
+    ),
     "a loss beside it": (
         MODELS["Plain"],
         {"parallel": {"sequence": 3}},

@@ -224,8 +224,8 @@ def _split_layers(blueprint: Blueprint, mesh: Mesh, module: nn.Module, ledger: L
             names,
         )
     exchange = mesh.exchange((TENSOR,))
-    randomness = Randomness(exchange, mesh.world.device) if draws(module) else None
-    SplitLayers(blueprint.tensor, module, exchange, randomness, ledger)
+    randomness = Randomness(exchange, mesh.world.device)  # always: who draws in a way that is not seen draws the same
+    SplitLayers(blueprint.tensor, module, exchange, randomness if draws(module) else None, ledger)
     watch_copies(blueprint.tensor, module, exchange, ledger)
 
 

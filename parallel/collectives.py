@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..comm import Exchange
 from ..pipe.split.absent import is_missing, resolved
+from .splits import ranges_of
 
 
 class _Copied(torch.autograd.Function):
@@ -115,6 +117,17 @@ def scattered(x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
 def joined(x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
     """The parts x of all ranks, which then compute the same of it."""
     return _applied(_Joined, x, exchange, dim, what)
+
+
+def joined_columns(x: Tensor, exchange: Exchange, numel: int, what: str) -> Tensor:
+    """All `numel` of the last dimension, of which each rank has its part by `ranges_of`: filled up on the way."""
+    bounds = ranges_of(numel, exchange.size)
+    most = -(-numel // exchange.size)
+    dim = x.dim() - 1
+    if numel % exchange.size == 0:
+        return joined(x, exchange, dim, what)
+    parts = torch.split(joined(functional.pad(x, (0, most - x.shape[dim])), exchange, dim, what), most, dim)
+    return torch.cat([part[..., : high - low] for part, (low, high) in zip(parts, bounds, strict=True)], dim)
 
 
 def parted(x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .splits import is_linear, width_out
+from ..offload import Portion
+from .splits import ParameterSplit, is_linear, width_out
 
 _SIZES = ("head_dim", "key_value_proj_dim", "attention_head_size", "head_size", "d_kv")
 _COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_query_heads", "nhead")
@@ -55,6 +56,16 @@ class Heads:
             f"tensor({degree}), which leaves {heads % degree}; set a divisor of {heads}, or "
             f'"tensor_parallel": {{"plan": {{"{name}": "whole"}}}} and the same for the layers beside it'
         )
+
+    def parameters(self, degree: int) -> dict[str, ParameterSplit]:
+        """Of the module itself, with a row for each head of queries, as the sinks of GPT-OSS."""
+        step = self.queries // degree
+        rows = [(place * step, (place + 1) * step) for place in range(degree)]
+        return {
+            key: ParameterSplit(tuple(Portion.along(tuple(param.shape), 0, [own]) for own in rows))
+            for key, param in self.module.named_parameters(recurse=False)
+            if param.ndim and param.shape[0] == self.queries
+        }
 
     def local_counts(self, degree: int) -> Iterator[tuple[str, int]]:
         """(attribute of the module, its value for one rank's heads)."""

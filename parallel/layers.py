@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.nn import functional
 
 from ..comm import Exchange
 from ..model.ledger import Ledger
-from .collectives import copied, joined, parted, summed
+from .collectives import copied, joined_columns, parted, summed
 from .plan import TensorPlan
 from .randomness import Randomness
 from .splits import LayerSplit, Style
@@ -65,8 +66,11 @@ class SplitLayers:
             else:
                 ledger.override(module, "forward", partial(self._rows_with_bias, layer))
         elif layer.style is Style.VOCABULARY:
-            forward = self._embedded if isinstance(module, nn.Embedding) else self._logits
-            ledger.override(module, "forward", partial(forward, layer, self._first_of(layer), self._numel_of(layer)))
+            first, numel = self._first_of(layer), self._numel_of(layer)
+            forward: Callable[..., Any] = self._embedded if isinstance(module, nn.Embedding) else self._logits
+            if isinstance(module, nn.Embedding):
+                self._override_padding(module, layer, first, ledger)
+            ledger.override(module, "forward", partial(forward, layer, first, numel))
         for key, split in layer.parameters.items():
             if split.is_partial:
                 _hook_gradient(module.get_parameter(key), partial(self._added_up, layer, key), ledger)
@@ -81,6 +85,12 @@ class SplitLayers:
             names = ("nx", "nf") if layer.is_transposed else ("out_features", "in_features")
             for name, size in zip(names, sizes, strict=True):
                 ledger.override(layer.module, name, size)
+
+    def _override_padding(self, module: nn.Embedding, layer: LayerSplit, first: int, ledger: Ledger) -> None:
+        """The row without a gradient, by its number among the rank's."""
+        if module.padding_idx is not None:
+            own, count = module.padding_idx - first, layer.parameters["weight"].portions[self._exchange.place].shape[0]
+            ledger.override(module, "padding_idx", own if 0 <= own < count else None)
 
     # -- columns --------------------------------------------------------------------------------------------------
 
@@ -108,13 +118,7 @@ class SplitLayers:
         return copy
 
     def _behind_gathered(self, layer: LayerSplit, module: nn.Module, args: Any, y: Tensor) -> Tensor:
-        own = layer.parameters["weight"].portions
-        if len({portion.shape for portion in own}) > 1:
-            raise ValueError(
-                f"'{layer.name}': expected outputs that the ranks divide evenly, found parts of "
-                f"{', '.join(str(portion.shape) for portion in own)}"
-            )
-        return joined(y, self._exchange, y.dim() - 1, layer.name)
+        return joined_columns(y, self._exchange, self._numel_of(layer), layer.name)
 
     # -- rows -----------------------------------------------------------------------------------------------------
 
@@ -153,14 +157,10 @@ class SplitLayers:
         return layer.parameters["weight"].portions[0].whole[1 if layer.is_transposed else 0]
 
     def _embedded(self, layer: LayerSplit, first: int, numel: int, ids: Tensor) -> Tensor:
-        embedding = layer.module
-        assert isinstance(embedding, nn.Embedding)
-        weight, padding = embedding.weight, embedding.padding_idx
-        own = ids - first
-        is_own = (own >= 0) & (own < weight.shape[0])
-        if padding is not None:
-            padding = padding - first if 0 <= padding - first < weight.shape[0] else None
-        found = functional.embedding(own.where(is_own, 0), weight, padding)
+        own, embedding = ids - first, layer.module
+        is_own = (own >= 0) & (own < layer.parameters["weight"].portions[self._exchange.place].shape[0])
+        is_outside = (ids < 0) | (ids >= numel)  # an index outside of each rank's rows then, and torch's error
+        found = type(embedding).forward(embedding, own.where(is_own, is_outside * numel))
         total = summed(found * is_own[..., None], self._exchange, layer.name)
         # A stage of a pipeline knows what other stages make by the functions that make it, which it sees as they do.
         return total.view_as(total) if torch._C._len_torch_function_stack() else total

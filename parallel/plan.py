@@ -16,6 +16,7 @@ from .splits import (
     LayerSplit,
     ParameterSplit,
     Style,
+    can_give_vocabulary,
     inputs_split,
     is_linear,
     outputs_split,
@@ -123,6 +124,8 @@ def _can_be(module: nn.Module, style: str) -> bool:
         return True
     if kind in (Style.ROW.value, Style.GATHERED.value):
         return is_linear(module)
+    if kind == Style.VOCABULARY.value:
+        return can_give_vocabulary(module)
     return is_linear(module) or type(module) is nn.Embedding
 
 
@@ -137,7 +140,11 @@ def _split_beside(
         if style is Style.COLUMN
     }
     heads = Heads.of(parent, columns)
-    return [_split_one(name, modules[name], *styles[name], heads, degree) for name in styles], heads
+    found = [_split_one(name, modules[name], *styles[name], heads, degree) for name in styles]
+    own = {} if heads is None else heads.parameters(degree)
+    if own:
+        found.append(LayerSplit(next(iter(styles)).rpartition(".")[0], parent, Style.PARTIAL, own))
+    return found, heads
 
 
 def _split_one(
@@ -162,7 +169,7 @@ def _split_one(
     start, is_partial = 0, False
     for part in parts:
         size = width // sum(parts) * part
-        if heads is None or not is_linear(module):
+        if heads is None or style is Style.GATHERED or not is_linear(module):
             ranges = ranges_of(size, degree)
         else:
             ranges = heads.ranges(name, size, degree, len(parts) > 1)
@@ -197,7 +204,9 @@ def _parameters(model: nn.Module, layers: list[LayerSplit]) -> dict[int, Paramet
     split_layers = {id(layer.module) for layer in layers}
     for name, module in _leaves(model):
         for param in module.parameters(recurse=False):
-            if id(param) in found and id(module) not in split_layers and not _is_inside_partial(layers, module):
+            if id(param) not in found or id(module) in split_layers or _is_inside_partial(layers, module):
+                continue
+            if not found[id(param)][1].startswith(f"{name}."):  # else it shows what a layer in it has, as BERT does
                 raise ValueError(
                     f"{_KEY}: expected one split for the weight that '{found[id(param)][1]}' and '{name}' share, found "
                     f"none of '{name}'; give both the same style, or \"whole\" to both"

@@ -63,6 +63,15 @@ def is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or is_conv1d(module)
 
 
+def can_give_vocabulary(module: nn.Module) -> bool:
+    """Whether it is a head, or an embedding whose output is its rows, perhaps in a scale, and nothing more."""
+    is_scaled = type(module).__name__.endswith("ScaledWordEmbedding")  # of transformers: Gemma's, Bart's
+    is_scaled &= isinstance(module, nn.Embedding) and type(module).__module__.startswith("transformers.")
+    if is_scaled or type(module) is nn.Embedding:
+        return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+    return is_linear(module)
+
+
 def width_out(module: nn.Module) -> int:
     """Outputs of a linear layer, columns of an embedding."""
     return module.get_parameter("weight").shape[0 if type(module) is nn.Linear else 1]

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ..comm import Exchange
-from .collectives import joined
+from .collectives import joined_columns
 
 _SHAPES = {"contiguous", "clone", "float", "double", "half", "bfloat16", "to", "type", "detach", "cpu"}
 _EACH = {"mul", "div", "add", "sub", "neg", "tanh", "clamp", "__mul__", "__truediv__", "__rmul__", "__add__", "__sub__"}
@@ -56,6 +56,9 @@ class LogitParts:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    def reshape(self, *given: Any, shape: Any = None) -> Any:
+        return self.view(*given) if shape is None else self.view(shape)
+
     def view(self, *shape: Any) -> Any:
         """Of another shape; the last dimension stays, or all is gathered."""
         if len(shape) == 1 and isinstance(shape[0], torch.dtype):
@@ -69,8 +72,6 @@ class LogitParts:
             return self.whole().reshape(wanted)
         return self._with(self.own.reshape(*wanted[:-1], self.own.shape[-1]))
 
-    reshape = view
-
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         if end_dim % self.dim() == self.dim() - 1 and start_dim % self.dim() != end_dim % self.dim():
             return self.whole().flatten(start_dim, end_dim)
@@ -78,29 +79,36 @@ class LogitParts:
 
     def __getitem__(self, index: Any) -> Any:
         used = index if isinstance(index, tuple) else (index,)
-        has_rest = any(one is Ellipsis for one in used)
-        plain = all(one is Ellipsis or isinstance(one, (slice, int)) for one in used)
-        if plain and not has_rest and len(used) < self.dim():
-            return self._with(self.own[index])
-        if plain and (has_rest or len(used) == self.dim()) and used[-1] in (slice(None), Ellipsis):
-            return self._with(self.own[index])
-        return self.whole()[index]
+        if not all(one is Ellipsis or type(one) in (slice, int) for one in used):
+            return self.whole()[index]
+        is_last_of_all = any(one is Ellipsis for one in used[:-1]) or len(used) == self.dim()
+        if is_last_of_all and used[-1] is not Ellipsis and used[-1] != slice(None):
+            return self.whole()[index]
+        if used[-1] is Ellipsis and len(used) > self.dim():
+            return self.whole()[index]
+        return self._with(self.own[index])
 
     def __getattr__(self, name: str) -> Any:
         if name in _SHAPES or name in _EACH:
             own = getattr(self.own, name)
 
             def call(*args: Any, **kwargs: Any) -> Any:
-                if any(isinstance(arg, (Tensor, LogitParts)) and arg.ndim for arg in (*args, *kwargs.values())):
+                if any(map(_has_share, (*args, *kwargs.values()))):
                     return getattr(self.whole(), name)(*args, **kwargs)
-                return self._with(own(*args, **kwargs))
+                found = own(*args, **kwargs)
+                return self._with(found) if isinstance(found, Tensor) else found
 
             return call
         if name in ("dtype", "device", "requires_grad", "is_cuda", "layout", "is_meta", "grad_fn", "is_sparse"):
             return getattr(self.own, name)
         if name.startswith("__"):
             raise AttributeError(name)
+        if name.endswith("_"):
+            _refuse_change(name)
         return getattr(self.whole(), name)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _refuse_change("[...] =")
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -117,7 +125,11 @@ class LogitParts:
     def __sub__(self, other: Any) -> Any:
         return self.__getattr__("sub")(other)
 
+    def __neg__(self) -> Any:
+        return self.__getattr__("neg")()
+
     __rmul__, __radd__ = __mul__, __add__
+    __hash__ = object.__hash__
 
     def __repr__(self) -> str:
         return f"LogitParts(shape={tuple(self.shape)}, own={tuple(self.own.shape)})"
@@ -133,24 +145,15 @@ class LogitParts:
         if args and isinstance(args[0], cls) and (name in _EACH or name in _SHAPES or name in ("reshape", "flatten")):
             return getattr(args[0], name)(*args[1:], **kwargs)
 
-        def whole(value: Any) -> Any:
-            return value.whole() if isinstance(value, cls) else value
-
-        return function(*map(whole, args), **{key: whole(value) for key, value in kwargs.items()})
+        if name.endswith("_") and not name.endswith("__"):
+            _refuse_change(name)
+        return function(*map(_with_all, args), **{key: _with_all(value) for key, value in kwargs.items()})
 
     # -- its parts ------------------------------------------------------------------------------------------------
 
     def whole(self) -> Tensor:
         """All logits, on every rank. A collective. Ranks with fewer tokens are filled up on the way."""
-        most = -(-self._numel // self._through().size)
-        padded = functional.pad(self.own, (0, most - self.own.shape[-1]))
-        gathered = joined(padded, self._through(), self.own.dim() - 1, "logits")
-        if self._numel % self._through().size == 0:
-            return gathered
-        parts = torch.split(gathered, most, dim=-1)
-        size = self._through().size
-        bounds = [(self._numel * place // size, self._numel * (place + 1) // size) for place in range(size)]
-        return torch.cat([part[..., : high - low] for part, (low, high) in zip(parts, bounds, strict=True)], dim=-1)
+        return joined_columns(self.own, self._through(), self._numel, "logits")
 
     def _with(self, own: Tensor) -> LogitParts:
         return LogitParts(own, self._numel, self._first, self._through())
@@ -163,6 +166,51 @@ class LogitParts:
                 raise IndexError(f"Target {int(outside[0])} is out of bounds.")  # as torch says it
         loss: Tensor = _CrossEntropy.apply(self.own, target, self._first, ignore_index, self._through())  # type: ignore[no-untyped-call]
         return loss
+
+
+def _has_share(value: Any) -> bool:
+    """Whether a rank's part of logits uses a part of it, or gives it a part of its gradient."""
+    return isinstance(value, LogitParts) or (isinstance(value, Tensor) and (value.ndim > 0 or value.requires_grad))
+
+
+def _with_all(value: Any) -> Any:
+    """All logits in the place of their parts, in sequences too."""
+    if isinstance(value, (list, tuple)) and any(isinstance(one, LogitParts) for one in value):
+        return type(value)(map(_with_all, value))
+    return value.whole() if isinstance(value, LogitParts) else value
+
+
+def _refuse_change(name: str) -> NoReturn:
+    raise TypeError(
+        f"logits of a head that parallel.tensor has split cannot be changed in place, found {name}; use what gives "
+        'another tensor (masked_fill, torch.where), or "column_gathered" for the head in tensor_parallel.plan'
+    )
+
+
+def _of_whole(name: str) -> Callable[..., Any]:
+    def method(self: LogitParts, *args: Any) -> Any:
+        return getattr(Tensor, name)(self.whole(), *map(_with_all, args))
+
+    return method
+
+
+for _name in (
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "pow",
+    "rpow",
+    "rsub",
+    "rtruediv",
+    "matmul",
+    "rmatmul",
+    "abs",
+    "iter",
+):
+    setattr(LogitParts, f"__{_name}__", _of_whole(f"__{_name}__"))  # which Python looks for in the class alone
 
 
 def _is_covered(

@@ -5,8 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3Config,
@@ -53,6 +59,24 @@ class OwnT5ForConditionalGeneration(T5ForConditionalGeneration):
         return loss
 
 
+class OwnBertForMaskedLM(BertForMaskedLM):
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = super().forward(input_ids=ids, labels=labels).loss
+        return loss
+
+
+class OwnGemmaForCausalLM(Gemma2ForCausalLM):
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = super().forward(input_ids=ids, labels=labels, use_cache=False).loss
+        return loss
+
+
+class OwnGptOssForCausalLM(GptOssForCausalLM):
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = super().forward(input_ids=ids, labels=labels, use_cache=False).loss
+        return loss
+
+
 class OwnVitForImageClassification(ViTForImageClassification):
     def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
         loss: Tensor = super().forward(pixel_values=pixels, labels=labels).loss
@@ -78,6 +102,25 @@ def gpt2(dropout: float = 0.0) -> nn.Module:
     rates: dict[str, Any] = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
     config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=LENGTH, **rates)
     return OwnGpt2ForCausalLM(config).double()
+
+
+def bert() -> nn.Module:
+    """Its head's bias is also that of the module around it."""
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return OwnBertForMaskedLM(BertConfig.from_dict({**COMMON, **rates})).double()
+
+
+def gemma() -> nn.Module:
+    """Scaled embeddings, tied to a head with logits in a soft cap."""
+    sizes = {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "pad_token_id": 0}
+    return OwnGemmaForCausalLM(Gemma2Config.from_dict({**COMMON, **sizes})).double()
+
+
+def gpt_oss() -> nn.Module:
+    """Each head has a sink."""
+    sizes = {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "num_local_experts": 4, "pad_token_id": 0}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    return OwnGptOssForCausalLM(GptOssConfig.from_dict({**COMMON, **sizes, **rope})).double()
 
 
 def t5() -> nn.Module:

@@ -41,6 +41,18 @@ def test_names_of_families_are_known() -> None:
     assert styles(models.TinyGPT()) == {"blocks.*.up": "column", "blocks.*.down": "row"}
 
 
+def test_blocks_whose_rows_are_beside_their_columns_are_known() -> None:
+    found = styles(others.bert())
+    assert {name.rpartition("encoder.layer.*.")[2]: style for name, style in found.items() if "encoder" in name} == {
+        **{f"attention.self.{key}": "column" for key in ("query", "key", "value")},
+        "attention.output.dense": "row",
+        "intermediate.dense": "column",
+        "output.dense": "row",
+    }
+    assert found["cls.predictions.decoder"] == "vocabulary"
+    assert styles(nn.TransformerEncoderLayer(8, 2, 12)) == {"linear1": "column", "linear2": "row"}
+
+
 def test_the_config_comes_before_all() -> None:
     found = styles(others.llama(), {"layers.*.mlp.*_proj": "whole", "lm_head": "column_gathered"})
     assert not any(".mlp." in name for name in found) and found["lm_head"] == "column_gathered"
@@ -76,6 +88,14 @@ class Tied(nn.Module):
         self.two.weight = self.one.weight
 
 
+class Gated(nn.Module):
+    """One layer of a gate and what it opens, in an order that no name says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(6, 24), nn.Linear(12, 6)
+
+
 def uneven_llama(heads: int, keys: int) -> nn.Module:
     own = {"num_attention_heads": heads, "num_key_value_heads": keys, "hidden_size": 48, "head_dim": 8}
     return others.OwnLlamaForCausalLM(LlamaConfig.from_dict({**others.COMMON, **own}))
@@ -101,6 +121,13 @@ def uneven_llama(heads: int, keys: int) -> nn.Module:
             'a linear layer or an embedding for "column", found "blocks.0.norm", a LayerNorm',
         ),
         (models.TinyGPT(), 2, {"head": "columns"}, 'for three parts of one size that are one layer, "column/4:1:1"'),
+        (Gated(), 2, {}, "found none by the names of common families"),
+        (
+            nn.Sequential(nn.Embedding(4, 4, max_norm=1.0)),
+            2,
+            {"0": "vocabulary"},
+            'for "vocabulary", found "0", a Embedding',
+        ),
         (nn.Sequential(nn.Linear(3, 3)), 2, {}, "found none by the names of common families; name them"),
         (nn.Sequential(nn.Linear(3, 3)), 4, {"0": "column_gathered"}, "found outputs(3) / tensor(4) of '0'"),
         (Tied(), 2, {"one": "column", "two": "row"}, "the weight that 'one' and 'two' share, found two different ones"),

@@ -1,5 +1,6 @@
 """What the ranks of a tensor axis have in common, and what not: random numbers, batches, bytes."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,45 @@ def test_ranks_with_other_batches_are_told(ranks: RankPool) -> None:
         RankError, match=r"expected the same one on the 2 ranks of tensor \(ranks 0, 1\), found different"
     ):
         ranks(2, other_batches)
+
+
+def embedded_outside(token: int) -> str:
+    engine = lowtide.initialize(others.gpt2(), config_of())
+    try:
+        engine(torch.tensor([[1, token]]), torch.tensor([[1, 1]]))
+    except IndexError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "no error"
+
+
+@pytest.mark.parametrize("token", [-1, others.VOCAB])
+def test_a_token_outside_of_the_vocabulary_is_the_error_of_torch(ranks: RankPool, token: int) -> None:
+    assert ranks(2, embedded_outside, token) == ["index out of range in self"] * 2
+
+
+class Seeded(Drops):
+    """A dropout that no module and no attribute shows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = nn.functional.dropout(self.down(self.up(x)), 0.5).square().mean()
+        return loss
+
+
+def loss_of_other_seeds() -> float:
+    model = Seeded()
+    del model.inner, model.outer
+    torch.manual_seed(int(os.environ["RANK"]))
+    engine = lowtide.initialize(model, config_of())
+    loss = float(engine.train_step((torch.ones(2, 8),)).loss)
+    engine.close()
+    return loss
+
+
+def test_ranks_of_other_seeds_draw_the_same(ranks: RankPool) -> None:
+    first, second = ranks(2, loss_of_other_seeds)
+    assert first == second
 
 
 class Between(Drops):

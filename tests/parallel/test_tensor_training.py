@@ -36,6 +36,9 @@ CASES = {
     "llama": LLAMA,
     "qwen3": case_of(others.qwen),
     "gpt2": case_of(others.gpt2),
+    "gemma2": case_of(others.gemma),
+    "bert": case_of(others.bert),
+    "gpt_oss": case_of(others.gpt_oss),
     "t5": case_of(others.t5),
     "vit": case_of(others.vit, others.pictures),
 }
@@ -97,6 +100,13 @@ def tied_gpt_64() -> nn.Module:
 
 
 PLAN = {"blocks.*.up": "column", "blocks.*.down": "row", "embedding": "vocabulary", "head": "vocabulary"}
+
+
+def test_columns_that_do_not_divide_are_gathered(ranks: RankPool) -> None:
+    case = Case(tiny_gpt_64, models.token_batch, steps=2)
+    config: dict[str, Any] = {"parallel": {"tensor": 4}, "tensor_parallel": {"plan": {"head": "column_gathered"}}}
+    (found,) = ranks(4, train_all, [case.at(0, config=config)])[0]
+    assert_close(found, train_plainly(case, 1), 1e-10, 1e-10)
 
 
 @pytest.mark.parametrize("build", [tiny_gpt_64, tied_gpt_64])

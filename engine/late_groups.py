@@ -179,6 +179,8 @@ class LateGroups:
                 if not taken:
                     continue
                 called = f"unit {unit.name} ({str(group.dtype).removeprefix('torch.')}, {group.role.value}"
+                if sum(other.dtype == group.dtype and other.role is group.role for other in unit.groups) > 1:
+                    called += f", with {group.names[0]}"  # split by ranks, or not
                 found.append(
                     _Division(
                         unit,

@@ -137,6 +137,23 @@ def test_ranks_of_other_seeds_draw_the_same(ranks: RankPool) -> None:
     assert first == second
 
 
+def trained_later() -> list[float]:
+    """The losses of a training whose last layer comes into the optimizer after the engine was made."""
+    torch.manual_seed(0)
+    tensor = int(os.environ["WORLD_SIZE"])
+    config = {**config_of(tensor), "optimizer": None}
+    model = Dropping().eval()
+    engine = lowtide.initialize(model, config, optimizer=torch.optim.SGD(model.layers[0].parameters(), lr=1e-6))
+    engine.optimizer.add_param_group({"params": list(engine.module.layers[1].parameters()), "lr": 1e-6})
+    losses = [float(engine.train_step((torch.ones(2, 8),)).loss) for _ in range(3)]
+    engine.close()
+    return losses
+
+
+def test_groups_of_one_unit_come_to_the_optimizer_together(ranks: RankPool) -> None:
+    assert ranks(2, trained_later)[0] == pytest.approx(ranks(1, trained_later)[0], rel=1e-5)
+
+
 class Between(Drops):
     def __init__(self) -> None:
         super().__init__()

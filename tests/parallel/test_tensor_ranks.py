@@ -144,7 +144,7 @@ def trained_later() -> list[float]:
     config = {**config_of(tensor), "optimizer": None}
     model = Dropping().eval()
     engine = lowtide.initialize(model, config, optimizer=torch.optim.SGD(model.layers[0].parameters(), lr=1e-6))
-    engine.optimizer.add_param_group({"params": list(engine.module.layers[1].parameters()), "lr": 1e-6})
+    engine.optimizer.add_param_group({"params": list(model.layers[1].parameters()), "lr": 1e-6})
     losses = [float(engine.train_step((torch.ones(2, 8),)).loss) for _ in range(3)]
     engine.close()
     return losses

@@ -110,12 +110,6 @@ def plan(
     machine = machine_for(world_size, device_memory, hosts, machine)
     module = model if isinstance(model, nn.Module) else DeferredModel(model).module
     checked = Config.load(config)
-    for key in ("tensor", "sequence", "expert"):
-        if getattr(checked.parallel, key) > 1:
-            raise ValueError(
-                f"parallel.{key}: expected 1 where a plan is made, found {getattr(checked.parallel, key)}: what its "
-                'ranks exchange is not planned yet; set the other keys yourself, in the place of "auto"'
-            )
     batch = sample_batch if sample_batch is not None else made_batch(module)
     casts = checked.bf16.auto_cast if checked.bf16.enabled else checked.fp16.auto_cast
 
@@ -146,6 +140,12 @@ def plan_with(
     num_alternatives: int = 10,
 ) -> Plan:
     """As `plan`, with what gives the profile of a microbatch."""
+    for key in ("tensor", "sequence", "expert"):
+        if getattr(config.parallel, key) > 1:
+            raise ValueError(
+                f"parallel.{key}: expected 1 where a plan is made, found {getattr(config.parallel, key)}: what its "
+                'ranks exchange is not planned yet; set the other keys yourself, in the place of "auto"'
+            )
     base = config.as_dict()
     planner = Planner(model, base, machine, runs, batch)
     held = {name: _value_at(base, key) for name, key in KEYS.items() if key not in config.planned_keys}

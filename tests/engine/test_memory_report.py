@@ -55,6 +55,14 @@ def test_a_report_without_a_recording_is_of_now() -> None:
         assert total == report.now
 
 
+def test_a_prediction_that_there_is_not_has_a_reason(tmp_path: Path) -> None:
+    config = {**PLAIN, "memory_report": {"folder": str(tmp_path), "step": 2}, "tiles": {"loss": 8}}
+    with lowtide.initialize(models.tiny_gpt(), config) as engine:
+        for step in range(2):
+            engine.train_step(models.token_batch(step, 2))
+        assert "tiles stand on the model already; `lowtide plan` counts them" in engine.memory_report().why_not
+
+
 def test_a_step_is_recorded_by_hand_and_says_who_held_what() -> None:
     losses = []
     for records in (False, True):

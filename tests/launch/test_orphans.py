@@ -29,6 +29,8 @@ def start() -> Iterator[Start]:
     def start(identity: str, command: Sequence[str] = SLEEP) -> "subprocess.Popen[bytes]":
         environment = {**os.environ, "LOWTIDE_JOB_ID": identity}
         processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
+        while not Path(f"/proc/{processes[-1].pid}/environ").read_bytes():  # in the middle of its exec
+            time.sleep(0.001)
         return processes[-1]
 
     yield start

@@ -20,7 +20,8 @@ from lowtide.engine.config.config import Config
 from lowtide.engine.footprint import Moment, bytes_of
 from lowtide.engine.step_update import Timing
 from lowtide.kernels import optimizer_step
-from lowtide.kernels.exact_sum import NUM_LIMBS
+from lowtide.kernels.exact_sum import NUM_LIMBS, to_limbs, value_of
+from lowtide.zero.delayed_update import DelayedUpdate
 from lowtide.zero.layout import BLOCK_NUMEL
 from lowtide.zero.plan import GroupPlan
 from tests import models
@@ -172,6 +173,7 @@ def train(case: Case, rank: int, num_ranks: int) -> Found:
     working = activations(build(), batches[0], dtype) + sum(one.nbytes for one in batches[0])
     config = config_of(case.stage, case.accumulation, "auto", zero=case.zero, **case.dtypes, **case.more)
     blueprint = blueprint_of(build, config, num_ranks)
+    value_of(to_limbs(torch.zeros(1, dtype=torch.float64, device="pretend")))  # its units stay with the process
     before = collected()
     engine = lowtide.initialize(build(), {**config, "kernels": {"fuse_modules": False}})
     found: Found = {}
@@ -184,6 +186,7 @@ def train(case: Case, rank: int, num_ranks: int) -> Found:
     run = run_pipeline if blueprint.pipeline is not None else run_step
     for _ in range(2 + (blueprint.timing is Timing.DELAYED)):  # states are there, and an update in the background
         most, in_update = run(engine, batches, Peak(before), look)
+        wait_for_updates()
         look(Moment.BETWEEN_STEPS)
     moments = list(Moment) if len(batches) > 1 else [Moment.BETWEEN_STEPS, Moment.REDUCED]
     said = max(bytes_of(blueprint, rank, moment).model for moment in moments)
@@ -196,6 +199,13 @@ def train(case: Case, rank: int, num_ranks: int) -> Found:
     del engine
     found["after it"] = before, collected(), 0
     return found
+
+
+def wait_for_updates() -> None:
+    """For those in the background: what they take on the way comes and goes."""
+    for one in gc.get_objects():
+        if type(one) is DelayedUpdate and one._running is not None:
+            one._running.result()
 
 
 Batches = list[tuple[Tensor, ...]]

@@ -109,10 +109,14 @@ class Executor:
         self._weights = {
             index: WeightGradients(_modules_with_parameters(stage), ledger) for index, stage in stages.items() if splits
         }
+        self.difference: str | None = None
+        """That in the last run a stage of this rank has returned another thing than for earlier batches of the kind."""
         self._begin(())
 
     def run(self, microbatches: Sequence[Any], scaled: Scaled = _as_it_is) -> list[Tensor]:
         """Does all actions; gradients of scaled(loss) are added up. Returns the losses, on the rank that has them.
+
+        Where `difference` says something afterwards, nothing of it may count, on no rank.
 
         microbatches: `schedule.num_microbatches` of them, the same on every rank of the pipe axis. Errors say in a note
         which action they are from. Raises CollectiveError where another rank does not answer.
@@ -135,6 +139,7 @@ class Executor:
             raise
         assert self._run.is_over and not self.messages.is_any_unused
         losses = [loss for _, loss in sorted(self._run.losses.items())]
+        self.difference = self.messages.difference
         self._begin(())  # lets go of the batch
         return losses
 
@@ -143,6 +148,7 @@ class Executor:
 
         On all ranks of the pipe axis alike. Returns no losses.
         """
+        self.difference = None
         self._begin(())
         self._run.num_left.update(dict.fromkeys(self._stages, self.schedule.num_microbatches))
         for action in self._actions:
@@ -183,10 +189,12 @@ class Executor:
             run.losses[key[1]] = output.detach()
             self._keep_graph(key, [run.scaled(output)])
             return
+        crosses = self.schedule.crosses(action.stage)
+        agreed = self.messages.agreed(*key, output) if crosses else None
         wanted = zip(output.tensors, output.spec.needs_grad, strict=True)
-        self._keep_graph(key, [tensor for tensor, needs_grad in wanted if needs_grad])
-        if self.schedule.crosses(action.stage):
-            run.outputs_to_send[key] = output
+        self._keep_graph(key, [tensor for tensor, needs_grad in wanted if needs_grad and agreed is None])
+        if crosses:
+            run.outputs_to_send[key] = output if agreed is None else agreed
         else:
             run.inputs[action.stage + 1, key[1]] = output.detached()
 

@@ -185,7 +185,7 @@ def _driver(
     hooks = UnitHooks(sequence, blueprint.policy.frees_parameters, ledger, on_block)
     if mesh.world.device.type == "cpu":  # elsewhere the copy that it saves costs less than its Python
         DirectGradients(sequence, module.modules(), ledger)
-    return WholeModel(module, sequence, hooks, loss_fn, activation_offload or nullcontext(), mesh, sequences)
+    return WholeModel(module, sequence, hooks, loss_fn, activation_offload or nullcontext(), mesh, ledger, sequences)
 
 
 def _fill(

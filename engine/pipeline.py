@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from ..pipe.schedules.schedule import Schedule
 from ..pipe.stage import make_stages
 from ..zero.scheduled_units import ScheduledUnits
 from ..zero.unit import Unit
-from .batch import call_for_loss, loss_of
+from .batch import call_for_loss, loss_of, replace_tensors
 from .join import NO_JOIN, Call
 from .pipeline_plan import LossFn, PipelinePlan
 from .same_batch import SameBatch
@@ -55,7 +55,7 @@ class Pipeline:
                 mesh.peers,
                 mesh.world.device,
                 lambda model, batch: call_for_loss(model, batch, loss_fn),
-                lambda output, batch: loss_of(output, batch, loss_fn),
+                lambda output, batch: loss_of(self._marked(output), batch, loss_fn),
                 ledger,
             )
             for schedule in (plan.schedule, _evaluation(plan.schedule))
@@ -77,7 +77,8 @@ class Pipeline:
             executor.messages.forget_kinds()
 
     def listen(self, steps: Steps, turn: Turn) -> None:
-        """Its graphs begin and end in its own stages."""
+        """Its graphs begin and end in its own stages, but for what a loss_fn adds."""
+        self._scale = steps.scale
 
     def train(self, steps: Steps, microbatches: Iterator[Any]) -> None:
         """Losses are those of the ranks that have the last stage.
@@ -92,9 +93,11 @@ class Pipeline:
         self._mesh.world.progress.enter(Activity.PIPELINE)
         differ = self._differ(given)
         found = torch.full((), differ, device=self._mesh.world.device)
-        steps.doubt(found, lambda: self._same.refuse(differ))
+        steps.doubt(found, lambda: self._tell(self._training, differ))
         with self._remembers_failure(), steps.backward(len(given)):
-            losses = self._training.pass_by() if differ else self._training.run(ready, steps.scale.seed)
+            losses = self._training.pass_by() if differ else self._training.run(ready, steps.scale.apply)
+        if self._training.difference is not None:
+            steps.doubt(torch.ones_like(found), lambda: self._tell(self._training, differ))
         steps.losses.extend(losses)
 
     def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -116,9 +119,30 @@ class Pipeline:
             with self._remembers_failure():
                 losses = self._evaluation.pass_by() if differ else self._evaluation.run([ready])
             self._same.refuse(differ)
+            self._refuse_difference(self._evaluation)
             return losses
         finally:
             self.passes.release_all()
+
+    def _tell(self, executor: Executor, differ: bool) -> NoReturn:
+        """Raises ValueError on all ranks, where batches differ on one, or a stage has returned another thing."""
+        self._same.refuse(differ)
+        found = self._mesh.world.gather_objects(executor.difference)
+        raise ValueError(next(text for text in found if text is not None))
+
+    def _refuse_difference(self, executor: Executor) -> None:
+        """As `_tell`, where there is something to tell. Waits for the hosts of this pipeline, and for others beside."""
+        own = torch.full((1,), executor.difference is not None, dtype=torch.int64)
+        if self._same.is_anywhere(bool(self._mesh.peers.sum_on_host(own, "the outcome of an evaluation"))):
+            self._tell(executor, differ=False)
+
+    def _marked(self, output: Any) -> Any:
+        """The output of the last stage as a loss_fn is to see it. What it has received is no leaf then."""
+
+        def inner(tensor: Tensor) -> Tensor:
+            return tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor
+
+        return output if self._scale.seed == 1.0 else self._scale.mark_output(replace_tensors(output, inner))
 
     @contextmanager
     def _remembers_failure(self) -> Iterator[None]:

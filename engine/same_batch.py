@@ -48,12 +48,15 @@ class SameBatch:
     def refuse(self, differ: bool) -> None:
         """Raises ValueError on all ranks where `differ` was so on any: they must fail together, for the next step to be
         the same. A collective."""
-        if self._mesh.world.size > len(self._ranks):
-            own = torch.full((1,), differ, dtype=torch.int64, device=self._mesh.world.device)
-            if int(self._mesh.sum_small(own, "the outcome of the check of the batch")):
-                raise self._error(differ)
-        elif differ:
+        if self.is_anywhere(differ):
             raise self._error(differ)
+
+    def is_anywhere(self, found: bool) -> bool:
+        """Whether `found` was so on any rank; those that are given the same batch know it already. A collective."""
+        if self._mesh.world.size == len(self._ranks):
+            return found
+        own = torch.full((1,), found, dtype=torch.int64, device=self._mesh.world.device)
+        return bool(self._mesh.sum_small(own, "the outcome of the check of the batch"))
 
     def check(self, batch: Any) -> Tensor | None:
         """As `differ` and `refuse` in one, of ranks that are not stages.

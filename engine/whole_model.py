@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Activity, Mesh
+from ..model.ledger import Ledger
 from ..zero.hooks import UnitHooks
 from ..zero.sequence import UnitSequence
 from ..zero.unit import Unit
+from . import backward_starts
 from .archive.named_state import Whole
 from .batch import call, call_for_loss, forward, loss_of
 from .join import Call
@@ -34,10 +36,11 @@ class WholeModel:
         loss_fn: Callable[[Any, Any], Tensor] | None,
         saving: AbstractContextManager[object],
         mesh: Mesh,
+        ledger: Ledger,
         sequences: Sequences | None = None,
     ) -> None:
         """passes: told of all uses by the hooks. saving: entered around forwards; what they save for the backward.
-        sequences: that other ranks have parts of."""
+        ledger: of what hears of backwards. sequences: that other ranks have parts of."""
         self.passes = passes
         self.whole = Whole.of(module, passes.units)
         self._module = module
@@ -46,6 +49,7 @@ class WholeModel:
         self.saving = saving
         self._progress = mesh.world.progress
         self._same = SameBatch(mesh)
+        self._ledger = ledger
         self._sequences = sequences
 
     def train(self, steps: Steps, microbatches: Iterator[Any]) -> None:
@@ -95,6 +99,7 @@ class WholeModel:
     def listen(self, steps: Steps, turn: Turn) -> None:
         self._unasked = Unasked(self.passes, steps, turn, self._progress)
         self.passes.listen(self._unasked)
+        self._ledger.callback(backward_starts.listen(steps.scale.begin))
 
     def take_part(self, steps: Steps, call: Call) -> None:
         if call in (Call.BACKWARD, Call.LAST_BACKWARD):

@@ -24,6 +24,8 @@ _NETWORK = Path("/proc/self/net/dev")  # of the network that this process is in
 
 def build_model(size: dict[str, int]) -> torch.nn.Module:
     """A Llama of Hugging Face's, with the same weights in each process."""
+    here = str(Path(__file__).parent)
+    sys.path[:] = [folder for folder in sys.path if folder != here]  # or transformers takes kernels.py for a package
     import transformers
 
     torch.manual_seed(0)

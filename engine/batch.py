@@ -164,28 +164,32 @@ def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | Non
 
 def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The value with other tensors in it, each changed once; what can be written to is the object that it was."""
-    seen: dict[int, Any] = {}  # by identity; with what it is of, so that identities are not given to others
+    return _replaced(value, change, {})
 
-    def replaced(value: Any) -> Any:
-        if id(value) in seen:
-            return seen[id(value)][1]
-        if isinstance(value, Tensor):
-            result: Any = change(value)
-        elif isinstance(value, tuple):
-            parts = [replaced(part) for part in value]
-            result = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-        else:
-            result = value
-        seen[id(value)] = value, result
-        if isinstance(value, MutableMapping):
-            _replace_items(value, list(value.items()), replaced)
-        elif isinstance(value, list):
-            _replace_items(value, list(enumerate(value)), replaced)
-        elif hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type, ModuleType)):
-            _replace_items(vars(value), list(vars(value).items()), replaced)
-        return result
 
-    return replaced(value)
+def _replaced(value: Any, change: Callable[[Tensor], Tensor], seen: dict[int, Any]) -> Any:
+    """seen: by identity; with what it is of, so that identities are not given to others.
+
+    No closure, which would hold itself, and with it the graph of a forward until Python looks for cycles.
+    """
+    if id(value) in seen:
+        return seen[id(value)][1]
+    if isinstance(value, Tensor):
+        result: Any = change(value)
+    elif isinstance(value, tuple):
+        parts = [_replaced(part, change, seen) for part in value]
+        result = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    else:
+        result = value
+    seen[id(value)] = value, result
+    replaced = partial(_replaced, change=change, seen=seen)
+    if isinstance(value, MutableMapping):
+        _replace_items(value, list(value.items()), replaced)
+    elif isinstance(value, list):
+        _replace_items(value, list(enumerate(value)), replaced)
+    elif hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type, ModuleType)):
+        _replace_items(vars(value), list(vars(value).items()), replaced)
+    return result
 
 
 def _replace_items(container: Any, items: Iterable[tuple[Any, Any]], replaced: Callable[[Any], Any]) -> None:

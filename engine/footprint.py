@@ -119,14 +119,16 @@ class Footprint:
         shards = [group.shard_bytes for group in plan.groups]
         chunks = [nbytes for group in plan.updated for nbytes in self.chunks(group)]
         left = [self._left(group, moment) for group in plan.trained]
-        left += [self._second_on_host(group, moment) for group in plan.updated]
+        left += [nbytes for group in plan.updated for nbytes in self._second_on_host(group, moment)]
         return RankBytes(
             parameters=sum(map(self._at_rest, plan.groups)),
             gradients=sum(self.gradient(group, moment) for group in plan.trained),
             optimizer=sum(self._states(group, moment) for group in plan.updated),
             gathered=peak_gathered_bytes(blueprint, self._place, self.gathered) if gathers and self.frees_memory else 0,
             staging=self._staging() + self._leaving(),
-            host=_kept(shards, homes.parameters is Home.HOST) + _kept(chunks, homes.states is Home.HOST) + sum(left),
+            host=_kept(shards, homes.parameters is Home.HOST)
+            + _kept(chunks, homes.states is Home.HOST)
+            + _kept(left, True),
             file=_kept(shards, homes.parameters is Home.FILE)
             + _kept(chunks * homes.states_plan.num_versions, homes.states is Home.FILE),
         )
@@ -240,8 +242,8 @@ class Footprint:
         if self._blueprint.timing is Timing.DELAYED:
             total += self._second(group)
         if self._blueprint.timing is Timing.SPECULATIVE and moment is Moment.REDUCED:
-            total += total + self._second(group) + self._copied_chunks(group)
-        return total - self._second_on_host(group, moment)
+            total += total + self._second(group) + sum(self._copied_chunks(group))
+        return total - sum(self._second_on_host(group, moment))
 
     def _second(self, group: GroupPlan) -> int:
         """Of the parameters, but for those that are rounded from master weights in memory: these stand for it."""
@@ -249,17 +251,17 @@ class Footprint:
         resident = self._resident[id(group)] if has_master else 0
         return (group.layout.shard_numel - resident) * group.dtype.itemsize
 
-    def _copied_chunks(self, group: GroupPlan) -> int:
-        return sum(self.chunks(group)) if self._blueprint.homes.states is Home.HOST else 0
+    def _copied_chunks(self, group: GroupPlan) -> list[int]:
+        return self.chunks(group) if self._blueprint.homes.states is Home.HOST else []
 
-    def _second_on_host(self, group: GroupPlan, moment: Moment) -> int:
-        """Of second versions, what the host has that updates them, while the model is on an accelerator."""
+    def _second_on_host(self, group: GroupPlan, moment: Moment) -> list[int]:
+        """Of second versions, what the host has that updates them, while the model is on an accelerator: buffers."""
         if not self._is_on_accelerator or not self._leaves(group):
-            return 0
+            return []
         if self._blueprint.timing is Timing.DELAYED:
-            return self._second(group)
+            return [self._second(group)]
         is_tried = self._blueprint.timing is Timing.SPECULATIVE and moment is Moment.REDUCED
-        return self._copied_chunks(group) if is_tried else 0
+        return self._copied_chunks(group) if is_tried else []
 
     def chunks(self, group: GroupPlan) -> list[int]:
         """Bytes of what is not with the model."""

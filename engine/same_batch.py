@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..comm import Mesh
-from ..offload import OnHost
 from ..pipe.executor import shapes_in
 from ..pipe.split.trees import leaves
 from .axes import PIPE
@@ -24,7 +23,7 @@ class SameBatch:
         self._mesh = mesh
         self._axes = arrangement.wide([name for name, _ in arrangement.sizes if name not in arrangement.data])
         self._ranks = arrangement.ranks(mesh.world.rank, self._axes)
-        self._unread: OnHost | None = None  # whether ranks were given other batches
+        self._found: Tensor | None = None  # (2,): on how many axes and ranks others were given since `read`
         self._kinds: set[Hashable] = set()  # of batches, that were the same
 
     def differ(self, batches: Sequence[Any]) -> bool:
@@ -61,12 +60,12 @@ class SameBatch:
     def check(self, batch: Any) -> Tensor | None:
         """As `differ` and `refuse` in one, of ranks that are not stages.
 
-        Returns (1,) on the device, not 0 where batches differ: the host is told at the end, by `read`. But not for the
-        first of its shapes: ranks that expect other shapes than are sent would wait in vain. None where it knows.
+        Returns (1,) on the device, not 0 where this batch or one before it differs: the host is told at the end, by
+        `read`. But not for the first of its shapes: ranks that expect other shapes than are sent would wait in vain.
+        None where it knows.
         """
         if not self._axes:
             return None
-        self.read()
         digest, what = _digest_of([batch]), "the check of the batch"
         device = self._mesh.world.device
         own = torch.full((1,), digest, dtype=torch.int64, device=device)
@@ -76,20 +75,21 @@ class SameBatch:
         anywhere = differs
         if self._mesh.world.size > self._mesh.axes[self._axes[0]].size:
             anywhere = self._mesh.sum_small(differs, what)
-        self._unread = OnHost(torch.cat([differs, anywhere]))
+        found = torch.cat([differs, anywhere])
+        self._found = found if self._found is None else self._found.add_(found)
         kind = shapes_in(batch)
         if device.type == "cpu" or kind not in self._kinds:
             self._kinds.add(kind)
             self.read()
             return None
-        return anywhere
+        return self._found[1:]
 
     def read(self) -> None:
-        """Raises ValueError where ranks were given other batches, which nobody was told yet."""
-        unread, self._unread = self._unread, None
-        if unread is None:
+        """Raises ValueError where ranks were given other batches, which nobody was told yet. Waits for the device."""
+        found, self._found = self._found, None
+        if found is None:
             return
-        differs, anywhere = unread.read().tolist()
+        differs, anywhere = found.tolist()
         if anywhere:
             raise self._error(bool(differs))
 

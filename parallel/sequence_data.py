@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..comm import Exchange
+from ..offload import sent
 
 IGNORED = -100
 _TRIED = 16  # tokens
@@ -66,7 +67,7 @@ class Whole:
         return seen
 
     def to(self, device: torch.device) -> Whole:
-        moved = (None if one is None else one.to(device) for one in (self.keys, self.packed))
+        moved = (None if one is None else sent(one, device) for one in (self.keys, self.packed))
         return Whole(self.length, *moved)
 
 

@@ -5,6 +5,7 @@
 | NCCL                                                            | here                                              |
 |-----------------------------------------------------------------|---------------------------------------------------|
 | tensors of the CPU are refused                                  | so, unless PRETEND_NCCL_ON_CPU is set             |
+| dtypes that it does not know are refused, as int16               | so                                                |
 | tags are ignored: messages match in the order of their start    | numbered by pair of ranks and direction           |
 | a group's collectives run in the order of calls, on one stream  | a `Queue`, whose thread does one after the other  |
 | a message outside of a batch has a stream for each pair of      | a `Queue` for each pair; PRETEND_NCCL_EAGER: the  |
@@ -149,6 +150,17 @@ class Group(dist.ProcessGroup):
 
         return self._collective(f"all_gather of {shape_of(input)}", input, result, output)
 
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
+    ) -> Work:
+        assert not output_sizes and not input_sizes, "parts of one size alone"
+
+        def result(parts: list[Tensor]) -> None:
+            mine = [part.view(self.size(), -1)[self.rank()] for part in parts]
+            write(output, torch.cat(mine).view(output.shape))
+
+        return self._collective(f"all_to_all of {shape_of(input)}", input, result, output)
+
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         def result(parts: list[Tensor]) -> None:
             for output, part in zip(outputs[0], parts, strict=True):
@@ -166,6 +178,7 @@ class Group(dist.ProcessGroup):
 
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
 
     def _collective(self, what: str, given: Tensor, result: Callable[[list[Tensor]], None], *outputs: Tensor) -> Work:
         self._check([given, *outputs])
@@ -221,6 +234,8 @@ class Group(dist.ProcessGroup):
         for tensor in tensors:
             if tensor.device.type != device_name():
                 raise RuntimeError(f"No backend type associated with device type {tensor.device.type}")
+            if tensor.dtype not in _DTYPES:
+                raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}")
             if not tensor.is_contiguous():
                 raise ValueError("Tensors must be contiguous")
 
@@ -263,6 +278,11 @@ def _folded(parts: Sequence[Tensor], operation: Callable[[Tensor, Tensor], Tenso
     return total
 
 
+_DTYPES = {
+    *(torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+}
 _OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": torch.add,
     "MAX": torch.maximum,

@@ -86,7 +86,7 @@ class SplitLayers:
             forward: Callable[..., Any] = self._embedded if isinstance(module, nn.Embedding) else self._logits
             if isinstance(module, nn.Embedding):
                 self._override_padding(module, layer, first, ledger)
-            ledger.override(module, "forward", partial(forward, layer, first, numel))
+            ledger.override(module, "forward", partial(forward, layer, first, numel, module.forward))
         for key, split in layer.parameters.items():
             if split.is_partial:
                 _hook_gradient(module.get_parameter(key), partial(self._added_up, layer, key), ledger)
@@ -170,7 +170,8 @@ class SplitLayers:
         return summed(y, self._exchange, layer.name)
 
     def _rows_with_bias(self, layer: LayerSplit, x: Tensor) -> Tensor:
-        weight, bias = layer.module.get_parameter("weight"), layer.module.get_parameter("bias")
+        weight: Tensor = layer.module.weight  # type: ignore[assignment]  # in tiles an alias of the parameter
+        bias: Tensor = layer.module.bias  # type: ignore[assignment]
         y = functional.linear(x, weight.t() if layer.is_transposed else weight)
         return self._brought_together(y, layer) + bias
 
@@ -183,20 +184,22 @@ class SplitLayers:
     def _numel_of(self, layer: LayerSplit) -> int:
         return layer.parameters["weight"].portions[0].whole[1 if layer.is_transposed else 0]
 
-    def _embedded(self, layer: LayerSplit, first: int, numel: int, ids: Tensor) -> Tensor:
-        own, embedding = ids - first, layer.module
+    def _embedded(
+        self, layer: LayerSplit, first: int, numel: int, inner: Callable[[Tensor], Tensor], ids: Tensor
+    ) -> Tensor:
+        own = ids - first
         is_own = (own >= 0) & (own < layer.parameters["weight"].portions[self._exchange.place].shape[0])
         is_outside = (ids < 0) | (ids >= numel)  # an index outside of each rank's rows then, and torch's error
-        found = type(embedding).forward(embedding, own.where(is_own, is_outside * numel))
+        found = inner(own.where(is_own, is_outside * numel))
         total = summed(found * is_own[..., None], self._exchange, layer.name)
         # A stage of a pipeline knows what other stages make by the functions that make it, which it sees as they do.
         return total.view_as(total) if torch._C._len_torch_function_stack() else total
 
-    def _logits(self, layer: LayerSplit, first: int, numel: int, x: Tensor) -> Any:
-        x = self._copied(x, layer.name)
-        weight, bias = layer.module.get_parameter("weight"), layer.module._parameters.get("bias")
-        own = functional.linear(x, weight.t() if layer.is_transposed else weight, bias)
-        return LogitParts(own, numel, first, self._exchange)
+    def _logits(
+        self, layer: LayerSplit, first: int, numel: int, inner: Callable[[Tensor], Tensor], x: Tensor
+    ) -> LogitParts:
+        """inner: the layer's own forward, or that of its tiles, which give logits that nobody has computed yet."""
+        return LogitParts(inner(self._copied(x, layer.name)), numel, first, self._exchange)
 
     # -- whole parameters -----------------------------------------------------------------------------------------
 

@@ -86,7 +86,7 @@ class _Scattered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
         ctx.exchange, ctx.dim, ctx.what = exchange, dim, what
-        return exchange.sum_part(x, dim, f"the output of {what}")
+        return exchange.sum_part(x, dim, f"the output of {what}").contiguous()  # as a layer gives it
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> Any:
@@ -98,7 +98,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
         ctx.exchange, ctx.dim = exchange, dim
-        return exchange.gather(x, dim, f"the output of {what}")
+        return exchange.gather(x, dim, f"the output of {what}").contiguous()
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> Any:

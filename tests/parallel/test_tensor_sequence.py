@@ -1,9 +1,15 @@
 """With a part of the tokens on each rank between split layers a model trains as it does in one process."""
 
+import re
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from torch import Tensor, nn
 
+import lowtide
+from tests.parallel import models_of_others as others
 from tests.parallel.test_tensor_training import CASES, TOLERANCE, plainly
 from tests.ranks import RankPool
 from tests.zero.training import Case, assert_close, train_all
@@ -29,3 +35,192 @@ def test_four_ranks_train_as_one(ranks: RankPool, name: str) -> None:
     recomputed = parts(case, 3, "sockets", 4, activation_checkpointing={"every": 1})
     for outcome in ranks(4, train_all, [parts(case, 1, tensor=4), recomputed])[0]:
         assert_close(outcome, plainly(case, 1), TOLERANCE, TOLERANCE)
+
+
+class Mixer(nn.Module):
+    """A block whose split layers are its own, with dropout between and beside them."""
+
+    def __init__(self, rate: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 64), nn.Linear(64, 8)
+        self.inner, self.outer = nn.Dropout(rate), nn.Dropout(rate)
+
+    def forward(self, x: Tensor, beside: Any = None) -> Tensor:
+        result: Tensor = x + self.outer(self.down(self.inner(self.up(self.norm(x)))) + 100)
+        return result
+
+
+class Averaged(Mixer):
+    """Tokens meet beside split layers."""
+
+    def forward(self, x: Tensor, beside: Any = None) -> Tensor:
+        return super().forward(x) + x.mean(-2, keepdim=True)
+
+
+class Beside(Mixer):
+    """A norm of what all ranks have the same of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_others = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor, beside: Any = None) -> Tensor:
+        return super().forward(x) * self.of_others(beside).mean(-2, keepdim=True)
+
+
+class Stacked(nn.Module):
+    def __init__(self, *blocks: nn.Module, between: Any = None, first: int = 0, last: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.between, self.ran = between or (lambda x: x), slice(first, last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        beside = x + 1
+        for block in self.blocks[self.ran]:
+            x = self.between(block(x, beside))
+        return x.square().mean()
+
+
+def config_of(tensor: int = 2, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "sgd"},
+        "parallel": {"tensor": tensor, "tensor_sequence": True},
+        **more,
+    }
+
+
+def what_is_dropped(every: int) -> tuple[list[list[bool]], float]:
+    """By call of a dropout: which elements are zero; and the loss of a second step."""
+    model = Stacked(Mixer(0.5), Mixer(0.5))
+    engine = lowtide.initialize(model, config_of(activation_checkpointing={"every": every}))
+    found: list[list[bool]] = []
+    for part in engine.module.modules():
+        if isinstance(part, nn.Dropout):
+            part.register_forward_hook(lambda *args: found.append((args[2] == 0).view(-1).tolist()))
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))
+    engine.eval_step((x,))
+    found.clear()
+    engine.train_step((x,))
+    loss = engine.train_step((x,)).loss.item()
+    engine.close()
+    return found[:4], loss
+
+
+def test_dropout_differs_on_parts_and_is_the_same_when_recomputed(ranks: RankPool) -> None:
+    (first, loss), (second, other_loss) = ranks(2, what_is_dropped, 0)
+    assert [len(one) for one in first] == [2 * 6 * 32, 2 * 3 * 8] * 2
+    assert all(one != other and any(one) for one, other in zip(first, second, strict=True))
+    assert first[0] != first[2] and first[1] != first[3]
+    assert loss == other_loss == ranks(2, what_is_dropped, 1)[0][1]
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "tokens meet": (
+        lambda: Stacked(Averaged(), Averaged()),
+        r"expected that 'blocks.0' \(Averaged\) mixes tokens between columns and rows alone",
+    ),
+    "beside": (
+        lambda: Stacked(Beside(), Beside()),
+        r"'blocks.0.of_others': expected this rank's part of the tokens, found what the block was given beside them",
+    ),
+    "between": (
+        lambda: Stacked(Mixer(), Mixer(), between=torch.tanh),
+        r"'blocks.1': expected what the block before it gave, this rank's part of 6 tokens, found another tensor",
+    ),
+    "not all": (
+        lambda: Stacked(Mixer(), Mixer(), last=1),
+        r"expected a forward through all blocks, found that 'blocks.0' was the last one",
+    ),
+    "not the first": (
+        lambda: Stacked(Mixer(), Mixer(), first=1),
+        r"'blocks.1': expected what the block before it gave",
+    ),
+    "no blocks": (lambda: Mixer(), r"expected blocks in a ModuleList with layers in them that are split by rows"),
+}
+
+
+def refusal(name: str) -> str:
+    try:
+        engine = lowtide.initialize(REFUSED[name][0](), config_of())
+    except ValueError as error:
+        return str(error)
+    try:
+        engine.train_step((torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1)),))
+    except ValueError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "nothing"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_see_a_part_for_the_whole_is_an_error(ranks: RankPool, name: str) -> None:
+    for found in ranks(2, refusal, name):
+        assert re.search(r"parallel.tensor_sequence: .*" + REFUSED[name][1], found), found
+
+
+def recorded() -> str:
+    model: Any = others.llama()
+    model.config.output_hidden_states = True
+    engine = lowtide.initialize(model, config_of())
+    try:
+        engine.train_step(others.tokens(0, 2))
+    except ValueError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "nothing"
+
+
+def test_hidden_states_of_parts_are_not_given(ranks: RankPool) -> None:
+    assert ranks(2, recorded)[0].startswith("parallel.tensor_sequence: expected output_hidden_states to be false")
+
+
+def test_what_the_config_refuses_and_what_has_no_effect() -> None:
+    with pytest.raises(lowtide.ConfigError, match=r"parallel.tensor_sequence: is not for parallel.pipeline 2"):
+        lowtide.Config.load(config_of() | {"parallel": {"tensor": 2, "tensor_sequence": True, "pipeline": 2}})
+    notes = lowtide.Config.load({"parallel": {"tensor_sequence": True}}).notes
+    assert "parallel.tensor_sequence: true has no effect here: parallel.tensor is 1" in notes
+
+
+def counted(has_parts: bool, num_blocks: int) -> tuple[int, int]:
+    """(bytes on the wire, bytes that the backward waits for) of a step of GPT-2 on two rows of eight tokens."""
+    sizes: dict[str, Any] = {"n_embd": 32, "n_layer": num_blocks, "n_head": 4, "n_positions": 8, "vocab_size": 64}
+    rates = {f"{part}_pdrop": 0.0 for part in ("resid", "embd", "attn")}
+    config = transformers.GPT2Config(**sizes, **rates, bos_token_id=0, eos_token_id=0)
+    parallel = {"tensor": 2, "tensor_sequence": has_parts}
+    engine = lowtide.initialize(others.OwnGpt2ForCausalLM(config), config_of(parallel=parallel))
+    exchange = engine._mesh.exchange(("tensor",))
+    weights = {param.untyped_storage().data_ptr() for param in engine.module.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        if x.untyped_storage().data_ptr() not in weights:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    ids = torch.arange(16).view(2, 8)
+    engine.train_step((ids, ids))
+    before = exchange.bytes_sent
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        engine.train_step((ids, ids))
+    engine.close()
+    return exchange.bytes_sent - before, sum(kept.values())
+
+
+def test_bytes_of_a_block_are_those_of_the_formulas(ranks: RankPool) -> None:
+    """A block moves what it moves without parts, and the sums of the gradients of its whole parameters.
+
+    Without parts it keeps the inputs of two norms, with two numbers of each token, and of two columns, each of sbh;
+    with parts half of the first two.
+    """
+    whole, parts = ([ranks(2, counted, has_parts, n)[0] for n in (2, 3)] for has_parts in (False, True))
+    of_whole, of_parts = ([three - two for two, three in zip(*found, strict=True)] for found in (whole, parts))
+    sbh, ranks_in = 8 * 2 * 32 * 4, 2
+    assert of_whole[0] == 8 * sbh * (ranks_in - 1) // ranks_in
+    assert of_parts[0] == of_whole[0] + 6 * 32 * 4  # weights and biases of two norms, biases of two rows
+    around = 2 * sbh * (ranks_in - 1) // ranks_in  # in front of all blocks, and behind them
+    assert parts[0][0] - whole[0][0] == 2 * 6 * 32 * 4 + around
+    assert of_whole[1] - of_parts[1] == 2 * (sbh + 2 * 16 * 4) // ranks_in

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..comm import Exchange
@@ -238,14 +239,14 @@ class TokenParts:
         try:
             with torch.no_grad():
                 with self._within(call):
-                    apart = _first_of(block, inner(*copy_states(args), **copy_states(kwargs)))
+                    apart = _first_of(block, inner(*_copy_states(args), **_copy_states(kwargs)))
                 for handle in watched:
                     handle.remove()
                 apart = self._all_of(apart, call.length, block.name)
                 whole = self._all_of(own, call.length, block.name)
                 _, args, kwargs = self._call_of(key, whole, call.length, args, kwargs)
                 self._is_plain = True
-                together = _first_of(block, inner(*copy_states(args), **copy_states(kwargs)))
+                together = _first_of(block, inner(*_copy_states(args), **_copy_states(kwargs)))
         finally:
             self._is_plain = False
             for handle in watched:
@@ -371,10 +372,18 @@ def _with_first(output: Any, first: Tensor) -> Any:
     return first if isinstance(output, Tensor) else type(output)((first, *output[1:]))
 
 
-def copy_states(values: Any) -> Any:
-    """With copies of what a forward may change beside tensors, such as a cache of keys."""
+class _SameTensors(TorchFunctionMode):
+    """Copies of objects have the tensors that these have."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+
+def _copy_states(values: Any) -> Any:
+    """With copies of what a forward may add to beside tensors, such as a cache of keys."""
 
     def copied(value: Any) -> Any:
         return value if value is None or isinstance(value, Tensor) else copy.deepcopy(value)
 
-    return tree_map(copied, values)
+    with _SameTensors():
+        return tree_map(copied, values)

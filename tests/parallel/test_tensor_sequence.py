@@ -1,6 +1,8 @@
 """With a part of the tokens on each rank between split layers a model trains as it does in one process."""
 
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,7 +190,7 @@ def test_what_the_config_refuses_and_what_has_no_effect() -> None:
 def counted(has_parts: bool, num_blocks: int) -> tuple[int, int]:
     """(bytes on the wire, bytes that the backward waits for) of a step of GPT-2 on two rows of eight tokens."""
     sizes: dict[str, Any] = {"n_embd": 32, "n_layer": num_blocks, "n_head": 4, "n_positions": 8, "vocab_size": 64}
-    rates = {f"{part}_pdrop": 0.0 for part in ("resid", "embd", "attn")}
+    rates: dict[str, Any] = {f"{part}_pdrop": 0.0 for part in ("resid", "embd", "attn")}
     config = transformers.GPT2Config(**sizes, **rates, bos_token_id=0, eos_token_id=0)
     parallel = {"tensor": 2, "tensor_sequence": has_parts}
     engine = lowtide.initialize(others.OwnGpt2ForCausalLM(config), config_of(parallel=parallel))
@@ -224,3 +226,85 @@ def test_bytes_of_a_block_are_those_of_the_formulas(ranks: RankPool) -> None:
     around = 2 * sbh * (ranks_in - 1) // ranks_in  # in front of all blocks, and behind them
     assert parts[0][0] - whole[0][0] == 2 * 6 * 32 * 4 + around
     assert of_whole[1] - of_parts[1] == 2 * (sbh + 2 * 16 * 4) // ranks_in
+
+
+def recomputing(model: Any, is_reentrant: bool) -> Any:
+    current = hasattr(model, "activation_checkpointing_enable")  # the older name warns where this one is
+    enable = model.activation_checkpointing_enable if current else model.gradient_checkpointing_enable
+    enable({"use_reentrant": is_reentrant})
+    return model
+
+
+def reentrant() -> nn.Module:
+    model: nn.Module = recomputing(others.llama(), is_reentrant=True)
+    return model
+
+
+def not_reentrant() -> nn.Module:
+    model: nn.Module = recomputing(others.llama(), is_reentrant=False)
+    return model
+
+
+@pytest.mark.parametrize("build", [reentrant, not_reentrant])
+def test_blocks_that_a_model_recomputes_by_itself_train_as_without(ranks: RankPool, build: Any) -> None:
+    """Its checkpoints lie around the hooks of blocks, where the engine's lie inside."""
+    expected = plainly(CASES["llama"], 1)
+    (outcome,) = ranks(2, train_all, [parts(replace(CASES["llama"], build=build), 3)])[0]
+    assert_close(outcome, expected, TOLERANCE, TOLERANCE)
+
+
+def test_offload_beside_parts_gives_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
+    offloads: dict[str, Any] = {
+        "zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}},
+        "activation_checkpointing": {"offload": {"device": "cpu", "min_bytes": 1}},
+    }
+    case = CASES["llama"]
+    (kept, offloaded), _ = ranks(2, train_all, [parts(case, 3), parts(case, 3, **offloads)])
+    assert not kept.differences(offloaded)
+
+
+LENGTHS = (9, 8, 12, 5)
+
+
+def of_lengths(tensor: int) -> list[float]:
+    """Losses and gradients' norm of four forwards before their backwards, each of another length."""
+    torch.manual_seed(0)
+    parallel = {"tensor": tensor, "tensor_sequence": tensor > 1}
+    sizes: dict[str, Any] = {**others.COMMON, "max_position_embeddings": max(LENGTHS)}
+    model = recomputing(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).double(), is_reentrant=False)
+    engine = lowtide.initialize(model, config_of(parallel=parallel, gradient_accumulation_steps=len(LENGTHS)))
+    ids = [torch.arange(2 * length).view(2, length) % others.VOCAB for length in LENGTHS]
+    losses = [engine(input_ids=one, labels=one, use_cache=False).loss for one in ids]
+    for loss in reversed(losses):
+        engine.backward(loss)
+    norm = engine.step().grad_norm
+    engine.close()
+    return [one.item() for one in (*losses, norm)]
+
+
+def test_a_recomputed_block_knows_the_length_of_its_forward(ranks: RankPool) -> None:
+    expected = ranks(1, of_lengths, 1)[0]
+    for found in ranks(2, of_lengths, 2):
+        assert found == pytest.approx(expected, rel=TOLERANCE)
+
+
+def generated(tensor: int) -> tuple[float, list[int]]:
+    """A loss with a cache of keys, as Hugging Face has it where nobody says no, and tokens that it gives one by one."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {**others.COMMON, "bos_token_id": None, "eos_token_id": None}
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).double()
+    engine = lowtide.initialize(model, config_of(parallel={"tensor": tensor, "tensor_sequence": tensor > 1}))
+    ids = torch.arange(10).view(2, 5)
+    loss = engine.train_step({"input_ids": ids, "labels": ids}).loss.item()
+    engine.module.eval()
+    with torch.no_grad():
+        seen = torch.ones_like(ids[:1])
+        tokens = model.generate(ids[:1], attention_mask=seen, max_new_tokens=3, do_sample=False)[0].tolist()
+    engine.close()
+    return loss, tokens
+
+
+def test_a_cache_of_keys_is_filled_once(ranks: RankPool) -> None:
+    loss, tokens = ranks(1, generated, 1)[0]
+    for found in ranks(2, generated, 2):
+        assert found == (pytest.approx(loss, rel=TOLERANCE), tokens)

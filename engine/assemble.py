@@ -20,6 +20,8 @@ from ..offload import ActivationOffload, in_storages_of
 from ..parallel.alike import watch_copies
 from ..parallel.layers import SplitLayers
 from ..parallel.randomness import Randomness, draws
+from ..parallel.tiles import Tiled
+from ..parallel.token_parts import TokenParts
 from ..watch.log import logger
 from ..zero.build import GroupMemories
 from ..zero.direct_gradients import DirectGradients
@@ -69,11 +71,13 @@ def assemble(
     lr_scheduler: Any,
     rows_per_microbatch: int | None,
     trial: Trial | None,
+    tiled: Tiled,
 ) -> Engine:
     """The engine of a blueprint that all ranks have alike. A collective.
 
     module: of which the blueprint was made. values: of its parameters, which take the place of what it has. ledger:
-    of what is put on the module. compiled: what of it is to be. trial: for which it is made, where it is.
+    of what is put on the module. compiled: what of it is to be. trial: for which it is made, where it is. tiled: what
+    is in tiles already.
     Raises OffloadError and CollectiveError where there is no room.
     """
     config, alone = blueprint.config, partial(no_rank_alone, world, "lowtide.initialize")
@@ -101,7 +105,7 @@ def assemble(
         optimizer = _optimizer(blueprint, world, units, rest, host)
         scheduler = scheduler_for(optimizer, lr_scheduler)
     _fill(module, units, optimizer, mesh, values, blueprint)
-    _split_layers(blueprint, mesh, module, ledger)
+    _split_layers(blueprint, mesh, module, tiled, ledger)
     sequences = Sequences(module, mesh, ledger) if config.parallel.sequence > 1 else None
     num_divided = compiled.apply([unit.module for unit in blueprint.units if not unit.is_rest])
     if num_divided and not world.rank:
@@ -211,7 +215,7 @@ def _fill(
                 group.release()
 
 
-def _split_layers(blueprint: Blueprint, mesh: Mesh, module: nn.Module, ledger: Ledger) -> None:
+def _split_layers(blueprint: Blueprint, mesh: Mesh, module: nn.Module, tiled: Tiled, ledger: Ledger) -> None:
     """What layers take in and give out is exchanged, where they are split over ranks."""
     if blueprint.tensor is None:
         return
@@ -225,7 +229,11 @@ def _split_layers(blueprint: Blueprint, mesh: Mesh, module: nn.Module, ledger: L
         )
     exchange = mesh.exchange((TENSOR,))
     randomness = Randomness(exchange, mesh.world.device)  # always: who draws in a way that is not seen draws the same
-    SplitLayers(blueprint.tensor, module, exchange, randomness if draws(module) else None, ledger)
+    parts = None
+    if blueprint.tensor.stacks:
+        in_tiles = frozenset(id(one) for _, one in tiled.modules)
+        parts = TokenParts(blueprint.tensor.stacks, in_tiles, module, exchange, randomness, ledger)
+    SplitLayers(blueprint.tensor, module, exchange, randomness if draws(module) else None, ledger, parts)
     watch_copies(blueprint.tensor, module, exchange, ledger)
 
 

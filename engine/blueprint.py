@@ -96,8 +96,9 @@ class Blueprint:
             known = split if isinstance(split, PipelinePlan) else PipelinePlan.of(config, model, split)
             pipeline = known.for_stage(config)
         of_stages = [units] if pipeline is None else pipeline.units_by_place(units)
-        degree = config.parallel.tensor
-        tensor = TensorPlan.of(model, degree, config.tensor_parallel.plan) if degree > 1 else None
+        tensor, degree = None, config.parallel.tensor
+        if degree > 1:
+            tensor = TensorPlan.of(model, degree, config.tensor_parallel.plan, config.parallel.tensor_sequence)
         places = tuple(
             ModelPlan.of(own, dtypes, domain, arrangement, chosen.role_of, shares_of(tensor, place))
             for own in of_stages

@@ -112,6 +112,7 @@ def initialize(
             lr_scheduler=lr_scheduler,
             rows_per_microbatch=resolved.train_micro_batch_size_per_gpu if gives_rows else None,
             trial=trial,
+            tiled=tiled,
         )
     except BaseException:
         ledger.close()

@@ -50,7 +50,7 @@ from .sections import (
     MemoryReportConfig,
     ZeroConfig,
 )
-from .tiles import TilesConfig, idle_tiles, tiles_faults
+from .tiles import TilesConfig, idle_tiles
 from .translate import AUTO, BATCH_KEYS, known_rule_keys, translate
 
 MAX_FAULTS = 20  # in a message; looking for what was meant takes a while for each
@@ -407,7 +407,7 @@ def _conflicts(config: Config) -> list[Fault]:
         faults += [Fault(f"optimizer.params.{key}", "conflict", message) for key, message in conflicts]
     faults += offload_faults(config.zero_optimization, config.activation_checkpointing)
     faults += accumulation_faults(config.pipeline, config.gradient_accumulation_steps)
-    faults += degree_faults(config.parallel) + tiles_faults(config.tiles, config.parallel.tensor)
+    faults += degree_faults(config.parallel)
     faults += pipeline_faults(config.parallel, config.zero_optimization, config.activation_checkpointing.offload)
     return faults + _checkpoint_faults(config.checkpoint) + _update_in_backward_faults(config)
 

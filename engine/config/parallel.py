@@ -33,6 +33,10 @@ class ParallelConfig(Section):
     tensor: Positive = 1
     """Ranks that share each layer: rows, columns, heads. They take the same data. 1: layers are whole."""
 
+    tensor_sequence: bool = False
+    """Whether the ranks of `tensor` have a part of the tokens each where layers are not split: norms, dropout and
+    residuals of blocks. See docs/parallelism.md."""
+
     sequence: Positive = 1
     """Ranks that share each sequence, in parts one behind the other; they are given the same data: see
     docs/long-sequences.md. 1: sequences are whole."""
@@ -144,6 +148,8 @@ def pipeline_faults(parallel: ParallelConfig, zero: ZeroConfig, activations: Act
     if parallel.pipeline == 1:
         return []
     found = []
+    if parallel.tensor_sequence:
+        found.append(("parallel.tensor_sequence", "stages take all tokens", "false, or parallel.pipeline to 1"))
     if parallel.sequence > 1:
         found.append(("parallel.sequence", "stages take whole sequences", "1, or parallel.pipeline to 1"))
     if zero.update_in_backward:
@@ -169,5 +175,6 @@ def idle_settings(parallel: ParallelConfig, pipeline: PipelineConfig, tensor: Te
     if parallel.pipeline == 1:
         found += idle("pipeline", pipeline, "parallel.pipeline is 1", only=("schedule", "chunks", "balance"))
     if parallel.tensor == 1:
+        found += idle("parallel", parallel, "parallel.tensor is 1", only=("tensor_sequence",))
         found += idle("tensor_parallel", tensor, "parallel.tensor is 1")
     return found

@@ -329,12 +329,13 @@ def test_a_checkpoint_knows_of_no_sequences(ranks: RankPool, tmp_path: Path) -> 
     assert ranks(1, save_and_train, str(tmp_path), 1)[0] == pytest.approx(saved, rel=1e-5)
 
 
-def beside_tensor(tensor: int) -> dict[str, Tensor]:
-    parallel = {"sequence": 2, "tensor": tensor} if tensor > 1 else {}
+def beside_tensor(tensor: int, has_parts: bool) -> dict[str, Tensor]:
+    parallel = {"sequence": 2, "tensor": tensor, "tensor_sequence": has_parts} if tensor > 1 else {}
     return train("llama", config_of(3, parallel=parallel), "odd")
 
 
-def test_ranks_share_layers_beside_sequences(ranks: RankPool) -> None:
-    shared, alone = ranks(4, beside_tensor, 2)[0], ranks(1, beside_tensor, 1)[0]
+@pytest.mark.parametrize("has_parts", [False, True])
+def test_ranks_share_layers_beside_sequences(ranks: RankPool, has_parts: bool) -> None:
+    shared, alone = ranks(4, beside_tensor, 2, has_parts)[0], ranks(1, beside_tensor, 1, has_parts)[0]
     for key, value in alone.items():
         assert (shared[key] - value).norm() <= 1e-6 * value.norm() + 2e-7, key

@@ -35,7 +35,7 @@ class Sequences:
         self._device = mesh.world.device
         self._module = module
         self._data = SequenceData(module, exchange)
-        self._attention = SequenceAttention(exchange, way, logger.info if mesh.world.rank == 0 else logger.debug)
+        self._attention = SequenceAttention(exchange, way, logger.info if mesh.world.rank == 0 else None)
         self._attention.put_on(module, ledger)
         self._randomness = Randomness(exchange, self._device)
         self.is_tried = False
@@ -126,7 +126,7 @@ def check_sequences(config: Config, module: nn.Module, loss_fn: LossFn) -> None:
         return
     try:
         check_model(module)
-        check_attention(module, size, config.sequence_parallel.attention)
+        check_attention(module, size, config.sequence_parallel.attention, config.parallel.tensor)
         if loss_fn is not None:
             raise SequenceError(
                 "loss_fn: expected none, since a rank's mean over its part of a sequence is not the mean over the "

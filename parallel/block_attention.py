@@ -235,16 +235,16 @@ class Scores:
         heads, is_causal = key.shape[1], kind is Kind.DIAGONAL
         folded, key, value = _alike(kind, query, key, value)
         grad, out = grad.reshape(folded.shape), out.reshape(folded.shape)
-        lse = lse.reshape(folded.shape[:3])
+        lse = lse.contiguous().view(folded.shape[:3])  # a device's kernel takes no strides of it
         if query.device.type == "cpu":
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad, folded, key, value, out, lse, 0.0, is_causal, scale=self.scale
             )
         else:
-            unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # the state of random numbers
+            random = [torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ())]  # not read
             lengths = folded.shape[2], key.shape[2]
             found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-                grad, folded, key, value, out, lse, None, None, *lengths, 0.0, is_causal, unused, unused[0],
+                grad, folded, key, value, out, lse, None, None, *lengths, 0.0, is_causal, *random,
                 scale=self.scale,
             )  # fmt: skip
         of_query, *others = found

@@ -45,7 +45,7 @@ class SequenceAttention:
     is_alone: each token sees itself alone, and nothing is exchanged. num_calls: how often there was attention.
     """
 
-    def __init__(self, exchange: Exchange, way: str = "auto", say: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, exchange: Exchange, way: str = "auto", say: Callable[[str], None] | None = None) -> None:
         """way: "auto", "ulysses" or "ring". say: takes a line on what was chosen, once for each number of heads."""
         self.forwards = Forwards()
         self.is_alone = False
@@ -166,7 +166,8 @@ class SequenceAttention:
             if self._way == "ulysses" and (fault := heads_fault(size, heads)):
                 raise SequenceError(fault)
             self._widths[heads] = width = 1 if self._way == "ring" else math.gcd(size, heads)
-            self._say(way_line(size, heads, width, self._way))
+            if self._say is not None:
+                self._say(way_line(size, heads, width, self._way))
         return self._widths[heads]
 
     def _all(self, query: Tensor, key: Tensor, value: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -233,13 +234,14 @@ class SequenceAttention:
             )
 
 
-def heads_fault(size: int, heads: int) -> str | None:
-    """The equation that does not hold, or None."""
-    if heads % size == 0:
+def heads_fault(size: int, heads: int, tensor: int = 1) -> str | None:
+    """The equation that does not hold, or None. heads: of all of the `tensor` ranks that share layers."""
+    if heads % (size * tensor) == 0:
         return None
+    factors = f"sequence({size}) x " + (f"tensor({tensor}) x " if tensor > 1 else "")
     return (
-        f"sequence({size}) x heads of a rank(?) = attention heads({heads}) does not hold; set parallel.sequence to a "
-        f'divisor of {heads}, or sequence_parallel.attention to "auto", which sends keys round a ring'
+        f"{factors}heads of a rank(?) = attention heads({heads}) does not hold; set parallel.sequence to a divisor of "
+        f'{heads // tensor}, or sequence_parallel.attention to "auto", which sends keys round a ring'
     )
 
 
@@ -260,10 +262,10 @@ def sent_heads(size: int, heads: int, of_keys: int) -> int:
     return common if heads % common == 0 else heads
 
 
-def check_attention(model: nn.Module, size: int, way: str = "auto") -> None:
+def check_attention(model: nn.Module, size: int, way: str = "auto", tensor: int = 1) -> None:
     """Raises SequenceError where the model's attention cannot be shared by so many ranks, or is not found.
 
-    way: as of `SequenceAttention`.
+    way: as of `SequenceAttention`. tensor: how many ranks share each layer.
     """
     for module in model.modules():
         if hasattr(module, "_supports_attention_backend") and type(module).__module__.startswith("transformers."):
@@ -277,7 +279,7 @@ def check_attention(model: nn.Module, size: int, way: str = "auto") -> None:
         if name not in _INNER:
             raise SequenceError(f'attn_implementation: expected "sdpa" or "eager", found "{name}"')
         heads = getattr(config, "num_attention_heads", None)
-        if way == "ulysses" and isinstance(heads, int) and (fault := heads_fault(size, heads)):
+        if way == "ulysses" and isinstance(heads, int) and (fault := heads_fault(size, heads, tensor)):
             raise SequenceError(fault)
     if not _configs(model) and not _callers(model):
         raise SequenceError(

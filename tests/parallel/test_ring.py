@@ -1,11 +1,13 @@
 """Where ranks do not divide heads, keys go round a ring: with the numbers of one process and the bytes of a formula."""
 
+import logging
 import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
@@ -14,7 +16,7 @@ from lowtide.comm.solo import SoloRoute
 from lowtide.parallel import block_attention
 from lowtide.parallel.block_attention import Kind, Scores, Seen
 from lowtide.parallel.ring_attention import Ring, _pairs, ring_attention
-from lowtide.parallel.sequence_attention import way_line
+from lowtide.parallel.sequence_attention import heads_fault, way_line
 from lowtide.parallel.sequence_data import Whole
 from tests.parallel.test_collectives import exchange_on
 from tests.parallel.test_sequence import MODELS as SHARED
@@ -275,20 +277,27 @@ def test_a_recomputed_block_drops_what_it_has_dropped(ranks: RankPool) -> None:
     assert all(torch.equal(kept[key], again[key]) for key in kept)
 
 
-def refusal() -> str:
+def refusal() -> tuple[str, list[str]]:
+    """With the lines of the log."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     engine = lowtide.initialize(capped(), config_of(1, parallel={"sequence": 2}) | RING)
+    logging.getLogger("lowtide").addHandler(handler)
     try:
         engine.train_step(batch_of(0, "odd"))
     except ValueError as error:
-        return str(error)
+        return str(error), lines
     finally:
         engine.close()
-    return ""
+        logging.getLogger("lowtide").removeHandler(handler)
+    return "", lines
 
 
 def test_attention_that_caps_its_scores_is_an_error(ranks: RankPool) -> None:
-    for found in ranks(2, refusal):
-        assert "Gemma2Attention: expected attention that scales its scores and does no more" in found
+    for rank, (error, lines) in enumerate(ranks(2, refusal)):
+        assert "Gemma2Attention: expected attention that scales its scores and does no more" in error
+        assert (way_line(2, 4, 1, "ring") in lines) == (rank == 0)
 
 
 LINES = {
@@ -312,3 +321,19 @@ def test_the_log_says_which_way_and_why() -> None:
 def test_the_way_is_checked() -> None:
     with pytest.raises(lowtide.ConfigError, match=r'sequence_parallel.attention: expected .*"ring".*found "rings"'):
         lowtide.Config.load({"sequence_parallel": {"attention": "rings"}})
+    assert heads_fault(2, 6) is None
+    assert "sequence(2) x tensor(2) x heads of a rank(?) = attention heads(6)" in str(heads_fault(2, 6, 2))
+
+
+def test_a_device_gets_blocks_of_bfloat16_in_flash_attention() -> None:
+    """Nothing is computed: that its operators take what they are given."""
+    with FakeTensorMode(), torch.no_grad():
+        query, key = (torch.empty(2, n, 16, 64, device="cuda", dtype=torch.bfloat16) for n in (6, 2))
+        at = range(16)
+        for is_causal in (True, False):
+            scores = Scores(Seen(Whole(), is_causal, None), SCALE)
+            assert scores._is_fast(scores.seen.kind(at, at), query, key)
+            found = scores.forward(query, key, key, at, at)
+            assert found is not None and found[1].dtype == torch.float32
+            grads = scores.backward(query, query, key, key, *found, at, at)
+            assert grads is not None and [one.shape for one in grads] == [query.shape, key.shape, key.shape]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .axis import Piece
 from .pending import Pending, Terms
 from .trail import Channel
 from .works import Works
@@ -94,6 +97,30 @@ class NativeRoute:
         got = torch.empty_like(slot)
         pending = self._start(dist.all_to_all_single, what, got, slot)
         return Terms(pending, slice(0, got.numel()), lambda: list(got.view(self.size, -1)), lambda: None)
+
+    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Piece], out: Tensor, what: str) -> Pending:
+        """pieces[n] goes to rank to[n], and out[n] = the piece of[n]. pieces: (any, ...), which stay as they are.
+
+        An all-to-all, of which most parts are empty: every backend has one.
+        """
+        given, taken = sorted(range(len(to)), key=to.__getitem__), sorted(range(len(of)), key=of.__getitem__)
+        counts, sources = Counter(to), Counter(rank for rank, _ in of)
+        sent = pieces if given == list(range(len(to))) else torch.stack([pieces[n] for n in given])
+        got = out if taken == list(range(len(of))) else torch.empty_like(out)
+        swap = partial(
+            dist.all_to_all_single,
+            output_split_sizes=[sources[rank] for rank in range(self.size)],
+            input_split_sizes=[counts[rank] for rank in range(self.size)],
+        )
+        pending = self._start(swap, what, got, sent)
+
+        def collect() -> None:
+            pending.wait()
+            if got is not out:
+                for arrived, n in zip(got, taken, strict=True):
+                    out[n].copy_(arrived)
+
+        return Pending(collect)
 
     def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
         """The sum over ranks of slot, all of it on each."""

@@ -38,6 +38,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from .axis import Piece
 from .errors import UNEVEN, CollectiveError
 from .pending import Pending, Terms, regions_of
 from .trail import Channel
@@ -215,6 +216,24 @@ class SharedMemoryRoute:
     def swap(self, slot: Tensor, what: str) -> Terms:
         """This rank's part of every rank's slot, which nobody adds up. slot: (size * n,)."""
         return self.reduce_scatter(slot, None, what)
+
+    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Piece], out: Tensor, what: str) -> Pending:
+        """out[n] = the piece of[n]. pieces: (any, ...), as many on each rank, that others may read.
+
+        Several may be under way, and are waited for in the order of their start.
+        """
+        slot = self.open_slot(pieces.numel(), pieces.dtype, what)
+        slot.view(pieces.shape).copy_(pieces)
+        number, arrived = self._post(what)
+        theirs = self._views(number, slot, slice(None))  # now: the slots may be others before they are read
+
+        def collect() -> None:
+            arrived.wait()
+            for one, (rank, piece) in zip(out, of, strict=True):
+                one.copy_(theirs[rank].view(pieces.shape)[piece])
+            self._set(_CONSUMED, number + 1)
+
+        return Pending(collect)
 
     def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
         """Of out = sum over ranks of slot. Each rank sums its region of all slots, and reads the others' sums.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .axis import Piece
 from .pending import Pending, Terms
 
 
@@ -58,6 +59,12 @@ class SoloRoute:
     def swap(self, slot: Tensor, what: str) -> Terms:
         """This rank's part of every rank's slot, which nobody adds up. slot: (size * n,)."""
         return self.reduce_scatter(slot, None, what)
+
+    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Piece], out: Tensor, what: str) -> Pending:
+        """Pieces of its own."""
+        for one, (_, piece) in zip(out, of, strict=True):
+            one.copy_(pieces[piece])
+        return Pending()
 
     def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
         """As `reduce_scatter`."""

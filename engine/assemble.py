@@ -106,7 +106,9 @@ def assemble(
         scheduler = scheduler_for(optimizer, lr_scheduler)
     _fill(module, units, optimizer, mesh, values, blueprint)
     _split_layers(blueprint, mesh, module, tiled, ledger)
-    sequences = Sequences(module, mesh, ledger) if config.parallel.sequence > 1 else None
+    sequences = None
+    if config.parallel.sequence > 1:
+        sequences = Sequences(module, mesh, ledger, config.sequence_parallel.attention)
     num_divided = compiled.apply([unit.module for unit in blueprint.units if not unit.is_rest])
     if num_divided and not world.rank:
         logger.info("torch.compile: what holds blocks is compiled block by block, and part by part beside them")

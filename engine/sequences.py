@@ -14,6 +14,7 @@ from ..model.ledger import Ledger
 from ..parallel.randomness import Randomness
 from ..parallel.sequence_attention import SequenceAttention, check_attention
 from ..parallel.sequence_data import SequenceData, SequenceError, Whole, check_model
+from ..watch.log import logger
 from .axes import SEQUENCE
 from .config.config import Config
 from .config.errors import ConfigError, Fault
@@ -28,12 +29,13 @@ _MEET = (
 class Sequences:
     """A rank's parts of the microbatches, with the attention that sees all of them. is_tried: by `try_once`."""
 
-    def __init__(self, module: nn.Module, mesh: Mesh, ledger: Ledger) -> None:
+    def __init__(self, module: nn.Module, mesh: Mesh, ledger: Ledger, way: str) -> None:
+        """way: sequence_parallel.attention of the config."""
         exchange = mesh.exchange((SEQUENCE,))
         self._device = mesh.world.device
         self._module = module
         self._data = SequenceData(module, exchange)
-        self._attention = SequenceAttention(exchange)
+        self._attention = SequenceAttention(exchange, way, logger.info if mesh.world.rank == 0 else None)
         self._attention.put_on(module, ledger)
         self._randomness = Randomness(exchange, self._device)
         self.is_tried = False
@@ -124,7 +126,7 @@ def check_sequences(config: Config, module: nn.Module, loss_fn: LossFn) -> None:
         return
     try:
         check_model(module)
-        check_attention(module, size)
+        check_attention(module, size, config.sequence_parallel.attention, config.parallel.tensor)
         if loss_fn is not None:
             raise SequenceError(
                 "loss_fn: expected none, since a rank's mean over its part of a sequence is not the mean over the "

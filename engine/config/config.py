@@ -29,6 +29,7 @@ from .origin import other_defaults
 from .parallel import (
     ParallelConfig,
     PipelineConfig,
+    SequenceParallelConfig,
     TensorParallelConfig,
     accumulation_faults,
     degree_faults,
@@ -111,6 +112,7 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     pipeline: PipelineConfig = PipelineConfig()
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+    sequence_parallel: SequenceParallelConfig = SequenceParallelConfig()
     zero_optimization: ZeroConfig = ZeroConfig()
     bf16: BF16Config = BF16Config()
     fp16: FP16Config = FP16Config()
@@ -375,6 +377,7 @@ def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:
         "parallel": ParallelConfig,
         "pipeline": PipelineConfig,
         "tensor_parallel": TensorParallelConfig,
+        "sequence_parallel": SequenceParallelConfig,
         "zero_optimization": ZeroConfig,
         "zero_optimization.offload_optimizer": OffloadOptimizerConfig,
         "zero_optimization.offload_param": OffloadParamConfig,
@@ -455,7 +458,7 @@ def _idle_settings(config: Config) -> list[str]:
     if config.prescale_gradients and config.gradient_predivide_factor != 1:
         reason = "prescale_gradients divides by the ranks before the sum"
         notes.append(no_effect("gradient_predivide_factor", config.gradient_predivide_factor, reason))
-    notes += idle_settings(config.parallel, config.pipeline, config.tensor_parallel)
+    notes += idle_settings(config.parallel, config.pipeline, config.tensor_parallel, config.sequence_parallel)
     notes += idle_kernel_settings(config.kernels) + idle_tiles(config.tiles)
     notes += offload_notes(zero, config.activation_checkpointing, config.aio, config.optimizer)
     return notes + checkpoint_notes(config.checkpoint) + report_notes(config.memory_report)

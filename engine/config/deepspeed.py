@@ -92,7 +92,7 @@ RULES: dict[str, Rule] = {
     "gradient_allreduce_op": _only("mean", "gradients are averaged; scale the loss for a sum", "a string"),
     "sparse_gradients": _only(False, "gradients of embeddings are reduced dense; remove the key"),
     "use_data_before_expert_parallelism": _only(False, "there is no expert parallelism; remove the key"),
-    "sequence_parallel_size": _only(1, "there is no sequence parallelism yet; set 1", "an integer"),
+    "sequence_parallel_size": _only(1, "set parallel.sequence; remove the key", "an integer"),
     "graph_harvesting": _only(False, "remove the key"),
     "amp": _section("set bf16.enabled or fp16.enabled"),
     "torch_autocast": _section("set bf16.enabled, or use torch.autocast in your model's forward"),

@@ -59,6 +59,14 @@ class TensorParallelConfig(Section):
     alone."""
 
 
+class SequenceParallelConfig(Section):
+    """How attention is computed, where parallel.sequence is above 1: see docs/long-sequences.md."""
+
+    attention: Literal["auto", "ulysses", "ring"] = "auto"
+    """"ulysses": an all-to-all gives each rank some heads of all tokens; "ring": keys and values go round the ranks;
+    "auto": by heads over as many ranks as divide them, and a ring over the rest."""
+
+
 class PipelineConfig(Section):
     """How a pipeline works through a step: see docs/pipeline.md."""
 
@@ -169,7 +177,9 @@ def pipeline_faults(parallel: ParallelConfig, zero: ZeroConfig, activations: Act
     ]
 
 
-def idle_settings(parallel: ParallelConfig, pipeline: PipelineConfig, tensor: TensorParallelConfig) -> list[str]:
+def idle_settings(
+    parallel: ParallelConfig, pipeline: PipelineConfig, tensor: TensorParallelConfig, sequence: SequenceParallelConfig
+) -> list[str]:
     """One sentence for each setting that is not the default and has no effect without an axis of several ranks."""
     found = []
     if parallel.pipeline == 1:
@@ -177,4 +187,6 @@ def idle_settings(parallel: ParallelConfig, pipeline: PipelineConfig, tensor: Te
     if parallel.tensor == 1:
         found += idle("parallel", parallel, "parallel.tensor is 1", only=("tensor_sequence",))
         found += idle("tensor_parallel", tensor, "parallel.tensor is 1")
+    if parallel.sequence == 1:
+        found += idle("sequence_parallel", sequence, "parallel.sequence is 1")
     return found

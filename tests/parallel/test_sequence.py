@@ -85,9 +85,11 @@ def batch_of(step: int, kind: str) -> Batch:
     return batch
 
 
-def train(name: str, config: dict[str, Any], kind: str, by_hand: bool = False) -> dict[str, Tensor]:
+def train(
+    name: str, config: dict[str, Any], kind: str, by_hand: bool = False, models: dict[str, Any] = MODELS
+) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    model = MODELS[name]()
+    model = models[name]()
     if hasattr(model, "config"):
         model.config.use_cache = False  # with a cache Hugging Face does not look for packed sequences
     engine = lowtide.initialize(model, config)
@@ -231,8 +233,8 @@ def bert() -> nn.Module:
 REFUSED_MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "heads": (
         MODELS["llama"],
-        {"parallel": {"sequence": 3}},
-        r"sequence\(3\) x heads of a rank\(\?\) = attention heads\(4\) does not hold",
+        {"parallel": {"sequence": 3}, "sequence_parallel": {"attention": "ulysses"}},
+        r"sequence\(3\) x heads of a rank\(\?\) = attention heads\(4\) does not hold; set parallel.sequence to",
     ),
     "no attention": (lambda: nn.Linear(3, 3), {"parallel": {"sequence": 3}}, "found no attention in Linear"),
     "torch's own": (OwnAttention, {"parallel": {"sequence": 3}}, "found nn.MultiheadAttention"),

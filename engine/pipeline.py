@@ -93,8 +93,12 @@ class Pipeline:
         differ = self._differ(given)
         found = torch.full((), differ, device=self._mesh.world.device)
         steps.doubt(found, lambda: self._same.refuse(differ))
-        with self._remembers_failure(), steps.backward(len(given)):
-            losses = self._training.pass_by() if differ else self._training.run(ready, steps.scale.seed)
+
+        def run() -> list[Tensor]:
+            return self._training.pass_by() if differ else self._training.run(ready, steps.scale.seed)
+
+        with self._remembers_failure():
+            losses = steps.backward(run, len(given))
         steps.losses.extend(losses)
 
     def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -128,10 +128,9 @@ class NativeRoute:
         return Terms(pending, slice(0, out.numel()), lambda: [slot], lambda: None)
 
     def sum_small(self, values: Tensor, what: str) -> Tensor:
-        """The exact sum over ranks of a small int64 vector."""
-        total = values.clone()
-        self._start(dist.all_reduce, what, total).wait()
-        return total
+        """The exact sum over ranks of a small int64 vector, in its own memory."""
+        self._start(dist.all_reduce, what, values).wait()
+        return values
 
     def fence(self, what: str) -> None:
         """Nothing to order: what a rank writes is seen by others through collectives alone."""
@@ -142,7 +141,8 @@ class NativeRoute:
 
     def _start(self, collective: Callable[..., Any], what: str, *tensors: Tensor) -> Pending:
         sequence = self._channel.begin(what)
-        work = self._works.start(lambda: collective(*tensors, group=self._group, async_op=True), what, self._others)
+        make = partial(collective, *tensors, group=self._group, async_op=True)
+        work = self._works.start(make, what, self._others)
 
         def finish() -> None:
             self._channel.wait(what, sequence)

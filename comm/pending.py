@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -29,8 +29,7 @@ class Pending:
             finish()
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """A started sum over the ranks of an axis: what this rank has to add up.
 
         arrived.wait()  ->  out[region] = read()[0] + read()[1] + ...  ->  pending = summed()  ->  pending.wait()

@@ -94,8 +94,12 @@ class Pipeline:
         differ = self._differ(given)
         found = torch.full((), differ, device=self._mesh.world.device)
         steps.doubt(found, lambda: self._tell(self._training, differ))
-        with self._remembers_failure(), steps.backward(len(given)):
-            losses = self._training.pass_by() if differ else self._training.run(ready, steps.scale.apply)
+
+        def run() -> list[Tensor]:
+            return self._training.pass_by() if differ else self._training.run(ready, steps.scale.apply)
+
+        with self._remembers_failure():
+            losses = steps.backward(run, len(given))
         if self._training.difference is not None:
             steps.doubt(torch.ones_like(found), lambda: self._tell(self._training, differ))
         steps.losses.extend(losses)

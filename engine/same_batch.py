@@ -71,10 +71,10 @@ class SameBatch:
         own = torch.full((1,), digest, dtype=torch.int64, device=device)
         differs = torch.zeros_like(own)
         for axis in (self._mesh.axes[name] for name in self._axes):
-            differs |= (axis.route.sum_small(own, what) != digest * axis.size).long()
+            differs |= (axis.route.sum_small(own.clone(), what) != digest * axis.size).long()
         anywhere = differs
         if self._mesh.world.size > self._mesh.axes[self._axes[0]].size:
-            anywhere = self._mesh.sum_small(differs, what)
+            anywhere = self._mesh.sum_small(differs.clone(), what)
         found = torch.cat([differs, anywhere])
         self._found = found if self._found is None else self._found.add_(found)
         kind = shapes_in(batch)

@@ -83,8 +83,7 @@ class WholeModel:
     def backward(self, steps: Steps, loss: Tensor) -> None:
         check_loss(loss, "backward")
         self._progress.enter(Activity.BACKWARD, steps.num_microbatches)
-        with steps.backward():
-            steps.scale.apply(loss).backward()  # type: ignore[no-untyped-call]
+        steps.backward(steps.scale.apply(loss).backward)
         steps.losses.append(loss.detach())
 
     def scale(self, steps: Steps, loss: Tensor) -> Tensor:
@@ -103,8 +102,8 @@ class WholeModel:
 
     def take_part(self, steps: Steps, call: Call) -> None:
         if call in (Call.BACKWARD, Call.LAST_BACKWARD):
-            with steps.accumulate(last=call is Call.LAST_BACKWARD), steps.backward():
-                pass  # all units count as unused
+            with steps.accumulate(last=call is Call.LAST_BACKWARD):
+                steps.backward(lambda: None)  # all units count as unused
             return
         with torch.set_grad_enabled(call is Call.FORWARD):
             self.passes.begin_forward()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from .axis import Axis
+from .pending import Numels
 
 _SLOTS = 2  # one is being read by others while the next one is written
 _LEAST_BYTES = 1 << 16
@@ -72,18 +75,27 @@ class Exchange:
 
     def swap(self, x: Tensor, what: str) -> Tensor:
         """x: (ranks, ...), contiguous: what is for each rank. What each has for this one, in the order of the ranks."""
+        return self.swap_rows(x, ((1,) * self.size,) * self.size, what)
+
+    def swap_rows(self, x: Tensor, counts: Numels, what: str) -> Tensor:
+        """x: (rows, ...), contiguous, those for one rank behind those for the one before it. The rows for this rank,
+        in the order of the ranks.
+
+        counts[i][j]: rows that the i-th rank has for the j-th. All ranks have the same counts, as slots are to hold
+        the most that any of them gives; rows may be few or none.
+        """
         if self.size == 1:
             return x
-        self.bytes_sent += x.numel() * x.element_size() * (self.size - 1) // self.size
-        slot = self._filled_slot(x, what)
-        out = torch.empty_like(x)
-        terms = self._axis.route.swap(slot, what)
-        terms.arrived.wait()
-        for part, term in zip(out.view(self.size, -1), terms.read(), strict=True):
-            part.copy_(term)
-        pending = terms.summed()
-        if pending is not None:
-            pending.wait()
+        width = math.prod(x.shape[1:])
+        own, place = counts[self.place], self.place
+        self.bytes_sent += (sum(own) - own[place]) * width * x.element_size()
+        out = torch.empty((sum(row[place] for row in counts), *x.shape[1:]), dtype=x.dtype, device=x.device)
+        most = max(map(sum, counts)) * width
+        if not most:
+            return out
+        self._reserve(most * x.element_size())
+        numels = [[count * width for count in row] for row in counts]
+        self._axis.route.swap(out.view(-1), x.view(-1), numels, what).wait()
         return out
 
     def part(self, x: Tensor, dim: int) -> Tensor:

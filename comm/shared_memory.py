@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from .errors import UNEVEN, CollectiveError
-from .pending import Pending, Terms, regions_of
+from .pending import Numels, Pending, Terms, regions_of
 from .trail import Channel
 
 FOLDER = "/dev/shm"
@@ -212,9 +212,29 @@ class SharedMemoryRoute:
 
         return Terms(arrived, slice(0, numel), lambda: self._views(number, slot, mine), summed)
 
-    def swap(self, slot: Tensor, what: str) -> Terms:
-        """This rank's part of every rank's slot, which nobody adds up. slot: (size * n,)."""
-        return self.reduce_scatter(slot, None, what)
+    def swap(self, out: Tensor, given: Tensor, numels: Numels, what: str) -> Pending:
+        """out = what each rank has given for this one, in their order; `given` is in the order of the ranks too.
+
+        Slots have room for the largest `given` of all ranks.
+        """
+        slot = self.open_slot(given.numel(), given.dtype, what)
+        own_start = sum(numels[self.rank][: self.rank])
+        own = slice(own_start, own_start + numels[self.rank][self.rank])
+        slot[: own.start].copy_(given[: own.start])
+        slot[own.stop :].copy_(given[own.stop :])
+        number, arrived = self._post(what)
+
+        def collect() -> None:
+            arrived.wait()
+            start = 0
+            for rank, row in enumerate(numels):
+                low, end = sum(row[: self.rank]), start + row[self.rank]
+                other = given if rank == self.rank else self._slot_of(rank, number, sum(row), given.dtype)
+                out[start:end].copy_(other[low : low + row[self.rank]])
+                start = end
+            self._set(_CONSUMED, number + 1)
+
+        return Pending(collect)
 
     def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
         """Of out = sum over ranks of slot. Each rank sums its region of all slots, and reads the others' sums.
@@ -288,8 +308,11 @@ class SharedMemoryRoute:
 
     def _views(self, number: int, slot: Tensor, part: slice) -> list[Tensor]:
         """A part of the slots of all ranks."""
-        nbytes = slot.numel() * slot.dtype.itemsize
-        return [other[:nbytes].view(slot.dtype)[part] for other in self._slots[number % len(self._slots)]]
+        return [self._slot_of(rank, number, slot.numel(), slot.dtype)[part] for rank in range(self.size)]
+
+    def _slot_of(self, rank: int, number: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """What a rank has shown in its slot, (numel,)."""
+        return self._slots[number % len(self._slots)][rank][: numel * dtype.itemsize].view(dtype)
 
     def _sums_of(self, rank: int, number: int, slot: Tensor, out: Tensor, region: slice) -> Tensor:
         """Where `rank` leaves its region of an all-reduce for the others, in a dtype that holds it exactly."""

@@ -31,7 +31,6 @@ from .parallel import (
     PipelineConfig,
     TensorParallelConfig,
     accumulation_faults,
-    degree_faults,
     idle_settings,
     pipeline_faults,
     schedule_faults,
@@ -407,7 +406,7 @@ def _conflicts(config: Config) -> list[Fault]:
         faults += [Fault(f"optimizer.params.{key}", "conflict", message) for key, message in conflicts]
     faults += offload_faults(config.zero_optimization, config.activation_checkpointing)
     faults += accumulation_faults(config.pipeline, config.gradient_accumulation_steps)
-    faults += degree_faults(config.parallel) + tiles_faults(config.tiles, config.parallel.tensor)
+    faults += tiles_faults(config.tiles, config.parallel.tensor)
     faults += pipeline_faults(config.parallel, config.zero_optimization, config.activation_checkpointing.offload)
     return faults + _checkpoint_faults(config.checkpoint) + _update_in_backward_faults(config)
 

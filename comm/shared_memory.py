@@ -38,7 +38,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from .errors import UNEVEN, CollectiveError
+from .errors import UNEVEN, CollectiveError, no_answer
 from .pending import Numels, Pending, Terms, regions_of
 from .trail import Channel
 
@@ -148,7 +148,7 @@ class SharedMemoryRoute:
         path, fault = "", ""
         if self.rank == 0:
             path, fault = _create_file(nbytes, purpose)
-        path, fault = self._exchange((path, fault))[0]
+        path, fault = self._agreed((path, fault), purpose)[0]
         if fault:
             raise CollectiveError(fault)
         memory = torch.empty(0, dtype=torch.uint8)
@@ -159,12 +159,23 @@ class SharedMemoryRoute:
                 f"shared memory for {purpose}: rank {self.ranks[self.rank]} cannot map {path} "
                 f"({str(error).splitlines()[0]}); use the sockets route"
             )
-        faults = [fault for fault in self._exchange(fault) if fault]
+        faults = [fault for fault in self._agreed(fault, purpose) if fault]
         if self.rank == 0:
             os.unlink(path)
         if faults:
             raise CollectiveError(faults[0])
         return memory
+
+    def _agreed(self, value: Any, purpose: str) -> list[Any]:
+        """Every rank's value."""
+        started = time.monotonic()
+        try:
+            return self._exchange(value)
+        except RuntimeError as error:  # of gloo: a rank is late or gone
+            others = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
+            what = f"room in shared memory for {purpose}"
+            text = no_answer(self.ranks[self.rank], what, others, time.monotonic() - started, error)
+            raise CollectiveError(text + self._channel.compare(others)) from error
 
     # -- collectives ----------------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from ..zero.unit import Unit
 from ..zero.units import UnitPlan
 from .archive.agreement import no_rank_alone
 from .archive.full_values import FullValues
-from .axes import EXPERT, PIPE, SEQUENCE, TENSOR
+from .axes import EXPERT, PIPE, TENSOR
 from .blueprint import Blueprint, shares_of
 from .config.config import Config
 from .driver import Driver
@@ -146,7 +146,7 @@ def _connect(blueprint: Blueprint, world: World) -> Mesh:
         shared_bytes(blueprint),
         messages=PIPE,
         folds=blueprint.folds,
-        inner=(EXPERT, SEQUENCE),
+        inner=blueprint.inner,
     )
     partition = blueprint.config.zero_optimization.partition_size
     if partition > 1 and mesh.over(blueprint.domain.states).route.copies_are_shared and not world.rank:

@@ -19,7 +19,7 @@ from ..zero.gather_ring import MAX_PREFETCHED
 from ..zero.plan import Dtypes, ModelPlan, Share, Shares
 from ..zero.policy import ZeroPolicy
 from ..zero.units import UnitPlan, plan_units
-from .axes import EXPERT, PIPE, TENSOR, arrangement_of, domain_of
+from .axes import EXPERT, PIPE, SEQUENCE, TENSOR, arrangement_of, domain_of
 from .config.config import Config
 from .offload import Home, Homes
 from .optimizer_plan import OptimizerChoice, OptimizerPlan
@@ -162,6 +162,11 @@ class Blueprint:
         if self.experts is None:
             return self.domain.folds
         return *self.domain.folds, *self.domain.within((EXPERT,)).folds, (EXPERT, TENSOR)
+
+    @property
+    def inner(self) -> tuple[str, ...]:
+        """Axes with several ranks on which models exchange while gradients are on their way."""
+        return self.arrangement.wide((EXPERT, SEQUENCE))
 
     @property
     def shares_gradients(self) -> bool:

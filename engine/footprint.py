@@ -82,7 +82,8 @@ def shared_bytes(blueprint: Blueprint) -> int:
     if blueprint.route != "shared_memory":
         return 0
     arrangement, same_size = blueprint.arrangement, blueprint.ranks_of_place
-    sizes = [arrangement.size(names) for names in arrangement.lines(blueprint.folds)]
+    lines = [*arrangement.lines(blueprint.folds), *((name,) for name in blueprint.inner)]
+    sizes = [arrangement.size(names) for names in lines]
     total = sum(arrangement.num_ranks // size * counters_bytes(size) for size in sizes if size > 1)
     common: Counter[int] = Counter()  # by ranks that have one copy, over all ranks of all places
     for plan in blueprint.places:

@@ -44,7 +44,12 @@ def split_experts(plan: ExpertPlan, exchange: Exchange, ledger: Ledger) -> None:
         forward = partial(_forward, layer, exchange, layer.module.forward)
         for key in layer.counts:
             ledger.override(layer.module, key, layer.num_experts // plan.degree)
-        ledger.override(layer.module, "forward", untraced(forward))
+        ledger.override(layer.module, "forward", partial(_called, untraced(forward)))
+
+
+def _called(forward: _Forward, *args: Any, **kwargs: Any) -> Tensor:
+    """torch.compile of a function that is not to be traced would trace it; of one that calls it, it does not."""
+    return forward(*args, **kwargs)
 
 
 @dataclass(frozen=True)

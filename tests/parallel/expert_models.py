@@ -47,6 +47,11 @@ def mixtral(**more: Any) -> nn.Module:
     return _double(OwnMixtralForCausalLM(MixtralConfig(**COMMON, num_key_value_heads=4, num_local_experts=4, **more)))
 
 
+def plain_mixtral() -> nn.Module:
+    """Of transformers' own class."""
+    return _double(MixtralForCausalLM(MixtralConfig(**COMMON, num_key_value_heads=4, num_local_experts=4)))
+
+
 def mixtral_with_balance() -> nn.Module:
     """With the loss that balances the load, which each rank has of its own tokens."""
     return mixtral(output_router_logits=True, router_aux_loss_coef=0.1)

@@ -1,5 +1,6 @@
 """Tokens of any number on any rank, to any experts: gradients of one process, and never a hang."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -18,12 +19,12 @@ NOBODY = EXPERTS  # the index of no expert
 class Experts(nn.Module):
     """As a user writes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         self.num_experts = EXPERTS
-        self.up = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH))
-        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH))
-        self.shift = nn.Parameter(torch.randn(EXPERTS, WIDTH))
+        self.up = nn.Parameter(torch.randn(EXPERTS, 2 * width, width))
+        self.down = nn.Parameter(torch.randn(EXPERTS, width, 2 * width))
+        self.shift = nn.Parameter(torch.randn(EXPERTS, width))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         out = torch.zeros_like(hidden_states)
@@ -161,11 +162,12 @@ def test_evaluation_and_recomputation_exchange_too(ranks: RankPool) -> None:
     assert evaluated == trained and kept == recomputed
 
 
-def alone() -> str:
+def alone(has_trained: bool) -> str:
     """What rank 0 is told when it computes a forward that rank 1 does not."""
     engine = lowtide.initialize(model(), config_of(2, communication={"timeout_seconds": 1.0}))
     try:
-        engine.train_step(batch_of(0, 0))
+        if has_trained:
+            engine.train_step(batch_of(0, 0))
         if engine.rank == 0:
             engine(*batch_of(0, 0))
         engine.agree(False)
@@ -174,6 +176,23 @@ def alone() -> str:
     finally:
         engine.close()
     return "no error"
+
+
+def compiled_losses(is_compiled: bool) -> list[float]:
+    made = model()
+    if is_compiled:
+        for layer in made.layers:
+            layer.compile(backend="eager")
+    engine = lowtide.initialize(made, config_of(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the compiler, when it is loaded
+        losses = [engine.train_step(batch_of(step, engine.rank)).loss.item() for step in range(3)]
+    engine.close()
+    return losses
+
+
+def test_a_compiler_leaves_the_exchange_alone(ranks: RankPool) -> None:
+    assert ranks(2, compiled_losses, True) == ranks(2, compiled_losses, False)
 
 
 def joined() -> None:
@@ -185,8 +204,11 @@ def joined() -> None:
         engine.close()
 
 
-def test_a_forward_of_one_rank_alone_ends(ranks: RankPool) -> None:
-    assert "rank 0 in the counts of layers.0" in ranks(2, alone)[0]
+@pytest.mark.parametrize(
+    ("has_trained", "where"), [(True, "the counts of layers.0"), (False, "room in shared memory")], ids=str
+)
+def test_a_forward_of_one_rank_alone_ends(ranks: RankPool, has_trained: bool, where: str) -> None:
+    assert f"rank 0 in {where}" in ranks(2, alone, has_trained)[0]
 
 
 def test_ranks_without_data_are_refused(ranks: RankPool) -> None:

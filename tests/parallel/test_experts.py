@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import lowtide
 from tests.parallel import expert_models as moe
 from tests.ranks import RankPool
 from tests.zero.training import Case, Outcome, assert_close, train_all, train_plainly
@@ -107,3 +108,23 @@ def test_half_precision_trains_as_whole_experts_do(ranks: RankPool, dtype: str) 
     assert found.losses == pytest.approx(whole.losses, rel=3e-3)
     assert found.norms == pytest.approx(whole.norms, rel=3e-2)
     assert found.scales == whole.scales
+
+
+def of_sequences(parallel: dict[str, int]) -> tuple[list[float], list[float]]:
+    torch.manual_seed(0)
+    rows = {"train_micro_batch_size_per_gpu": 2, "steps_per_print": 0}
+    engine = lowtide.initialize(moe.plain_mixtral(), {**rows, "optimizer": SGD, "parallel": parallel})
+    losses, norms = [], []
+    for step in range(2):
+        parts = [one.chunk(engine.data_size)[engine.data_rank] for one in moe.tokens(step, 4)]
+        result = engine.train_step(dict(zip(("input_ids", "labels"), parts, strict=True)))
+        losses.append(result.loss.item())
+        norms.append(result.grad_norm.item())
+    engine.close()
+    return losses, norms
+
+
+def test_ranks_that_share_sequences_share_experts_too(ranks: RankPool) -> None:
+    losses, norms = ranks(2, of_sequences, {})[0]
+    found = ranks(4, of_sequences, {"sequence": 2, "expert": 2})[0]
+    assert found[0] == pytest.approx(losses, rel=TOLERANCE) and found[1] == pytest.approx(norms, rel=TOLERANCE)

@@ -156,6 +156,23 @@ class Group(dist.ProcessGroup):
 
         return self._collective(f"all_gather of {shape_of(inputs[0])}", inputs[0], result, *outputs[0])
 
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
+    ) -> Work:
+        """received, sent: rows from and for each rank."""
+        splits: list[list[int]] = []  # of all ranks
+
+        def result(parts: list[Tensor]) -> None:
+            width = output.shape[1:].numel()
+            pieces = [
+                torch.split(part.reshape(-1), [rows * width for rows in split])[self.rank()]
+                for part, split in zip(parts, splits, strict=True)
+            ]
+            assert [piece.numel() for piece in pieces] == [rows * width for rows in received], "sizes do not fit"
+            write(output, torch.cat(pieces).view(output.shape))
+
+        return self._collective("all_to_all", input, result, output, note=list(sent), notes=splits)
+
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         (tensor,), root = tensors, opts.rootRank
         what = f"broadcast of {shape_of(tensor)} from rank {self._ranks[root]}"
@@ -167,7 +184,16 @@ class Group(dist.ProcessGroup):
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
 
-    def _collective(self, what: str, given: Tensor, result: Callable[[list[Tensor]], None], *outputs: Tensor) -> Work:
+    def _collective(
+        self,
+        what: str,
+        given: Tensor,
+        result: Callable[[list[Tensor]], None],
+        *outputs: Tensor,
+        note: Any = None,
+        notes: list[Any] | None = None,
+    ) -> Work:
+        """note: goes with the values of this rank; notes: gets those of all."""
         self._check([given, *outputs])
         settle()
         key = f"collective {self._counts['collective']}"
@@ -178,15 +204,17 @@ class Group(dist.ProcessGroup):
                 poison(output)
 
         def run(post: Post) -> None:
-            post.put(f"{key}/{self.rank()}", (what, read(given)))
+            post.put(f"{key}/{self.rank()}", (what, read(given), note))
             for rank in range(self.size()):
-                other, values = post.take(f"{key}/{rank}")
+                other, values, theirs = post.take(f"{key}/{rank}")
                 if other != what:
                     raise Hang(
                         f"{key} of group {self._name}: rank {self._ranks[self.rank()]} is in {what}, "
                         f"rank {self._ranks[rank]} in {other}"
                     )
                 arrived.append(values)
+                if notes is not None:
+                    notes.append(theirs)
             # All have come to this one, so they have read what was left for the one before.
             for old in self._posted:
                 post.drop(old)

@@ -68,7 +68,10 @@ def _dtensor(model: nn.Module, size: dict[str, int], sequence: bool) -> Trainer:
         plan |= {f"{layer}.self_attn.{name}_proj": columns for name in "qkv"} | {f"{layer}.self_attn.o_proj": rows}
         plan |= {f"{layer}.mlp.gate_proj": columns, f"{layer}.mlp.up_proj": columns, f"{layer}.mlp.down_proj": rows}
         if sequence:
-            plan |= {f"{layer}.input_layernorm": SequenceParallel(), f"{layer}.post_attention_layernorm": SequenceParallel()}
+            plan |= {
+                f"{layer}.input_layernorm": SequenceParallel(),
+                f"{layer}.post_attention_layernorm": SequenceParallel(),
+            }
             whole = (Replicate(),)
             plan[f"{layer}.self_attn"] = PrepareModuleInput(
                 input_kwarg_layouts={"hidden_states": part}, desired_input_kwarg_layouts={"hidden_states": whole[0]}
@@ -109,7 +112,9 @@ def _autotp(model: nn.Module, size: dict[str, int]) -> Trainer:
     }
     model = deepspeed.tp_model_init(model, tp_size=ranks, dtype=torch.float32)
     engine, *_ = deepspeed.initialize(model=model, config=config)
-    return Trainer(lambda tokens: _deepspeed_step(engine, lambda: engine(input_ids=tokens, labels=tokens).loss), dist.barrier)
+    return Trainer(
+        lambda tokens: _deepspeed_step(engine, lambda: engine(input_ids=tokens, labels=tokens).loss), dist.barrier
+    )
 
 
 def _ulysses(model: nn.Module, size: dict[str, int]) -> Trainer:

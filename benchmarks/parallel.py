@@ -1,9 +1,9 @@
-"""Splits the same Llama over ranks with lowtide, torch's DTensor styles and DeepSpeed; compares time, peak and bytes sent.
+"""Splits the same Llama over ranks with lowtide, torch and DeepSpeed; compares time, peaks and bytes sent.
 
 A round runs every contender once, each as a fresh job of its own, in another order; a ratio compares two jobs of the
-same round. Peaks are taken in jobs that are not timed. What is sent is counted by the kernel, on the loopback device of a network of
-its own where the processes may have one (root on Linux), with headers of packets and two barriers. All losses must be
-those of one process.
+same round. Peaks are taken in jobs that are not timed. What is sent is counted by the kernel, on the loopback device of
+a network of its own where the processes may have one (root on Linux), with headers of packets and two barriers. All
+losses must be those of one process.
 
 Example, the whole comparison and then a quick look:
 

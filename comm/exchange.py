@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .axis import Axis
-from .pending import Pending
+from .pending import Numels, Pending
 
 _SLOTS = 2  # one is being read by others while the next one is written
 _LEAST_BYTES = 1 << 16
@@ -95,22 +96,31 @@ class Exchange:
         Of fewer ranks, that divide all of them, it is this rank's group of so many neighbours that swaps.
         """
         size = x.shape[0]
-        if size == 1:
-            return x
         if size < self.size:
             first = self.place - self.place % size
             near = range(first, first + size)
-            return self.trade(x, near, [(place, self.place - first) for place in near], what).wait()
-        self.bytes_sent += x.numel() * x.element_size() * (self.size - 1) // self.size
-        slot = self._filled_slot(x, what)
-        out = torch.empty_like(x)
-        terms = self._axis.route.swap(slot, what)
-        terms.arrived.wait()
-        for part, term in zip(out.view(self.size, -1), terms.read(), strict=True):
-            part.copy_(term)
-        pending = terms.summed()
-        if pending is not None:
-            pending.wait()
+            return x if size == 1 else self.trade(x, near, [(place, self.place - first) for place in near], what).wait()
+        return self.swap_rows(x, ((1,) * self.size,) * self.size, what)
+
+    def swap_rows(self, x: Tensor, counts: Numels, what: str) -> Tensor:
+        """x: (rows, ...), contiguous, those for one rank behind those for the one before it. The rows for this rank,
+        in the order of the ranks.
+
+        counts[i][j]: rows that the i-th rank has for the j-th. All ranks have the same counts, as slots are to hold
+        the most that any of them gives; rows may be few or none.
+        """
+        if self.size == 1:
+            return x
+        width = math.prod(x.shape[1:])
+        own, place = counts[self.place], self.place
+        self.bytes_sent += (sum(own) - own[place]) * width * x.element_size()
+        out = torch.empty((sum(row[place] for row in counts), *x.shape[1:]), dtype=x.dtype, device=x.device)
+        most = max(map(sum, counts)) * width
+        if not most:
+            return out
+        self._reserve(most * x.element_size())
+        numels = [[count * width for count in row] for row in counts]
+        self._axis.route.swap(out.view(-1), x.view(-1), numels, what).wait()
         return out
 
     def trade(self, pieces: Tensor, to: Sequence[int], of: Sequence[tuple[int, int]], what: str) -> Arriving:

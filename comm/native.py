@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .axis import Piece
-from .pending import Pending, Terms
+from .pending import Numels, Pending, Terms
 from .trail import Channel
 from .works import Works
 
@@ -90,13 +90,11 @@ class NativeRoute:
         pending = self._start(_reduce_scatter, what, total, slot)
         return Terms(pending, slice(0, total.numel()), lambda: [total], lambda: None)
 
-    def swap(self, slot: Tensor, what: str) -> Terms:
-        """This rank's part of every rank's slot, which nobody adds up. slot: (size * n,)."""
-        if self._places is not None:
-            slot = slot.view(self.size, -1)[self._places].view(-1)
-        got = torch.empty_like(slot)
-        pending = self._start(dist.all_to_all_single, what, got, slot)
-        return Terms(pending, slice(0, got.numel()), lambda: list(got.view(self.size, -1)), lambda: None)
+    def swap(self, out: Tensor, given: Tensor, numels: Numels, what: str) -> Pending:
+        """out = what each rank has given for this one, in their order; `given` is in the order of the ranks too."""
+        received, sent = [row[self.rank] for row in numels], list(numels[self.rank])
+        collective = partial(dist.all_to_all_single, output_split_sizes=received, input_split_sizes=sent)
+        return self._start(collective, what, out, given)
 
     def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Piece], out: Tensor, what: str) -> Pending:
         """pieces[n] goes to rank to[n], and out[n] = the piece of[n]. pieces: (any, ...), which stay as they are.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -45,6 +45,9 @@ class Terms(NamedTuple):
     summed: Callable[[], Pending | None]
     """To be called when the region has its sum, which goes to the other ranks then; None: they do not need it."""
 
+
+Numels = Sequence[Sequence[int]]
+"""Of a swap: numels[i][j] elements that the i-th rank of an axis has for the j-th, alike on all of them."""
 
 REGION_ALIGNMENT_NUMEL = 1024
 

@@ -18,6 +18,7 @@ from ..model.compiled import Compiled
 from ..model.ledger import Ledger
 from ..offload import ActivationOffload, in_storages_of
 from ..parallel.alike import watch_copies
+from ..parallel.expert_dispatch import split_experts
 from ..parallel.layers import SplitLayers
 from ..parallel.randomness import Randomness, draws
 from ..parallel.tiles import Tiled
@@ -36,7 +37,7 @@ from ..zero.unit import Unit
 from ..zero.units import UnitPlan
 from .archive.agreement import no_rank_alone
 from .archive.full_values import FullValues
-from .axes import PIPE, SEQUENCE, TENSOR
+from .axes import EXPERT, PIPE, TENSOR
 from .blueprint import Blueprint, shares_of
 from .config.config import Config
 from .driver import Driver
@@ -93,7 +94,6 @@ def assemble(
     host = host_update(config, blueprint.homes, world)
     memories = GroupMemories(
         mesh,
-        blueprint.domain,
         blueprint.policy.reduces_every_backward,
         rest,
         shares_gradients=blueprint.shares_gradients,
@@ -106,6 +106,7 @@ def assemble(
         scheduler = scheduler_for(optimizer, lr_scheduler)
     _fill(module, units, optimizer, mesh, values, blueprint)
     _split_layers(blueprint, mesh, module, tiled, ledger)
+    _split_experts(blueprint, mesh, ledger)
     sequences = None
     if config.parallel.sequence > 1:
         sequences = Sequences(module, mesh, ledger, config.sequence_parallel.attention)
@@ -150,8 +151,8 @@ def _connect(blueprint: Blueprint, world: World) -> Mesh:
         blueprint.wanted_route,
         shared_bytes(blueprint),
         messages=PIPE,
-        folds=blueprint.domain.folds,
-        inner=(SEQUENCE,),
+        folds=blueprint.folds,
+        inner=blueprint.inner,
     )
     partition = blueprint.config.zero_optimization.partition_size
     if partition > 1 and mesh.over(blueprint.domain.states).route.copies_are_shared and not world.rank:
@@ -199,7 +200,7 @@ def _fill(
 ) -> None:
     """Puts the model's values into the shards; the model's own memory is given back on the way."""
     writer = FullValues(module, units, optimizer, mesh)
-    share_of, dtypes = shares_of(blueprint.tensor, mesh.place(TENSOR)), blueprint.dtypes
+    share_of, dtypes = shares_of(blueprint.tensor, blueprint.experts, mesh.place), blueprint.dtypes
     place = {id(p): (group, i) for unit in units for group in unit.groups for i, p in enumerate(group.params)}
     with torch.no_grad():
         for param, value in values:
@@ -237,6 +238,18 @@ def _split_layers(blueprint: Blueprint, mesh: Mesh, module: nn.Module, tiled: Ti
         parts = TokenParts(blueprint.tensor.stacks, in_tiles, module, exchange, randomness, ledger)
     SplitLayers(blueprint.tensor, module, exchange, randomness if draws(module) else None, ledger, parts)
     watch_copies(blueprint.tensor, module, exchange, ledger)
+
+
+def _split_experts(blueprint: Blueprint, mesh: Mesh, ledger: Ledger) -> None:
+    """Tokens go to the ranks that have their experts."""
+    if blueprint.experts is None:
+        return
+    if blueprint.experts.left_whole and not mesh.world.rank:
+        names = ", ".join(blueprint.experts.left_whole)
+        logger.warning(
+            "parallel.expert: these experts are whole on all ranks, since they are not one module: %s", names
+        )
+    split_experts(blueprint.experts, mesh.exchange((EXPERT,)), ledger)
 
 
 def _move(param: nn.Parameter, values: Tensor) -> None:

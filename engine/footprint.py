@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 
 import torch
 
 from ..comm import Arrangement, regions_of
 from ..comm.shared_memory import counters_bytes, page_aligned
 from ..offload import FileStore
+from ..zero.domain import Domain
 from ..zero.host_update import MAX_LEAVING
 from ..zero.layout import round_up
 from ..zero.offloaded_states import ChunkLayout
-from ..zero.plan import GroupPlan, ModelPlan
+from ..zero.plan import GroupPlan, ModelPlan, Role
 from ..zero.policy import ZeroPolicy
 from ..zero.shard_state import MASTER, Kinds, kinds_of_block, scaled
 from .blueprint import Blueprint
@@ -79,18 +81,25 @@ def shared_bytes(blueprint: Blueprint) -> int:
     """What the ranks of the host take of its shared memory; 0 over another route."""
     if blueprint.route != "shared_memory":
         return 0
-    arrangement, domain = blueprint.arrangement, blueprint.domain
-    same_size = arrangement.size(arrangement.summed)
-    states_size, replicas_size = arrangement.size(domain.states), arrangement.size(domain.replicas)
-    sizes = [arrangement.size(names) for names in arrangement.lines(domain.folds)]
+    arrangement, same_size = blueprint.arrangement, blueprint.ranks_of_place
+    lines = [*arrangement.lines(blueprint.folds), *((name,) for name in blueprint.inner)]
+    sizes = [arrangement.size(names) for names in lines]
     total = sum(arrangement.num_ranks // size * counters_bytes(size) for size in sizes if size > 1)
+    common: Counter[int] = Counter()  # by ranks that have one copy, over all ranks of all places
     for plan in blueprint.places:
         total += same_size * _ring_bytes(plan, arrangement)
-        if states_size > 1:
-            total += same_size // states_size * sum(page_aligned(group.full_bytes) for group in plan.groups)
-        elif blueprint.shares_gradients and replicas_size > 1:
-            total += sum(page_aligned(_sum_bytes(group)) for group in plan.trained if not group.domain.tied)
-    return total
+        for group in plan.groups:
+            states_size, replicas_size = (arrangement.size(d) for d in (group.domain.states, group.domain.replicas))
+            if states_size > 1:
+                common[states_size] += same_size * page_aligned(group.full_bytes)
+            elif blueprint.shares_gradients and replicas_size > 1 and _is_summed(group):
+                common[replicas_size] += same_size * page_aligned(_sum_bytes(group))
+    return total + sum(nbytes // size for size, nbytes in common.items())
+
+
+def _is_summed(group: GroupPlan) -> bool:
+    """Whether replicas may have one sum of its gradient."""
+    return group.role is not Role.FROZEN and not group.domain.tied
 
 
 class Footprint:
@@ -100,12 +109,8 @@ class Footprint:
         self._blueprint = blueprint
         self._place = blueprint.place_of(rank)
         self._plan: ModelPlan = blueprint.places[self._place]
-        size = blueprint.arrangement.size
-        self._states_size, self._replicas_size = size(blueprint.domain.states), size(blueprint.domain.replicas)
-        has_one_copy = blueprint.route == "shared_memory" and self._states_size > 1
-        parameters_size = self._states_size if has_one_copy else size(blueprint.domain.parameters)
-        self._shares = Shares.of(blueprint.policy, self._states_size, parameters_size)
-        self._replica = blueprint.arrangement.place(rank, blueprint.domain.replicas)
+        self._rank = rank
+        self._sizes = cache(partial(_sizes, blueprint))
         self._in_pipeline = blueprint.pipeline is not None
         self._accumulates = (blueprint.config.gradient_accumulation_steps or 1) > 1
         self._kinds = cache(lambda dtype: kinds_of_block(dtype, blueprint.optimizer.new_states))
@@ -140,17 +145,20 @@ class Footprint:
         """Whether released parameters give memory back."""
         if self._blueprint.homes.parameters is not Home.MODEL:
             return True
-        is_divided = self._blueprint.arrangement.size(self._blueprint.domain.parameters) > 1
+        is_divided = any(self._size(group.domain.parameters) > 1 for group in self._plan.groups)
         return is_divided and self._blueprint.route != "shared_memory"
+
+    def _size(self, axes: tuple[str, ...]) -> int:
+        return self._blueprint.arrangement.size(axes)
 
     def _at_rest(self, group: GroupPlan) -> int:
         if self._blueprint.homes.parameters is not Home.MODEL:
             return 0
-        return group.full_bytes // self._shares.parameters
+        return group.full_bytes // self._sizes(group.domain).shares.parameters
 
     def gathered(self, group: GroupPlan) -> int:
         """What full parameters take beside those at rest, which lie among them where pages move."""
-        rest = group.full_bytes // self._shares.parameters
+        rest = group.full_bytes // self._sizes(group.domain).shares.parameters
         is_beside = not self._blueprint.moves_pages and rest < group.full_bytes
         return group.full_bytes + rest * is_beside - self._at_rest(group)
 
@@ -169,18 +177,19 @@ class Footprint:
         """
         blueprint, shard = self._blueprint, _sum_bytes(group)
         shares_memory = blueprint.route == "shared_memory"
-        is_common = blueprint.shares_gradients and shares_memory and self._replicas_size > 1 and not group.domain.tied
-        common, own = (shard // self._replicas_size, 0) if is_common else (0, shard)
+        sizes = self._sizes(group.domain)
+        is_common = blueprint.shares_gradients and shares_memory and sizes.replicas > 1 and not group.domain.tied
+        common, own = (shard // sizes.replicas, 0) if is_common else (0, shard)
         leaves = self._leaves(group)
         if moment is Moment.ACCUMULATING and not self.adds_in_place(group):
             if not blueprint.policy.reduces_every_backward:
                 return common + self._local(group)
-            waits = bool(group.domain.tied) or self._replicas_size > 1  # for the sum over these
+            waits = bool(group.domain.tied) or sizes.replicas > 1  # for the sum over these
             whole = group.layout.padded_numel * group.accumulation_dtype.itemsize
-            return whole // self._shares.gradients if waits or not leaves else 0
+            return whole // sizes.shares.gradients if waits or not leaves else 0
         if blueprint.timing is Timing.IN_BACKWARD or (leaves and self._is_on_accelerator):
             own = 0
-        is_one_copy = shares_memory and self._states_size > 1
+        is_one_copy = shares_memory and sizes.states > 1
         is_given_back = leaves or blueprint.timing is Timing.DELAYED or is_one_copy or self._is_on_accelerator
         if moment is Moment.BETWEEN_STEPS and is_given_back:
             own = 0
@@ -216,7 +225,8 @@ class Footprint:
 
     def adds_in_place(self, group: GroupPlan) -> bool:
         """Whether autograd adds up a step's gradients in the shard: see `GroupGradient.accumulate_in_place`."""
-        is_alone = self._states_size == self._replicas_size == 1
+        sizes = self._sizes(group.domain)
+        is_alone = sizes.states == sizes.replicas == 1
         return self._in_pipeline and is_alone and not self._leaves(group) and group.accumulation_dtype == group.dtype
 
     def _staging(self) -> int:
@@ -225,15 +235,16 @@ class Footprint:
             return _ring_bytes(self._plan, self._blueprint.arrangement)
         if route != "sockets":
             return 0
-        states, replicas, total = self._states_size, self._replicas_size, 0
-        if states > 1:
-            parts = [(one.reduce_dtype, one.layout.padded_numel, one.layout.shard_numel) for one in trained]
-            total += _exchanged(parts, states)
-        if replicas > 1:
-            shards = [(one.reduce_dtype, one.layout.shard_numel) for one in trained]
-            parts = [(dtype, numel, _numel(regions_of(numel, replicas)[self._replica])) for dtype, numel in shards]
-            total += _exchanged(parts, replicas)
-        return total
+        # By the axes of an exchange, of which each has buffers of its own: (dtype, of a slot, that this rank sums).
+        parts: dict[tuple[str, ...], list[tuple[torch.dtype, int, int]]] = {}
+        for one in trained:
+            states, replicas = one.domain.states, one.domain.replicas
+            numel, shard = one.layout.padded_numel, one.layout.shard_numel
+            parts.setdefault(states, []).append((one.reduce_dtype, numel, shard))
+            place = self._blueprint.arrangement.place(self._rank, replicas)
+            summed = _numel(regions_of(shard, self._size(replicas))[place])
+            parts.setdefault(replicas, []).append((one.reduce_dtype, shard, summed))
+        return sum(_exchanged(own, self._size(axes)) for axes, own in parts.items() if self._size(axes) > 1)
 
     # -- states ---------------------------------------------------------------------------------------------------
 
@@ -267,6 +278,23 @@ class Footprint:
         """Bytes of what is not with the model."""
         parts = self._blueprint.homes.states_plan.chunks(self._resident[id(group)], group.layout.shard_numel)
         return [self._of_chunk(group.dtype, high - low) for low, high in parts]
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """How many ranks the axes of a domain have."""
+
+    states: int
+    replicas: int
+    shares: Shares
+
+
+def _sizes(blueprint: Blueprint, domain: Domain) -> _Sizes:
+    size = blueprint.arrangement.size
+    states = size(domain.states)
+    has_one_copy = blueprint.route == "shared_memory" and states > 1
+    parameters = states if has_one_copy else size(domain.parameters)
+    return _Sizes(states, size(domain.replicas), Shares.of(blueprint.policy, states, parameters))
 
 
 def _ring_bytes(plan: ModelPlan, arrangement: Arrangement) -> int:

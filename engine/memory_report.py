@@ -271,8 +271,8 @@ def allocator_bytes(device: torch.device) -> int | None:
 def meta_run_of(blueprint: Blueprint, module: nn.Module, loss_fn: Any) -> MetaRun | str:
     """A run of the model on the meta device, before anything of the engine stands on it; or why there is none."""
     config = blueprint.config
-    if config.parallel.tensor > 1 or config.parallel.sequence > 1:
-        return "what ranks compute that share layers or sequences is not planned yet"
+    if max(config.parallel.tensor, config.parallel.sequence, config.parallel.expert) > 1:
+        return "what ranks compute that share layers, sequences or experts is not planned yet"
     if config.tiles.mlp or config.tiles.loss:
         return "tiles stand on the model already; `lowtide plan` counts them"
     casts = config.bf16.auto_cast if config.bf16.enabled else config.fp16.auto_cast

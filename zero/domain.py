@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,21 @@ class Domain:
     parameters: tuple[str, ...]  # full parameters at rest; the first axes of `states`, none where they are never freed
     summed: tuple[str, ...]  # the gradient: data differ there
     copies: tuple[Copies, ...] = ()
+    portioned: tuple[str, ...] = ()  # data differ there, and so does what the ranks have of each tensor: experts
+
+    def within(self, axes: tuple[str, ...]) -> Domain:
+        """Of what the ranks of these axes have different portions of: nothing is divided or summed over them."""
+
+        def without(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(name for name in names if name not in axes)
+
+        return replace(
+            self,
+            states=without(self.states),
+            parameters=without(self.parameters),
+            summed=without(self.summed),
+            portioned=axes,
+        )
 
     @property
     def tied(self) -> tuple[Copies, ...]:

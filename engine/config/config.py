@@ -32,7 +32,6 @@ from .parallel import (
     SequenceParallelConfig,
     TensorParallelConfig,
     accumulation_faults,
-    degree_faults,
     idle_settings,
     pipeline_faults,
     schedule_faults,
@@ -410,7 +409,6 @@ def _conflicts(config: Config) -> list[Fault]:
         faults += [Fault(f"optimizer.params.{key}", "conflict", message) for key, message in conflicts]
     faults += offload_faults(config.zero_optimization, config.activation_checkpointing)
     faults += accumulation_faults(config.pipeline, config.gradient_accumulation_steps)
-    faults += degree_faults(config.parallel)
     faults += pipeline_faults(config.parallel, config.zero_optimization, config.activation_checkpointing.offload)
     return faults + _checkpoint_faults(config.checkpoint) + _update_in_backward_faults(config)
 

@@ -42,7 +42,8 @@ class ParallelConfig(Section):
     docs/long-sequences.md. 1: sequences are whole."""
 
     expert: Positive = 1
-    """Data-parallel ranks that share the experts of a layer: tokens go where their experts are. 1: each has all."""
+    """Data-parallel ranks that share the experts of a layer: tokens go where their experts are; see
+    docs/parallelism.md. 1: each has all."""
 
     @property
     def ranks_of_sample(self) -> int:
@@ -98,19 +99,6 @@ def accumulation_faults(pipeline: PipelineConfig, accumulation: int | None) -> l
         "microbatches of a step; leave one out"
     )
     return [Fault("pipeline.microbatches", "conflict", message)]
-
-
-def degree_faults(parallel: ParallelConfig) -> list[Fault]:
-    """Degrees of which nothing makes use yet."""
-    return [
-        Fault(f"parallel.{key}", "value", f"expected 1, found {getattr(parallel, key)}: {what} are not split yet")
-        for key, what in _NOT_YET.items()
-        if getattr(parallel, key) > 1
-    ]
-
-
-_NOT_YET = {"expert": "experts"}
-"""Keys of `parallel` that are axes of the mesh, and have no more behind them than that."""
 
 
 def world_faults(parallel: ParallelConfig, world_size: int) -> list[Fault]:

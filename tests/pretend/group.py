@@ -150,23 +150,31 @@ class Group(dist.ProcessGroup):
 
         return self._collective(f"all_gather of {shape_of(input)}", input, result, output)
 
-    def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
-    ) -> Work:
-        assert not output_sizes and not input_sizes, "parts of one size alone"
-
-        def result(parts: list[Tensor]) -> None:
-            mine = [part.view(self.size(), -1)[self.rank()] for part in parts]
-            write(output, torch.cat(mine).view(output.shape))
-
-        return self._collective(f"all_to_all of {shape_of(input)}", input, result, output)
-
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         def result(parts: list[Tensor]) -> None:
             for output, part in zip(outputs[0], parts, strict=True):
                 write(output, part.view(output.shape))
 
         return self._collective(f"all_gather of {shape_of(inputs[0])}", inputs[0], result, *outputs[0])
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
+    ) -> Work:
+        """received, sent: rows from and for each rank; none: the same number of each."""
+        received = received or [output.shape[0] // self.size()] * self.size()
+        sent = sent or [input.shape[0] // self.size()] * self.size()
+        splits: list[list[int]] = []  # of all ranks
+
+        def result(parts: list[Tensor]) -> None:
+            width = output.shape[1:].numel()
+            pieces = [
+                torch.split(part.reshape(-1), [rows * width for rows in split])[self.rank()]
+                for part, split in zip(parts, splits, strict=True)
+            ]
+            assert [piece.numel() for piece in pieces] == [rows * width for rows in received], "sizes do not fit"
+            write(output, torch.cat(pieces).view(output.shape))
+
+        return self._collective("all_to_all", input, result, output, note=list(sent), notes=splits)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         (tensor,), root = tensors, opts.rootRank
@@ -180,7 +188,16 @@ class Group(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
 
-    def _collective(self, what: str, given: Tensor, result: Callable[[list[Tensor]], None], *outputs: Tensor) -> Work:
+    def _collective(
+        self,
+        what: str,
+        given: Tensor,
+        result: Callable[[list[Tensor]], None],
+        *outputs: Tensor,
+        note: Any = None,
+        notes: list[Any] | None = None,
+    ) -> Work:
+        """note: goes with the values of this rank; notes: gets those of all."""
         self._check([given, *outputs])
         settle()
         key = f"collective {self._counts['collective']}"
@@ -191,15 +208,17 @@ class Group(dist.ProcessGroup):
                 poison(output)
 
         def run(post: Post) -> None:
-            post.put(f"{key}/{self.rank()}", (what, read(given)))
+            post.put(f"{key}/{self.rank()}", (what, read(given), note))
             for rank in range(self.size()):
-                other, values = post.take(f"{key}/{rank}")
+                other, values, theirs = post.take(f"{key}/{rank}")
                 if other != what:
                     raise Hang(
                         f"{key} of group {self._name}: rank {self._ranks[self.rank()]} is in {what}, "
                         f"rank {self._ranks[rank]} in {other}"
                     )
                 arrived.append(values)
+                if notes is not None:
+                    notes.append(theirs)
             # All have come to this one, so they have read what was left for the one before.
             for old in self._posted:
                 post.drop(old)

@@ -46,6 +46,7 @@ from .late_groups import LateGroups
 from .learning_rates import scheduler_for
 from .lr_schedule import learning_rate_at
 from .memory_report import meta_run_of
+from .model_call import ModelCall
 from .offload import activation_store, host_update, offloaded_states, shard_rest
 from .parts import Parts
 from .pipeline import Pipeline
@@ -102,7 +103,8 @@ def assemble(
         scheduler = scheduler_for(optimizer, lr_scheduler)
     _fill(module, units, optimizer, mesh, values, blueprint)
     _split_layers(blueprint, mesh, module, ledger)
-    sequences = Sequences(module, mesh, ledger) if config.parallel.sequence > 1 else None
+    sequences = Sequences(module, mesh, ledger, loss_fn) if config.parallel.sequence > 1 else None
+    model_call = ModelCall(loss_fn, sequences)
     num_divided = compiled.apply([unit.module for unit in blueprint.units if not unit.is_rest])
     if num_divided and not world.rank:
         logger.info("torch.compile: what holds blocks is compiled block by block, and part by part beside them")
@@ -110,7 +112,7 @@ def assemble(
     with alone():
         activation_offload, close_last = _offload_activations(blueprint, world, module, units)
     join = Join(mesh)
-    driver = _driver(blueprint, mesh, module, units, loss_fn, ledger, activation_offload, join, sequences)
+    driver = _driver(blueprint, mesh, module, units, model_call, ledger, activation_offload, join)
     casts_inputs = _cast_inputs(blueprint, module, ledger)
     if trial is not None:
         ledger.callback(trial.watch(world, module, config.train_batch_size or 0))
@@ -170,22 +172,21 @@ def _driver(
     mesh: Mesh,
     module: nn.Module,
     units: Sequence[Unit],
-    loss_fn: LossFn,
+    model_call: ModelCall,
     ledger: Ledger,
     activation_offload: ActivationOffload | None,
     join: Join,
-    sequences: Sequences | None,
 ) -> Driver:
     """What runs the model: hooks on it say when units are used, or the schedule of a pipeline does."""
     if blueprint.pipeline is not None:
         plan = blueprint.pipeline.at(mesh.place(PIPE))
-        return Pipeline(plan, mesh, module, units, loss_fn, ledger)
+        return Pipeline(plan, mesh, module, units, model_call, ledger)
     sequence = UnitSequence(units, blueprint.prefetch_numel, mesh.world.progress, join.before_pass)
     on_block = activation_offload.begin_block if activation_offload else None
     hooks = UnitHooks(sequence, blueprint.policy.frees_parameters, ledger, on_block)
     if mesh.world.device.type == "cpu":  # elsewhere the copy that it saves costs less than its Python
         DirectGradients(sequence, module.modules(), ledger)
-    return WholeModel(module, sequence, hooks, loss_fn, activation_offload or nullcontext(), mesh, sequences)
+    return WholeModel(module, sequence, hooks, model_call, activation_offload or nullcontext(), mesh)
 
 
 def _fill(

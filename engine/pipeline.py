@@ -18,9 +18,9 @@ from ..pipe.schedules.schedule import Schedule
 from ..pipe.stage import make_stages
 from ..zero.scheduled_units import ScheduledUnits
 from ..zero.unit import Unit
-from .batch import call_for_loss, loss_of
 from .join import NO_JOIN, Call
-from .pipeline_plan import LossFn, PipelinePlan
+from .model_call import ModelCall
+from .pipeline_plan import PipelinePlan
 from .same_batch import SameBatch
 from .steps import Steps
 from .turn import Turn
@@ -35,7 +35,7 @@ class Pipeline:
         mesh: Mesh,
         module: nn.Module,
         units: Sequence[Unit],
-        loss_fn: LossFn,
+        model_call: ModelCall,
         ledger: Ledger,
     ) -> None:
         """module: the whole model; what other ranks have is taken out of it."""
@@ -44,6 +44,7 @@ class Pipeline:
         self._mesh = mesh
         stages = dict(zip(plan.stages, make_stages(module, plan.split, plan.stages, ledger), strict=True))
         self.passes = ScheduledUnits(units, {stage: plan.members(units, stage) for stage in plan.stages}, mesh)
+        self._call = model_call
         self._same = SameBatch(mesh)
         self._failure: str | None = None  # of an earlier step, in the middle of its schedule
         self._training, self._evaluation = (
@@ -54,8 +55,8 @@ class Pipeline:
                 self.passes,
                 mesh.peers,
                 mesh.world.device,
-                lambda model, batch: call_for_loss(model, batch, loss_fn),
-                lambda output, batch: loss_of(output, batch, loss_fn),
+                model_call.output,
+                model_call.loss,
                 ledger,
             )
             for schedule in (plan.schedule, _evaluation(plan.schedule))
@@ -87,10 +88,10 @@ class Pipeline:
         """
         given = list(microbatches)
         steps.check_whole(len(given))
-        ready = [steps.prepared(microbatch) for microbatch in given]
         steps.guard.check()
         self._mesh.world.progress.enter(Activity.PIPELINE)
         differ = self._differ(given)
+        ready = [] if differ else self._ready(steps, given)
         found = torch.full((), differ, device=self._mesh.world.device)
         steps.doubt(found, lambda: self._same.refuse(differ))
         with self._remembers_failure(), steps.backward(len(given)):
@@ -110,15 +111,33 @@ class Pipeline:
         raise ValueError(NO_JOIN)
 
     def evaluate(self, steps: Steps, batch: Any) -> list[Tensor]:
-        ready = steps.prepared(batch)
         differ = self._differ([batch])
+        ready = [] if differ else self._ready(steps, [batch])
         try:
             with self._remembers_failure():
-                losses = self._evaluation.pass_by() if differ else self._evaluation.run([ready])
+                losses = self._evaluation.pass_by() if differ else self._evaluation.run(ready)
             self._same.refuse(differ)
             return losses
         finally:
             self.passes.release_all()
+
+    def own(self, x: Tensor, fill: float) -> Tensor:
+        return self._call.own(x, fill)
+
+    def _ready(self, steps: Steps, batches: Sequence[Any]) -> list[Any]:
+        def loss(part: Any) -> Tensor | None:
+            try:
+                with self._remembers_failure():
+                    return next(iter(self._evaluation.run([part])), None)
+            finally:
+                self.passes.release_all()
+
+        def summed(numbers: Sequence[int]) -> Sequence[int]:
+            found: list[int] = self._mesh.peers.sum_on_host(torch.tensor(numbers), "the check of sequences").tolist()
+            return found
+
+        self._call.try_once(steps, batches[0], loss, summed=summed)
+        return [self._call.ready(steps, batch) for batch in batches]
 
     @contextmanager
     def _remembers_failure(self) -> Iterator[None]:

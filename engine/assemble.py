@@ -20,6 +20,7 @@ from ..offload import ActivationOffload, in_storages_of
 from ..parallel.alike import watch_copies
 from ..parallel.layers import SplitLayers
 from ..parallel.randomness import Randomness, draws
+from ..parallel.split_trial import SplitTrial
 from ..watch.log import logger
 from ..zero.build import GroupMemories
 from ..zero.direct_gradients import DirectGradients
@@ -102,9 +103,9 @@ def assemble(
         optimizer = _optimizer(blueprint, world, units, rest, host)
         scheduler = scheduler_for(optimizer, lr_scheduler)
     _fill(module, units, optimizer, mesh, values, blueprint)
-    _split_layers(blueprint, mesh, module, ledger)
+    splits = _split_layers(blueprint, mesh, module, ledger)
     sequences = Sequences(module, mesh, ledger, loss_fn) if config.parallel.sequence > 1 else None
-    model_call = ModelCall(loss_fn, sequences)
+    model_call = ModelCall(loss_fn, sequences, splits, mesh)
     num_divided = compiled.apply([unit.module for unit in blueprint.units if not unit.is_rest])
     if num_divided and not world.rank:
         logger.info("torch.compile: what holds blocks is compiled block by block, and part by part beside them")
@@ -212,10 +213,19 @@ def _fill(
                 group.release()
 
 
-def _split_layers(blueprint: Blueprint, mesh: Mesh, module: nn.Module, ledger: Ledger) -> None:
-    """What layers take in and give out is exchanged, where they are split over ranks."""
+def _split_layers(blueprint: Blueprint, mesh: Mesh, module: nn.Module, ledger: Ledger) -> SplitTrial | None:
+    """What layers take in and give out is exchanged, where they are split over ranks. Returns what is to be tried."""
     if blueprint.tensor is None:
-        return
+        return None
+    exchange = mesh.exchange((TENSOR,))
+    repeated = [unit.module for unit in blueprint.units if not unit.is_rest]
+    trial = SplitTrial(blueprint.tensor, module, repeated, exchange)
+    if trial.left_out and not mesh.world.rank:
+        logger.warning(
+            "parallel.tensor: it is not tried whether split layers compute what they do as a whole in %s, which holds "
+            "repeated blocks; put layers that follow each other into one module",
+            ", ".join(f"'{name or '(the model)'}'" for name in trial.left_out),
+        )
     if blueprint.tensor.left_whole and not mesh.world.rank:
         names = ", ".join(blueprint.tensor.left_whole)
         logger.warning(
@@ -224,10 +234,10 @@ def _split_layers(blueprint: Blueprint, mesh: Mesh, module: nn.Module, ledger: L
             blueprint.tensor.degree,
             names,
         )
-    exchange = mesh.exchange((TENSOR,))
     randomness = Randomness(exchange, mesh.world.device)  # always: who draws in a way that is not seen draws the same
     SplitLayers(blueprint.tensor, module, exchange, randomness if draws(module) else None, ledger)
     watch_copies(blueprint.tensor, module, exchange, ledger)
+    return trial
 
 
 def _move(param: nn.Parameter, values: Tensor) -> None:

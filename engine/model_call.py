@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..comm import Mesh
 from ..parallel.sequence_data import SequencePart
+from ..parallel.split_trial import SplitTrial
 from ..pipe.split.trees import leaves
 from .batch import call_for_loss, loss_of
+from .eval_mode import in_eval_mode
 from .pipeline_plan import LossFn
 from .sequences import Sequences
 from .steps import Steps
 
 
 class ModelCall:
-    """`ready`, then `output`, then `loss`: of one microbatch. sequences: of which other ranks have parts."""
+    """`ready`, then `output`, then `loss`: of one microbatch."""
 
-    def __init__(self, loss_fn: LossFn, sequences: Sequences | None) -> None:
+    def __init__(self, loss_fn: LossFn, sequences: Sequences | None, splits: SplitTrial | None, mesh: Mesh) -> None:
+        """sequences: of which other ranks have parts. splits: of layers, to be compared with whole ones."""
         self.sequences = sequences
         self._loss_fn = loss_fn
+        self._splits = splits
+        self._mesh = mesh
 
     def ready(self, steps: Steps, batch: Any) -> Any:
         """The batch on the device, as far as it is this rank's."""
@@ -79,6 +86,22 @@ class ModelCall:
 
         outputs = None if output_of is None else lambda part: output_of(ready(part))
         self.sequences.try_once(batch, lambda part: loss_of(ready(part)), outputs, summed)
+
+    def compare_once(self, steps: Steps, module: nn.Module, forward: Callable[[], Any]) -> None:
+        """Whether split layers compute what they do as a whole, in a forward of the first microbatch.
+
+        All ranks at once. Raises ValueError on all of them.
+        """
+        if self._splits is None or not torch.is_grad_enabled():
+            return
+        trial, self._splits = self._splits, None
+        steps.begin_use()
+        around_copy = nullcontext if self.sequences is None else self.sequences.around_copy
+        with in_eval_mode(module), trial.compared(around_copy):
+            forward()
+        wrong = [distance > 0 for distance in trial.distances.values()]
+        sums = torch.tensor(wrong, dtype=torch.int64, device=self._mesh.world.device)
+        trial.check(self._mesh.sum_small(sums, "the check of split layers").tolist())
 
 
 def _factor_of(ready: Any) -> float | None:

@@ -21,7 +21,7 @@ from ..zero.unit import Unit
 from .join import NO_JOIN, Call
 from .model_call import ModelCall
 from .pipeline_plan import PipelinePlan
-from .same_batch import SameBatch
+from .same_batch import Differs, SameBatch
 from .steps import Steps
 from .turn import Turn
 
@@ -42,10 +42,11 @@ class Pipeline:
         self.whole = plan.whole
         self._plan = plan
         self._mesh = mesh
+        self._module = module
         stages = dict(zip(plan.stages, make_stages(module, plan.split, plan.stages, ledger), strict=True))
         self.passes = ScheduledUnits(units, {stage: plan.members(units, stage) for stage in plan.stages}, mesh)
         self._call = model_call
-        self._same = SameBatch(mesh)
+        self._same = SameBatch(mesh, module)
         self._failure: str | None = None  # of an earlier step, in the middle of its schedule
         self._training, self._evaluation = (
             Executor(
@@ -92,7 +93,7 @@ class Pipeline:
         self._mesh.world.progress.enter(Activity.PIPELINE)
         differ = self._differ(given)
         ready = [] if differ else self._ready(steps, given)
-        found = torch.full((), differ, device=self._mesh.world.device)
+        found = torch.full((), bool(differ), device=self._mesh.world.device)
         steps.doubt(found, lambda: self._same.refuse(differ))
         with self._remembers_failure(), steps.backward(len(given)):
             losses = self._training.pass_by() if differ else self._training.run(ready, steps.scale.seed)
@@ -125,10 +126,10 @@ class Pipeline:
         return self._call.own(x, fill)
 
     def _ready(self, steps: Steps, batches: Sequence[Any]) -> list[Any]:
-        def loss(part: Any) -> Tensor | None:
+        def loss(ready: Any) -> Tensor | None:
             try:
                 with self._remembers_failure():
-                    return next(iter(self._evaluation.run([part])), None)
+                    return next(iter(self._evaluation.run([ready])), None)
             finally:
                 self.passes.release_all()
 
@@ -137,7 +138,9 @@ class Pipeline:
             return found
 
         self._call.try_once(steps, batches[0], loss, summed=summed)
-        return [self._call.ready(steps, batch) for batch in batches]
+        made = [self._call.ready(steps, batch) for batch in batches]
+        self._call.compare_once(steps, self._module, lambda: loss(made[0]))
+        return made
 
     @contextmanager
     def _remembers_failure(self) -> Iterator[None]:
@@ -153,7 +156,7 @@ class Pipeline:
             f"{self._plan.split.num_stages} (parallel.pipeline); use {instead}, which works at every split"
         )
 
-    def _differ(self, batches: Sequence[Any]) -> bool:
+    def _differ(self, batches: Sequence[Any]) -> Differs:
         """As `SameBatch.differ`. Raises RuntimeError where messages of an earlier step may be under way."""
         if self._failure is not None:  # they would be taken for those of this step
             raise RuntimeError(

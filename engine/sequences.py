@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -19,12 +20,15 @@ from ..pipe.split.trees import leaves
 from .axes import SEQUENCE
 from .config.config import Config
 from .config.errors import ConfigError, Fault
+from .eval_mode import in_eval_mode
 from .pipeline_plan import LossFn
 
 _MEET = (
     "attention written out in products, convolutions over tokens, recurrences and means over tokens see a rank's part "
     "alone; use scaled_dot_product_attention, or set parallel.sequence to 1"
 )
+
+_OF_LOSS_FN = "; a loss_fn reads nothing of tokens without a label, and shifts no labels"
 
 
 class Sequences:
@@ -104,11 +108,10 @@ class Sequences:
             return
         self._tried.add(has_labels)
         trial = self._data_at(0, 1).trial(batch, self._device)
-        attention, modes = self._attention, [(part, part.training) for part in self._module.modules()]
+        attention = self._attention
         before, attention.is_alone = attention.num_calls, True
-        self._module.eval()
         try:
-            with torch.no_grad():
+            with in_eval_mode(self._module):
                 if output_of is not None and not has_labels:
                     loss_of = partial(self._seen, trial, output_of)
                 one, other = loss_of(trial.one), loss_of(trial.other)
@@ -116,8 +119,6 @@ class Sequences:
                 parts = [loss_of(self._data_at(*at).part(trial.batch, self._device)) for at in divided]
         finally:
             attention.is_alone = False
-            for part, was_training in modes:
-                part.training = was_training
         tolerance = self._tolerance()
         meet = trial.differs and _differ([one], [other], tolerance)
         is_no_sum = _differ(parts[:1], parts[1:], 10 * tolerance)  # sums in another order
@@ -134,6 +135,10 @@ class Sequences:
                 f"beside a rank's part, found {', '.join(str(tuple(one.shape)) for one in found) or 'none'}"
             )
         return torch.stack(along).sum()
+
+    def around_copy(self) -> AbstractContextManager[object]:
+        """See `SequenceAttention`."""
+        return self._attention.around_copy()
 
     def _check(self, module: nn.Module, args: Any) -> None:
         self._attention.forwards.check(type(module).__name__)

@@ -43,13 +43,14 @@ class WholeModel:
         self._call = model_call
         self.saving = saving
         self._progress = mesh.world.progress
-        self._same = SameBatch(mesh)
+        self._same = SameBatch(mesh, module)
 
     def train(self, steps: Steps, microbatches: Iterator[Any]) -> None:
         for microbatch in microbatches:
             self._check_same(steps, microbatch)
             self._try(steps, microbatch)
             ready = self._call.ready(steps, microbatch)
+            self._call.compare_once(steps, self._module, lambda: self._call.output(self._module, ready))  # noqa: B023
             steps.begin_forward()
             with self.saving:
                 output = steps.scale.mark_output(self._call.output(self._module, ready))
@@ -66,10 +67,14 @@ class WholeModel:
             self._check_same(steps, (args, kwargs))
         self._try(steps, kwargs)
         ready = self._call.ready_by_hand(steps, args, kwargs)
+
+        def output() -> Any:
+            return self._call.run(ready, lambda: forward(self._module, steps.prepared(args), ready))
+
+        self._call.compare_once(steps, self._module, output)
         steps.begin_forward()
         with self.saving, self._progress.forward(steps.num_microbatches, torch.is_grad_enabled()):
-            output = self._call.run(ready, lambda: forward(self._module, steps.prepared(args), ready))
-            return self._call.weighted(steps.scale.mark_output(output), ready)
+            return self._call.weighted(steps.scale.mark_output(output()), ready)
 
     def backward(self, steps: Steps, loss: Tensor) -> None:
         check_loss(loss, "backward")

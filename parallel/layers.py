@@ -52,6 +52,8 @@ class SplitLayers:
         self._override_sizes(plan, ledger)
         if randomness is not None:
             ledger.hook(model.register_forward_pre_hook(lambda *_: randomness.begin()))
+            # After an error too: what comes is compared.
+            ledger.hook(model.register_forward_hook(lambda *_: randomness.return_to_common(), always_call=True))
 
     def _put(self, layer: LayerSplit, parent: nn.Module, ledger: Ledger) -> None:
         module, bias = layer.module, getattr(layer.module, "bias", None)

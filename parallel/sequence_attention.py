@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,11 @@ class SequenceAttention:
         self.is_alone = False
         self.num_calls = 0
         self._exchange = exchange
+        self._has_callers = False
+
+    def around_copy(self) -> AbstractContextManager[object]:
+        """Around the forward of a copy that was made before `put_on`."""
+        return _Mode(self) if self._has_callers else nullcontext()
 
     def put_on(self, model: nn.Module, ledger: Ledger) -> None:
         """On all of the model that attends; see `check_attention`."""
@@ -54,6 +59,7 @@ class SequenceAttention:
             ledger.callback(partial(registry.__delitem__, name))  # type: ignore[union-attr]
             config._attn_implementation = name
             ledger.callback(partial(setattr, config, "_attn_implementation", before))
+        self._has_callers = not configs
         for module in () if configs else _callers(model):
             ledger.override(module, "forward", untraced(partial(self._in_mode, module.forward)))
 

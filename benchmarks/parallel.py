@@ -300,7 +300,8 @@ def main() -> int:
     rows = run(options, console)
     judge_losses(rows, options.loss_tolerance)
     title = (
-        f"Llama {options.layers} x {options.width}, {options.rows} x {options.tokens} tokens, fp32, {options.ranks} ranks, "
+        f"Llama {options.layers} x {options.width}, {options.rows} x {options.tokens} tokens, fp32, "
+        f"{options.ranks} ranks, "
         f"{options.rounds} round(s) of {options.steps} steps"
     )
     console.print(table(rows, title, counts_bytes))

@@ -21,6 +21,7 @@ from ..parallel.alike import watch_copies
 from ..parallel.expert_dispatch import split_experts
 from ..parallel.layers import SplitLayers
 from ..parallel.randomness import Randomness, draws
+from ..parallel.split_trial import SplitTrial
 from ..parallel.tiles import Tiled
 from ..parallel.token_parts import TokenParts
 from ..watch.log import logger
@@ -49,6 +50,7 @@ from .late_groups import LateGroups
 from .learning_rates import scheduler_for
 from .lr_schedule import learning_rate_at
 from .memory_report import meta_run_of
+from .model_call import ModelCall
 from .offload import activation_store, host_update, offloaded_states, shard_rest
 from .parts import Parts
 from .pipeline import Pipeline
@@ -105,11 +107,12 @@ def assemble(
         optimizer = _optimizer(blueprint, world, units, rest, host)
         scheduler = scheduler_for(optimizer, lr_scheduler)
     _fill(module, units, optimizer, mesh, values, blueprint)
-    _split_layers(blueprint, mesh, module, tiled, ledger)
+    splits = _split_layers(blueprint, mesh, module, tiled, ledger)
     _split_experts(blueprint, mesh, ledger)
     sequences = None
     if config.parallel.sequence > 1:
-        sequences = Sequences(module, mesh, ledger, config.sequence_parallel.attention)
+        sequences = Sequences(module, mesh, ledger, loss_fn, config.sequence_parallel.attention)
+    model_call = ModelCall(loss_fn, sequences, splits, mesh)
     num_divided = compiled.apply([unit.module for unit in blueprint.units if not unit.is_rest])
     if num_divided and not world.rank:
         logger.info("torch.compile: what holds blocks is compiled block by block, and part by part beside them")
@@ -117,7 +120,7 @@ def assemble(
     with alone():
         activation_offload, close_last = _offload_activations(blueprint, world, module, units)
     join = Join(mesh)
-    driver = _driver(blueprint, mesh, module, units, loss_fn, ledger, activation_offload, join, sequences)
+    driver = _driver(blueprint, mesh, module, units, model_call, ledger, activation_offload, join)
     casts_inputs = _cast_inputs(blueprint, module, ledger)
     if trial is not None:
         ledger.callback(trial.watch(world, module, config.train_batch_size or 0))
@@ -177,22 +180,21 @@ def _driver(
     mesh: Mesh,
     module: nn.Module,
     units: Sequence[Unit],
-    loss_fn: LossFn,
+    model_call: ModelCall,
     ledger: Ledger,
     activation_offload: ActivationOffload | None,
     join: Join,
-    sequences: Sequences | None,
 ) -> Driver:
     """What runs the model: hooks on it say when units are used, or the schedule of a pipeline does."""
     if blueprint.pipeline is not None:
         plan = blueprint.pipeline.at(mesh.place(PIPE))
-        return Pipeline(plan, mesh, module, units, loss_fn, ledger)
+        return Pipeline(plan, mesh, module, units, model_call, ledger)
     sequence = UnitSequence(units, blueprint.prefetch_numel, mesh.world.progress, join.before_pass)
     on_block = activation_offload.begin_block if activation_offload else None
     hooks = UnitHooks(sequence, blueprint.policy.frees_parameters, ledger, on_block)
     if mesh.world.device.type == "cpu":  # elsewhere the copy that it saves costs less than its Python
         DirectGradients(sequence, module.modules(), ledger)
-    return WholeModel(module, sequence, hooks, loss_fn, activation_offload or nullcontext(), mesh, ledger, sequences)
+    return WholeModel(module, sequence, hooks, model_call, activation_offload or nullcontext(), mesh, ledger)
 
 
 def _fill(
@@ -218,10 +220,21 @@ def _fill(
                 group.release()
 
 
-def _split_layers(blueprint: Blueprint, mesh: Mesh, module: nn.Module, tiled: Tiled, ledger: Ledger) -> None:
-    """What layers take in and give out is exchanged, where they are split over ranks."""
+def _split_layers(
+    blueprint: Blueprint, mesh: Mesh, module: nn.Module, tiled: Tiled, ledger: Ledger
+) -> SplitTrial | None:
+    """What layers take in and give out is exchanged, where they are split over ranks. Returns what is to be tried."""
     if blueprint.tensor is None:
-        return
+        return None
+    exchange = mesh.exchange((TENSOR,))
+    repeated = [unit.module for unit in blueprint.units if not unit.is_rest]
+    trial = SplitTrial(blueprint.tensor, module, repeated, exchange)
+    if trial.left_out and not mesh.world.rank:
+        logger.warning(
+            "parallel.tensor: it is not tried whether split layers compute what they do as a whole in %s, which holds "
+            "repeated blocks; put layers that follow each other into one module",
+            ", ".join(f"'{name or '(the model)'}'" for name in trial.left_out),
+        )
     if blueprint.tensor.left_whole and not mesh.world.rank:
         names = ", ".join(blueprint.tensor.left_whole)
         logger.warning(
@@ -230,7 +243,6 @@ def _split_layers(blueprint: Blueprint, mesh: Mesh, module: nn.Module, tiled: Ti
             blueprint.tensor.degree,
             names,
         )
-    exchange = mesh.exchange((TENSOR,))
     randomness = Randomness(exchange, mesh.world.device)  # always: who draws in a way that is not seen draws the same
     parts = None
     if blueprint.tensor.stacks:
@@ -238,6 +250,7 @@ def _split_layers(blueprint: Blueprint, mesh: Mesh, module: nn.Module, tiled: Ti
         parts = TokenParts(blueprint.tensor.stacks, in_tiles, module, exchange, randomness, ledger)
     SplitLayers(blueprint.tensor, module, exchange, randomness if draws(module) else None, ledger, parts)
     watch_copies(blueprint.tensor, module, exchange, ledger)
+    return trial
 
 
 def _split_experts(blueprint: Blueprint, mesh: Mesh, ledger: Ledger) -> None:

@@ -40,6 +40,15 @@ class LoopCalls:
         """
         return self._driver.scale(self._steps, loss)
 
+    def sequence_part(self, x: Tensor, fill: float = 0) -> Tensor:
+        """This rank's part of x, (rows, tokens, ...), where ranks share sequences (`parallel.sequence`); else x.
+
+        What `engine(...)` returns stands beside it: with it a loop computes a loss of its own from the part's logits.
+        Labels are to stand where they are predicted (shifted by one, -100 for none). fill: of the tokens that are added
+        where the ranks do not divide them. Ask for it before the forward, which needs no labels then.
+        """
+        return self._driver.own(x, fill)
+
     def no_sync(self) -> AbstractContextManager[None]:
         """A context whose backwards are not the last of their step: `accumulate(last=False)`, as DDP calls it."""
         return self.accumulate(last=False)

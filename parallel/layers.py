@@ -64,6 +64,8 @@ class SplitLayers:
         ledger.hook(model.register_forward_hook(self._forget, always_call=True))
         if randomness is not None:
             ledger.hook(model.register_forward_pre_hook(lambda *_: randomness.begin()))
+            # After an error too: what comes is compared.
+            ledger.hook(model.register_forward_hook(lambda *_: randomness.return_to_common(), always_call=True))
 
     def _forget(self, *_: object) -> None:
         """What is held between columns and rows would keep the graph of a forward."""

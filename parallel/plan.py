@@ -43,6 +43,7 @@ class TensorPlan:
     parameters: Mapping[int, ParameterSplit]
     left_whole: tuple[str, ...]  # names of large layers that nothing matches
     stacks: tuple[Stack, ...] = ()  # of blocks between which a rank has a part of the tokens
+    guessed: frozenset[str] = frozenset()  # layers whose style no plan of Hugging Face's and no family of theirs says
 
     @classmethod
     def of(
@@ -68,7 +69,9 @@ class TensorPlan:
             )
         stacks = find_stacks(model, layers) if has_parts else ()
         layers += splits_of_parts(model, stacks, layers, degree)
-        return cls(degree, tuple(layers), tuple(heads), _parameters(model, layers), _left_whole(model, styles), stacks)
+        parameters, left_whole = _parameters(model, layers), _left_whole(model, styles)
+        guessed = _guessed(model, styles, wanted or {})
+        return cls(degree, tuple(layers), tuple(heads), parameters, left_whole, stacks, guessed)
 
     def portion(self, param: nn.Parameter, place: int) -> tuple[Portion, tuple[int, ...]]:
         """What a place has of a parameter, and the places that have the same."""
@@ -104,6 +107,14 @@ def _styles(model: nn.Module, wanted: Mapping[str, str]) -> dict[str, tuple[Styl
         found |= dict.fromkeys(names, style)
     parsed = {name: parse_style(style) for name, style in found.items()}
     return {name: style for name, style in parsed.items() if style[0] is not Style.WHOLE}
+
+
+def _guessed(model: nn.Module, styles: Mapping[str, object], wanted: Mapping[str, str]) -> frozenset[str]:
+    """Of the split layers those that the config names, and all of a model that is none of Hugging Face's."""
+    if not type(model).__module__.startswith("transformers."):
+        return frozenset(styles)
+    modules = dict(model.named_modules())
+    return frozenset(name for pattern in wanted for name in _matches(modules, pattern))
 
 
 def parse_style(text: str) -> tuple[Style, tuple[int, ...]]:

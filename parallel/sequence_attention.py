@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,11 @@ class SequenceAttention:
         self._say = say
         self._widths: dict[int, int] = {}  # by heads: how many ranks share them
         self._tried: set[tuple[int, float]] = set()  # see `_check_scores`
+        self._has_callers = False
+
+    def around_copy(self) -> AbstractContextManager[object]:
+        """Around the forward of a copy that was made before `put_on`."""
+        return _Mode(self) if self._has_callers else nullcontext()
 
     def put_on(self, model: nn.Module, ledger: Ledger) -> None:
         """On all of the model that attends; see `check_attention`."""
@@ -67,6 +72,7 @@ class SequenceAttention:
             ledger.callback(partial(registry.__delitem__, name))  # type: ignore[union-attr]
             config._attn_implementation = name
             ledger.callback(partial(setattr, config, "_attn_implementation", before))
+        self._has_callers = not configs
         for module in () if configs else _callers(model):
             ledger.override(module, "forward", untraced(partial(self._in_mode, module.forward)))
 

@@ -146,8 +146,6 @@ def pipeline_faults(parallel: ParallelConfig, zero: ZeroConfig, activations: Act
     found = []
     if parallel.tensor_sequence:
         found.append(("parallel.tensor_sequence", "stages take all tokens", "false, or parallel.pipeline to 1"))
-    if parallel.sequence > 1:
-        found.append(("parallel.sequence", "stages take whole sequences", "1, or parallel.pipeline to 1"))
     if zero.update_in_backward:
         found.append(("zero_optimization.update_in_backward", "a gradient is whole after the last microbatch", "false"))
     if zero.offloads_parameters:

@@ -263,20 +263,14 @@ REFUSED_MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"parallel": {"sequence": 3}},
         "config.layerdrop: ranks draw random numbers of their own",
     ),
-    "a loss beside it": (
-        MODELS["Plain"],
-        {"parallel": {"sequence": 3}},
-        "loss_fn: expected none, since a rank's mean over its part",
-    ),
 }
 
 
 def refused_models() -> dict[str, str]:
     found = {}
     for name, (make, more, _) in REFUSED_MODELS.items():
-        loss_fn = (lambda output, batch: output) if name == "a loss beside it" else None
         try:
-            lowtide.initialize(make(), config_of(1, **more), loss_fn=loss_fn).close()
+            lowtide.initialize(make(), config_of(1, **more)).close()
         except lowtide.ConfigError as error:
             found[name] = str(error)
     return found
@@ -286,11 +280,6 @@ def test_models_whose_sequences_cannot_be_shared_are_errors(ranks: RankPool) -> 
     for found in ranks(3, refused_models):
         for name, (_, _, text) in REFUSED_MODELS.items():
             assert re.search(text, found.get(name, "")), (name, found.get(name))
-
-
-def test_a_pipeline_beside_it_is_an_error() -> None:
-    with pytest.raises(lowtide.ConfigError, match=r"parallel.sequence: is not for parallel.pipeline 2: stages take"):
-        lowtide.Config.load({"parallel": {"pipeline": 2, "sequence": 2}})
 
 
 def test_close_gives_a_model_its_attention_back() -> None:

@@ -31,6 +31,12 @@ def test_models_of_others_train_as_in_one_process(ranks: RankPool, name: str) ->
         assert_close(outcome, expected, TOLERANCE, TOLERANCE)
 
 
+def test_parts_and_shards_train_as_in_one_process(ranks: RankPool) -> None:
+    case = CASES["llama"]
+    for outcome in ranks(4, train_all, [parts(case, 2, "native"), parts(case, 3, "sockets")])[0]:
+        assert_close(outcome, plainly(case, 2), TOLERANCE, TOLERANCE)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "t5"])
 def test_four_ranks_train_as_one(ranks: RankPool, name: str) -> None:
     case = CASES[name]

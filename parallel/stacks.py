@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -66,18 +66,18 @@ def splits_of_parts(
     """
     split = {id(layer.module.get_parameter(key)) for layer in layers for key in layer.parameters}
     rows = {id(layer.module) for layer in layers if layer.style is Style.ROW}
-    found, in_blocks = [], set[int]()
-    for block in (block for stack in stacks for block in stack.blocks):
+    found = []
+    blocks = [block for stack in stacks for block in stack.blocks]
+    for block in blocks:
         given_all = {id(part) for module in block.wholes for part in module.modules()}
         for name, module in block.module.named_modules(prefix=block.name):
-            in_blocks.add(id(module))
             if id(module) in given_all and id(module) not in rows:
                 continue
             own = {key: p for key, p in module.named_parameters(recurse=False) if id(p) not in split}
             if own:
                 splits = {key: _partial(param, degree) for key, param in own.items()}
                 found.append(LayerSplit(name, module, Style.PARTIAL, splits))
-    _check_elsewhere(model, in_blocks, found)
+    _check_elsewhere(model, {id(block.module) for block in blocks}, found)
     return found
 
 
@@ -85,12 +85,19 @@ def _partial(param: nn.Parameter, degree: int) -> ParameterSplit:
     return ParameterSplit((Portion.all_of(tuple(param.shape)),) * degree, is_partial=True)
 
 
-def _check_elsewhere(model: nn.Module, in_blocks: set[int], found: Iterable[LayerSplit]) -> None:
+def _check_elsewhere(model: nn.Module, blocks: set[int], found: Iterable[LayerSplit]) -> None:
     names = {id(layer.module.get_parameter(key)): f"{layer.name}.{key}" for layer in found for key in layer.parameters}
-    for other, module in model.named_modules():
+    for module in _outside(model, blocks):
         shared = [id(param) for param in module.parameters(recurse=False) if id(param) in names]
-        if shared and id(module) not in in_blocks:
+        if shared:
             raise ValueError(
-                f"{_KEY}: expected parameters that blocks alone use, found '{names[shared[0]]}', which '{other}' uses "
-                "too, on all tokens; set it to false"
+                f"{_KEY}: expected parameters that blocks alone use, found '{names[shared[0]]}', which is in a "
+                f"{type(module).__name__} outside of them too; set it to false"
             )
+
+
+def _outside(module: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
+    if id(module) not in blocks:
+        yield module
+        for child in module.children():
+            yield from _outside(child, blocks)

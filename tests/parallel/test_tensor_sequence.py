@@ -31,6 +31,12 @@ def test_models_of_others_train_as_in_one_process(ranks: RankPool, name: str) ->
         assert_close(outcome, expected, TOLERANCE, TOLERANCE)
 
 
+def test_parts_and_shards_train_as_in_one_process(ranks: RankPool) -> None:
+    case = CASES["llama"]
+    for outcome in ranks(4, train_all, [parts(case, 2, "native"), parts(case, 3, "sockets")])[0]:
+        assert_close(outcome, plainly(case, 2), TOLERANCE, TOLERANCE)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "t5"])
 def test_four_ranks_train_as_one(ranks: RankPool, name: str) -> None:
     case = CASES[name]
@@ -70,17 +76,53 @@ class Beside(Mixer):
         return super().forward(x) * self.of_others(beside).mean(-2, keepdim=True)
 
 
+class Grows(Mixer):
+    """In training alone, which a first run in evaluation does not see."""
+
+    def forward(self, x: Tensor, beside: Any = None) -> Tensor:
+        y = super().forward(x)
+        return torch.cat([y, y], -2) if self.training else y
+
+
+class Cuts(Mixer):
+    def forward(self, x: Tensor, beside: Any = None) -> Tensor:
+        result: Tensor = x + self.down(self.up(x)[..., :2, :]).mean(-2, keepdim=True)
+        return result
+
+
+class Names(Mixer):
+    def forward(self, x: Tensor, beside: Any = None) -> Any:
+        return {"x": super().forward(x)}
+
+
 class Stacked(nn.Module):
-    def __init__(self, *blocks: nn.Module, between: Any = None, first: int = 0, last: int = 2) -> None:
+    def __init__(
+        self, *blocks: nn.Module, between: Any = None, before: Any = None, first: int = 0, last: int = 2
+    ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
-        self.between, self.ran = between or (lambda x: x), slice(first, last)
+        self.before, self.between = before or (lambda x: x), between or (lambda x: x)
+        self.ran = slice(first, last)
 
     def forward(self, x: Tensor) -> Tensor:
-        beside = x + 1
+        beside, x = x + 1, self.before(x)
         for block in self.blocks[self.ran]:
             x = self.between(block(x, beside))
         return x.square().mean()
+
+
+class CallsBeside(Stacked):
+    """A layer of a block without the block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        up: Any = self.blocks[0].up
+        return super().forward(x) + up(x).mean()
+
+
+def with_shared_norm() -> nn.Module:
+    model = Stacked(Mixer(), Mixer())
+    model.last = model.blocks[0].norm
+    return model
 
 
 def config_of(tensor: int = 2, **more: Any) -> dict[str, Any]:
@@ -138,6 +180,21 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "not the first": (
         lambda: Stacked(Mixer(), Mixer(), first=1),
         r"'blocks.1': expected what the block before it gave",
+    ),
+    "grows": (lambda: Stacked(Grows(), Grows()), r"'blocks.0': expected \(2, 3\) tokens, this .* found \(2, 6\)"),
+    "cuts": (lambda: Stacked(Cuts(), Cuts()), r"'blocks.0.down': expected 6 tokens, as its block was given, found 2"),
+    "names": (lambda: Stacked(Names(), Names()), r"'blocks.0': expected that it gives a tensor, .* found dict"),
+    "integers": (
+        lambda: Stacked(Mixer(), Mixer(), before=Tensor.long),
+        r"'blocks.0': expected its tokens, .* found \(2, 6, 8\) of torch.int64",
+    ),
+    "called beside": (
+        lambda: CallsBeside(Mixer(), Mixer()),
+        r"expected split layers in a forward of their block, found a call beside it, of \(2, 6, 8\)",
+    ),
+    "shared": (
+        with_shared_norm,
+        r"expected parameters that blocks alone use, found 'blocks.0.norm.weight', which is in a LayerNorm outside",
     ),
     "no blocks": (lambda: Mixer(), r"expected blocks in a ModuleList with layers in them that are split by rows"),
 }

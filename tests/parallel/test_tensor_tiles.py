@@ -31,10 +31,6 @@ def test_mlps_in_tiles_train_as_in_one_process(ranks: RankPool, name: str) -> No
         assert_close(outcome, expected, TOLERANCE, TOLERANCE)
 
 
-def single(build: Callable[[], nn.Module]) -> nn.Module:
-    return build().float()
-
-
 def single_llama() -> nn.Module:
     return others.llama().float()
 
@@ -111,7 +107,8 @@ class WideMlp(nn.Module):
         return result
 
 
-def largest(tile: int, has_parts: bool) -> int:
+def largest(tile: int, has_parts: bool) -> tuple[int, int]:
+    """(elements of the largest tensor of a step, bytes that it has sent)."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "sgd"},
@@ -122,17 +119,25 @@ def largest(tile: int, has_parts: bool) -> int:
     engine = lowtide.initialize(Wide(), config)
     ids = torch.arange(LENGTH)[None] % VOCAB
     engine.train_step((ids,))
+    exchange = engine._mesh.exchange(("tensor",))
+    before = exchange.bytes_sent
     with Largest() as found:
         engine.train_step((ids,))
     engine.close()
-    return found.numel
+    return found.numel, exchange.bytes_sent - before
 
 
 @pytest.mark.parametrize("has_parts", [False, True])
 def test_what_is_made_is_in_proportion_to_the_tile(ranks: RankPool, has_parts: bool) -> None:
     """Logits of a tile's tokens, of half of the vocabulary; those of all tokens would be 4 and 8 times as many.
 
-    Tiles of an MLP over parts are of as many tokens on each rank.
+    Tiles of an MLP over parts are of as many tokens on each rank. Three sums of an MLP, one of the embedding and one in
+    front of the head are sent, each as large as the activations between two ranks, and three numbers of each token.
     """
+    activations = LENGTH * WIDTH * 4
+    sent = (3 * 2 + 2) * activations + 3 * LENGTH * 4
+    if has_parts:
+        sent += activations + 2 * WIDTH * 4  # two halves around the stack, and the biases of two rows
     for tile in (64, 128):
-        assert ranks(2, largest, tile, has_parts) == [tile * max(VOCAB // 2, INNER // 2 * (1 + has_parts))] * 2
+        numel = tile * max(VOCAB // 2, INNER // 2 * (1 + has_parts))
+        assert ranks(2, largest, tile, has_parts) == [(numel, sent)] * 2

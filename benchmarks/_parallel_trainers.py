@@ -88,7 +88,7 @@ def _dtensor(model: nn.Module, size: dict[str, int], sequence: bool) -> Trainer:
         with loss_parallel():
             logits = model(input_ids=tokens, position_ids=positions).logits
             loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]  # as torch has it for what may be a DTensor
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

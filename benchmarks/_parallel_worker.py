@@ -29,19 +29,17 @@ def build_model(size: dict[str, int]) -> torch.nn.Module:
     import transformers
 
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(  # type: ignore[no-any-return]
-        transformers.LlamaConfig(
-            vocab_size=size["vocabulary"],
-            hidden_size=size["width"],
-            intermediate_size=size["inner"],
-            num_hidden_layers=size["layers"],
-            num_attention_heads=size["heads"],
-            num_key_value_heads=size["key_heads"],
-            max_position_embeddings=size["tokens"],
-            attn_implementation="sdpa",
-            use_cache=False,
-        )
+    config = transformers.LlamaConfig(
+        vocab_size=size["vocabulary"],
+        hidden_size=size["width"],
+        intermediate_size=size["inner"],
+        num_hidden_layers=size["layers"],
+        num_attention_heads=size["heads"],
+        num_key_value_heads=size["key_heads"],
+        max_position_embeddings=size["tokens"],
+        use_cache=False,
     )
+    return transformers.LlamaForCausalLM(config)
 
 
 def train(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:

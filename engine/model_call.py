@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..comm import Mesh
 from ..parallel.sequence_data import SequencePart
 from ..parallel.split_trial import SplitTrial
+from ..parallel.vocabulary import LogitParts
 from ..pipe.split.trees import leaves
 from .batch import call_for_loss, loss_of
 from .eval_mode import in_eval_mode
@@ -109,4 +110,5 @@ def _factor_of(ready: Any) -> float | None:
 
 
 def _differentiable(output: Any) -> list[Tensor]:
-    return [one for one in leaves(output) if isinstance(one, Tensor) and one.requires_grad]
+    found = (one.own if isinstance(one, LogitParts) else one for one in leaves(output))
+    return [one for one in found if isinstance(one, Tensor) and one.requires_grad]

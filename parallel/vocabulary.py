@@ -242,7 +242,10 @@ def _cross_entropy(
     losses = input.cross_entropy(target, ignore_index)
     if reduction == "none":
         return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / (target != ignore_index).sum()
+    if reduction == "sum":
+        return losses.sum()
+    count = (target != ignore_index).sum()
+    return (losses.sum() / count.clamp(min=1)).where(count > 0, math.nan)  # as torch: not a number, with gradients of 0
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -59,7 +59,7 @@ def shift_batch(step: int, kind: str) -> Batch:
     batch = batch_of(step, kind)
     if "labels" in batch:
         labels = batch.pop("labels")
-        batch["shift_labels"] = functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        batch["shift_labels"] = functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
     return batch
 
 
@@ -98,6 +98,27 @@ def test_a_loss_fn_gets_a_part_and_gives_the_mean_over_its_labels(ranks: RankPoo
     alone = ranks(1, with_loss_fn, {"sequence": 1})[0]
     for parallel in ({"sequence": 4}, {"sequence": 2, "pipeline": 2}):
         check(ranks(4, with_loss_fn, parallel)[0], alone)
+
+
+def beside_tensor(tensor: int) -> list[Batch]:
+    """Labels that one part alone has, of logits in parts: for the loss_fn, and for a loss without one."""
+    found = []
+    for loss_fn in (mean, divided, None):
+        parallel = {"sequence": 2, "tensor": tensor} if tensor > 1 else {}
+        engine = lowtide.initialize(make("llama"), config_of(1, parallel=parallel), loss_fn=loss_fn)
+        batch = shift_batch(0, "odd")
+        batch["shift_labels"][:, 12:] = -100
+        if loss_fn is None:
+            batch["labels"] = batch["shift_labels"]
+        result = engine.train_step(batch)
+        values = engine.state_dict() | {"loss": result.loss, "norm": result.grad_norm}
+        engine.close()
+        found.append({key: value.detach().clone() for key, value in values.items()})
+    return found
+
+
+def test_a_part_without_labels_of_logits_in_parts(ranks: RankPool) -> None:
+    check(ranks(4, beside_tensor, 2)[0], ranks(1, beside_tensor, 1)[0])
 
 
 def by_hand(size: int) -> list[Batch]:

@@ -228,7 +228,14 @@ def _split_layers(
         return None
     exchange = mesh.exchange((TENSOR,))
     repeated = [unit.module for unit in blueprint.units if not unit.is_rest]
-    trial = SplitTrial(blueprint.tensor, module, repeated, exchange)
+    parts: TokenParts | None = None
+    trial = SplitTrial(
+        blueprint.tensor,
+        module,
+        repeated,
+        exchange,
+        lambda: nullcontext() if parts is None else parts.with_all_tokens(),
+    )
     if trial.left_out and not mesh.world.rank:
         logger.warning(
             "parallel.tensor: it is not tried whether split layers compute what they do as a whole in %s, which holds "
@@ -244,7 +251,6 @@ def _split_layers(
             names,
         )
     randomness = Randomness(exchange, mesh.world.device)  # always: who draws in a way that is not seen draws the same
-    parts = None
     if blueprint.tensor.stacks:
         in_tiles = frozenset(id(one) for _, one in tiled.modules)
         parts = TokenParts(blueprint.tensor.stacks, in_tiles, module, exchange, randomness, ledger)

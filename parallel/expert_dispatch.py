@@ -44,12 +44,12 @@ def split_experts(plan: ExpertPlan, exchange: Exchange, ledger: Ledger) -> None:
         forward = partial(_forward, layer, exchange, layer.module.forward)
         for key in layer.counts:
             ledger.override(layer.module, key, layer.num_experts // plan.degree)
-        ledger.override(layer.module, "forward", partial(_called, untraced(forward)))
+        ledger.override(layer.module, "forward", partial(_called, layer, untraced(forward)))
 
 
-def _called(forward: _Forward, *args: Any, **kwargs: Any) -> Tensor:
+def _called(layer: ExpertLayer, forward: _Forward, *args: Any, **kwargs: Any) -> Tensor:
     """torch.compile of a function that is not to be traced would trace it; of one that calls it, it does not."""
-    return forward(*args, **kwargs)
+    return forward(*args, *(kwargs[name] for name in layer.inputs[len(args) :]))
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _forward(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    """What the layer computes with all experts, of any leading dimensions. The names are those of transformers."""
+    """What the layer computes with all experts, of any leading dimensions."""
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     way = _way_of(layer, exchange, top_k_index.reshape(-1, top_k_index.shape[-1]))
     rows: Tensor = _Dispatched.apply(x, way)  # type: ignore[no-untyped-call]  # as torch has it

@@ -29,6 +29,11 @@ class ExpertLayer:
     parameters: tuple[str, ...]  # names in it of those that have a row for each expert
 
     @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """What the module calls its inputs."""
+        return _inputs_of(self.module)
+
+    @cached_property
     def counts(self) -> tuple[str, ...]:
         """Attributes by which the module knows how many experts it has."""
         return tuple(
@@ -94,8 +99,12 @@ def _layer_of(name: str, module: nn.Module) -> ExpertLayer | None:
 
 
 def _takes_choices(module: nn.Module) -> bool:
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    names = _inputs_of(module)
     return len(names) == 3 and names[1] in _INDICES and names[2] in _WEIGHTS
+
+
+def _inputs_of(module: nn.Module) -> tuple[str, ...]:
+    return tuple(inspect.signature(type(module).forward).parameters)[1:]
 
 
 def _others(model: nn.Module, layers: list[ExpertLayer]) -> Iterator[str]:

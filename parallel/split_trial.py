@@ -32,8 +32,16 @@ _CACHE = re.compile("cache", re.IGNORECASE)
 class SplitTrial:
     """The modules that are compared, each by its name: of equal ones the first. To be made before layers are split."""
 
-    def __init__(self, plan: TensorPlan, model: nn.Module, units: Sequence[nn.Module], exchange: Exchange) -> None:
-        """units: modules whose parameters are there while they run, and not longer."""
+    def __init__(
+        self,
+        plan: TensorPlan,
+        model: nn.Module,
+        units: Sequence[nn.Module],
+        exchange: Exchange,
+        with_all_tokens: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        """units: modules whose parameters are there while they run, and not longer. with_all_tokens: entered around the
+        forward that is compared."""
         modules = dict(model.named_modules())
         of_units = {name for name, module in modules.items() if any(module is unit for unit in units)}
         first: dict[str, str] = {}
@@ -45,6 +53,7 @@ class SplitTrial:
         """Of each module from the whole, as a part of that; 0: it is near, or not on this rank."""
         self._plan = plan
         self._exchange = exchange
+        self._with_all_tokens = with_all_tokens
         self._parents = {name: modules[name] for name in first.values() if name not in self.left_out}
         self._wholes = {name: _without_values(module) for name, module in self._parents.items()}
         self._hints = {name: _hint(name, plan) for name in self._parents}
@@ -60,7 +69,8 @@ class SplitTrial:
             handles.append(module.register_forward_pre_hook(partial(self._note, name)))
             handles.append(module.register_forward_hook(behind, with_kwargs=True, prepend=True))
         try:
-            yield
+            with self._with_all_tokens():
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -134,7 +144,11 @@ def _is_inside(inner: str, outer: str) -> bool:
 
 def _hint(parent: str, plan: TensorPlan) -> str:
     """What may be wrong, by the sizes of the layers."""
-    inside = [layer for layer in plan.layers if _is_inside(layer.name, parent) and is_linear(layer.module)]
+    inside = [
+        layer
+        for layer in plan.layers
+        if _is_inside(layer.name, parent) and is_linear(layer.module) and layer.style is not Style.PARTIAL
+    ]
     names = ", ".join(f"'{layer.name}' ({layer.style.value})" for layer in inside)
     for row in (layer for layer in inside if layer.style is Style.ROW):
         for layer in inside:

@@ -142,6 +142,8 @@ class TokenParts:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        if self._is_plain:
+            return inner(*args, **kwargs)
         key, hidden = _hidden_of(block, args, kwargs)
         is_again = torch._C._current_graph_task_id() != -1
         if is_first:
@@ -245,10 +247,9 @@ class TokenParts:
                 apart = self._all_of(apart, call.length, block.name)
                 whole = self._all_of(own, call.length, block.name)
                 _, args, kwargs = self._call_of(key, whole, call.length, args, kwargs)
-                self._is_plain = True
-                together = _first_of(block, inner(*_copy_states(args), **_copy_states(kwargs)))
+                with self.with_all_tokens():
+                    together = _first_of(block, inner(*_copy_states(args), **_copy_states(kwargs)))
         finally:
-            self._is_plain = False
             for handle in watched:
                 handle.remove()
             for part, was_training in modes:
@@ -276,6 +277,15 @@ class TokenParts:
             )
 
     # -- split layers ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def with_all_tokens(self) -> Iterator[None]:
+        """In it, blocks compute with all tokens."""
+        self._is_plain = True
+        try:
+            yield
+        finally:
+            self._is_plain = False
 
     @property
     def is_plain(self) -> bool:

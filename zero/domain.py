@@ -37,6 +37,9 @@ class Domain:
     Axes with one rank are left out of the table. hpZ is of ZeRO++, arXiv 2306.10209, section 3.2: the ranks of a host
     have all parameters at rest, and gathers do not leave it.
 
+    Ranks of `portioned` axes have other portions of the same tensors, as other experts, and other data; what is made of
+    the data of all of them comes to each by an exchange within the model.
+
     Ranks that differ on `replicas` alone have summed the same gradient and hold the same states: each of them counts a
     part of it in the norm, and saves a part.
     """

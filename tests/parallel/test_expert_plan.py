@@ -37,6 +37,7 @@ def test_experts_of_transformers_are_found(build: Any) -> None:
     assert len(plan.layers) in (1, 2) and not plan.left_whole
     for layer in plan.layers:
         assert layer.counts == ("num_experts",)
+        assert plan.rows(layer.module.get_parameter("down_proj"), 1) == (layer.num_experts // 2, layer.num_experts)
         assert set(layer.parameters) == {name for name, _ in layer.module.named_parameters()}
 
 

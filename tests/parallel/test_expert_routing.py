@@ -48,7 +48,7 @@ class Routed(nn.Module):
 
     def forward(self, x: Tensor, index: Tensor) -> Tensor:  # (tokens, WIDTH), (tokens, 2)
         for layer in self.layers:
-            x = x + layer(x, index, self.router(x).softmax(-1))
+            x = x + layer(x, index, top_k_weights=self.router(x).softmax(-1))
         return x.square().sum()
 
 

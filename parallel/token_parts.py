@@ -142,9 +142,10 @@ class TokenParts:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if self._is_plain:
-            return inner(*args, **kwargs)
         key, hidden = _hidden_of(block, args, kwargs)
+        if self._is_plain:
+            output = inner(*args, **kwargs)
+            return _with_first(output, _first_of(block, output))
         is_again = torch._C._current_graph_task_id() != -1
         if is_first:
             length = hidden.shape[-2]

@@ -121,7 +121,7 @@ def _ulysses(model: nn.Module, size: dict[str, int]) -> Trainer:
     """DeepSpeed's sequence parallelism for models of Hugging Face (ALST, arXiv 2506.13996)."""
     deepspeed = importlib.import_module("deepspeed")
     ulysses = importlib.import_module("deepspeed.runtime.sequence_parallel.ulysses_sp")
-    deepspeed.init_distributed(dist_backend="gloo")
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mpu = ulysses.UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model,

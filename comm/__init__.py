@@ -17,13 +17,14 @@ from ..watch.progress import Activity, Progress
 from .arrangement import Arrangement
 from .axis import Axis
 from .errors import CollectiveError
-from .exchange import Exchange
+from .exchange import EXCHANGE_SLOTS, Exchange, exchange_slot_bytes
 from .mesh import Mesh, route_for
 from .peers import Peers
 from .pending import Pending, Terms, regions_of
 from .world import World
 
 __all__ = [
+    "EXCHANGE_SLOTS",
     "Activity",
     "Arrangement",
     "Axis",
@@ -35,6 +36,7 @@ __all__ = [
     "Progress",
     "Terms",
     "World",
+    "exchange_slot_bytes",
     "regions_of",
     "route_for",
 ]

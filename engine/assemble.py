@@ -34,7 +34,7 @@ from ..zero.unit import Unit
 from ..zero.units import UnitPlan
 from .archive.agreement import no_rank_alone
 from .archive.full_values import FullValues
-from .axes import PIPE, SEQUENCE, TENSOR
+from .axes import INNER, PIPE, TENSOR
 from .blueprint import Blueprint, shares_of
 from .config.config import Config
 from .driver import Driver
@@ -85,7 +85,7 @@ def assemble(
     mesh = _connect(blueprint, world)
     meta_run: MetaRun | str = "memory_report.folder is not set, which asks for the prediction of a step"
     if config.memory_report.folder is not None:
-        meta_run = meta_run_of(blueprint, module, loss_fn)
+        meta_run = meta_run_of(blueprint, module, loss_fn, world.rank)
     host = host_update(config, blueprint.homes, world)
     memories = GroupMemories(
         mesh,
@@ -145,7 +145,7 @@ def _connect(blueprint: Blueprint, world: World) -> Mesh:
         shared_bytes(blueprint),
         messages=PIPE,
         folds=blueprint.domain.folds,
-        inner=(SEQUENCE,),
+        inner=INNER,
     )
     partition = blueprint.config.zero_optimization.partition_size
     if partition > 1 and mesh.over(blueprint.domain.states).route.copies_are_shared and not world.rank:

@@ -77,12 +77,15 @@ class Blueprint:
         optimizer: OptimizerChoice = None,
         split: SplitPlan | PipelinePlan | None = None,
         units: Sequence[UnitPlan] | None = None,
+        tensor: TensorPlan | None = None,
+        rounds_up: bool = False,
     ) -> Blueprint:
         """config: as `Config.resolve` gives it for these ranks. model: on any device, the meta device too.
 
         device: the type of the ranks' own, "cpu", "cuda" or another. num_hosts: that the ranks are on. optimizer: as
         `initialize` takes it. split: of the pipeline's stages, or with its schedule, where that is known; None: planned
-        here, from the model's code. units: of the model, where they are known; None: planned here.
+        here, from the model's code. units, tensor: of the model, where they are known; None: planned here. rounds_up:
+        all places of the tensor axis have what its last one has, the most: for who asks for bytes alone.
         Raises ValueError where config, model and ranks do not fit together.
         """
         zero = config.zero_optimization
@@ -97,13 +100,17 @@ class Blueprint:
             pipeline = known.for_stage(config)
         of_stages = [units] if pipeline is None else pipeline.units_by_place(units)
         degree = config.parallel.tensor
-        tensor = TensorPlan.of(model, degree, config.tensor_parallel.plan) if degree > 1 else None
-        places = tuple(
-            ModelPlan.of(own, dtypes, domain, arrangement, chosen.role_of, shares_of(tensor, place))
-            for own in of_stages
-            for place in range(degree)
-        )
-        chosen.check_states([group for place in places for group in place.updated])
+        if degree > 1 and tensor is None:
+            tensor = TensorPlan.of(model, degree, config.tensor_parallel.plan)
+
+        def plan_of(own: tuple[UnitPlan, ...], place: int) -> ModelPlan:
+            return ModelPlan.of(own, dtypes, domain, arrangement, chosen.role_of, shares_of(tensor, place))
+
+        if rounds_up:
+            places = tuple(one for own in of_stages for one in [plan_of(own, degree - 1)] * degree)
+        else:
+            places = tuple(plan_of(own, place) for own in of_stages for place in range(degree))
+        chosen.check_states([group for place in {id(one): one for one in places}.values() for group in place.updated])
         homes = Homes.of(config, device, chosen.fused is not None)
         rests_in_pages = homes.parameters is Home.FILE and not homes.is_apart and num_ranks > 1
         wanted = "sockets" if rests_in_pages else config.communication.route
@@ -151,7 +158,8 @@ class Blueprint:
     def prefetch_numel(self) -> int:
         """Elements gathered ahead of their use; with offloaded parameters within the budget of live ones."""
         zero = self.config.zero_optimization
-        units = (groups for place in self.places for _, groups in place.units)
+        places = {id(place): place for place in self.places}.values()
+        units = (groups for place in places for _, groups in place.units)
         largest = max((sum(group.layout.padded_numel for group in groups) for groups in units), default=0)
         wanted, live = zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters
         ahead = MAX_PREFETCHED * largest if wanted is None else max(wanted, largest) if wanted else 0

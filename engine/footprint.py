@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 
 import torch
 
-from ..comm import Arrangement, regions_of
+from ..comm import EXCHANGE_SLOTS, Arrangement, exchange_slot_bytes, regions_of
 from ..comm.shared_memory import counters_bytes, page_aligned
 from ..offload import FileStore
+from ..zero.domain import Domain
 from ..zero.host_update import MAX_LEAVING
 from ..zero.layout import round_up
 from ..zero.offloaded_states import ChunkLayout
-from ..zero.plan import GroupPlan, ModelPlan
+from ..zero.plan import GroupPlan, ModelPlan, Role
 from ..zero.policy import ZeroPolicy
 from ..zero.shard_state import MASTER, Kinds, kinds_of_block, scaled
+from .axes import INNER, SEQUENCE, TENSOR
 from .blueprint import Blueprint
 from .gathered import peak_gathered_bytes
 from .offload import Home
@@ -75,22 +78,47 @@ def bytes_of(blueprint: Blueprint, rank: int = 0, moment: Moment = Moment.REDUCE
     return Footprint(blueprint, rank).at(moment)
 
 
-def shared_bytes(blueprint: Blueprint) -> int:
-    """What the ranks of the host take of its shared memory; 0 over another route."""
+def shared_bytes(blueprint: Blueprint, exchanged: Mapping[str, int] | None = None) -> int:
+    """What the ranks of the host take of its shared memory; 0 over another route.
+
+    exchanged: axis -> bytes of the largest tensor that its ranks exchange in the middle of the model. None: what is
+    known without a batch, as the ranks take it before the first one.
+    """
     if blueprint.route != "shared_memory":
         return 0
     arrangement, domain = blueprint.arrangement, blueprint.domain
-    same_size = arrangement.size(arrangement.summed)
-    states_size, replicas_size = arrangement.size(domain.states), arrangement.size(domain.replicas)
-    sizes = [arrangement.size(names) for names in arrangement.lines(domain.folds)]
-    total = sum(arrangement.num_ranks // size * counters_bytes(size) for size in sizes if size > 1)
+    lines = [*arrangement.lines(domain.folds), *((name,) for name in arrangement.wide(INNER))]
+    sizes = [arrangement.size(names) for names in lines]
+    total: float = sum(arrangement.num_ranks // size * counters_bytes(size) for size in sizes if size > 1)
+    largest = {name: known_exchange_bytes(blueprint) for name in arrangement.wide((SEQUENCE, TENSOR))}
+    for nbytes in {**largest, **(exchanged or {})}.values():
+        total += arrangement.num_ranks * EXCHANGE_SLOTS * exchange_slot_bytes(nbytes)
+    num_alike = arrangement.num_ranks // len(blueprint.places)  # ranks that have what a place has
     for plan in blueprint.places:
-        total += same_size * _ring_bytes(plan, arrangement)
-        if states_size > 1:
-            total += same_size // states_size * sum(page_aligned(group.full_bytes) for group in plan.groups)
-        elif blueprint.shares_gradients and replicas_size > 1:
-            total += sum(page_aligned(_sum_bytes(group)) for group in plan.trained if not group.domain.tied)
-    return total
+        total += num_alike * _ring_bytes(plan, arrangement)
+        for group in plan.groups:
+            states_size, replicas_size = arrangement.size(group.domain.states), arrangement.size(group.domain.replicas)
+            is_common = blueprint.shares_gradients and replicas_size > 1 and not group.domain.tied
+            if states_size > 1:
+                total += num_alike / states_size * page_aligned(group.full_bytes)
+            elif is_common and group.role is not Role.FROZEN:
+                total += num_alike / replicas_size * page_aligned(_sum_bytes(group))
+    return round(total)
+
+
+def known_exchange_bytes(blueprint: Blueprint) -> int:
+    """Of the largest tensor that ranks exchange whatever the batch is: a parameter's gradient that is added up."""
+    if blueprint.tensor is None:
+        return 1
+    splits = blueprint.tensor.parameters
+    whole = [
+        math.prod(splits[id(param)].portions[0].whole) * group.dtype.itemsize
+        for plan in blueprint.places
+        for group in plan.trained
+        for _, param in group.params
+        if id(param) in splits and splits[id(param)].is_partial
+    ]
+    return max(whole, default=1)
 
 
 class Footprint:
@@ -100,12 +128,9 @@ class Footprint:
         self._blueprint = blueprint
         self._place = blueprint.place_of(rank)
         self._plan: ModelPlan = blueprint.places[self._place]
-        size = blueprint.arrangement.size
-        self._states_size, self._replicas_size = size(blueprint.domain.states), size(blueprint.domain.replicas)
-        has_one_copy = blueprint.route == "shared_memory" and self._states_size > 1
-        parameters_size = self._states_size if has_one_copy else size(blueprint.domain.parameters)
-        self._shares = Shares.of(blueprint.policy, self._states_size, parameters_size)
-        self._replica = blueprint.arrangement.place(rank, blueprint.domain.replicas)
+        self._rank = rank
+        self._size: Callable[[tuple[str, ...]], int] = cache(blueprint.arrangement.size)
+        self._shares = cache(self._shares_of)
         self._in_pipeline = blueprint.pipeline is not None
         self._accumulates = (blueprint.config.gradient_accumulation_steps or 1) > 1
         self._kinds = cache(lambda dtype: kinds_of_block(dtype, blueprint.optimizer.new_states))
@@ -131,6 +156,11 @@ class Footprint:
             + _kept(chunks * homes.states_plan.num_versions, homes.states is Home.FILE),
         )
 
+    def _shares_of(self, domain: Domain) -> Shares:
+        states, is_shared = self._size(domain.states), self._blueprint.route == "shared_memory"
+        parameters = states if is_shared and states > 1 else self._size(domain.parameters)
+        return Shares.of(self._blueprint.policy, states, parameters)
+
     # -- parameters -----------------------------------------------------------------------------------------------
 
     @property
@@ -138,17 +168,17 @@ class Footprint:
         """Whether released parameters give memory back."""
         if self._blueprint.homes.parameters is not Home.MODEL:
             return True
-        is_divided = self._blueprint.arrangement.size(self._blueprint.domain.parameters) > 1
+        is_divided = any(self._size(group.domain.parameters) > 1 for group in self._plan.groups)
         return is_divided and self._blueprint.route != "shared_memory"
 
     def _at_rest(self, group: GroupPlan) -> int:
         if self._blueprint.homes.parameters is not Home.MODEL:
             return 0
-        return group.full_bytes // self._shares.parameters
+        return group.full_bytes // self._shares(group.domain).parameters
 
     def gathered(self, group: GroupPlan) -> int:
         """What full parameters take beside those at rest, which lie among them where pages move."""
-        rest = group.full_bytes // self._shares.parameters
+        rest = group.full_bytes // self._shares(group.domain).parameters
         is_beside = not self._blueprint.moves_pages and rest < group.full_bytes
         return group.full_bytes + rest * is_beside - self._at_rest(group)
 
@@ -166,19 +196,19 @@ class Footprint:
         |               | on an accelerator                                                                |
         """
         blueprint, shard = self._blueprint, _sum_bytes(group)
-        shares_memory = blueprint.route == "shared_memory"
-        is_common = blueprint.shares_gradients and shares_memory and self._replicas_size > 1 and not group.domain.tied
-        common, own = (shard // self._replicas_size, 0) if is_common else (0, shard)
+        shares_memory, replicas_size = blueprint.route == "shared_memory", self._size(group.domain.replicas)
+        is_common = blueprint.shares_gradients and shares_memory and replicas_size > 1 and not group.domain.tied
+        common, own = (shard // replicas_size, 0) if is_common else (0, shard)
         leaves = self._leaves(group)
         if moment is Moment.ACCUMULATING and not self.adds_in_place(group):
             if not blueprint.policy.reduces_every_backward:
                 return common + self._local(group)
-            waits = bool(group.domain.tied) or self._replicas_size > 1  # for the sum over these
+            waits = bool(group.domain.tied) or replicas_size > 1  # for the sum over these
             whole = group.layout.padded_numel * group.accumulation_dtype.itemsize
-            return whole // self._shares.gradients if waits or not leaves else 0
+            return whole // self._shares(group.domain).gradients if waits or not leaves else 0
         if blueprint.timing is Timing.IN_BACKWARD or (leaves and self._is_on_accelerator):
             own = 0
-        is_one_copy = shares_memory and self._states_size > 1
+        is_one_copy = shares_memory and self._size(group.domain.states) > 1
         is_given_back = leaves or blueprint.timing is Timing.DELAYED or is_one_copy or self._is_on_accelerator
         if moment is Moment.BETWEEN_STEPS and is_given_back:
             own = 0
@@ -214,7 +244,7 @@ class Footprint:
 
     def adds_in_place(self, group: GroupPlan) -> bool:
         """Whether autograd adds up a step's gradients in the shard: see `GroupGradient.accumulate_in_place`."""
-        is_alone = self._states_size == self._replicas_size == 1
+        is_alone = self._size(group.domain.states) == self._size(group.domain.replicas) == 1
         return self._in_pipeline and is_alone and not self._leaves(group) and group.accumulation_dtype == group.dtype
 
     def _staging(self) -> int:
@@ -223,15 +253,19 @@ class Footprint:
             return _ring_bytes(self._plan, self._blueprint.arrangement)
         if route != "sockets":
             return 0
-        states, replicas, total = self._states_size, self._replicas_size, 0
-        if states > 1:
-            parts = [(one.reduce_dtype, one.layout.padded_numel, one.layout.shard_numel) for one in trained]
-            total += _exchanged(parts, states)
-        if replicas > 1:
-            shards = [(one.reduce_dtype, one.layout.shard_numel) for one in trained]
-            parts = [(dtype, numel, _numel(regions_of(numel, replicas)[self._replica])) for dtype, numel in shards]
-            total += _exchanged(parts, replicas)
-        return total
+        arrangement = self._blueprint.arrangement
+        messages: dict[tuple[str, ...], list[tuple[torch.dtype, int, int]]] = {}
+        for one in trained:
+            states, replicas = arrangement.wide(one.domain.states), arrangement.wide(one.domain.replicas)
+            layout = one.layout
+            if states:
+                part = (one.reduce_dtype, layout.padded_numel, layout.shard_numel)
+                messages.setdefault(states, []).append(part)
+            if replicas:
+                regions = regions_of(layout.shard_numel, self._size(replicas))
+                own = regions[arrangement.place(self._rank, replicas)]
+                messages.setdefault(replicas, []).append((one.reduce_dtype, layout.shard_numel, _numel(own)))
+        return sum(_exchanged(parts, self._size(names)) for names, parts in messages.items())
 
     # -- states ---------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .profile import Operation
+from .profile import Exchanged, Operation
 
 _aten = torch.ops.aten
 _IS_CAUSAL = {  # attention -> which argument says that half of it is not computed
@@ -35,6 +35,7 @@ class Done:
 
     def __init__(self) -> None:
         self.flops = self.traffic = 0
+        self.exchanges: list[Exchanged] = []
         self._calls: dict[tuple[str, str, int], int] = {}
 
     def add(self, name: str, dtype: str, size: int, count: int = 1) -> None:

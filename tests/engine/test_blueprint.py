@@ -127,7 +127,8 @@ def bytes_outside(engine: lowtide.Engine) -> Found:
 def staging_bytes(engine: lowtide.Engine) -> int:
     """Of this rank's slots, in shared memory or of its own, with what comes to them."""
     memory: list[Tensor] = []
-    for route in {id(axis.route): axis.route for axis in engine._mesh._lines.values()}.values():
+    axes = (*engine._mesh._lines.values(), *engine._mesh.inner.values())
+    for route in {id(axis.route): axis.route for axis in axes}.values():
         if isinstance(route, SharedMemoryRoute):
             memory += [slots[route.rank] for slots in route._slots]
         elif isinstance(route, SocketRoute):

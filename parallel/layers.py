@@ -42,7 +42,8 @@ class SplitLayers:
         """Parameters have their local shapes, or will have them before the first forward."""
         self._exchange = exchange
         self._randomness = randomness
-        self._last: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None  # what was copied, and the copy
+        # What was copied, and the copy, which autograd alone may not keep: it saves what a layer makes of its input.
+        self._last: tuple[weakref.ref[Tensor], Tensor] | None = None
         parents = {id(child): module for module in model.modules() for child in module.children()}
         for layer in plan.layers:
             self._put(layer, parents[id(layer.module)], ledger)
@@ -109,13 +110,9 @@ class SplitLayers:
         """Once for each tensor: queries, keys and values of one input give one sum of its gradient."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
-        if self._last is not None and self._last[0]() is x:
-            copy = self._last[1]()
-            if copy is not None:
-                return copy
-        copy = copied(x, self._exchange, what)
-        self._last = weakref.ref(x), weakref.ref(copy)
-        return copy
+        if self._last is None or self._last[0]() is not x:
+            self._last = weakref.ref(x), copied(x, self._exchange, what)
+        return self._last[1]
 
     def _behind_gathered(self, layer: LayerSplit, module: nn.Module, args: Any, y: Tensor) -> Tensor:
         return joined_columns(y, self._exchange, self._numel_of(layer), layer.name)
@@ -123,6 +120,7 @@ class SplitLayers:
     # -- rows -----------------------------------------------------------------------------------------------------
 
     def _before_rows(self, layer: LayerSplit, module: nn.Module, args: Any) -> Any:
+        self._last = None  # all columns of one input come before the rows behind them
         if self._randomness is not None:
             self._randomness.return_to_common()
         x = args[0]
@@ -166,7 +164,7 @@ class SplitLayers:
         return total.view_as(total) if torch._C._len_torch_function_stack() else total
 
     def _logits(self, layer: LayerSplit, first: int, numel: int, x: Tensor) -> Any:
-        x = self._copied(x, layer.name)
+        x, self._last = self._copied(x, layer.name), None
         weight, bias = layer.module.get_parameter("weight"), layer.module._parameters.get("bias")
         own = functional.linear(x, weight.t() if layer.is_transposed else weight, bias)
         return LogitParts(own, numel, first, self._exchange)

@@ -13,7 +13,7 @@ from ..axes import REPLICA, SECONDARY, SEQUENCE, SHARD, TENSOR
 from ..blueprint import Blueprint
 from ..footprint import Footprint, Moment
 from .choice import Choice, num_chunks
-from .estimate import Work
+from .estimate import Work, kept_limit
 from .machine import Machine
 from .profile import Profile
 from .search import Bound
@@ -71,7 +71,9 @@ class Bounds:
         states = groups * same if policy.shards_states else 1
         partition = choice.partition if choice.partition > 1 else groups
         parameters = partition * same if policy.frees_parameters else 1
-        compute, peak = self._microbatch(choice.rows, choice.every, policy.frees_parameters and parameters > 1)
+        is_offloaded = choice.offload_activations != "none"
+        frees = policy.frees_parameters and parameters > 1
+        compute, peak = self._microbatch(choice.rows, choice.every, frees, is_offloaded)
         compute *= choice.accumulation / choice.pipeline
         if choice.pipeline > 1:
             filled, peak = self._pipelined(choice)
@@ -90,7 +92,7 @@ class Bounds:
             peak += 2 * self._least_slot
         # The rank that holds the most activations has the least of anything else that a rank can have.
         even = self._even_share(choice) if choice.pipeline > 1 else 1.0
-        nbytes = max(nbytes + gradients, nbytes * even + (peak if choice.offload_activations == "none" else 0.0))
+        nbytes = max(nbytes + gradients, nbytes * even + peak)
         samples = choice.rows * choice.accumulation * data
         return Bound(seconds * _ROUNDED / samples, nbytes * _ROUNDED, nbytes * _ROUNDED <= machine.usable_bytes)
 
@@ -160,18 +162,19 @@ class Bounds:
         size, on_host = arrangement.size(names), self._machine.ranks_on_host(arrangement, names)
         return max(0.0, self._machine.collective(2.0, size, on_host) - self._machine.collective(1.0, size, on_host))
 
-    def _of_microbatch(self, rows: int, every: int, frees_parameters: bool) -> tuple[float, float]:
+    def _of_microbatch(self, rows: int, every: int, frees_parameters: bool, is_offloaded: bool) -> tuple[float, float]:
         """(seconds of computing, the most bytes at a moment, without what rests)."""
         profile = self._profile(rows, every)
         work = Work(profile, self._machine, self._route)
         seconds = sum(work.forward(name) + work.backward(name) for name in profile.names)
         if self._machine.device == "cpu":  # gradients of large weights are no tensors of their own
-            return seconds, sum(part.kept_bytes for part in profile.parts.values())
-        bases, most = profile.base_bytes(), 0
+            return seconds, 0.0 if is_offloaded else sum(part.kept_bytes for part in profile.parts.values())
+        bases, most, limit = profile.base_bytes(), 0, kept_limit(profile, self._config)
         for gathered, name, is_backward in self._beside(frees_parameters):
             part = profile.part(name)
             held = part.backward_peak_bytes if is_backward else part.forward_peak_bytes
-            most = max(most, gathered + bases.get(name, 0) + held)
+            base = bases.get(name, 0)
+            most = max(most, gathered + (min(base, limit) if is_offloaded else base) + held)
         return seconds, most
 
 

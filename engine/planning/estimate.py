@@ -133,8 +133,7 @@ class Activations:
 
     @cached_property
     def _limit(self) -> int:
-        largest = max((part.kept_bytes for part in self.profile.parts.values()), default=0)
-        return self.config.activation_checkpointing.offload.budget_bytes or _BLOCKS_IN_MEMORY * largest
+        return kept_limit(self.profile, self.config)
 
     def at(self, name: str, is_backward: bool) -> int:
         """While a part computes."""
@@ -151,6 +150,12 @@ class Activations:
         """The most that is elsewhere."""
         kept = sum(part.kept_bytes for part in self.profile.parts.values())
         return max(0, kept - self._limit) if self.is_offloaded else 0
+
+
+def kept_limit(profile: Profile, config: Config) -> int:
+    """The most that activations take which are offloaded, beside those of the part that computes."""
+    largest = max((part.kept_bytes for part in profile.parts.values()), default=0)
+    return config.activation_checkpointing.offload.budget_bytes or _BLOCKS_IN_MEMORY * largest
 
 
 def writes_gradients(blueprint: Blueprint) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
 
 from torch import nn
@@ -30,8 +30,7 @@ Made = TypeVar("Made")
 
 _FIRST, _SECOND = 1, 2  # rows of which a line of bounds is drawn
 _LEAST_TOKENS = 512  # of a sequence on a rank: a smaller part has small products, and as many exchanges
-_SPLITS = ("tensor", "sequence", "expert")
-_DEGREES = ("pipeline", *_SPLITS)
+_DEGREES = ("pipeline", "tensor", "sequence", "expert")
 _WHOLE = Choice()  # nothing is split
 
 
@@ -67,7 +66,8 @@ class Planner:
         self._tensor_plans: dict[int, TensorPlan] = {}
         self._runs: dict[Choice, Runs] = {}
         self._profiles: dict[tuple[Choice, int, int, bool], Profile] = {}
-        self._faults: dict[Choice, str | None] = {}
+        self._faults: dict[Choice, str | None] = {}  # of degrees, for the model
+        self._config_faults: dict[Choice, str | None] = {}
         self._bounds: dict[Choice, Bounds] = {}
         self._firsts: dict[Choice, Blueprint] = {}  # in which nothing is divided over data-parallel ranks
         self._beside: dict[tuple[Choice, bool], Sequence[tuple[int, str, bool]]] = {}
@@ -192,23 +192,24 @@ class Planner:
 
     def fault(self, degrees: Choice) -> str | None:
         """Why layers, sequences and experts cannot be split so; None where they can."""
-        fault = self._fault_of_config(replace(Choice(), **{name: min(getattr(degrees, name), 2) for name in _DEGREES}))
+        fault = self._fault_of_config(Choice(*(min(getattr(degrees, name), 2) for name in _DEGREES)))
         return fault or self._fault_of_model(replace(degrees.degrees, pipeline=1))
 
     def _fault_of_config(self, some: Choice) -> str | None:
         """What does not go together, whatever the degrees are."""
         ranks = some.ranks_of_sample * some.expert
         several = replace(some, accumulation=some.pipeline)
-        return self._cached(
-            self._faults, several, lambda: _fault(lambda: Config.load(several.applied(self._base, ranks)))
-        )
+        load = partial(Config.load, several.applied(self._base, ranks))
+        return self._cached(self._config_faults, several, lambda: _fault(load))
 
     def _fault_of_model(self, split: Choice) -> str | None:
         if split == _WHOLE:
             return None
         if split not in self._faults:
-            # What a smaller degree cannot do cannot be done by a multiple of it: the model is not run for each.
-            smaller = (replace(split, **{name: one}) for name in _SPLITS for one in divisors(getattr(split, name))[:-1])
+            # Heads that a number of ranks does not divide are not divided by more: the model is not run for each. Of a
+            # tensor degree that is not so: several ranks may have the same head of keys.
+            smaller = {replace(split, sequence=one) for one in divisors(split.sequence)[:-1]}
+            smaller |= {replace(split, tensor=1), replace(split, expert=1)} - {split}
             found = next((fault for one in smaller if (fault := self._fault_of_model(one))), None)
             self._faults[split] = found or _fault(lambda: self.profile(_FIRST, 0, degrees=split))
         return self._faults[split]

@@ -203,8 +203,8 @@ def test_the_layout_of_llama_405b_fits_and_is_near_the_front() -> None:
     """Table 4: 16,384 devices of 80 GB are pipeline 16 x tensor 8 x data 128, of 2,048 samples of 8,192 tokens a step.
 
     Stages are interleaved, as theirs; layers are computed again, as theirs are not: without, the operations of a plan,
-    which are not fused, do not fit. The fastest that was found by hand is stage 3 with tensor 8 and no pipeline, for
-    which 45 GB/s have to be reached between 2,048 ranks.
+    which are not fused, do not fit. Stage 3 with tensor 8 and no pipeline is faster, if 45 GB/s are reached between
+    2,048 ranks; the fastest of all, by a search of 42 s, takes 9.1 s: tensor 2 x sequence 4, activations on the host.
     """
     machine = Machine(num_hosts=2048)
     planner = planner_of(LLAMA_405B, machine)
@@ -221,4 +221,4 @@ def test_the_layout_of_llama_405b_fits_and_is_near_the_front() -> None:
     assert planner.estimate(replace(published, every=0)).missing(machine)
     assert planner.estimate(replace(published, tensor=1, accumulation=2)).missing(machine)
     fastest = planner.estimate(Choice(tensor=8, stage=3, rows=1, accumulation=1, every=1))
-    assert not fastest.missing(machine) and found.step_seconds < 1.35 * fastest.step_seconds
+    assert not fastest.missing(machine) and found.step_seconds < 1.35 * fastest.step_seconds < 2 * 9.1

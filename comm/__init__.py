@@ -17,20 +17,22 @@ from ..watch.progress import Activity, Progress
 from .arrangement import Arrangement
 from .axis import Axis
 from .errors import CollectiveError
-from .exchange import EXCHANGE_SLOTS, Exchange, exchange_slot_bytes
+from .exchange import EXCHANGE_SLOTS, Arriving, Exchange, exchange_slot_bytes
 from .mesh import Mesh, route_for
 from .peers import Peers
-from .pending import Pending, Terms, regions_of
+from .pending import Numels, Pending, Terms, regions_of
 from .world import World
 
 __all__ = [
     "EXCHANGE_SLOTS",
     "Activity",
     "Arrangement",
+    "Arriving",
     "Axis",
     "CollectiveError",
     "Exchange",
     "Mesh",
+    "Numels",
     "Peers",
     "Pending",
     "Progress",

@@ -19,7 +19,8 @@ class Arrangement:
 
     | ranks that differ alone on | have                                                                              |
     |----------------------------|-----------------------------------------------------------------------------------|
-    | `data`                     | the same parameters and other data: they are data-parallel to each other          |
+    | `data`                     | the same parameters and other data: they are data-parallel to each other; but for |
+    |                            | experts, of which ranks of that axis have other ones                              |
     | `parts`                    | the same parameters and other parts of the same data: parts of the same sequences |
     | `layers`                   | parts of the same layers and the same data; what is not split of both is alike    |
     | the others                 | other layers and the same data: stages of a pipeline                              |

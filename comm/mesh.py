@@ -153,7 +153,7 @@ class Mesh:
         return [self.axes[name] for name in reversed(self.arrangement.wide(self.arrangement.summed))]
 
     def sum_small(self, values: Any, what: str) -> Any:
-        """The exact sum over all ranks of a small int64 vector; also a barrier."""
+        """The exact sum over all ranks of a small int64 vector, which is used up; also a barrier."""
         for name, size in reversed(self.arrangement.sizes):
             if size > 1:
                 values = self.axes[name].route.sum_small(values, what)

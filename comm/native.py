@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .pending import Pending, Terms
+from .axis import Piece
+from .pending import Numels, Pending, Terms
 from .trail import Channel
 from .works import Works
 
@@ -87,13 +90,35 @@ class NativeRoute:
         pending = self._start(_reduce_scatter, what, total, slot)
         return Terms(pending, slice(0, total.numel()), lambda: [total], lambda: None)
 
-    def swap(self, slot: Tensor, what: str) -> Terms:
-        """This rank's part of every rank's slot, which nobody adds up. slot: (size * n,)."""
-        if self._places is not None:
-            slot = slot.view(self.size, -1)[self._places].view(-1)
-        got = torch.empty_like(slot)
-        pending = self._start(dist.all_to_all_single, what, got, slot)
-        return Terms(pending, slice(0, got.numel()), lambda: list(got.view(self.size, -1)), lambda: None)
+    def swap(self, out: Tensor, given: Tensor, numels: Numels, what: str) -> Pending:
+        """out = what each rank has given for this one, in their order; `given` is in the order of the ranks too."""
+        received, sent = [row[self.rank] for row in numels], list(numels[self.rank])
+        collective = partial(dist.all_to_all_single, output_split_sizes=received, input_split_sizes=sent)
+        return self._start(collective, what, out, given)
+
+    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Piece], out: Tensor, what: str) -> Pending:
+        """pieces[n] goes to rank to[n], and out[n] = the piece of[n]. pieces: (any, ...), which stay as they are.
+
+        An all-to-all, of which most parts are empty: every backend has one.
+        """
+        given, taken = sorted(range(len(to)), key=to.__getitem__), sorted(range(len(of)), key=of.__getitem__)
+        counts, sources = Counter(to), Counter(rank for rank, _ in of)
+        sent = pieces if given == list(range(len(to))) else torch.stack([pieces[n] for n in given])
+        got = out if taken == list(range(len(of))) else torch.empty_like(out)
+        swap = partial(
+            dist.all_to_all_single,
+            output_split_sizes=[sources[rank] for rank in range(self.size)],
+            input_split_sizes=[counts[rank] for rank in range(self.size)],
+        )
+        pending = self._start(swap, what, got, sent)
+
+        def collect() -> None:
+            pending.wait()
+            if got is not out:
+                for arrived, n in zip(got, taken, strict=True):
+                    out[n].copy_(arrived)
+
+        return Pending(collect)
 
     def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
         """The sum over ranks of slot, all of it on each."""
@@ -101,10 +126,9 @@ class NativeRoute:
         return Terms(pending, slice(0, out.numel()), lambda: [slot], lambda: None)
 
     def sum_small(self, values: Tensor, what: str) -> Tensor:
-        """The exact sum over ranks of a small int64 vector."""
-        total = values.clone()
-        self._start(dist.all_reduce, what, total).wait()
-        return total
+        """The exact sum over ranks of a small int64 vector, in its own memory."""
+        self._start(dist.all_reduce, what, values).wait()
+        return values
 
     def fence(self, what: str) -> None:
         """Nothing to order: what a rank writes is seen by others through collectives alone."""
@@ -115,7 +139,8 @@ class NativeRoute:
 
     def _start(self, collective: Callable[..., Any], what: str, *tensors: Tensor) -> Pending:
         sequence = self._channel.begin(what)
-        work = self._works.start(lambda: collective(*tensors, group=self._group, async_op=True), what, self._others)
+        make = partial(collective, *tensors, group=self._group, async_op=True)
+        work = self._works.start(make, what, self._others)
 
         def finish() -> None:
             self._channel.wait(what, sequence)

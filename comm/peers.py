@@ -74,7 +74,9 @@ class Peers:
         if not tensor.numel():
             return Pending()
         work = self._started(dist.isend, tensor.cpu() if self._is_staged else tensor, place, tag, what)
-        return Pending(lambda: self._wait(work, place, what), work.is_completed)
+        # A device's is not asked how far it is: when memory is given back would depend on the time, and so would the
+        # addresses of all that is taken after it.
+        return Pending(lambda: self._wait(work, place, what), work.is_completed if self._world.waits_on_host else None)
 
     def receive(self, out: Tensor, place: int, tag: int, what: str) -> Pending:
         """Starts to receive into a contiguous tensor, of the shape and dtype that is sent."""

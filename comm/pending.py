@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -29,8 +29,7 @@ class Pending:
             finish()
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """A started sum over the ranks of an axis: what this rank has to add up.
 
         arrived.wait()  ->  out[region] = read()[0] + read()[1] + ...  ->  pending = summed()  ->  pending.wait()
@@ -46,6 +45,9 @@ class Terms:
     summed: Callable[[], Pending | None]
     """To be called when the region has its sum, which goes to the other ranks then; None: they do not need it."""
 
+
+Numels = Sequence[Sequence[int]]
+"""Of a swap: numels[i][j] elements that the i-th rank of an axis has for the j-th, alike on all of them."""
 
 REGION_ALIGNMENT_NUMEL = 1024
 

@@ -38,8 +38,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from .errors import UNEVEN, CollectiveError
-from .pending import Pending, Terms, regions_of
+from .axis import Piece
+from .errors import UNEVEN, CollectiveError, no_answer
+from .pending import Numels, Pending, Terms, regions_of
 from .trail import Channel
 
 FOLDER = "/dev/shm"
@@ -148,7 +149,7 @@ class SharedMemoryRoute:
         path, fault = "", ""
         if self.rank == 0:
             path, fault = _create_file(nbytes, purpose)
-        path, fault = self._exchange((path, fault))[0]
+        path, fault = self._agreed((path, fault), purpose)[0]
         if fault:
             raise CollectiveError(fault)
         memory = torch.empty(0, dtype=torch.uint8)
@@ -159,12 +160,23 @@ class SharedMemoryRoute:
                 f"shared memory for {purpose}: rank {self.ranks[self.rank]} cannot map {path} "
                 f"({str(error).splitlines()[0]}); use the sockets route"
             )
-        faults = [fault for fault in self._exchange(fault) if fault]
+        faults = [fault for fault in self._agreed(fault, purpose) if fault]
         if self.rank == 0:
             os.unlink(path)
         if faults:
             raise CollectiveError(faults[0])
         return memory
+
+    def _agreed(self, value: Any, purpose: str) -> list[Any]:
+        """Every rank's value."""
+        started = time.monotonic()
+        try:
+            return self._exchange(value)
+        except RuntimeError as error:  # of gloo: a rank is late or gone
+            others = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
+            what = f"room in shared memory for {purpose}"
+            text = no_answer(self.ranks[self.rank], what, others, time.monotonic() - started, error)
+            raise CollectiveError(text + self._channel.compare(others)) from error
 
     # -- collectives ----------------------------------------------------------------------------------------------
 
@@ -212,9 +224,47 @@ class SharedMemoryRoute:
 
         return Terms(arrived, slice(0, numel), lambda: self._views(number, slot, mine), summed)
 
-    def swap(self, slot: Tensor, what: str) -> Terms:
-        """This rank's part of every rank's slot, which nobody adds up. slot: (size * n,)."""
-        return self.reduce_scatter(slot, None, what)
+    def swap(self, out: Tensor, given: Tensor, numels: Numels, what: str) -> Pending:
+        """out = what each rank has given for this one, in their order; `given` is in the order of the ranks too.
+
+        Slots have room for the largest `given` of all ranks.
+        """
+        slot = self.open_slot(given.numel(), given.dtype, what)
+        own_start = sum(numels[self.rank][: self.rank])
+        own = slice(own_start, own_start + numels[self.rank][self.rank])
+        slot[: own.start].copy_(given[: own.start])
+        slot[own.stop :].copy_(given[own.stop :])
+        number, arrived = self._post(what)
+
+        def collect() -> None:
+            arrived.wait()
+            start = 0
+            for rank, row in enumerate(numels):
+                low, end = sum(row[: self.rank]), start + row[self.rank]
+                other = given if rank == self.rank else self._slot_of(rank, number, sum(row), given.dtype)
+                out[start:end].copy_(other[low : low + row[self.rank]])
+                start = end
+            self._set(_CONSUMED, number + 1)
+
+        return Pending(collect)
+
+    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Piece], out: Tensor, what: str) -> Pending:
+        """out[n] = the piece of[n]. pieces: (any, ...), as many on each rank, that others may read.
+
+        Several may be under way, and are waited for in the order of their start.
+        """
+        slot = self.open_slot(pieces.numel(), pieces.dtype, what)
+        slot.view(pieces.shape).copy_(pieces)
+        number, arrived = self._post(what)
+        theirs = self._views(number, slot, slice(None))  # now: the slots may be others before they are read
+
+        def collect() -> None:
+            arrived.wait()
+            for one, (rank, piece) in zip(out, of, strict=True):
+                one.copy_(theirs[rank].view(pieces.shape)[piece])
+            self._set(_CONSUMED, number + 1)
+
+        return Pending(collect)
 
     def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
         """Of out = sum over ranks of slot. Each rank sums its region of all slots, and reads the others' sums.
@@ -288,8 +338,11 @@ class SharedMemoryRoute:
 
     def _views(self, number: int, slot: Tensor, part: slice) -> list[Tensor]:
         """A part of the slots of all ranks."""
-        nbytes = slot.numel() * slot.dtype.itemsize
-        return [other[:nbytes].view(slot.dtype)[part] for other in self._slots[number % len(self._slots)]]
+        return [self._slot_of(rank, number, slot.numel(), slot.dtype)[part] for rank in range(self.size)]
+
+    def _slot_of(self, rank: int, number: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """What a rank has shown in its slot, (numel,)."""
+        return self._slots[number % len(self._slots)][rank][: numel * dtype.itemsize].view(dtype)
 
     def _sums_of(self, rank: int, number: int, slot: Tensor, out: Tensor, region: slice) -> Tensor:
         """Where `rank` leaves its region of an all-reduce for the others, in a dtype that holds it exactly."""

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .axis import Piece
 from .errors import CollectiveError, no_answer
-from .pending import Pending, Terms, regions_of
+from .pending import Numels, Pending, Terms, regions_of
 from .trail import Channel
 
 _TAGS_PER_NAME = 1 << 11
@@ -97,9 +98,29 @@ class SocketRoute:
         terms, arrived = self._exchange_parts(slot, bounds, what)
         return Terms(arrived, slice(0, numel), lambda: terms, lambda: None)
 
-    def swap(self, slot: Tensor, what: str) -> Terms:
-        """This rank's part of every rank's slot, which nobody adds up. slot: (size * n,)."""
-        return self.reduce_scatter(slot, None, what)
+    def swap(self, out: Tensor, given: Tensor, numels: Numels, what: str) -> Pending:
+        """out = what each rank has given for this one, in their order; `given` is in the order of the ranks too."""
+        tag, sequence = self._next_operation(what)
+        parts = torch.split(out, [row[self.rank] for row in numels])
+        sent = torch.split(given, list(numels[self.rank]))
+        works = self._receive({peer: parts[peer] for peer in self._peers}, tag, what)
+        works += self._send({peer: sent[peer] for peer in self._peers}, tag, what)
+        parts[self.rank].copy_(sent[self.rank])
+        return Pending(lambda: self._wait(works, what, sequence))
+
+    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Piece], out: Tensor, what: str) -> Pending:
+        """pieces[n] goes to rank to[n], and out[n] = the piece of[n]. pieces: (any, ...), which stay as they are."""
+        tag, sequence = self._next_operation(what)
+        works: list[dist.Work] = []
+        for (rank, piece), one in sorted(zip(of, out, strict=True), key=lambda pair: pair[0]):
+            if rank == self.rank:
+                one.copy_(pieces[piece])
+            else:  # several of one rank match in their order
+                works += self._receive({rank: one}, tag, what)
+        for rank, one in zip(to, pieces, strict=True):
+            if rank != self.rank:
+                works += self._send({rank: one}, tag, what)
+        return Pending(lambda: self._wait(works, what, sequence))
 
     def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
         """Of out = sum over ranks of slot. Each rank sums its region and sends the sum to the others."""

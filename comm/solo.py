@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .pending import Pending, Terms
+from .axis import Piece
+from .pending import Numels, Pending, Terms
 
 
 class SoloRoute:
@@ -55,9 +56,16 @@ class SoloRoute:
         """The sum is the slot itself."""
         return Terms(Pending(), slice(0, slot.numel()), lambda: [slot], lambda: None)
 
-    def swap(self, slot: Tensor, what: str) -> Terms:
-        """This rank's part of every rank's slot, which nobody adds up. slot: (size * n,)."""
-        return self.reduce_scatter(slot, None, what)
+    def swap(self, out: Tensor, given: Tensor, numels: Numels, what: str) -> Pending:
+        """out = given."""
+        out.copy_(given)
+        return Pending()
+
+    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Piece], out: Tensor, what: str) -> Pending:
+        """Pieces of its own."""
+        for one, (_, piece) in zip(out, of, strict=True):
+            one.copy_(pieces[piece])
+        return Pending()
 
     def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
         """As `reduce_scatter`."""

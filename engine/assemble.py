@@ -18,8 +18,12 @@ from ..model.compiled import Compiled
 from ..model.ledger import Ledger
 from ..offload import ActivationOffload, in_storages_of
 from ..parallel.alike import watch_copies
+from ..parallel.expert_dispatch import split_experts
 from ..parallel.layers import SplitLayers
 from ..parallel.randomness import Randomness, draws
+from ..parallel.split_trial import SplitTrial
+from ..parallel.tiles import Tiled
+from ..parallel.token_parts import TokenParts
 from ..watch.log import logger
 from ..zero.build import GroupMemories
 from ..zero.direct_gradients import DirectGradients
@@ -34,7 +38,7 @@ from ..zero.unit import Unit
 from ..zero.units import UnitPlan
 from .archive.agreement import no_rank_alone
 from .archive.full_values import FullValues
-from .axes import INNER, PIPE, TENSOR
+from .axes import EXPERT, PIPE, TENSOR
 from .blueprint import Blueprint, shares_of
 from .config.config import Config
 from .driver import Driver
@@ -46,6 +50,7 @@ from .late_groups import LateGroups
 from .learning_rates import scheduler_for
 from .lr_schedule import learning_rate_at
 from .memory_report import meta_run_of
+from .model_call import ModelCall
 from .offload import activation_store, host_update, offloaded_states, shard_rest
 from .parts import Parts
 from .pipeline import Pipeline
@@ -69,11 +74,13 @@ def assemble(
     lr_scheduler: Any,
     rows_per_microbatch: int | None,
     trial: Trial | None,
+    tiled: Tiled,
 ) -> Engine:
     """The engine of a blueprint that all ranks have alike. A collective.
 
     module: of which the blueprint was made. values: of its parameters, which take the place of what it has. ledger:
-    of what is put on the module. compiled: what of it is to be. trial: for which it is made, where it is.
+    of what is put on the module. compiled: what of it is to be. trial: for which it is made, where it is. tiled: what
+    is in tiles already.
     Raises OffloadError and CollectiveError where there is no room.
     """
     config, alone = blueprint.config, partial(no_rank_alone, world, "lowtide.initialize")
@@ -89,7 +96,6 @@ def assemble(
     host = host_update(config, blueprint.homes, world)
     memories = GroupMemories(
         mesh,
-        blueprint.domain,
         blueprint.policy.reduces_every_backward,
         rest,
         shares_gradients=blueprint.shares_gradients,
@@ -101,8 +107,12 @@ def assemble(
         optimizer = _optimizer(blueprint, world, units, rest, host)
         scheduler = scheduler_for(optimizer, lr_scheduler)
     _fill(module, units, optimizer, mesh, values, blueprint)
-    _split_layers(blueprint, mesh, module, ledger)
-    sequences = Sequences(module, mesh, ledger) if config.parallel.sequence > 1 else None
+    splits = _split_layers(blueprint, mesh, module, tiled, ledger)
+    _split_experts(blueprint, mesh, ledger)
+    sequences = None
+    if config.parallel.sequence > 1:
+        sequences = Sequences(module, mesh, ledger, loss_fn, config.sequence_parallel.attention)
+    model_call = ModelCall(loss_fn, sequences, splits, mesh)
     num_divided = compiled.apply([unit.module for unit in blueprint.units if not unit.is_rest])
     if num_divided and not world.rank:
         logger.info("torch.compile: what holds blocks is compiled block by block, and part by part beside them")
@@ -110,7 +120,7 @@ def assemble(
     with alone():
         activation_offload, close_last = _offload_activations(blueprint, world, module, units)
     join = Join(mesh)
-    driver = _driver(blueprint, mesh, module, units, loss_fn, ledger, activation_offload, join, sequences)
+    driver = _driver(blueprint, mesh, module, units, model_call, ledger, activation_offload, join)
     casts_inputs = _cast_inputs(blueprint, module, ledger)
     if trial is not None:
         ledger.callback(trial.watch(world, module, config.train_batch_size or 0))
@@ -144,8 +154,8 @@ def _connect(blueprint: Blueprint, world: World) -> Mesh:
         blueprint.wanted_route,
         shared_bytes(blueprint),
         messages=PIPE,
-        folds=blueprint.domain.folds,
-        inner=INNER,
+        folds=blueprint.folds,
+        inner=blueprint.inner,
     )
     partition = blueprint.config.zero_optimization.partition_size
     if partition > 1 and mesh.over(blueprint.domain.states).route.copies_are_shared and not world.rank:
@@ -170,22 +180,21 @@ def _driver(
     mesh: Mesh,
     module: nn.Module,
     units: Sequence[Unit],
-    loss_fn: LossFn,
+    model_call: ModelCall,
     ledger: Ledger,
     activation_offload: ActivationOffload | None,
     join: Join,
-    sequences: Sequences | None,
 ) -> Driver:
     """What runs the model: hooks on it say when units are used, or the schedule of a pipeline does."""
     if blueprint.pipeline is not None:
         plan = blueprint.pipeline.at(mesh.place(PIPE))
-        return Pipeline(plan, mesh, module, units, loss_fn, ledger)
+        return Pipeline(plan, mesh, module, units, model_call, ledger)
     sequence = UnitSequence(units, blueprint.prefetch_numel, mesh.world.progress, join.before_pass)
     on_block = activation_offload.begin_block if activation_offload else None
     hooks = UnitHooks(sequence, blueprint.policy.frees_parameters, ledger, on_block)
     if mesh.world.device.type == "cpu":  # elsewhere the copy that it saves costs less than its Python
         DirectGradients(sequence, module.modules(), ledger)
-    return WholeModel(module, sequence, hooks, loss_fn, activation_offload or nullcontext(), mesh, sequences)
+    return WholeModel(module, sequence, hooks, model_call, activation_offload or nullcontext(), mesh, ledger)
 
 
 def _fill(
@@ -193,7 +202,7 @@ def _fill(
 ) -> None:
     """Puts the model's values into the shards; the model's own memory is given back on the way."""
     writer = FullValues(module, units, optimizer, mesh)
-    share_of, dtypes = shares_of(blueprint.tensor, mesh.place(TENSOR)), blueprint.dtypes
+    share_of, dtypes = shares_of(blueprint.tensor, blueprint.experts, mesh.place), blueprint.dtypes
     place = {id(p): (group, i) for unit in units for group in unit.groups for i, p in enumerate(group.params)}
     with torch.no_grad():
         for param, value in values:
@@ -211,10 +220,28 @@ def _fill(
                 group.release()
 
 
-def _split_layers(blueprint: Blueprint, mesh: Mesh, module: nn.Module, ledger: Ledger) -> None:
-    """What layers take in and give out is exchanged, where they are split over ranks."""
+def _split_layers(
+    blueprint: Blueprint, mesh: Mesh, module: nn.Module, tiled: Tiled, ledger: Ledger
+) -> SplitTrial | None:
+    """What layers take in and give out is exchanged, where they are split over ranks. Returns what is to be tried."""
     if blueprint.tensor is None:
-        return
+        return None
+    exchange = mesh.exchange((TENSOR,))
+    repeated = [unit.module for unit in blueprint.units if not unit.is_rest]
+    parts: TokenParts | None = None
+    trial = SplitTrial(
+        blueprint.tensor,
+        module,
+        repeated,
+        exchange,
+        lambda: nullcontext() if parts is None else parts.with_all_tokens(),
+    )
+    if trial.left_out and not mesh.world.rank:
+        logger.warning(
+            "parallel.tensor: it is not tried whether split layers compute what they do as a whole in %s, which holds "
+            "repeated blocks; put layers that follow each other into one module",
+            ", ".join(f"'{name or '(the model)'}'" for name in trial.left_out),
+        )
     if blueprint.tensor.left_whole and not mesh.world.rank:
         names = ", ".join(blueprint.tensor.left_whole)
         logger.warning(
@@ -223,10 +250,25 @@ def _split_layers(blueprint: Blueprint, mesh: Mesh, module: nn.Module, ledger: L
             blueprint.tensor.degree,
             names,
         )
-    exchange = mesh.exchange((TENSOR,))
     randomness = Randomness(exchange, mesh.world.device)  # always: who draws in a way that is not seen draws the same
-    SplitLayers(blueprint.tensor, module, exchange, randomness if draws(module) else None, ledger)
+    if blueprint.tensor.stacks:
+        in_tiles = frozenset(id(one) for _, one in tiled.modules)
+        parts = TokenParts(blueprint.tensor.stacks, in_tiles, module, exchange, randomness, ledger)
+    SplitLayers(blueprint.tensor, module, exchange, randomness if draws(module) else None, ledger, parts)
     watch_copies(blueprint.tensor, module, exchange, ledger)
+    return trial
+
+
+def _split_experts(blueprint: Blueprint, mesh: Mesh, ledger: Ledger) -> None:
+    """Tokens go to the ranks that have their experts."""
+    if blueprint.experts is None:
+        return
+    if blueprint.experts.left_whole and not mesh.world.rank:
+        names = ", ".join(blueprint.experts.left_whole)
+        logger.warning(
+            "parallel.expert: these experts are whole on all ranks, since they are not one module: %s", names
+        )
+    split_experts(blueprint.experts, mesh.exchange((EXPERT,)), ledger)
 
 
 def _move(param: nn.Parameter, values: Tensor) -> None:

@@ -17,8 +17,6 @@ PIPE, REPLICA, SECONDARY, SHARD, EXPERT, SEQUENCE, TENSOR = (
     "sequence",
     "tensor",
 )
-INNER = (SEQUENCE,)
-"""Axes on which models exchange tensors beside the gradients that are on their way: they have a route for each."""
 
 
 def arrangement_of(parallel: ParallelConfig, zero: ZeroConfig, policy: ZeroPolicy, num_ranks: int) -> Arrangement:

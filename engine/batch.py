@@ -60,6 +60,9 @@ def microbatches(batch: Any, count: int, rows: int | None) -> Iterator[Any]:
         raise ValueError(
             f"batch: expected a number of rows that gradient_accumulation_steps ({count}) divides, found {total}"
         )
+    if count == 1:
+        yield batch
+        return
     for index in range(count):
         yield _map_tensors(batch, partial(_part, index, count))
 
@@ -83,9 +86,9 @@ def prepared(
 
 def call(model: nn.Module, batch: Any) -> Any:
     """model(**batch) for a mapping, model(*batch) for a tuple or list, model(batch) for anything else."""
-    if isinstance(batch, Mapping):
-        return forward(model, (), batch)
-    return forward(model, batch if isinstance(batch, (tuple, list)) else (batch,), {})
+    if isinstance(batch, (tuple, list)):
+        return forward(model, batch, {})
+    return forward(model, (), batch) if isinstance(batch, Mapping) else forward(model, (batch,), {})
 
 
 def forward(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -159,33 +162,37 @@ def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | Non
             "loss: expected a tensor with one element as the model's output, or as its .loss, "
             f'["loss"] or [0], found {found}; give initialize(..., loss_fn=lambda output, batch: ...)'
         )
-    return loss.reshape(())
+    return loss.reshape(()) if loss.dim() else loss
 
 
 def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The value with other tensors in it, each changed once; what can be written to is the object that it was."""
-    seen: dict[int, Any] = {}  # by identity; with what it is of, so that identities are not given to others
+    return _replaced(value, change, {})
 
-    def replaced(value: Any) -> Any:
-        if id(value) in seen:
-            return seen[id(value)][1]
-        if isinstance(value, Tensor):
-            result: Any = change(value)
-        elif isinstance(value, tuple):
-            parts = [replaced(part) for part in value]
-            result = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-        else:
-            result = value
-        seen[id(value)] = value, result
-        if isinstance(value, MutableMapping):
-            _replace_items(value, list(value.items()), replaced)
-        elif isinstance(value, list):
-            _replace_items(value, list(enumerate(value)), replaced)
-        elif hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type, ModuleType)):
-            _replace_items(vars(value), list(vars(value).items()), replaced)
-        return result
 
-    return replaced(value)
+def _replaced(value: Any, change: Callable[[Tensor], Tensor], seen: dict[int, Any]) -> Any:
+    """seen: by identity; with what it is of, so that identities are not given to others.
+
+    No closure, which would hold itself, and with it the graph of a forward until Python looks for cycles.
+    """
+    if id(value) in seen:
+        return seen[id(value)][1]
+    if isinstance(value, Tensor):
+        result: Any = change(value)
+    elif isinstance(value, tuple):
+        parts = [_replaced(part, change, seen) for part in value]
+        result = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    else:
+        result = value
+    seen[id(value)] = value, result
+    replaced = partial(_replaced, change=change, seen=seen)
+    if isinstance(value, MutableMapping):
+        _replace_items(value, list(value.items()), replaced)
+    elif isinstance(value, list):
+        _replace_items(value, list(enumerate(value)), replaced)
+    elif hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type, ModuleType)):
+        _replace_items(vars(value), list(vars(value).items()), replaced)
+    return result
 
 
 def _replace_items(container: Any, items: Iterable[tuple[Any, Any]], replaced: Callable[[Any], Any]) -> None:
@@ -206,21 +213,20 @@ def _part(index: int, count: int, tensor: Tensor) -> Tensor:
 def _tensors(batch: Any) -> Iterable[Tensor]:
     if isinstance(batch, Tensor):
         yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors(value)
     elif isinstance(batch, (tuple, list)):
         for value in batch:
+            yield from _tensors(value)
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
             yield from _tensors(value)
 
 
 def _map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(batch, Tensor):
         return change(batch)
+    if isinstance(batch, (tuple, list)):
+        changed = [_map_tensors(value, change) for value in batch]
+        return type(batch)(*changed) if hasattr(batch, "_fields") else type(batch)(changed)
     if isinstance(batch, Mapping):
         return {key: _map_tensors(value, change) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_map_tensors(value, change) for value in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(_map_tensors(value, change) for value in batch)
     return batch

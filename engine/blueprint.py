@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ..comm import Arrangement, route_for
 from ..offload import PagePool
+from ..parallel.experts import ExpertPlan
 from ..parallel.plan import TensorPlan
 from ..pipe.split.split import SplitPlan
 from ..zero.domain import Copies, Domain
@@ -18,7 +19,7 @@ from ..zero.gather_ring import MAX_PREFETCHED
 from ..zero.plan import Dtypes, ModelPlan, Share, Shares
 from ..zero.policy import ZeroPolicy
 from ..zero.units import UnitPlan, plan_units
-from .axes import PIPE, TENSOR, arrangement_of, domain_of
+from .axes import EXPERT, PIPE, SEQUENCE, TENSOR, arrangement_of, domain_of
 from .config.config import Config
 from .offload import Home, Homes
 from .optimizer_plan import OptimizerChoice, OptimizerPlan
@@ -55,6 +56,7 @@ class Blueprint:
     dtypes: Dtypes
     units: tuple[UnitPlan, ...]
     tensor: TensorPlan | None  # which layers are split over ranks
+    experts: ExpertPlan | None  # which have experts that are
     pipeline: PipelinePlan | None  # as its first place sees it
     places: tuple[ModelPlan, ...]
     optimizer: OptimizerPlan
@@ -99,17 +101,26 @@ class Blueprint:
             known = split if isinstance(split, PipelinePlan) else PipelinePlan.of(config, model, split)
             pipeline = known.for_stage(config)
         of_stages = [units] if pipeline is None else pipeline.units_by_place(units)
-        degree = config.parallel.tensor
-        if degree > 1 and tensor is None:
-            tensor = TensorPlan.of(model, degree, config.tensor_parallel.plan)
+        tensor_degree, expert_degree = config.parallel.tensor, config.parallel.expert
+        if tensor_degree > 1 and tensor is None:
+            tensor = TensorPlan.of(model, tensor_degree, config.tensor_parallel.plan, config.parallel.tensor_sequence)
+        experts = ExpertPlan.of(model, expert_degree) if expert_degree > 1 else None
 
-        def plan_of(own: tuple[UnitPlan, ...], place: int) -> ModelPlan:
-            return ModelPlan.of(own, dtypes, domain, arrangement, chosen.role_of, shares_of(tensor, place))
+        def plan_of(own: tuple[UnitPlan, ...], of_experts: int, part: int) -> ModelPlan:
+            share_of = shares_of(tensor, experts, {EXPERT: of_experts, TENSOR: part}.__getitem__)
+            return ModelPlan.of(own, dtypes, domain, arrangement, chosen.role_of, share_of)
 
+        last = tensor_degree - 1
         if rounds_up:
-            places = tuple(one for own in of_stages for one in [plan_of(own, degree - 1)] * degree)
+            alike = expert_degree * tensor_degree
+            places = tuple(one for own in of_stages for one in [plan_of(own, 0, last)] * alike)
         else:
-            places = tuple(plan_of(own, place) for own in of_stages for place in range(degree))
+            places = tuple(
+                plan_of(own, of_experts, part)
+                for own in of_stages
+                for of_experts in range(expert_degree)
+                for part in range(tensor_degree)
+            )
         chosen.check_states([group for place in {id(one): one for one in places}.values() for group in place.updated])
         homes = Homes.of(config, device, chosen.fused is not None)
         rests_in_pages = homes.parameters is Home.FILE and not homes.is_apart and num_ranks > 1
@@ -122,6 +133,7 @@ class Blueprint:
             dtypes=dtypes,
             units=units,
             tensor=tensor,
+            experts=experts,
             pipeline=pipeline,
             places=places,
             optimizer=chosen,
@@ -135,16 +147,36 @@ class Blueprint:
 
     def place_of(self, rank: int) -> int:
         """Which part of the model a rank has, of all that are different: it is `places[...]`."""
-        return self.arrangement.place(rank, (PIPE, TENSOR))
+        return self.arrangement.place(rank, (PIPE, EXPERT, TENSOR))
 
     def first_rank_of(self, place: int) -> int:
         """The first rank that has the part `places[place]`."""
-        stage, part = divmod(place, self.config.parallel.tensor)
-        return self.arrangement.num_ranks // self.config.parallel.pipeline * stage + part
+        parallel = self.config.parallel
+        of_stage, part = divmod(place, parallel.tensor)
+        stage, of_experts = divmod(of_stage, parallel.expert)
+        first = self.arrangement.num_ranks // parallel.pipeline * stage
+        return first + of_experts * parallel.sequence * parallel.tensor + part
 
     def stage_place_of(self, place: int) -> int:
         """The place in the pipeline of ranks with the part `places[place]`."""
-        return place // self.config.parallel.tensor
+        return place // (self.config.parallel.tensor * self.config.parallel.expert)
+
+    @property
+    def ranks_of_place(self) -> int:
+        """How many ranks have the same part of the model."""
+        return self.arrangement.num_ranks // len(self.places)
+
+    @property
+    def folds(self) -> tuple[tuple[str, ...], ...]:
+        """Axes that are taken together."""
+        if self.experts is None:
+            return self.domain.folds
+        return *self.domain.folds, *self.domain.within((EXPERT,)).folds, (EXPERT, TENSOR)
+
+    @property
+    def inner(self) -> tuple[str, ...]:
+        """Axes with several ranks on which models exchange while gradients are on their way."""
+        return self.arrangement.wide((EXPERT, SEQUENCE))
 
     @property
     def shares_gradients(self) -> bool:
@@ -166,14 +198,16 @@ class Blueprint:
         return ahead if live is None or not zero.offloads_parameters else min(ahead, live)
 
 
-def shares_of(tensor: TensorPlan | None, place: int) -> Shares:
-    """What a place of the tensor axis has of each parameter."""
+def shares_of(tensor: TensorPlan | None, experts: ExpertPlan | None, place_on: Callable[[str], int]) -> Shares:
+    """What the ranks of a place have of each parameter. place_on: the name of an axis -> where on it."""
 
     def share(param: nn.Parameter) -> Share:
-        if tensor is None:
-            return Share.all_of(param)
-        portion, places = tensor.portion(param, place)
-        return Share(portion, (Copies(TENSOR, places, are_added=False),) if len(places) > 1 else ())
+        found = Share.all_of(param)
+        if tensor is not None:
+            portion, places = tensor.portion(param, place_on(TENSOR))
+            found = Share(portion, (Copies(TENSOR, places, are_added=False),) if len(places) > 1 else ())
+        rows = None if experts is None else experts.rows(param, place_on(EXPERT))
+        return found if rows is None else replace(found, portion=found.portion.cut(0, *rows), portioned=(EXPERT,))
 
     return share
 

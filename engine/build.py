@@ -83,7 +83,7 @@ def initialize(
         _log_notes(world, alone_note(world))
         _log_notes(world, [f"config: {note}" for note in resolved.notes])
         check_kernels(resolved, world.device)
-        check_sequences(resolved, module, loss_fn)
+        check_sequences(resolved, module)
         fuse_modules(module, resolved, world, ledger)
         tiled = tile_modules(module, resolved, world, ledger)
         if resolved.parallel.tensor > 1 and compiled.is_wanted:
@@ -112,6 +112,7 @@ def initialize(
             lr_scheduler=lr_scheduler,
             rows_per_microbatch=resolved.train_micro_batch_size_per_gpu if gives_rows else None,
             trial=trial,
+            tiled=tiled,
         )
     except BaseException:
         ledger.close()

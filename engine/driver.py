@@ -51,3 +51,6 @@ class Driver(Protocol):
 
     def evaluate(self, steps: Steps, batch: Any) -> list[Tensor]:
         """The loss of a batch, (), on the ranks that come to know it."""
+
+    def own(self, x: Tensor, fill: float) -> Tensor:
+        """This rank's part of (rows, tokens, ...), where ranks share sequences."""

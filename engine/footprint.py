@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -20,7 +21,7 @@ from ..zero.offloaded_states import ChunkLayout
 from ..zero.plan import GroupPlan, ModelPlan, Role
 from ..zero.policy import ZeroPolicy
 from ..zero.shard_state import MASTER, Kinds, kinds_of_block, scaled
-from .axes import INNER, SEQUENCE, TENSOR
+from .axes import SEQUENCE, TENSOR
 from .blueprint import Blueprint
 from .gathered import peak_gathered_bytes
 from .offload import Home
@@ -86,24 +87,23 @@ def shared_bytes(blueprint: Blueprint, exchanged: Mapping[str, int] | None = Non
     """
     if blueprint.route != "shared_memory":
         return 0
-    arrangement, domain = blueprint.arrangement, blueprint.domain
-    lines = [*arrangement.lines(domain.folds), *((name,) for name in arrangement.wide(INNER))]
+    arrangement, same_size = blueprint.arrangement, blueprint.ranks_of_place
+    lines = [*arrangement.lines(blueprint.folds), *((name,) for name in blueprint.inner)]
     sizes = [arrangement.size(names) for names in lines]
-    total: float = sum(arrangement.num_ranks // size * counters_bytes(size) for size in sizes if size > 1)
+    total = sum(arrangement.num_ranks // size * counters_bytes(size) for size in sizes if size > 1)
     largest = {name: known_exchange_bytes(blueprint) for name in arrangement.wide((SEQUENCE, TENSOR))}
     for nbytes in {**largest, **(exchanged or {})}.values():
         total += arrangement.num_ranks * EXCHANGE_SLOTS * exchange_slot_bytes(nbytes)
-    num_alike = arrangement.num_ranks // len(blueprint.places)  # ranks that have what a place has
+    common: Counter[int] = Counter()  # by ranks that have one copy, over all ranks of all places
     for plan in blueprint.places:
-        total += num_alike * _ring_bytes(plan, arrangement)
+        total += same_size * _ring_bytes(plan, arrangement)
         for group in plan.groups:
-            states_size, replicas_size = arrangement.size(group.domain.states), arrangement.size(group.domain.replicas)
-            is_common = blueprint.shares_gradients and replicas_size > 1 and not group.domain.tied
+            states_size, replicas_size = (arrangement.size(d) for d in (group.domain.states, group.domain.replicas))
             if states_size > 1:
-                total += num_alike / states_size * page_aligned(group.full_bytes)
-            elif is_common and group.role is not Role.FROZEN:
-                total += num_alike / replicas_size * page_aligned(_sum_bytes(group))
-    return round(total)
+                common[states_size] += same_size * page_aligned(group.full_bytes)
+            elif blueprint.shares_gradients and replicas_size > 1 and _is_summed(group):
+                common[replicas_size] += same_size * page_aligned(_sum_bytes(group))
+    return total + sum(nbytes // size for size, nbytes in common.items())
 
 
 def known_exchange_bytes(blueprint: Blueprint) -> int:
@@ -121,6 +121,11 @@ def known_exchange_bytes(blueprint: Blueprint) -> int:
     return max(whole, default=1)
 
 
+def _is_summed(group: GroupPlan) -> bool:
+    """Whether replicas may have one sum of its gradient."""
+    return group.role is not Role.FROZEN and not group.domain.tied
+
+
 class Footprint:
     """The bytes of one rank, kind by kind."""
 
@@ -129,8 +134,7 @@ class Footprint:
         self._place = blueprint.place_of(rank)
         self._plan: ModelPlan = blueprint.places[self._place]
         self._rank = rank
-        self._size: Callable[[tuple[str, ...]], int] = cache(blueprint.arrangement.size)
-        self._shares = cache(self._shares_of)
+        self._sizes = cache(partial(_sizes, blueprint))
         self._in_pipeline = blueprint.pipeline is not None
         self._accumulates = (blueprint.config.gradient_accumulation_steps or 1) > 1
         self._kinds = cache(lambda dtype: kinds_of_block(dtype, blueprint.optimizer.new_states))
@@ -144,22 +148,19 @@ class Footprint:
         shards = [group.shard_bytes for group in plan.groups]
         chunks = [nbytes for group in plan.updated for nbytes in self.chunks(group)]
         left = [self._left(group, moment) for group in plan.trained]
-        left += [self._second_on_host(group, moment) for group in plan.updated]
+        left += [nbytes for group in plan.updated for nbytes in self._second_on_host(group, moment)]
         return RankBytes(
             parameters=sum(map(self._at_rest, plan.groups)),
             gradients=sum(self.gradient(group, moment) for group in plan.trained),
             optimizer=sum(self._states(group, moment) for group in plan.updated),
             gathered=peak_gathered_bytes(blueprint, self._place, self.gathered) if gathers and self.frees_memory else 0,
             staging=self._staging() + self._leaving(),
-            host=_kept(shards, homes.parameters is Home.HOST) + _kept(chunks, homes.states is Home.HOST) + sum(left),
+            host=_kept(shards, homes.parameters is Home.HOST)
+            + _kept(chunks, homes.states is Home.HOST)
+            + _kept(left, True),
             file=_kept(shards, homes.parameters is Home.FILE)
             + _kept(chunks * homes.states_plan.num_versions, homes.states is Home.FILE),
         )
-
-    def _shares_of(self, domain: Domain) -> Shares:
-        states, is_shared = self._size(domain.states), self._blueprint.route == "shared_memory"
-        parameters = states if is_shared and states > 1 else self._size(domain.parameters)
-        return Shares.of(self._blueprint.policy, states, parameters)
 
     # -- parameters -----------------------------------------------------------------------------------------------
 
@@ -171,14 +172,17 @@ class Footprint:
         is_divided = any(self._size(group.domain.parameters) > 1 for group in self._plan.groups)
         return is_divided and self._blueprint.route != "shared_memory"
 
+    def _size(self, axes: tuple[str, ...]) -> int:
+        return self._blueprint.arrangement.size(axes)
+
     def _at_rest(self, group: GroupPlan) -> int:
         if self._blueprint.homes.parameters is not Home.MODEL:
             return 0
-        return group.full_bytes // self._shares(group.domain).parameters
+        return group.full_bytes // self._sizes(group.domain).shares.parameters
 
     def gathered(self, group: GroupPlan) -> int:
         """What full parameters take beside those at rest, which lie among them where pages move."""
-        rest = group.full_bytes // self._shares(group.domain).parameters
+        rest = group.full_bytes // self._sizes(group.domain).shares.parameters
         is_beside = not self._blueprint.moves_pages and rest < group.full_bytes
         return group.full_bytes + rest * is_beside - self._at_rest(group)
 
@@ -196,19 +200,20 @@ class Footprint:
         |               | on an accelerator                                                                |
         """
         blueprint, shard = self._blueprint, _sum_bytes(group)
-        shares_memory, replicas_size = blueprint.route == "shared_memory", self._size(group.domain.replicas)
-        is_common = blueprint.shares_gradients and shares_memory and replicas_size > 1 and not group.domain.tied
-        common, own = (shard // replicas_size, 0) if is_common else (0, shard)
+        shares_memory = blueprint.route == "shared_memory"
+        sizes = self._sizes(group.domain)
+        is_common = blueprint.shares_gradients and shares_memory and sizes.replicas > 1 and not group.domain.tied
+        common, own = (shard // sizes.replicas, 0) if is_common else (0, shard)
         leaves = self._leaves(group)
         if moment is Moment.ACCUMULATING and not self.adds_in_place(group):
             if not blueprint.policy.reduces_every_backward:
                 return common + self._local(group)
-            waits = bool(group.domain.tied) or replicas_size > 1  # for the sum over these
+            waits = bool(group.domain.tied) or sizes.replicas > 1  # for the sum over these
             whole = group.layout.padded_numel * group.accumulation_dtype.itemsize
-            return whole // self._shares(group.domain).gradients if waits or not leaves else 0
+            return whole // sizes.shares.gradients if waits or not leaves else 0
         if blueprint.timing is Timing.IN_BACKWARD or (leaves and self._is_on_accelerator):
             own = 0
-        is_one_copy = shares_memory and self._size(group.domain.states) > 1
+        is_one_copy = shares_memory and sizes.states > 1
         is_given_back = leaves or blueprint.timing is Timing.DELAYED or is_one_copy or self._is_on_accelerator
         if moment is Moment.BETWEEN_STEPS and is_given_back:
             own = 0
@@ -244,7 +249,8 @@ class Footprint:
 
     def adds_in_place(self, group: GroupPlan) -> bool:
         """Whether autograd adds up a step's gradients in the shard: see `GroupGradient.accumulate_in_place`."""
-        is_alone = self._size(group.domain.states) == self._size(group.domain.replicas) == 1
+        sizes = self._sizes(group.domain)
+        is_alone = sizes.states == sizes.replicas == 1
         return self._in_pipeline and is_alone and not self._leaves(group) and group.accumulation_dtype == group.dtype
 
     def _staging(self) -> int:
@@ -253,19 +259,16 @@ class Footprint:
             return _ring_bytes(self._plan, self._blueprint.arrangement)
         if route != "sockets":
             return 0
-        arrangement = self._blueprint.arrangement
-        messages: dict[tuple[str, ...], list[tuple[torch.dtype, int, int]]] = {}
+        # By the axes of an exchange, of which each has buffers of its own: (dtype, of a slot, that this rank sums).
+        parts: dict[tuple[str, ...], list[tuple[torch.dtype, int, int]]] = {}
         for one in trained:
-            states, replicas = arrangement.wide(one.domain.states), arrangement.wide(one.domain.replicas)
-            layout = one.layout
-            if states:
-                part = (one.reduce_dtype, layout.padded_numel, layout.shard_numel)
-                messages.setdefault(states, []).append(part)
-            if replicas:
-                regions = regions_of(layout.shard_numel, self._size(replicas))
-                own = regions[arrangement.place(self._rank, replicas)]
-                messages.setdefault(replicas, []).append((one.reduce_dtype, layout.shard_numel, _numel(own)))
-        return sum(_exchanged(parts, self._size(names)) for names, parts in messages.items())
+            states, replicas = one.domain.states, one.domain.replicas
+            numel, shard = one.layout.padded_numel, one.layout.shard_numel
+            parts.setdefault(states, []).append((one.reduce_dtype, numel, shard))
+            place = self._blueprint.arrangement.place(self._rank, replicas)
+            summed = _numel(regions_of(shard, self._size(replicas))[place])
+            parts.setdefault(replicas, []).append((one.reduce_dtype, shard, summed))
+        return sum(_exchanged(own, self._size(axes)) for axes, own in parts.items() if self._size(axes) > 1)
 
     # -- states ---------------------------------------------------------------------------------------------------
 
@@ -274,8 +277,8 @@ class Footprint:
         if self._blueprint.timing is Timing.DELAYED:
             total += self._second(group)
         if self._blueprint.timing is Timing.SPECULATIVE and moment is Moment.REDUCED:
-            total += total + self._second(group) + self._copied_chunks(group)
-        return total - self._second_on_host(group, moment)
+            total += total + self._second(group) + sum(self._copied_chunks(group))
+        return total - sum(self._second_on_host(group, moment))
 
     def _second(self, group: GroupPlan) -> int:
         """Of the parameters, but for those that are rounded from master weights in memory: these stand for it."""
@@ -283,22 +286,39 @@ class Footprint:
         resident = self._resident[id(group)] if has_master else 0
         return (group.layout.shard_numel - resident) * group.dtype.itemsize
 
-    def _copied_chunks(self, group: GroupPlan) -> int:
-        return sum(self.chunks(group)) if self._blueprint.homes.states is Home.HOST else 0
+    def _copied_chunks(self, group: GroupPlan) -> list[int]:
+        return self.chunks(group) if self._blueprint.homes.states is Home.HOST else []
 
-    def _second_on_host(self, group: GroupPlan, moment: Moment) -> int:
-        """Of second versions, what the host has that updates them, while the model is on an accelerator."""
+    def _second_on_host(self, group: GroupPlan, moment: Moment) -> list[int]:
+        """Of second versions, what the host has that updates them, while the model is on an accelerator: buffers."""
         if not self._is_on_accelerator or not self._leaves(group):
-            return 0
+            return []
         if self._blueprint.timing is Timing.DELAYED:
-            return self._second(group)
+            return [self._second(group)]
         is_tried = self._blueprint.timing is Timing.SPECULATIVE and moment is Moment.REDUCED
-        return self._copied_chunks(group) if is_tried else 0
+        return self._copied_chunks(group) if is_tried else []
 
     def chunks(self, group: GroupPlan) -> list[int]:
         """Bytes of what is not with the model."""
         parts = self._blueprint.homes.states_plan.chunks(self._resident[id(group)], group.layout.shard_numel)
         return [self._of_chunk(group.dtype, high - low) for low, high in parts]
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """How many ranks the axes of a domain have."""
+
+    states: int
+    replicas: int
+    shares: Shares
+
+
+def _sizes(blueprint: Blueprint, domain: Domain) -> _Sizes:
+    size = blueprint.arrangement.size
+    states = size(domain.states)
+    has_one_copy = blueprint.route == "shared_memory" and states > 1
+    parameters = states if has_one_copy else size(domain.parameters)
+    return _Sizes(states, size(domain.replicas), Shares.of(blueprint.policy, states, parameters))
 
 
 def _ring_bytes(plan: ModelPlan, arrangement: Arrangement) -> int:

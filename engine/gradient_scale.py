@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ..parallel.tiled_logits import TiledLogits
 from ..zero.graph_task import GraphTask, current_graph_task
 from ..zero.loss_scale import LossScaler
 from ..zero.sequence import StateError
+from .backward_starts import Root
 from .batch import replace_tensors
 from .config.config import Config
 
+_IN_PART = (
+    "backward: expected all of the loss through engine.scale(), found a part of it past that, as in "
+    "(engine.scale(a) + b).backward(): call engine.scale(a + b).backward(), or (a + b).backward()"
+)
 _EDGE = "lowtide: edge of the engine"  # a key in the metadata of nodes of the graph
 
 
@@ -34,6 +39,9 @@ class GradientScale:
 
         other parameters -> input |edge  engine's forward  edge| output -> other parameters -> loss
                   divided here ----^        multiplied here ----^              or there ----^  and divided on the way
+
+    A loss that comes to the engine's parameters past what it has returned (a weight in a penalty, a part of the model
+    that was called by itself, a loss that a block keeps) is taken for a given one when its backward begins (`begin`).
     """
 
     def __init__(self, config: Config, data_size: int, loss_scaler: LossScaler, own: Iterable[nn.Parameter]) -> None:
@@ -44,8 +52,9 @@ class GradientScale:
         self._own = frozenset(map(id, own))
         self._entered: list[Node] = []  # what the inputs of the forward that runs were made by
         self._given: weakref.ref[GraphTask] | None = None  # a backward whose loss was multiplied
-        self._divisions: dict[Node, RemovableHandle] = {}  # in that backward
+        self._factors: dict[tuple[Node, float], RemovableHandle] = {}  # on the way, in that backward
         self._given_edges: set[Node] = set()  # of what it has returned: where such a backward comes to it
+        self._earlier_edges: set[Node] = set()  # those before another forward: where gradients were divided again
         self._applied_in = -1  # the last run of autograd in which it was, in one way or the other
 
     @property
@@ -105,35 +114,80 @@ class GradientScale:
         """The loss; its backward gives gradients of seed x loss to the engine's parameters, of the loss to others."""
         return loss if self.seed == 1.0 else cast(Tensor, _Applied.apply(loss, loss.grad_fn, self))  # type: ignore[no-untyped-call]
 
+    def begin(self, roots: Sequence[Root], inputs: Sequence[Root] | None) -> Sequence[Root]:
+        """What a backward is to begin with; see `backward_starts.Listener`.
+
+        Raises StateError where only a part of it was through `scale`, and for a `torch.autograd.grad` of parameters.
+        """
+        if self.seed == 1.0 or (inputs is not None and not any(id(one) in self._own for one in inputs)):
+            return roots
+        nodes = [root.node if isinstance(root, GradientEdge) else _node_of(root) for root in roots]
+        reached = _reached(nodes, self._below_outside)
+        if not any(_is_leaf_of(node, self._own) for node in reached):
+            return roots
+        if inputs is not None:
+            raise StateError(
+                "torch.autograd.grad: expected a loss of what engine(...) has returned, found one that reads the "
+                f"engine's parameters beside it: of the gradient that is asked for a part would have the factor "
+                f"{self.seed:g} of float16's loss scale (or prescale_gradients, gradient_predivide_factor), and "
+                "a part not; give grad() the two losses one after the other"
+            )
+        if any(self._has_applied(node) for node in reached):
+            raise StateError(_IN_PART)
+        if not all(isinstance(root, Tensor) for root in roots):
+            raise StateError(
+                "torch.autograd.backward: expected tensors, found a GradientEdge, of a loss that reads the engine's "
+                "parameters beside what engine(...) has returned; give it the tensor"
+            )
+        return tuple(
+            self.apply(cast(Tensor, root)) if _is_scaled(node, self._own, id(self)) else root
+            for root, node in zip(roots, nodes, strict=True)
+        )
+
+    def _below_outside(self, node: Node) -> Iterable[Node | None]:
+        """What comes after a node in a backward, but for what lies in a forward of an engine, or was given to this."""
+        if _edges(node):
+            return [earlier for entered in _edges(node).values() for earlier in entered]
+        if isinstance(node, _Edge._backward_cls) or self._has_applied(node):
+            return ()
+        return _below(node)
+
+    def _has_applied(self, node: Node) -> bool:
+        return isinstance(node, _Applied._backward_cls) and getattr(node, "scale", None) is self
+
     def multiplied(self, gradient: Tensor, edge: Node) -> Tensor:
         """A gradient that comes to what the engine has returned. Raises StateError where it lacks what others have."""
         if not self.is_given:
             self._applied_in = current_graph_task()
             return cast(Tensor, _Edge.apply(gradient, self, True))  # type: ignore[no-untyped-call]
-        if edge not in self._given_edges:
-            raise StateError(
-                "backward: expected all of the loss through engine.scale(), found a part of it past that, as in "
-                "(engine.scale(a) + b).backward(): call engine.scale(a + b).backward(), or (a + b).backward()"
-            )
-        return gradient
+        if edge in self._given_edges:
+            return gradient
+        if edge in self._earlier_edges:
+            return gradient * self.seed
+        raise StateError(_IN_PART)
 
     def _begin_given(self, loss: Node | None) -> None:
         """Where the gradient of seed x loss goes over to what is not the engine's, it is divided."""
         self._applied_in = current_graph_task()
         if not self.is_given:
-            self._divisions, self._given_edges = {}, set()
-        ways, edges = _ways_out(loss, self._own, self)  # all are found before the first hook
-        self._given_edges |= edges
-        for node, indices in ways:
-            if node not in self._divisions:  # another loss of the same backward has come to it
-                self._divisions[node] = _divided(node, indices, self.seed)
+            self._forget_given()
+        ways = _ways_out(loss, self._own, self)  # all are found before the first hook
+        self._given_edges |= ways.edges
+        self._earlier_edges |= ways.earlier_edges
+        for nodes, factor in ((ways.out, 1.0 / self.seed), (ways.back, self.seed)):
+            for node, indices in nodes.items():
+                if (node, factor) not in self._factors:  # another loss of the same backward has come to it
+                    self._factors[node, factor] = _multiplied(node, indices, factor)
         if not self.is_given:
             self._given = weakref.ref(GraphTask(self._end_given))
 
     def _end_given(self) -> None:
-        for handle in self._divisions.values():
+        for handle in self._factors.values():
             handle.remove()
-        self._divisions, self._given_edges = {}, set()
+        self._forget_given()
+
+    def _forget_given(self) -> None:
+        self._factors, self._given_edges, self._earlier_edges = {}, set(), set()
 
 
 class _Edge(torch.autograd.Function):
@@ -203,15 +257,21 @@ def _edges(node: Node) -> dict[int, Sequence[Node]]:
     return cast(dict[int, Sequence[Node]], _metadata(node).get(_EDGE, {}))
 
 
-def _ways_out(
-    loss: Node | None, own: Collection[int], scale: GradientScale
-) -> tuple[list[tuple[Node, list[int]]], set[Node]]:
-    """Nodes between the loss and the engine, with those of their inputs that are leaves, come from before the engine,
-    or are made by another engine, which has factors of its own; and those that the engine has returned.
+class _Ways(NamedTuple):
+    """Where the backward of a given loss goes over from what has its factor to what has not, and the other way.
 
-    own: identities of the engine's parameters. scale: that of the engine. What is before the engine may reach the
-    loss past it as well.
+    Nodes, with those of their inputs that lie on the other side. What is before the engine may reach the loss past it
+    as well.
     """
+
+    out: dict[Node, list[int]]  # to leaves, to what comes from before the engine, to engines with factors of their own
+    back: dict[Node, list[int]]  # from before the engine to its parameters
+    edges: set[Node]  # of what the engine has returned, with the factor
+    earlier_edges: set[Node]  # without it
+
+
+def _ways_out(loss: Node | None, own: Collection[int], scale: GradientScale) -> _Ways:
+    """own: identities of the engine's parameters. scale: that of the engine."""
     entered: list[Node] = []
     engine = id(scale)  # its key among `_edges`
     if loss is not None and _is_of_another(loss, engine):
@@ -220,27 +280,37 @@ def _ways_out(
             "call the backward of that one, or loss.backward()"
         )
 
-    def below_outside(node: Node) -> bool:
+    def below_outside(node: Node) -> Iterable[Node | None]:
         entered.extend(_edges(node).get(engine, ()))
-        return not _edges(node)
+        return () if _edges(node) else _below(node)
 
     outside = _reached([loss], below_outside)
-    if any(isinstance(node, _Applied._backward_cls) and getattr(node, "scale", None) is scale for node in outside):
+    if any(scale._has_applied(node) for node in outside):
         raise StateError(
             "engine.backward(loss): expected a loss that has not been through engine.scale(), found one that has: call "
             "engine.backward(loss), or engine.scale(loss).backward()"
         )
-    before = _reached(entered)
-    found = []
-    for node in outside - before:
-        ways = [
-            index
-            for index, (other, _) in enumerate(node.next_functions)
-            if other is not None and (other in before or _is_other_leaf(other, own) or _is_of_another(other, engine))
-        ]
-        if ways and not _edges(node):
-            found.append((node, ways))
-    return found, {node for node in outside if engine in _edges(node)}
+    before = _reached(entered, scale._below_outside)
+
+    def is_out(node: Node) -> bool:
+        return node in before or _is_other_leaf(node, own) or _is_of_another(node, engine)
+
+    return _Ways(
+        _ways(outside - before, is_out),
+        _ways(before, lambda node: _is_leaf_of(node, own)),
+        {node for node in outside - before if engine in _edges(node)},
+        {node for node in before if engine in _edges(node)},
+    )
+
+
+def _ways(nodes: Iterable[Node], is_beyond: Callable[[Node], bool]) -> dict[Node, list[int]]:
+    """Those of the nodes that are no edges, with the places of their inputs that are beyond."""
+    found = {
+        node: [index for index, (other, _) in enumerate(node.next_functions) if other is not None and is_beyond(other)]
+        for node in nodes
+        if not _edges(node)
+    }
+    return {node: indices for node, indices in found.items() if indices}
 
 
 def _is_of_another(node: Node, engine: int) -> bool:
@@ -253,23 +323,40 @@ def _is_other_leaf(node: Node, own: Collection[int]) -> bool:
     return leaf is not None and id(leaf) not in own
 
 
-def _reached(starts: Iterable[Node | None], goes_on: Callable[[Node], bool] = lambda node: True) -> set[Node]:
-    """The nodes, and all below them; below a node only where `goes_on` says so."""
+def _is_leaf_of(node: Node, own: Collection[int]) -> bool:
+    leaf = getattr(node, "variable", None)
+    return leaf is not None and id(leaf) in own
+
+
+def _is_scaled(root: Node | None, own: Collection[int], engine: int) -> bool:
+    """Whether what a backward begins with gets the factor there, and not where it comes to an engine's edge."""
+    return root is not None and not _is_other_leaf(root, own) and not _is_of_another(root, engine)
+
+
+def _node_of(root: Tensor) -> Node | None:
+    return get_gradient_edge(root).node if root.requires_grad else None
+
+
+def _below(node: Node) -> Iterable[Node | None]:
+    return [other for other, _ in node.next_functions]
+
+
+def _reached(starts: Iterable[Node | None], below: Callable[[Node], Iterable[Node | None]] = _below) -> set[Node]:
+    """The nodes, and all that is below them, as `below` says."""
     found, waiting = set[Node](), list(starts)
     while waiting:
         node = waiting.pop()
         if node is not None and node not in found:
             found.add(node)
-            if goes_on(node):
-                waiting.extend(other for other, _ in node.next_functions)
+            waiting.extend(below(node))
     return found
 
 
-def _divided(node: Node, indices: Collection[int], seed: float) -> RemovableHandle:
-    """Divides the gradients that a node gives to some of its inputs."""
+def _multiplied(node: Node, indices: Collection[int], factor: float) -> RemovableHandle:
+    """Multiplies the gradients that a node gives to some of its inputs."""
 
     def hook(gradients: Sequence[Tensor | None], _: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        return tuple(g / seed if g is not None and index in indices else g for index, g in enumerate(gradients))
+        return tuple(g * factor if g is not None and index in indices else g for index, g in enumerate(gradients))
 
     handle: RemovableHandle = node.register_hook(hook)
     return handle

@@ -85,7 +85,7 @@ class ModelGuard:
     def remember_values(self) -> None:
         """The step has ended: nobody changes values now."""
         self._told = []
-        if not self._memory or any(values is self._memory for values, _ in self._looks):
+        if self._samples and (not self._memory or any(values is self._memory for values, _ in self._looks)):
             with torch.inference_mode(False):  # it is written to later
                 self._memory = [sample.take() for sample in self._samples]
         else:  # at the addresses of the last step, so that what is taken beside them has its own again as well

@@ -39,6 +39,11 @@ NO_JOIN = (
     "take the same batches, and there is no part without data. Let the loader end with the shortest share"
 )
 
+NO_JOIN_OF_EXPERTS = (
+    "engine.join(): expected an engine without parallel.expert, found one with it: a rank that has run out of data "
+    "would not come to the exchange of tokens in the forwards of others. Let the loader end with the shortest share"
+)
+
 
 class Join:
     """Tells ranks that have run out of data which collectives those that have some are about to make.

@@ -18,7 +18,6 @@ from ..zero.sequence import StateError
 from ..zero.shard_rest import ShardRest
 from ..zero.unit import Unit
 from .archive.agreement import no_rank_alone
-from .axes import TENSOR
 from .blueprint import Blueprint, shares_of
 from .driver import Driver
 
@@ -193,7 +192,7 @@ class LateGroups:
 
     def _plan(self, name: str, like: ShardedGroup, params: Sequence[Any], role: Role) -> GroupPlan:
         dtypes, arrangement = self._blueprint.dtypes, self._blueprint.arrangement
-        shares = shares_of(self._blueprint.tensor, self._mesh.place(TENSOR))
+        shares = shares_of(self._blueprint.tensor, self._blueprint.experts, self._mesh.place)
         return plan_group(name, params, like.dtype, role, dtypes, like.domain, arrangement, shares)
 
     @torch.no_grad()

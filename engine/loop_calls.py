@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Mesh
+from .axes import EXPERT
 from .driver import Driver
-from .join import NO_JOIN, Call, Join
+from .join import NO_JOIN, NO_JOIN_OF_EXPERTS, Call, Join
 from .step_gradients import StepGradients
 from .step_result import StepResult
 from .steps import Steps
@@ -38,6 +39,15 @@ class LoopCalls:
         loss in the result of the step. Its value is that of `loss`. Raises ValueError for what is no loss, ().
         """
         return self._driver.scale(self._steps, loss)
+
+    def sequence_part(self, x: Tensor, fill: float = 0) -> Tensor:
+        """This rank's part of x, (rows, tokens, ...), where ranks share sequences (`parallel.sequence`); else x.
+
+        What `engine(...)` returns stands beside it: with it a loop computes a loss of its own from the part's logits.
+        Labels are to stand where they are predicted (shifted by one, -100 for none). fill: of the tokens that are added
+        where the ranks do not divide them. Ask for it before the forward, which needs no labels then.
+        """
+        return self._driver.own(x, fill)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context whose backwards are not the last of their step: `accumulate(last=False)`, as DDP calls it."""
@@ -82,12 +92,14 @@ class LoopCalls:
         Ranks without data take part in the steps of the others until all have run out. Gradient and loss are the mean
         over the microbatches that there were. All ranks must enter it; `train_step`, forward, `backward`,
         `clip_grad_norm_`, `step`, `eval_step` and `agree` may be in it, and what the config saves. Raises ValueError
-        over a pipeline, StateError for other calls of all ranks in it, for those of other engines, and where another
-        engine's is open.
+        over a pipeline, or where ranks share layers or experts, StateError for other calls of all ranks in it, for
+        those of other engines, and where another engine's is open.
         """
         self._turn.check("engine.join()")
         if not self._mesh.has_whole:
             raise ValueError(NO_JOIN)
+        if self._mesh.axes[EXPERT].size > 1:
+            raise ValueError(NO_JOIN_OF_EXPERTS)
         with self._join.opened():
             yield
             with self._turn.of("engine.join()"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,11 @@ from ..pipe.schedules.schedule import Schedule
 from ..pipe.stage import make_stages
 from ..zero.scheduled_units import ScheduledUnits
 from ..zero.unit import Unit
-from .batch import call_for_loss, loss_of
+from .batch import replace_tensors
 from .join import NO_JOIN, Call
-from .pipeline_plan import LossFn, PipelinePlan
-from .same_batch import SameBatch
+from .model_call import ModelCall
+from .pipeline_plan import PipelinePlan
+from .same_batch import Differs, SameBatch
 from .steps import Steps
 from .turn import Turn
 
@@ -35,16 +36,18 @@ class Pipeline:
         mesh: Mesh,
         module: nn.Module,
         units: Sequence[Unit],
-        loss_fn: LossFn,
+        model_call: ModelCall,
         ledger: Ledger,
     ) -> None:
         """module: the whole model; what other ranks have is taken out of it."""
         self.whole = plan.whole
         self._plan = plan
         self._mesh = mesh
+        self._module = module
         stages = dict(zip(plan.stages, make_stages(module, plan.split, plan.stages, ledger), strict=True))
         self.passes = ScheduledUnits(units, {stage: plan.members(units, stage) for stage in plan.stages}, mesh)
-        self._same = SameBatch(mesh)
+        self._call = model_call
+        self._same = SameBatch(mesh, module)
         self._failure: str | None = None  # of an earlier step, in the middle of its schedule
         self._training, self._evaluation = (
             Executor(
@@ -54,8 +57,8 @@ class Pipeline:
                 self.passes,
                 mesh.peers,
                 mesh.world.device,
-                lambda model, batch: call_for_loss(model, batch, loss_fn),
-                lambda output, batch: loss_of(output, batch, loss_fn),
+                model_call.output,
+                lambda output, ready: model_call.loss(self._marked(output), ready),
                 ledger,
             )
             for schedule in (plan.schedule, _evaluation(plan.schedule))
@@ -77,7 +80,8 @@ class Pipeline:
             executor.messages.forget_kinds()
 
     def listen(self, steps: Steps, turn: Turn) -> None:
-        """Its graphs begin and end in its own stages."""
+        """Its graphs begin and end in its own stages, but for what a loss_fn adds."""
+        self._scale = steps.scale
 
     def train(self, steps: Steps, microbatches: Iterator[Any]) -> None:
         """Losses are those of the ranks that have the last stage.
@@ -87,14 +91,20 @@ class Pipeline:
         """
         given = list(microbatches)
         steps.check_whole(len(given))
-        ready = [steps.prepared(microbatch) for microbatch in given]
         steps.guard.check()
         self._mesh.world.progress.enter(Activity.PIPELINE)
         differ = self._differ(given)
-        found = torch.full((), differ, device=self._mesh.world.device)
-        steps.doubt(found, lambda: self._same.refuse(differ))
-        with self._remembers_failure(), steps.backward(len(given)):
-            losses = self._training.pass_by() if differ else self._training.run(ready, steps.scale.seed)
+        ready = [] if differ else self._ready(steps, given)
+        found = torch.full((), bool(differ), device=self._mesh.world.device)
+        steps.doubt(found, lambda: self._tell(self._training, differ))
+
+        def run() -> list[Tensor]:
+            return self._training.pass_by() if differ else self._training.run(ready, steps.scale.apply)
+
+        with self._remembers_failure():
+            losses = steps.backward(run, len(given))
+        if self._training.difference is not None:
+            steps.doubt(torch.ones_like(found), lambda: self._tell(self._training, differ))
         steps.losses.extend(losses)
 
     def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -110,15 +120,56 @@ class Pipeline:
         raise ValueError(NO_JOIN)
 
     def evaluate(self, steps: Steps, batch: Any) -> list[Tensor]:
-        ready = steps.prepared(batch)
         differ = self._differ([batch])
+        ready = [] if differ else self._ready(steps, [batch])
         try:
             with self._remembers_failure():
-                losses = self._evaluation.pass_by() if differ else self._evaluation.run([ready])
+                losses = self._evaluation.pass_by() if differ else self._evaluation.run(ready)
             self._same.refuse(differ)
+            self._refuse_difference(self._evaluation)
             return losses
         finally:
             self.passes.release_all()
+
+    def _tell(self, executor: Executor, differ: Differs) -> NoReturn:
+        """Raises ValueError on all ranks, where batches differ on one, or a stage has returned another thing."""
+        self._same.refuse(differ)
+        found = self._mesh.world.gather_objects(executor.difference)
+        raise ValueError(next(text for text in found if text is not None))
+
+    def _refuse_difference(self, executor: Executor) -> None:
+        """As `_tell`, where there is something to tell. Waits for the hosts of this pipeline, and for others beside."""
+        own = torch.full((1,), executor.difference is not None, dtype=torch.int64)
+        if self._same.is_anywhere(bool(self._mesh.peers.sum_on_host(own, "the outcome of an evaluation"))):
+            self._tell(executor, Differs.NOTHING)
+
+    def _marked(self, output: Any) -> Any:
+        """The output of the last stage as a loss_fn is to see it. What it has received is no leaf then."""
+
+        def inner(tensor: Tensor) -> Tensor:
+            return tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor
+
+        return output if self._scale.seed == 1.0 else self._scale.mark_output(replace_tensors(output, inner))
+
+    def own(self, x: Tensor, fill: float) -> Tensor:
+        return self._call.own(x, fill)
+
+    def _ready(self, steps: Steps, batches: Sequence[Any]) -> list[Any]:
+        def loss(ready: Any) -> Tensor | None:
+            try:
+                with self._remembers_failure():
+                    return next(iter(self._evaluation.run([ready])), None)
+            finally:
+                self.passes.release_all()
+
+        def summed(numbers: Sequence[int]) -> Sequence[int]:
+            found: list[int] = self._mesh.peers.sum_on_host(torch.tensor(numbers), "the check of sequences").tolist()
+            return found
+
+        self._call.try_once(steps, batches[0], loss, summed=summed)
+        made = [self._call.ready(steps, batch) for batch in batches]
+        self._call.compare_once(steps, self._module, lambda: loss(made[0]))
+        return made
 
     @contextmanager
     def _remembers_failure(self) -> Iterator[None]:
@@ -134,7 +185,7 @@ class Pipeline:
             f"{self._plan.split.num_stages} (parallel.pipeline); use {instead}, which works at every split"
         )
 
-    def _differ(self, batches: Sequence[Any]) -> bool:
+    def _differ(self, batches: Sequence[Any]) -> Differs:
         """As `SameBatch.differ`. Raises RuntimeError where messages of an earlier step may be under way."""
         if self._failure is not None:  # they would be taken for those of this step
             raise RuntimeError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +15,13 @@ from ..comm.solo import SoloRoute
 from ..model.ledger import Ledger
 from ..parallel.randomness import Randomness
 from ..parallel.sequence_attention import SequenceAttention, check_attention
-from ..parallel.sequence_data import SequenceData, SequenceError, Whole, check_model
+from ..parallel.sequence_data import SequenceData, SequenceError, SequencePart, SequenceTrial, check_model
+from ..pipe.split.trees import leaves
+from ..watch.log import logger
 from .axes import SEQUENCE
 from .config.config import Config
 from .config.errors import ConfigError, Fault
+from .eval_mode import in_eval_mode
 from .pipeline_plan import LossFn
 
 _MEET = (
@@ -24,72 +29,148 @@ _MEET = (
     "alone; use scaled_dot_product_attention, or set parallel.sequence to 1"
 )
 
+_OF_LOSS_FN = "; a loss_fn reads nothing of tokens without a label, and shifts no labels"
+
 
 class Sequences:
-    """A rank's parts of the microbatches, with the attention that sees all of them. is_tried: by `try_once`."""
+    """A rank's parts of the microbatches, with the attention that sees all of them."""
 
-    def __init__(self, module: nn.Module, mesh: Mesh, ledger: Ledger) -> None:
+    def __init__(self, module: nn.Module, mesh: Mesh, ledger: Ledger, loss_fn: LossFn, way: str) -> None:
+        """way: sequence_parallel.attention of the config."""
         exchange = mesh.exchange((SEQUENCE,))
         self._device = mesh.world.device
         self._module = module
-        self._data = SequenceData(module, exchange)
-        self._attention = SequenceAttention(exchange)
+        self._has_own_loss = loss_fn is None
+        self._data = SequenceData(module, exchange, self._has_own_loss)
+        self._data_by_hand = SequenceData(module, exchange)
+        self._attention = SequenceAttention(exchange, way, logger.info if mesh.world.rank == 0 else None)
         self._attention.put_on(module, ledger)
         self._randomness = Randomness(exchange, self._device)
-        self.is_tried = False
-        ledger.hook(module.register_forward_pre_hook(self._begin))
-        ledger.hook(module.register_forward_hook(self._end, always_call=True))
+        self._are_parts_known = False  # to the script
+        self._tried: set[bool] = set()  # calls with labels, and without
+        ledger.hook(module.register_forward_pre_hook(self._check))
 
-    def part(self, batch: Any) -> tuple[Any, float | None]:
-        """This rank's inputs of the model, and what its loss is to be multiplied by: see `SequenceData.part`."""
-        made, whole, factor = self._data.part(batch, self._device)
-        self._attention.forwards.expect(whole)
-        return made, factor
+    def part(self, batch: Any) -> SequencePart:
+        """This rank's inputs of the model. Raises SequenceError."""
+        return self._data.part(batch, self._device)
 
-    def _begin(self, module: nn.Module, args: Any) -> None:
-        """Ranks have other tokens and other heads, so all that a forward draws is different on each."""
-        self._attention.forwards.begin(type(module).__name__)
-        if module.training:
+    def part_of_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SequencePart:
+        """As `part`, of a call by hand. Raises SequenceError where its loss could not be that of the whole."""
+        if args:
+            raise SequenceError("expected a call with names alone, engine(**batch), found positional arguments")
+        part = self._data_by_hand.part(kwargs, self._device, needs_labels=False)
+        if torch.is_grad_enabled() and "shift_labels" not in part and not self._are_parts_known:
+            raise SequenceError(
+                "expected labels among the inputs, or engine.sequence_part(labels, fill=-100) before the call: a rank "
+                "has the logits of a part of each sequence, and a mean over them is not the mean over the whole; what "
+                "adds up to that is the sum over its own labels, divided by the number of all"
+            )
+        return part
+
+    def own(self, x: Tensor, fill: float) -> Tensor:
+        """This rank's part of (rows, tokens, ...)."""
+        self._are_parts_known = True
+        return self._data.own(x, fill)
+
+    def run(self, part: SequencePart, forward: Callable[[], Any]) -> Any:
+        """What a forward of the model with these inputs gives.
+
+        Ranks have other tokens and other heads, so all that it draws is different on each.
+        """
+        forwards = self._attention.forwards
+        forwards.begin(part.whole)
+        if self._module.training:
             self._randomness.begin()
-            self._randomness.leave_common(module)
+            self._randomness.leave_common(self._module)
+        try:
+            output = forward()
+            forwards.end(output)
+            return output
+        finally:  # a stage of a pipeline leaves the model in the middle
+            self._randomness.return_to_common()
+            forwards.end(None)
 
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._randomness.return_to_common()
-        self._attention.forwards.end(output)
+    def try_once(
+        self,
+        batch: Any,
+        loss_of: Callable[[SequencePart], Tensor | None],
+        output_of: Callable[[SequencePart], Any] | None,
+        summed: Callable[[Sequence[int]], Sequence[int]],
+    ) -> None:
+        """Whether tokens meet in attention alone: where each sees itself alone, a loss knows of no other token. And
+        whether losses of parts add up to the loss of the whole. Of calls without labels, what the output knows.
 
-    def try_once(self, batch: Any, loss_of: Callable[[Any], Tensor]) -> None:
-        """Whether tokens meet in attention alone: where each sees itself alone, a loss knows of no other token.
-
-        loss_of: inputs of the model. The first time with labels; all ranks at once. Raises SequenceError.
+        loss_of: None where it is on another rank. output_of: None: calls have labels. summed: over the ranks that have
+        parts of the model. The first time; all ranks at once. Raises SequenceError.
         """
         if not isinstance(batch, Mapping):
             return
-        if batch.get("labels") is None and batch.get("shift_labels") is None:
+        has_labels = any(batch.get(name) is not None for name in ("labels", "shift_labels"))
+        if has_labels in self._tried or not (has_labels or (output_of is not None and self._are_parts_known)):
             return
-        self.is_tried = True
-        axis = Axis(SEQUENCE, 0, (0,), (0,), SoloRoute(self._device))
-        made, changed, is_telling = SequenceData(self._module, Exchange(axis)).trial(batch, self._device)
-        attention, modes = self._attention, [(part, part.training) for part in self._module.modules()]
+        self._tried.add(has_labels)
+        trial = self._data_at(0, 1).trial(batch, self._device)
+        attention = self._attention
         before, attention.is_alone = attention.num_calls, True
-        self._module.eval()
         try:
-            with torch.no_grad():
-                losses = []
-                for inputs in (made, changed):
-                    attention.forwards.expect(Whole())
-                    losses.append(loss_of(inputs).double())
+            with in_eval_mode(self._module):
+                if output_of is not None and not has_labels:
+                    loss_of = partial(self._seen, trial, output_of)
+                one, other = loss_of(trial.one), loss_of(trial.other)
+                divided = [(0, 1), (0, 2), (1, 2)] if trial.has_labels else []
+                parts = [loss_of(self._data_at(*at).part(trial.batch, self._device)) for at in divided]
         finally:
             attention.is_alone = False
-            for part, was_training in modes:
-                part.training = was_training
+        tolerance = self._tolerance()
+        meet = trial.differs and _differ([one], [other], tolerance)
+        is_no_sum = _differ(parts[:1], parts[1:], 10 * tolerance)  # sums in another order
+        self._judge(*summed([attention.num_calls - before, meet, is_no_sum]))
+
+    def _seen(self, trial: SequenceTrial, output_of: Callable[[SequencePart], Any], part: SequencePart) -> Tensor:
+        """() of all that the output says of the token."""
+        tokens = trial.one["position_ids"].shape[1]
+        found = [one for one in leaves(output_of(part)) if isinstance(one, Tensor) and one.is_floating_point()]
+        along = [one[:, trial.at].double().square().sum() for one in found if one.dim() > 1 and one.shape[1] == tokens]
+        if not along:
+            raise SequenceError(
+                f"expected outputs of {type(self._module).__name__} with the tokens along dimension 1, which stand "
+                f"beside a rank's part, found {', '.join(str(tuple(one.shape)) for one in found) or 'none'}"
+            )
+        return torch.stack(along).sum()
+
+    def around_copy(self) -> AbstractContextManager[object]:
+        """See `SequenceAttention`."""
+        return self._attention.around_copy()
+
+    def _check(self, module: nn.Module, args: Any) -> None:
+        self._attention.forwards.check(type(module).__name__)
+
+    def _data_at(self, place: int, size: int) -> SequenceData:
+        """Of a rank that there is not."""
+        ranks = tuple(range(size))
+        axis = Axis(SEQUENCE, place, ranks, ranks, SoloRoute(self._device))
+        return SequenceData(self._module, Exchange(axis), self._has_own_loss)
+
+    def _judge(self, num_calls: int, num_meeting: int, num_no_sums: int) -> None:
         name = type(self._module).__name__
-        if attention.num_calls == before:
+        if not num_calls:
             raise SequenceError(f"expected attention that ranks share in a forward of {name}, found none: {_MEET}")
-        difference = (losses[0] - losses[1]).abs()
-        if is_telling and bool(difference > self._tolerance() * losses[0].abs()):
+        if num_meeting:
             raise SequenceError(
                 f"expected tokens of {name} to meet in shared attention alone, found a token's loss that changes with "
                 f"other tokens though each sees itself alone: {_MEET}"
+                + (
+                    ""
+                    if self._has_own_loss
+                    else "; a loss_fn reads nothing of tokens without a label, and shifts no labels"
+                )
+            )
+        if num_no_sums:
+            raise SequenceError(
+                f"{f'the loss of {name}' if self._has_own_loss else 'loss_fn'}: expected the mean over the labels of "
+                "the part that it is given (shift_labels that are not -100, each where it is predicted), found one "
+                "whose parts, weighted by their numbers of labels, do not add up to that of the whole; for another "
+                "loss call engine(...) and engine.sequence_part(labels)"
             )
 
     def _tolerance(self) -> float:
@@ -97,38 +178,20 @@ class Sequences:
         is_narrow = any(param.itemsize < 4 for param in self._module.parameters())
         return 1e-3 if is_narrow or torch.is_autocast_enabled(self._device.type) else 1e-5
 
-    def part_of_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, float | None]:
-        """As `part`, of a call by hand. Raises SequenceError where its loss could not be that of the whole."""
-        if args:
-            raise SequenceError("expected a call with names alone, engine(**batch), found positional arguments")
-        made, factor = self.part(kwargs)
-        if torch.is_grad_enabled() and "shift_labels" not in made:
-            raise SequenceError(
-                "expected labels among the inputs: a rank has the logits of a part of each sequence, and a mean over "
-                "them is not the mean over the whole; let the model compute the loss"
-            )
-        return made, factor
+
+def _differ(one: Sequence[Tensor | None], other: Sequence[Tensor | None], tolerance: float) -> bool:
+    """Whether the sums of losses do, where they are on this rank."""
+    sums = [sum(loss.double().item() for loss in losses if loss is not None) for losses in (one, other)]
+    return not abs(sums[0] - sums[1]) <= tolerance * abs(sums[0])  # not a number differs
 
 
-def weighted_loss(loss: Tensor, factor: float | None) -> Tensor:
-    """A rank's part of the mean over a whole. factor: see `SequenceData.part`."""
-    if factor is None:
-        return loss
-    return loss * factor if factor else torch.where(torch.ones_like(loss, dtype=torch.bool), 0.0, loss)  # may be NaN
-
-
-def check_sequences(config: Config, module: nn.Module, loss_fn: LossFn) -> None:
+def check_sequences(config: Config, module: nn.Module) -> None:
     """Raises ConfigError where the model's sequences cannot be shared."""
     size = config.parallel.sequence
     if size == 1:
         return
     try:
         check_model(module)
-        check_attention(module, size)
-        if loss_fn is not None:
-            raise SequenceError(
-                "loss_fn: expected none, since a rank's mean over its part of a sequence is not the mean over the "
-                "whole; let the model compute the loss from labels"
-            )
+        check_attention(module, size, config.sequence_parallel.attention, config.parallel.tensor)
     except SequenceError as error:
         raise ConfigError([Fault("parallel.sequence", "conflict", error.message)]) from error

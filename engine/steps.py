@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ from .shown_gradients import ShownGradients, refuse_differences
 from .step_result import StepResult
 from .step_sums import StepSums, SummedStep, Uses, non_finite_error, sum_step
 from .step_update import StepUpdate, Timing
+
+R = TypeVar("R")
 
 
 class UnitPasses(Protocol):
@@ -176,16 +178,16 @@ class Steps:
         finally:
             self._is_last = before
 
-    @contextmanager
-    def backward(self, num_microbatches: int = 1) -> Iterator[None]:
-        """The backward of so many microbatches. An error in it ends the step."""
+    def backward(self, run: Callable[[], R], num_microbatches: int = 1) -> R:
+        """What `run` gives, the backward of so many microbatches. An error in it ends the step."""
         self.begin_backward(num_microbatches)
         try:
-            yield
+            result = run()
         except BaseException as error:
             self.abort_backward(error)
             raise
         self.end_backward(num_microbatches)
+        return result
 
     def doubt(self, found: Tensor, tell: Callable[[], None]) -> None:
         """Of the step that begins. found: on this rank. If it is so on any, all of which must call this, then nothing
@@ -373,8 +375,8 @@ class Steps:
             self.update.raise_failure()
         norm = math.sqrt(sums.square_norm) * self.rest if not sums.num_bad else math.nan
         result = StepResult(
-            torch.tensor(sums.loss, dtype=sums.loss_dtype),
-            torch.tensor(norm, dtype=sums.loss_dtype),
+            torch.scalar_tensor(sums.loss, dtype=sums.loss_dtype),
+            torch.scalar_tensor(norm, dtype=sums.loss_dtype),
             self._optimizer.lr,
             self.scale.loss_scaler.scale,
             skipped=bool(sums.num_bad),

@@ -37,6 +37,13 @@ def tile_modules(module: nn.Module, config: Config, world: World, ledger: Ledger
 
 
 def check_units(tiled: Tiled, blueprint: Blueprint) -> None:
-    """Raises ConfigError where a unit lies inside of what runs in tiles."""
+    """Raises ConfigError where a unit lies inside of what runs in tiles, or experts that ranks share do."""
+    for layer in () if blueprint.experts is None else blueprint.experts.layers:
+        if outer := next((name for name, module in tiled.modules if layer.module in set(module.modules())), None):
+            message = (
+                f"'{outer}' holds experts that ranks share: it would exchange tokens once for each tile, and ranks may "
+                "have other numbers of tiles; leave it out, or set parallel.expert to 1"
+            )
+            raise ConfigError([Fault("tiles.modules", "conflict", message)])
     if fault := tiled.fault([(unit.name, unit.module) for unit in blueprint.units if not unit.is_rest]):
         raise ConfigError([Fault("zero_optimization.units", "conflict", fault)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,14 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Activity, Mesh
+from ..model.ledger import Ledger
 from ..zero.hooks import UnitHooks
 from ..zero.sequence import UnitSequence
 from ..zero.unit import Unit
+from . import backward_starts
 from .archive.named_state import Whole
-from .batch import call, call_for_loss, forward, loss_of
+from .batch import call, forward
 from .join import Call
+from .model_call import ModelCall
 from .same_batch import SameBatch
-from .sequences import Sequences, weighted_loss
 from .steps import Steps
 from .turn import Turn
 from .unasked import Unasked, check_loss
@@ -31,32 +33,33 @@ class WholeModel:
         module: nn.Module,
         passes: UnitSequence,
         hooks: UnitHooks,
-        loss_fn: Callable[[Any, Any], Tensor] | None,
+        model_call: ModelCall,
         saving: AbstractContextManager[object],
         mesh: Mesh,
-        sequences: Sequences | None = None,
+        ledger: Ledger,
     ) -> None:
         """passes: told of all uses by the hooks. saving: entered around forwards; what they save for the backward.
-        sequences: that other ranks have parts of."""
+        ledger: of what hears of backwards."""
         self.passes = passes
         self.whole = Whole.of(module, passes.units)
         self._module = module
         self._hooks = hooks
-        self._loss_fn = loss_fn
+        self._call = model_call
         self.saving = saving
         self._progress = mesh.world.progress
-        self._same = SameBatch(mesh)
-        self._sequences = sequences
+        self._same = SameBatch(mesh, module)
+        self._ledger = ledger
 
     def train(self, steps: Steps, microbatches: Iterator[Any]) -> None:
         for microbatch in microbatches:
             self._check_same(steps, microbatch)
-            own, factor = self._part(steps, microbatch)
-            ready = steps.prepared(own)
+            self._try(steps, microbatch)
+            ready = self._call.ready(steps, microbatch)
+            self._call.compare_once(steps, self._module, lambda: self._call.output(self._module, ready))  # noqa: B023
             steps.begin_forward()
             with self.saving:
-                output = steps.scale.mark_output(call_for_loss(self._module, ready, self._loss_fn))
-                loss = weighted_loss(loss_of(output, ready, self._loss_fn), factor)
+                output = steps.scale.mark_output(self._call.output(self._module, ready))
+                loss = self._call.loss(output, ready)
             self.backward(steps, loss)
 
     def _check_same(self, steps: Steps, batch: Any) -> None:
@@ -67,20 +70,21 @@ class WholeModel:
     def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if torch.is_grad_enabled():
             self._check_same(steps, (args, kwargs))
-        factor = None
-        if self._sequences is not None:
-            self._try(self._sequences, steps, kwargs)
-            kwargs, factor = self._sequences.part_of_call(args, kwargs)
+        self._try(steps, kwargs)
+        ready = self._call.ready_by_hand(steps, args, kwargs)
+
+        def output() -> Any:
+            return self._call.run(ready, lambda: forward(self._module, steps.prepared(args), ready))
+
+        self._call.compare_once(steps, self._module, output)
         steps.begin_forward()
         with self.saving, self._progress.forward(steps.num_microbatches, torch.is_grad_enabled()):
-            output = steps.scale.mark_output(forward(self._module, steps.prepared(args), steps.prepared(kwargs)))
-            return output if factor is None else weighted_loss(loss_of(output, kwargs, None), factor)
+            return self._call.weighted(steps.scale.mark_output(output()), ready)
 
     def backward(self, steps: Steps, loss: Tensor) -> None:
         check_loss(loss, "backward")
         self._progress.enter(Activity.BACKWARD, steps.num_microbatches)
-        with steps.backward():
-            steps.scale.apply(loss).backward()  # type: ignore[no-untyped-call]
+        steps.backward(steps.scale.apply(loss).backward)
         steps.losses.append(loss.detach())
 
     def scale(self, steps: Steps, loss: Tensor) -> Tensor:
@@ -95,11 +99,12 @@ class WholeModel:
     def listen(self, steps: Steps, turn: Turn) -> None:
         self._unasked = Unasked(self.passes, steps, turn, self._progress)
         self.passes.listen(self._unasked)
+        self._ledger.callback(backward_starts.listen(steps.scale.begin))
 
     def take_part(self, steps: Steps, call: Call) -> None:
         if call in (Call.BACKWARD, Call.LAST_BACKWARD):
-            with steps.accumulate(last=call is Call.LAST_BACKWARD), steps.backward():
-                pass  # all units count as unused
+            with steps.accumulate(last=call is Call.LAST_BACKWARD):
+                steps.backward(lambda: None)  # all units count as unused
             return
         with torch.set_grad_enabled(call is Call.FORWARD):
             self.passes.begin_forward()
@@ -107,21 +112,15 @@ class WholeModel:
 
     def evaluate(self, steps: Steps, batch: Any) -> list[Tensor]:
         steps.begin_use()
-        own, factor = self._part(steps, batch)
-        ready = steps.prepared(own)
-        return [weighted_loss(loss_of(call(self._module, ready), ready, self._loss_fn), factor)]
+        self._try(steps, batch)
+        ready = self._call.ready(steps, batch)
+        return [self._call.loss(self._call.run(ready, lambda: call(self._module, ready)), ready)]
 
-    def _part(self, steps: Steps, batch: Any) -> tuple[Any, float | None]:
-        if self._sequences is None:
-            return batch, None
-        self._try(self._sequences, steps, batch)
-        return self._sequences.part(batch)
+    def own(self, x: Tensor, fill: float) -> Tensor:
+        return self._call.own(x, fill)
 
-    def _try(self, sequences: Sequences, steps: Steps, batch: Any) -> None:
-        def loss(inputs: Any) -> Tensor:
-            ready = steps.prepared(inputs)
-            return loss_of(call(self._module, ready), ready, self._loss_fn)
+    def _try(self, steps: Steps, batch: Any) -> None:
+        def output(ready: Any) -> Any:
+            return self._call.output(self._module, ready)
 
-        if not sequences.is_tried:
-            steps.begin_use()
-            sequences.try_once(batch, loss)
+        self._call.try_once(steps, batch, lambda ready: self._call.loss(output(ready), ready), output)

@@ -37,9 +37,9 @@ def clip_factor(
     """
     clips_below &= limit != math.inf
     if uses_triton(backend, "clip_factor", sums):
-        from .triton import clip_factor as triton_form
+        from .triton.clip_factor import clip_factor as by_triton
 
-        return triton_form.clip_factor(sums, flags, known, rest, limit, clips_below, EPSILON)
+        return by_triton(sums, flags, known, rest, limit, clips_below, EPSILON)
     norm = value_of(sums[:NUM_LIMBS]).sqrt() * rest
     factor = (torch.full_like(norm, limit) / (norm + EPSILON)).clamp(max=1.0)  # limit / norm: a rounded reciprocal
     if not clips_below:

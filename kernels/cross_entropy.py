@@ -173,7 +173,7 @@ def gradient_reference(
         dx.scatter_add_(1, labels[part].where(kept, 0).long()[:, None], of_row * (terms.label_smoothing - 1.0))
         if slope is not None:
             dx.mul_(slope)
-        if not kept.all():
+        if kept.device.type != "cpu" or not kept.all():  # elsewhere the host would wait
             dx.masked_fill_(~kept[:, None], 0.0)
         if out.dtype != lse.dtype:
             out[part] = dx

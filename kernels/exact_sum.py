@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -37,9 +38,9 @@ def add_limbs(sums: Tensor, values: Tensor, row: int, flag: int, *, backend: Bac
     sums: (m,) int64; values: (n,) float64, on the same device.
     """
     if uses_triton(backend, "exact_sum", sums):
-        from .triton import exact_sum as triton_form
+        from .triton.exact_sum import add_limbs as by_triton
 
-        triton_form.add_limbs(sums, values, row, flag)
+        by_triton(sums, values, row, flag)
         return
     is_finite = values.isfinite()
     mantissa, exponent = torch.frexp(torch.where(is_finite, values, 0.0))
@@ -71,7 +72,7 @@ def _units(device: torch.device) -> Tensor:
 
 def from_limbs(limbs: Sequence[int]) -> float:
     """The sum as a float, correctly rounded; inf where it is too large for one."""
-    total = sum([limb << (_LIMB_BITS * index) for index, limb in enumerate(limbs) if limb])
+    total = sum([limbs[index] << (_LIMB_BITS * index) for index in compress(range(NUM_LIMBS), limbs)])  # few are not 0
     try:
         return math.ldexp(total, -BIAS_BITS) if total.bit_length() < 1000 else total / (1 << BIAS_BITS)
     except OverflowError:

@@ -23,7 +23,7 @@ make a huge update (arXiv 2309.01507, section 4.1), so it stops at the smallest 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,8 +72,7 @@ def new_state(state: State, master: Tensor, options: Options, state_dtype: torch
     return {state.name: payload, state.name + SCALE_SUFFIX: scale}
 
 
-@dataclass(frozen=True)
-class StoredState:
+class StoredState(NamedTuple):
     """One state of a shard as it is kept."""
 
     payload: Tensor  # (n,) float32 or float64, bfloat16, int8 or uint8

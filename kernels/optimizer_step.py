@@ -75,6 +75,10 @@ def update_runs(
     a CUDA graph, it would repeat this step.
     """
     shard = ShardUpdate(master, gradient, stored_states(states), runs, steps or [step] * len(runs), out)
+    shard.check()
+    assert len(shard.states) <= len(optimizer.states), (optimizer.name, len(shard.states))
+    _check_scalar("gradient_scale", gradient_scale, master)
+    _check_scalar("skip", skip, master)
     update_shards(optimizer, [shard], step, gradient_scale, skip=skip, backend=backend)
 
 
@@ -90,6 +94,7 @@ def update_shards(
 ) -> None:
     """As `update_runs`, of many shards: on a GPU those of a kind in one launch, as far as it has 64M elements.
 
+    Whether the tensors of a shard fit together is not looked at: each step comes here with those that it was made with.
     on_updated: told the number of each shard that was updated, in an order that follows from kinds and lengths alone.
     """
     serves: dict[Hashable, bool] = {}
@@ -97,21 +102,17 @@ def update_shards(
     num_waiting: dict[Hashable, int] = {}  # elements
 
     def launch(kind: Hashable) -> None:
-        from .triton import optimizer_step as triton_form
+        from .triton.optimizer_step import update
 
         numbers = waiting.pop(kind)
         if used := [shards[number] for number in numbers if shards[number].is_used]:
-            triton_form.update(optimizer, used, step, gradient_scale, skip)
+            update(optimizer, used, step, gradient_scale, skip)
         for number in numbers:
             on_updated(number)
 
     for number, shard in enumerate(shards):
-        shard.check()
         kind = shard.kind
         if kind not in serves:
-            assert len(shard.states) <= len(optimizer.states), (optimizer.name, len(shard.states))
-            _check_scalar("gradient_scale", gradient_scale, shard.master)
-            _check_scalar("skip", skip, shard.master)
             serves[kind] = _triton_serves(backend, optimizer, shard)
         if not serves[kind]:
             if shard.is_used:

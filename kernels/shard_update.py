@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -13,8 +13,7 @@ from .optimizer_states import STATE_BLOCK_NUMEL, StoredState
 KERNEL = "optimizer_step"
 
 
-@dataclass(frozen=True)
-class ShardUpdate:
+class ShardUpdate(NamedTuple):  # one for each shard and step: a dataclass takes longer to make
     """A shard, and what its update needs; see `update_runs`. No runs: there is nothing of a parameter in it."""
 
     master: Tensor

@@ -48,9 +48,9 @@ def squares_of_each(
             f"{non_finite.dtype}"
         )
     if uses_triton(backend, "squares_by_block", *tensors, non_finite):
-        from .triton import sum_of_squares as triton_form
+        from .triton.sum_of_squares import squares_of_each as by_triton
 
-        return triton_form.squares_of_each([tensor.detach() for tensor in tensors], block_numel, non_finite)
+        return by_triton([one.detach() if one.requires_grad else one for one in tensors], block_numel, non_finite)
     squares = [squares_by_block_reference(tensor, block_numel) for tensor in tensors]
     if non_finite is not None:
         for one in squares:

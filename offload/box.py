@@ -105,6 +105,18 @@ class Portion:
             start += high - low
         return cls(whole, (*whole[:dim], start, *whole[dim + 1 :]), tuple(boxes))
 
+    def cut(self, dim: int, low: int, high: int) -> Portion:
+        """The indices [low, high) of dimension `dim`, of which it has all."""
+
+        def part(box: Box, start: int) -> Box:
+            assert box.sizes[dim] == self.whole[dim]
+            offsets, sizes = list(box.offsets), list(box.sizes)
+            offsets[dim], sizes[dim] = start, high - low
+            return Box(tuple(offsets), tuple(sizes))
+
+        shape = (*self.shape[:dim], high - low, *self.shape[dim + 1 :])
+        return Portion(self.whole, shape, tuple((part(box, low), part(own, 0)) for box, own in self.boxes))
+
     @cached_property
     def is_all(self) -> bool:
         return self.shape == self.whole

@@ -11,6 +11,8 @@
 
 Source: Megatron-LM, arXiv 1909.08053, section 3 (f, g), and arXiv 2205.05198, section 4.2 (g and its conjugate). A
 gradient of what all ranks have is the whole gradient on each of them, on both sides of each function.
+
+`gathered_and_joined` gives what both give, in the same memory, of one collective.
 """
 
 from __future__ import annotations
@@ -59,11 +61,32 @@ class _Gathered(torch.autograd.Function):
         return dx, None, None, None
 
 
+class _GatheredAndJoined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, dim: int, length: int, what: str) -> tuple[Tensor, Tensor]:
+        ctx.exchange, ctx.dim, ctx.what = exchange, dim, what
+        ctx.added = x.shape[dim] * exchange.size - length
+        ctx.set_materialize_grads(False)
+        gathered = exchange.gather(x, dim, f"the input of {what}").narrow(dim, 0, length).contiguous()
+        return gathered, gathered.new_empty(0).set_(gathered)  # type: ignore[call-overload]  # as torch has it
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> Any:
+        of_parts, of_all = (None if dy is None else _lengthened(dy, ctx.dim, ctx.added) for dy in dys)
+        dx = None
+        if of_parts is not None:
+            dx = ctx.exchange.sum_part(of_parts, ctx.dim, f"the gradient of the input of {ctx.what}")
+        if of_all is not None:
+            own = ctx.exchange.part(of_all, ctx.dim)
+            dx = own.contiguous() if dx is None else dx + own
+        return dx, None, None, None, None
+
+
 class _Scattered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
         ctx.exchange, ctx.dim, ctx.what = exchange, dim, what
-        return exchange.sum_part(x, dim, f"the output of {what}")
+        return exchange.sum_part(x, dim, f"the output of {what}").contiguous()  # as a layer gives it
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> Any:
@@ -75,7 +98,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
         ctx.exchange, ctx.dim = exchange, dim
-        return exchange.gather(x, dim, f"the output of {what}")
+        return exchange.gather(x, dim, f"the output of {what}").contiguous()
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> Any:
@@ -109,6 +132,13 @@ def gathered(x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
     return _applied(_Gathered, x, exchange, dim, what)
 
 
+def gathered_and_joined(x: Tensor, exchange: Exchange, dim: int, length: int, what: str) -> tuple[Tensor, Tensor]:
+    """The first `length` of the parts x of all ranks: for what is different on each rank, and for what is the same."""
+    with torch._C.DisableTorchFunction():
+        found: tuple[Tensor, Tensor] = _GatheredAndJoined.apply(x, exchange, dim, length, what)  # type: ignore[no-untyped-call]
+    return found
+
+
 def scattered(x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
     """This rank's part of the sum of the ranks' x."""
     return _applied(_Scattered, x, exchange, dim, what)
@@ -133,6 +163,15 @@ def joined_columns(x: Tensor, exchange: Exchange, numel: int, what: str) -> Tens
 def parted(x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
     """This rank's part of an x that all have."""
     return _applied(_Parted, x, exchange, dim, what)
+
+
+def lengthened(x: Tensor, dim: int, size: int) -> Tensor:
+    """x with zeros behind it along `dim`, so that there are `size`."""
+    return _lengthened(x, dim, size - x.shape[dim])
+
+
+def _lengthened(x: Tensor, dim: int, more: int) -> Tensor:
+    return x if not more else functional.pad(x, (*(0, 0) * (x.dim() - 1 - dim % x.dim()), 0, more))
 
 
 def _applied(function: type[torch.autograd.Function], x: Tensor, *args: Any) -> Tensor:

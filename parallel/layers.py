@@ -17,6 +17,7 @@ from .collectives import copied, joined_columns, parted, summed
 from .plan import TensorPlan
 from .randomness import Randomness
 from .splits import LayerSplit, Style
+from .token_parts import TokenParts
 from .vocabulary import LogitParts
 
 
@@ -32,18 +33,27 @@ class SplitLayers:
     | vocabulary | an embedding looks up its own  | `summed`; a head's logits stay in parts                     |
     | partial    | nothing                        | a hook on the parameters adds up the gradients of all ranks |
 
+    Where a rank has a part of the tokens between splits (`TokenParts`), they are gathered in place of `copied` and
+    scattered in place of `summed`.
+
     Layers with hooks alone compute as they did: what else takes their forward (gradients in place, weight gradients
     that are put off) goes on to do so. Row splits with a bias and vocabularies have a forward of ours.
     """
 
     def __init__(
-        self, plan: TensorPlan, model: nn.Module, exchange: Exchange, randomness: Randomness | None, ledger: Ledger
+        self,
+        plan: TensorPlan,
+        model: nn.Module,
+        exchange: Exchange,
+        randomness: Randomness | None,
+        ledger: Ledger,
+        parts: TokenParts | None = None,
     ) -> None:
         """Parameters have their local shapes, or will have them before the first forward."""
         self._exchange = exchange
         self._randomness = randomness
-        # What was copied, and the copy, which autograd alone may not keep: it saves what a layer makes of its input.
-        self._last: tuple[weakref.ref[Tensor], Tensor] | None = None
+        self._parts = parts
+        self._last: tuple[weakref.ref[Tensor], Tensor] | None = None  # what was copied, and the copy, until rows
         parents = {id(child): module for module in model.modules() for child in module.children()}
         for layer in plan.layers:
             self._put(layer, parents[id(layer.module)], ledger)
@@ -51,8 +61,15 @@ class SplitLayers:
             for name, value in heads.local_counts(plan.degree):
                 ledger.override(heads.module, name, value)
         self._override_sizes(plan, ledger)
+        ledger.hook(model.register_forward_hook(self._forget, always_call=True))
         if randomness is not None:
             ledger.hook(model.register_forward_pre_hook(lambda *_: randomness.begin()))
+            # After an error too: what comes is compared.
+            ledger.hook(model.register_forward_hook(lambda *_: randomness.return_to_common(), always_call=True))
+
+    def _forget(self, *_: object) -> None:
+        """What is held between columns and rows would keep the graph of a forward."""
+        self._last = None
 
     def _put(self, layer: LayerSplit, parent: nn.Module, ledger: Ledger) -> None:
         module, bias = layer.module, getattr(layer.module, "bias", None)
@@ -71,7 +88,7 @@ class SplitLayers:
             forward: Callable[..., Any] = self._embedded if isinstance(module, nn.Embedding) else self._logits
             if isinstance(module, nn.Embedding):
                 self._override_padding(module, layer, first, ledger)
-            ledger.override(module, "forward", partial(forward, layer, first, numel))
+            ledger.override(module, "forward", partial(forward, layer, first, numel, module.forward))
         for key, split in layer.parameters.items():
             if split.is_partial:
                 _hook_gradient(module.get_parameter(key), partial(self._added_up, layer, key), ledger)
@@ -101,18 +118,26 @@ class SplitLayers:
                 f"'{layer.name}': expected its input as a positional argument, which is how a split layer takes it, "
                 "found none; call the layer as layer(x)"
             )
-        x = self._copied(args[0], layer.name)
-        if self._randomness is not None and layer.style is Style.COLUMN and parent.training:
+        parts = self._parts_around(module)
+        x = None if parts is None else parts.for_columns(args[0], module, layer.name)
+        x = self._copied(args[0], layer.name) if x is None else x
+        if parts is None and self._randomness is not None and layer.style is Style.COLUMN and parent.training:
             self._randomness.leave_common(parent)
         return x, *args[1:]
+
+    def _parts_around(self, module: nn.Module) -> TokenParts | None:
+        """Those that a layer is computed with now."""
+        return self._parts if self._parts is not None and self._parts.has(module) and not self._parts.is_plain else None
 
     def _copied(self, x: Tensor, what: str) -> Tensor:
         """Once for each tensor: queries, keys and values of one input give one sum of its gradient."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
-        if self._last is None or self._last[0]() is not x:
-            self._last = weakref.ref(x), copied(x, self._exchange, what)
-        return self._last[1]
+        if self._last is not None and self._last[0]() is x:
+            return self._last[1]
+        copy = copied(x, self._exchange, what)
+        self._last = weakref.ref(x), copy  # autograd may hold a view of it alone
+        return copy
 
     def _behind_gathered(self, layer: LayerSplit, module: nn.Module, args: Any, y: Tensor) -> Tensor:
         return joined_columns(y, self._exchange, self._numel_of(layer), layer.name)
@@ -120,9 +145,9 @@ class SplitLayers:
     # -- rows -----------------------------------------------------------------------------------------------------
 
     def _before_rows(self, layer: LayerSplit, module: nn.Module, args: Any) -> Any:
-        self._last = None  # all columns of one input come before the rows behind them
-        if self._randomness is not None:
+        if self._randomness is not None and (self._parts is None or not self._parts.has(module)):
             self._randomness.return_to_common()
+        self._last = None
         x = args[0]
         low, high = layer.inputs[self._exchange.place]
         whole = layer.inputs[-1][1]
@@ -138,12 +163,19 @@ class SplitLayers:
         return parted(x, self._exchange, x.dim() - 1, layer.name), *args[1:]
 
     def _behind_rows(self, layer: LayerSplit, module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        return self._brought_together(y, layer)
+
+    def _brought_together(self, y: Tensor, layer: LayerSplit) -> Tensor:
+        parts = self._parts_around(layer.module)
+        if parts is not None:
+            return parts.behind_rows(y, layer.module, layer.name)
         return summed(y, self._exchange, layer.name)
 
     def _rows_with_bias(self, layer: LayerSplit, x: Tensor) -> Tensor:
-        weight, bias = layer.module.get_parameter("weight"), layer.module.get_parameter("bias")
+        weight: Tensor = layer.module.weight  # type: ignore[assignment]  # in tiles an alias of the parameter
+        bias: Tensor = layer.module.bias  # type: ignore[assignment]
         y = functional.linear(x, weight.t() if layer.is_transposed else weight)
-        return summed(y, self._exchange, layer.name) + bias
+        return self._brought_together(y, layer) + bias
 
     # -- vocabularies ---------------------------------------------------------------------------------------------
 
@@ -154,20 +186,22 @@ class SplitLayers:
     def _numel_of(self, layer: LayerSplit) -> int:
         return layer.parameters["weight"].portions[0].whole[1 if layer.is_transposed else 0]
 
-    def _embedded(self, layer: LayerSplit, first: int, numel: int, ids: Tensor) -> Tensor:
-        own, embedding = ids - first, layer.module
+    def _embedded(
+        self, layer: LayerSplit, first: int, numel: int, inner: Callable[[Tensor], Tensor], ids: Tensor
+    ) -> Tensor:
+        own = ids - first
         is_own = (own >= 0) & (own < layer.parameters["weight"].portions[self._exchange.place].shape[0])
         is_outside = (ids < 0) | (ids >= numel)  # an index outside of each rank's rows then, and torch's error
-        found = type(embedding).forward(embedding, own.where(is_own, is_outside * numel))
+        found = inner(own.where(is_own, is_outside * numel))
         total = summed(found * is_own[..., None], self._exchange, layer.name)
         # A stage of a pipeline knows what other stages make by the functions that make it, which it sees as they do.
         return total.view_as(total) if torch._C._len_torch_function_stack() else total
 
-    def _logits(self, layer: LayerSplit, first: int, numel: int, x: Tensor) -> Any:
-        x, self._last = self._copied(x, layer.name), None
-        weight, bias = layer.module.get_parameter("weight"), layer.module._parameters.get("bias")
-        own = functional.linear(x, weight.t() if layer.is_transposed else weight, bias)
-        return LogitParts(own, numel, first, self._exchange)
+    def _logits(
+        self, layer: LayerSplit, first: int, numel: int, inner: Callable[[Tensor], Tensor], x: Tensor
+    ) -> LogitParts:
+        """inner: the layer's own forward, or that of its tiles, which give logits that nobody has computed yet."""
+        return LogitParts(inner(self._copied(x, layer.name)), numel, first, self._exchange)
 
     # -- whole parameters -----------------------------------------------------------------------------------------
 

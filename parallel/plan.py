@@ -26,6 +26,7 @@ from .splits import (
     width_in,
     width_out,
 )
+from .stacks import Stack, find_stacks, splits_of_parts
 
 _LARGE_SHARE, _LARGE_NUMEL = 0.01, 1 << 12  # of a model's parameters: a layer that is worth a warning where it is whole
 _KEY = "tensor_parallel.plan"
@@ -41,10 +42,14 @@ class TensorPlan:
     heads: tuple[Heads, ...]
     parameters: Mapping[int, ParameterSplit]
     left_whole: tuple[str, ...]  # names of large layers that nothing matches
+    stacks: tuple[Stack, ...] = ()  # of blocks between which a rank has a part of the tokens
+    guessed: frozenset[str] = frozenset()  # layers whose style no plan of Hugging Face's and no family of theirs says
 
     @classmethod
-    def of(cls, model: nn.Module, degree: int, wanted: Mapping[str, str] | None = None) -> TensorPlan:
-        """wanted: pattern of names -> style, before all that the model and its names say.
+    def of(
+        cls, model: nn.Module, degree: int, wanted: Mapping[str, str] | None = None, has_parts: bool = False
+    ) -> TensorPlan:
+        """wanted: pattern of names -> style, before all that the model and its names say. has_parts: of the tokens.
 
         Raises ValueError, with names or the equation, for a layer that cannot be split so.
         """
@@ -62,7 +67,11 @@ class TensorPlan:
                 f"parallel.tensor: expected a model with layers to split over {degree} ranks, found none by the names "
                 f'of common families; name them: "tensor_parallel": {{"plan": {{"layers.*.mlp.up": "column"}}}}'
             )
-        return cls(degree, tuple(layers), tuple(heads), _parameters(model, layers), _left_whole(model, styles))
+        stacks = find_stacks(model, layers) if has_parts else ()
+        layers += splits_of_parts(model, stacks, layers, degree)
+        parameters, left_whole = _parameters(model, layers), _left_whole(model, styles)
+        guessed = _guessed(model, styles, wanted or {})
+        return cls(degree, tuple(layers), tuple(heads), parameters, left_whole, stacks, guessed)
 
     def portion(self, param: nn.Parameter, place: int) -> tuple[Portion, tuple[int, ...]]:
         """What a place has of a parameter, and the places that have the same."""
@@ -98,6 +107,14 @@ def _styles(model: nn.Module, wanted: Mapping[str, str]) -> dict[str, tuple[Styl
         found |= dict.fromkeys(names, style)
     parsed = {name: parse_style(style) for name, style in found.items()}
     return {name: style for name, style in parsed.items() if style[0] is not Style.WHOLE}
+
+
+def _guessed(model: nn.Module, styles: Mapping[str, object], wanted: Mapping[str, str]) -> frozenset[str]:
+    """Of the split layers those that the config names, and all of a model that is none of Hugging Face's."""
+    if not type(model).__module__.startswith("transformers."):
+        return frozenset(styles)
+    modules = dict(model.named_modules())
+    return frozenset(name for pattern in wanted for name in _matches(modules, pattern))
 
 
 def parse_style(text: str) -> tuple[Style, tuple[int, ...]]:

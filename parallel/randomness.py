@@ -28,7 +28,7 @@ class Randomness:
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
         self._common: list[Tensor] | None = None  # while the rank's own is in use
         self._since: tuple[object, int] = (None, 0)
-        self._set([self._of_first(exchange, state) for state in self._states()])
+        self.restore([self._of_first(exchange, state) for state in self.states()])
 
     def begin(self) -> None:
         """A forward of the whole model begins: with the common state, however the last one has ended."""
@@ -41,7 +41,7 @@ class Randomness:
             return
         # A recomputation may have ended inside of another block: its common state is restored by who recomputes.
         seed = int(torch.empty((), dtype=torch.int64).random_())
-        self._common, self._since = self._states(), since
+        self._common, self._since = self.states(), since
         own = (seed ^ (_MIX * (self._place + 1))) & (1 << 63) - 1
         torch.default_generator.manual_seed(own)
         if self._module is not None:
@@ -50,14 +50,15 @@ class Randomness:
     def return_to_common(self) -> None:
         """What comes is the same on each rank. Does nothing where it is so already."""
         if self._common is not None:
-            self._set(self._common)
+            self.restore(self._common)
             self._common = None
 
-    def _states(self) -> list[Tensor]:
+    def states(self) -> list[Tensor]:
+        """Of the generators, as `restore` takes them."""
         own = [torch.get_rng_state()]
         return own if self._module is None else [*own, self._module.get_rng_state(self._device)]
 
-    def _set(self, states: list[Tensor]) -> None:
+    def restore(self, states: list[Tensor]) -> None:
         torch.set_rng_state(states[0])
         if self._module is not None:
             self._module.set_rng_state(states[1], self._device)

@@ -4,6 +4,12 @@
 
 Source: DeepSpeed-Ulysses, arXiv 2309.14509, section 3.1. Keys and values of fewer heads than ranks, or of a number that
 ranks do not divide, are repeated before they are sent, as often as makes them divide.
+
+Where ranks do not divide the heads, as many neighbours as do exchange heads, and have the part of their group; keys and
+values of the groups go round a ring (`ring_attention.py`):
+
+    sequence(4), heads(6)    ranks 0 1: 3 heads each of tokens 0 1    ranks 2 3: 3 heads each of tokens 2 3
+                             rings: 0 and 2, 1 and 3
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,6 +29,8 @@ from torch.overrides import TorchFunctionMode
 from ..comm import Exchange
 from ..model.compiled import untraced
 from ..model.ledger import Ledger
+from .block_attention import Scores, Seen
+from .ring_attention import Ring, ring_attention
 from .sequence_data import SequenceError
 from .sequence_forwards import Forwards
 
@@ -37,11 +45,21 @@ class SequenceAttention:
     is_alone: each token sees itself alone, and nothing is exchanged. num_calls: how often there was attention.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, way: str = "auto", say: Callable[[str], None] | None = None) -> None:
+        """way: "auto", "ulysses" or "ring". say: takes a line on what was chosen, once for each number of heads."""
         self.forwards = Forwards()
         self.is_alone = False
         self.num_calls = 0
         self._exchange = exchange
+        self._way = way
+        self._say = say
+        self._widths: dict[int, int] = {}  # by heads: how many ranks share them
+        self._tried: set[tuple[int, float]] = set()  # see `_check_scores`
+        self._has_callers = False
+
+    def around_copy(self) -> AbstractContextManager[object]:
+        """Around the forward of a copy that was made before `put_on`."""
+        return _Mode(self) if self._has_callers else nullcontext()
 
     def put_on(self, model: nn.Module, ledger: Ledger) -> None:
         """On all of the model that attends; see `check_attention`."""
@@ -54,6 +72,7 @@ class SequenceAttention:
             ledger.callback(partial(registry.__delitem__, name))  # type: ignore[union-attr]
             config._attn_implementation = name
             ledger.callback(partial(setattr, config, "_attn_implementation", before))
+        self._has_callers = not configs
         for module in () if configs else _callers(model):
             ledger.override(module, "forward", untraced(partial(self._in_mode, module.forward)))
 
@@ -83,13 +102,29 @@ class SequenceAttention:
         self.num_calls += 1
         if self.is_alone:
             return _of_itself(query, value).transpose(1, 2), None
-        query, key, value = self._all(query, key, value)
-        mask = self.forwards.whole.mask(query, is_causal, options.get("sliding_window"), always=name == "eager")
+        window = options.get("sliding_window")
+        width = self._width(query.shape[1])
+        query, key, value = self._all(query, key, value, width)
+        if width < self._exchange.size:
+            scale = options.get("scaling")
+            scale = query.shape[3] ** -0.5 if scale is None else scale
+            self._check_scores(module, attend, name, scale, query.shape[1] // key.shape[1], options)
+            mixed = self._round(
+                query,
+                key,
+                value,
+                width,
+                Seen(self.forwards.whole, is_causal, window),
+                scale,
+                options.get("dropout", 0.0),
+            )
+            return self._back(mixed.transpose(1, 2), width), None
+        mask = self.forwards.whole.mask(query, is_causal, window, always=name == "eager")
         if mask is not None and name == "eager":
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
         with _grouped(module, query.shape[1] // key.shape[1]):
             mixed, _ = attend(module, query, key, value, mask, **options)  # (rows, whole, heads, size)
-        return self._back(mixed), None
+        return self._back(mixed, width), None
 
     def attend(
         self,
@@ -112,52 +147,119 @@ class SequenceAttention:
         self.num_calls += 1
         if self.is_alone:
             return _of_itself(query, value)
-        query, key, value = self._all(query, key, value)
+        width = self._width(query.shape[1])
+        query, key, value = self._all(query, key, value, width)
+        if width < self._exchange.size:
+            scale = query.shape[3] ** -0.5 if scale is None else scale
+            seen = Seen(self.forwards.whole, is_causal, None)
+            mixed = self._round(query, key, value, width, seen, scale, dropout_p)
+            return self._back(mixed.transpose(1, 2), width).transpose(1, 2)
         mask = self.forwards.whole.mask(query, is_causal, None)
         enable_gqa = enable_gqa and query.shape[1] != key.shape[1]
         mixed = functional.scaled_dot_product_attention(
             query, key, value, mask, dropout_p, is_causal and mask is None, scale=scale, enable_gqa=enable_gqa
         )
-        return self._back(mixed.transpose(1, 2)).transpose(1, 2)
+        return self._back(mixed.transpose(1, 2), width).transpose(1, 2)
 
     def _in_mode(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with _Mode(self):
             return forward(*args, **kwargs)
 
-    def _all(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All tokens, of this rank's heads."""
-        size, heads, of_keys = self._exchange.size, query.shape[1], key.shape[1]
-        if fault := heads_fault(size, heads):
-            raise SequenceError(fault)
-        wanted = sent_heads(size, heads, of_keys)
+    def _width(self, heads: int) -> int:
+        """How many ranks share this many heads; as many times a ring goes on. Raises SequenceError."""
+        if heads not in self._widths:
+            size = self._exchange.size
+            if self._way == "ulysses" and (fault := heads_fault(size, heads)):
+                raise SequenceError(fault)
+            self._widths[heads] = width = 1 if self._way == "ring" else math.gcd(size, heads)
+            if self._say is not None:
+                self._say(way_line(size, heads, width, self._way))
+        return self._widths[heads]
+
+    def _all(self, query: Tensor, key: Tensor, value: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """All tokens of `width` neighbours, of this rank's heads."""
+        if width == 1:
+            return query, key, value
+        of_keys = key.shape[1]
+        wanted = sent_heads(width, query.shape[1], of_keys)
         if wanted != of_keys:
             key, value = (one.repeat_interleave(wanted // of_keys, dim=1) for one in (key, value))
-        return self._to_heads(query), self._to_heads(key), self._to_heads(value)
+        return self._to_heads(query, width), self._to_heads(key, width), self._to_heads(value, width)
 
-    def _to_heads(self, x: Tensor) -> Tensor:
+    def _to_heads(self, x: Tensor, size: int) -> Tensor:
         rows, heads, part, width = x.shape
-        size = self._exchange.size
         sent = x.reshape(rows, size, heads // size, part, width).transpose(0, 1)
         got = swapped(sent.contiguous(), self._exchange, "attention over a sequence")  # by part of the sequence
         return got.permute(1, 2, 0, 3, 4).reshape(rows, heads // size, size * part, width)
 
-    def _back(self, mixed: Tensor) -> Tensor:
-        """(rows, whole, heads / ranks, size) -> (rows, part, heads, size)."""
+    def _back(self, mixed: Tensor, size: int) -> Tensor:
+        """(rows, tokens of all, heads / ranks, size) -> (rows, part, heads, size)."""
+        if size == 1:
+            return mixed
         rows, length, heads, width = mixed.shape
-        size = self._exchange.size
         sent = mixed.reshape(rows, size, length // size, heads, width).transpose(0, 1)
         got = swapped(sent.contiguous(), self._exchange, "the output of attention over a sequence")  # by heads
         return got.permute(1, 2, 0, 3, 4).reshape(rows, length // size, size * heads, width)
 
+    def _round(
+        self, query: Tensor, key: Tensor, value: Tensor, width: int, seen: Seen, scale: float, dropout: float
+    ) -> Tensor:
+        ring = Ring(self._exchange, width, query.shape[2], seen)
+        seed = int(torch.empty((), dtype=torch.int64).random_()) if dropout else 0
+        return ring_attention(query, key, value, ring, Scores(seen, scale, dropout, seed))
 
-def heads_fault(size: int, heads: int) -> str | None:
-    """The equation that does not hold, or None."""
-    if heads % size == 0:
+    def _check_scores(
+        self,
+        module: nn.Module,
+        attend: Callable[..., Any],
+        name: str,
+        scale: float,
+        groups: int,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Raises SequenceError where the model's own attention does more with its scores than to scale them.
+
+        A ring computes them itself, so three tokens of chance go through both, the first time that a module attends.
+        """
+        if (id(module), scale) in self._tried:
+            return
+        self._tried.add((id(module), scale))
+        generator = torch.Generator().manual_seed(0)
+        query, key, value = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (groups, 1, 1))
+        query *= 8
+        right = (query @ key.transpose(-1, -2) * scale).softmax(-1) @ value
+        mask = torch.zeros(1, 1, 3, 3) if name == "eager" else None
+        given = {**options, "dropout": 0.0, "is_causal": False}
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), _grouped(module, groups):
+            found, _ = attend(module, query, key, value, mask, **given)
+        if not torch.allclose(found.transpose(1, 2), right, rtol=1e-4, atol=1e-4):
+            raise SequenceError(
+                f"{type(module).__name__}: expected attention that scales its scores and does no more, which a ring "
+                f'computes itself, found more in its "{name}" attention (a cap, a bias); set parallel.sequence to a '
+                "divisor of the heads"
+            )
+
+
+def heads_fault(size: int, heads: int, tensor: int = 1) -> str | None:
+    """The equation that does not hold, or None. heads: of all of the `tensor` ranks that share layers."""
+    if heads % (size * tensor) == 0:
         return None
+    factors = f"sequence({size}) x " + (f"tensor({tensor}) x " if tensor > 1 else "")
     return (
-        f"sequence({size}) x heads of a rank(?) = attention heads({heads}) does not hold; ranks share a sequence by "
-        f"its heads, so set parallel.sequence to a divisor of {heads}"
+        f"{factors}heads of a rank(?) = attention heads({heads}) does not hold; set parallel.sequence to a divisor of "
+        f'{heads // tensor}, or sequence_parallel.attention to "auto", which sends keys round a ring'
     )
+
+
+def way_line(size: int, heads: int, width: int, way: str) -> str:
+    """What was chosen, and why, in words."""
+    found = f"sequence: attention of {heads} heads over {size} ranks"
+    if width == size:
+        return f"{found}: each has {heads // size} heads of all tokens (all-to-all)"
+    why = f"since sequence({size}) does not divide heads({heads})" if way == "auto" else "as the config asks"
+    if width == 1:
+        return f"{found}: keys and values go round a ring, {why}"
+    return f"{found}: by heads over {width} neighbours (all-to-all), and a ring of {size // width}, {why}"
 
 
 def sent_heads(size: int, heads: int, of_keys: int) -> int:
@@ -166,8 +268,11 @@ def sent_heads(size: int, heads: int, of_keys: int) -> int:
     return common if heads % common == 0 else heads
 
 
-def check_attention(model: nn.Module, size: int) -> None:
-    """Raises SequenceError where the model's attention cannot be shared by so many ranks, or is not found."""
+def check_attention(model: nn.Module, size: int, way: str = "auto", tensor: int = 1) -> None:
+    """Raises SequenceError where the model's attention cannot be shared by so many ranks, or is not found.
+
+    way: as of `SequenceAttention`. tensor: how many ranks share each layer.
+    """
     for module in model.modules():
         if hasattr(module, "_supports_attention_backend") and type(module).__module__.startswith("transformers."):
             _check_hugging_face(module)
@@ -180,7 +285,7 @@ def check_attention(model: nn.Module, size: int) -> None:
         if name not in _INNER:
             raise SequenceError(f'attn_implementation: expected "sdpa" or "eager", found "{name}"')
         heads = getattr(config, "num_attention_heads", None)
-        if isinstance(heads, int) and (fault := heads_fault(size, heads)):
+        if way == "ulysses" and isinstance(heads, int) and (fault := heads_fault(size, heads, tensor)):
             raise SequenceError(fault)
     if not _configs(model) and not _callers(model):
         raise SequenceError(

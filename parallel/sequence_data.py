@@ -11,7 +11,7 @@ labels of the whole: the parts add up to the mean over the whole, and so do thei
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..comm import Exchange
+from ..offload import sent
 
 IGNORED = -100
 _TRIED = 16  # tokens
@@ -66,86 +67,119 @@ class Whole:
         return seen
 
     def to(self, device: torch.device) -> Whole:
-        moved = (None if one is None else one.to(device) for one in (self.keys, self.packed))
+        moved = (None if one is None else sent(one, device) for one in (self.keys, self.packed))
         return Whole(self.length, *moved)
+
+
+class SequencePart(dict[str, Any]):
+    """A rank's inputs of the model, with what attention must know of the whole.
+
+    factor: of a loss that is a mean over own labels; None where the model takes the number of all labels.
+    """
+
+    def __init__(self, inputs: Mapping[str, Any], whole: Whole, factor: float | None) -> None:
+        super().__init__(inputs)
+        self.whole = whole
+        self.factor = factor
+
+    def changed(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> SequencePart:
+        """With other inputs, such as these on a device."""
+        return SequencePart(change(dict(self)), self.whole, self.factor)
+
+
+@dataclass(frozen=True)
+class SequenceTrial:
+    """A few tokens of a batch.
+
+    one, other: of token `at` there is the label; in the other all else is changed, if differs. batch: with more labels,
+    to be divided. has_labels: whether there were any.
+    """
+
+    one: SequencePart
+    other: SequencePart
+    at: int
+    batch: dict[str, Any]
+    differs: bool
+    has_labels: bool
 
 
 class SequenceData:
     """Takes this rank's part of a microbatch."""
 
-    def __init__(self, model: nn.Module, exchange: Exchange) -> None:
+    def __init__(self, model: nn.Module, exchange: Exchange, has_own_loss: bool = True) -> None:
+        """has_own_loss: the model computes the loss, and not somebody of its output."""
         self._exchange = exchange
         accepted = inspect.signature(model.forward).parameters
         self._is_hugging_face = is_hugging_face(model)
+        self._takes_count = self._is_hugging_face and has_own_loss
         self._takes_cache = "use_cache" in accepted
 
-    def part(self, batch: Any, device: torch.device) -> tuple[dict[str, Any], Whole, float | None]:
-        """The model's inputs, what attention must know, and the factor of a loss that is a mean over own labels.
-
-        The factor is None where the model takes the number of all labels. Raises SequenceError.
-        """
+    def part(self, batch: Any, device: torch.device, needs_labels: bool = True) -> SequencePart:
+        """This rank's part. needs_labels: a loss is computed of it. Raises SequenceError."""
         if not isinstance(batch, Mapping) or not any(isinstance(batch.get(name), Tensor) for name in _TOKENS):
             kind = "a mapping without them" if isinstance(batch, Mapping) else type(batch).__name__
             raise SequenceError(f"batch: expected a mapping with input_ids (or inputs_embeds), found {kind}")
         given = {name: value for name, value in batch.items() if value is not None}
         tokens = next(given[name] for name in _TOKENS if name in given)
         rows, length = tokens.shape[:2]
-        self._check(given, length)
+        self._check(given, length, needs_labels)
         positions = given.pop("position_ids", None)
         seen = given.pop("attention_mask", None)
         whole = self._whole(positions, seen, length)
         if positions is None:
             positions = torch.arange(length, device=tokens.device).expand(rows, length)
-        made: dict[str, Any] = {"position_ids": self._own(positions, continues=True)}
+        made: dict[str, Any] = {"position_ids": self.own(positions, continues=True)}
         labels = given.pop("labels", None)
         shifted = given.pop("shift_labels", None)
         if shifted is None and labels is not None:
             shifted = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         for name, value in given.items():
             is_along = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length
-            made[name] = self._own(value) if is_along else value
+            made[name] = self.own(value) if is_along else value
         factor = None
         if shifted is not None:
-            own = made["shift_labels"] = self._own(shifted, fill=IGNORED)
-            if self._is_hugging_face:
+            own = made["shift_labels"] = self.own(shifted, fill=IGNORED)
+            if labels is not None or self._takes_count:
                 made["labels"] = own
-                made.setdefault("num_items_in_batch", max(int((shifted != IGNORED).sum()), 1))
+            total = max(int((shifted != IGNORED).sum()), 1)
+            if self._takes_count:
+                made.setdefault("num_items_in_batch", total)
             else:
-                total = max(int((shifted != IGNORED).sum()), 1)
                 factor = int((own != IGNORED).sum()) / total
         if self._takes_cache:
             made["use_cache"] = False
-        return made, whole.to(device), factor
+        return SequencePart(made, whole.to(device), factor)
 
-    def trial(self, batch: Any, device: torch.device) -> tuple[dict[str, Any], dict[str, Any], bool]:
-        """A few tokens with one label in each row, the same with all other tokens changed, and whether there was such.
-
-        Of data for one rank alone.
-        """
-        made, _, _ = self.part(batch, device)
-        labels: Tensor = made["shift_labels"]
-        length = labels.shape[1]
-        labelled = (labels != IGNORED).any(0).nonzero().flatten().tolist()
+    def trial(self, batch: Any, device: torch.device) -> SequenceTrial:
+        """Of data for one rank alone."""
+        part = self.part(batch, device, needs_labels=False)
+        made, labels = dict(part), part.get("shift_labels")
+        length = made["position_ids"].shape[1]
+        labelled = [length // 2] if labels is None else (labels != IGNORED).any(0).nonzero().flatten().tolist()
         at = labelled[len(labelled) // 2] if labelled else 0
         first = max(min(at - _TRIED // 2, length - _TRIED), 0)
         for name, value in made.items():
             if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length:
                 made[name] = value[:, first : first + _TRIED].clone()
         at -= first
-        kept = made["shift_labels"][:, at].clone()
-        made["shift_labels"][:] = IGNORED
-        made["shift_labels"][:, at] = kept
-        if "labels" in made:
-            made["labels"] = made["shift_labels"]
+        tried = dict(made)
+        if labels is not None:
+            kept = made["shift_labels"][:, at : at + 1]
+            tokens = torch.arange(made["shift_labels"].shape[1], device=kept.device)
+            # Parts with unlike numbers of labels: weights show.
+            is_tried = (tokens == 0) | (tokens >= -(-len(tokens) // 2))
+            made = _with_labels(made, kept.where(tokens == at, IGNORED))
+            tried = _with_labels(tried, kept.where(is_tried, IGNORED))
         changed, differs = dict(made), bool(labelled)
         for name in _TOKENS:
             if name in made:
                 changed[name] = made[name].roll(1, dims=1)
                 changed[name][:, at] = made[name][:, at]
                 differs = differs and not torch.equal(changed[name], made[name])
-        return made, changed, differs
+        one, other = (SequencePart(inputs, part.whole, 1.0) for inputs in (made, changed))
+        return SequenceTrial(one, other, at, tried, differs, labels is not None and bool(labelled))
 
-    def _check(self, given: Mapping[str, Any], length: int) -> None:
+    def _check(self, given: Mapping[str, Any], length: int, needs_labels: bool) -> None:
         positions, seen = given.get("position_ids"), given.get("attention_mask")
         if positions is not None and (positions.dim() != 2 or positions.shape[1] != length):
             raise SequenceError(
@@ -159,13 +193,19 @@ class SequenceData:
         if length < self._exchange.size:
             raise SequenceError(f"sequence({self._exchange.size}) > tokens({length}): a rank would have none")
         if not self._is_hugging_face:
-            missing = [name for name in ("position_ids", "shift_labels") if name not in given]
+            wanted = ("position_ids", "shift_labels") if needs_labels else ("position_ids",)
+            missing = [name for name in wanted if name not in given]
             if missing:
                 raise SequenceError(
                     f"batch: expected {' and '.join(missing)} for a model that is none of Hugging Face's: position_ids "
                     "say where a part stands, shift_labels have each label where it is predicted (-100: none), and "
-                    "the model gives the mean loss over them"
+                    "the loss is the mean over them"
                 )
+        elif needs_labels and not self._takes_count and not {"labels", "shift_labels"} & {*given}:
+            raise SequenceError(
+                "batch: expected labels or shift_labels beside a loss_fn, which gives the mean over the shift_labels "
+                f"of a part, found {', '.join(given)}"
+            )
 
     def _whole(self, positions: Tensor | None, seen: Tensor | None, length: int) -> Whole:
         size = self._padded(length)
@@ -181,7 +221,7 @@ class SequenceData:
     def _padded(self, length: int) -> int:
         return -(-length // self._exchange.size) * self._exchange.size
 
-    def _own(self, x: Tensor, fill: int = 0, continues: bool = False) -> Tensor:
+    def own(self, x: Tensor, fill: float = 0, continues: bool = False) -> Tensor:
         """This rank's part along dimension 1, of what is made to divide. continues: by numbers that go on."""
         length = x.shape[1]
         more = self._padded(length) - length
@@ -190,6 +230,10 @@ class SequenceData:
         elif more:
             x = functional.pad(x, (*(0, 0) * (x.dim() - 2), 0, more), value=fill)
         return self._exchange.part(x, 1).contiguous()
+
+
+def _with_labels(inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
+    return inputs | {name: labels for name in ("shift_labels", "labels") if name in inputs}
 
 
 def is_hugging_face(model: nn.Module) -> bool:

@@ -23,35 +23,32 @@ class Forwards:
     """The whole microbatches of the forwards in flight."""
 
     def __init__(self) -> None:
-        self._next: Whole | None = None
         self._running: tuple[Whole, int] | None = None  # with the number of its first node
         self._kept: list[tuple[int, int, weakref.ref[Whole]]] = []  # numbers of the first node, and of that behind
 
-    def expect(self, whole: Whole) -> None:
-        """The next forward is of this one."""
-        self._next = whole
+    def begin(self, whole: Whole) -> None:
+        """A forward of this one."""
+        self._running = whole, _number()
 
-    def begin(self, model: str) -> None:
+    def check(self, model: str) -> None:
         """Raises SequenceError where the model was called past the engine."""
-        whole, self._next = self._next, None
-        if whole is None:
+        if self._running is None:
             raise SequenceError(
                 f"expected engine(**batch), engine.train_step or engine.eval_step, found a call of the {model} itself "
                 "(or of its generate()), which has no part of a sequence; generate with an engine of sequence 1"
             )
-        self._running = whole, _number()
 
     def end(self, output: Any) -> None:
-        """output: of the forward, whose graph needs what it was of; None where it has failed."""
+        """output: of the forward, whose graph keeps what it was of; None where it was left, and others keep that."""
         if self._running is None:
             return
         (whole, first), self._running = self._running, None
-        nodes = [one.grad_fn for one in tree_leaves(output) if isinstance(one, Tensor) and one.grad_fn is not None]
         self._kept = [kept for kept in self._kept if kept[2]() is not None]
-        if nodes:
+        if torch.is_grad_enabled():
             self._kept.append((first, _number(), weakref.ref(whole)))
-        for node in nodes:
-            node.metadata[_KEY] = whole  # type: ignore[index]  # torch's stub says method, it is a property
+        for one in tree_leaves(output):
+            if isinstance(one, Tensor) and one.grad_fn is not None:
+                one.grad_fn.metadata[_KEY] = whole  # type: ignore[index]  # torch's stub says method, it is a property
 
     @property
     def whole(self) -> Whole:

@@ -112,7 +112,8 @@ class TiledLogits(Tensor):
                 f"tiles.loss: {name} changes the logits of '{first.head.name}' in place, which do not exist as a whole "
                 "(TiledLogits); give the result a name of its own, as logits = logits / 2, or set tiles.loss to 0"
             )
-        return func(*tree_map(_whole(name), args), **tree_map(_whole(name), kwargs))
+        made_of = partial(computed, function=name)
+        return func(*tree_map(made_of, args), **tree_map(made_of, kwargs))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -262,16 +263,12 @@ def _fused_loss(logits: TiledLogits, labels: Tensor, **options: Any) -> Any:
 # -- what needs values --------------------------------------------------------------------------------------------
 
 
-def _whole(function: str) -> Callable[[Any], Any]:
-    """Logits with their graph, in place of those that are not there."""
-
-    def made(value: Any) -> Any:
-        if not isinstance(value, TiledLogits):
-            return value
-        value.head.warn(function)
-        return functional.linear(value.hidden, value.weight, value.bias).to(value.dtype)
-
-    return made
+def computed(value: Any, function: str) -> Any:
+    """Logits with their graph, in place of those that are not there. function: that asks for them."""
+    if not isinstance(value, TiledLogits):
+        return value
+    value.head.warn(function)
+    return functional.linear(value.hidden, value.weight, value.bias).to(value.dtype)
 
 
 def _values(function: str) -> Callable[[Any], Any]:

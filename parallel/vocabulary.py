@@ -21,6 +21,8 @@ from torch.nn import functional
 
 from ..comm import Exchange
 from .collectives import joined_columns
+from .tiled_logits import TiledLogits, computed
+from .tiled_parts import tiled_cross_entropy
 
 _SHAPES = {"contiguous", "clone", "float", "double", "half", "bfloat16", "to", "type", "detach", "cpu"}
 _EACH = {"mul", "div", "add", "sub", "neg", "tanh", "clamp", "__mul__", "__truediv__", "__rmul__", "__add__", "__sub__"}
@@ -153,7 +155,7 @@ class LogitParts:
 
     def whole(self) -> Tensor:
         """All logits, on every rank. A collective. Ranks with fewer tokens are filled up on the way."""
-        return joined_columns(self.own, self._through(), self._numel, "logits")
+        return joined_columns(computed(self.own, "what needs all"), self._through(), self._numel, "logits")
 
     def _with(self, own: Tensor) -> LogitParts:
         return LogitParts(own, self._numel, self._first, self._through())
@@ -164,6 +166,8 @@ class LogitParts:
             outside = target[((target < 0) | (target >= self._numel)) & (target != ignore_index)]
             if outside.numel():
                 raise IndexError(f"Target {int(outside[0])} is out of bounds.")  # as torch says it
+        if isinstance(self.own, TiledLogits):
+            return tiled_cross_entropy(self.own, target, self._first, ignore_index, self._through())
         loss: Tensor = _CrossEntropy.apply(self.own, target, self._first, ignore_index, self._through())  # type: ignore[no-untyped-call]
         return loss
 
@@ -238,7 +242,10 @@ def _cross_entropy(
     losses = input.cross_entropy(target, ignore_index)
     if reduction == "none":
         return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / (target != ignore_index).sum()
+    if reduction == "sum":
+        return losses.sum()
+    count = (target != ignore_index).sum()
+    return (losses.sum() / count.clamp(min=1)).where(count > 0, math.nan)  # as torch: not a number, with gradients of 0
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -25,6 +25,14 @@ from .weight_gradients import WeightGradients
 _MAX_SENDS = 4  # messages that may have arrived or not; more would hold memory and hide nothing further
 
 
+Scaled = Callable[[Tensor], Tensor]
+"""The loss of a microbatch, as its backward begins with it."""
+
+
+def _as_it_is(loss: Tensor) -> Tensor:
+    return loss
+
+
 class StageMemory(Protocol):
     """What happens to parameters and gradients of a stage at the moments that a schedule names."""
 
@@ -47,10 +55,10 @@ class _Run:
     gradient of input   from B (or I) until it is sent
     """
 
-    def __init__(self, microbatches: Sequence[Any], scale: float, stages: Iterable[int]) -> None:
-        """scale: on the losses. stages: of this rank."""
+    def __init__(self, microbatches: Sequence[Any], scaled: Scaled, stages: Iterable[int]) -> None:
+        """scaled: what gradients are of. stages: of this rank."""
         self.microbatches = microbatches
-        self.scale = scale
+        self.scaled = scaled
         self.losses: dict[int, Tensor] = {}  # by microbatch
         self.inputs: dict[Key, Carried] = {}
         self.graphs: dict[Key, list[GradientEdge]] = {}
@@ -101,16 +109,20 @@ class Executor:
         self._weights = {
             index: WeightGradients(_modules_with_parameters(stage), ledger) for index, stage in stages.items() if splits
         }
-        self._begin((), 1.0)
+        self.difference: str | None = None
+        """That in the last run a stage of this rank has returned another thing than for earlier batches of the kind."""
+        self._begin(())
 
-    def run(self, microbatches: Sequence[Any], scale: float = 1.0) -> list[Tensor]:
-        """Does all actions; gradients of scale x loss are added up. Returns the losses, on the rank that has them.
+    def run(self, microbatches: Sequence[Any], scaled: Scaled = _as_it_is) -> list[Tensor]:
+        """Does all actions; gradients of scaled(loss) are added up. Returns the losses, on the rank that has them.
+
+        Where `difference` says something afterwards, nothing of it may count, on no rank.
 
         microbatches: `schedule.num_microbatches` of them, the same on every rank of the pipe axis. Errors say in a note
         which action they are from. Raises CollectiveError where another rank does not answer.
         """
         assert len(microbatches) == self.schedule.num_microbatches, len(microbatches)
-        self._begin(microbatches, scale)
+        self._begin(microbatches, scaled)
         try:
             for action in self._actions:
                 self._progress.at_unit(str(action))
@@ -123,11 +135,12 @@ class Executor:
             self.messages.wait_sent(0)
         except BaseException as error:
             error.add_note(f"pipeline: in {described(action)}, of schedule {self.schedule.name}")
-            self._begin((), 1.0)
+            self._begin(())
             raise
         assert self._run.is_over and not self.messages.is_any_unused
         losses = [loss for _, loss in sorted(self._run.losses.items())]
-        self._begin((), 1.0)  # lets go of the batch
+        self.difference = self.messages.difference
+        self._begin(())  # lets go of the batch
         return losses
 
     def pass_by(self) -> list[Tensor]:
@@ -135,7 +148,8 @@ class Executor:
 
         On all ranks of the pipe axis alike. Returns no losses.
         """
-        self._begin((), 1.0)
+        self.difference = None
+        self._begin(())
         self._run.num_left.update(dict.fromkeys(self._stages, self.schedule.num_microbatches))
         for action in self._actions:
             if action.op in _OF_MEMORY:
@@ -149,8 +163,8 @@ class Executor:
         """Microbatches of stages whose graph is held."""
         return len(self._run.graphs)
 
-    def _begin(self, microbatches: Sequence[Any], scale: float) -> None:
-        self._run = _Run(microbatches, scale, self._stages)
+    def _begin(self, microbatches: Sequence[Any], scaled: Scaled = _as_it_is) -> None:
+        self._run = _Run(microbatches, scaled, self._stages)
         self.messages.begin([shapes_in(microbatch) for microbatch in microbatches])
         for weights in self._weights.values():
             weights.forget()
@@ -173,12 +187,14 @@ class Executor:
                     "under torch.no_grad(), or detached?"
                 )
             run.losses[key[1]] = output.detach()
-            self._keep_graph(key, [output * run.scale])
+            self._keep_graph(key, [run.scaled(output)])
             return
+        crosses = self.schedule.crosses(action.stage)
+        agreed = self.messages.agreed(*key, output) if crosses else None
         wanted = zip(output.tensors, output.spec.needs_grad, strict=True)
-        self._keep_graph(key, [tensor for tensor, needs_grad in wanted if needs_grad])
-        if self.schedule.crosses(action.stage):
-            run.outputs_to_send[key] = output
+        self._keep_graph(key, [tensor for tensor, needs_grad in wanted if needs_grad and agreed is None])
+        if crosses:
+            run.outputs_to_send[key] = output if agreed is None else agreed
         else:
             run.inputs[action.stage + 1, key[1]] = output.detached()
 

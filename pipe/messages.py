@@ -42,17 +42,22 @@ class Messages:
         self._device = device
         self._deliveries = deliveries(schedule, place)
         self._specs: dict[tuple[int, Hashable], CarriedSpec] = {}  # what stage receives for a kind of batch
+        self._returned: dict[tuple[int, Hashable], CarriedSpec] = {}  # what stages here have returned, sent or not
+        self.difference: str | None = None
+        """That a stage of this rank has returned another thing in this run than for earlier batches of the kind."""
         self.begin(())
 
     def begin(self, kinds: Sequence[Hashable]) -> None:
         """A run begins: nothing is under way. kinds: of the batch of each microbatch."""
         self._kinds = kinds
+        self.difference = None
         self._arriving: dict[tuple[Op, Key], tuple[list[Pending], list[Tensor]]] = {}
         self._sent: dict[Action, list[tuple[Pending, Any]]] = {}  # oldest first
 
     def forget_kinds(self) -> None:
         """Between runs, on all ranks: what is sent for a batch may be another thing from now on."""
         self._specs.clear()
+        self._returned.clear()
 
     @property
     def is_any_unused(self) -> bool:
@@ -61,19 +66,33 @@ class Messages:
 
     # -- sending ----------------------------------------------------------------------------------------------------
 
+    def agreed(self, stage: int, microbatch: int, carried: Carried) -> Carried | None:
+        """Zeros, of what stages have agreed on, in the place of another thing that one has returned. None: it is that.
+
+        With an error at once the stages behind would wait for what never comes, on a device until the timeout. So the
+        schedule goes on, and who runs it has to see to it that nothing of it counts.
+        """
+        spec = self._returned.setdefault((stage, self._kinds[microbatch]), carried.spec)
+        if spec == carried.spec:
+            return None
+        if self.difference is None:
+            self.difference = (
+                f"pipeline: expected stage {stage} to return for microbatch {microbatch} what it had returned for a "
+                f"batch of the same shapes, {_listed(spec)}; found {_listed(carried.spec)}. Stages must agree "
+                "beforehand on what they send: the shapes of what a block returns may depend on those of the batch "
+                "alone. No parameter was updated"
+            )
+        return Carried(
+            tuple(torch.zeros(one.shape, dtype=one.dtype, device=self._device) for one in spec.tensors), spec
+        )
+
     def send_output(self, action: Action, carried: Carried) -> None:
         place, what = self._schedule.peer_rank(action), described(action)
         known = (action.peer_stage, self._kind_of(action))
         if known not in self._specs:
             self._specs[known] = carried.spec
             self._hold(action, self._peers.send_object(carried.spec, place, self._tag(action, 0), what), None)
-        elif self._specs[known] != carried.spec:
-            raise ValueError(
-                f"pipeline: expected stage {action.stage} to return for microbatch {action.microbatch} what it had "
-                f"returned for a batch of the same shapes, {self._specs[known]}; found {carried.spec}. Stages must "
-                "agree beforehand on what they send: the shapes of what a block returns may depend on those of the "
-                "batch alone"
-            )
+        assert self._specs[known] == carried.spec
         self.send(action, [tensor.detach() for tensor in carried.tensors])
 
     def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
@@ -159,3 +178,12 @@ class Messages:
         backward = action.op in (Op.SEND_B, Op.RECV_B)
         number = (action.microbatch or 0) * self._schedule.num_stages + first
         return (2 * number + backward) * _MAX_TENSORS % _NUM_TAGS + index
+
+
+def _listed(spec: CarriedSpec) -> str:
+    """Shapes and dtypes, and what else two specs may differ in."""
+    tensors = zip(spec.tensors, spec.needs_grad, strict=True)
+    found = [f"{tuple(one.shape)} {one.dtype}{'' if needs else ' without gradient'}" for one, needs in tensors]
+    return (
+        f"[{', '.join(found)}] for {spec.num_arguments} arguments of '{spec.block}' at {[at for at, _ in spec.slots]}"
+    )

@@ -32,25 +32,21 @@ class GroupMemories:
     def __init__(
         self,
         mesh: Mesh,
-        domain: Domain,
         reduces_every_backward: bool,
         rest: ShardRest | None = None,
         shares_gradients: bool = False,
         delays_updates: bool = False,
     ) -> None:
-        """domain: of groups of which no other stage has a copy.
-
-        rest: where shards are while nobody needs them, with room for all; None: in memory. shares_gradients: replicas
-        that share memory have one sum of their gradients, and nobody changes it; but of tied ones, to which other
-        stages add. delays_updates: the gradients of a step are used while the next ones come.
+        """rest: where shards are while nobody needs them, with room for all; None: in memory. shares_gradients:
+        replicas that share memory have one sum of their gradients, and nobody changes it; but of tied ones, to which
+        other stages add. delays_updates: the gradients of a step are used while the next ones come.
         """
         self._mesh = mesh
-        self._domain = domain
         self._reduces_every_backward = reduces_every_backward
         self._rest = rest
         self._shares_gradients = shares_gradients
         self._delays_updates = delays_updates
-        self._slot_bytes = 0
+        self._slot_bytes: dict[tuple[str, ...], int] = {}  # by axes
 
     def units(self, plan: ModelPlan, hosts: Hosts) -> list[Unit]:
         """Of a whole plan. Parameters still are what they were; `fill` comes next."""
@@ -95,21 +91,20 @@ class GroupMemories:
 
     def _reserve_slots(self, trained: Sequence[GroupPlan]) -> None:
         """Makes the rings anew where these groups need larger slots than those before."""
-        needed = max((plan.slot_bytes for plan in trained), default=0)
-        if needed <= self._slot_bytes:
-            return
-        self._slot_bytes = needed
-        for axes, nbytes, count in rings_for(trained, self._domain, self._mesh.arrangement):
-            self._mesh.over(axes).route.reserve_slots(nbytes, count)
+        for axes, nbytes, count in rings_for(trained, self._mesh.arrangement):
+            if nbytes > self._slot_bytes.get(axes, 0):
+                self._slot_bytes[axes] = nbytes
+                self._mesh.over(axes).route.reserve_slots(nbytes, count)
 
     def _common_sums(self, trained: Sequence[GroupPlan]) -> dict[str, Tensor]:
         """By name of the group."""
-        route = self._mesh.over(self._domain.replicas).route
-        if not self._shares_gradients or not route.copies_are_shared:
-            return {}
-        own = [plan for plan in trained if not plan.domain.tied]
-        specs = [(plan.layout.shard_numel, plan.accumulation_dtype) for plan in own]
-        return dict(zip((plan.name for plan in own), route.allocate(specs), strict=True))
+        found: dict[str, Tensor] = {}
+        for axes, plans in _by_axes([one for one in trained if not one.domain.tied], lambda one: one.replicas):
+            route = self._mesh.over(axes).route
+            if self._shares_gradients and route.copies_are_shared:
+                specs = [(plan.layout.shard_numel, plan.accumulation_dtype) for plan in plans]
+                found |= zip((plan.name for plan in plans), route.allocate(specs), strict=True)
+        return found
 
     @cached_property
     def _pages(self) -> PagePool:
@@ -117,9 +112,16 @@ class GroupMemories:
 
     def _memory_for(self, plans: Sequence[GroupPlan]) -> Callable[[ShardedGroup], None]:
         """What gives each group, in order, the memory that its full buffer lives in."""
-        mesh, rest = self._mesh, self._rest
-        route, device = mesh.over(self._domain.states).route, mesh.world.device
-        axis = mesh.over(self._domain.parameters)
+        takers: dict[str, Callable[[ShardedGroup], None]] = {}
+        for _, own in _by_axes(plans, lambda domain: domain.states):
+            takers |= dict.fromkeys((plan.name for plan in own), self._memory_on(own))
+        return lambda group: takers[group.name](group)
+
+    def _memory_on(self, plans: Sequence[GroupPlan]) -> Callable[[ShardedGroup], None]:
+        """As `_memory_for`, of groups whose states are divided over the same axes."""
+        mesh, rest, domain = self._mesh, self._rest, plans[0].domain
+        route, device = mesh.over(domain.states).route, mesh.world.device
+        axis = mesh.over(domain.parameters)
         frees_memory = rest is not None or (axis.size > 1 and not route.copies_are_shared)
         if not frees_memory and device.type == "cpu" and not route.copies_are_shared:
             return lambda group: group.adopt(huge_zeros(group.layout.padded_numel, group.dtype, device))
@@ -141,3 +143,13 @@ class GroupMemories:
             group.adopt_memory(ResizedMemory(full, full[group.at_rest].numel()), rest)
 
         return adopt_storage
+
+
+def _by_axes(
+    plans: Sequence[GroupPlan], axes_of: Callable[[Domain], tuple[str, ...]]
+) -> list[tuple[tuple[str, ...], list[GroupPlan]]]:
+    """Groups with the same axes, in the order in which they come."""
+    found: dict[tuple[str, ...], list[GroupPlan]] = {}
+    for plan in plans:
+        found.setdefault(axes_of(plan.domain), []).append(plan)
+    return list(found.items())

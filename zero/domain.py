@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,9 @@ class Domain:
     Axes with one rank are left out of the table. hpZ is of ZeRO++, arXiv 2306.10209, section 3.2: the ranks of a host
     have all parameters at rest, and gathers do not leave it.
 
+    Ranks of `portioned` axes have other portions of the same tensors, as other experts, and other data; what is made of
+    the data of all of them comes to each by an exchange within the model.
+
     Ranks that differ on `replicas` alone have summed the same gradient and hold the same states: each of them counts a
     part of it in the norm, and saves a part.
     """
@@ -45,6 +48,21 @@ class Domain:
     parameters: tuple[str, ...]  # full parameters at rest; the first axes of `states`, none where they are never freed
     summed: tuple[str, ...]  # the gradient: data differ there
     copies: tuple[Copies, ...] = ()
+    portioned: tuple[str, ...] = ()  # data differ there, and so does what the ranks have of each tensor: experts
+
+    def within(self, axes: tuple[str, ...]) -> Domain:
+        """Of what the ranks of these axes have different portions of: nothing is divided or summed over them."""
+
+        def without(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(name for name in names if name not in axes)
+
+        return replace(
+            self,
+            states=without(self.states),
+            parameters=without(self.parameters),
+            summed=without(self.summed),
+            portioned=axes,
+        )
 
     @property
     def tied(self) -> tuple[Copies, ...]:

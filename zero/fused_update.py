@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,7 @@ ScalarStates = Mapping[int | str, Mapping[str, Any] | None]
 name. None: it has no states yet."""
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """What the updates of all shards in a step have in common."""
 
     step: int  # from 1

@@ -76,7 +76,7 @@ class GatherRing:
 
     def end_round(self) -> None:
         """Issues what is left of the round, so that every rank ends it at the same place."""
-        if all(unit.is_kept for unit in self._order):
+        if self.is_at_rest or all(unit.is_kept for unit in self._order):
             return
         while self._cursor:
             self._issue()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -79,7 +78,7 @@ class Move:
             held = self._held(axis, message, shard.dtype, has_shard)
             terms = states.route.reduce_scatter(message, None if has_shard else shard, self._name)
             if boundary and not is_last:  # what follows at once opens a message there
-                terms = replace(terms, arrived=self._when_free(replicas, terms.arrived, shard.numel()))
+                terms = terms._replace(arrived=self._when_free(replicas, terms.arrived, shard.numel()))
             yield from self._add_up(states, terms, slice(0, shard.numel()), shard, held, has_shard, counts and is_last)
         if is_last or not boundary:
             return

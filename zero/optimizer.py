@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -238,7 +237,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for shard, _ in due:
             shard.begin_delay()
         now = self._terms(gradient_scale)
-        terms = replace(now, options=[dict(group) for group in now.options], missed=dict(now.missed))
+        terms = now._replace(options=[dict(group) for group in now.options], missed=dict(now.missed))
         self._missed.update(self.unused)
 
         def update() -> None:

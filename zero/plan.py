@@ -49,6 +49,7 @@ class Share:
 
     portion: Portion
     copies: tuple[Copies, ...] = ()
+    portioned: tuple[str, ...] = ()  # as of `Domain`
 
     @classmethod
     def all_of(cls, param: Tensor) -> Share:
@@ -94,7 +95,6 @@ class ModelPlan:
     """What one rank has of a model, on axes of given sizes. Ranks of one pipeline place have the same."""
 
     units: tuple[tuple[UnitPlan, tuple[GroupPlan, ...]], ...]
-    domain: Domain  # of groups of which no other stage has a copy
 
     @classmethod
     def of(
@@ -107,7 +107,7 @@ class ModelPlan:
         share_of: Shares = Share.all_of,
     ) -> ModelPlan:
         groups = ((unit, tuple(_plan_groups(unit, dtypes, domain, arrangement, role_of, share_of))) for unit in units)
-        return cls(tuple(groups), domain)
+        return cls(tuple(groups))
 
     @property
     def groups(self) -> list[GroupPlan]:
@@ -125,33 +125,41 @@ class ModelPlan:
 
     def rings(self, arrangement: Arrangement) -> list[Ring]:
         """Through which gradients are reduced, for each rank."""
-        return rings_for(self.trained, self.domain, arrangement)
+        return rings_for(self.trained, arrangement)
 
 
 Ring = tuple[tuple[str, ...], int, int]
 """(axes, bytes of a slot, number of slots)"""
 
 
-def rings_for(trained: Sequence[GroupPlan], domain: Domain, arrangement: Arrangement) -> list[Ring]:
+def rings_for(trained: Sequence[GroupPlan], arrangement: Arrangement) -> list[Ring]:
     """Through which the gradients of these groups are reduced, for each rank."""
-    staged = max((group.slot_bytes for group in trained), default=0)
-    # A unit is staged when the one before it was summed; an all-reduce takes one more phase. One more is no faster:
-    # ranks that are apart by less than a unit do not wait.
-    rings = ((domain.states, staged, 1), (domain.replicas, staged // arrangement.size(domain.states), 2))
-    return [ring for ring in rings if staged and arrangement.size(ring[0]) > 1]
+    found: dict[tuple[str, ...], tuple[int, int]] = {}
+    for group in trained:
+        states, replicas = arrangement.wide(group.domain.states), arrangement.wide(group.domain.replicas)
+        # A unit is staged when the one before it was summed; an all-reduce takes one more phase. One more is no faster:
+        # ranks that are apart by less than a unit do not wait.
+        rings = ((states, group.slot_bytes, 1), (replicas, group.slot_bytes // arrangement.size(states), 2))
+        for axes, nbytes, count in rings:
+            most, slots = found.get(axes, (0, 0))
+            found[axes] = max(most, nbytes), max(slots, count)
+    return [(axes, nbytes, count) for axes, (nbytes, count) in found.items() if axes and nbytes]
 
 
 def _plan_groups(
     unit: UnitPlan, dtypes: Dtypes, domain: Domain, arrangement: Arrangement, role_of: Roles, share_of: Shares
 ) -> Iterable[GroupPlan]:
-    members: dict[tuple[torch.dtype, Role, tuple[Copies, ...]], list[tuple[str, nn.Parameter]]] = {}
+    Key = tuple[torch.dtype, Role, tuple[Copies, ...], tuple[str, ...]]
+    members: dict[Key, list[tuple[str, nn.Parameter]]] = {}
     for name, param in unit.params:
-        key = dtypes.of(param), role_of(param), share_of(param).copies
+        share = share_of(param)
+        key = dtypes.of(param), role_of(param), share.copies, share.portioned
         members.setdefault(key, []).append((name, param))
-    for (dtype, role, copies), params in members.items():
+    for (dtype, role, copies, portioned), params in members.items():
         kind = f"{str(dtype).removeprefix('torch.')}{'' if role is Role.UPDATED else f', {role.value}'}"
         kind += "".join(f", on {one.axis} {', '.join(map(str, one.places))}" for one in copies)
-        own = replace(domain, copies=(*unit.copies, *copies))
+        kind += "".join(f", split over {axis}" for axis in portioned)
+        own = replace(domain.within(portioned), copies=(*unit.copies, *copies))
         yield plan_group(f"unit {unit.name} ({kind})", params, dtype, role, dtypes, own, arrangement, share_of)
 
 

@@ -116,7 +116,7 @@ class UnitSequence:
         self._reductions = Reductions()
         self._num_uses = _BEFORE_ALL_USES
         self._forward = Forward()  # the last one, or what is used between two
-        self._forwards = weakref.WeakSet[Forward]()  # of which a backward may come
+        self._forwards: list[weakref.ref[Forward]] = []  # of which a backward may come
         self._of_backward = set[Forward]()  # those that it has come to
         self._boundary = True
         self._on_final: OnFinal | None = None
@@ -179,7 +179,7 @@ class UnitSequence:
         self._num_uses += 1
         forward = self._forward
         if not forward.num_uses:
-            self._forwards.add(forward)
+            self._forwards.append(weakref.ref(forward))
         forward.first_use.setdefault(unit, self._num_uses)
         forward.num_uses[unit] = forward.num_uses.get(unit, 0) + 1
         return Use(unit, forward, self._num_uses)
@@ -268,8 +268,8 @@ class UnitSequence:
             self.hear()
         if use.forward not in self._of_backward:
             self._of_backward.add(use.forward)
-            if use.forward not in self._forwards:  # its graph was kept after an earlier backward
-                self._forwards.add(use.forward)
+            if weakref.ref(use.forward) not in self._forwards:  # its graph was kept after an earlier backward
+                self._forwards.append(weakref.ref(use.forward))
                 self._count_uses()
         if self.phase is Phase.BACKWARD:
             if self._read_on:
@@ -428,7 +428,8 @@ class UnitSequence:
     def _count_uses(self) -> None:
         for unit in self.units:
             unit.first_use, unit.num_uses = None, 0
-        for forward in sorted(self._forwards, key=start_of):
+        alive = [forward for one in self._forwards if (forward := one()) is not None]
+        for forward in sorted(alive, key=start_of):
             for unit, first in forward.first_use.items():
                 unit.first_use = first if unit.first_use is None else unit.first_use
                 unit.num_uses += forward.num_uses[unit]
@@ -436,8 +437,8 @@ class UnitSequence:
     def _end_pass(self) -> None:
         for unit in self.units:
             unit.release()
-        for forward in self._of_backward:
-            self._forwards.discard(forward)
+        forwards = [one() for one in self._forwards]
+        self._forwards = [weakref.ref(one) for one in forwards if one is not None and one not in self._of_backward]
         self._of_backward.clear()
         self._forward = Forward()
         self._graph_task = None

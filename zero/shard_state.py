@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +37,7 @@ class Run:
     options_index: int  # in the optimizer's param_groups
 
 
-@dataclass(frozen=True)
-class StatePart:
+class StatePart(NamedTuple):
     """A stretch of a shard while its states are at hand, (end - start,) each."""
 
     start: int

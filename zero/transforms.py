@@ -21,11 +21,14 @@ def untransformed(action: Callable[[], T]) -> T:
         return action()
 
 
-def at_all_levels(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+def at_all_levels(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
     """Each tensor, and what transforms have wrapped in it: a backward may come to any of these."""
-    is_transformed = _functorch.peek_interpreter_stack() is not None
+    return tensors if _functorch.peek_interpreter_stack() is None else _with_wrapped(tensors)
+
+
+def _with_wrapped(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     for tensor in tensors:
         yield tensor
-        while is_transformed and _functorch.is_functorch_wrapped_tensor(tensor):
+        while _functorch.is_functorch_wrapped_tensor(tensor):
             tensor = _functorch.get_unwrapped(tensor)
             yield tensor

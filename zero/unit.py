@@ -70,7 +70,10 @@ class Unit:
     @property
     def is_kept(self) -> bool:
         """Whether it is full whatever is released: on all ranks, each of which may use it without the others."""
-        return all(group.keeper is not None and group.keeper() for group in self.groups)
+        for group in self.groups:  # noqa: SIM110  (as above)
+            if group.keeper is None or not group.keeper():
+                return False
+        return True
 
     def start_gather(self) -> None:
         for group in self.groups:

@@ -104,8 +104,8 @@ class FullValues:
         """Of the whole model, on rank 0. names: of its state_dict, in its order."""
         is_writer = self._mesh.is_first
         values: dict[int, Tensor] = {}
-        exchange = self._mesh.exchange(self._mesh.arrangement.layers)
         for group in self._groups:
+            exchange = self._mesh.exchange((*group.domain.portioned, *self._mesh.arrangement.layers))
             was_sharded = group.residence is not Residence.FULL
             group.gather()
             for slot, param in zip(group.layout.slots, group.params, strict=True):

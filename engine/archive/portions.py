@@ -11,7 +11,7 @@ from ...checkpoint.boxes import stretches_of
 from ...comm import Exchange
 from ...offload import Box, Portion
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.uint8, 4: torch.int32, 8: torch.int64}  # neither NCCL nor gloo adds up int16
 
 
 def taken(portion: Portion, whole: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def put_together(exchange: Exchange, portion: Portion, values: Tensor, is_counte
     whole = torch.zeros(portion.whole, dtype=values.dtype, device=values.device)
     for box, own in portion.boxes if is_counted else ():
         whole[box.index] = values[own.index]
-    bits = whole.view(_INTEGERS[values.dtype.itemsize])  # added as integers, so that none changes: -0.0
+    bits = whole.view(_INTEGERS[values.dtype.itemsize])  # added as integers, so that none changes: -0.0; to zeros
     return exchange.sum(bits, "parts of a tensor").view(values.dtype)
 
 

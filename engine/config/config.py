@@ -29,9 +29,9 @@ from .origin import other_defaults
 from .parallel import (
     ParallelConfig,
     PipelineConfig,
+    SequenceParallelConfig,
     TensorParallelConfig,
     accumulation_faults,
-    degree_faults,
     idle_settings,
     pipeline_faults,
     schedule_faults,
@@ -50,7 +50,7 @@ from .sections import (
     MemoryReportConfig,
     ZeroConfig,
 )
-from .tiles import TilesConfig, idle_tiles, tiles_faults
+from .tiles import TilesConfig, idle_tiles
 from .translate import AUTO, BATCH_KEYS, known_rule_keys, translate
 
 MAX_FAULTS = 20  # in a message; looking for what was meant takes a while for each
@@ -111,6 +111,7 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     pipeline: PipelineConfig = PipelineConfig()
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+    sequence_parallel: SequenceParallelConfig = SequenceParallelConfig()
     zero_optimization: ZeroConfig = ZeroConfig()
     bf16: BF16Config = BF16Config()
     fp16: FP16Config = FP16Config()
@@ -375,6 +376,7 @@ def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:
         "parallel": ParallelConfig,
         "pipeline": PipelineConfig,
         "tensor_parallel": TensorParallelConfig,
+        "sequence_parallel": SequenceParallelConfig,
         "zero_optimization": ZeroConfig,
         "zero_optimization.offload_optimizer": OffloadOptimizerConfig,
         "zero_optimization.offload_param": OffloadParamConfig,
@@ -407,7 +409,6 @@ def _conflicts(config: Config) -> list[Fault]:
         faults += [Fault(f"optimizer.params.{key}", "conflict", message) for key, message in conflicts]
     faults += offload_faults(config.zero_optimization, config.activation_checkpointing)
     faults += accumulation_faults(config.pipeline, config.gradient_accumulation_steps)
-    faults += degree_faults(config.parallel) + tiles_faults(config.tiles, config.parallel.tensor)
     faults += pipeline_faults(config.parallel, config.zero_optimization, config.activation_checkpointing.offload)
     return faults + _checkpoint_faults(config.checkpoint) + _update_in_backward_faults(config)
 
@@ -455,7 +456,7 @@ def _idle_settings(config: Config) -> list[str]:
     if config.prescale_gradients and config.gradient_predivide_factor != 1:
         reason = "prescale_gradients divides by the ranks before the sum"
         notes.append(no_effect("gradient_predivide_factor", config.gradient_predivide_factor, reason))
-    notes += idle_settings(config.parallel, config.pipeline, config.tensor_parallel)
+    notes += idle_settings(config.parallel, config.pipeline, config.tensor_parallel, config.sequence_parallel)
     notes += idle_kernel_settings(config.kernels) + idle_tiles(config.tiles)
     notes += offload_notes(zero, config.activation_checkpointing, config.aio, config.optimizer)
     return notes + checkpoint_notes(config.checkpoint) + report_notes(config.memory_report)

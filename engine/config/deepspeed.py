@@ -91,8 +91,10 @@ RULES: dict[str, Rule] = {
     "managed_gradient_accumulation": _only(True, "the engine counts the microbatches; remove the key"),
     "gradient_allreduce_op": _only("mean", "gradients are averaged; scale the loss for a sum", "a string"),
     "sparse_gradients": _only(False, "gradients of embeddings are reduced dense; remove the key"),
-    "use_data_before_expert_parallelism": _only(False, "there is no expert parallelism; remove the key"),
-    "sequence_parallel_size": _only(1, "there is no sequence parallelism yet; set 1", "an integer"),
+    "use_data_before_expert_parallelism": _only(
+        False, "ranks that share experts are next to each other; remove the key"
+    ),
+    "sequence_parallel_size": _only(1, "set parallel.sequence; remove the key", "an integer"),
     "graph_harvesting": _only(False, "remove the key"),
     "amp": _section("set bf16.enabled or fp16.enabled"),
     "torch_autocast": _section("set bf16.enabled, or use torch.autocast in your model's forward"),
@@ -126,7 +128,7 @@ RULES: dict[str, Rule] = {
     "tensor_parallel.tp_overlap_comm": _no_effect(_OVERLAP, "true or false", False),
     "tensor_parallel.vocab_parallel_lm_head": _no_effect(_VOCABULARY),
     "tensor_parallel.vocab_parallel_ce_backend": _no_effect(_VOCABULARY, "a string"),
-    "expert_parallel": _section(_REMOVE),
+    "expert_parallel": _section("set parallel.expert to the number of ranks and remove the section"),
     "pipeline.stages": _only("auto", "set parallel.pipeline to the number of stages; remove the key", "any value"),
     "pipeline.partition": _only("best", "set pipeline.balance; remove the key", "a string"),
     "pipeline.seed_layers": _only(False, "set seed; remove the key"),

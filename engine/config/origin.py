@@ -19,7 +19,7 @@ from .scheduler import SCHEDULERS
 from .translate import CPU_SWITCHES, PIN_SWITCH
 
 _OWN = """
-    device seed parallel tensor_parallel kernels communication
+    device seed parallel tensor_parallel sequence_parallel kernels communication
     pipeline.schedule pipeline.chunks pipeline.microbatches pipeline.balance
     zero_optimization.shard_size zero_optimization.units zero_optimization.update_in_backward
     zero_optimization.offload_optimizer.overlap zero_optimization.offload_optimizer.delay_after_steps bf16.auto_cast

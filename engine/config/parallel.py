@@ -33,12 +33,17 @@ class ParallelConfig(Section):
     tensor: Positive = 1
     """Ranks that share each layer: rows, columns, heads. They take the same data. 1: layers are whole."""
 
+    tensor_sequence: bool = False
+    """Whether the ranks of `tensor` have a part of the tokens each where layers are not split: norms, dropout and
+    residuals of blocks. See docs/parallelism.md."""
+
     sequence: Positive = 1
     """Ranks that share each sequence, in parts one behind the other; they are given the same data: see
     docs/long-sequences.md. 1: sequences are whole."""
 
     expert: Positive = 1
-    """Data-parallel ranks that share the experts of a layer: tokens go where their experts are. 1: each has all."""
+    """Data-parallel ranks that share the experts of a layer: tokens go where their experts are; see
+    docs/parallelism.md. 1: each has all."""
 
     @property
     def ranks_of_sample(self) -> int:
@@ -53,6 +58,14 @@ class TensorParallelConfig(Section):
     """Pattern of layers' names -> "column", "row", "vocabulary", "column_gathered", "partial" or "whole"; "column/3" is
     for three parts in one layer. It comes before the model's own plan and the names of common families. null: these
     alone."""
+
+
+class SequenceParallelConfig(Section):
+    """How attention is computed, where parallel.sequence is above 1: see docs/long-sequences.md."""
+
+    attention: Literal["auto", "ulysses", "ring"] = "auto"
+    """"ulysses": an all-to-all gives each rank some heads of all tokens; "ring": keys and values go round the ranks;
+    "auto": by heads over as many ranks as divide them, and a ring over the rest."""
 
 
 class PipelineConfig(Section):
@@ -86,19 +99,6 @@ def accumulation_faults(pipeline: PipelineConfig, accumulation: int | None) -> l
         "microbatches of a step; leave one out"
     )
     return [Fault("pipeline.microbatches", "conflict", message)]
-
-
-def degree_faults(parallel: ParallelConfig) -> list[Fault]:
-    """Degrees of which nothing makes use yet."""
-    return [
-        Fault(f"parallel.{key}", "value", f"expected 1, found {getattr(parallel, key)}: {what} are not split yet")
-        for key, what in _NOT_YET.items()
-        if getattr(parallel, key) > 1
-    ]
-
-
-_NOT_YET = {"expert": "experts"}
-"""Keys of `parallel` that are axes of the mesh, and have no more behind them than that."""
 
 
 def world_faults(parallel: ParallelConfig, world_size: int) -> list[Fault]:
@@ -144,8 +144,8 @@ def pipeline_faults(parallel: ParallelConfig, zero: ZeroConfig, activations: Act
     if parallel.pipeline == 1:
         return []
     found = []
-    if parallel.sequence > 1:
-        found.append(("parallel.sequence", "stages take whole sequences", "1, or parallel.pipeline to 1"))
+    if parallel.tensor_sequence:
+        found.append(("parallel.tensor_sequence", "stages take all tokens", "false, or parallel.pipeline to 1"))
     if zero.update_in_backward:
         found.append(("zero_optimization.update_in_backward", "a gradient is whole after the last microbatch", "false"))
     if zero.offloads_parameters:
@@ -163,11 +163,16 @@ def pipeline_faults(parallel: ParallelConfig, zero: ZeroConfig, activations: Act
     ]
 
 
-def idle_settings(parallel: ParallelConfig, pipeline: PipelineConfig, tensor: TensorParallelConfig) -> list[str]:
+def idle_settings(
+    parallel: ParallelConfig, pipeline: PipelineConfig, tensor: TensorParallelConfig, sequence: SequenceParallelConfig
+) -> list[str]:
     """One sentence for each setting that is not the default and has no effect without an axis of several ranks."""
     found = []
     if parallel.pipeline == 1:
         found += idle("pipeline", pipeline, "parallel.pipeline is 1", only=("schedule", "chunks", "balance"))
     if parallel.tensor == 1:
+        found += idle("parallel", parallel, "parallel.tensor is 1", only=("tensor_sequence",))
         found += idle("tensor_parallel", tensor, "parallel.tensor is 1")
+    if parallel.sequence == 1:
+        found += idle("sequence_parallel", sequence, "parallel.sequence is 1")
     return found

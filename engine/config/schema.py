@@ -20,6 +20,7 @@ _HOMES = {  # section: the definitions that describe it
     "parallel": ["ParallelConfig"],
     "pipeline": ["PipelineConfig"],
     "tensor_parallel": ["TensorParallelConfig"],
+    "sequence_parallel": ["SequenceParallelConfig"],
     "zero_optimization": ["ZeroConfig"],
     "zero_optimization.offload_optimizer": ["OffloadOptimizerConfig"],
     "zero_optimization.offload_param": ["OffloadParamConfig"],

@@ -7,7 +7,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from ...configs.section import Natural, Section
-from .errors import Fault
 from .idle import idle
 
 TileSize = Literal["auto"] | Natural
@@ -56,13 +55,6 @@ class TilesConfig(Section):
             return value
         size = _size(value)
         return {"mlp": size, "loss": size}
-
-
-def tiles_faults(tiles: TilesConfig, tensor: int) -> list[Fault]:
-    """What tiles do not go together with."""
-    used = [key for key in ("mlp", "loss") if getattr(tiles, key)]
-    message = f"is not for parallel.tensor {tensor}: layers in tiles are whole; set 0"
-    return [Fault(f"tiles.{key}", "conflict", message) for key in used] if tensor > 1 else []
 
 
 def idle_tiles(tiles: TilesConfig) -> list[str]:

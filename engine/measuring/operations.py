@@ -18,29 +18,40 @@ _LENGTHS = (32, 128, 512)  # tokens of attention with 4 heads of 64
 _NUMELS = (1 << 10, 1 << 15, 1 << 18, 1 << 21, 3 << 21)  # elements of a tensor
 _WIDTH = 256  # of a row of them
 _LEAST_SECONDS = 2e-3  # of all calls that are timed together
-_SAMPLES = 4
+_SAMPLES = 5
 _CALLS = 64
 _LEAST_CALL_SECONDS = 1e-7
 _DTYPES = (torch.float32, torch.bfloat16)
 
 Call = Callable[[], Any]
+Typical = Callable[[list[float]], float]
+"""Of several times of one thing, what it takes."""
 
 
-def measure_operations(say: Callable[[str], None]) -> dict[str, Curve]:
+def typical_of(num_ranks: int) -> Typical:
+    """Alone on a machine, whatever else runs can only make a time longer: the least is right.
+
+    Beside other ranks, these are what makes it longer, and they do so in a training too: the least is a moment in which
+    they rested.
+    """
+    return min if num_ranks == 1 else statistics.median
+
+
+def measure_operations(say: Callable[[str], None], typical: Typical) -> dict[str, Curve]:
     """Curves by name. say: is told what comes."""
     found: dict[str, list[tuple[float, float]]] = {}
     for dtype in _DTYPES:
         name = str(dtype).removeprefix("torch.")
         say(f"products in {name}")
         for call in _products(dtype):
-            _measure(call, found)
+            _measure(call, found, typical)
         say(f"elementwise operations in {name}")
         for numel in _NUMELS:
             for call in _elementwise(dtype, numel):
-                _measure(call, found)
+                _measure(call, found, typical)
     small = torch.ones(16)
-    found["view"] = [(0.0, seconds_of(lambda: small.view(4, 4)))]
-    found["call"] = [(0.0, _call_seconds())]
+    found["view"] = [(0.0, seconds_of(lambda: small.view(4, 4), typical))]
+    found["call"] = [(0.0, _call_seconds(typical))]
     return {name: curve_of(points) for name, points in found.items()}
 
 
@@ -60,11 +71,10 @@ def curve_of(points: list[tuple[float, float]]) -> Curve:
     return Curve(sizes, times)
 
 
-def seconds_of(call: Call) -> float:
-    """Of one call: the least of a few samples, each of as many calls as are long enough to be timed.
+def seconds_of(call: Call, typical: Typical) -> float:
+    """Of one call: what is typical of a few samples, each of as many calls as are long enough to be timed.
 
-    Whatever else runs on the machine can only make a sample longer; where one thread does all, its own clock leaves out
-    most of that.
+    Where one thread does all, its own clock leaves out most of what else runs on the machine.
     """
     clock = own_clock()
     call()
@@ -77,7 +87,7 @@ def seconds_of(call: Call) -> float:
         for _ in range(count):
             call()
         samples.append((clock() - start) / count)
-    return min(samples)
+    return typical(samples)
 
 
 def own_clock() -> Callable[[], float]:
@@ -85,7 +95,7 @@ def own_clock() -> Callable[[], float]:
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
-def _call_seconds() -> float:
+def _call_seconds(typical: Typical) -> float:
     """What Python and autograd take for an operation of a forward or backward, beside the operation."""
     module, x = nn.GELU(), torch.ones(16, requires_grad=True)
 
@@ -97,12 +107,12 @@ def _call_seconds() -> float:
         x.grad = None
 
     with torch.no_grad():
-        alone = seconds_of(lambda: torch.ops.aten.gelu(x))
-        alone += seconds_of(lambda: torch.ops.aten.gelu_backward(x, x))
-    return max(_LEAST_CALL_SECONDS, (seconds_of(run) / _CALLS - alone) / 2)
+        alone = seconds_of(lambda: torch.ops.aten.gelu(x), typical)
+        alone += seconds_of(lambda: torch.ops.aten.gelu_backward(x, x), typical)
+    return max(_LEAST_CALL_SECONDS, (seconds_of(run, typical) / _CALLS - alone) / 2)
 
 
-def _measure(call: Call, found: dict[str, list[tuple[float, float]]]) -> None:
+def _measure(call: Call, found: dict[str, list[tuple[float, float]]], typical: Typical) -> None:
     """Under the name and with the size that the planner gives to it."""
     tracker = Tracker([])
     with torch.no_grad(), tracker:
@@ -110,7 +120,7 @@ def _measure(call: Call, found: dict[str, list[tuple[float, float]]]) -> None:
         operations = [one for one in tracker.done.operations if one.name != "view"]
     (operation,) = operations
     with torch.no_grad():
-        seconds = seconds_of(call) / operation.calls
+        seconds = seconds_of(call, typical) / operation.calls
     found.setdefault(f"{operation.dtype} {operation.name}", []).append((operation.size, seconds))
 
 

@@ -23,11 +23,12 @@ from ...zero.layout import BLOCK_NUMEL
 from ...zero.summation import sum_in_rank_order
 from ..planning.measured import Curve, Measured, Speeds, curve
 from .engines import host_curves
-from .operations import curve_of, measure_operations, seconds_of
+from .operations import Typical, curve_of, measure_operations, seconds_of, typical_of
 
 _NUMELS = (1 << 12, 1 << 16, 1 << 20, 1 << 22)  # float32 elements of a message, of an update
 _FILE_BYTES = (1 << 20, 1 << 23, 1 << 26)
 _ROUNDS = 6
+_PASSES = 3  # apart in time: what else runs on a machine comes and goes within seconds
 _SLOTS = 3
 _ROUTES = ("shared_memory", "sockets")
 
@@ -46,9 +47,8 @@ def main(arguments: list[str]) -> None:
             print(text, flush=True)
 
     if not curves:
-        curves = measure_operations(say)
-        say("updates")
-        curves |= _updates()
+        typical = typical_of(world.size)
+        curves = _combined([_pass(say, typical) for _ in range(_PASSES)], typical)
         if request["folder"] is not None:
             say("files")
             curves |= _files(Path(request["folder"]), world.rank)
@@ -64,7 +64,22 @@ def main(arguments: list[str]) -> None:
     world.leave()
 
 
-def _updates() -> Curves:
+def _pass(say: Callable[[str], None], typical: Typical) -> Curves:
+    curves = measure_operations(say, typical)
+    say("updates")
+    return curves | _updates(typical)
+
+
+def _combined(passes: list[Curves], typical: Typical) -> Curves:
+    """Point by point."""
+    found = {}
+    for name, one in passes[0].items():
+        times = zip(*(curves[name].times for curves in passes), strict=True)
+        found[name] = Curve(one.sizes, tuple(typical(list(of_size)) for of_size in times))
+    return found
+
+
+def _updates(typical: Typical) -> Curves:
     """AdamW in float32: gradient, weight and two moments are read, the last three written, as the planner counts it."""
     update, inspect = [], []
     rule = OPTIMIZERS["adamw"]
@@ -79,8 +94,8 @@ def _updates() -> Curves:
         def look(g: torch.Tensor = gradient) -> None:
             torch.isfinite(squares_by_block(g, BLOCK_NUMEL)).all()
 
-        update.append((24.0 * numel, seconds_of(step)))
-        inspect.append((4.0 * numel, seconds_of(look)))
+        update.append((24.0 * numel, seconds_of(step, typical)))
+        inspect.append((4.0 * numel, seconds_of(look, typical)))
     return {"update": curve_of(update), "inspect": curve_of(inspect)}
 
 

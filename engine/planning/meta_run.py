@@ -30,14 +30,13 @@ from torch.utils.checkpoint import checkpoint
 
 from ...model.blocks import find_blocks
 from ...model.ledger import Ledger
-from ...parallel.sequence_data import SequenceError
+from ...parallel.sequence_data import SequenceError, SequencePart
 from ...parallel.tiles import Tiles
 from ...zero.direct_gradients import DirectGradients
 from ...zero.plan import Dtypes
 from ...zero.sequence import UnitSequence
 from ...zero.units import UnitPlan
 from ..batch import call, loss_of
-from ..sequences import weighted_loss
 from .profile import Part, Profile
 from .splits import SplitModel, Splits
 from .step_order import END, START
@@ -88,7 +87,7 @@ class MetaRun:
         self._tiles.apply(self._model, ledger, lambda text: None)
         try:
             split = SplitModel(self._splits, self._tensor, self._model, tracker, ledger)
-            own, factor = split.part(batch, rows)
+            own = split.part(batch, rows, self._loss_fn is None)
             made = _on_meta(own, rows, self._dtype)
             for one in tensors_of(made):
                 tracker.leave_out(one)
@@ -98,7 +97,7 @@ class MetaRun:
             if is_direct:
                 DirectGradients(cast(UnitSequence, places), self._model.modules(), ledger)
             with torch.enable_grad(), _Attention(self._device), tracker:
-                self._run(made, marks, split, factor)
+                self._run(made, marks, split)
         except SequenceError:
             raise
         except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
@@ -130,12 +129,12 @@ class MetaRun:
 
         return partial(checkpoint, module.forward, use_reentrant=False, context_fn=contexts)
 
-    def _run(self, batch: Any, marks: _Marks, split: SplitModel, factor: float | None) -> None:
+    def _run(self, batch: Any, marks: _Marks, split: SplitModel) -> None:
         marks.enter(START)
-        split.begin()
-        output = call(self._model, batch)
-        split.end(output)
-        loss = weighted_loss(loss_of(output, batch, self._loss_fn), factor)
+        output = split.run(batch, lambda: call(self._model, batch))
+        loss = loss_of(output, batch, self._loss_fn)
+        if isinstance(batch, SequencePart) and batch.factor is not None:
+            loss = loss * batch.factor
         del output
         marks.end_forward()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -351,6 +350,8 @@ def _after_blocks(model: nn.Module) -> nn.Module | None:
 
 def _on_meta(batch: Any, rows: int, dtype: torch.dtype | None) -> Any:
     """A batch of so many rows like those of `batch`, without memory."""
+    if isinstance(batch, SequencePart):
+        return batch.changed(lambda inputs: cast(dict[str, Any], _on_meta(inputs, rows, dtype)))
 
     def make(value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -116,7 +116,7 @@ def plan(
     casts = checked.bf16.auto_cast if checked.bf16.enabled else checked.fp16.auto_cast
 
     def runs(blueprint: Blueprint) -> MetaRun:
-        check_sequences(blueprint.config, module, loss_fn)
+        check_sequences(blueprint.config, module)
         tiles, splits = tiles_of(checked), Splits.of(blueprint)
         return MetaRun(module, blueprint.units, blueprint.dtypes, machine.device, loss_fn, casts, tiles, splits)
 

@@ -165,8 +165,8 @@ class Planner:
         )
 
     def _tensor_plan(self, degree: int, config: Config) -> TensorPlan:
-        plan = config.tensor_parallel.plan
-        return self._cached(self._tensor_plans, degree, lambda: TensorPlan.of(self._model, degree, plan))
+        plan, has_parts = config.tensor_parallel.plan, config.parallel.tensor_sequence
+        return self._cached(self._tensor_plans, degree, lambda: TensorPlan.of(self._model, degree, plan, has_parts))
 
     def _stage_plan(self, choice: Choice, config: Config) -> PipelinePlan:
         num_stages = choice.pipeline * num_chunks(choice)
@@ -192,6 +192,17 @@ class Planner:
 
     def fault(self, degrees: Choice) -> str | None:
         """Why layers, sequences and experts cannot be split so; None where they can."""
+        if degrees.expert > 1:
+            return (
+                "plan: expected parallel.expert 1, found "
+                f"{degrees.expert}: how many tokens come to a rank depends on what routers choose, which is not "
+                "planned; set it to 1 to plan the rest, or try it with `lowtide tune`"
+            )
+        if self._base.get("parallel", {}).get("tensor_sequence"):
+            return (
+                "plan: expected parallel.tensor_sequence false, found true: parts of the tokens between split layers "
+                "are not planned yet; plan without it, which takes no less memory"
+            )
         fault = self._fault_of_config(Choice(*(min(getattr(degrees, name), 2) for name in _DEGREES)))
         return fault or self._fault_of_model(replace(degrees.degrees, pipeline=1))
 

@@ -21,7 +21,7 @@ class Exchanged(NamedTuple):
     """One call of `comm.Exchange`. nbytes: of the whole tensor. sent: by the rank, as that counts."""
 
     axis: str
-    kind: Literal["sum", "sum_part", "gather", "swap"]
+    kind: Literal["sum", "sum_part", "gather", "swap", "trade"]
     nbytes: int
     sent: int
 

@@ -6,7 +6,7 @@ nothing, and says what would be moved.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...comm import EXCHANGE_SLOTS, Axis, Exchange, Pending, Terms, regions_of
+from ...comm import EXCHANGE_SLOTS, Arriving, Axis, Exchange, Numels, Pending, Terms, regions_of
+from ...comm.axis import Piece
 from ...comm.solo import SoloRoute
 from ...model.ledger import Ledger
 from ...parallel.layers import SplitLayers
@@ -122,11 +123,15 @@ class MetaRoute(SoloRoute):
         self._receive(slot[regions_of(out.numel(), self.size)[self.rank]])
         return Terms(Pending(), slice(0, 0), lambda: [slot[:0]], lambda: None)
 
-    def swap(self, slot: Tensor, what: str) -> Terms:
-        got = torch.empty_like(slot) if self._kind == "native" else slot
-        parts = got.view(self.size, -1)
-        self._receive(parts[0])
-        return Terms(Pending(), slice(0, got.numel()), lambda: list(parts), lambda: None)
+    def swap(self, out: Tensor, given: Tensor, numels: Numels, what: str) -> Pending:
+        return Pending()
+
+    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Piece], out: Tensor, what: str) -> Pending:
+        """A backend takes and gives pieces in the order of the ranks."""
+        ranks = [rank for rank, _ in of]
+        copies = [torch.empty_like(pieces) for order in (to,) if self._kind == "native" and [*order] != sorted(order)]
+        copies += [torch.empty_like(out) for order in (ranks,) if self._kind == "native" and order != sorted(order)]
+        return Pending(copies.clear)
 
     def _receive(self, part: Tensor) -> None:
         if self._kind == "sockets":
@@ -153,9 +158,14 @@ class MetaExchange(Exchange):
         before, y = self.bytes_sent, super().gather(x, dim, what)
         return self._told("gather", y, y.nbytes, before)
 
-    def swap(self, x: Tensor, what: str) -> Tensor:
-        before, y = self.bytes_sent, super().swap(x, what)
+    def swap_rows(self, x: Tensor, counts: Numels, what: str) -> Tensor:
+        before, y = self.bytes_sent, super().swap_rows(x, counts, what)
         return self._told("swap", y, y.nbytes, before)
+
+    def trade(self, pieces: Tensor, to: Sequence[int], of: Sequence[tuple[int, int]], what: str) -> Arriving:
+        before, arriving = self.bytes_sent, super().trade(pieces, to, of, what)
+        self._told("trade", pieces, pieces.nbytes, before)
+        return arriving
 
     def _told(self, kind: Any, y: Tensor, nbytes: int, sent_before: int) -> Tensor:
         self._tracker.done.exchanges.append(Exchanged(self._name, kind, nbytes, self.bytes_sent - sent_before))
@@ -191,22 +201,24 @@ class SplitModel:
         self._exchanges.append(made)
         return made
 
-    def part(self, batch: Any, rows: int) -> tuple[Any, float | None]:
-        """This rank's inputs of the model, with values, and the factor of its loss: see `SequenceData.part`."""
+    def part(self, batch: Any, rows: int, has_own_loss: bool) -> Any:
+        """This rank's inputs of the model, a `SequencePart` with values where ranks share sequences."""
         if self._attention is None:
-            return batch, None
-        made, whole, factor = SequenceData(self._model, self._sequence).part(_with_values(batch, rows), _META)
-        self._attention.forwards.expect(whole)
-        return made, factor
+            return batch
+        return SequenceData(self._model, self._sequence, has_own_loss).part(_with_values(batch, rows), _META)
 
-    def begin(self) -> None:
-        """A forward begins."""
-        if self._attention is not None:
-            self._attention.forwards.begin(type(self._model).__name__)
-
-    def end(self, output: Any) -> None:
-        if self._attention is not None:
-            self._attention.forwards.end(output)
+    def run(self, part: Any, forward: Callable[[], Any]) -> Any:
+        """What a forward of the model with this gives. part: of `part`, or `changed`."""
+        if self._attention is None:
+            return forward()
+        forwards = self._attention.forwards
+        forwards.begin(part.whole)
+        try:
+            output = forward()
+            forwards.end(output)
+            return output
+        finally:
+            forwards.end(None)
 
 
 def _with_values(batch: Any, rows: int) -> Any:

@@ -127,7 +127,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    return [one for one in tree_leaves(value) if isinstance(one, Tensor)]
+    leaves = tree_leaves(dict(value) if isinstance(value, Mapping) else value)
+    return [one for one in leaves if isinstance(one, Tensor)]
 
 
 def _product_name(packet: Any) -> str:

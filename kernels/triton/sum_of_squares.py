@@ -79,7 +79,7 @@ def _table_kernel(
 def squares_of_each(tensors: Sequence[Tensor], block_numel: int, non_finite: Tensor | None) -> list[Tensor]:
     """tensors: of any shapes and strides -> (ceil(n / block_numel),) float64 of each."""
     flats = [aligned(tensor) for tensor in tensors]
-    squares: list[Tensor] = [flats[0].new_empty(0, dtype=torch.float64)] * len(flats) if flats else []
+    squares: dict[int, Tensor] = {}  # by index, of those that are not empty
     for dtype in {flat.dtype for flat in flats}:
         chosen = [index for index, flat in enumerate(flats) if flat.dtype == dtype and flat.numel()]
         if len(chosen) == 1 and flats[chosen[0]].numel() % block_numel == 0:
@@ -87,9 +87,9 @@ def squares_of_each(tensors: Sequence[Tensor], block_numel: int, non_finite: Ten
         elif chosen:
             spans = [(flats[index].data_ptr(), 0, flats[index].numel()) for index in chosen]
             together, counts = squares_of_spans(spans, flats[chosen[0]], block_numel, non_finite)
-            for index, part in zip(chosen, together.split(counts), strict=True):
-                squares[index] = part
-    return squares
+            squares |= zip(chosen, together.split(counts), strict=True)
+    numbered = enumerate(flats)
+    return [squares[index] if flat.numel() else flat.new_empty(0, dtype=torch.float64) for index, flat in numbered]
 
 
 def squares_of_spans(
@@ -118,7 +118,7 @@ def squares_of_spans(
 
 def aligned(tensor: Tensor) -> Tensor:
     """tensor as (n,), contiguous, at an address that is a multiple of 16 bytes; itself where it is."""
-    flat = tensor.reshape(-1).contiguous()
+    flat = tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.reshape(-1).contiguous()
     return flat if flat.data_ptr() % 16 == 0 else flat.clone()
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from lowtide.comm import Arrangement, Mesh, World
 from lowtide.engine.axes import TENSOR, arrangement_of, domain_of
-from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.config.parallel import ParallelConfig, world_faults
 from lowtide.engine.config.sections import ZeroConfig
 from lowtide.zero.domain import Domain
@@ -78,12 +77,6 @@ ONE = dict.fromkeys(("pipe", "replica", "secondary", "shard", "expert", "sequenc
 def test_degrees_that_do_not_divide_give_the_equation(degrees: dict[str, int], num_ranks: int, text: str) -> None:
     (fault,) = world_faults(ParallelConfig.model_validate(degrees), num_ranks)
     assert text in fault.message and fault.path == f"parallel.{[*degrees][-1]}"
-
-
-@pytest.mark.parametrize(("key", "text"), [("expert", "experts are not split yet")])
-def test_a_degree_without_anything_behind_it_is_an_error(key: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=f"parallel.{key}: expected 1, found 2: {text}"):
-        Config.load({"parallel": {key: 2}})
 
 
 def what_a_rank_is() -> tuple[int, int, bool, bool, bool]:

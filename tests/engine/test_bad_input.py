@@ -85,8 +85,11 @@ def train_on_iterator_with_rows(rows: list[int]) -> None:
 
 
 def call_backward_past_the_engine() -> None:
+    """As from C++, where nobody is told of its beginning."""
     engine = initialize(changes={"gradient_predivide_factor": 2.0})
-    engine.module(torch.randn(2, 4)).backward()
+    loss = engine.module(torch.randn(2, 4))
+    run = torch.autograd.Variable._execution_engine.run_backward
+    run((loss,), (torch.ones(()),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def backward_of(make: Callable[[lowtide.Engine], Any]) -> None:

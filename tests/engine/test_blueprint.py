@@ -24,6 +24,7 @@ from lowtide.engine.optimizer_plan import OptimizerChoice
 from lowtide.zero.group import ShardedGroup
 from lowtide.zero.scheduled_units import ScheduledUnits
 from tests import models
+from tests.parallel.test_expert_routing import Experts
 from tests.ranks import RankPool
 from tests.zero.apart import apart
 from tests.zero.training import ADAMW, rank_and_world
@@ -44,6 +45,31 @@ def frozen_gpt() -> nn.Module:
     return model
 
 
+class RoutedBlock(models.Block):
+    """With experts behind it, to which tokens go by their places."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.experts = Experts(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = super().forward(x).flatten(0, 1)
+        index = (torch.arange(len(rows)) % self.experts.num_experts).view(-1, 1)
+        made: Tensor = rows + self.experts(rows, index, torch.ones(len(rows), 1, dtype=rows.dtype))
+        return made.view_as(x)
+
+
+def routed_gpt() -> nn.Module:
+    """As of `frozen_gpt`: five groups, and four of experts."""
+    model = models.TinyGPT(width=6)
+    model.blocks = nn.ModuleList(RoutedBlock(6) for _ in range(4))
+    return model
+
+
+def model_of(config: dict[str, Any]) -> nn.Module:
+    return routed_gpt() if "expert" in config.get("parallel", {}) else frozen_gpt()
+
+
 def config_of(stage: int, accumulation: int = 1, route: str = "sockets", **more: Any) -> dict[str, Any]:
     zero = {"stage": stage, **more.pop("zero", {})}
     return {
@@ -60,7 +86,7 @@ def config_of(stage: int, accumulation: int = 1, route: str = "sockets", **more:
 def blueprint_of(config: dict[str, Any], num_ranks: int, optimizer: OptimizerChoice = None) -> Blueprint:
     """Of a model on the meta device."""
     with torch.device("meta"):
-        model = frozen_gpt()
+        model = model_of(config)
     return Blueprint.of(Config.load(config).resolve(num_ranks), model, num_ranks, optimizer=optimizer)
 
 
@@ -82,7 +108,7 @@ def there_is(config: dict[str, Any], optimizer: OptimizerChoice = None) -> Found
     peak, mapped, found = [0], [0], Found()
     torch.manual_seed(0)
     with shared_memory_counted(mapped):
-        engine = lowtide.initialize(frozen_gpt(), config, optimizer=optimizer)
+        engine = lowtide.initialize(model_of(config), config, optimizer=optimizer)
 
     def look(moment: Moment) -> None:
         memory = engine.memory()
@@ -127,8 +153,7 @@ def bytes_outside(engine: lowtide.Engine) -> Found:
 def staging_bytes(engine: lowtide.Engine) -> int:
     """Of this rank's slots, in shared memory or of its own, with what comes to them."""
     memory: list[Tensor] = []
-    axes = (*engine._mesh._lines.values(), *engine._mesh.inner.values())
-    for route in {id(axis.route): axis.route for axis in axes}.values():
+    for route in {id(axis.route): axis.route for axis in engine._mesh._lines.values()}.values():
         if isinstance(route, SharedMemoryRoute):
             memory += [slots[route.rank] for slots in route._slots]
         elif isinstance(route, SocketRoute):
@@ -290,6 +315,13 @@ def test_routes_that_are_not_possible(device: str, num_hosts: int, wanted: str, 
     config = Config.load(config_of(2, route=wanted)).resolve(4)
     with pytest.raises(ValueError, match=re.escape(f"communication.route: {said}")):
         Blueprint.of(config, frozen_gpt(), 4, device=device, num_hosts=num_hosts)
+
+
+def test_experts_that_ranks_share(ranks: RankPool) -> None:
+    parallel: dict[str, Any] = {"parallel": {"expert": 2}}
+    cases = {f"{stage}": config_of(stage, 2, ("sockets", "shared_memory")[stage % 2], **parallel) for stage in range(4)}
+    cases |= {"0 shared": config_of(0, 2, "shared_memory", **parallel), "3 sockets": config_of(3, **parallel)}
+    assert_equal(ranks(4, compare, cases))
 
 
 def test_many_ranks_cost_no_more_than_few() -> None:

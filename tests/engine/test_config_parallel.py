@@ -83,10 +83,12 @@ def test_what_does_not_go_together_with_a_pipeline(values: dict[str, Any], path:
     Config.load({**values, "parallel": {"pipeline": 1}})
 
 
-def test_settings_of_a_pipeline_that_is_not_there_are_noted() -> None:
+def test_settings_of_an_axis_that_is_not_there_are_noted() -> None:
     notes = Config.load({"pipeline": {"schedule": "zb-v", "balance": [1, 2]}}).notes
     assert 'pipeline.schedule: "zb-v" has no effect here: parallel.pipeline is 1' in notes
     assert "pipeline.balance: [1, 2] has no effect here: parallel.pipeline is 1" in notes
+    notes = Config.load({"sequence_parallel": {"attention": "ring"}}).notes
+    assert 'sequence_parallel.attention: "ring" has no effect here: parallel.sequence is 1' in notes
 
 
 @pytest.mark.parametrize("balance", ["equal", [], [1, 0], 3])

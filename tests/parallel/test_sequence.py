@@ -85,9 +85,11 @@ def batch_of(step: int, kind: str) -> Batch:
     return batch
 
 
-def train(name: str, config: dict[str, Any], kind: str, by_hand: bool = False) -> dict[str, Tensor]:
+def train(
+    name: str, config: dict[str, Any], kind: str, by_hand: bool = False, models: dict[str, Any] = MODELS
+) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    model = MODELS[name]()
+    model = models[name]()
     if hasattr(model, "config"):
         model.config.use_cache = False  # with a cache Hugging Face does not look for packed sequences
     engine = lowtide.initialize(model, config)
@@ -231,8 +233,8 @@ def bert() -> nn.Module:
 REFUSED_MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "heads": (
         MODELS["llama"],
-        {"parallel": {"sequence": 3}},
-        r"sequence\(3\) x heads of a rank\(\?\) = attention heads\(4\) does not hold",
+        {"parallel": {"sequence": 3}, "sequence_parallel": {"attention": "ulysses"}},
+        r"sequence\(3\) x heads of a rank\(\?\) = attention heads\(4\) does not hold; set parallel.sequence to",
     ),
     "no attention": (lambda: nn.Linear(3, 3), {"parallel": {"sequence": 3}}, "found no attention in Linear"),
     "torch's own": (OwnAttention, {"parallel": {"sequence": 3}}, "found nn.MultiheadAttention"),
@@ -261,20 +263,14 @@ REFUSED_MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"parallel": {"sequence": 3}},
         "config.layerdrop: ranks draw random numbers of their own",
     ),
-    "a loss beside it": (
-        MODELS["Plain"],
-        {"parallel": {"sequence": 3}},
-        "loss_fn: expected none, since a rank's mean over its part",
-    ),
 }
 
 
 def refused_models() -> dict[str, str]:
     found = {}
     for name, (make, more, _) in REFUSED_MODELS.items():
-        loss_fn = (lambda output, batch: output) if name == "a loss beside it" else None
         try:
-            lowtide.initialize(make(), config_of(1, **more), loss_fn=loss_fn).close()
+            lowtide.initialize(make(), config_of(1, **more)).close()
         except lowtide.ConfigError as error:
             found[name] = str(error)
     return found
@@ -284,11 +280,6 @@ def test_models_whose_sequences_cannot_be_shared_are_errors(ranks: RankPool) -> 
     for found in ranks(3, refused_models):
         for name, (_, _, text) in REFUSED_MODELS.items():
             assert re.search(text, found.get(name, "")), (name, found.get(name))
-
-
-def test_a_pipeline_beside_it_is_an_error() -> None:
-    with pytest.raises(lowtide.ConfigError, match=r"parallel.sequence: is not for parallel.pipeline 2: stages take"):
-        lowtide.Config.load({"parallel": {"pipeline": 2, "sequence": 2}})
 
 
 def test_close_gives_a_model_its_attention_back() -> None:
@@ -329,12 +320,13 @@ def test_a_checkpoint_knows_of_no_sequences(ranks: RankPool, tmp_path: Path) -> 
     assert ranks(1, save_and_train, str(tmp_path), 1)[0] == pytest.approx(saved, rel=1e-5)
 
 
-def beside_tensor(tensor: int) -> dict[str, Tensor]:
-    parallel = {"sequence": 2, "tensor": tensor} if tensor > 1 else {}
+def beside_tensor(tensor: int, has_parts: bool) -> dict[str, Tensor]:
+    parallel = {"sequence": 2, "tensor": tensor, "tensor_sequence": has_parts} if tensor > 1 else {}
     return train("llama", config_of(3, parallel=parallel), "odd")
 
 
-def test_ranks_share_layers_beside_sequences(ranks: RankPool) -> None:
-    shared, alone = ranks(4, beside_tensor, 2)[0], ranks(1, beside_tensor, 1)[0]
+@pytest.mark.parametrize("has_parts", [False, True])
+def test_ranks_share_layers_beside_sequences(ranks: RankPool, has_parts: bool) -> None:
+    shared, alone = ranks(4, beside_tensor, 2, has_parts)[0], ranks(1, beside_tensor, 1, has_parts)[0]
     for key, value in alone.items():
         assert (shared[key] - value).norm() <= 1e-6 * value.norm() + 2e-7, key

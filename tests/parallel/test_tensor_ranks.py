@@ -55,9 +55,14 @@ def what_is_dropped() -> list[list[bool]]:
     """By call of a dropout: which elements are zero."""
     engine = lowtide.initialize(Dropping(), config_of())
     found: list[list[bool]] = []
+
+    def note(module: nn.Module, args: Any, output: Tensor) -> None:
+        if module.training:
+            found.append((output == 0).view(-1).tolist())
+
     for part in engine.module.modules():
         if isinstance(part, nn.Dropout):
-            part.register_forward_hook(lambda *args: found.append((args[2] == 0).view(-1).tolist()))
+            part.register_forward_hook(note)
     torch.manual_seed(0)
     engine.train_step((torch.ones(2, 8),))
     engine.close()

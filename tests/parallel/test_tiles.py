@@ -281,7 +281,5 @@ def test_what_the_file_may_say() -> None:
     for wrong in ("all", True, {"mlp": -1}, {"loss": "big"}, {"size": 3}):
         with pytest.raises(lowtide.ConfigError, match="tiles"):
             lowtide.Config.load({"tiles": wrong})
-    with pytest.raises(lowtide.ConfigError, match=r"tiles.loss: is not for parallel.tensor 2"):
-        lowtide.Config.load({"tiles": {"loss": 5}, "parallel": {"tensor": 2}})
     notes = lowtide.Config.load({"tiles": {"mlp": 5, "head": "out"}}).notes
     assert 'tiles.head: "out" has no effect here: tiles.loss is 0' in notes

@@ -1,6 +1,7 @@
 """Values of one parameter are shown to all ranks of a pipeline, and set on the stages that have it."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,3 +108,36 @@ def test_what_a_stage_has_not_used_is_known_on_all_after_a_load(ranks: RankPool,
     states = torch.load(tmp_path / "plain.pt", weights_only=True)["optim"]["state"]
     steps = {f"{stage}.{name}.{kind}": name == "used" for stage in "01" for name in ("used", "idle") for kind in KINDS}
     assert {name: int(state["step"]) for name, state in states.items()} == steps
+
+
+WEIGHT = nn.Parameter(torch.ones(4))  # of a loss_fn, and not of the model
+
+
+def weighted_square(output: Tensor, batch: Tensor) -> Tensor:
+    return (output.float().square() @ WEIGHT).mean() + WEIGHT.square().sum()
+
+
+def train_a_weight_of_the_loss(configs: list[dict[str, Any]]) -> list[Tensor | None]:
+    """Its gradient after a step, on the last rank."""
+    found: list[Tensor | None] = []
+    for config in configs:
+        torch.manual_seed(0)
+        WEIGHT.grad = None
+        config = {"parallel": {"pipeline": 2}, "gradient_accumulation_steps": 2, "optimizer": {"type": "sgd"}, **config}
+        with lowtide.initialize(nn.Sequential(HalfUsed(), HalfUsed()), config, loss_fn=weighted_square) as engine:
+            engine.train_step(torch.arange(8.0).view(2, 4) / 8)
+            found.append(WEIGHT.grad)
+    return found
+
+
+def test_a_weight_of_a_loss_has_the_gradient_of_the_loss(ranks: RankPool) -> None:
+    factors: list[dict[str, Any]] = [
+        {},
+        {"gradient_predivide_factor": 4.0},
+        {"fp16": {"enabled": True, "initial_scale_power": 8}},
+        {"gradient_predivide_factor": 4.0, "pipeline": {"schedule": "zb-h1"}},
+    ]
+    expected, *found = ranks(2, train_a_weight_of_the_loss, factors)[1]
+    for gradient, factor in zip(found, factors[1:], strict=True):
+        tolerance = 2e-3 if "fp16" in factor else 1e-6
+        torch.testing.assert_close(gradient, expected, rtol=tolerance, atol=tolerance)

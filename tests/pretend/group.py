@@ -5,6 +5,7 @@
 | NCCL                                                            | here                                              |
 |-----------------------------------------------------------------|---------------------------------------------------|
 | tensors of the CPU are refused                                  | so, unless PRETEND_NCCL_ON_CPU is set             |
+| dtypes that it does not know are refused, as int16               | so                                                |
 | tags are ignored: messages match in the order of their start    | numbered by pair of ranks and direction           |
 | a group's collectives run in the order of calls, on one stream  | a `Queue`, whose thread does one after the other  |
 | a message outside of a batch has a stream for each pair of      | a `Queue` for each pair; PRETEND_NCCL_EAGER: the  |
@@ -156,6 +157,25 @@ class Group(dist.ProcessGroup):
 
         return self._collective(f"all_gather of {shape_of(inputs[0])}", inputs[0], result, *outputs[0])
 
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
+    ) -> Work:
+        """received, sent: rows from and for each rank; none: the same number of each."""
+        received = received or [output.shape[0] // self.size()] * self.size()
+        sent = sent or [input.shape[0] // self.size()] * self.size()
+        splits: list[list[int]] = []  # of all ranks
+
+        def result(parts: list[Tensor]) -> None:
+            width = output.shape[1:].numel()
+            pieces = [
+                torch.split(part.reshape(-1), [rows * width for rows in split])[self.rank()]
+                for part, split in zip(parts, splits, strict=True)
+            ]
+            assert [piece.numel() for piece in pieces] == [rows * width for rows in received], "sizes do not fit"
+            write(output, torch.cat(pieces).view(output.shape))
+
+        return self._collective("all_to_all", input, result, output, note=list(sent), notes=splits)
+
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         (tensor,), root = tensors, opts.rootRank
         what = f"broadcast of {shape_of(tensor)} from rank {self._ranks[root]}"
@@ -166,8 +186,18 @@ class Group(dist.ProcessGroup):
 
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
 
-    def _collective(self, what: str, given: Tensor, result: Callable[[list[Tensor]], None], *outputs: Tensor) -> Work:
+    def _collective(
+        self,
+        what: str,
+        given: Tensor,
+        result: Callable[[list[Tensor]], None],
+        *outputs: Tensor,
+        note: Any = None,
+        notes: list[Any] | None = None,
+    ) -> Work:
+        """note: goes with the values of this rank; notes: gets those of all."""
         self._check([given, *outputs])
         settle()
         key = f"collective {self._counts['collective']}"
@@ -178,15 +208,17 @@ class Group(dist.ProcessGroup):
                 poison(output)
 
         def run(post: Post) -> None:
-            post.put(f"{key}/{self.rank()}", (what, read(given)))
+            post.put(f"{key}/{self.rank()}", (what, read(given), note))
             for rank in range(self.size()):
-                other, values = post.take(f"{key}/{rank}")
+                other, values, theirs = post.take(f"{key}/{rank}")
                 if other != what:
                     raise Hang(
                         f"{key} of group {self._name}: rank {self._ranks[self.rank()]} is in {what}, "
                         f"rank {self._ranks[rank]} in {other}"
                     )
                 arrived.append(values)
+                if notes is not None:
+                    notes.append(theirs)
             # All have come to this one, so they have read what was left for the one before.
             for old in self._posted:
                 post.drop(old)
@@ -221,6 +253,8 @@ class Group(dist.ProcessGroup):
         for tensor in tensors:
             if tensor.device.type != device_name():
                 raise RuntimeError(f"No backend type associated with device type {tensor.device.type}")
+            if tensor.dtype not in _DTYPES:
+                raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}")
             if not tensor.is_contiguous():
                 raise ValueError("Tensors must be contiguous")
 
@@ -263,6 +297,11 @@ def _folded(parts: Sequence[Tensor], operation: Callable[[Tensor, Tensor], Tenso
     return total
 
 
+_DTYPES = {
+    *(torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+}
 _OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": torch.add,
     "MAX": torch.maximum,

@@ -1,10 +1,14 @@
 """Where memory has the addresses of what was freed, every step has those of the step before."""
 
+import gc
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -21,11 +25,32 @@ from tests.pretend.group import register
 from tests.ranks import RankPool
 
 WARM_UP, STEPS = 2, 4
+FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}
+HOST = {"device": "cpu"}
 Seen = list[tuple[str, tuple[int, ...]]]  # what was used, and the addresses that it had, in the order of its use
 
 
-def gpt() -> nn.Module:
-    return models.TinyGPT(width=16, layers=3)
+@dataclass(frozen=True)
+class Case:
+    """A training. zero: more of the section `zero_optimization`; more: other sections.
+
+    between: what is done in front of each compared step.
+    """
+
+    stage: int
+    more: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] = field(default_factory=dict)
+    accumulation: int = 1
+    between: str = ""
+
+
+class Gpt(models.TinyGPT):
+    """factor: of its loss."""
+
+    factor = 1.0
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(ids, targets) * self.factor
 
 
 @contextmanager
@@ -56,34 +81,85 @@ def addresses_seen(module: nn.Module, seen: Seen) -> Iterator[None]:
         handle.remove()
 
 
-def differences(case: tuple[int, dict[str, Any], int]) -> list[str]:
-    stage, dtypes, accumulation = case
-    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def come_between(engine: lowtide.Engine, what: str, batch: tuple[Tensor, ...], folder: str) -> None:
+    if what == "evaluation":
+        engine.eval_step(tuple(one[:2] for one in batch))
+    elif what == "checkpoint":
+        engine.save_checkpoint(folder)
+    elif what == "skipped step":
+        module: Any = engine.module
+        module.factor = math.inf
+        assert engine.train_step(batch).skipped
+        module.factor = 1.0
+
+
+def differences(case: Case, folder: str) -> list[str]:
+    gc.collect(), gc.collect()  # an engine has cycles: what the last one has left goes now, and not in a step
+    rank = int(os.environ["RANK"])
     torch.manual_seed(0)
-    config = config_of(stage, accumulation, "auto", **dtypes)
+    config = config_of(case.stage, case.accumulation, "auto", zero=case.zero, **case.more)
     steps: list[Seen] = [[] for _ in range(STEPS)]
-    with lowtide.initialize(gpt(), {**config, "kernels": {"fuse_modules": False}}) as engine:
+    with lowtide.initialize(Gpt(width=16, layers=3), {**config, "kernels": {"fuse_modules": False}}) as engine:
+        size = engine.data_size
         for step, seen in enumerate(steps):
-            batch = models.token_batch(step, 2 * accumulation * num_ranks)
+            batch = models.token_batch(step, 2 * case.accumulation * size)
+            own = tuple(one.chunk(size)[engine.data_rank] for one in batch)
+            if step >= WARM_UP:
+                come_between(engine, case.between, own, folder)
             with addresses_seen(engine.module, seen):
-                engine.train_step(tuple(one.chunk(num_ranks)[rank] for one in batch))
+                engine.train_step(own)
     wrong = []
     for step in range(WARM_UP, STEPS):
         for (what, before), (other, now) in zip(steps[step - 1], steps[step], strict=True):
             assert what.split(" of step")[0] == other.split(" of step")[0]
             if before != now:
                 wrong.append(f"rank {rank}, {case}, step {step}, {what}: {before} and then {now}")
-    return wrong
+    return wrong[:5]
 
 
-def differences_of_all(cases: list[tuple[int, dict[str, Any], int]]) -> list[str]:
+def differences_of_all(cases: list[Case], folder: str) -> list[str]:
     register()
+    os.chdir(folder)
     with device.reused_addresses():
-        return [text for case in cases for text in differences(case)]
+        return [text for case in cases for text in differences(case, folder)]
+
+
+def assert_held(pool: RankPool, num_ranks: int, cases: list[Case], folder: Path) -> None:
+    found = pool(num_ranks, differences_of_all, cases, str(folder), process_group=False)
+    wrong = [text for texts in found for text in texts]
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_every_step_has_the_addresses_of_the_one_before(pretend_ranks: RankPool, stage: int) -> None:
-    cases = list(product([stage], (FP32, BF16), (1, 2)))
-    wrong = [text for texts in pretend_ranks(2, differences_of_all, cases, process_group=False) for text in texts]
-    assert not wrong, "\n".join(wrong[:40])
+def test_every_step_has_the_addresses_of_the_one_before(pretend_ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    cases = [Case(stage, dtypes, {}, accumulation) for dtypes, accumulation in product((FP32, BF16), (1, 2))]
+    assert_held(pretend_ranks, 2, cases, tmp_path)
+
+
+BETWEEN = [
+    *(Case(stage, BF16, between=what) for stage, what in product((1, 3), ("evaluation", "checkpoint"))),
+    *(Case(stage, FP16, between="skipped step") for stage in (0, 2, 3)),
+]
+FILE = {"device": "nvme", "nvme_path": "."}
+OFFLOADED = [
+    Case(1, BF16, {"offload_optimizer": HOST}),
+    Case(2, FP32, {"offload_optimizer": {**HOST, "ratio": 0.5}}, 2),
+    Case(2, FP16, {"offload_optimizer": {**HOST, "overlap": "speculative"}}),
+    Case(3, BF16, {"offload_optimizer": {**HOST, "overlap": "delayed", "delay_after_steps": 1}}),
+    Case(3, BF16, {"offload_param": HOST, "offload_optimizer": HOST}),  # see the docs for one without the other
+    Case(3, FP32, {"offload_param": FILE, "offload_optimizer": FILE}, 2),
+    Case(2, {**BF16, "activation_checkpointing": {"offload": {**HOST, "min_bytes": 1}}}),
+    Case(3, {"activation_checkpointing": {"number_checkpoints": 2, "offload": {**HOST, "min_bytes": 1}}}),
+    Case(3, BF16, {"update_in_backward": True}),
+]
+IN_GROUPS = [
+    *(Case(stage, BF16, {"shard_size": 2}, 2) for stage in (2, 3)),
+    Case(3, FP32, {"zero_hpz_partition_size": 2}),
+]
+OTHERS = {"between": (2, BETWEEN), "offload": (2, OFFLOADED), "groups": (4, IN_GROUPS)}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_so_has_every_other_kind_of_step(pretend_ranks: RankPool, tmp_path: Path, name: str) -> None:
+    num_ranks, cases = OTHERS[name]
+    assert_held(pretend_ranks, num_ranks, cases, tmp_path)

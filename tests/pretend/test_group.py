@@ -48,24 +48,26 @@ def test_two_ranks_that_receive_first_hang(pretend_ranks: RankPool) -> None:
 def collectives() -> list[float]:
     group.join_on_cpu()
     rank = dist.get_rank()
-    total, everything, part = torch.full((4,), rank + 1.0), torch.empty(4), torch.empty(2)
+    total, everything, part, swapped = torch.full((4,), rank + 1.0), torch.empty(4), torch.empty(2), torch.empty(4)
     works = [
         dist.all_reduce(total, async_op=True),
         dist.all_gather_single(everything, torch.full((2,), float(rank)), async_op=True),
         dist.reduce_scatter_single(part, torch.arange(4.0), async_op=True),
+        dist.all_to_all_single(swapped, torch.arange(4.0) + 4 * rank, async_op=True),
     ]
-    assert everything.isnan().all() and part.isnan().all()
+    assert everything.isnan().all() and part.isnan().all() and swapped.isnan().all()
     for work in works:
         work.wait()
     objects: list[object] = [None, None]
     dist.all_gather_object(objects, {"rank": rank})
     assert objects == [{"rank": 0}, {"rank": 1}]
-    return [*total[:1].tolist(), *everything.tolist(), *part.tolist()]
+    return [*total[:1].tolist(), *everything.tolist(), *part.tolist(), *swapped.tolist()]
 
 
 def test_collectives(pretend_ranks: RankPool) -> None:
     shared = [3.0, 0.0, 0.0, 1.0, 1.0]
-    assert pretend_ranks(2, collectives, process_group=False) == [[*shared, 0.0, 2.0], [*shared, 4.0, 6.0]]
+    expected = [[*shared, 0.0, 2.0, 0.0, 1.0, 4.0, 5.0], [*shared, 4.0, 6.0, 2.0, 3.0, 6.0, 7.0]]
+    assert pretend_ranks(2, collectives, process_group=False) == expected
 
 
 def other_order() -> None:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import getclosurevars, isfunction
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.engine.blueprint import Blueprint
 from lowtide.engine.config.config import Config
-from lowtide.engine.footprint import Moment, bytes_of
+from lowtide.engine.footprint import Footprint, Moment, bytes_of
+from lowtide.engine.offload import Home
 from lowtide.engine.step_update import Timing
 from lowtide.kernels import optimizer_step
 from lowtide.kernels.exact_sum import NUM_LIMBS, to_limbs, value_of
+from lowtide.offload import FileStore, HostPool, OldVersion
 from lowtide.zero.delayed_update import DelayedUpdate
-from lowtide.zero.layout import BLOCK_NUMEL
+from lowtide.zero.layout import BLOCK_NUMEL, round_up
 from lowtide.zero.plan import GroupPlan
 from tests import models
 from tests.engine.test_blueprint import BF16, FP32, config_of, reductions_watched
@@ -31,6 +34,7 @@ from tests.pretend.group import register
 from tests.ranks import RankPool
 
 FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 4}}
+PAGE = FileStore.alignment_bytes
 HOST = {"device": "cpu"}
 FILE = {"device": "nvme"}
 
@@ -113,6 +117,31 @@ def in_a_sum(blueprint: Blueprint) -> int:
     return 16 * 8 * blocks + 6 * 8 * NUM_LIMBS
 
 
+def bytes_in_host_memory() -> int:
+    """That engines have taken for what is not on the device: buffers of pools, and copies of what is only tried."""
+    versions = [one.restore for one in gc.get_objects() if type(one) is OldVersion]
+    copies = [getclosurevars(one).nonlocals.get("old") for one in versions if isfunction(one)]
+    tried = sum(one.nbytes for one in copies if isinstance(one, Tensor) and one.device.type == "cpu")
+    return tried + sum(one.bytes_in_use for one in gc.get_objects() if type(one) is HostPool)
+
+
+def bytes_in_files() -> int:
+    stores = [one for one in gc.get_objects() if type(one) is FileStore]
+    return sum(os.fstat(one._file._descriptor).st_size for one in stores)
+
+
+def passing(blueprint: Blueprint, rank: int) -> int:
+    """Of host memory, buffers through which bytes only pass: of each kind, what comes, is used, and leaves."""
+    homes, plan, footprint = blueprint.homes, blueprint.places[blueprint.place_of(rank)], Footprint(blueprint, rank)
+    gradients = [one.layout.shard_numel * one.accumulation_dtype.itemsize for one in plan.trained]
+    kinds = [gradients, [one.shard_bytes for one in plan.trained]] if homes.updates_on_host else []
+    if homes.parameters is Home.FILE:
+        kinds.append([one.shard_bytes for one in plan.groups])
+    if homes.states is Home.FILE:
+        kinds.append([nbytes for one in plan.updated for nbytes in footprint.chunks(one)])
+    return sum(round_up(nbytes, PAGE) for sizes in kinds for nbytes in sorted(sizes)[-3:])
+
+
 def on_its_way(blueprint: Blueprint) -> int:
     """A message of gradients and its sum, beside the gradients of the unit that are there."""
     trained = trained_groups(blueprint)
@@ -182,6 +211,9 @@ def train(case: Case, rank: int, num_ranks: int) -> Found:
         there, said = allocated() - before, said_of(blueprint, rank, moment)
         leaving = bytes_of(blueprint, rank).staging * (moment is not Moment.BETWEEN_STEPS)
         found[moment.value] = said, there, small_bytes(blueprint, moment) + leaving
+        outside = bytes_of(blueprint, rank, moment)
+        found[f"{moment.value}, in host memory"] = outside.host, bytes_in_host_memory(), passing(blueprint, rank)
+        found[f"{moment.value}, in files"] = outside.file, bytes_in_files(), 0
 
     run = run_pipeline if blueprint.pipeline is not None else run_step
     for _ in range(2 + (blueprint.timing is Timing.DELAYED)):  # states are there, and an update in the background
@@ -280,9 +312,10 @@ def other_cases(folder: Path) -> Iterator[Case]:
 
 
 def pipelined_cases() -> Iterator[Case]:
-    for stage, (schedule, dtypes) in product((0, 1), (("1f1b", FP32), ("zb-v", BF16))):
+    for stage, (schedule, dtypes) in product(range(4), (("1f1b", FP32), ("zb-v", BF16))):
         more = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": schedule}}
-        yield Case("gpt", stage, dtypes, 4, {}, more)
+        zero: dict[str, Any] = {"offload_optimizer": HOST} if schedule == "zb-v" and stage in (1, 2) else {}
+        yield Case("gpt", stage, dtypes, 4, zero, more)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

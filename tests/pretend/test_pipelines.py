@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import lowtide
 from tests import models
+from tests.pipe import test_other_shapes
 from tests.pipe.pipelines import MICROBATCHES, SCHEDULES, TOLERANCE_64, deep_tied_gpt_64, pipelined
 from tests.pipe.test_pipeline_ties import Chain
 from tests.pipe.test_pipeline_ties import batch as chain_batch
@@ -110,6 +112,16 @@ def texts_for_other_batches(case: Case) -> list[str]:
     assert not engine.train_step(case.batch(2, MICROBATCHES)).skipped
     engine.close()
     return errors
+
+
+def train_on_other_shapes(configs: list[dict[str, Any]]) -> list[str]:
+    group.register_device()
+    return test_other_shapes.train_on_other_shapes(configs)
+
+
+def test_other_shapes_are_told_in_their_own_step(pretend_ranks: RankPool) -> None:
+    configs = test_other_shapes.configs_of("1f1b", "zb-h1", **NATIVE)
+    test_other_shapes.check(pretend_ranks(2, train_on_other_shapes, configs, process_group=False))
 
 
 ANY_ROWS = replace(TIED, config={**NATIVE, "train_micro_batch_size_per_gpu": None})

@@ -1,5 +1,7 @@
 """float16 against plain torch with the same casts and the same loss scale; what an overflow does."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import lowtide
 from tests import models
 from tests.ranks import RankPool
 from tests.zero.mixed_precision import Dtypes, train_mixed
@@ -98,3 +101,19 @@ def test_a_scale_that_is_too_large_comes_down_by_itself(ranks: RankPool) -> None
     assert expected.skipped == [True, True, True, True, False, False, False]
     for outcome in ranks(2, train_all, fp16(case, initial_scale_power=18))[0]:
         assert_equals(outcome, expected)
+
+
+def test_the_graph_of_a_step_goes_with_it() -> None:
+    """What a forward has returned is in no cycle, which would hold its graph until Python looks for some."""
+    config = fp16(Case(models.tiny_gpt, models.token_batch))[0].as_config()
+    gc.disable()
+    try:
+        with lowtide.initialize(models.tiny_gpt(), config) as engine:
+            loss = engine(*models.token_batch(0, 2))
+            output = weakref.ref(loss)
+            engine.backward(loss)
+            engine.step()
+            del loss
+            assert output() is None
+    finally:
+        gc.enable()

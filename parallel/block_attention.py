@@ -1,0 +1,303 @@
+"""Attention of a block of queries to a block of keys, as one part of a softmax over more keys.
+
+| block    | what its queries see   | computed by                                                                    |
+|----------|------------------------|--------------------------------------------------------------------------------|
+| EMPTY    | nothing                | nobody                                                                         |
+| FULL     | all of its keys        | torch's flash attention, where it takes the device and the dtype               |
+| DIAGONAL | keys up to themselves  | the same                                                                       |
+| PARTIAL  | what a mask says       | the formula, some queries at a time: their scores are all that is there        |
+
+Forward gives each query's output over these keys alone, and the logarithm of the sum of exp(scores). Backward takes the
+output and that logarithm over all keys: with them P = exp(scores - lse) is the softmax over all, and blocks add up.
+Source: FlashAttention-2, arXiv 2307.08691, sections 2.3 and 3.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from .sequence_data import Whole
+
+_MOST_SCORES = {"cpu": 1 << 20}  # at a time, by the formula
+_MOST_SCORES_ELSEWHERE = 1 << 24
+_MIX = 0x9E3779B97F4A7C15
+_FLASH_DTYPES = {
+    "cpu": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    "cuda": (torch.bfloat16, torch.float16),
+}
+
+
+class Kind(Enum):
+    """Of a block: see the table at the top of the file."""
+
+    EMPTY = auto()
+    FULL = auto()
+    DIAGONAL = auto()
+    PARTIAL = auto()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Which tokens of a whole a token may look at. window: how many up to itself; None: all."""
+
+    whole: Whole
+    is_causal: bool
+    window: int | None
+
+    def kind(self, queries: range, keys: range) -> Kind:
+        """Of the block of these tokens."""
+        first, last = queries.start - (keys.stop - 1), queries.stop - 1 - keys.start  # least and largest distance
+        length = keys.stop if self.whole.length is None or self.is_causal else self.whole.length
+        if (self.is_causal and last < 0) or (self.window is not None and first >= self.window) or keys.start >= length:
+            return Kind.EMPTY
+        if (by_values := self._by_values(queries, keys)) is not Kind.FULL:
+            return by_values
+        if keys.stop > length or (self.window is not None and last >= self.window):
+            return Kind.PARTIAL
+        if not self.is_causal or first >= 0:
+            return Kind.FULL
+        return Kind.DIAGONAL if queries == keys else Kind.PARTIAL
+
+    def mask(self, queries: range, keys: range, device: torch.device) -> Tensor:
+        """(rows or 1, queries, keys) bool, True where a query may look."""
+        at = torch.arange(queries.start, queries.stop, device=device)[:, None]
+        of = torch.arange(keys.start, keys.stop, device=device)[None, :]
+        seen = torch.ones(len(queries), len(keys), dtype=torch.bool, device=device)
+        if self.is_causal:
+            seen = of <= at
+        elif self.whole.length is not None:
+            seen = seen & (of < self.whole.length)
+        if self.window is not None:
+            seen = seen & (at - of < self.window)
+        seen = seen[None]
+        if self.whole.keys is not None:
+            seen = seen & self.whole.keys[:, None, keys.start : keys.stop]
+        if (packed := self.whole.packed) is not None:
+            seen = seen & (packed[:, queries.start : queries.stop, None] == packed[:, None, keys.start : keys.stop])
+        return seen
+
+    def _by_values(self, queries: range, keys: range) -> Kind:
+        """EMPTY, PARTIAL or FULL."""
+        kinds = []
+        if (padding := self.whole.keys) is not None:
+            kinds.append(_of_padding(padding[:, keys.start : keys.stop]))
+        if (packed := self.whole.packed) is not None:
+            kinds.append(_of_packed(packed[:, queries.start : queries.stop], packed[:, keys.start : keys.stop]))
+        return next((kind for kind in (Kind.EMPTY, Kind.PARTIAL) if kind in kinds), Kind.FULL)
+
+
+def _of_padding(keys: Tensor) -> Kind:
+    """keys: (rows, keys) bool. A device is not asked, here and below: it would be waited for."""
+    if keys.device.type != "cpu":
+        return Kind.PARTIAL
+    return Kind.FULL if bool(keys.all()) else Kind.PARTIAL if bool(keys.any()) else Kind.EMPTY
+
+
+def _of_packed(queries: Tensor, keys: Tensor) -> Kind:
+    """Of numbers of sequences, which grow along a row, but for what was added behind it."""
+    if keys.device.type != "cpu":
+        return Kind.PARTIAL
+    if bool((keys.amax(1) < queries.amin(1)).all()):
+        return Kind.EMPTY
+    first = keys[:, :1]
+    return Kind.FULL if bool((keys == first).all() and (queries == first).all()) else Kind.PARTIAL
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What attention makes of the products of queries and keys. seed: of what dropout draws."""
+
+    seen: Seen
+    scale: float
+    dropout: float = 0.0
+    seed: int = 0
+
+    def forward(
+        self,
+        query: Tensor,  # (rows, heads, queries, size)
+        key: Tensor,  # (rows, heads of keys, keys, size)
+        value: Tensor,
+        queries: range,  # which tokens these are
+        keys: range,
+    ) -> tuple[Tensor, Tensor] | None:
+        """(rows, heads, queries, size of values), and (rows, heads, queries) in float32 at least; None of no keys."""
+        kind = self.seen.kind(queries, keys)
+        if kind is Kind.EMPTY:
+            return None
+        if self._is_fast(kind, query, value):
+            return self._flash(kind, query, key, value)
+        wide = accumulated(query.dtype)
+        out = query.new_empty(*query.shape[:3], value.shape[3], dtype=wide)
+        lse = query.new_empty(query.shape[:3], dtype=wide)
+        key, value = key.to(wide), value.to(wide)
+        for part, scores, kept in self._chunks(kind, query, key, queries, keys):
+            own = scores.logsumexp(-1)
+            weights = _weights(scores, own)
+            if kept is not None:
+                weights = weights.mul_(kept)
+            _chunk(out, part, key.shape[1]).copy_(_unfolded(weights @ value, out, part, key.shape[1]))
+            lse[:, :, part] = own.view(*lse.shape[:2], -1)
+        return out, lse
+
+    def backward(
+        self,
+        grad: Tensor,  # of the output, as `query`
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,  # over all keys, as `query`
+        lse: Tensor,  # (rows, heads, queries), over all keys
+        queries: range,
+        keys: range,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """What this block adds to the gradients of query, key and value, in any dtype; None: nothing."""
+        kind = self.seen.kind(queries, keys)
+        if kind is Kind.EMPTY:
+            return None
+        if self._is_fast(kind, query, value):
+            return self._flash_backward(kind, grad, query, key, value, out, lse)
+        wide, heads = accumulated(query.dtype), key.shape[1]
+        key, value = key.to(wide), value.to(wide)
+        of_query = torch.empty(query.shape, dtype=wide, device=query.device)
+        of_key, of_value = torch.zeros_like(key), torch.zeros_like(value)
+        for part, scores, kept in self._chunks(kind, query, key, queries, keys):
+            given, had = _folded(grad, part, heads).to(wide), _folded(out, part, heads).to(wide)
+            weights = _weights(scores, _chunk(lse[..., None], part, heads).reshape(*scores.shape[:3]))
+            of_weights = given @ value.transpose(-1, -2)
+            if kept is None:
+                of_value += weights.transpose(-1, -2) @ given
+            else:
+                of_value += (weights * kept).transpose(-1, -2) @ given
+                of_weights *= kept
+            of_weights -= (given * had).sum(-1, keepdim=True)
+            of_scores = weights.mul_(of_weights).mul_(self.scale)
+            _chunk(of_query, part, heads).copy_(_unfolded(of_scores @ key, of_query, part, heads))
+            of_key += of_scores.transpose(-1, -2) @ _folded(query, part, heads).to(wide)
+        return of_query, of_key, of_value
+
+    def _chunks(
+        self, kind: Kind, query: Tensor, key: Tensor, queries: range, keys: range
+    ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """Some queries at a time: which, their scores (rows, heads of keys, queries of all its heads, keys), and what
+        dropout multiplies weights with."""
+        rows, heads, numel, _ = query.shape
+        most = _MOST_SCORES.get(query.device.type, _MOST_SCORES_ELSEWHERE)
+        step = max(1, most // (rows * heads * len(keys)))
+        for start in range(0, numel, step):
+            part = slice(start, min(start + step, numel))
+            scores = _folded(query, part, key.shape[1]).to(key.dtype) @ key.transpose(-1, -2)
+            scores *= self.scale
+            if kind is not Kind.FULL:
+                mask = self.seen.mask(queries[part], keys, query.device)[:, None, None]
+                scores.view(rows, key.shape[1], -1, *mask.shape[-2:]).masked_fill_(~mask, -math.inf)
+            yield part, scores, self._kept(scores, queries[part], keys)
+
+    def _kept(self, scores: Tensor, queries: range, keys: range) -> Tensor | None:
+        """The same one in the backward, which has the same chunks."""
+        if not self.dropout:
+            return None
+        generator = torch.Generator(scores.device)
+        generator.manual_seed((self.seed ^ _MIX * (queries.start + 1) ^ keys.start << 32) & (1 << 63) - 1)
+        drawn = torch.rand(scores.shape, generator=generator, device=scores.device)
+        return (drawn >= self.dropout).to(scores.dtype).div_(1 - self.dropout)
+
+    def _is_fast(self, kind: Kind, query: Tensor, value: Tensor) -> bool:
+        return (
+            kind in (Kind.FULL, Kind.DIAGONAL)
+            and not self.dropout
+            and query.dtype in _FLASH_DTYPES.get(query.device.type, ())
+            and query.shape[3] == value.shape[3]
+            and (query.device.type == "cpu" or (query.shape[3] % 8 == 0 and query.shape[3] <= 256))
+        )
+
+    def _flash(self, kind: Kind, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        folded, key, value = _alike(kind, query, key, value)
+        is_causal = kind is Kind.DIAGONAL
+        if query.device.type == "cpu":
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                folded, key, value, 0.0, is_causal, scale=self.scale
+            )
+        else:
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
+                folded, key, value, 0.0, is_causal, scale=self.scale
+            )[:2]
+        return out.reshape(query.shape), lse.reshape(query.shape[:3])
+
+    def _flash_backward(
+        self, kind: Kind, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads, is_causal = key.shape[1], kind is Kind.DIAGONAL
+        folded, key, value = _alike(kind, query, key, value)
+        grad, out = grad.reshape(folded.shape), out.reshape(folded.shape)
+        lse = lse.contiguous().view(folded.shape[:3])  # a device's kernel takes no strides of it
+        if query.device.type == "cpu":
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, folded, key, value, out, lse, 0.0, is_causal, scale=self.scale
+            )
+        else:
+            random = [torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ())]  # not read
+            lengths = folded.shape[2], key.shape[2]
+            found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+                grad, folded, key, value, out, lse, None, None, *lengths, 0.0, is_causal, *random,
+                scale=self.scale,
+            )  # fmt: skip
+        of_query, *others = found
+        of_key, of_value = (one.unflatten(1, (heads, -1)).sum(2) if one.shape[1] != heads else one for one in others)
+        return of_query.reshape(query.shape), of_key, of_value
+
+
+class Outputs:
+    """The outputs over all keys that have come: (rows, heads, queries, size of values), wide, and their `lse`."""
+
+    def __init__(self, query: Tensor, value: Tensor) -> None:
+        wide = accumulated(query.dtype)
+        self.out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=wide)
+        self.lse = query.new_full(query.shape[:3], -math.inf, dtype=wide)
+
+    def add(self, part: slice, out: Tensor, lse: Tensor) -> None:
+        """Of those queries, over other keys than before."""
+        total = torch.logaddexp(self.lse[:, :, part], lse)
+        had, more = (_weights(one[..., None], total) for one in (self.lse[:, :, part], lse))
+        self.out[:, :, part].mul_(had).addcmul_(out.to(self.out.dtype), more)
+        self.lse[:, :, part] = total
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """In what outputs and gradients are added up."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse), and 0 where a query sees nothing."""
+    return (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp_()
+
+
+def _alike(kind: Kind, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """With as many heads. Queries of all heads of a key are one sequence, where each sees the same keys."""
+    heads, groups = key.shape[1], query.shape[1] // key.shape[1]
+    if groups == 1:
+        return query, key, value
+    if kind is Kind.FULL:
+        return query.reshape(query.shape[0], heads, -1, query.shape[3]), key, value
+    return query, key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+
+
+def _chunk(x: Tensor, part: slice, heads: int) -> Tensor:
+    """(rows, heads of keys, heads of each, some queries, size): a view."""
+    x = x[:, :, part]
+    return x.view(x.shape[0], heads, -1, *x.shape[2:])
+
+
+def _folded(x: Tensor, part: slice, heads: int) -> Tensor:
+    """(rows, heads of keys, some queries of all its heads, size)."""
+    return _chunk(x, part, heads).flatten(2, 3)
+
+
+def _unfolded(x: Tensor, like: Tensor, part: slice, heads: int) -> Tensor:
+    return x.view(_chunk(like, part, heads).shape)

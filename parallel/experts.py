@@ -1,0 +1,128 @@
+"""Which layers of a model have experts that ranks share, and what each place has of their parameters."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+
+_INDICES = {"top_k_index", "router_indices", "selected_experts"}
+_WEIGHTS = {"top_k_weights", "routing_weights"}
+_SIGNATURE = "forward(hidden_states, top_k_index, top_k_weights)"
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """One module with all experts of a layer: parameters with a row for each, and a forward that gets the choices.
+
+    hidden_states: (tokens, width), top_k_index: (tokens, k), the number of an expert, or that of all for none,
+    top_k_weights: (tokens, k) -> (tokens, width), the sum over k of weight times what the expert makes of the token.
+    """
+
+    name: str
+    module: nn.Module
+    num_experts: int
+    parameters: tuple[str, ...]  # names in it of those that have a row for each expert
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """What the module calls its inputs."""
+        return _inputs_of(self.module)
+
+    @cached_property
+    def counts(self) -> tuple[str, ...]:
+        """Attributes by which the module knows how many experts it has."""
+        return tuple(
+            key
+            for key, value in vars(self.module).items()
+            if "expert" in key and "per_tok" not in key and type(value) is int and value == self.num_experts
+        )
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """The layers whose experts are split over so many places, each with as many; the others have all that they have."""
+
+    degree: int
+    layers: tuple[ExpertLayer, ...]
+    left_whole: tuple[str, ...]  # names of experts that are not one module, with a star for numbers
+
+    @classmethod
+    def of(cls, model: nn.Module, degree: int) -> ExpertPlan:
+        """Raises ValueError, with names or the equation, where experts cannot be split so."""
+        layers = [layer for name, module in model.named_modules() if (layer := _layer_of(name, module)) is not None]
+        others = tuple(dict.fromkeys(_others(model, layers)))
+        if not layers:
+            found = f"those of {', '.join(others)}, which are not one module" if others else "none"
+            raise ValueError(
+                f"parallel.expert: expected a model with experts to split over {degree} ranks, found {found}: experts "
+                f"of a layer are one module with parameters of shape (experts, ..., ...) and {_SIGNATURE}, as those of "
+                "transformers are; write them so, or set parallel.expert to 1"
+            )
+        for layer in layers:
+            if layer.num_experts % degree:
+                raise ValueError(
+                    f"parallel.expert: experts({layer.num_experts}) / expert({degree}) of '{layer.name}' does not "
+                    f"hold; set parallel.expert to a divisor of {layer.num_experts}"
+                )
+        _check_shared(model, layers)
+        return cls(degree, tuple(layers), others)
+
+    def rows(self, param: nn.Parameter, place: int) -> tuple[int, int] | None:
+        """Which rows [low, high) of a parameter a place has; None where it is not an expert's."""
+        num_experts = self._num_experts.get(id(param))
+        if num_experts is None:
+            return None
+        own = num_experts // self.degree
+        return place * own, (place + 1) * own
+
+    @cached_property
+    def _num_experts(self) -> Mapping[int, int]:
+        """By identity of a parameter."""
+        return {
+            id(layer.module.get_parameter(key)): layer.num_experts for layer in self.layers for key in layer.parameters
+        }
+
+
+def _layer_of(name: str, module: nn.Module) -> ExpertLayer | None:
+    own = {key: param for key, param in module._parameters.items() if param is not None}
+    nums = {param.shape[0] for param in own.values() if param.dim() == 3}
+    if len(nums) != 1 or not _takes_choices(module):
+        return None
+    (num_experts,) = nums
+    split = tuple(key for key, param in own.items() if param.dim() and param.shape[0] == num_experts)
+    return ExpertLayer(name, module, num_experts, split)
+
+
+def _takes_choices(module: nn.Module) -> bool:
+    names = _inputs_of(module)
+    return len(names) == 3 and names[1] in _INDICES and names[2] in _WEIGHTS
+
+
+def _inputs_of(module: nn.Module) -> tuple[str, ...]:
+    return tuple(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def _others(model: nn.Module, layers: list[ExpertLayer]) -> Iterator[str]:
+    """Modules that are called as experts are, and are none of the layers."""
+    known = {id(layer.module) for layer in layers}
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == "experts" and id(module) not in known:
+            yield "'" + re.sub(r"\b\d+\b", "*", name) + "'"
+
+
+def _check_shared(model: nn.Module, layers: list[ExpertLayer]) -> None:
+    """Raises ValueError where a module that is not split has a parameter of one that is."""
+    owner = {id(layer.module.get_parameter(key)): layer for layer in layers for key in layer.parameters}
+    for name, module in model.named_modules():
+        for key, param in module._parameters.items():
+            layer = owner.get(id(param)) if param is not None else None
+            if layer is not None and not any(module is other.module for other in layers):
+                raise ValueError(
+                    f"parallel.expert: expected parameters of '{layer.name}' that it alone has, found '{name}.{key}', "
+                    "which is one of them; give that a parameter of its own"
+                )

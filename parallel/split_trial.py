@@ -1,0 +1,196 @@
+"""Whether split layers compute what they did as a whole: looked at once, before the first step.
+
+A plan says of a layer's name how it is split. That a layer is two in one, or that what is between a column and a row
+split mixes its columns, no name says. So the smallest modules that have both are called with what the first batch gives
+them, once as they are and once with whole parameters, which the ranks put together for it; without gradients, in eval
+mode. What Hugging Face says of its own models is not tried.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ..comm import Exchange
+from .plan import TensorPlan
+from .splits import LayerSplit, Style, is_linear
+
+_MOST = 1e-4  # of a difference beside what comes out
+_MOST_NARROW = 3e-2  # in types of less than 32 bits
+_CACHE = re.compile("cache", re.IGNORECASE)
+
+
+class SplitTrial:
+    """The modules that are compared, each by its name: of equal ones the first. To be made before layers are split."""
+
+    def __init__(
+        self,
+        plan: TensorPlan,
+        model: nn.Module,
+        units: Sequence[nn.Module],
+        exchange: Exchange,
+        with_all_tokens: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        """units: modules whose parameters are there while they run, and not longer. with_all_tokens: entered around the
+        forward that is compared."""
+        modules = dict(model.named_modules())
+        of_units = {name for name, module in modules.items() if any(module is unit for unit in units)}
+        first: dict[str, str] = {}
+        for layer in plan.layers:
+            if layer.name in plan.guessed and (parent := _parent_of(layer, plan)) is not None:
+                first.setdefault(re.sub(r"\b\d+\b", "*", parent), parent)
+        self.left_out = tuple(name for name in first.values() if any(_is_inside(unit, name) for unit in of_units))
+        self.distances: dict[str, float] = {}
+        """Of each module from the whole, as a part of that; 0: it is near, or not on this rank."""
+        self._plan = plan
+        self._exchange = exchange
+        self._with_all_tokens = with_all_tokens
+        self._parents = {name: modules[name] for name in first.values() if name not in self.left_out}
+        self._wholes = {name: _without_values(module) for name, module in self._parents.items()}
+        self._hints = {name: _hint(name, plan) for name in self._parents}
+        self._states: dict[str, list[Tensor]] = {}  # of random generators, as the module was called
+
+    @contextmanager
+    def compared(self, around_copy: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+        """Around a forward, after which `distances` are known. around_copy: entered around that of each whole."""
+        self.distances = dict.fromkeys(self._parents, 0.0)
+        handles: list[Any] = []
+        for name, module in self._parents.items():
+            behind = partial(self._compare, name, around_copy)
+            handles.append(module.register_forward_pre_hook(partial(self._note, name)))
+            handles.append(module.register_forward_hook(behind, with_kwargs=True, prepend=True))
+        try:
+            with self._with_all_tokens():
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def check(self, wrong: Sequence[int]) -> None:
+        """wrong: on how many ranks each of them was. Raises ValueError."""
+        for (name, distance), count in zip(self.distances.items(), wrong, strict=True):
+            if count:
+                found = f"{distance:.0%} of their size off" if distance else "off on another rank"
+                raise ValueError(
+                    f"parallel.tensor: expected '{name}' to compute what it does as a whole, found outputs "
+                    f"{'of other shapes' if math.isinf(distance) else found}: its layers are split in another way than "
+                    f"they are used. {self._hints[name]}"
+                )
+
+    def _note(self, name: str, module: nn.Module, args: Any) -> None:
+        self._states[name] = _random_states(module)
+
+    def _compare(
+        self,
+        name: str,
+        around_copy: Callable[[], AbstractContextManager[object]],
+        module: nn.Module,
+        args: Any,
+        kwargs: Mapping[str, Any],
+        output: Any,
+    ) -> None:
+        if not all(map(torch.equal, self._states.pop(name), _random_states(module))):
+            return  # two calls are not alike
+        kwargs = {key: None if _CACHE.search(type(value).__name__) else value for key, value in kwargs.items()}
+        params = {key: self._whole(param, key) for key, param in module.named_parameters()}
+        with around_copy():
+            whole = functional_call(self._wholes[name], params, args, kwargs)
+        pairs = zip(_tensors(output), _tensors(whole), strict=True)
+        # Weights of heads, biases of positions: of this rank's heads alone, and nothing behind rows.
+        distances = [_distance(own, right) for own, right in pairs if own.shape == right.shape]
+        most = _MOST_NARROW if any(param.itemsize < 4 for param in params.values()) else _MOST
+        if (distance := max(distances, default=math.inf)) > most:
+            self.distances[name] = distance
+
+    def _whole(self, param: nn.Parameter, key: str) -> Tensor:
+        exchange = self._exchange
+        split = self._plan.parameters.get(id(param))
+        own = param.detach()
+        if split is None or split.portions[exchange.place].is_all:
+            return own
+        portion = split.portions[exchange.place]
+        whole = torch.zeros(portion.whole, dtype=own.dtype, device=own.device)
+        if exchange.place == split.copies(exchange.place)[0]:
+            for box, part in portion.boxes:
+                whole[box.index] = own[part.index]
+        return exchange.sum(whole, f"'{key}' as a whole")
+
+
+def _parent_of(layer: LayerSplit, plan: TensorPlan) -> str | None:
+    """The name of the smallest module around the layer that has columns and rows; None: it is right by itself."""
+    if layer.style not in (Style.COLUMN, Style.ROW) or not is_linear(layer.module):
+        return None
+    other = Style.ROW if layer.style is Style.COLUMN else Style.COLUMN
+    name = layer.name
+    while name:
+        name = name.rpartition(".")[0]
+        if any(one.style is other and _is_inside(one.name, name) for one in plan.layers):
+            return name
+    return name
+
+
+def _is_inside(inner: str, outer: str) -> bool:
+    return inner != outer and (not outer or inner.startswith(f"{outer}."))
+
+
+def _hint(parent: str, plan: TensorPlan) -> str:
+    """What may be wrong, by the sizes of the layers."""
+    inside = [
+        layer
+        for layer in plan.layers
+        if _is_inside(layer.name, parent) and is_linear(layer.module) and layer.style is not Style.PARTIAL
+    ]
+    names = ", ".join(f"'{layer.name}' ({layer.style.value})" for layer in inside)
+    for row in (layer for layer in inside if layer.style is Style.ROW):
+        for layer in inside:
+            inputs, (outputs, num_parts) = row.inputs[-1][1], _outputs_of(layer)
+            if layer.style is Style.COLUMN and num_parts == 1 and outputs > inputs and outputs % inputs == 0:
+                return (
+                    f"'{layer.name}' has {outputs} outputs, '{row.name}' behind it {inputs} inputs: where they are "
+                    f'{outputs // inputs} layers in one, give it the style "column/{outputs // inputs}" in '
+                    f'tensor_parallel.plan, or "whole" to both. It has {names}'
+                )
+    return f'Give them other styles in tensor_parallel.plan, or "whole". It has {names}'
+
+
+def _outputs_of(layer: LayerSplit) -> tuple[int, int]:
+    """How many there are, and of how many parts."""
+    portion = layer.parameters["weight"].portions[0]
+    return portion.whole[1 if layer.is_transposed else 0], len(portion.boxes)
+
+
+def _random_states(module: nn.Module) -> list[Tensor]:
+    device = next(module.parameters()).device
+    own = [torch.get_rng_state()]
+    return own if device.type == "cpu" else [*own, torch.get_device_module(device).get_rng_state(device)]
+
+
+def _without_values(module: nn.Module) -> nn.Module:
+    """A copy of what a module computes, without the memory of its parameters."""
+    kept: dict[int, Any] = {id(param): nn.Parameter(torch.empty(0)) for param in module.parameters()}
+    kept |= {id(buffer): buffer for buffer in module.buffers()}
+    kept |= {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
+    return copy.deepcopy(module, kept).eval()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() else []
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    return [one for part in value for one in _tensors(part)] if isinstance(value, tuple | list) else []
+
+
+def _distance(found: Tensor, right: Tensor) -> float:
+    """Of what is beside what is right."""
+    found, right = found.detach().double().nan_to_num(), right.double().nan_to_num()
+    return float((found - right).norm() / right.norm().clamp(min=1e-30))

@@ -1,0 +1,103 @@
+"""Stacks of blocks, between which a rank has some of the tokens, and what of their parameters sees these alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..model.blocks import find_blocks
+from ..offload import Portion
+from .splits import LayerSplit, ParameterSplit, Style, is_linear
+
+_KEY = "parallel.tensor_sequence"
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block. wholes: its modules that compute columns of what they are given, and so are given all tokens."""
+
+    name: str
+    module: nn.Module
+    wholes: tuple[nn.Module, ...]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Blocks that run one behind the other, each on what the one before it gives."""
+
+    blocks: tuple[Block, ...]
+
+
+def find_stacks(model: nn.Module, layers: Sequence[LayerSplit]) -> tuple[Stack, ...]:
+    """The lists of blocks that have split layers in them. Raises ValueError where there is none."""
+    parents = {id(child): module for module in model.modules() for child in module.children()}
+    columns = [layer.module for layer in layers if _takes_columns(layer)]
+    rows = {id(layer.module) for layer in layers if layer.style is Style.ROW}
+    found: dict[int, list[Block]] = {}
+    for name, module in find_blocks(model):
+        inner = {id(part) for part in module.modules() if part is not module}
+        parent = parents[id(module)]
+        if not inner & rows or not isinstance(parent, (nn.ModuleList, nn.Sequential)):
+            continue
+        givers = {id(parents[id(one)]): parents[id(one)] for one in columns if id(one) in inner}
+        wholes = tuple(one for one in givers.values() if one is not module)
+        found.setdefault(id(parent), []).append(Block(name, module, wholes))
+    if not found:
+        raise ValueError(
+            f"{_KEY}: expected blocks in a ModuleList with layers in them that are split by rows, found none "
+            f"in {type(model).__name__}; set it to false"
+        )
+    return tuple(Stack(tuple(blocks)) for blocks in found.values())
+
+
+def _takes_columns(layer: LayerSplit) -> bool:
+    return layer.style in (Style.COLUMN, Style.GATHERED) and is_linear(layer.module)
+
+
+def splits_of_parts(
+    model: nn.Module, stacks: Sequence[Stack], layers: Sequence[LayerSplit], degree: int
+) -> list[LayerSplit]:
+    """Parameters of blocks that act on a part of the tokens on each rank: a part of the gradient is there.
+
+    That is all beside split layers, and the biases behind rows; but for what is in a module that is given all tokens:
+    it computes the same on all ranks, or a plan has it as "partial". Raises ValueError for one that is used elsewhere.
+    """
+    split = {id(layer.module.get_parameter(key)) for layer in layers for key in layer.parameters}
+    rows = {id(layer.module) for layer in layers if layer.style is Style.ROW}
+    found = []
+    blocks = [block for stack in stacks for block in stack.blocks]
+    for block in blocks:
+        given_all = {id(part) for module in block.wholes for part in module.modules()}
+        for name, module in block.module.named_modules(prefix=block.name):
+            if id(module) in given_all and id(module) not in rows:
+                continue
+            own = {key: p for key, p in module.named_parameters(recurse=False) if id(p) not in split}
+            if own:
+                splits = {key: _partial(param, degree) for key, param in own.items()}
+                found.append(LayerSplit(name, module, Style.PARTIAL, splits))
+    _check_elsewhere(model, {id(block.module) for block in blocks}, found)
+    return found
+
+
+def _partial(param: nn.Parameter, degree: int) -> ParameterSplit:
+    return ParameterSplit((Portion.all_of(tuple(param.shape)),) * degree, is_partial=True)
+
+
+def _check_elsewhere(model: nn.Module, blocks: set[int], found: Iterable[LayerSplit]) -> None:
+    names = {id(layer.module.get_parameter(key)): f"{layer.name}.{key}" for layer in found for key in layer.parameters}
+    for module in _outside(model, blocks):
+        shared = [id(param) for param in module.parameters(recurse=False) if id(param) in names]
+        if shared:
+            raise ValueError(
+                f"{_KEY}: expected parameters that blocks alone use, found '{names[shared[0]]}', which is in a "
+                f"{type(module).__name__} outside of them too; set it to false"
+            )
+
+
+def _outside(module: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
+    if id(module) not in blocks:
+        yield module
+        for child in module.children():
+            yield from _outside(child, blocks)

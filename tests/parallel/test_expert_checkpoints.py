@@ -1,0 +1,90 @@
+"""Checkpoints and exports know no split of experts: what one degree has saved, another loads, bit by bit."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowtide
+from tests.parallel import expert_models as moe
+from tests.ranks import RankPool
+from tests.zero.training import ADAMW
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+State = dict[str, Tensor]
+EXPERTS = "model.layers.1.mlp.experts.down_proj"
+
+
+def engine_of(expert: int, stage: int) -> Any:
+    torch.manual_seed(0)
+    config = {
+        "train_batch_size": 8,
+        "steps_per_print": 0,
+        "optimizer": ADAMW,
+        "parallel": {"expert": expert},
+        "zero_optimization": {"stage": stage},
+    }
+    return lowtide.initialize(moe.mixtral(), config)
+
+
+def stepped(engine: Any, step: int) -> float:
+    rows = [t.chunk(engine.data_size)[engine.data_rank] for t in moe.tokens(step, 8)]
+    return float(engine.train_step(tuple(rows)).loss)
+
+
+def save(expert: int, stage: int, folder: Path) -> tuple[State, Tensor, float]:
+    """Trains, saves, exports; gives the weights, a state of the optimizer, and the loss of the step after it."""
+    engine = engine_of(expert, stage)
+    stepped(engine, 0)
+    engine.save_checkpoint(folder / "checkpoint", tag="one")
+    engine.export(folder / "plain")
+    found = engine.state_dict(), engine.full(EXPERTS, state="exp_avg").clone(), stepped(engine, 1)
+    engine.close()
+    return found
+
+
+def load(expert: int, stage: int, folder: Path) -> tuple[State, Tensor, float, State]:
+    """What `save` gives, of its checkpoint; and the weights after its export was loaded, and one was set."""
+    engine = engine_of(expert, stage)
+    engine.load_checkpoint(folder / "checkpoint", tag="one")
+    found = engine.state_dict(), engine.full(EXPERTS, state="exp_avg").clone(), stepped(engine, 1)
+    engine.load_weights(folder / "plain")
+    weights = engine.state_dict()
+    engine.set_full(EXPERTS, engine.full(EXPERTS) + 1)
+    moved = engine.state_dict()
+    assert all(torch.equal(value, weights[key] + (key == EXPERTS)) for key, value in moved.items())
+    engine.load_state_dict(weights)
+    assert all(torch.equal(value, weights[key]) for key, value in engine.state_dict().items())
+    engine.close()
+    return *found, weights
+
+
+@pytest.mark.parametrize(("num_ranks", "expert", "stage"), [(2, 2, 0), (4, 2, 3)])
+def test_what_one_degree_saves_another_loads(
+    ranks: RankPool, tmp_path: Path, num_ranks: int, expert: int, stage: int
+) -> None:
+    state, moment, loss = ranks(num_ranks, save, expert, stage, tmp_path)[0]
+    for world, degree, other in ((1, 1, 1), (4, 4, 0), (2, 1, 3)):
+        found, own_moment, own_loss, weights = ranks(world, load, degree, other, tmp_path)[0]
+        for key, value in state.items():
+            assert torch.equal(found[key], value) and torch.equal(weights[key], value), (key, world, degree)
+        assert torch.equal(own_moment, moment)
+        assert own_loss == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_split_loads_what_was_whole(ranks: RankPool, tmp_path: Path) -> None:
+    state, moment, loss = ranks(1, save, 1, 0, tmp_path)[0]
+    found, own_moment, own_loss, _ = ranks(2, load, 2, 3, tmp_path)[0]
+    assert all(torch.equal(found[key], value) for key, value in state.items())
+    assert torch.equal(own_moment, moment) and own_loss == pytest.approx(loss, rel=1e-6)
+    model = moe.OwnMixtralForCausalLM.from_pretrained(tmp_path / "plain")
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def test_an_export_is_taken_by_from_pretrained(ranks: RankPool, tmp_path: Path) -> None:
+    state, _, _ = ranks(2, save, 2, 3, tmp_path)[0]
+    model = moe.OwnMixtralForCausalLM.from_pretrained(tmp_path / "plain")
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())

@@ -1,0 +1,339 @@
+"""Where ranks do not divide heads, keys go round a ring: with the numbers of one process and the bytes of a formula."""
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lowtide
+from lowtide.comm import Axis, Exchange
+from lowtide.comm.solo import SoloRoute
+from lowtide.parallel import block_attention
+from lowtide.parallel.block_attention import Kind, Scores, Seen
+from lowtide.parallel.ring_attention import Ring, _pairs, ring_attention
+from lowtide.parallel.sequence_attention import heads_fault, way_line
+from lowtide.parallel.sequence_data import Whole
+from tests.parallel.test_collectives import exchange_on
+from tests.parallel.test_sequence import MODELS as SHARED
+from tests.parallel.test_sequence import batch_of, train
+from tests.parallel.test_tiles import SIZES, VOCAB, config_of, gpt2, transformers
+from tests.ranks import RankPool
+
+ROWS, SIZE, SCALE = 2, 8, 0.4
+PACKED = torch.stack([torch.arange(24) // 5, torch.arange(24) // 7])
+PADDING = torch.arange(24)[None] < torch.tensor([[17], [24]])
+# heads, heads of keys, tokens, size of values, is_causal, window, keys, packed
+CASES: dict[str, tuple[int, int, int, int, bool, int | None, Tensor | None, Tensor | None]] = {
+    "halves": (3, 3, 24, 8, True, None, None, None),
+    "odd parts": (2, 1, 12, 8, True, None, None, None),
+    "all": (6, 2, 24, 5, False, None, None, None),
+    "window": (3, 3, 24, 8, True, 4, None, None),
+    "narrow": (3, 1, 24, 8, True, 1, None, None),
+    "padding": (6, 2, 24, 8, True, None, PADDING, None),
+    "left padding": (3, 3, 24, 8, True, None, PADDING.flip(1), None),
+    "packed": (3, 1, 24, 8, True, None, None, PACKED),
+    "packed, all": (3, 3, 24, 5, False, None, None, PACKED),
+}
+
+
+def tensors_of(case: str, stream: int = 0) -> list[Tensor]:
+    """Query, key, value and the gradient of the output, of all tokens."""
+    heads, of_keys, tokens, width, *_ = CASES[case]
+    generator = torch.Generator().manual_seed(stream)
+    shapes = [(heads, SIZE), (of_keys, SIZE), (of_keys, width), (heads, width)]
+    return [torch.randn(ROWS, count, tokens, size, generator=generator, dtype=torch.float64) for count, size in shapes]
+
+
+def seen_of(case: str) -> Seen:
+    _, _, tokens, _, is_causal, window, keys, packed = CASES[case]
+    return Seen(Whole(tokens - 1, keys, packed), is_causal, window)  # a token was added
+
+
+def whole_of(case: str, stream: int = 0) -> list[Tensor]:
+    """Output and gradients, by the definition."""
+    query, key, value, grad = tensors_of(case, stream)
+    inputs = [one.requires_grad_() for one in (query, key, value)]
+    groups, tokens = query.shape[1] // key.shape[1], query.shape[2]
+    keys, values = (one.repeat_interleave(groups, 1) for one in (key, value))
+    mask = seen_of(case).mask(range(tokens), range(tokens), query.device)[:, None]
+    scores = (query @ keys.transpose(-1, -2) * SCALE).masked_fill(~mask, -1e300)
+    out = (scores.softmax(-1) * mask) @ values  # nothing, where nothing is seen
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+
+def round_a_ring(route: str, size: int, stride: int) -> dict[str, tuple[list[Tensor], int, int]]:
+    """By case: this rank's output and gradients, bytes that it sent in the forward, and in the backward."""
+    exchange, found = exchange_on(size, route), {}
+    for case in CASES:
+        place, beside = divmod(exchange.place, stride)
+        parts = [one.chunk(size // stride, 2)[place].clone() for one in tensors_of(case, beside)]
+        inputs = [one.requires_grad_() for one in parts[:3]]
+        ring = Ring(exchange, stride, inputs[0].shape[2], seen_of(case))
+        before = exchange.bytes_sent
+        out = ring_attention(inputs[0], inputs[1], inputs[2], ring, Scores(ring.seen, SCALE))
+        middle = exchange.bytes_sent
+        grads = torch.autograd.grad(out, inputs, parts[3])
+        found[case] = [out.detach(), *grads], middle - before, exchange.bytes_sent - middle
+    return found
+
+
+def bytes_of(case: str, place: int, size: int) -> tuple[int, int]:
+    """What a rank sends: keys and values once a hop, their gradients once a hop and home, halves where they trade."""
+    heads, of_keys, tokens, width, is_causal, window, *_ = CASES[case]
+    part = tokens // size
+    queries, keys, outputs = (8 * ROWS * part * n for n in (heads * SIZE, of_keys * (SIZE + width), heads * width))
+    hops = size - 1 if window is None else min(size - 1, math.ceil((window - 1) / part))
+    forward, backward = hops * keys, hops * keys + (hops + 1 if hops else 0) * keys
+    if is_causal and hops == size - 1 and part % 2 == 0:
+        halves = {place, 2 * size - 1 - place}
+        moved = len(halves - {2 * place, 2 * place + 1}) * (queries + keys + outputs) // 2
+        forward, backward = forward + moved, backward + moved
+    return forward, backward
+
+
+@pytest.mark.parametrize(
+    ("route", "size", "stride"), [("shared_memory", 4, 1), ("shared_memory", 4, 2), ("sockets", 3, 1), ("native", 2, 1)]
+)
+def test_a_ring_attends_as_one_process_does_with_the_bytes_of_the_formula(
+    ranks: RankPool, route: str, size: int, stride: int
+) -> None:
+    rings = size // stride
+    right = {(case, beside): whole_of(case, beside) for case in CASES for beside in range(stride)}
+    for rank, found in enumerate(ranks(size, round_a_ring, route, size, stride)):
+        place, beside = divmod(rank, stride)
+        for case, (values, forward, backward) in found.items():
+            for value, whole in zip(values, right[case, beside], strict=True):
+                torch.testing.assert_close(value, whole.chunk(rings, 2)[place], msg=f"{case}, rank {rank}")
+            assert (forward, backward) == bytes_of(case, place, rings), (case, rank)
+
+
+def kinds_of(size: int, tokens: int, place: int, hop: int) -> list[Kind]:
+    seen = Seen(Whole(), True, None)
+    exchange = alone_at(size, place)
+    return [seen.kind(queries, keys) for _, queries, _, keys in _pairs(Ring(exchange, 1, tokens, seen), hop)]
+
+
+def alone_at(size: int, place: int) -> Exchange:
+    places = tuple(range(size))
+    return Exchange(Axis("sequence", place, places, places, SoloRoute(torch.device("cpu"))))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_each_rank_has_as_much_to_compute_at_each_hop(size: int) -> None:
+    for hop in range(size):
+        kinds = [kinds_of(size, 4, place, hop) for place in range(size)]
+        counts = [[found.count(kind) for kind in (Kind.FULL, Kind.DIAGONAL, Kind.EMPTY)] for found in kinds]
+        assert counts == [[2, 0, 2] if hop else [1, 2, 1]] * size
+    computed = [sum(kinds_of(size, 3, place, hop) != [Kind.EMPTY] for hop in range(size)) for place in range(size)]
+    assert computed == list(range(1, size + 1))  # parts of an odd number of tokens stay as they are
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that was made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(one, Tensor):
+                self.numel = max(self.numel, one.untyped_storage().nbytes() // one.element_size())
+        return made
+
+
+def memory_of(size: int) -> list[tuple[int, int]]:
+    """Without and with a mask: elements that are kept for the backward, and those of the largest tensor."""
+    exchange, found = exchange_on(size, "sockets"), []
+    block_attention._MOST_SCORES["cpu"] = 4 * TOKENS
+    for keys in (None, torch.rand(1, TOKENS) < 0.5):
+        part = TOKENS // size
+        query, key, value = (torch.randn(1, 2, part, SIZE).requires_grad_() for _ in range(3))
+        seen = Seen(Whole(TOKENS, keys), True, None)
+        kept: dict[int, int] = {}
+
+        def pack(one: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            kept[one.data_ptr()] = one.numel()
+            return one
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one), Largest() as largest:
+            out = ring_attention(query, key, value, Ring(exchange, 1, part, seen), Scores(seen, SCALE))
+            out.sum().backward()
+        found.append((sum(kept.values()), largest.numel))
+    return found
+
+
+TOKENS = 512
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_holds_its_part_and_that_on_its_way(ranks: RankPool, size: int) -> None:
+    part = 2 * TOKENS // size * SIZE  # of both heads
+    for found in ranks(size, memory_of, size):
+        for kept, largest in found:
+            assert kept == 4 * part + part // SIZE  # queries, keys, values, outputs, and a number for each query
+            assert largest <= 3 * part  # halves of three that trade places; whole scores would be 8 part and more
+
+
+def test_dropout_drops_the_same_in_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(block_attention._MOST_SCORES, "cpu", 40)  # in several chunks
+    seen = Seen(Whole(), True, None)
+    ring = Ring(alone_at(1, 0), 1, 6, seen)
+    query, key, value = (torch.randn(1, 2, 6, 3, dtype=torch.float64) for _ in range(3))
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.4, seed: int = 7) -> Tensor:
+        return ring_attention(query, key, value, ring, Scores(seen, SCALE, dropout, seed))
+
+    assert torch.autograd.gradcheck(attend, tuple(one.requires_grad_() for one in (query, key, value)))
+    with torch.no_grad():
+        mean = torch.stack([attend(query, key, value, seed=seed) for seed in range(2000)]).mean(0)
+        assert (mean - attend(query, key, value, dropout=0.0)).abs().max() < 0.15
+
+
+def llama_of(heads: int, of_keys: int) -> nn.Module:
+    sizes = {**SIZES, "hidden_size": 48, "num_attention_heads": heads, "num_key_value_heads": of_keys, "head_dim": 8}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCAB, **sizes))
+
+
+def capped() -> nn.Module:
+    model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(vocab_size=VOCAB, num_key_value_heads=2, **SIZES))
+    model.config._attn_implementation = "eager"
+    return model
+
+
+MODELS: dict[str, Any] = SHARED | {
+    "three": lambda: llama_of(3, 1),
+    "six": lambda: llama_of(6, 2),
+    "dropping": lambda: gpt2(0.3),
+}
+RING = {"sequence_parallel": {"attention": "ring"}}
+SOCKETS = {"communication": {"route": "sockets"}}
+AGAIN = {"activation_checkpointing": {"every": 1}}
+TRAININGS: list[tuple[str, int, str, dict[str, Any]]] = [
+    ("three", 1, "padded", {}),
+    ("three", 3, "odd", SOCKETS | AGAIN),
+    ("six", 2, "packed", {}),
+    ("six", 0, "divides", {}),
+    ("gpt2", 1, "odd", RING),
+    ("mistral", 3, "odd", RING),
+    ("eager", 1, "packed", RING),
+    ("Plain", 3, "plain", RING | AGAIN),
+    ("qwen3", 2, "padded", RING | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}),
+    ("three", 3, "divides", {"bf16": {"enabled": True}}),
+]
+
+
+def train_all(size: int) -> list[dict[str, Tensor]]:
+    return [
+        train(name, config_of(stage, parallel={"sequence": size}) | more, kind, models=MODELS)
+        for name, stage, kind, more in TRAININGS
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: RankPool) -> list[dict[str, Tensor]]:
+    return ranks(1, train_all, 1)[0]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_models_round_a_ring_train_as_one_process_does(
+    ranks: RankPool, alone: list[dict[str, Tensor]], size: int
+) -> None:
+    wrong = []
+    for rank, of_rank in enumerate(ranks(size, train_all, size)):
+        for case, found, right in zip(TRAININGS, of_rank, alone, strict=True):
+            relative = 1e-2 if "bf16" in case[3] else 1e-6
+            assert rank or found.keys() == right.keys()  # rank 0 has the values
+            wrong += [
+                f"rank {rank}, {case}: {key}: {(found[key] - right[key]).norm() / right[key].norm():.1e}"
+                for key in found
+                if (found[key] - right[key]).norm() > relative * right[key].norm() + 2e-7
+            ]
+    assert wrong == []
+
+
+def beside_tensor(tensor: int) -> dict[str, Tensor]:
+    """3 of 6 heads on each rank, which 2 ranks do not divide."""
+    parallel = {"sequence": 2, "tensor": tensor} if tensor > 1 else {}
+    return train("six", config_of(3, parallel=parallel), "odd", models=MODELS)
+
+
+def test_a_ring_beside_split_layers(ranks: RankPool) -> None:
+    shared, alone = ranks(4, beside_tensor, 2)[0], ranks(1, beside_tensor, 1)[0]
+    for key, value in alone.items():
+        assert (shared[key] - value).norm() <= 1e-6 * value.norm() + 2e-7, key
+
+
+def dropping(more: dict[str, Any]) -> dict[str, Tensor]:
+    return train("dropping", config_of(1, parallel={"sequence": 2}) | RING | more, "odd", models=MODELS)
+
+
+def test_a_recomputed_block_drops_what_it_has_dropped(ranks: RankPool) -> None:
+    kept, again = ranks(2, dropping, {})[0], ranks(2, dropping, AGAIN)[0]
+    assert all(torch.equal(kept[key], again[key]) for key in kept)
+
+
+def refusal() -> tuple[str, list[str]]:
+    """With the lines of the log."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    engine = lowtide.initialize(capped(), config_of(1, parallel={"sequence": 2}) | RING)
+    logging.getLogger("lowtide").addHandler(handler)
+    try:
+        engine.train_step(batch_of(0, "odd"))
+    except ValueError as error:
+        return str(error), lines
+    finally:
+        engine.close()
+        logging.getLogger("lowtide").removeHandler(handler)
+    return "", lines
+
+
+def test_attention_that_caps_its_scores_is_an_error(ranks: RankPool) -> None:
+    for rank, (error, lines) in enumerate(ranks(2, refusal)):
+        assert "Gemma2Attention: expected attention that scales its scores and does no more" in error
+        assert (way_line(2, 4, 1, "ring") in lines) == (rank == 0)
+
+
+LINES = {
+    (4, 8, 4, "auto"): "each has 2 heads of all tokens (all-to-all)",
+    (
+        4,
+        6,
+        2,
+        "auto",
+    ): "by heads over 2 neighbours (all-to-all), and a ring of 2, since sequence(4) does not divide heads(6)",
+    (4, 3, 1, "auto"): "keys and values go round a ring, since sequence(4) does not divide heads(3)",
+    (4, 8, 1, "ring"): "keys and values go round a ring, as the config asks",
+}
+
+
+def test_the_log_says_which_way_and_why() -> None:
+    for (size, heads, width, way), line in LINES.items():
+        assert way_line(size, heads, width, way) == f"sequence: attention of {heads} heads over {size} ranks: {line}"
+
+
+def test_the_way_is_checked() -> None:
+    with pytest.raises(lowtide.ConfigError, match=r'sequence_parallel.attention: expected .*"ring".*found "rings"'):
+        lowtide.Config.load({"sequence_parallel": {"attention": "rings"}})
+    assert heads_fault(2, 6) is None
+    assert "sequence(2) x tensor(2) x heads of a rank(?) = attention heads(6)" in str(heads_fault(2, 6, 2))
+
+
+def test_a_device_gets_blocks_of_bfloat16_in_flash_attention() -> None:
+    """Nothing is computed: that its operators take what they are given."""
+    with FakeTensorMode(), torch.no_grad():
+        query, key = (torch.empty(2, n, 16, 64, device="cuda", dtype=torch.bfloat16) for n in (6, 2))
+        at = range(16)
+        for is_causal in (True, False):
+            scores = Scores(Seen(Whole(), is_causal, None), SCALE)
+            assert scores._is_fast(scores.seen.kind(at, at), query, key)
+            found = scores.forward(query, key, key, at, at)
+            assert found is not None and found[1].dtype == torch.float32
+            grads = scores.backward(query, query, key, key, *found, at, at)
+            assert grads is not None and [one.shape for one in grads] == [query.shape, key.shape, key.shape]

@@ -1,0 +1,124 @@
+"""Split layers are compared with the whole ones before the first step: a plan that does not fit is an error."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import lowtide
+from tests.parallel.test_sequence import Plain, batch_of
+from tests.parallel.test_tensor_ranks import config_of
+from tests.ranks import RankPool
+
+WIDTH = 32
+
+
+class GateUp(nn.Module):
+    """Both in one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.back = nn.Linear(WIDTH, 48, bias=False), nn.Linear(24, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, dim=-1)
+        y: Tensor = self.drop(self.back(functional.silu(gate) * up))
+        return y
+
+
+class Normed(nn.Module):
+    """What is between columns and rows needs all columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.back = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.back(self.both(x).softmax(-1))
+        return y
+
+
+class Attention(nn.Module):
+    """Of as many heads as there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, 8)).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return y
+
+
+class Layer(nn.Module):
+    def __init__(self, mlp: type[nn.Module]) -> None:
+        super().__init__()
+        self.attention, self.mlp = Attention(), mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        return x + self.mlp(x)
+
+
+def model_of(mlp: type[nn.Module]) -> nn.Module:
+    model = Plain()
+    model.blocks = nn.ModuleList(Layer(mlp) for _ in range(2))
+    return model
+
+
+def plan_of(style: str, **more: str) -> dict[str, Any]:
+    return {"plan": {"mlp.both": style, "mlp.back": "row", **more}}
+
+
+CASES: dict[str, tuple[type[nn.Module], dict[str, Any], str]] = {
+    "halves": (
+        GateUp,
+        plan_of("column"),
+        "parallel.tensor: expected 'blocks.0.mlp' to compute what it does as a whole, found outputs .*% of their size "
+        "off: its layers are split in another way than they are used. "
+        "'blocks.0.mlp.both' has 48 outputs, 'blocks.0.mlp.back' behind it 24 inputs: where they are 2 layers in one, "
+        'give it the style "column/2"',
+    ),
+    "whole columns": (Normed, plan_of("column"), 'Give them other styles in tensor_parallel.plan, or "whole"'),
+    "queries": (GateUp, plan_of("column/2", qkv="column", out="row"), 'give it the style "column/3"'),
+    "right": (GateUp, plan_of("column/2", qkv="column/3", out="row"), ""),
+}
+
+
+def tried(name: str, parallel: dict[str, int], stage: int) -> str:
+    mlp, plan, _ = CASES[name]
+    more: dict[str, Any] = {"gradient_accumulation_steps": 2} if "pipeline" in parallel else {}
+    config = config_of(parallel=parallel, tensor_parallel=plan, zero_optimization={"stage": stage}, **more)
+    torch.manual_seed(0)
+    batch = {key: value[:4] for key, value in batch_of(0, "plain").items()}
+    if not more:
+        batch = {key: value[:2] for key, value in batch.items()}
+    with lowtide.initialize(model_of(mlp), config) as engine:
+        try:
+            for _ in range(2):
+                engine.train_step(batch)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+ALONE: tuple[dict[str, int], int] = {"tensor": 2}, 3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_that_does_not_fit_is_an_error_before_the_first_step(ranks: RankPool, name: str) -> None:
+    for found in ranks(2, tried, name, *ALONE):
+        assert re.search(CASES[name][2], found) if CASES[name][2] else found == "", found
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": 2, "pipeline": 2}, {"tensor": 2, "sequence": 2}])
+def test_ranks_beside_it_hear_of_it(ranks: RankPool, parallel: dict[str, int]) -> None:
+    for found in ranks(4, tried, "halves", parallel, 1):
+        assert 'give it the style "column/2"' in found
+    assert ranks(4, tried, "right", parallel, 1) == [""] * 4

@@ -1,0 +1,370 @@
+"""With a part of the tokens on each rank between split layers a model trains as it does in one process."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import lowtide
+from tests.parallel import models_of_others as others
+from tests.parallel.test_tensor_training import CASES, TOLERANCE, plainly
+from tests.ranks import RankPool
+from tests.zero.training import Case, assert_close, train_all
+
+
+def parts(case: Case, stage: int, route: str = "auto", tensor: int = 2, **config: Any) -> Case:
+    """Nine tokens, which the ranks do not divide."""
+    parallel = {"tensor": tensor, "tensor_sequence": True}
+    return case.at(stage, config={"parallel": parallel, "communication": {"route": route}, **config})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_models_of_others_train_as_in_one_process(ranks: RankPool, name: str) -> None:
+    stages = (0, 1, 2, 3) if name == "llama" else (3,)
+    expected = plainly(CASES[name], 1)
+    for outcome in ranks(2, train_all, [parts(CASES[name], stage) for stage in stages])[0]:
+        assert_close(outcome, expected, TOLERANCE, TOLERANCE)
+
+
+def test_parts_and_shards_train_as_in_one_process(ranks: RankPool) -> None:
+    case = CASES["llama"]
+    for outcome in ranks(4, train_all, [parts(case, 2, "native"), parts(case, 3, "sockets")])[0]:
+        assert_close(outcome, plainly(case, 2), TOLERANCE, TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "t5"])
+def test_four_ranks_train_as_one(ranks: RankPool, name: str) -> None:
+    case = CASES[name]
+    recomputed = parts(case, 3, "sockets", 4, activation_checkpointing={"every": 1})
+    for outcome in ranks(4, train_all, [parts(case, 1, tensor=4), recomputed])[0]:
+        assert_close(outcome, plainly(case, 1), TOLERANCE, TOLERANCE)
+
+
+class Mixer(nn.Module):
+    """A block whose split layers are its own, with dropout between and beside them."""
+
+    def __init__(self, rate: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 64), nn.Linear(64, 8)
+        self.inner, self.outer = nn.Dropout(rate), nn.Dropout(rate)
+
+    def forward(self, x: Tensor, beside: Any = None) -> Tensor:
+        result: Tensor = x + self.outer(self.down(self.inner(self.up(self.norm(x)))) + 100)
+        return result
+
+
+class Averaged(Mixer):
+    """Tokens meet beside split layers."""
+
+    def forward(self, x: Tensor, beside: Any = None) -> Tensor:
+        return super().forward(x) + x.mean(-2, keepdim=True)
+
+
+class Beside(Mixer):
+    """A norm of what all ranks have the same of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_others = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor, beside: Any = None) -> Tensor:
+        return super().forward(x) * self.of_others(beside).mean(-2, keepdim=True)
+
+
+class Grows(Mixer):
+    """In training alone, which a first run in evaluation does not see."""
+
+    def forward(self, x: Tensor, beside: Any = None) -> Tensor:
+        y = super().forward(x)
+        return torch.cat([y, y], -2) if self.training else y
+
+
+class Cuts(Mixer):
+    def forward(self, x: Tensor, beside: Any = None) -> Tensor:
+        result: Tensor = x + self.down(self.up(x)[..., :2, :]).mean(-2, keepdim=True)
+        return result
+
+
+class Names(Mixer):
+    def forward(self, x: Tensor, beside: Any = None) -> Any:
+        return {"x": super().forward(x)}
+
+
+class Stacked(nn.Module):
+    def __init__(
+        self, *blocks: nn.Module, between: Any = None, before: Any = None, first: int = 0, last: int = 2
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.before, self.between = before or (lambda x: x), between or (lambda x: x)
+        self.ran = slice(first, last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        beside, x = x + 1, self.before(x)
+        for block in self.blocks[self.ran]:
+            x = self.between(block(x, beside))
+        return x.square().mean()
+
+
+class CallsBeside(Stacked):
+    """A layer of a block without the block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        up: Any = self.blocks[0].up
+        return super().forward(x) + up(x).mean()
+
+
+def with_shared_norm() -> nn.Module:
+    model = Stacked(Mixer(), Mixer())
+    model.last = model.blocks[0].norm
+    return model
+
+
+def config_of(tensor: int = 2, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "sgd"},
+        "parallel": {"tensor": tensor, "tensor_sequence": True},
+        **more,
+    }
+
+
+def what_is_dropped(every: int) -> tuple[list[list[bool]], float]:
+    """By call of a dropout: which elements are zero; and the loss of a second step."""
+    model = Stacked(Mixer(0.5), Mixer(0.5))
+    engine = lowtide.initialize(model, config_of(activation_checkpointing={"every": every}))
+    found: list[list[bool]] = []
+
+    def note(part: nn.Module, args: Any, output: Tensor) -> None:
+        if part.training:
+            found.append((output == 0).view(-1).tolist())
+
+    for part in engine.module.modules():
+        if isinstance(part, nn.Dropout):
+            part.register_forward_hook(note)
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))
+    engine.train_step((x,))
+    loss = engine.train_step((x,)).loss.item()
+    engine.close()
+    return found[:4], loss
+
+
+def test_dropout_differs_on_parts_and_is_the_same_when_recomputed(ranks: RankPool) -> None:
+    (first, loss), (second, other_loss) = ranks(2, what_is_dropped, 0)
+    assert [len(one) for one in first] == [2 * 6 * 32, 2 * 3 * 8] * 2
+    assert all(one != other and any(one) for one, other in zip(first, second, strict=True))
+    assert first[0] != first[2] and first[1] != first[3]
+    assert loss == other_loss == ranks(2, what_is_dropped, 1)[0][1]
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "tokens meet": (
+        lambda: Stacked(Averaged(), Averaged()),
+        r"expected that 'blocks.0' \(Averaged\) mixes tokens between columns and rows alone",
+    ),
+    "beside": (
+        lambda: Stacked(Beside(), Beside()),
+        r"'blocks.0.of_others': expected this rank's part of the tokens, found what the block was given beside them",
+    ),
+    "between": (
+        lambda: Stacked(Mixer(), Mixer(), between=torch.tanh),
+        r"'blocks.1': expected what the block before it gave, this rank's part of 6 tokens, found another tensor",
+    ),
+    "not all": (
+        lambda: Stacked(Mixer(), Mixer(), last=1),
+        r"expected a forward through all blocks, found that 'blocks.0' was the last one",
+    ),
+    "not the first": (
+        lambda: Stacked(Mixer(), Mixer(), first=1),
+        r"'blocks.1': expected what the block before it gave",
+    ),
+    "grows": (lambda: Stacked(Grows(), Grows()), r"'blocks.0': expected \(2, 3\) tokens, this .* found \(2, 6\)"),
+    "cuts": (lambda: Stacked(Cuts(), Cuts()), r"'blocks.0.down': expected 6 tokens, as its block was given, found 2"),
+    "names": (lambda: Stacked(Names(), Names()), r"'blocks.0': expected that it gives a tensor, .* found dict"),
+    "integers": (
+        lambda: Stacked(Mixer(), Mixer(), before=Tensor.long),
+        r"'blocks.0': expected its tokens, .* found \(2, 6, 8\) of torch.int64",
+    ),
+    "called beside": (
+        lambda: CallsBeside(Mixer(), Mixer()),
+        r"expected split layers in a forward of their block, found a call beside it, of \(2, 6, 8\)",
+    ),
+    "shared": (
+        with_shared_norm,
+        r"expected parameters that blocks alone use, found 'blocks.0.norm.weight', which is in a LayerNorm outside",
+    ),
+    "no blocks": (lambda: Mixer(), r"expected blocks in a ModuleList with layers in them that are split by rows"),
+}
+
+
+def refusal(name: str) -> str:
+    try:
+        engine = lowtide.initialize(REFUSED[name][0](), config_of())
+    except ValueError as error:
+        return str(error)
+    try:
+        engine.train_step((torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1)),))
+    except ValueError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "nothing"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_see_a_part_for_the_whole_is_an_error(ranks: RankPool, name: str) -> None:
+    for found in ranks(2, refusal, name):
+        assert re.search(r"parallel.tensor_sequence: .*" + REFUSED[name][1], found), found
+
+
+def recorded() -> str:
+    model: Any = others.llama()
+    model.config.output_hidden_states = True
+    engine = lowtide.initialize(model, config_of())
+    try:
+        engine.train_step(others.tokens(0, 2))
+    except ValueError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "nothing"
+
+
+def test_hidden_states_of_parts_are_not_given(ranks: RankPool) -> None:
+    assert ranks(2, recorded)[0].startswith("parallel.tensor_sequence: expected output_hidden_states to be false")
+
+
+def test_what_the_config_refuses_and_what_has_no_effect() -> None:
+    with pytest.raises(lowtide.ConfigError, match=r"parallel.tensor_sequence: is not for parallel.pipeline 2"):
+        lowtide.Config.load(config_of() | {"parallel": {"tensor": 2, "tensor_sequence": True, "pipeline": 2}})
+    notes = lowtide.Config.load({"parallel": {"tensor_sequence": True}}).notes
+    assert "parallel.tensor_sequence: true has no effect here: parallel.tensor is 1" in notes
+
+
+def counted(has_parts: bool, num_blocks: int) -> tuple[int, int]:
+    """(bytes on the wire, bytes that the backward waits for) of a step of GPT-2 on two rows of eight tokens."""
+    sizes: dict[str, Any] = {"n_embd": 32, "n_layer": num_blocks, "n_head": 4, "n_positions": 8, "vocab_size": 64}
+    rates: dict[str, Any] = {f"{part}_pdrop": 0.0 for part in ("resid", "embd", "attn")}
+    config = transformers.GPT2Config(**sizes, **rates, bos_token_id=0, eos_token_id=0)
+    parallel = {"tensor": 2, "tensor_sequence": has_parts}
+    engine = lowtide.initialize(others.OwnGpt2ForCausalLM(config), config_of(parallel=parallel))
+    exchange = engine._mesh.exchange(("tensor",))
+    weights = {param.untyped_storage().data_ptr() for param in engine.module.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        if x.untyped_storage().data_ptr() not in weights:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    ids = torch.arange(16).view(2, 8)
+    engine.train_step((ids, ids))
+    before = exchange.bytes_sent
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        engine.train_step((ids, ids))
+    engine.close()
+    return exchange.bytes_sent - before, sum(kept.values())
+
+
+def test_bytes_of_a_block_are_those_of_the_formulas(ranks: RankPool) -> None:
+    """A block moves what it moves without parts, and the sums of the gradients of its whole parameters.
+
+    Without parts it keeps the inputs of two norms, with two numbers of each token, and of two columns, each of sbh;
+    with parts half of the first two.
+    """
+    whole, parts = ([ranks(2, counted, has_parts, n)[0] for n in (2, 3)] for has_parts in (False, True))
+    of_whole, of_parts = ([three - two for two, three in zip(*found, strict=True)] for found in (whole, parts))
+    sbh, ranks_in = 8 * 2 * 32 * 4, 2
+    assert of_whole[0] == 8 * sbh * (ranks_in - 1) // ranks_in
+    assert of_parts[0] == of_whole[0] + 6 * 32 * 4  # weights and biases of two norms, biases of two rows
+    around = 2 * sbh * (ranks_in - 1) // ranks_in  # in front of all blocks, and behind them
+    assert parts[0][0] - whole[0][0] == 2 * 6 * 32 * 4 + around
+    assert of_whole[1] - of_parts[1] == 2 * (sbh + 2 * 16 * 4) // ranks_in
+
+
+def recomputing(model: Any, is_reentrant: bool) -> Any:
+    current = hasattr(model, "activation_checkpointing_enable")  # the older name warns where this one is
+    enable = model.activation_checkpointing_enable if current else model.gradient_checkpointing_enable
+    enable({"use_reentrant": is_reentrant})
+    return model
+
+
+def reentrant() -> nn.Module:
+    model: nn.Module = recomputing(others.llama(), is_reentrant=True)
+    return model
+
+
+def not_reentrant() -> nn.Module:
+    model: nn.Module = recomputing(others.llama(), is_reentrant=False)
+    return model
+
+
+@pytest.mark.parametrize("build", [reentrant, not_reentrant])
+def test_blocks_that_a_model_recomputes_by_itself_train_as_without(ranks: RankPool, build: Any) -> None:
+    """Its checkpoints lie around the hooks of blocks, where the engine's lie inside."""
+    expected = plainly(CASES["llama"], 1)
+    (outcome,) = ranks(2, train_all, [parts(replace(CASES["llama"], build=build), 3)])[0]
+    assert_close(outcome, expected, TOLERANCE, TOLERANCE)
+
+
+def test_offload_beside_parts_gives_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
+    offloads: dict[str, Any] = {
+        "zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}},
+        "activation_checkpointing": {"offload": {"device": "cpu", "min_bytes": 1}},
+    }
+    case = CASES["llama"]
+    (kept, offloaded), _ = ranks(2, train_all, [parts(case, 3), parts(case, 3, **offloads)])
+    assert not kept.differences(offloaded)
+
+
+LENGTHS = (9, 8, 12, 5)
+
+
+def of_lengths(tensor: int) -> list[float]:
+    """Losses and gradients' norm of four forwards before their backwards, each of another length."""
+    torch.manual_seed(0)
+    parallel = {"tensor": tensor, "tensor_sequence": tensor > 1}
+    sizes: dict[str, Any] = {**others.COMMON, "max_position_embeddings": max(LENGTHS)}
+    model = recomputing(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).double(), is_reentrant=False)
+    engine = lowtide.initialize(model, config_of(parallel=parallel, gradient_accumulation_steps=len(LENGTHS)))
+    ids = [torch.arange(2 * length).view(2, length) % others.VOCAB for length in LENGTHS]
+    losses = [engine(input_ids=one, labels=one, use_cache=False).loss for one in ids]
+    for loss in reversed(losses):
+        engine.backward(loss)
+    norm = engine.step().grad_norm
+    engine.close()
+    return [one.item() for one in (*losses, norm)]
+
+
+def test_a_recomputed_block_knows_the_length_of_its_forward(ranks: RankPool) -> None:
+    expected = ranks(1, of_lengths, 1)[0]
+    for found in ranks(2, of_lengths, 2):
+        assert found == pytest.approx(expected, rel=TOLERANCE)
+
+
+def generated(tensor: int) -> tuple[float, list[int]]:
+    """A loss with a cache of keys, as Hugging Face has it where nobody says no, and tokens that it gives one by one."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {**others.COMMON, "bos_token_id": None, "eos_token_id": None}
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).double()
+    engine = lowtide.initialize(model, config_of(parallel={"tensor": tensor, "tensor_sequence": tensor > 1}))
+    ids = torch.arange(10).view(2, 5)
+    loss = engine.train_step({"input_ids": ids, "labels": ids}).loss.item()
+    engine.module.eval()
+    with torch.no_grad():
+        seen = torch.ones_like(ids[:1])
+        tokens = model.generate(ids[:1], attention_mask=seen, max_new_tokens=3, do_sample=False)[0].tolist()
+    engine.close()
+    return loss, tokens
+
+
+def test_a_cache_of_keys_is_filled_once(ranks: RankPool) -> None:
+    loss, tokens = ranks(1, generated, 1)[0]
+    for found in ranks(2, generated, 2):
+        assert found == (pytest.approx(loss, rel=TOLERANCE), tokens)

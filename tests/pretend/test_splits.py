@@ -1,0 +1,114 @@
+"""Layers and sequences that ranks split, and what one computes in tiles: the CPU's numbers, and one wait a step."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowtide
+from tests import models
+from tests.parallel.test_sequence import batch_of as sequences_of
+from tests.parallel.test_sequence import eager_llama, mistral
+from tests.parallel.test_tensor_training import PLAN
+from tests.parallel.test_tiles import MODELS
+from tests.pretend.group import register
+from tests.pretend.test_host_waits import waits_of
+from tests.ranks import RankPool
+
+STEPS = 3
+TENSOR: dict[str, Any] = {"parallel": {"tensor": 2}}
+SEQUENCE: dict[str, Any] = {"parallel": {"sequence": 2}}
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+
+
+def tokens(step: int, kind: str) -> tuple[Tensor, ...]:
+    return models.token_batch(step, 4)
+
+
+# Name: model, batches, which of them, stage, and the config that splits. Another split is another row.
+ROWS: dict[str, tuple[Any, Any, str, int, dict[str, Any]]] = {
+    "tensor": (models.TinyGPT, tokens, "", 0, {**TENSOR, "tensor_parallel": {"plan": PLAN}}),
+    "tensor, tied, bf16": (models.tied_gpt, tokens, "", 3, {**TENSOR, **BF16, "tensor_parallel": {"plan": PLAN}}),
+    "tensor, llama": (MODELS["llama"], sequences_of, "divides", 2, TENSOR),
+    "sequence, padded, window": (mistral, sequences_of, "padded", 3, SEQUENCE),
+    "sequence, packed": (eager_llama, sequences_of, "packed", 1, SEQUENCE),
+    "sequence, tiles": (MODELS["qwen3"], sequences_of, "odd", 2, {**SEQUENCE, "tiles": {"mlp": 5, "loss": 4}}),
+    "tiles": (MODELS["gpt2"], sequences_of, "odd", 3, {"tiles": {"mlp": 5, "loss": 4}}),
+}
+
+
+def config_of(stage: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.3,
+        "optimizer": {"type": "sgd", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+        "kernels": {"fuse_modules": False},
+        **more,
+    }
+
+
+def train(name: str, device: str) -> tuple[dict[str, Tensor], list[list[str]]]:
+    """Losses, norms, an evaluation and the state; and the waits of each step."""
+    build, batch_of, kind, stage, more = ROWS[name]
+    route = {"route": "auto" if device == "auto" else "native"}
+    config = config_of(stage, device=device, communication=route, **more)
+    torch.manual_seed(0)
+    engine = lowtide.initialize(build(), config)
+    values: dict[str, Tensor] = {}
+    waits = []
+    for step in range(STEPS):
+        batch = batch_of(step, kind)
+        results: list[Any] = []
+        waits.append(waits_of(lambda: results.append(engine.train_step(batch))))  # noqa: B023
+        values |= {f"loss {step}": results[0].loss, f"norm {step}": results[0].grad_norm}
+    values["evaluated"] = engine.eval_step(batch_of(STEPS, kind))
+    values |= engine.state_dict()
+    engine.close()
+    return {key: value.detach().clone() for key, value in values.items()}, waits
+
+
+def is_close(found: Tensor, right: Tensor) -> bool:
+    """Attention is another kernel on the device."""
+    return bool((found - right).norm() <= 1e-6 * right.norm() + 2e-7)
+
+
+def faults(names: list[str]) -> list[str]:
+    register()
+    wrong = []
+    for name in names:
+        on_cpu, _ = train(name, "cpu")
+        found, waits = train(name, "auto")
+        gc.collect(), gc.collect()
+        wrong += [f"{name}: {key}" for key, right in on_cpu.items() if not is_close(found[key], right)]
+        wrong += [f"{name}, step {step}: {one}" for step in range(1, STEPS) for one in waits[step][1:]]
+    return wrong
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_split_has_the_numbers_of_the_cpu_and_waits_once(pretend_ranks: RankPool, name: str) -> None:
+    for wrong in pretend_ranks(2, faults, [name], process_group=False):
+        assert not wrong, "\n".join(wrong)
+
+
+def told_of_other_batches() -> str:
+    """In the first of two microbatches, of shapes that were seen."""
+    register()
+    with lowtide.initialize(models.TinyGPT(), config_of(1, tensor_parallel={"plan": PLAN}, **TENSOR)) as engine:
+        engine.train_step(tokens(0, ""))
+        before = engine.state_dict()
+        ids, targets = tokens(1, "")
+        ids[0, 0] = engine.rank
+        with pytest.raises(ValueError) as caught:
+            engine.train_step((ids, targets))
+        assert all(torch.equal(value, before[key]) for key, value in engine.state_dict().items())
+        assert not engine.train_step(tokens(2, "")).skipped
+    return str(caught.value)
+
+
+def test_other_batches_are_told_at_the_end_of_their_step(pretend_ranks: RankPool) -> None:
+    for text in pretend_ranks(2, told_of_other_batches, process_group=False):
+        assert text.startswith("batch: expected the same one on the 2 ranks of tensor (ranks 0, 1), found different")

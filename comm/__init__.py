@@ -17,24 +17,28 @@ from ..watch.progress import Activity, Progress
 from .arrangement import Arrangement
 from .axis import Axis
 from .errors import CollectiveError
-from .exchange import Exchange
+from .exchange import EXCHANGE_SLOTS, Arriving, Exchange, exchange_slot_bytes
 from .mesh import Mesh, route_for
 from .peers import Peers
-from .pending import Pending, Terms, regions_of
+from .pending import Numels, Pending, Terms, regions_of
 from .world import World
 
 __all__ = [
+    "EXCHANGE_SLOTS",
     "Activity",
     "Arrangement",
+    "Arriving",
     "Axis",
     "CollectiveError",
     "Exchange",
     "Mesh",
+    "Numels",
     "Peers",
     "Pending",
     "Progress",
     "Terms",
     "World",
+    "exchange_slot_bytes",
     "regions_of",
     "route_for",
 ]

@@ -12,8 +12,13 @@ from torch import Tensor
 from .axis import Axis
 from .pending import Numels, Pending
 
-_SLOTS = 2  # one is being read by others while the next one is written
+EXCHANGE_SLOTS = 2  # one is being read by others while the next one is written
 _LEAST_BYTES = 1 << 16
+
+
+def exchange_slot_bytes(nbytes: int) -> int:
+    """Of a slot through which a tensor of so many bytes goes: a power of two, so that slots are seldom made anew."""
+    return max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length())
 
 
 @dataclass(frozen=True)
@@ -157,8 +162,8 @@ class Exchange:
 
     def _reserve(self, nbytes: int) -> None:
         if nbytes > self._slot_bytes:
-            self._slot_bytes = max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length())
-            self._axis.route.reserve_slots(self._slot_bytes, _SLOTS)
+            self._slot_bytes = exchange_slot_bytes(nbytes)
+            self._axis.route.reserve_slots(self._slot_bytes, EXCHANGE_SLOTS)
 
 
 def _first(x: Tensor, dim: int) -> Tensor:

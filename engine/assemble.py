@@ -92,7 +92,7 @@ def assemble(
     mesh = _connect(blueprint, world)
     meta_run: MetaRun | str = "memory_report.folder is not set, which asks for the prediction of a step"
     if config.memory_report.folder is not None:
-        meta_run = meta_run_of(blueprint, module, loss_fn)
+        meta_run = meta_run_of(blueprint, module, loss_fn, world.rank)
     host = host_update(config, blueprint.homes, world)
     memories = GroupMemories(
         mesh,

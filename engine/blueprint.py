@@ -79,12 +79,15 @@ class Blueprint:
         optimizer: OptimizerChoice = None,
         split: SplitPlan | PipelinePlan | None = None,
         units: Sequence[UnitPlan] | None = None,
+        tensor: TensorPlan | None = None,
+        rounds_up: bool = False,
     ) -> Blueprint:
         """config: as `Config.resolve` gives it for these ranks. model: on any device, the meta device too.
 
         device: the type of the ranks' own, "cpu", "cuda" or another. num_hosts: that the ranks are on. optimizer: as
         `initialize` takes it. split: of the pipeline's stages, or with its schedule, where that is known; None: planned
-        here, from the model's code. units: of the model, where they are known; None: planned here.
+        here, from the model's code. units, tensor: of the model, where they are known; None: planned here. rounds_up:
+        all places of the tensor axis have what its last one has, the most: for who asks for bytes alone.
         Raises ValueError where config, model and ranks do not fit together.
         """
         zero = config.zero_optimization
@@ -98,22 +101,27 @@ class Blueprint:
             known = split if isinstance(split, PipelinePlan) else PipelinePlan.of(config, model, split)
             pipeline = known.for_stage(config)
         of_stages = [units] if pipeline is None else pipeline.units_by_place(units)
-        degree = config.parallel.tensor
-        tensor = None
-        if degree > 1:
-            tensor = TensorPlan.of(model, degree, config.tensor_parallel.plan, config.parallel.tensor_sequence)
-        experts = ExpertPlan.of(model, config.parallel.expert) if config.parallel.expert > 1 else None
-        shares = [
-            shares_of(tensor, experts, {EXPERT: of_experts, TENSOR: part}.__getitem__)
-            for of_experts in range(config.parallel.expert)
-            for part in range(degree)
-        ]
-        places = tuple(
-            ModelPlan.of(own, dtypes, domain, arrangement, chosen.role_of, share_of)
-            for own in of_stages
-            for share_of in shares
-        )
-        chosen.check_states([group for place in places for group in place.updated])
+        tensor_degree, expert_degree = config.parallel.tensor, config.parallel.expert
+        if tensor_degree > 1 and tensor is None:
+            tensor = TensorPlan.of(model, tensor_degree, config.tensor_parallel.plan, config.parallel.tensor_sequence)
+        experts = ExpertPlan.of(model, expert_degree) if expert_degree > 1 else None
+
+        def plan_of(own: tuple[UnitPlan, ...], of_experts: int, part: int) -> ModelPlan:
+            share_of = shares_of(tensor, experts, {EXPERT: of_experts, TENSOR: part}.__getitem__)
+            return ModelPlan.of(own, dtypes, domain, arrangement, chosen.role_of, share_of)
+
+        last = tensor_degree - 1
+        if rounds_up:
+            alike = expert_degree * tensor_degree
+            places = tuple(one for own in of_stages for one in [plan_of(own, 0, last)] * alike)
+        else:
+            places = tuple(
+                plan_of(own, of_experts, part)
+                for own in of_stages
+                for of_experts in range(expert_degree)
+                for part in range(tensor_degree)
+            )
+        chosen.check_states([group for place in {id(one): one for one in places}.values() for group in place.updated])
         homes = Homes.of(config, device, chosen.fused is not None)
         rests_in_pages = homes.parameters is Home.FILE and not homes.is_apart and num_ranks > 1
         wanted = "sockets" if rests_in_pages else config.communication.route
@@ -182,7 +190,8 @@ class Blueprint:
     def prefetch_numel(self) -> int:
         """Elements gathered ahead of their use; with offloaded parameters within the budget of live ones."""
         zero = self.config.zero_optimization
-        units = (groups for place in self.places for _, groups in place.units)
+        places = {id(place): place for place in self.places}.values()
+        units = (groups for place in places for _, groups in place.units)
         largest = max((sum(group.layout.padded_numel for group in groups) for groups in units), default=0)
         wanted, live = zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters
         ahead = MAX_PREFETCHED * largest if wanted is None else max(wanted, largest) if wanted else 0

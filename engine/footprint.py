@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
 
 import torch
 
-from ..comm import Arrangement, regions_of
+from ..comm import EXCHANGE_SLOTS, Arrangement, exchange_slot_bytes, regions_of
 from ..comm.shared_memory import counters_bytes, page_aligned
 from ..offload import FileStore
 from ..zero.domain import Domain
@@ -20,6 +21,7 @@ from ..zero.offloaded_states import ChunkLayout
 from ..zero.plan import GroupPlan, ModelPlan, Role
 from ..zero.policy import ZeroPolicy
 from ..zero.shard_state import MASTER, Kinds, kinds_of_block, scaled
+from .axes import SEQUENCE, TENSOR
 from .blueprint import Blueprint
 from .gathered import peak_gathered_bytes
 from .offload import Home
@@ -77,14 +79,21 @@ def bytes_of(blueprint: Blueprint, rank: int = 0, moment: Moment = Moment.REDUCE
     return Footprint(blueprint, rank).at(moment)
 
 
-def shared_bytes(blueprint: Blueprint) -> int:
-    """What the ranks of the host take of its shared memory; 0 over another route."""
+def shared_bytes(blueprint: Blueprint, exchanged: Mapping[str, int] | None = None) -> int:
+    """What the ranks of the host take of its shared memory; 0 over another route.
+
+    exchanged: axis -> bytes of the largest tensor that its ranks exchange in the middle of the model. None: what is
+    known without a batch, as the ranks take it before the first one.
+    """
     if blueprint.route != "shared_memory":
         return 0
     arrangement, same_size = blueprint.arrangement, blueprint.ranks_of_place
     lines = [*arrangement.lines(blueprint.folds), *((name,) for name in blueprint.inner)]
     sizes = [arrangement.size(names) for names in lines]
     total = sum(arrangement.num_ranks // size * counters_bytes(size) for size in sizes if size > 1)
+    largest = {name: known_exchange_bytes(blueprint) for name in arrangement.wide((SEQUENCE, TENSOR))}
+    for nbytes in {**largest, **(exchanged or {})}.values():
+        total += arrangement.num_ranks * EXCHANGE_SLOTS * exchange_slot_bytes(nbytes)
     common: Counter[int] = Counter()  # by ranks that have one copy, over all ranks of all places
     for plan in blueprint.places:
         total += same_size * _ring_bytes(plan, arrangement)
@@ -95,6 +104,21 @@ def shared_bytes(blueprint: Blueprint) -> int:
             elif blueprint.shares_gradients and replicas_size > 1 and _is_summed(group):
                 common[replicas_size] += same_size * page_aligned(_sum_bytes(group))
     return total + sum(nbytes // size for size, nbytes in common.items())
+
+
+def known_exchange_bytes(blueprint: Blueprint) -> int:
+    """Of the largest tensor that ranks exchange whatever the batch is: a parameter's gradient that is added up."""
+    if blueprint.tensor is None:
+        return 1
+    splits = blueprint.tensor.parameters
+    whole = [
+        math.prod(splits[id(param)].portions[0].whole) * group.dtype.itemsize
+        for plan in blueprint.places
+        for group in plan.trained
+        for _, param in group.params
+        if id(param) in splits and splits[id(param)].is_partial
+    ]
+    return max(whole, default=1)
 
 
 def _is_summed(group: GroupPlan) -> bool:

@@ -16,6 +16,7 @@ from ..comm import Mesh
 from ..watch.log import logger
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.unit import Unit
+from .axes import TENSOR
 from .batch_shape import described, made
 from .blueprint import Blueprint
 from .footprint import Footprint, Moment
@@ -25,6 +26,7 @@ from .planning.estimate import estimate, writes_gradients
 from .planning.machine import Machine
 from .planning.meta_run import MetaRun
 from .planning.pipelined import memory_by_place
+from .planning.splits import Splits
 
 _MAX_OWNERS = 30  # that a report names
 _MAX_SAMPLES = 400  # of the moments of a step, those with the most
@@ -240,7 +242,8 @@ class MemoryReports:
             return replace(report, why_not=str(error))
         machine = Machine(device="cuda" if self._blueprint.device != "cpu" else "cpu")
         if self._blueprint.pipeline is None:
-            found = estimate(self._blueprint, machine, profile)
+            place = self._blueprint.place_of(self._mesh.world.rank)
+            found = estimate(self._blueprint, machine, profile, place)
             kinds, peak = found.bytes, found.peak_bytes
         else:
             place = self._blueprint.place_of(self._mesh.world.rank)
@@ -268,17 +271,20 @@ def allocator_bytes(device: torch.device) -> int | None:
     return None if device.type == "cpu" else int(torch.accelerator.max_memory_allocated(device))
 
 
-def meta_run_of(blueprint: Blueprint, module: nn.Module, loss_fn: Any) -> MetaRun | str:
+def meta_run_of(blueprint: Blueprint, module: nn.Module, loss_fn: Any, rank: int) -> MetaRun | str:
     """A run of the model on the meta device, before anything of the engine stands on it; or why there is none."""
     config = blueprint.config
-    if max(config.parallel.tensor, config.parallel.sequence, config.parallel.expert) > 1:
-        return "what ranks compute that share layers, sequences or experts is not planned yet"
+    if config.parallel.sequence > 1:
+        return "a recorded batch is a rank's part of sequences; `lowtide plan` counts from whole ones"
+    if config.parallel.tensor_sequence or config.parallel.expert > 1:
+        return "what ranks compute that share experts, or have parts of the tokens, is not planned yet"
     if config.tiles.mlp or config.tiles.loss:
         return "tiles stand on the model already; `lowtide plan` counts them"
     casts = config.bf16.auto_cast if config.bf16.enabled else config.fp16.auto_cast
     device = "cpu" if blueprint.device == "cpu" else "cuda"
     try:
-        return MetaRun(module, blueprint.units, blueprint.dtypes, device, loss_fn, casts)
+        splits = Splits.of(blueprint, blueprint.arrangement.place(rank, (TENSOR,)))
+        return MetaRun(module, blueprint.units, blueprint.dtypes, device, loss_fn, casts, splits=splits)
     except Exception as error:  # a model may have anything in it that cannot be copied; a report is not worth an end
         logger.info("memory_report: the model cannot be copied for a prediction: %s", error)
         return f"the model cannot be copied ({error})"

@@ -2,6 +2,9 @@
 
 PLANNED = (
     "parallel.pipeline",
+    "parallel.tensor",
+    "parallel.sequence",
+    "parallel.expert",
     "pipeline.schedule",
     "pipeline.chunks",
     "zero_optimization.stage",

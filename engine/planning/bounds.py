@@ -9,19 +9,24 @@ from ...comm import Arrangement
 from ...pipe.schedules.registry import find_kind
 from ...zero.plan import GroupPlan
 from ...zero.policy import ZeroPolicy
+from ..axes import REPLICA, SECONDARY, SEQUENCE, SHARD, TENSOR
 from ..blueprint import Blueprint
 from ..footprint import Footprint, Moment
 from .choice import Choice, num_chunks
-from .estimate import Work
+from .estimate import Work, kept_limit
 from .machine import Machine
 from .profile import Profile
 from .search import Bound
 
+_Sizes = tuple[int, int, int, int, int]  # of the axes within a place of the pipeline
 _ROUNDED = 1 - 1e-9  # sums of the same numbers in another order
 
 
 class Bounds:
-    """Lower bounds of `Planner.estimate`. first: a blueprint of the model in which nothing is divided."""
+    """Lower bounds of `Planner.estimate` for choices with the same degrees of layers and sequences.
+
+    first: a blueprint of these degrees in which nothing is divided over data-parallel ranks.
+    """
 
     def __init__(
         self,
@@ -36,7 +41,7 @@ class Bounds:
         beside: whether parameters are freed -> (bytes that are gathered and staged, part, whether in its backward) at
         each moment of a microbatch without a pipeline.
         """
-        self._machine, self._config = machine, first.config
+        self._machine, self._config, self._route = machine, first.config, first.route
         self._blocks, self._profile = blocks, profile
         units = [groups for _, groups in first.places[0].units]
         in_blocks = [groups for unit, groups in first.places[0].units if unit.name in set(blocks)]
@@ -60,30 +65,34 @@ class Bounds:
     def of(self, choice: Choice) -> Bound:
         """Of one choice."""
         machine, policy = self._machine, ZeroPolicy.from_stage(choice.stage)
-        data = machine.num_devices // choice.pipeline
-        states = policy.shard_size(data, choice.shard_size)
-        partition = choice.partition if choice.partition > 1 else states
-        parameters = partition if policy.frees_parameters else 1
-        compute, peak = self._microbatch(choice.rows, choice.every, policy.frees_parameters and parameters > 1)
+        data = machine.num_devices // choice.ranks_of_sample
+        groups = policy.shard_size(data, choice.shard_size)
+        same = choice.sequence  # ranks that share a sequence are one line of shards with data-parallel ones
+        states = groups * same if policy.shards_states else 1
+        partition = choice.partition if choice.partition > 1 else groups
+        parameters = partition * same if policy.frees_parameters else 1
+        is_offloaded = choice.offload_activations != "none"
+        frees = policy.frees_parameters and parameters > 1
+        compute, peak = self._microbatch(choice.rows, choice.every, frees, is_offloaded)
         compute *= choice.accumulation / choice.pipeline
         if choice.pipeline > 1:
             filled, peak = self._pipelined(choice)
             compute = max(compute, filled)
-        sizes = (choice.pipeline, data // states, states // partition, partition)
+        sizes = (data // groups, groups // partition, partition, choice.sequence, choice.tensor)
         wire = 0.0 if machine.device == "cpu" else self._wire(choice, policy, sizes)
         seconds = max(compute, wire) + self._update(choice, states)
         nbytes = self._resting(choice, states, parameters)
         held = states if policy.reduces_every_backward or choice.accumulation == 1 else 1  # full until the last one
         gradients = 0.0 if choice.offload_optimizer != "none" else self._summed / held / choice.pipeline
         if machine.device == "cpu":
-            gradients /= data
+            gradients /= data * same
         if choice.pipeline > 1 and policy.frees_parameters and parameters > 1 and machine.device == "cuda":
             nbytes += self._parameters / choice.pipeline * (1 - (choice.offload_param == "none") / parameters)
-        if choice.pipeline > 1 and machine.device == "cuda" and data > 1:
+        if choice.pipeline > 1 and machine.device == "cuda" and data * same > 1:
             peak += 2 * self._least_slot
         # The rank that holds the most activations has the least of anything else that a rank can have.
         even = self._even_share(choice) if choice.pipeline > 1 else 1.0
-        nbytes = max(nbytes + gradients, nbytes * even + (peak if choice.offload_activations == "none" else 0.0))
+        nbytes = max(nbytes + gradients, nbytes * even + peak)
         samples = choice.rows * choice.accumulation * data
         return Bound(seconds * _ROUNDED / samples, nbytes * _ROUNDED, nbytes * _ROUNDED <= machine.usable_bytes)
 
@@ -110,21 +119,21 @@ class Bounds:
     def _least_block(self, rows: int, every: int) -> tuple[float, float, float]:
         """(seconds of the forward, of the backward, bytes kept) of the block that takes the least."""
         profile = self._profile(rows, every)
-        work, names = Work(profile, self._machine), self._blocks
+        work, names = Work(profile, self._machine, self._route), self._blocks
         kept = min(profile.part(name).kept_bytes for name in names)
         return min(map(work.forward, names)), min(map(work.backward, names)), kept
 
-    def _wire(self, choice: Choice, policy: ZeroPolicy, sizes: tuple[int, int, int, int]) -> float:
+    def _wire(self, choice: Choice, policy: ZeroPolicy, sizes: _Sizes) -> float:
         """Seconds of all collectives, one after the other."""
         if choice.pipeline > 1:
             return 0.0
         total = 0.0
         if policy.frees_parameters:
             each = self._parameters + self._gathered_again
-            total += choice.accumulation * each * self._seconds_per_byte(sizes, ("shard",))
+            total += choice.accumulation * each * self._seconds_per_byte(sizes, (SHARD, SEQUENCE))
         if policy.shards_states:
             times = choice.accumulation if policy.reduces_every_backward else 1
-            total += times * self._reduced * self._seconds_per_byte(sizes, ("secondary", "shard"))
+            total += times * self._reduced * self._seconds_per_byte(sizes, (SECONDARY, SHARD, SEQUENCE))
         return total
 
     def _update(self, choice: Choice, states: int) -> float:
@@ -146,26 +155,26 @@ class Bounds:
         ratio = self._config.zero_optimization.offload_optimizer.ratio if choice.offload_optimizer != "none" else 0.0
         return (nbytes + self._states / states * (1 - ratio if ratio in (0.0, 1.0) else 0.0)) / choice.pipeline
 
-    def _per_byte(self, sizes: tuple[int, int, int, int], names: Sequence[str]) -> float:
+    def _per_byte(self, sizes: _Sizes, names: Sequence[str]) -> float:
         """Seconds of a collective over these axes, for each byte, without latency."""
-        pipe, replica, secondary, shard = sizes
-        axes = (("pipe", pipe), ("replica", replica), ("secondary", secondary), ("shard", shard))
-        arrangement = Arrangement(axes, ("replica", "secondary", "shard"))
+        axes = (REPLICA, SECONDARY, SHARD, SEQUENCE, TENSOR)
+        arrangement = Arrangement(tuple(zip(axes, sizes, strict=True)), data=())
         size, on_host = arrangement.size(names), self._machine.ranks_on_host(arrangement, names)
         return max(0.0, self._machine.collective(2.0, size, on_host) - self._machine.collective(1.0, size, on_host))
 
-    def _of_microbatch(self, rows: int, every: int, frees_parameters: bool) -> tuple[float, float]:
+    def _of_microbatch(self, rows: int, every: int, frees_parameters: bool, is_offloaded: bool) -> tuple[float, float]:
         """(seconds of computing, the most bytes at a moment, without what rests)."""
         profile = self._profile(rows, every)
-        work = Work(profile, self._machine)
+        work = Work(profile, self._machine, self._route)
         seconds = sum(work.forward(name) + work.backward(name) for name in profile.names)
         if self._machine.device == "cpu":  # gradients of large weights are no tensors of their own
-            return seconds, sum(part.kept_bytes for part in profile.parts.values())
-        bases, most = profile.base_bytes(), 0
+            return seconds, 0.0 if is_offloaded else sum(part.kept_bytes for part in profile.parts.values())
+        bases, most, limit = profile.base_bytes(), 0, kept_limit(profile, self._config)
         for gathered, name, is_backward in self._beside(frees_parameters):
             part = profile.part(name)
             held = part.backward_peak_bytes if is_backward else part.forward_peak_bytes
-            most = max(most, gathered + bases.get(name, 0) + held)
+            base = bases.get(name, 0)
+            most = max(most, gathered + (min(base, limit) if is_offloaded else base) + held)
         return seconds, most
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import gcd
 from typing import Any
 
 from ...pipe.schedules.registry import KINDS, find_kind
@@ -16,6 +17,9 @@ _WORSE = ("gpipe",)  # 1F1B has its bubble, and holds no more microbatches
 
 KEYS = {  # attribute of a choice: key of the config
     "pipeline": "parallel.pipeline",
+    "tensor": "parallel.tensor",
+    "sequence": "parallel.sequence",
+    "expert": "parallel.expert",
     "schedule": "pipeline.schedule",
     "chunks": "pipeline.chunks",
     "stage": "zero_optimization.stage",
@@ -36,6 +40,9 @@ class Choice:
     """A value of each key; the defaults are those of the config."""
 
     pipeline: int = 1
+    tensor: int = 1
+    sequence: int = 1
+    expert: int = 1
     schedule: str = "1f1b"
     chunks: int | None = None
     stage: int = 0
@@ -54,6 +61,16 @@ class Choice:
         values = {name: _at(config.as_dict(), key) for name, key in KEYS.items()}
         return cls(**values)
 
+    @property
+    def degrees(self) -> Choice:
+        """The sizes of the axes alone."""
+        return Choice(self.pipeline, self.tensor, self.sequence, self.expert)
+
+    @property
+    def ranks_of_sample(self) -> int:
+        """How many ranks are given the same data."""
+        return self.pipeline * self.tensor * self.sequence
+
     def states(self) -> Choice:
         """What decides on the bytes of model states: one of many choices that are equal in it."""
         several = min(self.accumulation, 2)
@@ -66,7 +83,7 @@ class Choice:
         values = _copied(base)
         for name, key in KEYS.items():
             _put(values, key, getattr(self, name))
-        values["train_batch_size"] = self.rows * self.accumulation * (num_ranks // self.pipeline)
+        values["train_batch_size"] = self.rows * self.accumulation * (num_ranks // self.ranks_of_sample)
         values.get("pipeline", {}).pop("microbatches", None)
         return values
 
@@ -76,7 +93,8 @@ class Space:
     """Every choice that a config and a machine leave open.
 
     held: attribute -> value that is not chosen. batch: samples of a step over all ranks; None: any. has_nvme: whether
-    there is a folder for files. max_stages: as many as the model has blocks.
+    there is a folder for files. max_stages: as many as the model has blocks. can_split: of a choice that has only
+    degrees, whether layers, sequences and experts are known to be split so; None: they are not split.
     """
 
     machine: Machine
@@ -84,18 +102,56 @@ class Space:
     max_stages: int
     has_nvme: bool = False
     held: Mapping[str, Any] = field(default_factory=dict)
+    can_split: Callable[[Choice], bool] | None = None
 
     def __iter__(self) -> Iterator[Choice]:
-        for pipeline in self._values("pipeline", divisors(self.machine.num_devices)):
-            if pipeline > self.max_stages or self.machine.num_devices % pipeline:
-                continue
-            data = self.machine.num_devices // pipeline
-            states = list(self._states(pipeline, data))
+        for degrees in self._degrees():
+            pipeline = degrees.pipeline
+            data = self.machine.num_devices // degrees.ranks_of_sample
+            states = list(self._states(degrees, data))
             for schedule, chunks in self._schedules(pipeline):
                 for rows, accumulation in self._batches(pipeline, data, schedule):
-                    for every, offload in self._activations(pipeline):
-                        for state in states:
-                            yield Choice(pipeline, schedule, chunks, *state, rows, accumulation, every, offload)
+                    if self._has_whole_rows(rows, degrees.sequence):
+                        continue
+                    for every, offload_activations in self._activations(pipeline):
+                        for stage, shard_size, partition, offload_optimizer, offload_param in states:
+                            yield Choice(
+                                pipeline,
+                                degrees.tensor,
+                                degrees.sequence,
+                                degrees.expert,
+                                schedule,
+                                chunks,
+                                stage,
+                                shard_size,
+                                partition,
+                                offload_optimizer,
+                                offload_param,
+                                rows,
+                                accumulation,
+                                every,
+                                offload_activations,
+                            )
+
+    def _degrees(self) -> Iterator[Choice]:
+        """Sizes of the axes that divide the devices; what is within a layer, within a host."""
+        every, of_host = divisors(self.machine.num_devices), divisors(self.machine.devices_per_host)
+        splits = self.can_split is not None
+        for pipeline in self._values("pipeline", every):
+            for tensor in self._values("tensor", of_host if splits else (1,)):
+                for sequence in self._values("sequence", every if splits else (1,)):
+                    for expert in self._values("expert", every if splits else (1,)):
+                        degrees = Choice(pipeline, tensor, sequence, expert)
+                        if pipeline > self.max_stages or self.machine.num_devices % degrees.ranks_of_sample:
+                            continue
+                        if self.machine.num_devices // degrees.ranks_of_sample % expert:
+                            continue
+                        if degrees.tensor * sequence * expert == 1 or (self.can_split and self.can_split(degrees)):
+                            yield degrees
+
+    def _has_whole_rows(self, rows: int, sequence: int) -> bool:
+        """Whether fewer ranks can share sequences, of fewer rows: that has as many tokens, and exchanges less."""
+        return gcd(rows, sequence) > 1 and not {"rows", "sequence", "shard_size", "partition"} & self.held.keys()
 
     def _values(self, name: str, every: Sequence[Any]) -> Sequence[Any]:
         return [self.held[name]] if name in self.held else every
@@ -132,24 +188,28 @@ class Space:
                 if self.held.get("accumulation", accumulation) == accumulation:
                     yield rows, accumulation
 
-    def _states(self, pipeline: int, data: int) -> Iterator[tuple[int, int | None, int, str, str]]:
+    def _states(self, degrees: Choice, data: int) -> Iterator[tuple[int, int | None, int, str, str]]:
         """(stage, shard_size, partition, offload_optimizer, offload_param)."""
+        pipeline = degrees.pipeline
         homes: tuple[str, ...] = ("none", "cpu", "nvme") if self.has_nvme else ("none", "cpu")
         homes = homes if self.machine.device == "cuda" else tuple(home for home in homes if home != "cpu")
         for stage in self._values("stage", (0, 1, 2, 3)):
             for shard_size in self._values("shard_size", _shard_sizes(stage, data)):
                 if data % (shard_size or data) or (shard_size == 1 and stage and data > 1 and "stage" not in self.held):
                     continue
-                for partition in self._values("partition", self._partitions(stage, shard_size or data)):
+                if stage and (shard_size or data) % degrees.expert:
+                    continue
+                for partition in self._values("partition", self._partitions(stage, shard_size or data, degrees)):
                     for of_optimizer in self._values("offload_optimizer", homes):
                         for of_param in self._values("offload_param", homes if stage == 3 else ("none",)):
                             if of_param == "none" or (partition == 1 and pipeline == 1):
                                 yield stage, shard_size, partition, of_optimizer, of_param
 
-    def _partitions(self, stage: int, group: int) -> Sequence[int]:
-        """Parameters are gathered within the shard group, or within a host."""
-        host = self.machine.devices_per_host
-        return (1, host) if stage == 3 and 1 < host < group and group % host == 0 else (1,)
+    def _partitions(self, stage: int, group: int, degrees: Choice) -> Sequence[int]:
+        """Parameters are gathered within the shard group, or by the data-parallel ranks of a host."""
+        host = self.machine.devices_per_host // (degrees.tensor * degrees.sequence)
+        is_one = stage == 3 and 1 < host < group and group % host == 0 and host % degrees.expert == 0
+        return (1, host) if is_one else (1,)
 
     def _activations(self, pipeline: int) -> Iterator[tuple[int, str]]:
         homes = ("none", "cpu") if pipeline == 1 and self.machine.device == "cuda" else ("none",)

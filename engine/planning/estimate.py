@@ -15,10 +15,10 @@ from ..config.config import Config
 from ..footprint import Footprint, Moment
 from ..offload import Home
 from ..step_update import Timing
-from .exchange import Exchange
+from .exchange import Calls, Exchange
 from .gradients import gradient_seconds, host_seconds
 from .machine import Machine
-from .profile import Profile
+from .profile import Part, Profile
 from .step_order import StepOrder
 from .timeline import Timeline
 
@@ -62,10 +62,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of the parts of a microbatch on a machine; see the protocol of `step_order`."""
+    """Seconds of the parts of a microbatch on a machine; see the protocol of `step_order`.
+
+    route: of what ranks exchange that share layers or sequences, which is waited for in the middle of a part.
+    """
 
     profile: Profile
     machine: Machine
+    route: str = "native"
 
     def forward(self, name: str) -> float:
         return self._seconds[name][0] if name in self._seconds else 0.0
@@ -73,20 +77,27 @@ class Work:
     def backward(self, name: str) -> float:
         return self._seconds[name][1] if name in self._seconds else 0.0
 
+    def exchanging(self, name: str) -> float:
+        """Of a part's forward and backward, what it waits for other ranks."""
+        return self._seconds[name][2] if name in self._seconds else 0.0
+
     @cached_property
-    def _seconds(self) -> Mapping[str, tuple[float, float]]:
+    def _seconds(self) -> Mapping[str, tuple[float, float, float]]:
         """Of each part: blocks that are equal are looked at once."""
-        itemsize, found, known = self.profile.itemsize, {}, dict[int, tuple[float, float]]()
+        found, known = {}, dict[int, tuple[float, float, float]]()
         for name, part in self.profile.parts.items():
             if id(part) not in known:
-                known[id(part)] = (
-                    self.machine.computing(part.forward_flops, part.forward_traffic, itemsize, part.forward_operations),
-                    self.machine.computing(
-                        part.backward_flops, part.backward_traffic, itemsize, part.backward_operations
-                    ),
-                )
+                known[id(part)] = self._of_part(part)
             found[name] = known[id(part)]
         return found
+
+    def _of_part(self, part: Part) -> tuple[float, float, float]:
+        machine, itemsize = self.machine, self.profile.itemsize
+        calls = Calls.of(self.profile, machine, self.route)
+        before, behind = calls.seconds(part.forward_exchanges), calls.seconds(part.backward_exchanges)
+        forward = machine.computing(part.forward_flops, part.forward_traffic, itemsize, part.forward_operations)
+        backward = machine.computing(part.backward_flops, part.backward_traffic, itemsize, part.backward_operations)
+        return forward + before, backward + behind, before + behind
 
 
 @dataclass(frozen=True)
@@ -122,8 +133,7 @@ class Activations:
 
     @cached_property
     def _limit(self) -> int:
-        largest = max((part.kept_bytes for part in self.profile.parts.values()), default=0)
-        return self.config.activation_checkpointing.offload.budget_bytes or _BLOCKS_IN_MEMORY * largest
+        return kept_limit(self.profile, self.config)
 
     def at(self, name: str, is_backward: bool) -> int:
         """While a part computes."""
@@ -142,6 +152,12 @@ class Activations:
         return max(0, kept - self._limit) if self.is_offloaded else 0
 
 
+def kept_limit(profile: Profile, config: Config) -> int:
+    """The most that activations take which are offloaded, beside those of the part that computes."""
+    largest = max((part.kept_bytes for part in profile.parts.values()), default=0)
+    return config.activation_checkpointing.offload.budget_bytes or _BLOCKS_IN_MEMORY * largest
+
+
 def writes_gradients(blueprint: Blueprint) -> bool:
     """Whether gradients of large weights are made where they are staged: see `DirectGradients`."""
     config, size = blueprint.config, blueprint.arrangement.size(blueprint.domain.states)
@@ -155,26 +171,29 @@ def writes_gradients(blueprint: Blueprint) -> bool:
 class StepParts:
     """What of a step without a pipeline does not depend on what a microbatch computes: made once for many profiles."""
 
-    def __init__(self, blueprint: Blueprint, machine: Machine) -> None:
-        """blueprint: of any number of microbatches, of one or of several as it will be."""
+    def __init__(self, blueprint: Blueprint, machine: Machine, place: int = -1) -> None:
+        """blueprint: of any number of microbatches, of one or of several as it will be. place: of `places`."""
         self.blueprint, self.machine = blueprint, machine
-        self.rests = Resting.of(blueprint, (footprint := Footprint(blueprint, 0)))
+        self.place = place % len(blueprint.places)
+        footprint = Footprint(blueprint, blueprint.first_rank_of(self.place))
+        self.rests = Resting.of(blueprint, footprint, self.place)
         exchange = Exchange(blueprint, machine)
         bytes_of = footprint.gathered if footprint.frees_memory else None
-        self.order = StepOrder(blueprint, exchange, bytes_of, is_last=True)
+        self.order = StepOrder(blueprint, exchange, bytes_of, True, self.place)
         accumulates = (blueprint.config.gradient_accumulation_steps or 1) > 1
-        self._inner = StepOrder(blueprint, exchange, bytes_of, is_last=False) if accumulates else None
-        self._refreshes = [exchange.refresh(group) for group in blueprint.places[0].updated]
-        self._update = update_seconds(blueprint, machine, 0)
+        self._inner = StepOrder(blueprint, exchange, bytes_of, False, self.place) if accumulates else None
+        self._refreshes = [exchange.refresh(group) for group in blueprint.places[self.place].updated]
+        self._update = update_seconds(blueprint, machine, self.place)
         self.is_direct = writes_gradients(blueprint)
         moments = [(True, True)] if not accumulates else [(True, False), (False, False), (False, True)]
-        self._gradients = [gradient_seconds(blueprint, machine, 0, *one, self.is_direct) for one in moments]
-        self._num_units = len(blueprint.places[0].units)
+        self._gradients = [gradient_seconds(blueprint, machine, self.place, *one, self.is_direct) for one in moments]
+        self._num_units = len(blueprint.places[self.place].units)
 
     def estimate(self, config: Config, profile: Profile) -> Estimate:
         """config: of the blueprint but for rows, microbatches and activations. profile: of its microbatch."""
         accumulation, samples = config.gradient_accumulation_steps or 1, config.train_batch_size or 0
-        work, activations = Work(profile, self.machine), Activations(profile, config, self.blueprint.policy)
+        work = Work(profile, self.machine, self.blueprint.route)
+        activations = Activations(profile, config, self.blueprint.policy)
         line = self.order.timeline(work)
         times = {"compute": line.computed, **_exposed(line)}
         sent = dict(self.order.sent)
@@ -189,8 +208,11 @@ class StepParts:
         hidden = {Timing.DELAYED: times["compute"], Timing.SPECULATIVE: in_backward}
         speed = _speed_of_activations(self.blueprint, self.machine)
         moved = 2 * activations.offloaded_bytes * accumulation / speed
+        exchanging = sum(map(work.exchanging, profile.names)) * accumulation
+        times["compute"] -= exchanging
         seconds = {
             **times,
+            "exchange exposed": exchanging,
             "activations exposed": max(0.0, moved - times["compute"]),
             "update": max(0.0, self._update - hidden.get(self.blueprint.timing, 0.0)),
             "refresh exposed": sum(one.seconds for one in self._refreshes),
@@ -199,6 +221,9 @@ class StepParts:
         for message in self._refreshes:
             sent["intra"] += message.intra
             sent["inter"] += message.inter
+        calls = Calls.of(profile, self.machine, self.blueprint.route)
+        for link, nbytes in calls.sent([one for part in profile.parts.values() for one in part.exchanges]).items():
+            sent[link] += accumulation * nbytes
         kinds, peak = self._memory(activations)
         host, file = self.rests.elsewhere(activations)
         tokens = samples * profile.tokens // profile.rows
@@ -206,16 +231,17 @@ class StepParts:
 
     def _memory(self, activations: Activations) -> tuple[Mapping[str, int], int]:
         """(the most of each kind, the most at a moment)."""
-        rests, peak = self.rests, self.rests.after_backward
+        slots = activations.profile.slot_bytes
+        rests, peak = self.rests, self.rests.after_backward + slots
         most = {"gathered_bytes": 0, "activation_bytes": 0, "buffer_bytes": 0}
         for beside, gathered, staged, name, is_backward in self._moments:
             held = activations.at(name, is_backward)
-            peak = max(peak, rests.bytes + beside + held)
+            peak = max(peak, rests.bytes + beside + held + slots)
             for kind, nbytes in zip(most, (gathered, held, staged), strict=True):
                 most[kind] = max(most[kind], nbytes)
         loss = min(activations.profile.loss_bytes, most["activation_bytes"])
         most["activation_bytes"] -= loss
-        most["buffer_bytes"] += rests.kinds["buffer_bytes"]
+        most["buffer_bytes"] += rests.kinds["buffer_bytes"] + slots
         return {**rests.kinds, **most, "loss_bytes": loss}, peak
 
     @cached_property
@@ -232,9 +258,9 @@ class StepParts:
         return found
 
 
-def estimate(blueprint: Blueprint, machine: Machine, profile: Profile) -> Estimate:
-    """Of a blueprint without a pipeline. profile: of its microbatch."""
-    return StepParts(blueprint, machine).estimate(blueprint.config, profile)
+def estimate(blueprint: Blueprint, machine: Machine, profile: Profile, place: int = -1) -> Estimate:
+    """Of a blueprint without a pipeline. profile: of its microbatch. place: of `places`; -1: the fullest."""
+    return StepParts(blueprint, machine, place).estimate(blueprint.config, profile)
 
 
 def _exposed(line: Timeline) -> dict[str, float]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...comm import regions_of
+from ...comm import Arrangement, regions_of
 from ...zero.plan import GroupPlan
 from ..blueprint import Blueprint
 from ..offload import Home
 from .machine import Machine
+from .profile import Exchanged, Profile
 
 LINKS = ("intra", "inter", "pipe")
 """Links of a rank: to others of its host, to other hosts, and, on either, to the next and last stage of a pipeline."""
@@ -84,18 +85,69 @@ class Exchange:
 
     def _message(self, what: str, names: Sequence[str], sent: int, seconds: float) -> Message:
         """what: "gather" or "reduce". seconds: where the machine was not measured."""
-        size = self.blueprint.arrangement.size(names)
+        size, route = self.blueprint.arrangement.size(names), self.blueprint.route
         if size == 1:
             return Message()
-        if self.blueprint.route == "shared_memory":
+        if route == "shared_memory":
             read = 2 * sent / self.machine.host_memory
             return Message(seconds=0.0 if what == "gather" else self.machine.moving("shared_memory reduce", sent, read))
-        seconds = self.machine.moving(f"{self.blueprint.route} {what}", sent, seconds)
-        on_host = self._on_host(names)
-        # To each of the others its part (sockets), or to the next one of a ring that leaves each host once.
-        outside = (size - on_host) / (size - 1) if self.blueprint.route == "sockets" else 1 / on_host
-        inter = 0 if on_host >= size else round(sent * outside)
-        return Message(sent - inter, inter, seconds)
+        seconds = self.machine.moving(f"{route} {what}", sent, seconds)
+        return _over_links(sent, size, self._on_host(names), goes_to_each=route == "sockets", seconds=seconds)
 
     def _on_host(self, names: Sequence[str]) -> int:
         return self.machine.ranks_on_host(self.blueprint.arrangement, names)
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Seconds and bytes on links of what ranks exchange in the middle of a model: see `comm.Exchange`.
+
+    | call     | of a whole tensor of n bytes on r ranks, each rank sends |
+    |----------|----------------------------------------------------------|
+    | sum      | 2 (r - 1) / r n                                          |
+    | sum_part | (r - 1) / r n                                            |
+    | gather   | (r - 1) / r n                                            |
+    | swap     | (r - 1) / r n, to each of the others as much             |
+
+    Whoever calls waits for the result: nothing of it is hidden.
+    """
+
+    machine: Machine
+    sizes: tuple[tuple[str, int], ...]  # as of `Profile`
+    route: str
+
+    @classmethod
+    def of(cls, profile: Profile, machine: Machine, route: str) -> Calls:
+        return cls(machine, profile.sizes, route)
+
+    def seconds(self, calls: Sequence[Exchanged]) -> float:
+        return sum(self._message(call).seconds for call in calls)
+
+    def sent(self, calls: Sequence[Exchanged]) -> dict[str, int]:
+        """By link."""
+        found = {"intra": 0, "inter": 0}
+        for message in map(self._message, calls):
+            found["intra"] += message.intra
+            found["inter"] += message.inter
+        return found
+
+    def _message(self, call: Exchanged) -> Message:
+        arrangement = Arrangement(self.sizes, data=())
+        size, on_host = arrangement.size((call.axis,)), self.machine.ranks_on_host(arrangement, (call.axis,))
+        if call.kind == "swap":
+            seconds = self.machine.all_to_all(call.nbytes, size, on_host)
+        else:
+            seconds = self.machine.collective(call.nbytes, size, on_host) * (2 if call.kind == "sum" else 1)
+        name = "gather" if call.kind == "gather" else "reduce"
+        if self.route == "shared_memory":
+            return Message(call.sent, 0, self.machine.moving("shared_memory reduce", call.sent, seconds))
+        seconds = self.machine.moving(f"{self.route} {name}", call.sent, seconds)
+        goes_to_each = self.route == "sockets" or call.kind == "swap"
+        return _over_links(call.sent, size, on_host, goes_to_each, seconds)
+
+
+def _over_links(sent: int, size: int, on_host: int, goes_to_each: bool, seconds: float) -> Message:
+    """goes_to_each: of the others, its part; else to the next one of a ring that leaves each host once."""
+    outside = (size - on_host) / (size - 1) if goes_to_each else 1 / on_host
+    inter = 0 if on_host >= size else round(sent * outside)
+    return Message(sent - inter, inter, seconds)

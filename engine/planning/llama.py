@@ -14,6 +14,7 @@ from ..blueprint import Blueprint
 from ..tiling import tiles_of
 from .meta_run import MetaRun
 from .profile import Profile
+from .splits import Splits
 
 _SHORT = 3  # layers that are run: a first, a last, and one for all between
 
@@ -45,35 +46,60 @@ class Shape:
         return self.mlp or -(-8 * self.hidden // 3 // 256) * 256
 
 
+class Attention(nn.Module):
+    """Of heads of queries, several of which may share one of keys and values."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = shape.heads, shape.kv_heads or shape.heads
+        self.head_dim = shape.hidden // shape.heads
+        of_keys = self.num_kv_heads * self.head_dim
+        self.q, self.k = nn.Linear(shape.hidden, shape.hidden, bias=False), nn.Linear(shape.hidden, of_keys, bias=False)
+        self.v, self.o = nn.Linear(shape.hidden, of_keys, bias=False), nn.Linear(shape.hidden, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # (rows, sequence, hidden)
+        rows, length, _ = x.shape
+        q = self.q(x).view(rows, length, self.num_heads, self.head_dim).transpose(1, 2)
+        k = self.k(x).view(rows, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        v = self.v(x).view(rows, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        is_grouped = self.num_kv_heads < self.num_heads
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
+        result: Tensor = self.o(mixed.transpose(1, 2).reshape(rows, length, -1))
+        return result
+
+
+class Gated(nn.Module):
+    """Two layers, one of which is the gate of the other, and one behind them."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(shape.hidden, shape.inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(shape.inner, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # (rows, sequence, hidden)
+        result: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
+        return result
+
+
 class Block(nn.Module):
     """Attention and a gated layer, each behind a norm and beside a residual."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        head = shape.hidden // shape.heads
-        self.heads, self.kv_heads, self.head = shape.heads, shape.kv_heads or shape.heads, head
-        of_keys = self.kv_heads * head
         self.norm, self.norm2 = nn.RMSNorm(shape.hidden), nn.RMSNorm(shape.hidden)
-        self.q, self.k = nn.Linear(shape.hidden, shape.hidden, bias=False), nn.Linear(shape.hidden, of_keys, bias=False)
-        self.v, self.o = nn.Linear(shape.hidden, of_keys, bias=False), nn.Linear(shape.hidden, shape.hidden, bias=False)
-        self.gate, self.up = (nn.Linear(shape.hidden, shape.inner, bias=False) for _ in range(2))
-        self.down = nn.Linear(shape.inner, shape.hidden, bias=False)
+        self.attention, self.mlp = Attention(shape), Gated(shape)
 
     def forward(self, x: Tensor) -> Tensor:  # (rows, sequence, hidden)
-        rows, length, _ = x.shape
-        normed = self.norm(x)
-        q = self.q(normed).view(rows, length, self.heads, self.head).transpose(1, 2)
-        k = self.k(normed).view(rows, length, self.kv_heads, self.head).transpose(1, 2)
-        v = self.v(normed).view(rows, length, self.kv_heads, self.head).transpose(1, 2)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kv_heads < self.heads)
-        x = x + self.o(mixed.transpose(1, 2).reshape(rows, length, -1))
-        normed = self.norm2(x)
-        result: Tensor = x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
+        x = x + self.attention(self.norm(x))
+        result: Tensor = x + self.mlp(self.norm2(x))
         return result
 
 
 class Llama(nn.Module):
-    """Its output is its loss. Angles of positions are left out: they are small."""
+    """Its output is its loss, the mean over labels that stand where they are predicted.
+
+    Angles of positions are left out: they are small.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -82,11 +108,19 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(shape.hidden)
         self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
 
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:  # (rows, sequence) both
-        x = self.embedding(ids)
+    def get_input_embeddings(self) -> nn.Module:
+        """As Hugging Face's models name what is split over the vocabulary."""
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        """As `get_input_embeddings`."""
+        return self.head
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, shift_labels: Tensor) -> Tensor:  # (rows, sequence) each
+        x = self.embedding(input_ids)
         for layer in self.layers:
             x = layer(x)
-        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), shift_labels.flatten())
 
 
 def build(shape: Shape) -> Llama:
@@ -95,9 +129,10 @@ def build(shape: Shape) -> Llama:
         return Llama(shape)
 
 
-def batch(shape: Shape) -> tuple[Tensor, Tensor]:
-    """(ids, targets), (1, sequence) each, on the meta device."""
-    return tuple(torch.empty(1, shape.sequence, dtype=torch.int64, device="meta") for _ in range(2))  # type: ignore[return-value]
+def batch(shape: Shape) -> dict[str, Tensor]:
+    """What `Llama.forward` takes, (1, sequence) each, on the meta device."""
+    names = ("input_ids", "position_ids", "shift_labels")
+    return {name: torch.empty(1, shape.sequence, dtype=torch.int64, device="meta") for name in names}
 
 
 class ShortRuns:
@@ -107,7 +142,14 @@ class ShortRuns:
         self._names = [f"layers.{number}" for number in range(shape.layers)]
         model = build(replace(shape, layers=min(shape.layers, _SHORT)))
         short = Blueprint.of(blueprint.config, model, blueprint.arrangement.num_ranks, device=blueprint.device)
-        self._runs = MetaRun(model, short.units, short.dtypes, blueprint.device, tiles=tiles_of(blueprint.config))
+        self._runs = MetaRun(
+            model,
+            short.units,
+            short.dtypes,
+            blueprint.device,
+            tiles=tiles_of(blueprint.config),
+            splits=Splits.of(blueprint),
+        )
 
     def profile(self, batch: Any, rows: int, every: int, is_direct: bool = False) -> Profile:
         """As `MetaRun.profile`. Of every k-th layer alone nothing is recomputed here: every is 0 or 1."""

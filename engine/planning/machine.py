@@ -136,3 +136,12 @@ class Machine:
             return self.intra_latency + inside
         outside = nbytes * (num_hosts - 1) / num_hosts / (on_host * self.inter)
         return self.inter_latency + max(inside, outside)
+
+    def all_to_all(self, nbytes: float, num_ranks: int, on_host: int) -> float:
+        """Seconds in which each of `num_ranks`, `on_host` to a host, gives each other one its part of so many bytes."""
+        if num_ranks == 1 or not nbytes:
+            return 0.0
+        inside = nbytes * (on_host - 1) / num_ranks / self.intra
+        if on_host >= num_ranks:
+            return self.intra_latency + inside
+        return self.inter_latency + max(inside, nbytes * (num_ranks - on_host) / num_ranks / self.inter)

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...model.blocks import find_blocks
 from ...model.ledger import Ledger
+from ...parallel.sequence_data import SequenceError, SequencePart
 from ...parallel.tiles import Tiles
 from ...zero.direct_gradients import DirectGradients
 from ...zero.plan import Dtypes
@@ -37,10 +38,11 @@ from ...zero.sequence import UnitSequence
 from ...zero.units import UnitPlan
 from ..batch import call, loss_of
 from .profile import Part, Profile
+from .splits import SplitModel, Splits
 from .step_order import END, START
 from .tracker import Done, Tracker, tensors_of
 
-NO_TILES = Tiles()
+NO_TILES, NO_SPLITS = Tiles(), Splits()
 _aten = torch.ops.aten
 
 
@@ -60,8 +62,11 @@ class MetaRun:
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
         casts_inputs: bool = True,
         tiles: Tiles = NO_TILES,
+        splits: Splits = NO_SPLITS,
     ) -> None:
+        """Raises ValueError where layers cannot be split so."""
         self._model = _meta_copy(model, dtypes)
+        self._splits, self._tensor = splits, splits.shrink(self._model)
         self._units = [(unit.name, self._model.get_submodule(unit.name)) for unit in units if not unit.is_rest]
         self._of_units = {id(param) for _, module in self._units for param in module.parameters()}
         self._after = _after_blocks(self._model)
@@ -75,22 +80,26 @@ class MetaRun:
         is_direct: gradients of large weights are written where they are staged, and are no tensors beside it.
         Raises ValueError where the model does not run without values.
         """
-        made = _on_meta(batch, rows, self._dtype)
         ledger = Ledger()
         places = _Places(self._model.parameters())
-        tracker = Tracker(
-            [*self._model.parameters(), *self._model.buffers(), *tensors_of(made), *places.memory.values()]
-        )
+        tracker = Tracker([*self._model.parameters(), *self._model.buffers(), *places.memory.values()])
         marks = _Marks(tracker)
         self._tiles.apply(self._model, ledger, lambda text: None)
         try:
+            split = SplitModel(self._splits, self._tensor, self._model, tracker, ledger)
+            own = split.part(batch, rows, self._loss_fn is None)
+            made = _on_meta(own, rows, self._dtype)
+            for one in tensors_of(made):
+                tracker.leave_out(one)
             for _, module in self._units[::every] if every else ():
                 ledger.override(module, "forward", self._recomputed(module))
             self._observe(marks, ledger)
             if is_direct:
                 DirectGradients(cast(UnitSequence, places), self._model.modules(), ledger)
             with torch.enable_grad(), _Attention(self._device), tracker:
-                self._run(made, marks)
+                self._run(made, marks, split)
+        except SequenceError:
+            raise
         except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
             raise ValueError(
                 "plan: the model does not run on the meta device, where tensors have shapes and no values "
@@ -102,8 +111,17 @@ class MetaRun:
             ledger.close()
             for param in self._model.parameters():
                 param.grad = None
-        converted = sum(one.nbytes for one in tensors_of(made) if one.dtype == self._dtype)
-        return Profile(rows, _num_tokens(made, rows), marks.parts(), self._itemsize, converted)
+        # A part of a sequence is made, whatever its dtype.
+        converted = sum(one.nbytes for one in tensors_of(made) if own is not batch or one.dtype == self._dtype)
+        return Profile(
+            rows=rows,
+            tokens=_num_tokens(batch, rows),
+            parts=marks.parts(),
+            itemsize=self._itemsize,
+            cast_bytes=converted,
+            sizes=self._splits.sizes,
+            slot_bytes=split.slot_bytes,
+        )
 
     def _recomputed(self, module: nn.Module) -> Callable[..., Any]:
         def contexts() -> tuple[AbstractContextManager[None], TorchFunctionMode]:
@@ -111,9 +129,13 @@ class MetaRun:
 
         return partial(checkpoint, module.forward, use_reentrant=False, context_fn=contexts)
 
-    def _run(self, batch: Any, marks: _Marks) -> None:
+    def _run(self, batch: Any, marks: _Marks, split: SplitModel) -> None:
         marks.enter(START)
-        loss = loss_of(call(self._model, batch), batch, self._loss_fn)
+        output = split.run(batch, lambda: call(self._model, batch))
+        loss = loss_of(output, batch, self._loss_fn)
+        if isinstance(batch, SequencePart) and batch.factor is not None:
+            loss = loss * batch.factor
+        del output
         marks.end_forward()
         loss.backward()  # type: ignore[no-untyped-call]
         del loss
@@ -240,6 +262,8 @@ class _Marks:
                 backward_traffic=backward.traffic,
                 forward_operations=forward.operations,
                 backward_operations=backward.operations,
+                forward_exchanges=tuple(forward.exchanges),
+                backward_exchanges=tuple(backward.exchanges),
             )
         return found
 
@@ -326,6 +350,8 @@ def _after_blocks(model: nn.Module) -> nn.Module | None:
 
 def _on_meta(batch: Any, rows: int, dtype: torch.dtype | None) -> Any:
     """A batch of so many rows like those of `batch`, without memory."""
+    if isinstance(batch, SequencePart):
+        return batch.changed(lambda inputs: cast(dict[str, Any], _on_meta(inputs, rows, dtype)))
 
     def make(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -338,5 +364,6 @@ def _on_meta(batch: Any, rows: int, dtype: torch.dtype | None) -> Any:
 
 
 def _num_tokens(batch: Any, rows: int) -> int:
+    """Of so many whole rows like those of `batch`."""
     whole = [one for one in tensors_of(batch) if not one.is_floating_point() and one.dim() > 1]
-    return whole[0].numel() if whole else rows
+    return rows * whole[0][0].numel() if whole else rows

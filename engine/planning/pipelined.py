@@ -18,7 +18,7 @@ from ..blueprint import Blueprint
 from ..config.config import Config
 from ..footprint import Footprint
 from .estimate import Estimate, Resting, Work, update_seconds
-from .exchange import Exchange
+from .exchange import Calls, Exchange
 from .gradients import gradient_seconds, host_seconds
 from .machine import Machine
 from .profile import Part, Profile
@@ -110,6 +110,10 @@ class Stages:
             gradients += part.gradient_bytes * holds
         return forward, backward, halved, self.put_off_bytes[stage] + gradients
 
+    def exchanging(self, stage: int) -> float:
+        """Seconds of a microbatch in which it waits for ranks that share its layers or sequences."""
+        return sum(self.work.exchanging(name) for name, _ in self.parts[stage])
+
     def output_bytes(self, stage: int) -> int:
         """What it sends to the next one for each microbatch, and gets the gradient of."""
         return self.parts[stage][-1][1].output_bytes if self.parts[stage] else 0
@@ -131,6 +135,11 @@ class Run:
     def work_seconds(self) -> float:
         """That the busiest rank computes."""
         return max(self.outcome.busy) / self.recurrence.num_microbatches * self.num_microbatches
+
+    def exchanging(self, stages: Stages) -> float:
+        """Seconds of `work_seconds` in which that rank waits for those that share its layers or sequences."""
+        busiest = max(range(len(self.outcome.busy)), key=self.outcome.busy.__getitem__)
+        return self.num_microbatches * sum(map(stages.exchanging, self.recurrence.stages[busiest]))
 
     @property
     def seconds(self) -> float:
@@ -173,8 +182,10 @@ class PipelineParts:
         memory = self.memory(stages, run)
         kinds, peak = max(memory, key=lambda found: found[1])
         slowest = max(self._places, key=lambda place: sum(place.seconds.values()))
+        exchanging = run.exchanging(stages)
         seconds = {
-            "compute": run.work_seconds,
+            "compute": run.work_seconds - exchanging,
+            "exchange exposed": exchanging,
             "bubble": run.seconds - run.work_seconds,
             **slowest.seconds,
             "host": slowest.host_seconds(run.num_microbatches),
@@ -207,7 +218,7 @@ def memory_by_place(blueprint: Blueprint, machine: Machine, profile: Profile) ->
     """What ranks of each place of a pipeline take: the most of each kind, and the most at a moment."""
     assert blueprint.pipeline is not None
     schedule = blueprint.pipeline.schedule
-    stages = Stages(blueprint.pipeline.split, profile, Work(profile, machine))
+    stages = Stages(blueprint.pipeline.split, profile, Work(profile, machine, blueprint.route))
     run = Run.of(recurrence_of(schedule), stages.costs(0.0), schedule.num_microbatches)
     return PipelineParts(blueprint, machine).memory(stages, run)
 
@@ -269,10 +280,10 @@ class _Place:
             "gathered_bytes": self._gathered,
             "activation_bytes": max(0, held - loss),
             "loss_bytes": loss,
-            "buffer_bytes": self.rests.kinds["buffer_bytes"] + self._staged,
+            "buffer_bytes": self.rests.kinds["buffer_bytes"] + self._staged + stages.profile.slot_bytes,
         }
         beside = self._gathered + self._staged + computed
-        return kinds, max(self.rests.after_backward, self.rests.bytes + beside)
+        return kinds, max(self.rests.after_backward, self.rests.bytes + beside) + stages.profile.slot_bytes
 
     def _computed(self, stages: Stages, run: Run, place: int) -> tuple[int, int]:
         """(the most of activations and gradients together, of activations) while something is computed."""
@@ -313,6 +324,10 @@ class _Place:
         messages = run.num_microbatches * sum(map(stages.output_bytes, _ends(run, place)))
         earlier = run.num_microbatches - 1
         sent = {link: nbytes + earlier * self._sent_again[link] for link, nbytes in self._sent.items()}
+        own = [part for stage in run.recurrence.stages[place] for _, part in stages.parts[stage]]
+        calls = Calls.of(stages.profile, self._machine, self._blueprint.route)
+        for link, nbytes in calls.sent([call for part in own for call in part.exchanges]).items():
+            sent[link] += run.num_microbatches * nbytes
         return {**sent, "pipe": messages + self._tied_bytes}
 
 

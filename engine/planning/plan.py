@@ -15,6 +15,7 @@ from ...model import blocks as model_blocks
 from ..blueprint import Blueprint
 from ..config.config import Config
 from ..deferred import DeferredModel
+from ..sequences import check_sequences
 from ..tiling import tiles_of
 from .choice import KEYS, Choice, Space
 from .estimate import Estimate
@@ -22,6 +23,7 @@ from .machine import Machine
 from .meta_run import MetaRun
 from .planner import Planner, Runs
 from .search import Found, Result, search
+from .splits import Splits
 
 _SEQUENCE = 2048  # of a model of tokens that does not say how long it reads
 
@@ -114,7 +116,9 @@ def plan(
     casts = checked.bf16.auto_cast if checked.bf16.enabled else checked.fp16.auto_cast
 
     def runs(blueprint: Blueprint) -> MetaRun:
-        return MetaRun(module, blueprint.units, blueprint.dtypes, machine.device, loss_fn, casts, tiles_of(checked))
+        check_sequences(blueprint.config, module)
+        tiles, splits = tiles_of(checked), Splits.of(blueprint)
+        return MetaRun(module, blueprint.units, blueprint.dtypes, machine.device, loss_fn, casts, tiles, splits)
 
     return plan_with(module, checked, machine, runs, batch, num_alternatives)
 
@@ -140,23 +144,21 @@ def plan_with(
     num_alternatives: int = 10,
 ) -> Plan:
     """As `plan`, with what gives the profile of a microbatch."""
-    for key in ("tensor", "sequence", "expert"):
-        if getattr(config.parallel, key) > 1:
-            raise ValueError(
-                f"parallel.{key}: expected 1 where a plan is made, found {getattr(config.parallel, key)}: what its "
-                'ranks exchange is not planned yet; set the other keys yourself, in the place of "auto"'
-            )
     base = config.as_dict()
     planner = Planner(model, base, machine, runs, batch)
     held = {name: _value_at(base, key) for name, key in KEYS.items() if key not in config.planned_keys}
     wants = bool(config.planned_keys)
     given = None if wants else Choice.of(config.resolve(machine.num_devices))
+    degrees = Choice(**{name: held.get(name, 1) for name in ("pipeline", "tensor", "sequence", "expert")})
+    if fault := planner.fault(degrees):
+        raise ValueError(fault)
     every = Space(
         machine,
         config.train_batch_size,
         len(model_blocks.find_blocks(model)),
         has_nvme=config.zero_optimization.offload_optimizer.nvme_path is not None,
         held=_held(held) if wants else {},
+        can_split=planner.can_split,
     )
     choices = list(every)
     none: Result[Choice, Estimate] = Result((), (), (), 0, 0)

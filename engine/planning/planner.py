@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
 from ...model import blocks as model_blocks
+from ...parallel.plan import TensorPlan
 from ...pipe.schedules.recurrence import Recurrence
 from ...pipe.schedules.registry import make_schedule
 from ...pipe.split.split import SplitPlan
@@ -17,7 +19,7 @@ from ..blueprint import Blueprint
 from ..config.config import Config
 from ..pipeline_plan import PipelinePlan, split_of
 from .bounds import Bounds
-from .choice import Choice, num_chunks, without_defaults
+from .choice import Choice, divisors, num_chunks, without_defaults
 from .estimate import Estimate, StepParts, Work
 from .machine import Machine
 from .pipelined import PipelineParts, Run, Stages, recurrence_of, send_seconds, simulated_microbatches
@@ -27,6 +29,9 @@ from .search import Bound, Found
 Made = TypeVar("Made")
 
 _FIRST, _SECOND = 1, 2  # rows of which a line of bounds is drawn
+_LEAST_TOKENS = 512  # of a sequence on a rank: a smaller part has small products, and as many exchanges
+_DEGREES = ("pipeline", "tensor", "sequence", "expert")
+_WHOLE = Choice()  # nothing is split
 
 
 class Runs(Protocol):
@@ -45,23 +50,34 @@ class Planner:
         machine: Machine,
         make_runs: Callable[[Blueprint], Runs],
         batch: Any,
+        least_tokens: int = _LEAST_TOKENS,
     ) -> None:
-        """model: on any device. make_runs: from any blueprint of the model. batch: as the model takes one."""
-        self._model, self.machine, self._batch = model, machine, batch
+        """model: on any device. make_runs: of the degrees of a blueprint. batch: as the model takes one.
+
+        least_tokens: of a sequence on a rank, where it is chosen how many share one.
+        """
+        self._model, self.machine, self._batch, self._least_tokens = model, machine, batch, least_tokens
         # An optimizer that is passed to initialize is not known here: most are Adam, and none has more states.
         self._assumed = {} if base.get("optimizer") else {"optimizer": {"type": "adamw", "params": {}}}
         self._base = {**base, **self._assumed}
         self._splits: dict[int, SplitPlan] = {}
         self._stage_plans: dict[tuple[Any, ...], PipelinePlan] = {}
-        self._profiles: dict[tuple[int, int, bool], Profile] = {}
+        self._make_runs = make_runs
+        self._tensor_plans: dict[int, TensorPlan] = {}
+        self._runs: dict[Choice, Runs] = {}
+        self._profiles: dict[tuple[Choice, int, int, bool], Profile] = {}
+        self._faults: dict[Choice, str | None] = {}  # of degrees, for the model
+        self._config_faults: dict[Choice, str | None] = {}
+        self._bounds: dict[Choice, Bounds] = {}
+        self._firsts: dict[Choice, Blueprint] = {}  # in which nothing is divided over data-parallel ranks
+        self._beside: dict[tuple[Choice, bool], Sequence[tuple[int, str, bool]]] = {}
         self._steps: dict[Choice, StepParts] = {}
         self._pipelines: dict[Choice, PipelineParts] = {}
         self._stages: dict[tuple[Any, ...], Stages] = {}
         self._recurrences: dict[tuple[Any, ...], Recurrence] = {}
         self._runs_of: dict[tuple[Any, ...], Run] = {}
         self._estimates: dict[Choice, Estimate] = {}
-        self._first = self._blueprint(Choice(), None)
-        self._runs = make_runs(self._first)
+        self._first = self._firsts[_WHOLE] = self._blueprint(_WHOLE, None)
 
     @cached_property
     def num_blocks(self) -> int:
@@ -93,15 +109,18 @@ class Planner:
         config = self._resolved(choice)
         if choice.pipeline == 1:
             parts = self._cached(self._steps, choice.states(), lambda: StepParts(self._of_states(choice), self.machine))
-            return parts.estimate(config, self.profile(choice.rows, choice.every, parts.is_direct))
+            return parts.estimate(config, self.profile(choice.rows, choice.every, parts.is_direct, choice))
         of_stages = self._cached(
             self._pipelines, choice.states(), lambda: PipelineParts(self._of_states(choice), self.machine)
         )
-        key = (choice.pipeline, choice.schedule, choice.chunks, choice.rows, choice.every)
-        profile = self.profile(choice.rows, choice.every)
-        stages = self._cached(self._stages, key, lambda: Stages(of_stages.split, profile, Work(profile, self.machine)))
+        key = (choice.degrees, choice.schedule, choice.chunks, choice.rows, choice.every)
+        profile = self.profile(choice.rows, choice.every, degrees=choice)
+        stages = self._cached(self._stages, key, lambda: Stages(of_stages.split, profile, self._work(profile)))
         run = self._cached(self._runs_of, (*key, choice.accumulation), lambda: self._run(choice, stages))
         return of_stages.estimate(config, stages, run)
+
+    def _work(self, profile: Profile) -> Work:
+        return Work(profile, self.machine, self._first.route)
 
     def _run(self, choice: Choice, stages: Stages) -> Run:
         """What the schedule takes; it depends on neither stage nor offload."""
@@ -112,9 +131,6 @@ class Planner:
             lambda: recurrence_of(make_schedule(choice.schedule, choice.pipeline, count, choice.chunks)),
         )
         return Run.of(recurrence, stages.costs(send_seconds(stages, self.machine)), choice.accumulation)
-
-    def _step_parts(self, choice: Choice) -> StepParts:
-        return StepParts(self._of_states(choice), self.machine)
 
     @staticmethod
     def _cached(known: dict[Any, Made], key: Any, make: Callable[[], Made]) -> Made:
@@ -144,41 +160,110 @@ class Planner:
             num_hosts=self.machine.num_hosts,
             split=split,
             units=units,
+            tensor=None if choice.tensor == 1 else self._tensor_plan(choice.tensor, config),
+            rounds_up=True,
         )
+
+    def _tensor_plan(self, degree: int, config: Config) -> TensorPlan:
+        plan, has_parts = config.tensor_parallel.plan, config.parallel.tensor_sequence
+        return self._cached(self._tensor_plans, degree, lambda: TensorPlan.of(self._model, degree, plan, has_parts))
 
     def _stage_plan(self, choice: Choice, config: Config) -> PipelinePlan:
         num_stages = choice.pipeline * num_chunks(choice)
         split = self._cached(self._splits, num_stages, lambda: split_of(config, self._model, None, None))
         return PipelinePlan.of(config, self._model, split)
 
-    def profile(self, rows: int, every: int, is_direct: bool = False) -> Profile:
-        """Of a microbatch, run on the meta device."""
-        key = (rows, every, is_direct)
+    def profile(self, rows: int, every: int, is_direct: bool = False, degrees: Choice = _WHOLE) -> Profile:
+        """Of a microbatch, run on the meta device. degrees: a choice that has those of layers and sequences."""
+        split = replace(degrees.degrees, pipeline=1)
+        key = (split, rows, every, is_direct)
         if key not in self._profiles:
-            self._profiles[key] = self._runs.profile(self._batch, rows, every, is_direct)
+            runs = self._cached(self._runs, split, lambda: self._make_runs(self._blueprint(split, self._first.units)))
+            self._profiles[key] = runs.profile(self._batch, rows, every, is_direct)
         return self._profiles[key]
+
+    # -- degrees --------------------------------------------------------------------------------------------------
+
+    def can_split(self, degrees: Choice) -> bool:
+        """For `Space`."""
+        if degrees.sequence > 1 and self.profile(_FIRST, 0).tokens // degrees.sequence < self._least_tokens:
+            return False
+        return self.fault(degrees) is None
+
+    def fault(self, degrees: Choice) -> str | None:
+        """Why layers, sequences and experts cannot be split so; None where they can."""
+        if degrees.expert > 1:
+            return (
+                "plan: expected parallel.expert 1, found "
+                f"{degrees.expert}: how many tokens come to a rank depends on what routers choose, which is not "
+                "planned; set it to 1 to plan the rest, or try it with `lowtide tune`"
+            )
+        if self._base.get("parallel", {}).get("tensor_sequence"):
+            return (
+                "plan: expected parallel.tensor_sequence false, found true: parts of the tokens between split layers "
+                "are not planned yet; plan without it, which takes no less memory"
+            )
+        fault = self._fault_of_config(Choice(*(min(getattr(degrees, name), 2) for name in _DEGREES)))
+        return fault or self._fault_of_model(replace(degrees.degrees, pipeline=1))
+
+    def _fault_of_config(self, some: Choice) -> str | None:
+        """What does not go together, whatever the degrees are."""
+        ranks = some.ranks_of_sample * some.expert
+        several = replace(some, accumulation=some.pipeline)
+        load = partial(Config.load, several.applied(self._base, ranks))
+        return self._cached(self._config_faults, several, lambda: _fault(load))
+
+    def _fault_of_model(self, split: Choice) -> str | None:
+        if split == _WHOLE:
+            return None
+        if split not in self._faults:
+            # Heads that a number of ranks does not divide are not divided by more: the model is not run for each. Of a
+            # tensor degree that is not so: several ranks may have the same head of keys.
+            smaller = {replace(split, sequence=one) for one in divisors(split.sequence)[:-1]}
+            smaller |= {replace(split, tensor=1), replace(split, expert=1)} - {split}
+            found = next((fault for one in smaller if (fault := self._fault_of_model(one))), None)
+            self._faults[split] = found or _fault(lambda: self.profile(_FIRST, 0, degrees=split))
+        return self._faults[split]
 
     # -- bounds ---------------------------------------------------------------------------------------------------
 
     def bound(self, choice: Choice) -> Bound:
         """What a choice takes at least: nothing is known of padding, of waiting, and of how even stages are."""
-        return self._bounds.of(choice)
+        split = replace(choice.degrees, pipeline=1)
+        return self._cached(self._bounds, split, lambda: self._bounds_of(split)).of(choice)
 
-    @cached_property
-    def _bounds(self) -> Bounds:
+    def _bounds_of(self, split: Choice) -> Bounds:
+        """Of choices with these degrees of layers and sequences."""
         names = [name for name, _ in model_blocks.find_blocks(self._model)]
-        return Bounds(self.machine, self._first, self._line, names, self._beside)
+        whole_sequences = replace(split, sequence=1)
 
-    def _beside(self, frees_parameters: bool) -> Sequence[tuple[int, str, bool]]:
+        def line(rows: int, every: int) -> Profile:
+            """A profile that says no more than a run would."""
+            if rows <= _SECOND or split.sequence > 1:
+                return self.profile(rows, every, degrees=split)
+            one, other = (self.profile(count, every, degrees=split) for count in (_FIRST, _SECOND))
+            return one.extended(other, rows)
+
+        def beside(frees_parameters: bool) -> Sequence[tuple[int, str, bool]]:
+            key = (whole_sequences, frees_parameters)
+            return self._cached(self._beside, key, lambda: self._moments(whole_sequences, frees_parameters))
+
+        first = self._cached(self._firsts, whole_sequences, lambda: self._blueprint(whole_sequences, self._first.units))
+        return Bounds(self.machine, first, line, names, beside)
+
+    def _moments(self, split: Choice, frees_parameters: bool) -> Sequence[tuple[int, str, bool]]:
         """Of groups without padding, so that it is no more than where they are divided otherwise."""
-        parts = self._step_parts(Choice(stage=3 if frees_parameters else 0))
+        parts = StepParts(self._of_states(replace(split, stage=3 if frees_parameters else 0)), self.machine)
         groups = parts.blueprint.places[0].groups
         share = sum(one.layout.numel for one in groups) / sum(one.layout.padded_numel for one in groups)
         moments = parts.order.moments
         return [(int((one.gathered_bytes + one.staged_bytes) * share), one.part, one.is_backward) for one in moments]
 
-    def _line(self, rows: int, every: int) -> Profile:
-        """A profile that says no more than a run would."""
-        if rows <= _SECOND:
-            return self.profile(rows, every)
-        return self.profile(_FIRST, every).extended(self.profile(_SECOND, every), rows)
+
+def _fault(tried: Callable[[], object]) -> str | None:
+    """In the words of the error."""
+    try:
+        tried()
+    except ValueError as error:
+        return str(error)
+    return None

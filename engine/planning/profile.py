@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple
 
 
 class Operation(NamedTuple):
@@ -15,6 +15,15 @@ class Operation(NamedTuple):
     dtype: str
     size: int
     calls: int
+
+
+class Exchanged(NamedTuple):
+    """One call of `comm.Exchange`. nbytes: of the whole tensor. sent: by the rank, as that counts."""
+
+    axis: str
+    kind: Literal["sum", "sum_part", "gather", "swap", "trade"]
+    nbytes: int
+    sent: int
 
 
 @dataclass(frozen=True)
@@ -41,17 +50,28 @@ class Part:
     backward_traffic: int = 0
     forward_operations: tuple[Operation, ...] = ()  # the same call by call; none: not known
     backward_operations: tuple[Operation, ...] = ()
+    forward_exchanges: tuple[Exchanged, ...] = ()  # with ranks that share layers or sequences
+    backward_exchanges: tuple[Exchanged, ...] = ()  # with those of what is computed again
+
+    @property
+    def exchanges(self) -> tuple[Exchanged, ...]:
+        return self.forward_exchanges + self.backward_exchanges
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A microbatch of so many rows, by part in the order of the forward."""
+    """What one rank does of a microbatch of so many rows, by part in the order of the forward.
+
+    sizes: of the axes on which ranks share sequences and layers, as `Arrangement.sizes`.
+    """
 
     rows: int
     tokens: int  # of a microbatch: elements of its first integer tensor, else rows
     parts: Mapping[str, Part] = field(default_factory=dict)
     itemsize: int = 4  # of what is computed in
     cast_bytes: int = 0  # of its inputs in another dtype than they came in
+    sizes: tuple[tuple[str, int], ...] = ()
+    slot_bytes: int = 0  # through which the rank's exchanges go: see `MetaRoute`
 
     def part(self, name: str) -> Part:
         """A unit that is never run takes nothing."""
@@ -93,7 +113,8 @@ class Profile:
         """
         times = (rows - self.rows) / (other.rows - self.rows)
         parts = {name: _on_line(part, other.part(name), times) for name, part in self.parts.items()}
-        return Profile(rows, self.tokens // self.rows * rows, parts, self.itemsize, self.cast_bytes * rows // self.rows)
+        tokens, cast = self.tokens // self.rows * rows, self.cast_bytes * rows // self.rows
+        return replace(self, rows=rows, tokens=tokens, parts=parts, cast_bytes=cast, slot_bytes=0)
 
     @property
     def flops(self) -> int:
@@ -101,12 +122,27 @@ class Profile:
         return sum(part.forward_flops + part.backward_flops for part in self.parts.values())
 
 
-_NUMBERS = [one.name for one in fields(Part) if not one.name.endswith("_operations")]
+_NUMBERS = [one.name for one in fields(Part) if not one.name.endswith(("_operations", "_exchanges"))]
 
 
 def _on_line(one: Part, other: Part, times: float) -> Part:
-    found = {}
+    found: dict[str, Any] = {}
     for name in _NUMBERS:
-        first, second = getattr(one, name), getattr(other, name)
-        found[name] = max(0, math.floor(first + times * (second - first)))
+        found[name] = _number_on_line(getattr(one, name), getattr(other, name), times)
+    for name in ("forward_exchanges", "backward_exchanges"):
+        found[name] = _calls_on_line(getattr(one, name), getattr(other, name), times)
     return Part(**found)
+
+
+def _calls_on_line(one: Sequence[Exchanged], other: Sequence[Exchanged], times: float) -> tuple[Exchanged, ...]:
+    """None where these are not the same calls: then nothing is known of them."""
+    if [call[:2] for call in one] != [call[:2] for call in other]:
+        return ()
+    return tuple(
+        first._replace(nbytes=_number_on_line(first.nbytes, second.nbytes, times))
+        for first, second in zip(one, other, strict=True)
+    )
+
+
+def _number_on_line(first: int, second: int, times: float) -> int:
+    return max(0, math.floor(first + times * (second - first)))

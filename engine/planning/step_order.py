@@ -75,12 +75,14 @@ class StepOrder:
     """One microbatch of a step without a pipeline: events in their order, bytes on links, and moments.
 
     bytes_of: a group, beside what of it is at rest; None: nothing is ever released. is_last: microbatch of a step.
+    place: of `blueprint.places`.
     """
 
     blueprint: Blueprint
     exchange: Exchange
     bytes_of: Callable[[GroupPlan], int] | None
     is_last: bool
+    place: int = 0
     events: list[Event] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=lambda: {"intra": 0, "inter": 0})
     moments: list[Moment] = field(default_factory=list)
@@ -93,7 +95,7 @@ class StepOrder:
         self._arrived: set[str] = set()
         self._num_started = 0
         units = []
-        for plan_of_unit, groups in self.blueprint.places[0].units:
+        for plan_of_unit, groups in self.blueprint.places[self.place].units:
             members = [_Group(self, group) for group in groups]
             trained = [_Gradient(self, one) for one in members if one.plan.role is not Role.FROZEN]
             units.append(

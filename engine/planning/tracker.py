@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .profile import Operation
+from .profile import Exchanged, Operation
 
 _aten = torch.ops.aten
 _IS_CAUSAL = {  # attention -> which argument says that half of it is not computed
@@ -35,6 +35,7 @@ class Done:
 
     def __init__(self) -> None:
         self.flops = self.traffic = 0
+        self.exchanges: list[Exchanged] = []
         self._calls: dict[tuple[str, str, int], int] = {}
 
     def add(self, name: str, dtype: str, size: int, count: int = 1) -> None:
@@ -126,7 +127,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    return [one for one in tree_leaves(value) if isinstance(one, Tensor)]
+    leaves = tree_leaves(dict(value) if isinstance(value, Mapping) else value)
+    return [one for one in leaves if isinstance(one, Tensor)]
 
 
 def _product_name(packet: Any) -> str:

@@ -165,7 +165,7 @@ def test_a_model_of_hugging_face(capsys: pytest.CaptureFixture[str], tmp_path: P
         (["auto", *SHAPE, "--heads", "5"], "heads(5) x head size(?) = hidden(64) does not hold"),
         (["auto", *SHAPE, "--gpus", "12"], "gpus(12) = gpus per node(8) x nodes(?) does not hold"),
         (
-            ["auto", *SHAPE, "--global-batch", "3", "--gpus", "8"],
+            ["auto", *SHAPE, "--global-batch", "3", "--gpus", "7"],  # which divides neither heads, nor layers
             "train_batch_size(3) = microbatch(?) x accumulation(?)",
         ),
         (["auto", "--model", "nothing"], "--model: expected MODULE:FACTORY"),

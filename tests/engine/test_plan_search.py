@@ -47,16 +47,26 @@ def test_a_search_equals_looking_at_everything(seed: int) -> None:
 def planner() -> Planner:
     """A small model on a small machine, on which some choices fit."""
     shape = Shape(layers=4, hidden=256, heads=4, vocabulary=512, sequence=64)
-    machine = Machine(num_hosts=2, devices_per_host=2, device_bytes=40e6, reserved_bytes=0)
-    return Planner(build(shape), ADAMW, machine, runs_of(shape), batch(shape))
+    machine = Machine(num_hosts=2, devices_per_host=4, device_bytes=40e6, reserved_bytes=0)
+    return Planner(build(shape), ADAMW, machine, runs_of(shape), batch(shape), least_tokens=16)
 
 
 def choices(planner: Planner) -> list[Choice]:
-    return list(Space(planner.machine, 32, planner.num_blocks, has_nvme=False))
+    return list(Space(planner.machine, 32, planner.num_blocks, has_nvme=False, can_split=planner.can_split))
+
+
+def test_degrees_that_do_not_divide_are_not_offered(planner: Planner) -> None:
+    """4 heads, hosts of 4; and of sequences that could be whole at as many tokens."""
+    found = {(one.tensor, one.sequence) for one in choices(planner)}
+    assert found == {(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)}
+    assert {one.rows % 2 for one in choices(planner) if one.sequence > 1} == {1}
+    assert not any(one.expert > 1 for one in choices(planner))
+    assert "heads(4) / tensor(8)" in (planner.fault(Choice(tensor=8)) or "")
 
 
 def test_bounds_are_below_what_is_estimated(planner: Planner) -> None:
     some = random.Random(0).sample(choices(planner), 120)
+    some += random.Random(0).sample([one for one in choices(planner) if one.sequence > 1], 40)
     for choice in some:
         bound, value = planner.bound(choice), planner.found(choice, 0)
         assert bound.seconds <= value.seconds and bound.nbytes <= value.nbytes and bound.fits >= value.fits, choice

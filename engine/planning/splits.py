@@ -1,0 +1,237 @@
+"""Ranks that share layers and sequences, where a microbatch runs on the meta device: one of them, and nobody else.
+
+The run has the layers, the attention and the `Exchange` that a training has. Only the route is another: it moves
+nothing, and says what would be moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...comm import EXCHANGE_SLOTS, Arriving, Axis, Exchange, Numels, Pending, Terms, regions_of
+from ...comm.axis import Piece
+from ...comm.solo import SoloRoute
+from ...model.ledger import Ledger
+from ...parallel.layers import SplitLayers
+from ...parallel.plan import TensorPlan
+from ...parallel.sequence_attention import SequenceAttention
+from ...parallel.sequence_data import SequenceData
+from ..axes import SEQUENCE, TENSOR
+from ..blueprint import Blueprint
+from .profile import Exchanged
+from .tracker import Tracker
+
+_META = torch.device("meta")
+_SLOTS_IN_TURN = 3  # of the sockets route
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Over how many ranks layers and sequences are shared, and which of them is looked at.
+
+    tensor_place: of the tensor axis. plan: `tensor_parallel.plan`. route: on which the ranks exchange.
+    """
+
+    tensor: int = 1
+    tensor_place: int = 0
+    sequence: int = 1
+    plan: Mapping[str, str] | None = None
+    route: str = "native"
+
+    @classmethod
+    def of(cls, blueprint: Blueprint, tensor_place: int | None = None) -> Splits:
+        """tensor_place: None: the last, which has the most where layers do not divide evenly."""
+        parallel = blueprint.config.parallel
+        place = parallel.tensor - 1 if tensor_place is None else tensor_place
+        plan = blueprint.config.tensor_parallel.plan
+        return cls(parallel.tensor, place, parallel.sequence, plan, blueprint.route)
+
+    @property
+    def sizes(self) -> tuple[tuple[str, int], ...]:
+        """Of the axes with several ranks, the last one's next to each other."""
+        return tuple((name, size) for name, size in ((SEQUENCE, self.sequence), (TENSOR, self.tensor)) if size > 1)
+
+    def shrink(self, model: nn.Module) -> TensorPlan | None:
+        """Leaves this rank's part of each parameter. Raises ValueError where layers cannot be split so."""
+        if self.tensor == 1:
+            return None
+        plan = TensorPlan.of(model, self.tensor, self.plan)
+        for param in model.parameters():
+            portion, _ = plan.portion(param, self.tensor_place)
+            param.data = torch.empty(portion.shape, dtype=param.dtype, device=_META)
+        return plan
+
+
+class MetaRoute(SoloRoute):
+    """The route of an axis on which the others are not there; see `Route`.
+
+    Memory of the backend's and of the allocator's is what a tracker sees. Slots in shared memory, or that are kept, are
+    counted here.
+    """
+
+    def __init__(self, route: str, size: int, place: int, tracker: Tracker) -> None:
+        super().__init__(_META)
+        self.size, self.rank = size, place
+        self._kind, self._tracker = route, tracker
+        self._reserved = 0
+        self._opened: list[tuple[int, int]] = []  # bytes of a slot, and of what comes to it
+
+    @property
+    def slot_bytes(self) -> int:
+        """What this rank keeps of slots when several microbatches were computed."""
+        if self._kind == "shared_memory":
+            return EXCHANGE_SLOTS * self._reserved
+        if self._kind != "sockets" or not self._opened:
+            return 0
+        turns = _SLOTS_IN_TURN if len(self._opened) % _SLOTS_IN_TURN == 0 else 1  # else each comes to each in time
+        several = 1 if turns > 1 else _SLOTS_IN_TURN
+        return several * sum(sum(map(max, zip(*self._opened[turn::turns], strict=True))) for turn in range(turns))
+
+    def reserve_slots(self, nbytes: int, count: int) -> None:
+        self._reserved = max(self._reserved, nbytes)
+
+    def open_slot(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
+        if self._kind == "native":
+            return torch.empty(numel, dtype=dtype, device=_META)
+        with _disable_current_modes():
+            slot = torch.empty(numel, dtype=dtype, device=_META)
+        self._tracker.leave_out(slot)
+        self._opened.append((slot.nbytes, 0))
+        return slot
+
+    def gather_copies(self, full: Tensor, part: Tensor, what: str) -> Pending:
+        return Pending()
+
+    def reduce_scatter(self, slot: Tensor, spare: Tensor | None, what: str) -> Terms:
+        own = slot[: slot.numel() // self.size]
+        if self._kind == "native":
+            own = torch.empty_like(own)
+        self._receive(own)
+        return Terms(Pending(), slice(0, own.numel()), lambda: [own], lambda: None)
+
+    def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
+        """What a rank of processors adds up is in the seconds of the call, and is not seen here."""
+        if self._kind == "native":
+            return Terms(Pending(), slice(0, out.numel()), lambda: [slot], lambda: None)
+        self._receive(slot[regions_of(out.numel(), self.size)[self.rank]])
+        return Terms(Pending(), slice(0, 0), lambda: [slot[:0]], lambda: None)
+
+    def swap(self, out: Tensor, given: Tensor, numels: Numels, what: str) -> Pending:
+        return Pending()
+
+    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Piece], out: Tensor, what: str) -> Pending:
+        """A backend takes and gives pieces in the order of the ranks."""
+        ranks = [rank for rank, _ in of]
+        copies = [torch.empty_like(pieces) for order in (to,) if self._kind == "native" and [*order] != sorted(order)]
+        copies += [torch.empty_like(out) for order in (ranks,) if self._kind == "native" and order != sorted(order)]
+        return Pending(copies.clear)
+
+    def _receive(self, part: Tensor) -> None:
+        if self._kind == "sockets":
+            self._opened[-1] = self._opened[-1][0], (self.size - 1) * part.nbytes
+
+
+class MetaExchange(Exchange):
+    """An `Exchange` that tells a tracker of its calls."""
+
+    def __init__(self, name: str, size: int, place: int, route: str, tracker: Tracker) -> None:
+        self.route = MetaRoute(route, size, place, tracker)
+        super().__init__(Axis(name, place, tuple(range(size)), tuple(range(size)), self.route))
+        self._name, self._tracker = name, tracker
+
+    def sum(self, x: Tensor, what: str) -> Tensor:
+        before, y = self.bytes_sent, super().sum(x, what)
+        return self._told("sum", y, y.nbytes, before)
+
+    def sum_part(self, x: Tensor, dim: int, what: str) -> Tensor:
+        before, y = self.bytes_sent, super().sum_part(x, dim, what)
+        return self._told("sum_part", y, x.nbytes, before)
+
+    def gather(self, x: Tensor, dim: int, what: str) -> Tensor:
+        before, y = self.bytes_sent, super().gather(x, dim, what)
+        return self._told("gather", y, y.nbytes, before)
+
+    def swap_rows(self, x: Tensor, counts: Numels, what: str) -> Tensor:
+        before, y = self.bytes_sent, super().swap_rows(x, counts, what)
+        return self._told("swap", y, y.nbytes, before)
+
+    def trade(self, pieces: Tensor, to: Sequence[int], of: Sequence[tuple[int, int]], what: str) -> Arriving:
+        before, arriving = self.bytes_sent, super().trade(pieces, to, of, what)
+        self._told("trade", pieces, pieces.nbytes, before)
+        return arriving
+
+    def _told(self, kind: Any, y: Tensor, nbytes: int, sent_before: int) -> Tensor:
+        self._tracker.done.exchanges.append(Exchanged(self._name, kind, nbytes, self.bytes_sent - sent_before))
+        return y
+
+
+class SplitModel:
+    """What splits put on a model for one run, and what they make of its batch."""
+
+    def __init__(
+        self, splits: Splits, plan: TensorPlan | None, model: nn.Module, tracker: Tracker, ledger: Ledger
+    ) -> None:
+        """plan: of `Splits.shrink`."""
+        self._splits, self._model, self._tracker = splits, model, tracker
+        self._exchanges: list[MetaExchange] = []
+        if plan is not None:
+            SplitLayers(plan, model, self._exchange(TENSOR, splits.tensor, splits.tensor_place), None, ledger)
+        self._attention: SequenceAttention | None = None
+        if splits.sequence > 1:
+            self._attention = SequenceAttention(self._sequence)
+            self._attention.put_on(model, ledger)
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(exchange.route.slot_bytes for exchange in self._exchanges)
+
+    @cached_property
+    def _sequence(self) -> MetaExchange:
+        return self._exchange(SEQUENCE, self._splits.sequence, 0)
+
+    def _exchange(self, name: str, size: int, place: int) -> MetaExchange:
+        made = MetaExchange(name, size, place, self._splits.route, self._tracker)
+        self._exchanges.append(made)
+        return made
+
+    def part(self, batch: Any, rows: int, has_own_loss: bool) -> Any:
+        """This rank's inputs of the model, a `SequencePart` with values where ranks share sequences."""
+        if self._attention is None:
+            return batch
+        return SequenceData(self._model, self._sequence, has_own_loss).part(_with_values(batch, rows), _META)
+
+    def run(self, part: Any, forward: Callable[[], Any]) -> Any:
+        """What a forward of the model with this gives. part: of `part`, or `changed`."""
+        if self._attention is None:
+            return forward()
+        forwards = self._attention.forwards
+        forwards.begin(part.whole)
+        try:
+            output = forward()
+            forwards.end(output)
+            return output
+        finally:
+            forwards.end(None)
+
+
+def _with_values(batch: Any, rows: int) -> Any:
+    """Of so many rows, in which every token may be looked at and no row has several sequences."""
+    if not isinstance(batch, Mapping):
+        return batch
+    found = dict(batch)
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.dim():
+            shape = (rows, *value.shape[1:])
+            fill = torch.ones((), dtype=value.dtype) if name == "attention_mask" else torch.zeros((), dtype=value.dtype)
+            found[name] = fill.expand(shape)
+    positions = found.get("position_ids")
+    if isinstance(positions, Tensor):
+        found["position_ids"] = torch.arange(positions.shape[-1]).expand(positions.shape)
+    return found

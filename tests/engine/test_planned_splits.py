@@ -1,0 +1,145 @@
+"""What is planned of ranks that share layers and sequences is what they take and send, on each of them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lowtide
+from lowtide.comm.shared_memory import SharedMemoryRoute
+from lowtide.engine.axes import SEQUENCE, TENSOR
+from lowtide.engine.blueprint import Blueprint
+from lowtide.engine.config.config import Config
+from lowtide.engine.footprint import shared_bytes
+from lowtide.engine.planning.estimate import estimate, writes_gradients
+from lowtide.engine.planning.llama import Llama, Shape
+from lowtide.engine.planning.machine import Machine
+from lowtide.engine.planning.meta_run import MetaRun
+from lowtide.engine.planning.pipelined import memory_by_place
+from lowtide.engine.planning.profile import Profile
+from lowtide.engine.planning.splits import Splits
+from tests.engine.test_blueprint import shared_memory_counted
+from tests.engine.test_planned_peak import BF16, ROWS, TOLERANCE, LiveBytes, config_of
+from tests.ranks import RankPool
+from tests.zero.training import rank_and_world
+
+SHAPE = Shape(layers=4, hidden=64, heads=4, vocabulary=301, sequence=48, kv_heads=2, mlp=160)
+
+
+def batch(rows: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids, labels = (torch.randint(SHAPE.vocabulary, (rows, SHAPE.sequence), generator=generator) for _ in range(2))
+    return {"input_ids": ids, "position_ids": torch.arange(SHAPE.sequence).repeat(rows, 1), "shift_labels": labels}
+
+
+def planned(config: dict[str, Any]) -> tuple[Blueprint, Profile, int]:
+    """(blueprint, profile of this rank's microbatch, this rank's place)."""
+    rank, num_ranks = rank_and_world()
+    with torch.device("meta"):
+        module = Llama(SHAPE)
+    blueprint = Blueprint.of(Config.load(config).resolve(num_ranks), module, num_ranks)
+    splits = Splits.of(blueprint, blueprint.arrangement.place(rank, (TENSOR,)))
+    run = MetaRun(module, blueprint.units, blueprint.dtypes, "cpu", splits=splits)
+    every, is_direct = config["activation_checkpointing"]["every"], writes_gradients(blueprint)
+    return blueprint, run.profile(batch(1), ROWS, every, is_direct), blueprint.place_of(rank)
+
+
+def planned_peak(blueprint: Blueprint, profile: Profile, place: int) -> int:
+    machine = Machine(devices_per_host=rank_and_world()[1], device="cpu")
+    if blueprint.pipeline is not None:
+        return memory_by_place(blueprint, machine, profile)[place][1]
+    return estimate(blueprint, machine, profile, place).peak_bytes
+
+
+def measured(config: dict[str, Any]) -> tuple[int, dict[str, int]]:
+    """(peak of the third step, what this rank's exchanges have sent in it)."""
+    torch.manual_seed(0)
+    engine = lowtide.initialize(Llama(SHAPE), config)
+    microbatches = config["gradient_accumulation_steps"]
+    whole = batch(ROWS * microbatches)
+    for _ in range(2):
+        engine.train_step(whole)
+    exchanges = {name: engine._mesh.exchange((name,)) for name in (SEQUENCE, TENSOR)}
+    before = {name: exchange.bytes_sent for name, exchange in exchanges.items()}
+    with LiveBytes(engine) as live:
+        engine.train_step(whole)
+    sent = {name: exchange.bytes_sent - before[name] for name, exchange in exchanges.items()}
+    engine.close()
+    return live.peak, sent
+
+
+def compare(cases: dict[str, dict[str, Any]]) -> list[str]:
+    wrong = []
+    for name, config in cases.items():
+        blueprint, profile, place = planned(config)
+        said, (found, sent) = planned_peak(blueprint, profile, place), measured(config)
+        calls = [call for part in profile.parts.values() for call in part.exchanges]
+        counted = {axis: sum(call.sent for call in calls if call.axis == axis) for axis in sent}
+        told = {axis: nbytes * config["gradient_accumulation_steps"] for axis, nbytes in counted.items()}
+        if abs(said / found - 1) > TOLERANCE:
+            wrong.append(f"{name}: planned {said:,}, measured {found:,} ({said / found - 1:+.1%})")
+        if blueprint.pipeline is None and told != sent:
+            wrong.append(f"{name}: planned to send {told}, sent {sent}")
+    return wrong
+
+
+def split(stage: int, every: int, accumulation: int, parallel: dict[str, int], **more: Any) -> dict[str, Any]:
+    return config_of(stage, every, accumulation, parallel=parallel, **more)
+
+
+def grid() -> dict[str, dict[str, Any]]:
+    """Each stage with each axis, not every pair of them with checkpointing, accumulation, dtypes and routes."""
+    found = {}
+    for stage in range(4):
+        for number, parallel in enumerate(({"tensor": 2}, {"sequence": 2})):
+            every, accumulation = (stage + number) % 2, 1 + (stage // 2 + number) % 2
+            more: dict[str, Any] = BF16 if stage == 2 else {}
+            if stage == 1:
+                more = {"communication": {"route": "shared_memory"}}
+            found[f"{parallel}, stage {stage}"] = split(stage, every, accumulation, parallel, **more)
+    return found
+
+
+def test_two_ranks(ranks: RankPool) -> None:
+    some = dict(list(grid().items())[:2] + list(grid().items())[2::2] + list(grid().items())[-1:])
+    assert ranks(2, compare, some) == [[], []]
+
+
+def beside_others() -> dict[str, dict[str, Any]]:
+    """Beside data-parallel ranks, stages of a pipeline, and each other."""
+    return {
+        "tensor x data": split(3, 0, 2, {"tensor": 2}),
+        "sequence x data": split(2, 1, 1, {"sequence": 2}, **BF16),
+        "tensor x sequence": split(1, 0, 1, {"tensor": 2, "sequence": 2}),
+        "tensor x stages": split(0, 0, 4, {"tensor": 2, "pipeline": 2}),
+        "tensor x stages, sharded": split(1, 0, 4, {"tensor": 2, "pipeline": 2}, **BF16),
+    }
+
+
+def test_four_ranks(ranks: RankPool) -> None:
+    assert ranks(4, compare, beside_others()) == [[]] * 4
+
+
+def shared(parallel: dict[str, int]) -> tuple[int, int, int]:
+    """(shared memory as planned before the first batch, as mapped, by rank 0 of each axis, slots after a step)."""
+    config = split(1, 0, 1, parallel, communication={"route": "shared_memory"})
+    blueprint, profile, _ = planned(config)
+    mapped = [0]
+    with shared_memory_counted(mapped):
+        engine = lowtide.initialize(Llama(SHAPE), config)
+    taken = mapped[0]
+    engine.train_step(batch(ROWS))
+    slots = sum(
+        sum(slot[exchange._axis.route.rank].nbytes for slot in exchange._axis.route._slots)
+        for exchange in engine._mesh._exchanges.values()
+        if isinstance(exchange._axis.route, SharedMemoryRoute)
+    )
+    engine.close()
+    assert slots == profile.slot_bytes
+    return shared_bytes(blueprint), taken, slots
+
+
+def test_slots_in_shared_memory_are_counted(ranks: RankPool) -> None:
+    for parallel in ({"tensor": 2}, {"sequence": 2}):
+        found = ranks(2, shared, parallel)
+        assert found[0][0] == sum(taken for _, taken, _ in found) and found[0][2] > 0

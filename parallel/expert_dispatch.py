@@ -33,6 +33,7 @@ from torch import Tensor
 from ..comm import Exchange
 from ..model.compiled import untraced
 from ..model.ledger import Ledger
+from .expert_trial import TriedExperts
 from .experts import ExpertLayer, ExpertPlan
 
 _Forward = Callable[..., Tensor]
@@ -41,7 +42,8 @@ _Forward = Callable[..., Tensor]
 def split_experts(plan: ExpertPlan, exchange: Exchange, ledger: Ledger) -> None:
     """Puts the exchange on all layers of the plan, whose modules have this rank's experts alone."""
     for layer in plan.layers:
-        forward = partial(_forward, layer, exchange, layer.module.forward)
+        experts = TriedExperts(layer.name, layer.module, layer.module.forward)
+        forward = partial(_forward, layer, exchange, experts)
         for key in layer.counts:
             ledger.override(layer.module, key, layer.num_experts // plan.degree)
         ledger.override(layer.module, "forward", partial(_called, layer, untraced(forward)))
@@ -85,7 +87,7 @@ class _Way:
 def _forward(
     layer: ExpertLayer,
     exchange: Exchange,
-    forward: _Forward,
+    experts: TriedExperts,
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
@@ -94,7 +96,7 @@ def _forward(
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     way = _way_of(layer, exchange, top_k_index.reshape(-1, top_k_index.shape[-1]))
     rows: Tensor = _Dispatched.apply(x, way)  # type: ignore[no-untyped-call]  # as torch has it
-    made = _made(layer, forward, rows, way)
+    made = _made(layer, experts, rows, way)
     placed: Tensor = _Combined.apply(made, way)  # type: ignore[no-untyped-call]  # as torch has it
     weights = top_k_weights.reshape(-1, way.k, 1)
     return (placed * weights).sum(1).to(hidden_states.dtype).view(hidden_states.shape)
@@ -123,19 +125,13 @@ def _way_of(layer: ExpertLayer, exchange: Exchange, choices: Tensor) -> _Way:
     )
 
 
-def _made(layer: ExpertLayer, forward: _Forward, rows: Tensor, way: _Way) -> Tensor:
+def _made(layer: ExpertLayer, experts: TriedExperts, rows: Tensor, way: _Way) -> Tensor:
     """What this rank's experts make of the rows that have come."""
     if not len(rows):
         params = [param for param in layer.module.parameters() if param.requires_grad]
         nothing: Tensor = _Nobody.apply(rows, *params)  # type: ignore[no-untyped-call]  # as torch has it
         return nothing
-    made = forward(rows, way.experts.unsqueeze(1), rows.new_ones(len(rows), 1))
-    if made.shape != rows.shape:
-        raise ValueError(
-            f"'{layer.name}': expected an output of the shape of its input, {tuple(rows.shape)}, found "
-            f"{tuple(made.shape)}; its experts cannot be split, set parallel.expert to 1"
-        )
-    return made.to(rows.dtype)
+    return experts(rows, way.experts)
 
 
 class _Dispatched(torch.autograd.Function):

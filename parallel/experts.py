@@ -70,6 +70,7 @@ class ExpertPlan:
                     f"hold; set parallel.expert to a divisor of {layer.num_experts}"
                 )
         _check_shared(model, layers)
+        _check_rows(layers)
         return cls(degree, tuple(layers), others)
 
     def rows(self, param: nn.Parameter, place: int) -> tuple[int, int] | None:
@@ -125,4 +126,23 @@ def _check_shared(model: nn.Module, layers: list[ExpertLayer]) -> None:
                 raise ValueError(
                     f"parallel.expert: expected parameters of '{layer.name}' that it alone has, found '{name}.{key}', "
                     "which is one of them; give that a parameter of its own"
+                )
+
+
+def _check_rows(layers: list[ExpertLayer]) -> None:
+    """Raises ValueError where a buffer, or a module inside, has rows of experts too: they would stay whole.
+
+    A size that the experts' own parameters have behind their rows is taken for a width.
+    """
+    for layer in layers:
+        split = [layer.module.get_parameter(key) for key in layer.parameters]
+        sizes = {size for param in split for size in param.shape[1:]}
+        known = {id(param) for param in split}
+        for key, tensor in (*layer.module.named_parameters(), *layer.module.named_buffers()):
+            has_rows = tensor.dim() > 0 and tensor.shape[0] == layer.num_experts and layer.num_experts not in sizes
+            if has_rows and id(tensor) not in known:
+                raise ValueError(
+                    f"parallel.expert: expected what has a row for each expert of '{layer.name}' to be a parameter of "
+                    f"that module itself, found '{layer.name}.{key}' of shape {tuple(tensor.shape)}, which would stay "
+                    "whole; make it one (with requires_grad=False in place of a buffer), or set parallel.expert to 1"
                 )

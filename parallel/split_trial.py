@@ -25,7 +25,7 @@ from .plan import TensorPlan
 from .splits import LayerSplit, Style, is_linear
 
 _MOST = 1e-4  # of a difference beside what comes out
-_MOST_NARROW = 3e-2  # in types of less than 32 bits
+MOST_NARROW = 3e-2  # in types of less than 32 bits
 _CACHE = re.compile("cache", re.IGNORECASE)
 
 
@@ -87,7 +87,7 @@ class SplitTrial:
                 )
 
     def _note(self, name: str, module: nn.Module, args: Any) -> None:
-        self._states[name] = _random_states(module)
+        self._states[name] = random_states(module)
 
     def _compare(
         self,
@@ -98,7 +98,7 @@ class SplitTrial:
         kwargs: Mapping[str, Any],
         output: Any,
     ) -> None:
-        if not all(map(torch.equal, self._states.pop(name), _random_states(module))):
+        if not all(map(torch.equal, self._states.pop(name), random_states(module))):
             return  # two calls are not alike
         kwargs = {key: None if _CACHE.search(type(value).__name__) else value for key, value in kwargs.items()}
         params = {key: self._whole(param, key) for key, param in module.named_parameters()}
@@ -106,8 +106,8 @@ class SplitTrial:
             whole = functional_call(self._wholes[name], params, args, kwargs)
         pairs = zip(_tensors(output), _tensors(whole), strict=True)
         # Weights of heads, biases of positions: of this rank's heads alone, and nothing behind rows.
-        distances = [_distance(own, right) for own, right in pairs if own.shape == right.shape]
-        most = _MOST_NARROW if any(param.itemsize < 4 for param in params.values()) else _MOST
+        distances = [distance_of(own, right) for own, right in pairs if own.shape == right.shape]
+        most = MOST_NARROW if any(param.itemsize < 4 for param in params.values()) else _MOST
         if (distance := max(distances, default=math.inf)) > most:
             self.distances[name] = distance
 
@@ -168,7 +168,8 @@ def _outputs_of(layer: LayerSplit) -> tuple[int, int]:
     return portion.whole[1 if layer.is_transposed else 0], len(portion.boxes)
 
 
-def _random_states(module: nn.Module) -> list[Tensor]:
+def random_states(module: nn.Module) -> list[Tensor]:
+    """Of the generators that the module draws from where it says nothing."""
     device = next(module.parameters()).device
     own = [torch.get_rng_state()]
     return own if device.type == "cpu" else [*own, torch.get_device_module(device).get_rng_state(device)]
@@ -190,7 +191,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return [one for part in value for one in _tensors(part)] if isinstance(value, tuple | list) else []
 
 
-def _distance(found: Tensor, right: Tensor) -> float:
+def distance_of(found: Tensor, right: Tensor) -> float:
     """Of what is beside what is right."""
     found, right = found.detach().double().nan_to_num(), right.double().nan_to_num()
     return float((found - right).norm() / right.norm().clamp(min=1e-30))

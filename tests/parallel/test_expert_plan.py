@@ -31,6 +31,22 @@ class Aliased(Routed):
         self.shown = self.layers[0].up
 
 
+class Scaled(Routed):
+    """A buffer has a row for each expert, and stays whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].register_buffer("scale", torch.ones(4))
+
+
+class Adapted(Routed):
+    """A module inside has a row for each expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].add_module("adapter", nn.Embedding(4, 7))
+
+
 @pytest.mark.parametrize("build", [moe.mixtral, moe.qwen, moe.deepseek, moe.gpt_oss])
 def test_experts_of_transformers_are_found(build: Any) -> None:
     plan = ExpertPlan.of(build(), 2)
@@ -48,6 +64,8 @@ def test_experts_of_transformers_are_found(build: Any) -> None:
         (Listed, 2, r"found those of 'layers.\*.experts', which are not one module: experts of a layer are one module"),
         (Routed, 3, r"experts\(4\) / expert\(3\) of 'layers.0' does not hold; set parallel.expert to a divisor of 4"),
         (Aliased, 2, r"parameters of 'layers.0' that it alone has, found '.shown'"),
+        (Scaled, 2, r"a row for each expert of 'layers.1' .*, found 'layers.1.scale' of shape \(4,\)"),
+        (Adapted, 2, r"found 'layers.0.adapter.weight' of shape \(4, 7\), which would stay whole"),
     ],
 )
 def test_what_cannot_be_split(build: Any, degree: int, text: str) -> None:

@@ -31,7 +31,7 @@ class ExpertLayer:
     @cached_property
     def inputs(self) -> tuple[str, ...]:
         """What the module calls its inputs."""
-        return _inputs_of(self.module)
+        return inputs_of(self.module)
 
     @cached_property
     def counts(self) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ class ExpertPlan:
     @classmethod
     def of(cls, model: nn.Module, degree: int) -> ExpertPlan:
         """Raises ValueError, with names or the equation, where experts cannot be split so."""
-        layers = [layer for name, module in model.named_modules() if (layer := _layer_of(name, module)) is not None]
+        layers = [layer for name, module in model.named_modules() if (layer := layer_of(name, module)) is not None]
         others = tuple(dict.fromkeys(_others(model, layers)))
         if not layers:
             found = f"those of {', '.join(others)}, which are not one module" if others else "none"
@@ -89,7 +89,8 @@ class ExpertPlan:
         }
 
 
-def _layer_of(name: str, module: nn.Module) -> ExpertLayer | None:
+def layer_of(name: str, module: nn.Module) -> ExpertLayer | None:
+    """None where the module is not all experts of a layer."""
     own = {key: param for key, param in module._parameters.items() if param is not None}
     nums = {param.shape[0] for param in own.values() if param.dim() == 3}
     if len(nums) != 1 or not _takes_choices(module):
@@ -100,11 +101,12 @@ def _layer_of(name: str, module: nn.Module) -> ExpertLayer | None:
 
 
 def _takes_choices(module: nn.Module) -> bool:
-    names = _inputs_of(module)
+    names = inputs_of(module)
     return len(names) == 3 and names[1] in _INDICES and names[2] in _WEIGHTS
 
 
-def _inputs_of(module: nn.Module) -> tuple[str, ...]:
+def inputs_of(module: nn.Module) -> tuple[str, ...]:
+    """What a module calls its inputs."""
     return tuple(inspect.signature(type(module).forward).parameters)[1:]
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 from ..comm import Exchange
 from ..model.ledger import Ledger
 from .collectives import copied, joined_columns, parted, summed
+from .expert_sums import ExpertSums
 from .plan import TensorPlan
 from .randomness import Randomness
 from .splits import LayerSplit, Style
@@ -31,6 +32,7 @@ class SplitLayers:
     | gathered   | as column                      | `joined`                                                    |
     | row        | nothing                        | `summed`, then the bias                                     |
     | vocabulary | an embedding looks up its own  | `summed`; a head's logits stay in parts                     |
+    | experts    | `copied`: see `ExpertSums`     | `summed`, for all experts of a layer at once                |
     | partial    | nothing                        | a hook on the parameters adds up the gradients of all ranks |
 
     Where a rank has a part of the tokens between splits (`TokenParts`), they are gathered in place of `copied` and
@@ -89,6 +91,8 @@ class SplitLayers:
             if isinstance(module, nn.Embedding):
                 self._override_padding(module, layer, first, ledger)
             ledger.override(module, "forward", partial(forward, layer, first, numel, module.forward))
+        elif layer.style is Style.EXPERTS:
+            ExpertSums(layer, self._exchange, self._parts, ledger)
         for key, split in layer.parameters.items():
             if split.is_partial:
                 _hook_gradient(module.get_parameter(key), partial(self._added_up, layer, key), ledger)

@@ -10,6 +10,8 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from ..offload import Portion
+from .expert_layout import ExpertLayout
+from .experts import layer_of
 from .heads import Heads, smallest_part
 from .rules import plan_by_names, plan_of_model, vocabulary_of
 from .splits import (
@@ -69,7 +71,7 @@ class TensorPlan:
             )
         stacks = find_stacks(model, layers) if has_parts else ()
         layers += splits_of_parts(model, stacks, layers, degree)
-        parameters, left_whole = _parameters(model, layers), _left_whole(model, styles)
+        parameters, left_whole = _parameters(model, layers), _left_whole(model, {*styles, *_named(model, wanted or {})})
         guessed = _guessed(model, styles, wanted or {})
         return cls(degree, tuple(layers), tuple(heads), parameters, left_whole, stacks, guessed)
 
@@ -90,7 +92,7 @@ def _styles(model: nn.Module, wanted: Mapping[str, str]) -> dict[str, tuple[Styl
         found |= dict.fromkeys(_matches(modules, pattern), style)
     has_own = any(style in ("column", "row") for style in found.values())
     found = {name: style for name, style in found.items() if _can_be(modules[name], style)}
-    found = {**({} if has_own else plan_by_names(model)), **found, **vocabulary_of(model)}
+    found = {**({} if has_own else plan_by_names(model)), **found, **vocabulary_of(model), **_experts_of(modules)}
     for pattern, style in wanted.items():
         names = _matches(modules, pattern)
         if not names:
@@ -101,7 +103,7 @@ def _styles(model: nn.Module, wanted: Mapping[str, str]) -> dict[str, tuple[Styl
         for name in names:
             if not _can_be(modules[name], style):
                 raise ValueError(
-                    f'{_KEY}: expected a linear layer or an embedding for "{style}", found "{name}", a '
+                    f'{_KEY}: expected {_expected(style)} for "{style}", found "{name}", a '
                     f"{type(modules[name]).__name__}, which cannot be split so; name the layers in it"
                 )
         found |= dict.fromkeys(names, style)
@@ -113,6 +115,10 @@ def _guessed(model: nn.Module, styles: Mapping[str, object], wanted: Mapping[str
     """Of the split layers those that the config names, and all of a model that is none of Hugging Face's."""
     if not type(model).__module__.startswith("transformers."):
         return frozenset(styles)
+    return _named(model, wanted)
+
+
+def _named(model: nn.Module, wanted: Mapping[str, str]) -> frozenset[str]:
     modules = dict(model.named_modules())
     return frozenset(name for pattern in wanted for name in _matches(modules, pattern))
 
@@ -143,7 +149,20 @@ def _can_be(module: nn.Module, style: str) -> bool:
         return is_linear(module)
     if kind == Style.VOCABULARY.value:
         return can_give_vocabulary(module)
+    if kind == Style.EXPERTS.value:
+        return layer_of("", module) is not None and ExpertLayout.of(module) is not None
     return is_linear(module) or type(module) is nn.Embedding
+
+
+def _expected(style: str) -> str:
+    if style == Style.EXPERTS.value:
+        return "all experts of a layer in one module that says of its layout what those of transformers do"
+    return "a linear layer or an embedding"
+
+
+def _experts_of(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Modules with all experts of a layer."""
+    return {name: Style.EXPERTS.value for name, module in modules.items() if _can_be(module, Style.EXPERTS.value)}
 
 
 def _split_beside(
@@ -172,6 +191,10 @@ def _split_one(
     if style is Style.VOCABULARY:
         _check_room(name, module.get_parameter("weight").shape[0], degree, "rows")
         return vocabulary_split(name, module, degree)
+    layout = ExpertLayout.of(module) if style is Style.EXPERTS else None
+    if layout is not None:
+        _check_room(name, layout.width, degree, "columns")
+        return layout.split(name, module, degree)
     if style is Style.ROW:
         _check_room(name, width_in(module), degree, "inputs")
         return inputs_split(name, module, ranges_of(width_in(module), degree))
@@ -239,14 +262,14 @@ def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, module) for name, module in model.named_modules() if module._parameters)
 
 
-def _left_whole(model: nn.Module, styles: Mapping[str, object]) -> tuple[str, ...]:
-    """Large layers that are not split, by names with a star for numbers."""
+def _left_whole(model: nn.Module, known: set[str]) -> tuple[str, ...]:
+    """Large layers that nothing says how to split, by names with a star for numbers."""
     total = sum(param.numel() for param in model.parameters())
     found = [
         re.sub(r"\b\d+\b", "*", name)
         for name, module in model.named_modules()
-        if name not in styles
-        and (is_linear(module) or isinstance(module, nn.Embedding))
+        if name not in known
+        and (is_linear(module) or isinstance(module, nn.Embedding) or layer_of(name, module) is not None)
         and sum(param.numel() for param in module.parameters(recurse=False)) > max(_LARGE_SHARE * total, _LARGE_NUMEL)
     ]
     return tuple(dict.fromkeys(found))

@@ -18,7 +18,7 @@ OF_HUGGING_FACE = {
     "embedding_rowwise": "vocabulary",
     "replicated_with_grad_allreduce": "partial",
 }
-"""A style of `_tp_plan` in transformers: ours. Others, of experts, leave the layer whole."""
+"""A style of `_tp_plan` in transformers: ours. Those of experts are not needed: see `ExpertLayout`."""
 
 _COLUMNS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_attn", "query", "key", "value", "q", "k", "v"), "column"),

@@ -22,6 +22,7 @@ class Style(Enum):
     GATHERED = "column_gathered"  # as a column split, and all ranks get the outputs of all
     ROW = "row"  # inputs are divided, as a column split before it leaves them: outputs are summed
     VOCABULARY = "vocabulary"  # an embedding's rows, or a head's outputs, with the loss over them
+    EXPERTS = "experts"  # all experts of a layer: columns and, behind them, rows of each; outputs are summed
     PARTIAL = "partial"  # whole, between a column and a row split: each rank has a part of the gradient
     WHOLE = "whole"  # whole, and used by all ranks alike
 
@@ -46,7 +47,7 @@ class LayerSplit:
     module: nn.Module
     style: Style
     parameters: dict[str, ParameterSplit]
-    inputs: tuple[tuple[int, int], ...] = ()  # of a row split: [low, high) of its inputs, by place
+    inputs: tuple[tuple[int, int], ...] = ()  # [low, high) of a row split's inputs or experts' width, by place
 
     @cached_property
     def is_transposed(self) -> bool:

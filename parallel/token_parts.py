@@ -107,6 +107,10 @@ class TokenParts:
         """Whether the layer is in a block."""
         return id(layer) in self._of_blocks
 
+    def has_part(self, layer: nn.Module) -> bool:
+        """Whether the layer is in a block, and is given a part of the tokens now."""
+        return self.has(layer) and not self._is_plain and id(layer) not in self._given_all
+
     # -- around the model -----------------------------------------------------------------------------------------
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -241,7 +245,7 @@ class TokenParts:
         block.module.eval()
         try:
             with torch.no_grad():
-                with self._within(call):
+                with self._within(call), _in_words(block):
                     apart = _first_of(block, inner(*_copy_states(args), **_copy_states(kwargs)))
                 for handle in watched:
                     handle.remove()
@@ -381,6 +385,20 @@ def _first_of(block: Block, output: Any) -> Tensor:
 
 def _with_first(output: Any, first: Tensor) -> Any:
     return first if isinstance(output, Tensor) else type(output)((first, *output[1:]))
+
+
+@contextmanager
+def _in_words(block: Block) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is not RuntimeError or "size" not in str(error):
+            raise
+        raise ValueError(
+            f"parallel.tensor_sequence: expected that '{block.name}' ({type(block.module).__name__}) takes a part of "
+            f"the tokens, found that it does not: {error}. An attention that is whole on all ranks is such a block; "
+            "split it in tensor_parallel.plan, or set it to false"
+        ) from error
 
 
 class _SameTensors(TorchFunctionMode):

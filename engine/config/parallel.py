@@ -55,9 +55,9 @@ class TensorParallelConfig(Section):
     """How layers are split, where parallel.tensor is above 1: see docs/parallelism.md."""
 
     plan: dict[str, str] | None = None
-    """Pattern of layers' names -> "column", "row", "vocabulary", "column_gathered", "partial" or "whole"; "column/3" is
-    for three parts in one layer. It comes before the model's own plan and the names of common families. null: these
-    alone."""
+    """Pattern of layers' names -> "column", "row", "vocabulary", "column_gathered", "experts", "partial" or "whole";
+    "column/3" is for three parts in one layer. It comes before the model's own plan and the names of common families.
+    null: these alone."""
 
 
 class SequenceParallelConfig(Section):

@@ -83,3 +83,9 @@ def gpt_oss() -> nn.Module:
     sizes = {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "num_local_experts": 4, "pad_token_id": 0}
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     return _double(OwnGptOssForCausalLM(GptOssConfig.from_dict({**COMMON, **sizes, **rope})))
+
+
+def grouped_gpt_oss() -> nn.Module:
+    model: Any = gpt_oss().float()
+    model.config._experts_implementation = "grouped_mm"
+    return model

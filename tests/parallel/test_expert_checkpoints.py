@@ -15,16 +15,17 @@ from tests.zero.training import ADAMW
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 State = dict[str, Tensor]
+Parallel = dict[str, int]
 EXPERTS = "model.layers.1.mlp.experts.down_proj"
 
 
-def engine_of(expert: int, stage: int) -> Any:
+def engine_of(parallel: Parallel, stage: int) -> Any:
     torch.manual_seed(0)
     config = {
         "train_batch_size": 8,
         "steps_per_print": 0,
         "optimizer": ADAMW,
-        "parallel": {"expert": expert},
+        "parallel": parallel,
         "zero_optimization": {"stage": stage},
     }
     return lowtide.initialize(moe.mixtral(), config)
@@ -35,9 +36,9 @@ def stepped(engine: Any, step: int) -> float:
     return float(engine.train_step(tuple(rows)).loss)
 
 
-def save(expert: int, stage: int, folder: Path) -> tuple[State, Tensor, float]:
+def save(parallel: Parallel, stage: int, folder: Path) -> tuple[State, Tensor, float]:
     """Trains, saves, exports; gives the weights, a state of the optimizer, and the loss of the step after it."""
-    engine = engine_of(expert, stage)
+    engine = engine_of(parallel, stage)
     stepped(engine, 0)
     engine.save_checkpoint(folder / "checkpoint", tag="one")
     engine.export(folder / "plain")
@@ -46,9 +47,9 @@ def save(expert: int, stage: int, folder: Path) -> tuple[State, Tensor, float]:
     return found
 
 
-def load(expert: int, stage: int, folder: Path) -> tuple[State, Tensor, float, State]:
+def load(parallel: Parallel, stage: int, folder: Path) -> tuple[State, Tensor, float, State]:
     """What `save` gives, of its checkpoint; and the weights after its export was loaded, and one was set."""
-    engine = engine_of(expert, stage)
+    engine = engine_of(parallel, stage)
     engine.load_checkpoint(folder / "checkpoint", tag="one")
     found = engine.state_dict(), engine.full(EXPERTS, state="exp_avg").clone(), stepped(engine, 1)
     engine.load_weights(folder / "plain")
@@ -62,12 +63,17 @@ def load(expert: int, stage: int, folder: Path) -> tuple[State, Tensor, float, S
     return *found, weights
 
 
-@pytest.mark.parametrize(("num_ranks", "expert", "stage"), [(2, 2, 0), (4, 2, 3)])
+BOTH = {"tensor": 2, "expert": 2}
+SAVED: list[tuple[int, Parallel, int]] = [(2, {"expert": 2}, 0), (4, {"expert": 2}, 3), (4, BOTH, 3)]
+LOADED: list[tuple[int, Parallel, int]] = [(1, {}, 1), (4, {"expert": 4}, 0), (4, {"tensor": 4}, 3), (2, {}, 3)]
+
+
+@pytest.mark.parametrize(("num_ranks", "parallel", "stage"), SAVED)
 def test_what_one_degree_saves_another_loads(
-    ranks: RankPool, tmp_path: Path, num_ranks: int, expert: int, stage: int
+    ranks: RankPool, tmp_path: Path, num_ranks: int, parallel: Parallel, stage: int
 ) -> None:
-    state, moment, loss = ranks(num_ranks, save, expert, stage, tmp_path)[0]
-    for world, degree, other in ((1, 1, 1), (4, 4, 0), (2, 1, 3)):
+    state, moment, loss = ranks(num_ranks, save, parallel, stage, tmp_path)[0]
+    for world, degree, other in LOADED:
         found, own_moment, own_loss, weights = ranks(world, load, degree, other, tmp_path)[0]
         for key, value in state.items():
             assert torch.equal(found[key], value) and torch.equal(weights[key], value), (key, world, degree)
@@ -76,8 +82,8 @@ def test_what_one_degree_saves_another_loads(
 
 
 def test_a_split_loads_what_was_whole(ranks: RankPool, tmp_path: Path) -> None:
-    state, moment, loss = ranks(1, save, 1, 0, tmp_path)[0]
-    found, own_moment, own_loss, _ = ranks(2, load, 2, 3, tmp_path)[0]
+    state, moment, loss = ranks(1, save, {}, 0, tmp_path)[0]
+    found, own_moment, own_loss, _ = ranks(4, load, BOTH, 3, tmp_path)[0]
     assert all(torch.equal(found[key], value) for key, value in state.items())
     assert torch.equal(own_moment, moment) and own_loss == pytest.approx(loss, rel=1e-6)
     model = moe.OwnMixtralForCausalLM.from_pretrained(tmp_path / "plain")
@@ -85,6 +91,6 @@ def test_a_split_loads_what_was_whole(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_an_export_is_taken_by_from_pretrained(ranks: RankPool, tmp_path: Path) -> None:
-    state, _, _ = ranks(2, save, 2, 3, tmp_path)[0]
+    state, _, _ = ranks(4, save, BOTH, 3, tmp_path)[0]
     model = moe.OwnMixtralForCausalLM.from_pretrained(tmp_path / "plain")
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())

@@ -21,7 +21,7 @@ def case_of(build: Callable[[], nn.Module]) -> Case:
     return Case(build, moe.tokens, clip=0.5, accumulation=2, steps=2, config={"optimizer": SGD})
 
 
-def split(case: Case, stage: int, route: str = "auto", **parallel: int) -> Case:
+def split(case: Case, stage: int, route: str = "auto", **parallel: Any) -> Case:
     return case.at(stage, config={"parallel": parallel, "communication": {"route": route}})
 
 
@@ -112,7 +112,7 @@ def test_half_precision_trains_as_whole_experts_do(ranks: RankPool, dtype: str) 
 
 def of_sequences(parallel: dict[str, int]) -> tuple[list[float], list[float]]:
     torch.manual_seed(0)
-    rows = {"train_micro_batch_size_per_gpu": 2, "steps_per_print": 0}
+    rows = {"train_batch_size": 4, "steps_per_print": 0}
     engine = lowtide.initialize(moe.plain_mixtral(), {**rows, "optimizer": SGD, "parallel": parallel})
     losses, norms = [], []
     for step in range(2):

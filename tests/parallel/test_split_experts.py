@@ -1,0 +1,168 @@
+"""Experts whose columns ranks of a tensor axis share train as whole ones do."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.engine.archive.portions import taken
+from lowtide.engine.blueprint import Blueprint
+from lowtide.engine.config.config import Config
+from lowtide.engine.footprint import Moment, bytes_of
+from lowtide.parallel.expert_layout import ExpertLayout
+from lowtide.parallel.plan import TensorPlan
+from tests.parallel import expert_models as moe
+from tests.parallel.test_expert_routing import Experts
+from tests.parallel.test_experts import (
+    CASES,
+    MIXTRAL,
+    TOLERANCE,
+    batched_mixtral,
+    case_of,
+    grouped_mixtral,
+    of_sequences,
+    plainly,
+    split,
+)
+from tests.ranks import RankError, RankPool
+from tests.zero.training import ADAMW, assert_close, train_all
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_models_of_others_train_as_in_one_process(ranks: RankPool, name: str) -> None:
+    cases = [split(CASES[name], stage, tensor=2) for stage in (0, 1, 2, 3)]
+    expected = plainly(CASES[name], 1)
+    for outcome in ranks(2, train_all, cases)[0]:
+        assert_close(outcome, expected, TOLERANCE, TOLERANCE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_four_places_and_two_of_other_experts_train_as_one_process(ranks: RankPool, name: str) -> None:
+    cases = [(1, split(CASES[name], stage, tensor=4)) for stage in (1, 3)]
+    cases += [(2, split(CASES[name], stage, tensor=2, expert=2)) for stage in (1, 3)]
+    cases += [(2, split(CASES[name], 3, tensor=2))]
+    found = ranks(4, train_all, [case for _, case in cases])[0]
+    expected = {num_ranks: plainly(CASES[name], num_ranks) for num_ranks in (1, 2)}
+    for (num_ranks, _), outcome in zip(cases, found, strict=True):
+        assert_close(outcome, expected[num_ranks], TOLERANCE, TOLERANCE)
+
+
+PARTS: dict[str, Any] = {"tensor": 2, "tensor_sequence": True}
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3", "gpt_oss"])
+def test_experts_beside_parts_of_the_tokens(ranks: RankPool, name: str) -> None:
+    cases = [split(CASES[name], 1, **PARTS), split(CASES[name], 3, **PARTS, expert=2)]
+    found = [ranks(num_ranks, train_all, [case])[0][0] for num_ranks, case in zip((2, 4), cases, strict=True)]
+    for num_ranks, outcome in zip((1, 2), found, strict=True):
+        assert_close(outcome, plainly(CASES[name], num_ranks), TOLERANCE, TOLERANCE)
+
+
+def test_a_whole_attention_beside_parts_of_the_tokens_is_refused(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"\(DeepseekV3DecoderLayer\) takes a part of the tokens, found"):
+        ranks(2, train_all, [split(CASES["deepseek"], 1, **PARTS)])
+
+
+BOTH = {"tensor": 2, "expert": 2}
+BESIDE: dict[str, tuple[int, int, dict[str, Any]]] = {  # data-parallel ranks of four, stage, config
+    "pipeline": (1, 1, {"parallel": {"tensor": 2, "pipeline": 2}}),
+    "recomputation": (2, 1, {"parallel": BOTH, "activation_checkpointing": {"every": 1}}),
+    "tiles": (2, 3, {"parallel": {"tensor": 2}, "tiles": {"mlp": 4, "modules": ["model.layers.*.mlp"]}}),
+    "offload": (2, 3, {"parallel": BOTH, "zero_optimization": {"offload_param": {"device": "cpu"}}}),
+    "sockets": (2, 3, {"parallel": BOTH, "communication": {"route": "sockets"}}),
+    "native": (2, 2, {"parallel": BOTH, "communication": {"route": "native"}}),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_experts_beside_what_else_there_is(ranks: RankPool, name: str) -> None:
+    num_ranks, stage, config = BESIDE[name]
+    (found,) = ranks(4, train_all, [MIXTRAL.at(stage, config=config)])[0]
+    assert_close(found, plainly(MIXTRAL, num_ranks), TOLERANCE, TOLERANCE)
+
+
+@pytest.mark.parametrize("build", [grouped_mixtral, batched_mixtral, moe.grouped_gpt_oss])
+def test_each_implementation_trains_as_whole_experts_do(ranks: RankPool, build: Callable[[], nn.Module]) -> None:
+    case = case_of(build)
+    (whole,) = ranks(1, train_all, [case.at(1)])[0]
+    for found in ranks(2, train_all, [split(case, stage, tensor=2) for stage in (0, 3)])[0]:
+        assert found.losses == pytest.approx(whole.losses, rel=TOLERANCE)
+        assert found.norms == pytest.approx(whole.norms, rel=TOLERANCE)
+
+
+def test_ranks_that_share_sequences_share_columns_of_experts_too(ranks: RankPool) -> None:
+    losses, norms = ranks(1, of_sequences, {})[0]
+    found = ranks(4, of_sequences, {"sequence": 2, "tensor": 2})[0]
+    assert found[0] == pytest.approx(losses, rel=TOLERANCE) and found[1] == pytest.approx(norms, rel=TOLERANCE)
+
+
+def config_at(stage: int) -> dict[str, Any]:
+    sizes = {"train_micro_batch_size_per_gpu": 2, "steps_per_print": 0, "optimizer": ADAMW}
+    return {**sizes, "parallel": BOTH, "zero_optimization": {"stage": stage}, "communication": {"route": "sockets"}}
+
+
+def bytes_there_are(stage: int) -> tuple[int, int, int]:
+    """Of parameters and of the optimizer, and elements of one layer's experts."""
+    model: Any = moe.gpt_oss()
+    engine = lowtide.initialize(model, config_at(stage))
+    engine.train_step(tuple(rows.chunk(engine.data_size)[engine.data_rank] for rows in moe.tokens(0, 4)))
+    memory, experts = engine.memory(), model.model.layers[0].mlp.experts
+    with engine.gathered(*experts.parameters()):
+        own = sum(param.numel() for param in experts.parameters())
+    engine.close()
+    return memory.parameter_bytes, memory.optimizer_bytes, own
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_blueprint_says_the_bytes_of_both_splits(ranks: RankPool, stage: int) -> None:
+    blueprint = Blueprint.of(Config.load(config_at(stage)).resolve(4), moe.gpt_oss(), 4)
+    whole: Any = moe.gpt_oss()
+    numel = sum(param.numel() for param in whole.model.layers[0].mlp.experts.parameters())
+    for rank, (parameters, optimizer, own) in enumerate(ranks(4, bytes_there_are, stage)):
+        said = bytes_of(blueprint, rank, Moment.BETWEEN_STEPS)
+        assert (parameters, optimizer) == (said.parameters, said.optimizer), rank
+        assert own < 0.29 * numel  # 20 or 24 of 44 columns
+
+
+@pytest.mark.parametrize("build", [moe.mixtral, moe.deepseek, moe.gpt_oss])
+@pytest.mark.parametrize("degree", [2, 3, 4])
+def test_gates_and_values_of_a_column_are_on_one_rank(build: Callable[[], nn.Module], degree: int) -> None:
+    model: Any = build()
+    experts = model.model.layers[1].mlp.experts
+    is_transposed, is_alternating = experts.is_transposed, not experts.is_concatenated
+    up, down = experts.gate_up_proj, experts.down_proj
+    width = down.shape[1 if is_transposed else 2]
+    columns = torch.arange(width).double()
+    both = torch.stack([columns, columns], 1).view(-1) if is_alternating else torch.cat([columns, columns])
+    up.data = both.view(1, 1, -1).expand(up.shape) if is_transposed else both.view(1, -1, 1).expand(up.shape)
+    down.data = columns.view(1, -1, 1).expand(down.shape) if is_transposed else columns.expand(down.shape)
+    layout = ExpertLayout.of(experts)
+    assert layout is not None
+    parameters = layout.split("experts", experts, degree).parameters
+    seen: list[float] = []
+    for place in range(degree):
+        portions = [parameters[key].portions[place] for key in ("gate_up_proj", "down_proj")]
+        ups, downs = taken(portions[0], up).unique(), taken(portions[1], down).unique()
+        assert torch.equal(ups, downs)
+        seen += downs.tolist()
+    assert seen == columns.tolist()
+
+
+def test_experts_that_say_nothing_of_their_layout_stay_whole_with_a_warning() -> None:
+    model = nn.ModuleDict({"experts": Experts(32), "up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
+    plan = {"up": "column", "down": "row"}
+    with pytest.raises(ValueError, match=r'one module that says of its layout .* for "experts", found "experts"'):
+        TensorPlan.of(model, 2, {**plan, "experts": "experts"})
+    found = TensorPlan.of(model, 2, plan)
+    assert [layer.name for layer in found.layers] == ["up", "down"] and found.left_whole == ("experts",)
+
+
+def test_experts_that_a_plan_has_whole_are_whole_without_a_warning() -> None:
+    model = moe.mixtral()
+    plan = TensorPlan.of(model, 2, {"mlp.experts": "whole"})
+    assert not plan.left_whole and not any("experts" in layer.name for layer in plan.layers)
+    with pytest.raises(ValueError, match=r"columns\(12\) / tensor\(16\) of 'model.layers.1.mlp.experts'"):
+        TensorPlan.of(moe.deepseek(), 16, {"mlp.shared_experts.*": "whole"})

@@ -111,12 +111,20 @@ def _of_packed(queries: Tensor, keys: Tensor) -> Kind:
 
 @dataclass(frozen=True)
 class Scores:
-    """What attention makes of the products of queries and keys. seed: of what dropout draws."""
+    """What attention makes of the products of queries and keys. seed: of what dropout draws.
+
+    device: the type of which kernels are taken; None: that of the tensors.
+    """
 
     seen: Seen
     scale: float
     dropout: float = 0.0
     seed: int = 0
+    device: str | None = None
+
+    def device_of(self, query: Tensor) -> str:
+        """The type of which kernels are taken."""
+        return self.device or query.device.type
 
     def forward(
         self,
@@ -187,7 +195,7 @@ class Scores:
         """Some queries at a time: which, their scores (rows, heads of keys, queries of all its heads, keys), and what
         dropout multiplies weights with."""
         rows, heads, numel, _ = query.shape
-        most = _MOST_SCORES.get(query.device.type, _MOST_SCORES_ELSEWHERE)
+        most = _MOST_SCORES.get(self.device_of(query), _MOST_SCORES_ELSEWHERE)
         step = max(1, most // (rows * heads * len(keys)))
         for start in range(0, numel, step):
             part = slice(start, min(start + step, numel))
@@ -208,18 +216,19 @@ class Scores:
         return (drawn >= self.dropout).to(scores.dtype).div_(1 - self.dropout)
 
     def _is_fast(self, kind: Kind, query: Tensor, value: Tensor) -> bool:
+        device = self.device_of(query)
         return (
             kind in (Kind.FULL, Kind.DIAGONAL)
             and not self.dropout
-            and query.dtype in _FLASH_DTYPES.get(query.device.type, ())
+            and query.dtype in _FLASH_DTYPES.get(device, ())
             and query.shape[3] == value.shape[3]
-            and (query.device.type == "cpu" or (query.shape[3] % 8 == 0 and query.shape[3] <= 256))
+            and (device == "cpu" or (query.shape[3] % 8 == 0 and query.shape[3] <= 256))
         )
 
     def _flash(self, kind: Kind, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         folded, key, value = _alike(kind, query, key, value)
         is_causal = kind is Kind.DIAGONAL
-        if query.device.type == "cpu":
+        if self.device_of(query) == "cpu":
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 folded, key, value, 0.0, is_causal, scale=self.scale
             )
@@ -236,7 +245,7 @@ class Scores:
         folded, key, value = _alike(kind, query, key, value)
         grad, out = grad.reshape(folded.shape), out.reshape(folded.shape)
         lse = lse.contiguous().view(folded.shape[:3])  # a device's kernel takes no strides of it
-        if query.device.type == "cpu":
+        if self.device_of(query) == "cpu":
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad, folded, key, value, out, lse, 0.0, is_causal, scale=self.scale
             )

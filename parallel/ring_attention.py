@@ -114,7 +114,7 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring, scores
     query: (rows, heads, part, size); key, value: (rows, heads that divide those, part, size); -> (rows, heads, part,
     size of values), of query's dtype, or that of autocast.
     """
-    device = query.device.type
+    device = scores.device_of(query)
     if torch.is_autocast_enabled(device):
         query, key, value = (one.to(torch.get_autocast_dtype(device)) for one in (query, key, value))
         with torch.autocast(device, enabled=False):

@@ -45,14 +45,24 @@ class SequenceAttention:
     is_alone: each token sees itself alone, and nothing is exchanged. num_calls: how often there was attention.
     """
 
-    def __init__(self, exchange: Exchange, way: str = "auto", say: Callable[[str], None] | None = None) -> None:
-        """way: "auto", "ulysses" or "ring". say: takes a line on what was chosen, once for each number of heads."""
+    def __init__(
+        self,
+        exchange: Exchange,
+        way: str = "auto",
+        say: Callable[[str], None] | None = None,
+        device: str | None = None,
+    ) -> None:
+        """way: "auto", "ulysses" or "ring". say: takes a line on what was chosen, once for each number of heads.
+
+        device: the type of which kernels are taken, where tensors are on the meta device.
+        """
         self.forwards = Forwards()
         self.is_alone = False
         self.num_calls = 0
         self._exchange = exchange
         self._way = way
         self._say = say
+        self._device = device
         self._widths: dict[int, int] = {}  # by heads: how many ranks share them
         self._tried: set[tuple[int, float]] = set()  # see `_check_scores`
         self._has_callers = False
@@ -108,7 +118,8 @@ class SequenceAttention:
         if width < self._exchange.size:
             scale = options.get("scaling")
             scale = query.shape[3] ** -0.5 if scale is None else scale
-            self._check_scores(module, attend, name, scale, query.shape[1] // key.shape[1], options)
+            if not query.is_meta:
+                self._check_scores(module, attend, name, scale, query.shape[1] // key.shape[1], options)
             mixed = self._round(
                 query,
                 key,
@@ -206,7 +217,7 @@ class SequenceAttention:
     ) -> Tensor:
         ring = Ring(self._exchange, width, query.shape[2], seen)
         seed = int(torch.empty((), dtype=torch.int64).random_()) if dropout else 0
-        return ring_attention(query, key, value, ring, Scores(seen, scale, dropout, seed))
+        return ring_attention(query, key, value, ring, Scores(seen, scale, dropout, seed, self._device))
 
     def _check_scores(
         self,

@@ -108,8 +108,9 @@ class Calls:
     | sum_part | (r - 1) / r n                                            |
     | gather   | (r - 1) / r n                                            |
     | swap     | (r - 1) / r n, to each of the others as much             |
+    | trade    | what it has for other ranks: a hop of a ring, all of n   |
 
-    Whoever calls waits for the result: nothing of it is hidden.
+    Whoever calls waits for the result: nothing of it is hidden, nor, in this arithmetic, of a ring beside its products.
     """
 
     machine: Machine
@@ -136,6 +137,8 @@ class Calls:
         size, on_host = arrangement.size((call.axis,)), self.machine.ranks_on_host(arrangement, (call.axis,))
         if call.kind == "swap":
             seconds = self.machine.all_to_all(call.nbytes, size, on_host)
+        elif call.kind == "trade":
+            seconds = self.machine.pass_on(call.sent, is_inside=on_host >= size)
         else:
             seconds = self.machine.collective(call.nbytes, size, on_host) * (2 if call.kind == "sum" else 1)
         name = "gather" if call.kind == "gather" else "reduce"

@@ -145,3 +145,11 @@ class Machine:
         if on_host >= num_ranks:
             return self.intra_latency + inside
         return self.inter_latency + max(inside, nbytes * (num_ranks - on_host) / num_ranks / self.inter)
+
+    def pass_on(self, nbytes: float, is_inside: bool) -> float:
+        """Seconds in which each rank gives so many bytes to another one, of its host or, some of them, of the next."""
+        if not nbytes:
+            return 0.0
+        if is_inside:
+            return self.intra_latency + nbytes / self.intra
+        return self.inter_latency + nbytes / min(self.inter, self.intra)

@@ -84,9 +84,9 @@ class MetaRun:
         places = _Places(self._model.parameters())
         tracker = Tracker([*self._model.parameters(), *self._model.buffers(), *places.memory.values()])
         marks = _Marks(tracker)
-        self._tiles.apply(self._model, ledger, lambda text: None)
+        tiled = frozenset(id(one) for _, one in self._tiles.apply(self._model, ledger, lambda text: None).modules)
         try:
-            split = SplitModel(self._splits, self._tensor, self._model, tracker, ledger)
+            split = SplitModel(self._splits, self._tensor, self._model, self._device, tiled, tracker, ledger)
             own = split.part(batch, rows, self._loss_fn is None)
             made = _on_meta(own, rows, self._dtype)
             for one in tensors_of(made):

@@ -194,14 +194,8 @@ class Planner:
         """Why layers, sequences and experts cannot be split so; None where they can."""
         if degrees.expert > 1:
             return (
-                "plan: expected parallel.expert 1, found "
-                f"{degrees.expert}: how many tokens come to a rank depends on what routers choose, which is not "
-                "planned; set it to 1 to plan the rest, or try it with `lowtide tune`"
-            )
-        if self._base.get("parallel", {}).get("tensor_sequence"):
-            return (
-                "plan: expected parallel.tensor_sequence false, found true: parts of the tokens between split layers "
-                "are not planned yet; plan without it, which takes no less memory"
+                f"plan: expected parallel.expert 1, found {degrees.expert}: how many tokens come to a rank depends on "
+                "what routers choose, which is not planned; train a few steps and read engine.memory()"
             )
         fault = self._fault_of_config(Choice(*(min(getattr(degrees, name), 2) for name in _DEGREES)))
         return fault or self._fault_of_model(replace(degrees.degrees, pipeline=1))

@@ -21,8 +21,10 @@ from ...comm.solo import SoloRoute
 from ...model.ledger import Ledger
 from ...parallel.layers import SplitLayers
 from ...parallel.plan import TensorPlan
+from ...parallel.randomness import Randomness
 from ...parallel.sequence_attention import SequenceAttention
 from ...parallel.sequence_data import SequenceData
+from ...parallel.token_parts import TokenParts
 from ..axes import SEQUENCE, TENSOR
 from ..blueprint import Blueprint
 from .profile import Exchanged
@@ -36,7 +38,8 @@ _SLOTS_IN_TURN = 3  # of the sockets route
 class Splits:
     """Over how many ranks layers and sequences are shared, and which of them is looked at.
 
-    tensor_place: of the tensor axis. plan: `tensor_parallel.plan`. route: on which the ranks exchange.
+    tensor_place: of the tensor axis. plan: `tensor_parallel.plan`. route: on which the ranks exchange. has_parts: of
+    the tokens, between split layers. attention: `sequence_parallel.attention`.
     """
 
     tensor: int = 1
@@ -44,14 +47,23 @@ class Splits:
     sequence: int = 1
     plan: Mapping[str, str] | None = None
     route: str = "native"
+    has_parts: bool = False
+    attention: str = "auto"
 
     @classmethod
     def of(cls, blueprint: Blueprint, tensor_place: int | None = None) -> Splits:
         """tensor_place: None: the last, which has the most where layers do not divide evenly."""
-        parallel = blueprint.config.parallel
-        place = parallel.tensor - 1 if tensor_place is None else tensor_place
-        plan = blueprint.config.tensor_parallel.plan
-        return cls(parallel.tensor, place, parallel.sequence, plan, blueprint.route)
+        config = blueprint.config
+        parallel = config.parallel
+        return cls(
+            tensor=parallel.tensor,
+            tensor_place=parallel.tensor - 1 if tensor_place is None else tensor_place,
+            sequence=parallel.sequence,
+            plan=config.tensor_parallel.plan,
+            route=blueprint.route,
+            has_parts=parallel.tensor_sequence,
+            attention=config.sequence_parallel.attention,
+        )
 
     @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
@@ -62,7 +74,7 @@ class Splits:
         """Leaves this rank's part of each parameter. Raises ValueError where layers cannot be split so."""
         if self.tensor == 1:
             return None
-        plan = TensorPlan.of(model, self.tensor, self.plan)
+        plan = TensorPlan.of(model, self.tensor, self.plan, self.has_parts)
         for param in model.parameters():
             portion, _ = plan.portion(param, self.tensor_place)
             param.data = torch.empty(portion.shape, dtype=param.dtype, device=_META)
@@ -172,20 +184,45 @@ class MetaExchange(Exchange):
         return y
 
 
+class _Still(Randomness):
+    """Of a device on which nothing is drawn."""
+
+    def __init__(self) -> None:
+        """No generator."""
+
+    def begin(self) -> None:
+        """Nothing."""
+
+    def leave_common(self, of: object) -> None:
+        """Nothing."""
+
+    def return_to_common(self) -> None:
+        """Nothing."""
+
+
 class SplitModel:
     """What splits put on a model for one run, and what they make of its batch."""
 
     def __init__(
-        self, splits: Splits, plan: TensorPlan | None, model: nn.Module, tracker: Tracker, ledger: Ledger
+        self,
+        splits: Splits,
+        plan: TensorPlan | None,
+        model: nn.Module,
+        device: str,
+        tiled: frozenset[int],
+        tracker: Tracker,
+        ledger: Ledger,
     ) -> None:
-        """plan: of `Splits.shrink`."""
+        """plan: of `Splits.shrink`. device: as of `MetaRun`. tiled: identities of modules in tiles."""
         self._splits, self._model, self._tracker = splits, model, tracker
         self._exchanges: list[MetaExchange] = []
         if plan is not None:
-            SplitLayers(plan, model, self._exchange(TENSOR, splits.tensor, splits.tensor_place), None, ledger)
+            exchange = self._exchange(TENSOR, splits.tensor, splits.tensor_place)
+            parts = TokenParts(plan.stacks, tiled, model, exchange, _Still(), ledger) if plan.stacks else None
+            SplitLayers(plan, model, exchange, None, ledger, parts)
         self._attention: SequenceAttention | None = None
         if splits.sequence > 1:
-            self._attention = SequenceAttention(self._sequence)
+            self._attention = SequenceAttention(self._sequence, splits.attention, device=device)
             self._attention.put_on(model, ledger)
 
     @property

@@ -66,6 +66,10 @@ def test_what_does_not_fit_says_what_is_missing() -> None:
             {"config": {"train_batch_size": 3, "zero_optimization": {"stage": "auto"}}},
             "train_batch_size(3) = microbatch(?)",
         ),
+        (
+            {"config": {"parallel": {"expert": 2}}},
+            "plan: expected parallel.expert 1, found 2: how many tokens come to a rank depends on what routers choose",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused(more: dict[str, Any], said: str) -> None:

@@ -16,6 +16,7 @@ from lowtide.engine.planning.llama import Shape, batch, build, runs_of
 from lowtide.engine.planning.machine import Machine
 from lowtide.engine.planning.meta_run import MetaRun
 from lowtide.engine.planning.planner import Planner
+from lowtide.engine.planning.profile import Part
 from lowtide.engine.planning.splits import Splits
 from lowtide.zero.plan import Dtypes
 from lowtide.zero.units import plan_units
@@ -77,23 +78,52 @@ class MegatronLayer(nn.Module):
         return y
 
 
+MEGATRON = 256, 2, 512, 8  # tokens, samples, hidden size, heads
+
+
+def megatron_layer(is_recomputed: bool, splits: Splits) -> Part:
+    """Of three layers the one in the middle."""
+    s, b, h, a = MEGATRON
+    model = Chain(*(MegatronLayer(h, a, is_recomputed) for _ in range(3)))
+    run = MetaRun(model, plan_units(model), Dtypes(torch.bfloat16, None, None), "cuda", splits=splits)
+    return run.profile((torch.zeros(b, s, h),), b, 0).part("blocks.1")
+
+
+def core_of(is_recomputed: bool) -> float:
+    """Of 5 a s / h, what is not of dropout."""
+    s, _, h, a = MEGATRON
+    return 0 if is_recomputed else 2 * a * s / h
+
+
 @pytest.mark.parametrize("t", [1, 2, 4, 8])
 @pytest.mark.parametrize("is_recomputed", [False, True])
 def test_activations_of_split_layers_are_those_of_the_megatron_paper(t: int, is_recomputed: bool) -> None:
     """Equation 2: sbh (10 + 24 / t + 5 a s / (h t)) bytes of a layer; with selective recomputation the last is gone.
 
-    Without dropout, whose masks are 1 byte of an element: 2 of the 10, and 3 of the 5. Its two other rows, sbh / t
-    (34 + 5 a s / h) and 34 sbh / t, are of norms and dropout on parts of a sequence.
+    Without dropout, whose masks are 1 byte of an element: 2 of the 10, and 3 of the 5.
     """
-    s, b, h, a = 256, 2, 512, 8
-    model = Chain(*(MegatronLayer(h, a, is_recomputed) for _ in range(3)))
-    run = MetaRun(model, plan_units(model), Dtypes(torch.bfloat16, None, None), "cuda", splits=Splits(tensor=t))
-    part = run.profile((torch.zeros(b, s, h),), b, 0).part("blocks.1")
-    core = 0 if is_recomputed else 2 * a * s / h
-    assert part.kept_bytes == pytest.approx(s * b * h * (8 + 24 / t + core / t), rel=0.04)
+    s, b, h, _ = MEGATRON
+    part = megatron_layer(is_recomputed, Splits(tensor=t))
+    assert part.kept_bytes == pytest.approx(s * b * h * (8 + 24 / t + core_of(is_recomputed) / t), rel=0.04)
     # Section 4.2.1: two all-reduces forward, of activations in 16 bits, and two backward.
     sums = [call.nbytes for call in part.exchanges]
     assert sums == ([] if t == 1 else [2 * s * b * h] * 4)
+
+
+@pytest.mark.parametrize("t", [2, 4, 8])
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_activations_of_token_parts_are_those_of_the_megatron_paper(t: int, is_recomputed: bool) -> None:
+    """Equation 4: sbh / t (34 + 5 a s / h); with selective recomputation, equation 6, 34 sbh / t. Without dropout.
+
+    Two inputs of columns, 4 sbh, are kept whole here: the paper gathers them again in the backward (section 4.2.2).
+    """
+    s, b, h, _ = MEGATRON
+    part = megatron_layer(is_recomputed, Splits(tensor=t, has_parts=True))
+    paper = s * b * h / t * (32 + core_of(is_recomputed))
+    assert part.kept_bytes == pytest.approx(paper + 4 * s * b * h * (1 - 1 / t), rel=0.04)
+    # Figure 6: in the place of each all-reduce a gather and a reduce-scatter, which move as much.
+    moved = [(call.kind, call.nbytes) for call in part.exchanges if call.nbytes == 2 * s * b * h]
+    assert sorted(moved) == [("gather", 2 * s * b * h)] * 4 + [("sum_part", 2 * s * b * h)] * 4
 
 
 # -- ZeRO-Offload, arXiv 2101.06840 -----------------------------------------------------------------------------------

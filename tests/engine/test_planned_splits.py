@@ -120,6 +120,34 @@ def test_four_ranks(ranks: RankPool) -> None:
     assert ranks(4, compare, beside_others()) == [[]] * 4
 
 
+def beyond_measured(configs: list[dict[str, Any]]) -> list[int]:
+    """Planned peaks, less measured ones."""
+    return [planned_peak(*planned(config)) - measured(config)[0] for config in configs]
+
+
+def test_sequences_over_stages(ranks: RankPool) -> None:
+    """Of messages between stages as many are counted as may be on their way at most, of which not all are."""
+    configs = [split(0, every, 4, {"sequence": 2, "pipeline": 2}) for every in (0, 1)]
+    message = ROWS * SHAPE.sequence // 2 * SHAPE.hidden * 4
+    for found in ranks(4, beyond_measured, configs):
+        assert all(0 <= nbytes <= 5 * message for nbytes in found), (found, message)
+
+
+def parts_and_rings() -> dict[str, dict[str, Any]]:
+    """What a rank has between split layers, and attention of heads (4) that the ranks do not divide or need not."""
+    ring: dict[str, Any] = {"sequence_parallel": {"attention": "ring"}}
+    return {
+        "parts": split(0, 0, 1, {"tensor": 2, "tensor_sequence": True}),
+        "parts, recomputed": split(2, 1, 2, {"tensor": 2, "tensor_sequence": True}, **BF16),
+        "ring": split(1, 0, 1, {"sequence": 2}, **ring),
+        "ring, recomputed": split(3, 1, 2, {"sequence": 2}, **ring, **BF16),
+    }
+
+
+def test_parts_of_tokens_and_rings(ranks: RankPool) -> None:
+    assert ranks(2, compare, parts_and_rings()) == [[], []]
+
+
 def shared(parallel: dict[str, int]) -> tuple[int, int, int]:
     """(shared memory as planned before the first batch, as mapped, by rank 0 of each axis, slots after a step)."""
     config = split(1, 0, 1, parallel, communication={"route": "shared_memory"})

@@ -1,15 +1,12 @@
 """Which layers are split how: by the model's plan, by names, by the config; what cannot be is said before training."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig
 
-import lowtide
-from lowtide.bin.plan import main as plan_main
 from lowtide.engine.archive.portions import taken
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.fusing import _beside_splits
@@ -145,16 +142,6 @@ def test_fusions_over_several_layers_are_left_out_or_refused() -> None:
     assert _beside_splits(True, ["rms_norm", "gated_mlp"]) == ["rms_norm"]
     with pytest.raises(ConfigError, match="gated_mlp computes layers at once, between which the ranks of parallel"):
         _beside_splits(("gated_mlp",), ["gated_mlp"])
-
-
-def test_nothing_is_planned_beside_a_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match=r"parallel.tensor: expected 1 where a plan is made, found 2"):
-        lowtide.plan(models.tiny_gpt(), {"parallel": {"tensor": 2}}, world_size=2)
-    path = tmp_path / "split.json"
-    path.write_text('{"parallel": {"tensor": 2}, "optimizer": {"type": "adamw"}}')
-    words = ["--layers", "2", "--hidden", "64", "--heads", "4", "--vocab", "128", "--gpus", "2", "--global-batch", "2"]
-    assert plan_main([str(path), *words]) == 1
-    assert "parallel.tensor: expected 1 where a plan is made, found 2" in capsys.readouterr().err
 
 
 def test_a_plan_without_an_axis_has_no_effect() -> None:

@@ -57,13 +57,13 @@ class ModelCall:
         if factor == 0 and self._loss_fn is not None and (found := _differentiable(output)):
             return torch.stack([one.reshape(-1)[:0].sum() for one in found]).sum()  # 0, with their graph
         loss = loss_of(output, ready, self._loss_fn)
-        if factor is None:
-            return loss
-        return loss * factor if factor else torch.where(torch.ones_like(loss, dtype=torch.bool), 0.0, loss)  # not NaN
+        return loss if factor is None else _weighted(loss, factor)
 
     def weighted(self, output: Any, ready: Any) -> Any:
         """What a call by hand returns: of a model that gives the mean loss of a part, as `loss`."""
-        return output if _factor_of(ready) is None or self._loss_fn is not None else self.loss(output, ready)
+        factor = _factor_of(ready)
+        is_loss = self._loss_fn is None or (isinstance(output, Tensor) and output.numel() == 1)
+        return output if factor is None or not is_loss else _weighted(loss_of(output, ready, None), factor)
 
     def own(self, x: Tensor, fill: float) -> Tensor:
         """This rank's part of (rows, tokens, ...): all, where ranks do not share sequences."""
@@ -95,7 +95,7 @@ class ModelCall:
         """
         if self._splits is None or not torch.is_grad_enabled():
             return
-        trial, self._splits = self._splits, None
+        trial = self._splits
         steps.begin_use()
         around_copy = nullcontext if self.sequences is None else self.sequences.around_copy
         with in_eval_mode(module), trial.compared(around_copy):
@@ -103,6 +103,11 @@ class ModelCall:
         wrong = [distance > 0 for distance in trial.distances.values()]
         sums = torch.tensor(wrong, dtype=torch.int64, device=self._mesh.world.device)
         trial.check(self._mesh.sum_small(sums, "the check of split layers").tolist())
+        self._splits = None
+
+
+def _weighted(loss: Tensor, factor: float) -> Tensor:
+    return loss * factor if factor else torch.where(torch.ones_like(loss, dtype=torch.bool), 0.0, loss)  # not NaN
 
 
 def _factor_of(ready: Any) -> float | None:

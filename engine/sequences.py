@@ -52,18 +52,27 @@ class Sequences:
 
     def part(self, batch: Any) -> SequencePart:
         """This rank's inputs of the model. Raises SequenceError."""
-        return self._data.part(batch, self._device)
+        return self._seen_by(self._data.part(batch, self._device))
 
     def part_of_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SequencePart:
         """As `part`, of a call by hand. Raises SequenceError where its loss could not be that of the whole."""
         if args:
             raise SequenceError("expected a call with names alone, engine(**batch), found positional arguments")
-        part = self._data_by_hand.part(kwargs, self._device, needs_labels=False)
+        part = self._seen_by(self._data_by_hand.part(kwargs, self._device, needs_labels=False))
         if torch.is_grad_enabled() and "shift_labels" not in part and not self._are_parts_known:
             raise SequenceError(
                 "expected labels among the inputs, or engine.sequence_part(labels, fill=-100) before the call: a rank "
                 "has the logits of a part of each sequence, and a mean over them is not the mean over the whole; what "
                 "adds up to that is the sum over its own labels, divided by the number of all"
+            )
+        return part
+
+    def _seen_by(self, part: SequencePart) -> SequencePart:
+        if part.whole.is_blind and self._attention.has_eager_ring:
+            raise SequenceError(
+                "attention_mask: expected no label where a token sees nothing, found some behind padding that comes "
+                'first: "eager" attention gives such a token the mean of all, and a ring gives it nothing; use "sdpa", '
+                "which gives it nothing too, or pad behind"
             )
         return part
 
@@ -108,10 +117,9 @@ class Sequences:
         has_labels = any(batch.get(name) is not None for name in ("labels", "shift_labels"))
         if has_labels in self._tried or not (has_labels or (output_of is not None and self._are_parts_known)):
             return
-        self._tried.add(has_labels)
         trial = self._data_at(0, 1).trial(batch, self._device)
         attention = self._attention
-        before, attention.is_alone = attention.num_calls, True
+        before, attention.is_alone, attention.fault = attention.num_calls, True, None
         try:
             with in_eval_mode(self._module):
                 if output_of is not None and not has_labels:
@@ -124,7 +132,8 @@ class Sequences:
         tolerance = self._tolerance()
         meet = trial.differs and _differ([one], [other], tolerance)
         is_no_sum = _differ(parts[:1], parts[1:], 10 * tolerance)  # sums in another order
-        self._judge(*summed([attention.num_calls - before, meet, is_no_sum]))
+        self._judge(*summed([attention.num_calls - before, meet, is_no_sum, attention.fault is not None]))
+        self._tried.add(has_labels)
 
     def _seen(self, trial: SequenceTrial, output_of: Callable[[SequencePart], Any], part: SequencePart) -> Tensor:
         """() of all that the output says of the token."""
@@ -151,19 +160,16 @@ class Sequences:
         axis = Axis(SEQUENCE, place, ranks, ranks, SoloRoute(self._device))
         return SequenceData(self._module, Exchange(axis), self._has_own_loss)
 
-    def _judge(self, num_calls: int, num_meeting: int, num_no_sums: int) -> None:
+    def _judge(self, num_calls: int, num_meeting: int, num_no_sums: int, num_faults: int) -> None:
         name = type(self._module).__name__
+        if num_faults:
+            raise SequenceError(self._attention.fault or f"attention of {name} on another rank cannot be shared")
         if not num_calls:
             raise SequenceError(f"expected attention that ranks share in a forward of {name}, found none: {_MEET}")
         if num_meeting:
             raise SequenceError(
                 f"expected tokens of {name} to meet in shared attention alone, found a token's loss that changes with "
-                f"other tokens though each sees itself alone: {_MEET}"
-                + (
-                    ""
-                    if self._has_own_loss
-                    else "; a loss_fn reads nothing of tokens without a label, and shifts no labels"
-                )
+                f"other tokens though each sees itself alone: {_MEET}" + ("" if self._has_own_loss else _OF_LOSS_FN)
             )
         if num_no_sums:
             raise SequenceError(

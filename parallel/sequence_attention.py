@@ -18,6 +18,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,7 +43,8 @@ _ROPES = {"dynamic", "longrope"}
 class SequenceAttention:
     """Attends over whole sequences, as `forwards` has them.
 
-    is_alone: each token sees itself alone, and nothing is exchanged. num_calls: how often there was attention.
+    is_alone: each token sees itself alone, and nothing is exchanged. num_calls: how often there was attention. fault:
+    what was found wrong meanwhile. has_eager_ring: a ring stands for attention that is written out.
     """
 
     def __init__(
@@ -59,6 +61,8 @@ class SequenceAttention:
         self.forwards = Forwards()
         self.is_alone = False
         self.num_calls = 0
+        self.fault: str | None = None
+        self.has_eager_ring = False
         self._exchange = exchange
         self._way = way
         self._say = say
@@ -110,16 +114,18 @@ class SequenceAttention:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         options.pop("position_ids", None)
         self.num_calls += 1
+        scale = options.get("scaling")
+        scale = query.shape[3] ** -0.5 if scale is None else scale
+        groups = query.shape[1] // key.shape[1]
         if self.is_alone:
+            self._look(query.shape[1], partial(self._check_scores, module, attend, name, scale, groups, options))
             return _of_itself(query, value).transpose(1, 2), None
         window = options.get("sliding_window")
         width = self._width(query.shape[1])
         query, key, value = self._all(query, key, value, width)
         if width < self._exchange.size:
-            scale = options.get("scaling")
-            scale = query.shape[3] ** -0.5 if scale is None else scale
             if not query.is_meta:
-                self._check_scores(module, attend, name, scale, query.shape[1] // key.shape[1], options)
+                self._check_scores(module, attend, name, scale, groups, options)
             mixed = self._round(
                 query,
                 key,
@@ -133,6 +139,7 @@ class SequenceAttention:
         mask = self.forwards.whole.mask(query, is_causal, window, always=name == "eager")
         if mask is not None and name == "eager":
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
+            mask[..., self.forwards.whole.length or mask.shape[3] :] = -math.inf  # else what sees nothing sees these
         with _grouped(module, query.shape[1] // key.shape[1]):
             mixed, _ = attend(module, query, key, value, mask, **options)  # (rows, whole, heads, size)
         return self._back(mixed, width), None
@@ -157,15 +164,16 @@ class SequenceAttention:
             )
         self.num_calls += 1
         if self.is_alone:
+            self._look(query.shape[1])
             return _of_itself(query, value)
         width = self._width(query.shape[1])
         query, key, value = self._all(query, key, value, width)
+        whole = replace(self.forwards.whole, packed=None)  # which a module that asks for no mask does not look at
         if width < self._exchange.size:
             scale = query.shape[3] ** -0.5 if scale is None else scale
-            seen = Seen(self.forwards.whole, is_causal, None)
-            mixed = self._round(query, key, value, width, seen, scale, dropout_p)
+            mixed = self._round(query, key, value, width, Seen(whole, is_causal, None), scale, dropout_p)
             return self._back(mixed.transpose(1, 2), width).transpose(1, 2)
-        mask = self.forwards.whole.mask(query, is_causal, None)
+        mask = whole.mask(query, is_causal, None)
         enable_gqa = enable_gqa and query.shape[1] != key.shape[1]
         mixed = functional.scaled_dot_product_attention(
             query, key, value, mask, dropout_p, is_causal and mask is None, scale=scale, enable_gqa=enable_gqa
@@ -186,6 +194,14 @@ class SequenceAttention:
             if self._say is not None:
                 self._say(way_line(size, heads, width, self._way))
         return self._widths[heads]
+
+    def _look(self, heads: int, check: Callable[[], None] | None = None) -> None:
+        """Keeps the fault: other stages of a pipeline wait for what this one computes."""
+        try:
+            if self._width(heads) < self._exchange.size and check is not None:
+                check()
+        except SequenceError as error:
+            self.fault = self.fault or error.message
 
     def _all(self, query: Tensor, key: Tensor, value: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """All tokens of `width` neighbours, of this rank's heads."""
@@ -234,7 +250,7 @@ class SequenceAttention:
         """
         if (id(module), scale) in self._tried:
             return
-        self._tried.add((id(module), scale))
+        self.has_eager_ring |= name == "eager"
         generator = torch.Generator().manual_seed(0)
         query, key, value = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (groups, 1, 1))
         query *= 8
@@ -249,6 +265,7 @@ class SequenceAttention:
                 f'computes itself, found more in its "{name}" attention (a cap, a bias); set parallel.sequence to a '
                 "divisor of the heads"
             )
+        self._tried.add((id(module), scale))
 
 
 def heads_fault(size: int, heads: int, tensor: int = 1) -> str | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class Whole:
     length: int | None = None  # without what was added; None: all that there are
     keys: Tensor | None = None  # (rows, tokens) bool: may be looked at
     packed: Tensor | None = None  # (rows, tokens): number of the sequence in a row of several
+    is_blind: bool = False  # a token with a label sees no token, itself neither
 
     def mask(self, query: Tensor, is_causal: bool, window: int | None, always: bool = False) -> Tensor | None:
         """(rows or 1, 1, tokens, tokens) bool, True where a query may look; None where is_causal says it all."""
@@ -67,8 +68,8 @@ class Whole:
         return seen
 
     def to(self, device: torch.device) -> Whole:
-        moved = (None if one is None else sent(one, device) for one in (self.keys, self.packed))
-        return Whole(self.length, *moved)
+        keys, packed = (None if one is None else sent(one, device) for one in (self.keys, self.packed))
+        return replace(self, keys=keys, packed=packed)
 
 
 class SequencePart(dict[str, Any]):
@@ -138,6 +139,7 @@ class SequenceData:
             made[name] = self.own(value) if is_along else value
         factor = None
         if shifted is not None:
+            whole = replace(whole, is_blind=_is_blind(whole, shifted))
             own = made["shift_labels"] = self.own(shifted, fill=IGNORED)
             if labels is not None or self._takes_count:
                 made["labels"] = own
@@ -166,10 +168,8 @@ class SequenceData:
         if labels is not None:
             kept = made["shift_labels"][:, at : at + 1]
             tokens = torch.arange(made["shift_labels"].shape[1], device=kept.device)
-            # Parts with unlike numbers of labels: weights show.
-            is_tried = (tokens == 0) | (tokens >= -(-len(tokens) // 2))
             made = _with_labels(made, kept.where(tokens == at, IGNORED))
-            tried = _with_labels(tried, kept.where(is_tried, IGNORED))
+            tried = _with_labels(tried, _tried_labels(kept.where(tokens < 0, IGNORED), labels))
         changed, differs = dict(made), bool(labelled)
         for name in _TOKENS:
             if name in made:
@@ -212,7 +212,7 @@ class SequenceData:
         keys = packed = None
         if seen is not None and not bool((seen != 0).all()):
             keys = functional.pad(seen != 0, (0, size - length))
-        elif positions is not None:
+        elif seen is None and positions is not None:  # as Hugging Face has it
             starts = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
             if bool(starts.any()):
                 packed = functional.pad(starts.cumsum(1), (0, size - length), value=-1)
@@ -232,8 +232,30 @@ class SequenceData:
         return self._exchange.part(x, 1).contiguous()
 
 
+def _tried_labels(tried: Tensor, labels: Tensor) -> Tensor:
+    """tried: (rows, tokens), of none. One in the first half and two behind, in two rows: a mean that weighs classes,
+    rows or parts is another one than that over labels. Of the values of `labels`, the commonest and rarest: a class
+    that counts less is often the one or the other.
+    """
+    values, counts = torch.unique(labels[labels != IGNORED], return_counts=True)
+    if len(values):
+        values = values.flip(0)[counts.flip(0).argsort(stable=True)]  # of as common ones, those far apart
+        tried[0, 0] = values[-1]
+        tried[0, -(-tried.shape[1] // 2)] = values[0]
+        tried[-1, -1] = values[len(values) // 2]
+    return tried
+
+
 def _with_labels(inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
     return inputs | {name: labels for name in ("shift_labels", "labels") if name in inputs}
+
+
+def _is_blind(whole: Whole, labels: Tensor) -> bool:
+    """Whether a token with a label has padding alone before it and is padding."""
+    if whole.keys is None:
+        return False
+    sees = whole.keys[:, : labels.shape[1]].cumsum(1) > 0
+    return bool(((labels != IGNORED) & ~sees).any())
 
 
 def is_hugging_face(model: nn.Module) -> bool:

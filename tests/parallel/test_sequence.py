@@ -76,9 +76,15 @@ def batch_of(step: int, kind: str) -> Batch:
         seen = torch.ones_like(tokens)
         seen[0, 20:] = seen[2, 9:] = 0
         batch |= {"attention_mask": seen, "labels": tokens.masked_fill(seen == 0, -100)}
-    if kind == "packed":
-        batch["position_ids"] = torch.cat([positions[:, :11], positions[:, : length - 11]], dim=1)
-    if kind == "plain":
+    if kind == "left":  # a label stands where nothing is seen
+        seen = (torch.arange(length) >= torch.tensor([[0], [5], [0], [17]])).long()
+        batch |= {"attention_mask": seen, "labels": tokens.masked_fill(seen == 0, -100)}
+    if "packed" in kind:
+        positions = torch.cat([positions[:, :11], positions[:, : length - 11]], dim=1)
+        batch["position_ids"] = positions
+    if kind == "packed, masked":  # Hugging Face's models look at the mask alone
+        batch["attention_mask"] = torch.ones_like(tokens)
+    if kind.startswith("plain"):
         labels = functional.pad(tokens, (0, 1), value=-100)[:, 1:].clone()
         labels[:, 13:] = -100  # of the last ranks nothing is predicted
         return {"input_ids": tokens, "position_ids": positions, "shift_labels": labels}
@@ -118,6 +124,9 @@ CASES: list[tuple[str, int, str, dict[str, Any]]] = [
     ("gpt2", 3, "padded", {"communication": {"route": "sockets"}}),
     ("mistral", 2, "odd", {}),
     ("eager", 0, "packed", {}),
+    ("eager", 1, "left", {}),
+    ("llama", 1, "packed, masked", {}),
+    ("Plain", 1, "plain, packed", {}),  # it asks for no mask
     ("Plain", 3, "plain", {"activation_checkpointing": {"every": 1}}),
     ("llama", 3, "odd", {"tiles": {"mlp": 5, "loss": 4}}),
     ("qwen3", 2, "odd", {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}),

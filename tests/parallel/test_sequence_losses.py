@@ -1,5 +1,6 @@
 """A loss beside the model, of ranks that share sequences: a loss_fn, and a loop that asks for its part of labels."""
 
+import contextlib
 from typing import Any
 
 import torch
@@ -53,6 +54,19 @@ def summed(output: Any, batch: Batch) -> Tensor:
 
 def shifted_again(output: Any, batch: Batch) -> Tensor:
     return cross_entropy(output.logits[:, :-1], batch["labels"][:, 1:])
+
+
+def of_classes(output: Any, batch: Batch) -> Tensor:
+    """Some count more."""
+    labels, logits = batch["shift_labels"], output.logits
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), torch.linspace(1, 2, logits.shape[2]))
+
+
+def of_rows(output: Any, batch: Batch) -> Tensor:
+    """Rows count alike, however many labels they have."""
+    labels = batch["shift_labels"]
+    terms = functional.cross_entropy(output.logits.transpose(1, 2), labels, reduction="none")
+    return (terms.sum(1) / (labels != -100).sum(1).clamp(min=1)).mean()
 
 
 def shift_batch(step: int, kind: str) -> Batch:
@@ -149,6 +163,22 @@ def test_a_loop_computes_a_loss_of_its_own_of_its_part(ranks: RankPool) -> None:
     check(ranks(4, by_hand, 4)[0], ranks(1, by_hand, 1)[0])
 
 
+def with_itself(size: int) -> Batch:
+    """A model that gives its loss, a loss_fn that hands it on, and a loop that calls the model."""
+    torch.manual_seed(0)
+    config = config_of(1, parallel={"sequence": size})
+    with lowtide.initialize(WithLoss(), config, loss_fn=lambda output, _: output) as engine:
+        for half in range(2):
+            batch = {key: value.chunk(2)[half] for key, value in batch_of(0, "plain").items()}
+            engine.backward(engine(**batch))
+            engine.step()
+        return {key: value.detach().clone() for key, value in engine.state_dict().items()}
+
+
+def test_a_call_weighs_the_loss_of_a_model_beside_a_loss_fn(ranks: RankPool) -> None:
+    check([ranks(2, with_itself, 2)[0]], [ranks(1, with_itself, 1)[0]])
+
+
 class Mixing(Attends):
     """Beside attention each token sees the one before it."""
 
@@ -159,7 +189,9 @@ class Mixing(Attends):
 def refusals() -> dict[str, str]:
     def trained(model: nn.Module, batch: Batch, loss_fn: Any = None) -> None:
         with lowtide.initialize(model, config_of(1, parallel={"sequence": 2}), loss_fn=loss_fn) as engine:
-            engine.train_step(batch)
+            with contextlib.suppress(ValueError):
+                engine.train_step(batch)
+            engine.train_step(batch)  # the second time too
 
     def called(model: nn.Module, batch: Batch) -> None:
         with lowtide.initialize(model, config_of(1, parallel={"sequence": 2})) as engine:
@@ -172,6 +204,8 @@ def refusals() -> dict[str, str]:
     calls: dict[str, Any] = {
         "sum": lambda: trained(make("llama"), odd, summed),
         "all tokens": lambda: trained(make("plain"), plain, lambda output, _: output.square().mean()),
+        "classes": lambda: trained(make("llama"), odd, of_classes),
+        "rows": lambda: trained(make("llama"), odd, of_rows),
         "shifted": lambda: trained(make("llama"), odd, shifted_again),
         "no labels": lambda: trained(make("llama"), {"input_ids": odd["input_ids"]}, mean),
         "its own": lambda: trained(Summing(), plain),
@@ -189,6 +223,8 @@ def refusals() -> dict[str, str]:
 NO_SUM = "expected the mean over the labels of the part that it is given"
 REFUSED = {
     "sum": f"loss_fn: {NO_SUM}",
+    "classes": f"loss_fn: {NO_SUM}",
+    "rows": f"loss_fn: {NO_SUM}",
     "all tokens": "; a loss_fn reads nothing of tokens without a label",
     "shifted": "a loss_fn reads nothing of tokens without a label, and shifts no labels",
     "no labels": "batch: expected labels or shift_labels beside a loss_fn",

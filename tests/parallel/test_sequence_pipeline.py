@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from tests.parallel.test_ring import RING, capped
 from tests.parallel.test_sequence import Attends, Plain, batch_of
 from tests.parallel.test_sequence_forwards import Shifting
 from tests.parallel.test_tiles import ROWS, SIZES, VOCAB, transformers
@@ -138,6 +139,24 @@ def test_stages_drop_elements_of_each_part(ranks: RankPool) -> None:
         assert len(one[0]) == 8  # two blocks, four microbatches
         assert not any(torch.equal(*pair) for pair in zip(one[0], other[0], strict=True))
         assert torch.equal(one[1], other[1])  # what a script draws is the same on both
+
+
+def of_attention() -> str:
+    """What attention itself cannot share."""
+    engine = lowtide.initialize(capped(), config_of("1f1b", 1, parallel={"pipeline": 2, "sequence": 2}) | RING)
+    two = [batch_of(half, "odd") for half in range(2)]
+    try:
+        engine.train_step({key: torch.cat([one[key] for one in two]) for key in two[0]})
+    except ValueError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
+def test_all_stages_hear_of_attention_that_no_ring_computes(ranks: RankPool) -> None:
+    for error in ranks(4, of_attention):
+        assert "expected attention that scales its scores and does no more" in error
 
 
 def refusals() -> dict[str, str]:

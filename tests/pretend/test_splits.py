@@ -35,6 +35,7 @@ ROWS: dict[str, tuple[Any, Any, str, int, dict[str, Any]]] = {
     "sequence, padded, window": (mistral, sequences_of, "padded", 3, SEQUENCE),
     "sequence, packed": (eager_llama, sequences_of, "packed", 1, SEQUENCE),
     "sequence, tiles": (MODELS["qwen3"], sequences_of, "odd", 2, {**SEQUENCE, "tiles": {"mlp": 5, "loss": 4}}),
+    "ring, padded": (mistral, sequences_of, "padded", 1, {**SEQUENCE, "sequence_parallel": {"attention": "ring"}}),
     "tiles": (MODELS["gpt2"], sequences_of, "odd", 3, {"tiles": {"mlp": 5, "loss": 4}}),
 }
 

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..comm import Exchange
+from ..comm import CollectiveError, Exchange
 from ..model.ledger import Ledger
 from .call_states import copy_states
 from .collectives import gathered_and_joined, joined, lengthened, parted, scattered
@@ -266,7 +266,7 @@ class TokenParts:
                         apart = _first_of(block, inner(*copy_states(args), **copy_states(kwargs)))
                     apart = self._all_of(apart, call.length, block.name)
                 except (RuntimeError, IndexError) as error:  # of sizes; on all ranks, which have the same
-                    if isinstance(error, torch.OutOfMemoryError):
+                    if isinstance(error, torch.OutOfMemoryError | CollectiveError):
                         raise
                     failed = error
                 for handle in watched:

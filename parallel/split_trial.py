@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..comm import Exchange
+from ..comm import CollectiveError, Exchange
 from .plan import TensorPlan
 from .splits import LayerSplit, Style, is_linear
 
@@ -68,9 +68,18 @@ class SplitTrial:
             behind = partial(self._compare, name, around_copy)
             handles.append(module.register_forward_pre_hook(partial(self._note, name)))
             handles.append(module.register_forward_hook(behind, with_kwargs=True, prepend=True))
+        self._states.clear()
         try:
             with self._with_all_tokens():
                 yield
+        except (RuntimeError, IndexError) as error:  # of sizes; on all ranks, which have the same
+            if isinstance(error, torch.OutOfMemoryError | CollectiveError) or not self._states:
+                raise
+            name = list(self._states)[-1]  # it was called, and gave nothing
+            raise ValueError(
+                f"parallel.tensor: expected '{name}' to run with its layers split, found {type(error).__name__}: "
+                f"{error}. {self._hints[name]}"
+            ) from error
         finally:
             for handle in handles:
                 handle.remove()

@@ -22,7 +22,6 @@ which says in which forward it was: a length is kept with the number of the firs
 
 from __future__ import annotations
 
-import copy
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -33,12 +32,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from ..comm import Exchange
+from ..comm import CollectiveError, Exchange
 from ..model.ledger import Ledger
+from .call_states import copy_states
 from .collectives import gathered_and_joined, joined, lengthened, parted, scattered
+from .part_watch import PartWatch
 from .randomness import Randomness
 from .stacks import Block, Stack
 
@@ -88,6 +88,9 @@ class TokenParts:
         self._of_blocks = {id(part) for s in stacks for block in s.blocks for part in block.module.modules()}
         self._tiled = {id(p) for m in model.modules() if id(m) in tiled for p in m.modules() if p is not m}
         self._given_all = set[int]()  # modules in what is given all tokens
+        self._whole_inputs = set[tuple[int, Any]]()  # (module, which): given what its block was given beside tokens
+        self._watch: PartWatch | None = None
+        self._watched = set[tuple[bool, bool]]()
         for stack in stacks:
             stream = _Stream()
             self._streams.append(stream)
@@ -102,6 +105,7 @@ class TokenParts:
                         ledger.hook(hook)
         ledger.hook(model.register_forward_pre_hook(self._begin, with_kwargs=True))
         ledger.hook(model.register_forward_hook(self._end))
+        ledger.hook(model.register_forward_hook(self._stop_watch, always_call=True))
 
     def has(self, layer: nn.Module) -> bool:
         """Whether the layer is in a block."""
@@ -126,7 +130,20 @@ class TokenParts:
                     "part of the tokens; set it to false, or parallel.tensor_sequence"
                 )
 
+        mode = model.training, torch.is_grad_enabled()
+        if not self._is_plain and self._watch is None and mode not in self._watched:
+            self._watched.add(mode)
+            self._watch = PartWatch(lambda: self._call is not None)
+            self._watch.__enter__()  # type: ignore[no-untyped-call]  # as torch has it
+
+    def _stop_watch(self, *_: object) -> None:
+        if self._watch is not None:
+            watch, self._watch = self._watch, None
+            watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+        if self._watch is not None:
+            self._watch.check(output)
         for stream in self._streams:
             if stream.last is not None:
                 raise ValueError(
@@ -177,6 +194,8 @@ class TokenParts:
             made = self._all_of(made, length, block.name)
         if not is_again:
             stream.last, stream.last_name = None if is_last else weakref.ref(made), block.name
+            if self._watch is not None and not is_last:
+                self._watch.note(made, block.name)
         if is_last or is_again:
             self._randomness.return_to_common()
         return _with_first(output, made)
@@ -245,32 +264,39 @@ class TokenParts:
         block.module.eval()
         try:
             with torch.no_grad():
-                with self._within(call), _in_words(block):
-                    apart = _first_of(block, inner(*_copy_states(args), **_copy_states(kwargs)))
+                apart, failed = None, None
+                try:
+                    with self._within(call):
+                        apart = _first_of(block, inner(*copy_states(args), **copy_states(kwargs)))
+                    apart = self._all_of(apart, call.length, block.name)
+                except (RuntimeError, IndexError) as error:  # of sizes; on all ranks, which have the same
+                    if isinstance(error, torch.OutOfMemoryError | CollectiveError):
+                        raise
+                    failed = error
                 for handle in watched:
                     handle.remove()
-                apart = self._all_of(apart, call.length, block.name)
                 whole = self._all_of(own, call.length, block.name)
                 _, args, kwargs = self._call_of(key, whole, call.length, args, kwargs)
                 with self.with_all_tokens():
-                    together = _first_of(block, inner(*_copy_states(args), **_copy_states(kwargs)))
+                    together = _first_of(block, inner(*copy_states(args), **copy_states(kwargs)))
         finally:
             for handle in watched:
                 handle.remove()
             for part, was_training in modes:
                 part.training = was_training
             self._randomness.restore(states)
-        if not bool(together.isfinite().all()):
+        if failed is None and not bool(together.isfinite().all()):
             return  # the step says of values that are not finite
         self._tried.add(id(block.module))
         is_narrow = together.itemsize < 4 or torch.is_autocast_enabled(together.device.type)
         most = (_NARROW if is_narrow else _WIDE) * together.abs().max() + 1e-6
-        if together.shape != apart.shape or bool((together - apart).abs().max() > most):
+        if apart is None or together.shape != apart.shape or bool((together - apart).abs().max() > most):
+            found = "it is not what it is with all of them" if failed is None else f"it fails ({failed})"
             raise ValueError(
                 f"parallel.tensor_sequence: expected that '{block.name}' ({type(block.module).__name__}) mixes tokens "
-                "between columns and rows alone; computed with a part of the tokens on each rank it is not what it is "
-                "with all of them. Split what mixes them in tensor_parallel.plan, or set it to false"
-            )
+                f"between columns and rows alone; computed with a part of the tokens on each rank {found}. Split what "
+                "mixes them in tensor_parallel.plan, or set it to false"
+            ) from failed
 
     def _check_given_part(self, name: str, call: _Call, module: nn.Module, args: Any, kwargs: Any) -> None:
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and id(one) in call.wholes]
@@ -302,17 +328,22 @@ class TokenParts:
         if self._is_plain:
             return None
 
-        def given(value: Any) -> Any:
-            return self._bring(value, module)[1] if self._is_part(value) else value
+        def given(which: int | str, value: Any) -> Any:
+            return self._bring(value, module)[1] if self._is_part(value, (id(module), which)) else value
 
-        return tuple(map(given, args)), {name: given(value) for name, value in kwargs.items()}
+        return tuple(map(given, range(len(args)), args)), {name: given(name, value) for name, value in kwargs.items()}
 
-    def _is_part(self, value: Any) -> bool:
+    def _is_part(self, value: Any, at: tuple[int, Any]) -> bool:
+        """at: the module that is given it, and which of its inputs that is; a block that is recomputed has no more."""
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:
             return False
         if self._call is None:
-            return value.shape[-2] * self._exchange.size == self._padded(self._length_in_backward(value))
-        return value.shape[:-1] == self._call.tokens and id(value) not in self._call.wholes
+            length = self._length_in_backward(value)
+            return value.shape[-2] * self._exchange.size == self._padded(length) and at not in self._whole_inputs
+        if id(value) in self._call.wholes:
+            self._whole_inputs.add(at)
+            return False
+        return value.shape[:-1] == self._call.tokens
 
     def _length_in_backward(self, x: Tensor) -> int:
         if torch._C._current_graph_task_id() == -1:
@@ -340,7 +371,7 @@ class TokenParts:
             return self._brought[1]
         if id(layer) in self._tiled:
             return self._bring(x, name, is_cut=False)[0]
-        if id(layer) in self._given_all or not self._is_part(x):
+        if id(layer) in self._given_all or not self._is_part(x, (id(layer), 0)):
             return None
         return self._bring(x, name)[0]
 
@@ -385,34 +416,3 @@ def _first_of(block: Block, output: Any) -> Tensor:
 
 def _with_first(output: Any, first: Tensor) -> Any:
     return first if isinstance(output, Tensor) else type(output)((first, *output[1:]))
-
-
-@contextmanager
-def _in_words(block: Block) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if type(error) is not RuntimeError or "size" not in str(error):
-            raise
-        raise ValueError(
-            f"parallel.tensor_sequence: expected that '{block.name}' ({type(block.module).__name__}) takes a part of "
-            f"the tokens, found that it does not: {error}. An attention that is whole on all ranks is such a block; "
-            "split it in tensor_parallel.plan, or set it to false"
-        ) from error
-
-
-class _SameTensors(TorchFunctionMode):
-    """Copies of objects have the tensors that these have."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
-
-
-def _copy_states(values: Any) -> Any:
-    """With copies of what a forward may add to beside tensors, such as a cache of keys."""
-
-    def copied(value: Any) -> Any:
-        return value if value is None or isinstance(value, Tensor) else copy.deepcopy(value)
-
-    with _SameTensors():
-        return tree_map(copied, values)

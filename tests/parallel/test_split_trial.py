@@ -42,6 +42,18 @@ class Normed(nn.Module):
         return y
 
 
+class Sized(nn.Module):
+    """What is between columns and rows has a parameter for each column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.norm, self.back = nn.Linear(WIDTH, 48), nn.LayerNorm(48), nn.Linear(48, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.back(self.norm(self.both(x)))
+        return y
+
+
 class Attention(nn.Module):
     """Of as many heads as there are."""
 
@@ -86,6 +98,11 @@ CASES: dict[str, tuple[type[nn.Module], dict[str, Any], str]] = {
         'give it the style "column/2"',
     ),
     "whole columns": (Normed, plan_of("column"), 'Give them other styles in tensor_parallel.plan, or "whole"'),
+    "sizes": (
+        Sized,
+        plan_of("column"),
+        r"expected 'blocks.0.mlp' to run with its layers split, found RuntimeError: .*\[48\].* Give them",
+    ),
     "queries": (GateUp, plan_of("column/2", qkv="column", out="row"), 'give it the style "column/3"'),
     "right": (GateUp, plan_of("column/2", qkv="column/3", out="row"), ""),
 }

@@ -119,6 +119,41 @@ class CallsBeside(Stacked):
         return super().forward(x) + up(x).mean()
 
 
+class Exits(Stacked):
+    """A loss of what each block gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = x.new_zeros(())
+        for block in self.blocks:
+            x = block(x)
+            loss = loss + x.std()
+        return loss
+
+
+class Gives(Stacked):
+    """What a loss beside the model may use."""
+
+    def forward(self, x: Tensor) -> Any:
+        first = self.blocks[0](x)
+        return self.blocks[1](first).mean(), first
+
+
+class Leaves(Stacked):
+    """Before the last block, from the second step on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = super().forward(x)
+        self.ran = slice(0, 1) if self.training else self.ran
+        return result
+
+
+class Adds(Mixer):
+    """All tokens, to a part of them."""
+
+    def forward(self, x: Tensor, beside: Any = None) -> Tensor:
+        return super().forward(x) + beside
+
+
 def with_shared_norm() -> nn.Module:
     model = Stacked(Mixer(), Mixer())
     model.last = model.blocks[0].norm
@@ -174,10 +209,20 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "between": (
         lambda: Stacked(Mixer(), Mixer(), between=torch.tanh),
-        r"'blocks.1': expected what the block before it gave, this rank's part of 6 tokens, found another tensor",
+        r"expected that the next block alone uses what 'blocks.0' gives, found tanh: between blocks",
+    ),
+    "between, in place": (
+        lambda: Stacked(Mixer(), Mixer(), between=Tensor.relu_),
+        r"what 'blocks.0' gives, found relu_",
+    ),
+    "a loss of each": (lambda: Exits(Mixer(), Mixer()), r"what 'blocks.0' gives, found std"),
+    "given": (lambda: Gives(Mixer(), Mixer()), r"what 'blocks.0' gives, found it in what the model gives"),
+    "sizes": (
+        lambda: Stacked(Adds(), Adds()),
+        r"'blocks.0' \(Adds\) mixes .* on each rank it fails \(The size of tensor a \(3\) must match",
     ),
     "not all": (
-        lambda: Stacked(Mixer(), Mixer(), last=1),
+        lambda: Leaves(Mixer(), Mixer()),
         r"expected a forward through all blocks, found that 'blocks.0' was the last one",
     ),
     "not the first": (
@@ -209,11 +254,13 @@ def refusal(name: str) -> str:
     except ValueError as error:
         return str(error)
     try:
-        engine.train_step((torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1)),))
+        for _ in range(2):
+            engine.train_step((torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1)),))
     except ValueError as error:
         return str(error)
     finally:
         engine.close()
+        assert not torch._C._len_torch_function_stack()  # nothing watches any more
     return "nothing"
 
 
@@ -311,6 +358,23 @@ def test_blocks_that_a_model_recomputes_by_itself_train_as_without(ranks: RankPo
     expected = plainly(CASES["llama"], 1)
     (outcome,) = ranks(2, train_all, [parts(replace(CASES["llama"], build=build), 3)])[0]
     assert_close(outcome, expected, TOLERANCE, TOLERANCE)
+
+
+def recomputing_t5() -> nn.Module:
+    model: nn.Module = recomputing(others.t5(), is_reentrant=True)
+    return model
+
+
+def short_questions(step: int, rows: int) -> tuple[Tensor, Tensor]:
+    """As many tokens of the encoder as a rank has of the decoder's."""
+    ids, labels = others.tokens(step, rows)
+    return ids[:, :5].contiguous(), labels
+
+
+def test_what_an_encoder_gave_is_no_part_where_a_model_recomputes_by_itself(ranks: RankPool) -> None:
+    case = replace(CASES["t5"], build=recomputing_t5, batch=short_questions)
+    (outcome,) = ranks(2, train_all, [parts(case, 3)])[0]
+    assert_close(outcome, plainly(case, 1), TOLERANCE, TOLERANCE)
 
 
 def test_offload_beside_parts_gives_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:

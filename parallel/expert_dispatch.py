@@ -37,13 +37,22 @@ from .expert_trial import TriedExperts
 from .experts import ExpertLayer, ExpertPlan
 
 _Forward = Callable[..., Tensor]
+_Read = Callable[[Tensor, int], list[list[int]]]
 
 
-def split_experts(plan: ExpertPlan, exchange: Exchange, ledger: Ledger) -> None:
-    """Puts the exchange on all layers of the plan, whose modules have this rank's experts alone."""
+def _counted(counts: Tensor, num_choices: int) -> list[list[int]]:
+    return counts.tolist()
+
+
+def split_experts(plan: ExpertPlan, exchange: Exchange, ledger: Ledger, read: _Read = _counted) -> None:
+    """Puts the exchange on all layers of the plan, whose modules have this rank's experts alone.
+
+    read: (ranks, ranks) int64 of rows that each has for each, and how many choices this rank has -> the numbers; given
+    where tensors have no values.
+    """
     for layer in plan.layers:
         experts = TriedExperts(layer.name, layer.module, layer.module.forward)
-        forward = partial(_forward, layer, exchange, experts)
+        forward = partial(_forward, layer, exchange, experts, read)
         for key in layer.counts:
             ledger.override(layer.module, key, layer.num_experts // plan.degree)
         ledger.override(layer.module, "forward", partial(_called, layer, untraced(forward)))
@@ -88,13 +97,14 @@ def _forward(
     layer: ExpertLayer,
     exchange: Exchange,
     experts: TriedExperts,
+    read: _Read,
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
     """What the layer computes with all experts, of any leading dimensions."""
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
-    way = _way_of(layer, exchange, top_k_index.reshape(-1, top_k_index.shape[-1]))
+    way = _way_of(layer, exchange, top_k_index.reshape(-1, top_k_index.shape[-1]), read)
     rows: Tensor = _Dispatched.apply(x, way)  # type: ignore[no-untyped-call]  # as torch has it
     made = _made(layer, experts, rows, way)
     placed: Tensor = _Combined.apply(made, way)  # type: ignore[no-untyped-call]  # as torch has it
@@ -102,7 +112,7 @@ def _forward(
     return (placed * weights).sum(1).to(hidden_states.dtype).view(hidden_states.shape)
 
 
-def _way_of(layer: ExpertLayer, exchange: Exchange, choices: Tensor) -> _Way:
+def _way_of(layer: ExpertLayer, exchange: Exchange, choices: Tensor, read: _Read) -> _Way:
     """choices: (tokens, k). The host waits for the device here, and nowhere else in the layer."""
     size, own = exchange.size, layer.num_experts // exchange.size
     flat = choices.reshape(-1)
@@ -110,7 +120,7 @@ def _way_of(layer: ExpertLayer, exchange: Exchange, choices: Tensor) -> _Way:
     counts = flat.new_zeros(layer.num_experts + 1, dtype=torch.int64)  # the last one: of no expert
     counts.scatter_add_(0, flat.long(), torch.ones_like(flat, dtype=torch.int64))
     every = exchange.gather(counts[:-1], 0, f"the counts of {layer.name}").view(size, size, own)
-    by_rank = every.sum(2).tolist()
+    by_rank = read(every.sum(2), flat.numel())
     received = every[:, exchange.place].reshape(-1)
     experts = torch.arange(own, device=flat.device).repeat(size)
     num_received = sum(row[exchange.place] for row in by_rank)

@@ -25,7 +25,7 @@ class TriedExperts:
 
     def __call__(self, rows: Tensor, experts: Tensor) -> Tensor:
         """rows: (rows, width), at least one, experts: (rows,) int64 -> (rows, width), of weight 1."""
-        if self._is_tried:
+        if self._is_tried or rows.is_meta:
             return self._made(rows, experts, 1.0)
         before = random_states(self._module)
         made = self._made(rows, experts, 1.0)

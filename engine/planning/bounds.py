@@ -125,7 +125,7 @@ class Bounds:
 
     def _wire(self, choice: Choice, policy: ZeroPolicy, sizes: _Sizes) -> float:
         """Seconds of all collectives, one after the other."""
-        if choice.pipeline > 1:
+        if choice.pipeline > 1 or choice.expert > 1:  # experts are gathered by fewer ranks
             return 0.0
         total = 0.0
         if policy.frees_parameters:

@@ -146,7 +146,8 @@ class Space:
                             continue
                         if self.machine.num_devices // degrees.ranks_of_sample % expert:
                             continue
-                        if degrees.tensor * sequence * expert == 1 or (self.can_split and self.can_split(degrees)):
+                        is_whole = tensor * sequence * expert * (pipeline if splits else 1) == 1
+                        if is_whole or (self.can_split is not None and self.can_split(degrees)):
                             yield degrees
 
     def _has_whole_rows(self, rows: int, sequence: int) -> bool:

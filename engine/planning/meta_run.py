@@ -66,7 +66,7 @@ class MetaRun:
     ) -> None:
         """Raises ValueError where layers cannot be split so."""
         self._model = _meta_copy(model, dtypes)
-        self._splits, self._tensor = splits, splits.shrink(self._model)
+        self._splits, self._shrunk = splits, splits.shrink(self._model)
         self._units = [(unit.name, self._model.get_submodule(unit.name)) for unit in units if not unit.is_rest]
         self._of_units = {id(param) for _, module in self._units for param in module.parameters()}
         self._after = _after_blocks(self._model)
@@ -86,7 +86,7 @@ class MetaRun:
         marks = _Marks(tracker)
         tiled = frozenset(id(one) for _, one in self._tiles.apply(self._model, ledger, lambda text: None).modules)
         try:
-            split = SplitModel(self._splits, self._tensor, self._model, self._device, tiled, tracker, ledger)
+            split = SplitModel(self._splits, self._shrunk, self._model, self._device, tiled, tracker, ledger)
             own = split.part(batch, rows, self._loss_fn is None)
             made = _on_meta(own, rows, self._dtype)
             for one in tensors_of(made):

@@ -192,11 +192,6 @@ class Planner:
 
     def fault(self, degrees: Choice) -> str | None:
         """Why layers, sequences and experts cannot be split so; None where they can."""
-        if degrees.expert > 1:
-            return (
-                f"plan: expected parallel.expert 1, found {degrees.expert}: how many tokens come to a rank depends on "
-                "what routers choose, which is not planned; train a few steps and read engine.memory()"
-            )
         fault = self._fault_of_config(Choice(*(min(getattr(degrees, name), 2) for name in _DEGREES)))
         return fault or self._fault_of_model(replace(degrees.degrees, pipeline=1))
 

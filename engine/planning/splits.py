@@ -1,4 +1,4 @@
-"""Ranks that share layers and sequences, where a microbatch runs on the meta device: one of them, and nobody else.
+"""Ranks that share layers, sequences or experts, where a microbatch runs on the meta device: one, and nobody else.
 
 The run has the layers, the attention and the `Exchange` that a training has. Only the route is another: it moves
 nothing, and says what would be moved.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,14 +19,16 @@ from ...comm import EXCHANGE_SLOTS, Arriving, Axis, Exchange, Numels, Pending, T
 from ...comm.axis import Piece
 from ...comm.solo import SoloRoute
 from ...model.ledger import Ledger
+from ...parallel.expert_dispatch import split_experts
+from ...parallel.experts import ExpertPlan
 from ...parallel.layers import SplitLayers
 from ...parallel.plan import TensorPlan
 from ...parallel.randomness import Randomness
 from ...parallel.sequence_attention import SequenceAttention
 from ...parallel.sequence_data import SequenceData
 from ...parallel.token_parts import TokenParts
-from ..axes import SEQUENCE, TENSOR
-from ..blueprint import Blueprint
+from ..axes import EXPERT, SEQUENCE, TENSOR
+from ..blueprint import Blueprint, shares_of
 from .profile import Exchanged
 from .tracker import Tracker
 
@@ -39,7 +41,8 @@ class Splits:
     """Over how many ranks layers and sequences are shared, and which of them is looked at.
 
     tensor_place: of the tensor axis. plan: `tensor_parallel.plan`. route: on which the ranks exchange. has_parts: of
-    the tokens, between split layers. attention: `sequence_parallel.attention`.
+    the tokens, between split layers. attention: `sequence_parallel.attention`. expert: ranks that share experts, of
+    which routers choose each as often.
     """
 
     tensor: int = 1
@@ -49,6 +52,7 @@ class Splits:
     route: str = "native"
     has_parts: bool = False
     attention: str = "auto"
+    expert: int = 1
 
     @classmethod
     def of(cls, blueprint: Blueprint, tensor_place: int | None = None) -> Splits:
@@ -63,22 +67,34 @@ class Splits:
             route=blueprint.route,
             has_parts=parallel.tensor_sequence,
             attention=config.sequence_parallel.attention,
+            expert=parallel.expert,
         )
 
     @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
         """Of the axes with several ranks, the last one's next to each other."""
-        return tuple((name, size) for name, size in ((SEQUENCE, self.sequence), (TENSOR, self.tensor)) if size > 1)
+        sizes = ((EXPERT, self.expert), (SEQUENCE, self.sequence), (TENSOR, self.tensor))
+        return tuple((name, size) for name, size in sizes if size > 1)
 
-    def shrink(self, model: nn.Module) -> TensorPlan | None:
+    def shrink(self, model: nn.Module) -> Shrunk:
         """Leaves this rank's part of each parameter. Raises ValueError where layers cannot be split so."""
-        if self.tensor == 1:
-            return None
-        plan = TensorPlan.of(model, self.tensor, self.plan, self.has_parts)
-        for param in model.parameters():
-            portion, _ = plan.portion(param, self.tensor_place)
-            param.data = torch.empty(portion.shape, dtype=param.dtype, device=_META)
-        return plan
+        tensor = experts = None
+        if self.tensor > 1:
+            tensor = TensorPlan.of(model, self.tensor, self.plan, self.has_parts)
+        if self.expert > 1:
+            experts = ExpertPlan.of(model, self.expert)
+        share_of = shares_of(tensor, experts, {EXPERT: 0, TENSOR: self.tensor_place}.__getitem__)
+        for param in model.parameters() if self.tensor > 1 or self.expert > 1 else ():
+            param.data = torch.empty(share_of(param).portion.shape, dtype=param.dtype, device=_META)
+        return Shrunk(tensor, experts)
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """Of which layers a model has a rank's part alone."""
+
+    tensor: TensorPlan | None
+    experts: ExpertPlan | None
 
 
 class MetaRoute(SoloRoute):
@@ -206,20 +222,24 @@ class SplitModel:
     def __init__(
         self,
         splits: Splits,
-        plan: TensorPlan | None,
+        shrunk: Shrunk,
         model: nn.Module,
         device: str,
         tiled: frozenset[int],
         tracker: Tracker,
         ledger: Ledger,
     ) -> None:
-        """plan: of `Splits.shrink`. device: as of `MetaRun`. tiled: identities of modules in tiles."""
+        """device: as of `MetaRun`. tiled: identities of modules in tiles."""
         self._splits, self._model, self._tracker = splits, model, tracker
         self._exchanges: list[MetaExchange] = []
+        plan = shrunk.tensor
         if plan is not None:
             exchange = self._exchange(TENSOR, splits.tensor, splits.tensor_place)
             parts = TokenParts(plan.stacks, tiled, model, exchange, _Still(), ledger) if plan.stacks else None
             SplitLayers(plan, model, exchange, None, ledger, parts)
+        if shrunk.experts is not None:
+            exchange = self._exchange(EXPERT, splits.expert, 0)
+            split_experts(shrunk.experts, exchange, ledger, partial(_evenly, splits.expert))
         self._attention: SequenceAttention | None = None
         if splits.sequence > 1:
             self._attention = SequenceAttention(self._sequence, splits.attention, device=device)
@@ -256,6 +276,11 @@ class SplitModel:
             return output
         finally:
             forwards.end(None)
+
+
+def _evenly(size: int, counts: Tensor, num_choices: int) -> list[list[int]]:
+    """Rows of each rank for each, where every expert is chosen as often."""
+    return [[num_choices // size + (place < num_choices % size) for place in range(size)]] * size
 
 
 def _with_values(batch: Any, rows: int) -> Any:

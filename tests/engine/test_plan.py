@@ -68,7 +68,7 @@ def test_what_does_not_fit_says_what_is_missing() -> None:
         ),
         (
             {"config": {"parallel": {"expert": 2}}},
-            "plan: expected parallel.expert 1, found 2: how many tokens come to a rank depends on what routers choose",
+            "parallel.expert: expected a model with experts to split over 2 ranks, found none",
         ),
     ],
 )

@@ -56,12 +56,21 @@ def choices(planner: Planner) -> list[Choice]:
 
 
 def test_degrees_that_do_not_divide_are_not_offered(planner: Planner) -> None:
-    """4 heads, hosts of 4; and of sequences that could be whole at as many tokens."""
+    """4 heads, hosts of 4; more ranks share sequences by a ring; none that could be whole at as many tokens."""
     found = {(one.tensor, one.sequence) for one in choices(planner)}
-    assert found == {(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)}
+    assert found == {(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 2)}
     assert {one.rows % 2 for one in choices(planner) if one.sequence > 1} == {1}
     assert not any(one.expert > 1 for one in choices(planner))
     assert "heads(4) / tensor(8)" in (planner.fault(Choice(tensor=8)) or "")
+
+
+def test_degrees_that_the_config_does_not_take_are_not_offered() -> None:
+    """Stages take all tokens: see `pipeline_faults`."""
+    shape = Shape(layers=4, hidden=256, heads=4, vocabulary=512, sequence=64)
+    base = {**ADAMW, "parallel": {"tensor_sequence": True}}
+    made = Planner(build(shape), base, Machine(devices_per_host=4), runs_of(shape), batch(shape))
+    found = {(one.pipeline, one.tensor) for one in Space(made.machine, 32, 4, can_split=made.can_split)}
+    assert found == {(1, 1), (1, 2), (1, 4)}
 
 
 def test_bounds_are_below_what_is_estimated(planner: Planner) -> None:

@@ -1,0 +1,85 @@
+"""Plans of experts that ranks share, where routers choose each as often: bytes by domain, and tokens on their way."""
+
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
+
+import lowtide
+from lowtide.engine.axes import EXPERT
+from lowtide.engine.config.config import Config
+from lowtide.engine.planning.choice import Choice, Space
+from lowtide.engine.planning.machine import Machine
+from lowtide.engine.planning.meta_run import MetaRun
+from lowtide.engine.planning.planner import Planner
+from lowtide.engine.planning.splits import Splits
+from lowtide.engine.tiling import tiles_of
+
+LAYERS, WIDTH, INNER, EXPERTS, TOKENS, CHOICES = 2, 64, 96, 4, 32, 2
+BASE: dict[str, Any] = {"bf16": {"enabled": True}, "optimizer": {"type": "adamw"}, "steps_per_print": 0}
+IDS = {name: torch.zeros(1, TOKENS, dtype=torch.int64) for name in ("input_ids", "labels")}
+
+
+@cache
+def mixtral() -> nn.Module:
+    sizes: dict[str, Any] = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+        "max_position_embeddings": TOKENS,
+    }
+    experts: dict[str, Any] = {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOICES}
+    config = MixtralConfig(hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=LAYERS, **sizes, **experts)
+    with torch.device("meta"):
+        return MixtralForCausalLM(config)
+
+
+def planner() -> Planner:
+    machine = Machine(devices_per_host=4, device_bytes=40e6, reserved_bytes=0)
+
+    def runs(blueprint: Any) -> MetaRun:
+        tiles, splits = tiles_of(Config.load(BASE)), Splits.of(blueprint)
+        return MetaRun(mixtral(), blueprint.units, blueprint.dtypes, "cuda", None, True, tiles, splits)
+
+    return Planner(mixtral(), BASE, machine, runs, IDS, least_tokens=16)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_bytes_of_a_rank_are_those_of_its_experts(degree: int, stage: int) -> None:
+    """Experts are divided at every stage; with the states, over all four ranks, as much of them as without."""
+    found = planner().estimate(Choice(expert=degree, stage=stage)).bytes
+    of_experts = LAYERS * EXPERTS * 3 * WIDTH * INNER
+    others = sum(param.numel() for param in mixtral().parameters()) - of_experts
+    numel = others / 4 + of_experts / 4 if stage else others + of_experts / degree
+    assert found["parameter_bytes"] == pytest.approx(2 * numel, rel=0.15 if stage else 0.03)  # whole blocks of 1,024
+    assert found["optimizer_bytes"] == pytest.approx(12 * numel, rel=0.15 if stage else 0.03)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_tokens_on_their_way_are_those_of_the_formula(degree: int) -> None:
+    """docs/parallelism.md: 8 E bytes to each rank; 2 x choices sent x width x bytes, and the same in the backward."""
+    profile = planner().profile(1, 0, degrees=Choice(expert=degree))
+    calls = [call for part in profile.parts.values() for call in part.exchanges]
+    choices = TOKENS * CHOICES * (degree - 1) // degree
+    rows, counts = 4 * choices * WIDTH * 2, 8 * EXPERTS * (degree - 1)
+    assert {call.axis for call in calls} == {EXPERT}
+    assert sum(call.sent for call in calls) == LAYERS * (rows + counts)
+
+
+def test_bounds_are_below_what_is_estimated() -> None:
+    made = planner()
+    every = list(Space(made.machine, 8, made.num_blocks, can_split=made.can_split))
+    assert {one.expert for one in every} == {1, 2, 4}
+    for choice in random.Random(0).sample([one for one in every if one.expert > 1], 60):
+        bound, value = made.bound(choice), made.found(choice, 0)
+        assert bound.seconds <= value.seconds and bound.nbytes <= value.nbytes and bound.fits >= value.fits, choice
+
+
+def test_experts_that_ranks_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"experts\(4\) / expert\(8\)"):
+        lowtide.plan(mixtral(), {**BASE, "parallel": {"expert": 8}}, world_size=8, sample_batch=IDS)

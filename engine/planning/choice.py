@@ -134,17 +134,23 @@ class Space:
                             )
 
     def _degrees(self) -> Iterator[Choice]:
-        """Sizes of the axes that divide the devices; what is within a layer, within a host."""
+        """Sizes of the axes that divide the devices; what exchanges within a layer, within a host.
+
+        Sequences that ranks share beside a pipeline are left to who gives one of both degrees: a search of large
+        machines has no time for them.
+        """
         every, of_host = divisors(self.machine.num_devices), divisors(self.machine.devices_per_host)
         splits = self.can_split is not None
         for pipeline in self._values("pipeline", every):
             for tensor in self._values("tensor", of_host if splits else (1,)):
-                for sequence in self._values("sequence", every if splits else (1,)):
+                for sequence in self._values("sequence", of_host if splits else (1,)):
                     for expert in self._values("expert", every if splits else (1,)):
                         degrees = Choice(pipeline, tensor, sequence, expert)
                         if pipeline > self.max_stages or self.machine.num_devices % degrees.ranks_of_sample:
                             continue
                         if self.machine.num_devices // degrees.ranks_of_sample % expert:
+                            continue
+                        if min(pipeline, sequence) > 1 and not {"pipeline", "sequence"} & self.held.keys():
                             continue
                         is_whole = tensor * sequence * expert * (pipeline if splits else 1) == 1
                         if is_whole or (self.can_split is not None and self.can_split(degrees)):

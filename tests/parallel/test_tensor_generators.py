@@ -63,7 +63,7 @@ def test_a_model_that_draws_nothing_may_be_seeded_by_rank(ranks: RankPool) -> No
 
 
 class Fails(nn.Module):
-    fails = True
+    fails = False
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fails:
@@ -76,6 +76,8 @@ def failing_once() -> float:
     model: Any = Dropping()
     model.layers[0].inner = nn.Sequential(nn.Dropout(0.5), Fails())
     engine = lowtide.initialize(model, config_of())
+    engine.train_step((BATCH[0][:2],))
+    model.layers[0].inner[1].fails = True
     with pytest.raises(ArithmeticError):
         engine.train_step((BATCH[0][:2],))
     model.layers[0].inner[1].fails = False

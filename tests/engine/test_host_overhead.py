@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import textwrap
-from statistics import median
 
 # A block has 2^20 parameters, so that 8 and 1024 ranks divide it without padding, and the data is the same for both.
 # The fake backend's own collectives copy once for each rank, which is its time and not ours: here they do nothing.
@@ -60,9 +59,12 @@ SCRIPT = """
         engine = lowtide.initialize(model, config)
         found = {"initialize": time.process_time() - started}
         engine.train_step((x,))
-        started = time.process_time()
-        engine.train_step((x,))
-        found["step"] = time.process_time() - started
+        times = []
+        for _ in range(3):
+            started = time.process_time()
+            engine.train_step((x,))
+            times.append(time.process_time() - started)
+        found["step"] = min(times)
         calls = 0
 
         def count(frame, event, argument):
@@ -101,7 +103,7 @@ def test_8_and_1024_ranks_cost_the_same() -> None:
     assert process.returncode == 0, process.stderr
     found = json.loads(process.stdout)
     for what in ("initialize", "step", "calls in a step"):
-        # The median of several rounds, taken in turn: what else runs adds to some, and a processor may be fast for one.
-        small, large = (median(costs[what] for costs in found[world_size]) for world_size in ("8", "1024"))
+        # The least of several rounds, taken in turn: what else runs can only add to one.
+        small, large = (min(costs[what] for costs in found[world_size]) for world_size in ("8", "1024"))
         assert 0 < large < 1.2 * small, (what, found)
         assert what != "calls in a step" or small == large <= MAX_CALLS_IN_A_STEP

@@ -48,12 +48,13 @@ def measure(record: Record) -> None:
     for stage in STAGES:
         what = f"stage {stage}"
         if record.wants(what):
-            with record.measuring(what), _fake_group():
+            with record.measuring(what), fake_group():
                 trace(record, stage, size, microbatch)
 
 
 @contextmanager
-def _fake_group() -> Iterator[None]:
+def fake_group() -> Iterator[None]:
+    """This process as one rank of eight."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     devices = dist.Backend.backend_capability["fake"]
@@ -74,13 +75,15 @@ def _reductions_write() -> bool:
     """Where they do not, what was in the memory would be a gradient, and may be not finite."""
     kind = _device.type_of_device()
     found = torch.full((1,), torch.nan, device=kind)
-    _reduce_scatter(found, torch.zeros(NUM_RANKS, device=kind))
+    world = dist.group.WORLD
+    assert world is not None
+    _reduce_scatter(found, torch.zeros(NUM_RANKS, device=kind), world)
     return not bool(found.isnan())
 
 
-def _reduce_zeros(output: Tensor, *tensors: Tensor, **more: Any) -> Any:
+def _reduce_zeros(output: Tensor, given: Tensor, group: dist.ProcessGroup) -> dist.Work:
     output.zero_()
-    return _reduce_scatter(output, *tensors, **more)
+    return _reduce_scatter(output, given, group)
 
 
 def trace(record: Record, stage: int, size: str, microbatch: int) -> None:

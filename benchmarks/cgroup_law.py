@@ -56,7 +56,10 @@ class Outcome:
 def planned_bytes(case: Case, measured: Measured) -> int:
     """Of all ranks of a job on one host."""
     estimate = estimate_of(case, measured)
-    process = measured.process_bytes[name_of(case.ranks, bool(case.config["activation_checkpointing"]["every"]))]
+    name = name_of(case.ranks, bool(case.config["activation_checkpointing"]["every"]), "bf16" in case.config)
+    if name not in measured.process_bytes:
+        raise ValueError(f'the machine\'s file does not say what a process takes "{name}"; measure it again')
+    process = measured.process_bytes[name]
     each = process + estimate.peak_bytes + estimate.host_bytes
     return round(case.ranks * each * (1 + _PAGE_TABLES))
 

@@ -39,6 +39,7 @@ from lowtide.kernels.cpu_build import load_library
 from lowtide.kernels.cpu_optimizer import CpuKernel
 from lowtide.kernels.optimizer_states import new_states, stored_states
 from lowtide.kernels.optimizer_step import CHUNK_NUMEL
+from lowtide.kernels.shard_update import ShardUpdate
 from lowtide.optimizers.optimizer import Optimizer
 from lowtide.optimizers.table import OPTIMIZERS
 
@@ -153,7 +154,7 @@ class Shard:
         self.num_steps += 1
         step, runs = self.num_steps, [(self.master.numel(), self.options)]
         stored = stored_states(states)
-        kernel.update(self.rule, self.master, self.gradient, stored, step, runs, [step], 1.0, self.out)
+        kernel.update(self.rule, ShardUpdate(self.master, self.gradient, stored, runs, [step], self.out), step, 1.0)
 
     def step_by_torch(self, chunk_numel: int) -> None:
         self.num_steps += 1

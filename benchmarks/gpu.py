@@ -7,6 +7,7 @@
   models     350M, 1.3B and 3B: tokens/s and peak memory beside torch's fused AdamW, FSDP2, DeepSpeed where it is there
   largest    the largest model in the device's memory, with each offload
   ranks      two ranks on one device, by gloo, and by NCCL where it lets them
+  splits     layers, sequences and experts that ranks share: two ranks on one device, and one of eight simulated ones
   compiled   compiled blocks at stages 0 and 3: time, recompiles, graph breaks
 
 They run in this order, each in a process of its own; after one that fails or is cut off the next one runs. The folder
@@ -47,7 +48,7 @@ from typing import Any, BinaryIO
 
 import _gpu_record
 
-PARTS = ("checks", "training", "trace", "bandwidth", "models", "largest", "ranks", "compiled")
+PARTS = ("checks", "training", "trace", "bandwidth", "models", "largest", "ranks", "splits", "compiled")
 LIMIT_SECONDS = 540.0
 LEAVING_SECONDS = 20.0  # that a part has to stop its ranks
 NEEDED = ("torch", "numpy", "pydantic", "psutil", "rich")

@@ -3,7 +3,8 @@
 A round runs every contender once, each as a fresh job of its own, in another order; a ratio compares two jobs of the
 same round. Peaks are taken in jobs that are not timed. What is sent is counted by the kernel, on the loopback device of
 a network of its own where the processes may have one (root on Linux), with headers of packets and two barriers. All
-losses must be those of one process.
+losses must be those of one process. All run in the same interpreter, since what is installed there is in their peaks:
+transformers imports triton and accelerate where it finds them, 36 MiB of a rank.
 
 Example, the whole comparison and then a quick look:
 
@@ -34,6 +35,7 @@ import _memory
 from _conclusion import conclude
 from _ranks import ALLOCATORS, JobError, environment_of, run_ranks
 from _report import loss_difference
+from gpu import python_path
 from rich.console import Console
 from rich.table import Table
 
@@ -141,7 +143,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--timeout", type=float, default=300.0, metavar="SECONDS", help="longest time of one job (default: 300)")
     add("--loss-tolerance", type=float, default=1e-4, help="relative difference of a loss that fails (default: 1e-4)")
     add("--seed", type=int, default=0, help="of the order of a round (default: 0)")
-    add("--deepspeed-python", type=Path, metavar="PATH", help="interpreter that has DeepSpeed and transformers")
+    add(
+        "--deepspeed-python",
+        type=Path,
+        metavar="PATH",
+        help="runs all: has DeepSpeed, and what lowtide needs",
+    )
     add("--json", type=Path, metavar="FILE", help="write every number")
     add("--png", type=Path, metavar="FILE", help="write a bar chart")
     options = parser.parse_args(arguments)
@@ -189,10 +196,12 @@ def run_job(contender: ParallelContender, options: argparse.Namespace, allocator
         "threads": 1,
         "allocator": allocator,
     }
-    python = options.deepspeed_python if contender.kind in ("autotp", "ulysses") else None
     ranks = 1 if contender.kind == "single" else options.ranks
     environment = environment_of(1, allocator) | {"HF_HUB_OFFLINE": "1"}
-    found = run_ranks(WORKER, job, ranks, str(python or sys.executable), environment, options.timeout)
+    with python_path() as path:
+        environment |= {"PYTHONPATH": path}
+        python = str(options.deepspeed_python or sys.executable)
+        found = run_ranks(WORKER, job, ranks, python, environment, options.timeout)
     return Job(
         losses=found[0]["losses"],
         seconds=[max(step) for step in zip(*(one["seconds"] for one in found), strict=True)][warmup:],

@@ -26,11 +26,12 @@ from ..engine.archive.run_state import read_training
 from ..engine.config.config import Config
 from .arguments import Parser
 
-HELP = "list checkpoints, show what is in one, verify that they are whole"
+HELP = "list checkpoints, show what is in one, verify that they are whole, import those of DeepSpeed"
 EPILOG = """examples:
   lowtide checkpoint show runs/gpt
   lowtide checkpoint show runs/gpt --verify
   lowtide checkpoint show runs/gpt --tag global_step100
+  lowtide checkpoint import runs/with-deepspeed runs/gpt
 
 The exit status is 0 where all is well, 1 where a checkpoint is damaged or `latest` names one that is not there, and
 2 for a wrong command line. A checkpoint whose saving has not ended is no damage.
@@ -55,8 +56,10 @@ class Entry:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; see EPILOG for the status that it returns."""
-    command_line, show = _parsers()
+    command_line, show, importing = _parsers()
     arguments = command_line.parse_args(argv)
+    if arguments.action == "import":
+        return _import(arguments, importing)
     if arguments.action is None:
         command_line.print_help()
         return 2
@@ -231,7 +234,8 @@ def _facts(manifest: Manifest, path: Path | None) -> dict[str, str]:
         "written by": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
         "ranks x stage": _topology(manifest),
         "parameters": f"{_num_parameters(manifest):,} in {len(manifest.compute_dtypes)} tensors, "
-        f"computed in {', '.join(dtypes)}; {buffers} buffers",
+        f"computed in {', '.join(dtypes)}; {buffers} buffers"
+        + (f"; {len(manifest.left_out)} frozen tensors left out" if manifest.left_out else ""),
         "optimizer": "\n".join([training["optimizer"], *map(_as_text, groups)]),
         "config": "\n".join(_differences(manifest.config, Config.load({}).as_dict())) or "all defaults",
         "size": _size(manifest.nbytes),
@@ -332,8 +336,31 @@ def parser() -> Parser:
     return _parsers()[0]
 
 
-def _parsers() -> tuple[Parser, Parser]:
-    """The command line of `lowtide checkpoint`, and that of `show` in it."""
+def _import(arguments: argparse.Namespace, parser: Parser) -> int:
+    """Writes a checkpoint of DeepSpeed's as one of ours, or weights of `zero_to_fp32` as safetensors."""
+    from ..engine.archive.imported import import_deepspeed, import_weights, is_folder_of_weights
+
+    source = folder_path(arguments.source)
+    if not source.is_dir():
+        parser.error(f"expected a folder, found no folder {source}")
+    try:
+        if arguments.tag is None and is_folder_of_weights(source):
+            path, notes = import_weights(source, arguments.target), list[str]()
+        else:
+            path, notes = import_deepspeed(source, arguments.target, arguments.tag)
+    except NoCheckpointError as error:
+        parser.error(str(error))
+    except (CheckpointError, OSError) as error:
+        print(f"lowtide checkpoint import: {error}", file=sys.stderr)
+        return 1
+    for note in notes:
+        print(f"note: {note}")
+    print(f"imported to {path}")
+    return 0
+
+
+def _parsers() -> tuple[Parser, Parser, Parser]:
+    """The command line of `lowtide checkpoint`, and those of `show` and `import` in it."""
     result = Parser(
         prog="lowtide checkpoint",
         description=HELP[0].upper() + HELP[1:] + ".",
@@ -350,4 +377,15 @@ def _parsers() -> tuple[Parser, Parser]:
     show.add_argument("folder", metavar="FOLDER", help="a folder of checkpoints, or one checkpoint in it")
     show.add_argument("--verify", action="store_true", help="read every value and compare its checksum")
     show.add_argument("--tag", help="show this checkpoint alone, in detail")
-    return result, show
+    importing = actions.add_parser(
+        "import",
+        help="make a checkpoint of one of DeepSpeed's, or safetensors of what zero_to_fp32 has written",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    importing.add_argument("source", metavar="SOURCE", help="a folder of DeepSpeed's checkpoints, or one in it")
+    importing.add_argument(
+        "target", metavar="TARGET", help="a folder of lowtide's checkpoints, made where it is not there"
+    )
+    importing.add_argument("--tag", help="import this checkpoint; the latest without it")
+    return result, show, importing

@@ -22,6 +22,11 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     try:
         checkpoint = open_checkpoint(arguments.checkpoint, arguments.tag)
+        if checkpoint.left_out:
+            raise ValueError(
+                f"{checkpoint.path}: expected all parameters, found {len(checkpoint.left_out)} frozen ones left out "
+                "(checkpoint.exclude_frozen_parameters): load it into an engine, which has them, and call engine.export"
+            )
         plan = export_source(
             checkpoint.averaged_weights if arguments.ema else checkpoint.weights,
             arguments.folder,

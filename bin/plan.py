@@ -25,6 +25,7 @@ from ..engine.planning.llama import Shape, batch, build, runs_of
 from ..engine.planning.machine import Machine
 from ..engine.planning.measured import Measured, default_path, device_key
 from ..engine.planning.plan import Plan, made_batch, plan, plan_with
+from ..engine.planning.uncollected import uncollected
 from .arguments import Parser
 from .planned import draw, show
 
@@ -65,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+@uncollected()
 def _plan(arguments: argparse.Namespace, console: Console) -> int:
     from ..engine.config.config import ConfigError
 

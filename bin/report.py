@@ -14,15 +14,18 @@ from rich.table import Table
 from ..engine.memory_report import MemoryReport, reports_in
 from .arguments import Parser
 from .pictures import picture
+from .run_page import page_of
 
 HELP = "say what a recorded step held, when, and who held it, beside what was predicted"
 _EXAMPLES = """examples:
   lowtide report runs/memory
   lowtide report runs/memory --rank 3 --png timeline.png
   lowtide report tuned/my/trial-1
+  lowtide report runs --html run.html
 
 A step is recorded where the config says {"memory_report": {"folder": "runs/memory"}}, in the trials of `lowtide tune`,
-or by engine.record_memory() and engine.memory_report().save("runs/memory").
+or by engine.record_memory() and engine.memory_report().save("runs/memory"). --html takes what csv_monitor and profile
+have written below the folder too.
 """
 _MAX_ROWS = 12  # of owners, and of modules
 _MAX_LABEL = 30
@@ -31,6 +34,8 @@ _MAX_LABEL = 30
 def main(argv: Sequence[str]) -> int:
     """Runs the command; 1 where there is no report."""
     options = parser().parse_args(argv)
+    if options.html:
+        return _write_page(options.run, options.html)
     try:
         reports = reports_in(options.run)
     except (ValueError, OSError) as error:
@@ -56,6 +61,16 @@ def main(argv: Sequence[str]) -> int:
             print(f"lowtide report: {error}", file=sys.stderr)
             return 1
         print(f"timeline: {options.png}")
+    return 0
+
+
+def _write_page(run: Path, path: Path) -> int:
+    try:
+        path.write_text(page_of(run), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"lowtide report: {error}", file=sys.stderr)
+        return 1
+    print(f"page: {path}")
     return 0
 
 
@@ -145,5 +160,6 @@ def parser() -> Parser:
     result.add_argument("run", metavar="FOLDER", type=Path, help="in which ranks have written their reports")
     result.add_argument("--rank", type=int, metavar="N", help="of the ranks, this one (the fullest)")
     result.add_argument("--png", type=Path, metavar="FILE", help="picture of the step from moment to moment")
+    result.add_argument("--html", type=Path, metavar="FILE", help="page of the run: metrics, profiles, memory")
     result.add_argument("--json", action="store_true", help="the whole report as JSON, in bytes")
     return result

@@ -8,10 +8,12 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 from ..engine.memory_report import reports_in
@@ -70,26 +72,49 @@ def run(request: Request, folder: Path, words: Sequence[str], limit: float, key:
     request.write(asked)
     begun = time.monotonic()
     with (folder / "output.txt").open("wb") as output:
-        process = subprocess.Popen(
-            [*_LAUNCH, "--grace", f"{_GRACE_SECONDS:g}", *words],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, VARIABLE: str(asked.resolve())},
-            start_new_session=True,  # Ctrl-C is ours to pass on
-            preexec_fn=_die_with_parent,
-        )
+        process: subprocess.Popen[bytes] | None = None
         try:
+            with _interruptions_later():  # when it is known what is to be stopped
+                process = subprocess.Popen(
+                    [*_LAUNCH, "--grace", f"{_GRACE_SECONDS:g}", *words],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, VARIABLE: str(asked.resolve())},
+                    start_new_session=True,  # Ctrl-C is ours to pass on
+                    preexec_fn=_die_with_parent,
+                )
             status: int | None = process.wait(limit)
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            _stop(process)
+            if process is not None:
+                _stop(process)
     outcome = _judged(request, folder, status, time.monotonic() - begun, limit, key)
     part = folder / "outcome.json.part"
     part.write_text(json.dumps(asdict(outcome), indent=2) + "\n", encoding="utf-8")
     part.replace(folder / "outcome.json")
     return outcome
+
+
+@contextlib.contextmanager
+def _interruptions_later() -> Iterator[None]:
+    """What a signal that ends the command does, it does at the end of the context."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals come to the main thread alone
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    before = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in before.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, lambda *args: came.append(args))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number, frame in came[:1]:
+            handlers[number](number, frame)
 
 
 def _die_with_parent() -> None:

@@ -13,7 +13,7 @@ import torch
 from .coverage import check_coverage
 from .errors import CheckpointError
 from .fragment import TensorInfo
-from .index import FileEntry, Manifest, RankIndex, Row, check_regular, read_regular, rows_by_name
+from .index import FileEntry, LeftOut, Manifest, RankIndex, Row, check_regular, read_regular, rows_by_name
 from .names import MANIFEST, data_name, index_name
 from .reader import CheckpointReader
 
@@ -49,6 +49,11 @@ class Checkpoint:
     def aliases(self) -> dict[str, str]:
         """Further names of tied parameters -> the first name, under which their values are."""
         return self.manifest.aliases
+
+    @property
+    def left_out(self) -> dict[str, LeftOut]:
+        """Parameters that are not in it, since they did not change, by the model's own names."""
+        return self.manifest.left_out
 
     @property
     def model_files(self) -> dict[str, Any]:

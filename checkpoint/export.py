@@ -119,7 +119,8 @@ class ExportFolder:
         files = [file.name for file in self._plan.files]
         others = sorted({path.name for path in self._unfinished.iterdir()} - {*files, INDEX})
         last = [] if self._plan.index is None else [INDEX]
-        old = {path.name for path in self.folder.iterdir() if _OF_AN_EXPORT.fullmatch(path.name)}
+        is_model = any(_OF_AN_EXPORT.fullmatch(name) for name in files)
+        old = {path.name for path in self.folder.iterdir() if is_model and _OF_AN_EXPORT.fullmatch(path.name)}
         if INDEX in old and old.intersection(files):
             # The old index must not name new files, should this be interrupted.
             (self.folder / INDEX).unlink()

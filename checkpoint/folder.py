@@ -125,8 +125,12 @@ class CheckpointFolder:
             raise
         return target
 
-    def commit(self, manifest: Manifest, optimizer: OptimizerNames, keep_last: int | None) -> None:
+    def commit(
+        self, manifest: Manifest, optimizer: OptimizerNames, keep_last: int | None, is_latest: bool = True
+    ) -> None:
         """Completes what every rank has written, gives it its name, and deletes what is above `keep_last`.
+
+        is_latest: whether `latest` names it from now on.
 
         Raises OSError, and ValueError where the parts are not the whole; the checkpoints that there were are as they
         were then.
@@ -148,7 +152,8 @@ class CheckpointFolder:
         replace(manifest, files=tuple(files), saved_at=self._next_moment()).write(saving / MANIFEST)
         _sync_folder(saving)
         self._take_name(saving, manifest.tag)
-        self._write_latest(manifest.tag)
+        if is_latest:
+            self._write_latest(manifest.tag)
         with _tolerated(self._owner_of(manifest.tag)):
             self._owner_of(manifest.tag).unlink(missing_ok=True)
         if keep_last is not None:

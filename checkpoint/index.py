@@ -140,6 +140,14 @@ def rows_by_name(ranks: Sequence[RankIndex]) -> dict[str, list[tuple[int, Row]]]
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """A parameter whose values are elsewhere, and did not change in the training. digest: of them, 16 hex digits."""
+
+    info: TensorInfo
+    digest: str
+
+
+@dataclass(frozen=True)
 class FileEntry:
     """A file of the checkpoint. crc32: of the whole file; None where its rows have checksums of their own."""
 
@@ -169,6 +177,7 @@ class _ManifestContent(FileContent):
     config: dict[str, Any]
     model_files: dict[str, Any]
     files: list[_EntryContent]
+    left_out: dict[str, tuple[Text, tuple[Count, ...], Text]] = {}
 
 
 @dataclass(frozen=True)
@@ -188,6 +197,7 @@ class Manifest:
     config: dict[str, Any]
     model_files: dict[str, Any] = field(default_factory=dict)  # name -> JSON content, to be written beside an export
     files: tuple[FileEntry, ...] = ()
+    left_out: dict[str, LeftOut] = field(default_factory=dict)  # parameters that are not in it, by their own names
 
     @property
     def num_files(self) -> int:
@@ -203,6 +213,9 @@ class Manifest:
         content = {**asdict(self), "format": FORMAT}
         content["tensors"] = {name: [_text(info.dtype), info.shape] for name, info in self.tensors.items()}
         content["compute_dtypes"] = {name: _text(dtype) for name, dtype in self.compute_dtypes.items()}
+        content["left_out"] = {
+            name: [_text(one.info.dtype), one.info.shape, one.digest] for name, one in self.left_out.items()
+        }
         text = _canonical(content)
         self._parse(json.loads(text))
         write_durably(path, b'{"crc32": %d, "content": %s}\n' % (zlib.crc32(text), text))
@@ -247,12 +260,20 @@ class Manifest:
         for name in (*compute_dtypes, *content.aliases.values()):
             if f"model.{name}" not in tensors:
                 raise ValueError(f"compute_dtypes and aliases: expected names of tensors, found {shortened(name)}")
+        left_out = {
+            name: LeftOut(TensorInfo(shape, dtype_named(dtype, name)), digest)
+            for name, (dtype, shape, digest) in content.left_out.items()
+        }
+        for name in left_out:
+            if f"model.{name}" in tensors:
+                raise ValueError(f"left_out: expected names of no tensors, found {shortened(name)}, which is one")
         if not content.topology.keys() >= _TOPOLOGY or not content.topology["world_size"]:
             found = shortened(content.topology)
             raise ValueError(f"topology: expected {', '.join(sorted(_TOPOLOGY))}, ranks of at least 1; found {found}")
         files = tuple(FileEntry(entry.name, entry.nbytes, entry.crc32) for entry in content.files)
         _check_files(files, content.topology["world_size"])
         values = {**dict(content), "tensors": tensors, "compute_dtypes": compute_dtypes, "files": files}
+        values["left_out"] = left_out
         del values["format"]
         return cls(**values)
 

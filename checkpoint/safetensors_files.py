@@ -72,7 +72,13 @@ class FilePlan:
 
     @classmethod
     def of(cls, name: str, tensors: Mapping[str, TensorInfo]) -> FilePlan:
-        """Wide dtypes come first, so that every tensor is aligned to its own items, which readers rely on."""
+        """Wide dtypes come first, so that every tensor is aligned to its own items, which readers rely on.
+
+        Raises ValueError for a dtype that safetensors does not have.
+        """
+        unknown = [f"{name} ({info.dtype})" for name, info in tensors.items() if info.dtype not in DTYPE_NAMES]
+        if unknown:
+            raise ValueError(f"safetensors has no such dtype: {', '.join(unknown)}; export with a dtype that it has")
         order = sorted(tensors, key=lambda key: -tensors[key].dtype.itemsize)
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         ends, end = {}, 0
@@ -106,9 +112,6 @@ class WeightsPlan:
         Raises ValueError for a dtype that safetensors does not have. The files are those that `save_pretrained` of
         Hugging Face makes with max_shard_size=shard_bytes.
         """
-        unknown = [f"{name} ({info.dtype})" for name, info in tensors.items() if info.dtype not in DTYPE_NAMES]
-        if unknown:
-            raise ValueError(f"safetensors has no such dtype: {', '.join(unknown)}; export with a dtype that it has")
         parts = _parts(tensors, shard_bytes)
         if len(parts) == 1:
             return cls((FilePlan.of(SINGLE, parts[0]),), None)
@@ -118,6 +121,11 @@ class WeightsPlan:
             "weight_map": {key: name for name, part in zip(names, parts, strict=True) for key in part},
         }
         return cls(tuple(map(FilePlan.of, names, parts)), index)
+
+    @classmethod
+    def of_one(cls, name: str, tensors: Mapping[str, TensorInfo]) -> WeightsPlan:
+        """One file of another name than a whole model's."""
+        return cls((FilePlan.of(name, tensors),), None)
 
     @property
     def places(self) -> dict[str, Place]:

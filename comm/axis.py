@@ -21,6 +21,7 @@ class Route(Protocol):
 
     name: str
     sums_here: bool  # the caller sums, a term of each rank; else the backend has
+    slots_may_lack_own: bool  # `reduce_scatter` takes a slot without this rank's part, which is in `spare` then
     copies_are_shared: bool  # buffers from `allocate` are one copy for all ranks of the axis
 
     def allocate(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]: ...

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from .arrangement import Arrangement
 from .axis import Axis, Route
 from .exchange import Exchange
 from .native import NativeRoute
+from .objects import gather_objects
 from .peers import Peers
 from .shared_memory import SharedMemoryRoute, shared_memory_fault
 from .sockets import SocketRoute
@@ -262,16 +263,8 @@ def _make_route(
     if group is None:
         return SoloRoute(world.device)
     if route == "shared_memory":
-        return SharedMemoryRoute(rank, ranks, places, _exchange_within(group), world.timeout_seconds, channel)
+        exchange = partial(gather_objects, group=group)
+        return SharedMemoryRoute(rank, ranks, places, exchange, world.timeout_seconds, channel)
     if route == "sockets":
         return SocketRoute(rank, ranks, places, group, first_tag, world.timeout_seconds, channel)
     return NativeRoute(rank, ranks, places, group, world.device, channel, works)
-
-
-def _exchange_within(group: dist.ProcessGroup) -> Callable[[Any], list[Any]]:
-    def exchange(value: Any) -> list[Any]:
-        values: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(values, value, group=group)
-        return values
-
-    return exchange

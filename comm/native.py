@@ -10,15 +10,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
 from .axis import Piece
 from .pending import Numels, Pending, Terms
 from .trail import Channel
 from .works import Works
 
-# torch 2.13 deprecates the first names for the second.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_GATHER, _SCATTER, _REDUCE = AllgatherOptions(), ReduceScatterOptions(), AllreduceOptions()
+_GATHER.asyncOp = _SCATTER.asyncOp = _REDUCE.asyncOp = True
+
+# The group's own methods: torch's functions around them are six calls of Python each.
+
+
+def _all_gather(full: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    return group._allgather_base(full, part, _GATHER)
+
+
+def _reduce_scatter(total: Tensor, slot: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    return group._reduce_scatter_base(total, slot, _SCATTER)
+
+
+def _all_reduce(values: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    return group.allreduce([values], _REDUCE)
 
 
 class NativeRoute:
@@ -26,6 +40,7 @@ class NativeRoute:
 
     name = "native"
     sums_here = False
+    slots_may_lack_own = False
     copies_are_shared = False
 
     def __init__(
@@ -93,7 +108,7 @@ class NativeRoute:
     def swap(self, out: Tensor, given: Tensor, numels: Numels, what: str) -> Pending:
         """out = what each rank has given for this one, in their order; `given` is in the order of the ranks too."""
         received, sent = [row[self.rank] for row in numels], list(numels[self.rank])
-        collective = partial(dist.all_to_all_single, output_split_sizes=received, input_split_sizes=sent)
+        collective = partial(dist.all_to_all_single, output_split_sizes=received, input_split_sizes=sent, async_op=True)
         return self._start(collective, what, out, given)
 
     def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Piece], out: Tensor, what: str) -> Pending:
@@ -109,6 +124,7 @@ class NativeRoute:
             dist.all_to_all_single,
             output_split_sizes=[sources[rank] for rank in range(self.size)],
             input_split_sizes=[counts[rank] for rank in range(self.size)],
+            async_op=True,
         )
         pending = self._start(swap, what, got, sent)
 
@@ -122,12 +138,12 @@ class NativeRoute:
 
     def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
         """The sum over ranks of slot, all of it on each."""
-        pending = self._start(dist.all_reduce, what, slot)
+        pending = self._start(_all_reduce, what, slot)
         return Terms(pending, slice(0, out.numel()), lambda: [slot], lambda: None)
 
     def sum_small(self, values: Tensor, what: str) -> Tensor:
         """The exact sum over ranks of a small int64 vector, in its own memory."""
-        self._start(dist.all_reduce, what, values).wait()
+        self._start(_all_reduce, what, values).wait()
         return values
 
     def fence(self, what: str) -> None:
@@ -139,15 +155,15 @@ class NativeRoute:
 
     def _start(self, collective: Callable[..., Any], what: str, *tensors: Tensor) -> Pending:
         sequence = self._channel.begin(what)
-        make = partial(collective, *tensors, group=self._group, async_op=True)
-        work = self._works.start(make, what, self._others)
+        work = self._works.start(partial(collective, *tensors, group=self._group), what, self._others)
+        return Pending(partial(self._finish, work, what, sequence))
 
-        def finish() -> None:
+    def _finish(self, work: dist.Work, what: str, sequence: int) -> None:
+        is_recorded = self._channel.progress.is_on
+        if is_recorded:
             self._channel.wait(what, sequence)
-            self._works.wait(work, what, self._others)
-            # On CUDA only the stream waits now, and this thread will somewhere later: the record says in what until
-            # the next unit or activity begins.
-            if self._device.type == "cpu":
-                self._channel.go_on()
-
-        return Pending(finish)
+        self._works.wait(work, what, self._others)
+        # On CUDA only the stream waits now, and this thread will somewhere later: the record says in what until the
+        # next unit or activity begins.
+        if is_recorded and self._device.type == "cpu":
+            self._channel.go_on()

@@ -51,6 +51,8 @@ class Overdue:
     """Looks whether the device comes past what the host has started, and aborts what is late. Off until `start`."""
 
     def __init__(self) -> None:
+        self.is_on = False
+        """Else `begin`, `end` and `check` have nothing to do."""
         self.error: CollectiveError | None = None
         self._rank, self._timeout_seconds = 0, 0.0
         self._device = torch.device("cpu")
@@ -66,6 +68,7 @@ class Overdue:
         self._rank, self._device, self._timeout_seconds = rank, device, timeout_seconds
         self._thread = threading.Thread(target=self._watch, name="lowtide overdue", daemon=True)
         self._thread.start()
+        self.is_on = True
 
     def stop(self) -> None:
         """Ends the thread. Raises what it has found and nobody was told."""
@@ -73,6 +76,7 @@ class Overdue:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+            self.is_on = False
         self._latest = None  # with what it compares
         if not self._is_told:
             self.check()
@@ -88,7 +92,7 @@ class Overdue:
 
         A stream waits for nothing that is started alone: until the next wait, that of the last one is looked at.
         """
-        if self._thread is not None:
+        if self.is_on:
             self.check()
             stream = None if self._latest is None else self._latest.stream
             if self._device.type != "cpu" and (waits or stream is None):

@@ -46,7 +46,7 @@ from .trail import Channel
 FOLDER = "/dev/shm"
 _PAGE_BYTES = 4096
 _LINE_BYTES = 64  # of the cache
-_MAIL_NUMEL = 256
+_MAIL_NUMEL = 256  # the last one names what the sum is of
 _POSTED, _REDUCED, _CONSUMED, _MAILED, _FENCED, _LEFT = range(6)
 _ROW_NUMEL = 64  # one rank's counters fill lines of the cache that no other rank writes
 _LIVENESS_SECONDS = 0.2
@@ -88,6 +88,7 @@ class SharedMemoryRoute:
 
     name = "shared_memory"
     sums_here = True
+    slots_may_lack_own = False
     copies_are_shared = True
 
     def __init__(
@@ -295,7 +296,7 @@ class SharedMemoryRoute:
 
     def sum_small(self, values: Tensor, what: str) -> Tensor:
         """The exact sum over ranks of a small int64 vector; also a barrier."""
-        return torch.cat([self._sum_mail(part, what) for part in torch.split(values, _MAIL_NUMEL)])
+        return torch.cat([self._sum_mail(part, what) for part in torch.split(values, _MAIL_NUMEL - 1)])
 
     def _sum_mail(self, values: Tensor, what: str) -> Tensor:
         sequence = self._channel.begin(what)

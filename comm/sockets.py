@@ -30,6 +30,7 @@ class SocketRoute:
 
     name = "sockets"
     sums_here = True
+    slots_may_lack_own = True
     copies_are_shared = False
 
     def __init__(
@@ -92,10 +93,18 @@ class SocketRoute:
         return slot
 
     def reduce_scatter(self, slot: Tensor, spare: Tensor | None, what: str) -> Terms:
-        """Of the sum over ranks of slot[this rank's part]. slot: (size * n,)."""
-        numel = slot.numel() // self.size
-        bounds = [slice(place * numel, (place + 1) * numel) for place in self._places]
-        terms, arrived = self._exchange_parts(slot, bounds, what)
+        """Of the sum over ranks of slot[this rank's part]. slot: (size * n,).
+
+        Or ((size - 1) * n,), the parts of the others alone; this rank's own is in `spare` then, (n,).
+        """
+        lacks_own = spare is not None and slot.numel() < self.size * spare.numel()
+        numel = slot.numel() // (self.size - lacks_own)
+        own_place = self._places[self.rank]
+        places = [place - (lacks_own and place > own_place) for place in self._places]
+        parts = [slot[place * numel : (place + 1) * numel] for place in places]
+        if spare is not None and lacks_own:
+            parts[self.rank] = spare
+        terms, arrived = self._exchange_parts(parts, what)
         return Terms(arrived, slice(0, numel), lambda: terms, lambda: None)
 
     def swap(self, out: Tensor, given: Tensor, numels: Numels, what: str) -> Pending:
@@ -125,7 +134,7 @@ class SocketRoute:
     def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
         """Of out = sum over ranks of slot. Each rank sums its region and sends the sum to the others."""
         bounds = regions_of(out.numel(), self.size)
-        terms, arrived = self._exchange_parts(slot, bounds, what)
+        terms, arrived = self._exchange_parts([slot[region] for region in bounds], what)
         regions = [out[region] for region in bounds]
         tag, sequence = self._next_operation(what)
 
@@ -155,19 +164,19 @@ class SocketRoute:
         self._group = None
         self._scratch.clear()
 
-    def _exchange_parts(self, slot: Tensor, bounds: Sequence[slice], what: str) -> tuple[list[Tensor], Pending]:
-        """Sends each rank its part of slot; receives every rank's version of this rank's part."""
-        mine = bounds[self.rank]
-        numel = mine.stop - mine.start
+    def _exchange_parts(self, parts: Sequence[Tensor], what: str) -> tuple[list[Tensor], Pending]:
+        """Sends each rank its part; receives every rank's version of this rank's part."""
+        mine = parts[self.rank]
+        numel = mine.numel()
         tag, sequence = self._next_operation(what)
         which = self._num_slots_opened % 3
-        received = self._buffer(f"received {which}", (self.size - 1) * numel, slot.dtype)
+        received = self._buffer(f"received {which}", (self.size - 1) * numel, mine.dtype)
         received = received.view(self.size - 1, numel)
-        contributions = [slot[mine]] * self.size
+        contributions = [mine] * self.size
         for index, peer in enumerate(self._peers):
             contributions[peer] = received[index]
         works = self._receive({peer: contributions[peer] for peer in self._peers}, tag, what)
-        works += self._send({peer: slot[bounds[peer]] for peer in self._peers}, tag, what)
+        works += self._send({peer: parts[peer] for peer in self._peers}, tag, what)
         return contributions, Pending(lambda: self._wait(works, what, sequence))
 
     def _buffer(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ class SoloRoute:
 
     name = "solo"
     sums_here = False
+    slots_may_lack_own = False
     copies_are_shared = False
     size = 1
     rank = 0

@@ -48,14 +48,14 @@ class Channel:
     def __init__(self, trail: Trail, progress: Progress, number: int, ranks: Sequence[int]) -> None:
         """number: of the channel, the same on all `ranks`, which lie at equal distances of each other."""
         self._trail = trail
-        self._progress = progress
+        self.progress = progress
         self._number = number
         self._ranks = (ranks[0], ranks[1] - ranks[0] if len(ranks) > 1 else 1, len(ranks))
 
     def begin(self, what: str) -> int:
         """A collective begins: gives its number, which is the same on every rank."""
         self._trail.note(what)
-        return self._progress.begin(self._number)
+        return self.progress.begin(self._number, what) if self.progress.is_on else 0
 
     def note(self, what: str) -> None:
         """This rank comes back to one that has begun."""
@@ -63,10 +63,10 @@ class Channel:
 
     def wait(self, what: str, sequence: int) -> None:
         """This rank waits for others in collective `sequence`, until `go_on`."""
-        self._progress.wait(what, self._number, sequence, *self._ranks)
+        self.progress.wait(what, self._number, sequence, *self._ranks)
 
     def go_on(self) -> None:
-        self._progress.go_on()
+        self.progress.go_on()
 
     def compare(self, ranks: Sequence[int]) -> str:
         """As `Trail.compare`."""

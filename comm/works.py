@@ -26,6 +26,7 @@ class Works:
     def __init__(self, world: World, compare: Callable[[Sequence[int]], str]) -> None:
         """compare: as `Trail.compare`."""
         self._world = world
+        self._overdue = world.overdue
         self._compare = compare
         self._timeout = (timedelta(seconds=world.timeout_seconds),) if world.waits_on_host else ()
 
@@ -35,30 +36,35 @@ class Works:
         It may wait for them, where their connection is made by its first use. Raises CollectiveError.
         """
         started = time.monotonic()
-        self._world.overdue.begin(what, others, self._compare, waits=False)
+        if self._overdue.is_on:
+            self._overdue.begin(what, others, self._compare, waits=False)
         try:
             work = make()
         except RuntimeError as error:  # the other end of a connection is gone
             raise self._error(what, others, started, error) from error
         finally:
-            self._world.overdue.end()
+            if self._overdue.is_on:
+                self._overdue.end()
         assert work is not None
         return work
 
     def wait(self, work: dist.Work, what: str, others: Sequence[int]) -> None:
         """Returns when the result may be used on the current stream. Raises CollectiveError."""
         started = time.monotonic()
-        self._world.overdue.begin(what, others, self._compare, waits=True)
+        if self._overdue.is_on:
+            self._overdue.begin(what, others, self._compare, waits=True)
         try:
             work.wait(*self._timeout)
         except RuntimeError as error:
             raise self._error(what, others, started, error) from error
         finally:
-            self._world.overdue.end()
-        self._world.overdue.check()
+            if self._overdue.is_on:
+                self._overdue.end()
+        if self._overdue.is_on:
+            self._overdue.check()
 
     def _error(self, what: str, others: Sequence[int], started: float, error: RuntimeError) -> CollectiveError:
-        if self._world.overdue.error is not None:
-            return self._world.overdue.error
+        if self._overdue.error is not None:
+            return self._overdue.error
         text = no_answer(self._world.rank, what, others, time.monotonic() - started, error)
         return CollectiveError(text + self._compare(others))

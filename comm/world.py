@@ -19,7 +19,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -37,6 +37,7 @@ from ..watch.record import NUM_CHANNELS
 from ..watch.watchdog import Watchdog
 from .errors import CollectiveError, no_answer
 from .loopback_store import loopback_store
+from .objects import gather_objects
 from .overdue import Overdue, leave_errors_to_us
 
 # How many worlds use a process group that `join` made. As global as the default process group itself, whose end it
@@ -148,10 +149,8 @@ class World:
         """The value of every rank, by rank. For start-up and error paths: small picklable objects."""
         if self.size == 1 or self.is_simulated:
             return [value] * self.size if self.size < 4096 else [value]
-        values: list[Any] = [None] * self.size
         with self._waiting("an exchange of objects"):
-            dist.all_gather_object(values, value)
-        return values
+            return gather_objects(value)
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value on every rank."""
@@ -162,15 +161,23 @@ class World:
             dist.broadcast_object_list(values, src=0)
         return values[0]
 
-    def broadcast_tensor(self, value: torch.Tensor) -> torch.Tensor:
-        """Rank 0's values on every rank, on `device`; every rank passes a tensor of the same shape and dtype."""
+    def broadcast_tensor(self, value: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """One rank's values on every rank, on `device`; every rank passes a tensor of the same shape and dtype."""
         if self.size == 1 or self.is_simulated:
             return value
         # A copy: what is passed may be expanded, strided, or the user's own.
         buffer = value.to(self.device, copy=True).contiguous()
-        with self._waiting("a broadcast of rank 0's values"):
-            dist.broadcast(buffer, src=0)
+        with self._waiting(f"a broadcast of rank {source}'s values"):
+            dist.broadcast(buffer, src=source)
         return buffer
+
+    def broadcast_tensors(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """As `broadcast_tensor` of each, of one dtype, in one message."""
+        if len(values) == 1 or self.size == 1 or self.is_simulated:
+            return [self.broadcast_tensor(value) for value in values]
+        together = self.broadcast_tensor(torch.cat([value.flatten().to(self.device) for value in values]))
+        parts = torch.split(together, [value.numel() for value in values])
+        return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
 
     def assemble(self, parts: torch.Tensor) -> torch.Tensor:
         """What all ranks have together, on every rank, bit by bit.
@@ -273,6 +280,11 @@ def _backend_of(device: torch.device) -> str:
                 "registers it, or call torch.distributed.init_process_group before lowtide.initialize"
             ) from None
         return "gloo"  # nobody to speak to
+
+
+def num_started() -> int:
+    """Of the process group, or, before it is made, those that a launcher has started."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _is_launched() -> bool:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.checkpoint import checkpoint
 
 from ..comm import Mesh, World
 from ..kernels.cpu_optimizer import cpu_kernel
@@ -19,9 +18,11 @@ from ..model.ledger import Ledger
 from ..offload import ActivationOffload, in_storages_of
 from ..parallel.alike import watch_copies
 from ..parallel.expert_dispatch import split_experts
+from ..parallel.expert_lists import ListedExperts
 from ..parallel.layers import SplitLayers
 from ..parallel.randomness import Randomness, draws
 from ..parallel.split_trial import SplitTrial
+from ..parallel.stacks import Stack
 from ..parallel.tiles import Tiled
 from ..parallel.token_parts import TokenParts
 from ..watch.log import logger
@@ -35,7 +36,6 @@ from ..zero.plan import Role
 from ..zero.sequence import UnitSequence
 from ..zero.shard_rest import ShardRest
 from ..zero.unit import Unit
-from ..zero.units import UnitPlan
 from .archive.agreement import no_rank_alone
 from .archive.full_values import FullValues
 from .axes import EXPERT, PIPE, TENSOR
@@ -44,22 +44,26 @@ from .config.config import Config
 from .driver import Driver
 from .engine import Engine
 from .footprint import shared_bytes
-from .given_model import Values
+from .given_model import Values, note_divided
 from .join import Join
 from .late_groups import LateGroups
 from .learning_rates import scheduler_for
-from .lr_schedule import learning_rate_at
+from .lr_schedule import betas_at, learning_rate_at
 from .memory_report import meta_run_of
 from .model_call import ModelCall
+from .model_flops import ModelFlops
 from .offload import activation_store, host_update, offloaded_states, shard_rest
 from .parts import Parts
 from .pipeline import Pipeline
 from .pipeline_plan import LossFn
-from .planning.meta_run import MetaRun
+from .recomputed import checkpoint_activations
 from .sequences import Sequences
 from .step_update import Timing
 from .trial import Trial
 from .whole_model import WholeModel
+
+if TYPE_CHECKING:
+    from .planning.meta_run import MetaRun
 
 
 def assemble(
@@ -75,6 +79,7 @@ def assemble(
     rows_per_microbatch: int | None,
     trial: Trial | None,
     tiled: Tiled,
+    model_flops: ModelFlops | None,
 ) -> Engine:
     """The engine of a blueprint that all ranks have alike. A collective.
 
@@ -109,21 +114,29 @@ def assemble(
     _fill(module, units, optimizer, mesh, values, blueprint)
     splits = _split_layers(blueprint, mesh, module, tiled, ledger)
     _split_experts(blueprint, mesh, ledger)
+    axes = [name for name, plan in ((TENSOR, blueprint.tensor), (EXPERT, blueprint.experts)) if plan is not None]
+    if axes:
+        note_divided(module, ", ".join(f"parallel.{name}" for name in axes))
     sequences = None
     if config.parallel.sequence > 1:
         sequences = Sequences(module, mesh, ledger, loss_fn, config.sequence_parallel.attention)
     model_call = ModelCall(loss_fn, sequences, splits, mesh)
+    if config.compile.blocks:
+        options = {key: getattr(config.compile, key) for key in ("backend", "mode", "dynamic", "fullgraph")}
+        blocks = (unit.module for unit in blueprint.units if not (unit.is_rest or unit.is_end))
+        compiled.want(blocks, partial(torch.compile, **options))
     num_divided = compiled.apply([unit.module for unit in blueprint.units if not unit.is_rest])
     if num_divided and not world.rank:
         logger.info("torch.compile: what holds blocks is compiled block by block, and part by part beside them")
-    _checkpoint_activations(blueprint.units, config.activation_checkpointing.every, ledger)
+    _autocast(module, config, mesh.world.device, ledger)
+    checkpoint_activations(blueprint.units, config.activation_checkpointing.every, ledger)
     with alone():
         activation_offload, close_last = _offload_activations(blueprint, world, module, units)
     join = Join(mesh)
     driver = _driver(blueprint, mesh, module, units, model_call, ledger, activation_offload, join)
     casts_inputs = _cast_inputs(blueprint, module, ledger)
     if trial is not None:
-        ledger.callback(trial.watch(world, module, config.train_batch_size or 0))
+        ledger.callback(trial.watch(world, module, config.train_batch_size or 0, config.parallel.sequence))
     return Engine(
         Parts(
             config=config,
@@ -136,12 +149,14 @@ def assemble(
             loss_scaler=_loss_scaler(config),
             input_dtype=blueprint.dtypes.compute if casts_inputs else None,
             schedule=None if config.scheduler is None else partial(learning_rate_at, config.scheduler),
+            betas=None if config.scheduler is None else partial(betas_at, config.scheduler),
             lr_scheduler=scheduler,
             rows_per_microbatch=rows_per_microbatch,
             ledger=ledger,
             close_last=close_last,
             blueprint=blueprint,
             meta_run=meta_run,
+            model_flops=model_flops,
             trial=trial,
         )
     )
@@ -235,13 +250,15 @@ def _split_layers(
         repeated,
         exchange,
         lambda: nullcontext() if parts is None else parts.with_all_tokens(),
+        () if blueprint.experts is None else blueprint.experts.blocks,
     )
     if trial.left_out and not mesh.world.rank:
-        logger.warning(
-            "parallel.tensor: it is not tried whether split layers compute what they do as a whole in %s, which holds "
-            "repeated blocks; put layers that follow each other into one module",
-            ", ".join(f"'{name or '(the model)'}'" for name in trial.left_out),
-        )
+        for why in dict.fromkeys(trial.left_out.values()):
+            logger.warning(
+                "parallel.tensor: it is not tried whether split layers compute what they do as a whole in %s, which %s",
+                ", ".join(f"'{name or '(the model)'}'" for name, other in trial.left_out.items() if other == why),
+                why,
+            )
     if blueprint.tensor.left_whole and not mesh.world.rank:
         names = ", ".join(blueprint.tensor.left_whole)
         logger.warning(
@@ -253,10 +270,21 @@ def _split_layers(
     randomness = Randomness(exchange, mesh.world.device)  # always: who draws in a way that is not seen draws the same
     if blueprint.tensor.stacks:
         in_tiles = frozenset(id(one) for _, one in tiled.modules)
-        parts = TokenParts(blueprint.tensor.stacks, in_tiles, module, exchange, randomness, ledger)
+        parts = TokenParts(_stacks_of(blueprint, mesh), in_tiles, module, exchange, randomness, ledger)
     SplitLayers(blueprint.tensor, module, exchange, randomness if draws(module) else None, ledger, parts)
     watch_copies(blueprint.tensor, module, exchange, ledger)
     return trial
+
+
+def _stacks_of(blueprint: Blueprint, mesh: Mesh) -> tuple[Stack, ...]:
+    """Of a pipeline each stage's blocks: between stages tokens are whole."""
+    assert blueprint.tensor is not None
+    if blueprint.pipeline is None:
+        return blueprint.tensor.stacks
+    split = blueprint.pipeline.split
+    stages = blueprint.pipeline.at(mesh.place(PIPE)).stages
+    names = [{split.blocks[index] for index in split.blocks_of(stage)} for stage in stages]
+    return tuple(part for stack in blueprint.tensor.stacks for part in stack.cut(names))
 
 
 def _split_experts(blueprint: Blueprint, mesh: Mesh, ledger: Ledger) -> None:
@@ -266,9 +294,14 @@ def _split_experts(blueprint: Blueprint, mesh: Mesh, ledger: Ledger) -> None:
     if blueprint.experts.left_whole and not mesh.world.rank:
         names = ", ".join(blueprint.experts.left_whole)
         logger.warning(
-            "parallel.expert: these experts are whole on all ranks, since they are not one module: %s", names
+            "parallel.expert: these experts are whole on all ranks, since they are neither one module nor a list of "
+            "modules of one shape: %s",
+            names,
         )
-    split_experts(blueprint.experts, mesh.exchange((EXPERT,)), ledger)
+    exchange = mesh.exchange((EXPERT,))
+    split_experts(blueprint.experts, exchange, ledger)
+    for layer in blueprint.experts.lists:
+        ListedExperts(layer, exchange, ledger)
 
 
 def _move(param: nn.Parameter, values: Tensor) -> None:
@@ -304,15 +337,18 @@ def _has_wide_buffers(module: nn.Module) -> bool:
     return any(buffer.dtype == torch.float32 for part in owners for buffer in part.buffers(recurse=False))
 
 
-def _checkpoint_activations(units: Sequence[UnitPlan], every: int, ledger: Ledger) -> None:
-    """Recomputes every `every`-th block in backward. Hooks lie outside of what is recomputed, so they run once.
-
-    Not an embedding or a head: next to what a block keeps, they keep nothing that a recomputation would save.
-    """
-    if not every:
+def _autocast(module: nn.Module, config: Config, device: torch.device, ledger: Ledger) -> None:
+    """Each forward of the model runs under torch.autocast, in evaluations too."""
+    if not config.torch_autocast.enabled:
         return
-    for unit in [unit for unit in units if not (unit.is_rest or unit.is_end)][::every]:
-        ledger.override(unit.module, "forward", partial(checkpoint, unit.module.forward, use_reentrant=False))
+    inner, dtype = module.forward, getattr(torch, config.torch_autocast.dtype)
+
+    @wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device.type, dtype):
+            return inner(*args, **kwargs)
+
+    ledger.override(module, "forward", forward)
 
 
 def _offload_activations(

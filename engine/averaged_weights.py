@@ -27,10 +27,10 @@ class AveragedWeights:
         """From now on each step that is not skipped updates an average: decay x average + (1 - decay) x weight.
 
         The numbers of torch's AveragedModel with get_ema_multi_avg_fn(decay): the first step copies the weights. Master
-        weights are averaged where there are any, in their dtype; buffers are not. Call it once, on all ranks, after
-        `initialize`, and before `load_checkpoint` to go on with averages that were saved. Takes as much memory as the
-        master weights, which `memory()` counts with the optimizer. Raises ValueError for a decay that is not from 0 to
-        1, and where it was called before.
+        weights are averaged where there are any, in their dtype, and at least float32; buffers are not. Call it once,
+        on all ranks, after `initialize`, and before `load_checkpoint` to go on with averages that were saved. Takes
+        that much memory, which `memory()` counts with the optimizer. Raises ValueError for a decay that is not from 0
+        to 1, and where it was called before.
         """
         if self.optimizer.averages is not None:
             raise ValueError(
@@ -63,7 +63,7 @@ class AveragedWeights:
     def _swap(self, averages: Averages, shown: bool) -> None:
         with self._turn.of("engine.ema_weights()"):
             with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
-                self._archive.swap(averages)
+                self._archive.swap(averages, shown)
             averages.are_shown = shown
 
     def _averages_state(self) -> dict[str, Any] | None:

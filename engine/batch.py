@@ -73,15 +73,26 @@ def prepared(
     dtype: torch.dtype | None,
     mark: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> Any:
-    """The batch on the device, floating-point tensors in `dtype` where one is given. mark: goes before, on each."""
+    """The batch on the device, floating-point tensors in `dtype` where one is given.
+
+    mark: goes before, on each that requires a gradient.
+    """
 
     def move(tensor: Tensor) -> Tensor:
         wants_cast = dtype is not None and tensor.is_floating_point()
-        if not tensor.requires_grad:  # else the copy is a part of the graph
-            tensor = sent(tensor, device)
-        return mark(tensor).to(device, dtype if wants_cast else tensor.dtype, non_blocking=True)
+        # Of one that requires a gradient the copy is a part of the graph.
+        tensor = mark(tensor) if tensor.requires_grad else sent(tensor, device)
+        return tensor.to(device, dtype if wants_cast else tensor.dtype, non_blocking=True)
 
     return _map_tensors(batch, move)
+
+
+def tokens_in(batch: Any) -> tuple[int, int]:
+    """(rows, length) of the first tensor of whole numbers with two dimensions; (0, 0) where there is none."""
+    for tensor in _tensors(batch):
+        if tensor.dim() >= 2 and not tensor.is_floating_point() and tensor.dtype != torch.bool:
+            return tensor.shape[0], tensor.shape[1]
+    return 0, 0
 
 
 def call(model: nn.Module, batch: Any) -> Any:

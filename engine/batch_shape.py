@@ -20,6 +20,22 @@ def described(value: Any) -> Any:
     return {"value": value if isinstance(value, (str, int, float, bool)) else None}
 
 
+def of_whole(description: Any, size: int) -> Any:
+    """What a batch was like, of whose sequences `size` ranks share this part: see `SequenceData`."""
+    items = description.get("items", {})
+    if size == 1 or "position_ids" not in items:
+        return description
+    length = items["position_ids"]["shape"][1]
+
+    def grown(one: Any) -> Any:
+        shape = one.get("shape", [])
+        if len(shape) < 2 or shape[1] != length:
+            return one
+        return {**one, "shape": [shape[0], length * size, *shape[2:]]}
+
+    return {"items": {key: grown(one) for key, one in items.items()}}
+
+
 def made(description: Any) -> Any:
     """A batch like the one that was described, without memory."""
     if "shape" in description:

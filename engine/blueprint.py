@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,8 @@ from ..zero.gather_ring import MAX_PREFETCHED
 from ..zero.plan import Dtypes, ModelPlan, Share, Shares
 from ..zero.policy import ZeroPolicy
 from ..zero.units import UnitPlan, plan_units
-from .axes import EXPERT, PIPE, SEQUENCE, TENSOR, arrangement_of, domain_of
+from .alike_places import AlikePlaces
+from .axes import EXPERT, PIPE, REPLICA, SEQUENCE, SHARD, TENSOR, arrangement_of, domain_of
 from .config.config import Config
 from .offload import Home, Homes
 from .optimizer_plan import OptimizerChoice, OptimizerPlan
@@ -76,31 +77,32 @@ class Blueprint:
         *,
         device: str = "cpu",
         num_hosts: int = 1,
-        optimizer: OptimizerChoice = None,
+        optimizer: OptimizerChoice | OptimizerPlan = None,
         split: SplitPlan | PipelinePlan | None = None,
         units: Sequence[UnitPlan] | None = None,
         tensor: TensorPlan | None = None,
-        rounds_up: bool = False,
+        dtypes: Dtypes | None = None,
+        alike: AlikePlaces | None = None,
     ) -> Blueprint:
         """config: as `Config.resolve` gives it for these ranks. model: on any device, the meta device too.
 
         device: the type of the ranks' own, "cpu", "cuda" or another. num_hosts: that the ranks are on. optimizer: as
-        `initialize` takes it. split: of the pipeline's stages, or with its schedule, where that is known; None: planned
-        here, from the model's code. units, tensor: of the model, where they are known; None: planned here. rounds_up:
-        all places of the tensor axis have what its last one has, the most: for who asks for bytes alone.
+        `initialize` takes it, or planned. split: of the pipeline's stages, or with its schedule, where that is known;
+        None: planned here, from the model's code. units, tensor, dtypes: of the model, where they are known; None:
+        planned here. alike: for who asks for bytes alone: places that are alike have one plan, and all places of the
+        tensor axis what its last one has, the most.
         Raises ValueError where config, model and ranks do not fit together.
         """
         zero = config.zero_optimization
-        policy, dtypes = ZeroPolicy.from_stage(zero.stage), _dtypes(config, model)
+        policy, dtypes = ZeroPolicy.from_stage(zero.stage), dtypes or _dtypes(config, model)
         arrangement = arrangement_of(config.parallel, zero, policy, num_ranks)
         domain = domain_of(policy, arrangement)
         units = tuple(units or plan_units(model, None if zero.units == "auto" else zero.units))
-        chosen = OptimizerPlan.of(config, model, optimizer)
+        chosen = optimizer if isinstance(optimizer, OptimizerPlan) else OptimizerPlan.of(config, model, optimizer)
         pipeline = None
         if config.parallel.pipeline > 1:
             known = split if isinstance(split, PipelinePlan) else PipelinePlan.of(config, model, split)
             pipeline = known.for_stage(config)
-        of_stages = [units] if pipeline is None else pipeline.units_by_place(units)
         tensor_degree, expert_degree = config.parallel.tensor, config.parallel.expert
         if tensor_degree > 1 and tensor is None:
             tensor = TensorPlan.of(model, tensor_degree, config.tensor_parallel.plan, config.parallel.tensor_sequence)
@@ -108,16 +110,38 @@ class Blueprint:
 
         def plan_of(own: tuple[UnitPlan, ...], of_experts: int, part: int) -> ModelPlan:
             share_of = shares_of(tensor, experts, {EXPERT: of_experts, TENSOR: part}.__getitem__)
-            return ModelPlan.of(own, dtypes, domain, arrangement, chosen.role_of, share_of)
+            return ModelPlan.of(own, dtypes, domain, arrangement, chosen.role_of, share_of, chosen.is_matrix)
 
-        last = tensor_degree - 1
-        if rounds_up:
-            alike = expert_degree * tensor_degree
-            places = tuple(one for own in of_stages for one in [plan_of(own, 0, last)] * alike)
+        def units_by_place() -> list[tuple[UnitPlan, ...]]:
+            return [units] if pipeline is None else pipeline.units_by_place(units)
+
+        if alike is not None:
+            last = tensor_degree - 1
+            share_of = shares_of(tensor, experts, {EXPERT: 0, TENSOR: last}.__getitem__)
+
+            def kind_of(param: nn.Parameter) -> Hashable:
+                return (
+                    tuple(param.shape),
+                    param.dtype,
+                    dtypes.of(param),
+                    chosen.role_of(param),
+                    share_of(param),
+                    chosen.is_matrix(param),
+                )
+
+            plans = alike.of(
+                (tensor_degree, expert_degree, None if pipeline is None else pipeline.schedule.rank_of_stage),
+                domain,
+                arrangement,
+                units_by_place,
+                kind_of,
+                lambda own: plan_of(own, 0, last),
+            )
+            places = tuple(one for one in plans for _ in range(expert_degree * tensor_degree))
         else:
             places = tuple(
                 plan_of(own, of_experts, part)
-                for own in of_stages
+                for own in units_by_place()
                 for of_experts in range(expert_degree)
                 for part in range(tensor_degree)
             )
@@ -176,7 +200,9 @@ class Blueprint:
     @property
     def inner(self) -> tuple[str, ...]:
         """Axes with several ranks on which models exchange while gradients are on their way."""
-        return self.arrangement.wide((EXPERT, SEQUENCE))
+        # Directions go along these to who makes whole matrices of them.
+        moved = ((SHARD if self.policy.shards_states else REPLICA),) if self.optimizer.moves_matrices else ()
+        return self.arrangement.wide((*moved, EXPERT, SEQUENCE))
 
     @property
     def shares_gradients(self) -> bool:

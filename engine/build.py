@@ -1,4 +1,9 @@
-"""From a config and a model to an engine: a blueprint, and what is assembled of it."""
+"""From a config and a model to an engine: a blueprint, and what is assembled of it.
+
+[Note: what few trainings use]
+A module takes 40 KiB of each process, a package such as the planner megabytes. What only a key of the config or a call
+of few needs is imported there, not at the head of a file: `test_training_imports_neither_a_compiler_nor_a_planner`.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +31,26 @@ from .config.config import Config
 from .config.elastic import first_world_size
 from .engine import Engine
 from .fusing import check_kernels, fuse_modules
-from .given_model import check_model, check_optimizers_agree, check_ranks_agree, module_and_values
+from .given_model import Model, check_model, check_optimizers_agree, check_ranks_agree, module_and_values, take
+from .later_model import LaterModel
+from .model_flops import ModelFlops
+from .monitors import are_wanted
 from .optimizer_plan import OptimizerChoice
 from .pipeline_plan import LossFn, agreed_split
-from .planning.agreed import planned_config
 from .sequences import check_sequences
 from .tiling import check_units, tile_modules
 from .trial import Trial
 
 
 def initialize(
-    model: nn.Module | Callable[[], nn.Module],
+    model: Model,
     config: str | os.PathLike[str] | Mapping[str, Any] | Config,
     *,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     optimizer: OptimizerChoice = None,
     lr_scheduler: Any = None,
     sample_batch: Any = None,
+    fill: Mapping[str, object] | None = None,
 ) -> Engine:
     """An engine that trains `model` as the config says.
 
@@ -59,24 +67,30 @@ def initialize(
     optimizer.
     sample_batch: a batch, small or not, with which a pipeline sees how the model runs, and a plan what it keeps: needed
     for pipeline.balance "time", and for "auto" where the model is not one of tokens.
+    fill: values for keys that say "auto" in the config, by path: {"scheduler.params.total_num_steps": 1000}. What says
+    something else stays as it is.
 
     Raises ConfigError (config), ValueError (model, optimizer), OffloadError (room for what is offloaded) and
     RuntimeError (ranks that do not fit together). What one rank cannot do is an error on all.
     """
-    trial = Trial.asked(config, optimizer)
-    checked = Config.load(config) if trial is None else trial.taken(config)
+    trial = Trial.asked(config, optimizer, fill)
+    checked = Config.load(config, fill=fill) if trial is None else trial.taken(config, fill)
     world = World.join(checked.device, checked.communication.timeout_seconds)
     ledger = Ledger()
     try:
         if trial is not None:
             _log_notes(world, [trial.note])
+        described = model.module if isinstance(model, LaterModel) else model
         if trial is not None and trial.request.task == "plan":
-            trial.plan(checked, model, world, loss_fn, sample_batch)
+            trial.plan(checked, described, world, loss_fn, sample_batch)
         if checked.planned_keys:
-            checked = planned_config(checked, model, world, loss_fn, sample_batch)
+            from .planning.agreed import planned_config  # [Note: what few trainings use]
+
+            checked = planned_config(checked, described, world, loss_fn, sample_batch)
         resolved = _prepare_process(checked, world)
         module, values = module_and_values(model, world)
-        compiled = Compiled(module, ledger)
+        take(module, ledger)
+        compiled = Compiled(module, ledger, loads=resolved.compile.blocks)
         module = compiled.module
         check_model(module)
         check_ranks_agree(world, resolved, module)
@@ -86,10 +100,11 @@ def initialize(
         check_sequences(resolved, module)
         fuse_modules(module, resolved, world, ledger)
         tiled = tile_modules(module, resolved, world, ledger)
-        if resolved.parallel.tensor > 1 and compiled.is_wanted:
+        if resolved.parallel.tensor > 1 and (compiled.is_wanted or resolved.compile.blocks):
+            found = "torch.compile on it" if compiled.is_wanted else "compile.blocks"
             raise ValueError(
-                "parallel.tensor: expected a model that is not compiled, found torch.compile on it: what split layers "
-                "exchange cannot be traced; leave torch.compile out"
+                f"parallel.tensor: expected a model that is not compiled, found {found}: what split layers exchange "
+                f"cannot be traced; leave {found.removesuffix(' on it')} out"
             )
         blueprint = _blueprint(resolved, world, module, loss_fn, optimizer, lr_scheduler, sample_batch)
         check_units(tiled, blueprint)
@@ -113,6 +128,7 @@ def initialize(
             rows_per_microbatch=resolved.train_micro_batch_size_per_gpu if gives_rows else None,
             trial=trial,
             tiled=tiled,
+            model_flops=ModelFlops.of(module) if are_wanted(resolved) else None,
         )
     except BaseException:
         ledger.close()

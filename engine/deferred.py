@@ -22,16 +22,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.utils._device
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from .later_model import LaterModel
 
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.from_numpy)
 _FILLS = {
@@ -49,6 +53,9 @@ _CERTAIN: dict[Any, Callable[..., bool]] = {
     torch.ops.aten.fill_.Tensor: lambda value: value.dim() == 0,
 }
 """Fills -> whether one with these arguments cannot fail, so that a builder never has to hear of an error."""
+
+# Not by its cache: transformers replaces torch.linspace while it constructs, and who first asks then has that kept.
+_CONSTRUCTORS = frozenset(_device_constructors.__wrapped__())
 
 _NUM_NAMED = 3  # in an error; there may be hundreds
 
@@ -85,30 +92,93 @@ class _Place:
     view: _View
 
 
-class DeferredModel:
-    """A model on the meta device, whose real values `values` yields one parameter at a time."""
+class Recording:
+    """What constructors of modules do with tensors, which are on the meta device meanwhile."""
 
-    def __init__(self, build: Callable[[], nn.Module]) -> None:
-        """build: constructs the model. Raises ValueError where it reads values of tensors while it constructs."""
-        self._operations: list[_Operation] = []
-        self._constants: dict[int, Tensor] = {}
-        self._alive: list[torch.UntypedStorage] = []  # so that none gets the identity of an earlier one
+    def __init__(self) -> None:
+        self.operations: list[_Operation] = []
+        self.constants: dict[int, Tensor] = {}
+        self.alive: list[torch.UntypedStorage] = []  # so that none gets the identity of an earlier one
+        self.random_state: Tensor | None = None
+        """Of torch's generator for the CPU, when the first tensor was made."""
+
+    @contextmanager
+    def running(self, all_on_meta: bool = True) -> Iterator[None]:
+        """A context in which modules are made. Raises ValueError where values of tensors are read in it.
+
+        all_on_meta: else only what its maker puts there himself, by `with torch.device("meta")`.
+        """
+        on_meta = _OnMeta() if all_on_meta else nullcontext()
         try:
-            with _OnMeta(), _DataRecorder(self), _OperationRecorder(self), _trunc_normal_recorded(self):
-                module = build()
+            with on_meta, _DataRecorder(self, all_on_meta), _OperationRecorder(self), _trunc_normal_recorded(self):
+                yield
         except (NotImplementedError, RuntimeError) as error:
             raise ValueError(
                 "the model builder reads values of tensors while it constructs the model, which has no memory then "
                 f"({str(error).splitlines()[0]}). Pass the constructed module to initialize in its place."
             ) from error
+
+    def record(
+        self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any, fills: bool = False
+    ) -> None:
+        """Writes an operation down, if it has to do with meta tensors.
+
+        fills: it writes every element of its first argument, whatever that holds.
+        """
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not any(tensor.is_meta for tensor in outputs + inputs):
+            return
+        if self.random_state is None:
+            self.random_state = torch.get_rng_state()
+        self.alive.extend(tensor.untyped_storage() for tensor in outputs)
+        described = tree_map(lambda leaf: _describe(leaf) if isinstance(leaf, Tensor) and leaf.is_meta else leaf, args)
+        options = tree_map(lambda leaf: _describe(leaf) if isinstance(leaf, Tensor) and leaf.is_meta else leaf, kwargs)
+        filled = _whole_storage(inputs) if fills else None
+        self.operations.append(_Operation(function, described, options, [_describe(t) for t in outputs], filled))
+
+    def record_constant(self, meta: Tensor, value: Tensor) -> None:
+        """A tensor made from Python data: its values are kept as they are."""
+        self.alive.append(meta.untyped_storage())
+        self.constants[_describe(meta).storage] = value
+
+
+class DeferredModel(LaterModel):
+    """A model on the meta device, whose real values `values` yields one parameter at a time."""
+
+    def __init__(self, build: Callable[[], nn.Module], earlier: Recording | None = None) -> None:
+        """build: constructs the model. earlier: of parts of it; parts that were made at no such time are `given`.
+
+        Raises ValueError where it reads values of tensors while it constructs.
+        """
+        recording = Recording() if earlier is None else earlier
+        with recording.running():
+            module = build()
         if not isinstance(module, nn.Module):
             raise ValueError(f"model: expected a callable that returns an nn.Module, found {type(module).__name__}")
         self.module = module
+        self.given = [] if earlier is None else [param for param in module.parameters() if not param.is_meta]
+        """Parameters that have their values already, which `values` does not yield."""
+        # As when construction began.
+        self.random_state = torch.get_rng_state() if recording.random_state is None else recording.random_state
         self.peak_bytes = 0  # of real values alive at a time, after `values` has run
+        self._operations, self._constants, self._alive = recording.operations, recording.constants, recording.alive
         self._places = self._replace_by_shells()
 
     def values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """(parameter, its values on the CPU), each parameter once; buffers are filled on the way."""
+        """(parameter, its values on the CPU), each parameter once; buffers are filled on the way.
+
+        Random numbers are those of construction. What has been drawn since is not drawn again: then torch's generator
+        is afterwards where it was before; else it goes on behind those of construction.
+        """
+        now, first = torch.get_rng_state(), self.random_state
+        assert first is not None
+        torch.set_rng_state(first)
+        yield from self._replayed()
+        if not torch.equal(now, first):
+            torch.set_rng_state(now)
+
+    def _replayed(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         last_use: dict[int, int] = {}
         for index, operation in enumerate(self._operations):
             for view in _views_in((operation.args, operation.kwargs, operation.outputs)):
@@ -124,12 +194,18 @@ class DeferredModel:
         for storage in [key for key in real if key not in last_use]:
             yield from self._hand_over(real, storage, waiting)
         for index, operation in enumerate(self._operations):
-            self._run(operation, real)
-            self.peak_bytes = max(self.peak_bytes, sum(t.untyped_storage().nbytes() for t in real.values()))
-            for storage in overwritten.get(index, ()):
-                del real[storage]
-            for storage in ending.get(index, ()):
-                yield from self._hand_over(real, storage, waiting)
+            filled = operation.filled
+            source = None if filled is None or last_use[filled] != index else _copied(operation)
+            if filled is not None and source is not None:
+                real[filled] = source  # perhaps a mapped file, of which only the pages of this rank's shards are read
+            else:
+                self._run(operation, real)
+                nbytes = sum(tensor.untyped_storage().nbytes() for tensor in real.values())
+                self.peak_bytes = max(self.peak_bytes, nbytes)
+            for done in overwritten.get(index, ()):
+                del real[done]
+            for done in ending.get(index, ()):
+                yield from self._hand_over(real, done, waiting)
         if waiting:
             names = [place.name for places in waiting.values() for place in places]
             more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
@@ -188,11 +264,12 @@ class DeferredModel:
     def _replace_by_shells(self) -> list[_Place]:
         """Parameters become real ones with a shape and no memory. Returns where each value goes."""
         shells: dict[int, nn.Parameter] = {}
+        given = set(map(id, self.given))
         places: list[_Place] = []
         for owner, module in self.module.named_modules():
             prefix = f"{owner}." if owner else ""
             for name, param in module._parameters.items():
-                if param is None:
+                if param is None or id(param) in given:
                     continue
                 if id(param) not in shells:
                     nothing = torch.zeros((), dtype=param.dtype, device="cpu").expand(param.shape)
@@ -206,31 +283,9 @@ class DeferredModel:
                     self._alive.append(buffer.untyped_storage())
         return places
 
-    def record(
-        self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any, fills: bool = False
-    ) -> None:
-        """Writes an operation down, if it has to do with meta tensors.
-
-        fills: it writes every element of its first argument, whatever that holds.
-        """
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if not any(tensor.is_meta for tensor in outputs + inputs):
-            return
-        self._alive.extend(tensor.untyped_storage() for tensor in outputs)
-        described = tree_map(lambda leaf: _describe(leaf) if isinstance(leaf, Tensor) and leaf.is_meta else leaf, args)
-        options = tree_map(lambda leaf: _describe(leaf) if isinstance(leaf, Tensor) and leaf.is_meta else leaf, kwargs)
-        filled = _whole_storage(inputs) if fills else None
-        self._operations.append(_Operation(function, described, options, [_describe(t) for t in outputs], filled))
-
-    def record_constant(self, meta: Tensor, value: Tensor) -> None:
-        """A tensor made from Python data: its values are kept as they are."""
-        self._alive.append(meta.untyped_storage())
-        self._constants[_describe(meta).storage] = value
-
 
 @contextmanager
-def _trunc_normal_recorded(owner: DeferredModel) -> Iterator[None]:
+def _trunc_normal_recorded(owner: Recording) -> Iterator[None]:
     """`trunc_normal_` looks at the values that it draws, and skips meta tensors: it is recorded as one operation."""
     original = nn.init._no_grad_trunc_normal_
 
@@ -252,13 +307,13 @@ class _OnMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _device_constructors() and kwargs.get("device") is None:
+        if func in _CONSTRUCTORS and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": torch.device("meta")}
         return func(*args, **kwargs)
 
 
 class _OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, owner: DeferredModel) -> None:
+    def __init__(self, owner: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._owner = owner
 
@@ -278,24 +333,38 @@ class _OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _DataRecorder(TorchFunctionMode):
-    def __init__(self, owner: DeferredModel) -> None:
+    def __init__(self, owner: Recording, all_on_meta: bool) -> None:
         super().__init__()
         self._owner = owner
+        self._from_data = _FROM_DATA if all_on_meta else ()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func == _IS_META and sys._getframe(1).f_globals is vars(nn.init):
+        if func == _IS_META and _is_asked_by_init(sys._getframe(1)):
             return (
                 False  # orthogonal_, dirac_ and sparse_ do nothing on meta tensors: their operations must be recorded
             )
-        if func not in _FROM_DATA or kwargs.get("device") is not None or isinstance(args[0], Tensor):
+        if func is Tensor.__getitem__ and args[0].is_meta and isinstance(args[1], list):
+            # torch makes a tensor of the list where nobody sees it.
+            return func(args[0], self._constant(torch.tensor(args[1], device="cpu")))
+        if func not in self._from_data or kwargs.get("device") is not None or isinstance(args[0], Tensor):
             return func(*args, **kwargs)
         value = func(*args, **(kwargs if func is torch.from_numpy else {**kwargs, "device": "cpu"}))
         if not value.numel():
             return value  # nothing to defer; and transformers asks in this way for the default device
+        return self._constant(value)
+
+    def _constant(self, value: Tensor) -> Tensor:
         meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         self._owner.record_constant(meta, value)
         return meta.requires_grad_(value.requires_grad)
+
+
+def _is_asked_by_init(frame: FrameType | None) -> bool:
+    """Whether torch.nn.init asks, also through a `with torch.device(...)` around the modules."""
+    while frame is not None and frame.f_globals is vars(torch.utils._device):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals is vars(nn.init)
 
 
 def _describe(tensor: Tensor) -> _View:
@@ -314,6 +383,15 @@ def _whole_storage(inputs: list[Tensor]) -> int | None:
     if target.offset or not inputs[0].is_contiguous() or inputs[0].nbytes != inputs[0].untyped_storage().nbytes():
         return None
     return None if any(other.storage == target.storage for other in others) else target.storage
+
+
+def _copied(operation: _Operation) -> Tensor | None:
+    """The tensor that an operation only copies, where that can stand for the copy: it is as the copy would be."""
+    if operation.function != torch.ops.aten.copy_.default or not isinstance(operation.args[1], Tensor):
+        return None
+    target, source = operation.args[0], operation.args[1]
+    found = target.shape, target.strides, 0, target.dtype
+    return source if found == (tuple(source.shape), source.stride(), source.storage_offset(), source.dtype) else None
 
 
 def _laid_out_as(view: _View, tensor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -40,6 +40,10 @@ class Driver(Protocol):
     def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What the model returns. Raises ValueError where this rank has a part of it."""
 
+    def run(self, steps: Steps, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a function gives that calls the model, or parts of it. Raises ValueError where ranks have parts of it,
+        or of what it is given."""
+
     def backward(self, steps: Steps, loss: Tensor) -> None:
         """The backward of a loss of `forward`. Raises ValueError for what is none."""
 
@@ -54,3 +58,6 @@ class Driver(Protocol):
 
     def own(self, x: Tensor, fill: float) -> Tensor:
         """This rank's part of (rows, tokens, ...), where ranks share sequences."""
+
+    def whole_output(self, output: Any, tokens: int) -> Any:
+        """What a forward has returned, put together of the ranks that share it."""

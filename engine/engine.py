@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +18,7 @@ from ..comm import Activity, Progress
 from ..model.compiled import refuse_to_be_traced
 from ..watch.log import logger
 from .archive.archive import Archive
+from .archive.frozen import FrozenValues
 from .averaged_weights import AveragedWeights
 from .facade import ModuleFacade
 from .join import Call
@@ -25,11 +27,13 @@ from .learning_rates import LearningRates
 from .loop_calls import LoopCalls
 from .memory import ModelStateBytes, measure
 from .memory_report import MemoryReport, MemoryReports
+from .monitors import Monitors, tokens_of
 from .parameter_access import ParameterAccess
 from .parts import Parts
 from .preemption import Preemption
 from .step_gradients import StepGradients
 from .step_log import StepLog
+from .step_profile import StepProfile, Workload
 from .step_result import StepResult
 from .steps import Access, Steps
 from .turn import Turn, in_turn
@@ -57,7 +61,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         self._driver = parts.driver
         self._turn = Turn()
         self._join = parts.join
-        self._learning_rates = LearningRates(parts.optimizer, parts.schedule, parts.lr_scheduler)
+        self._learning_rates = LearningRates(parts.optimizer, parts.schedule, parts.betas, parts.lr_scheduler)
         self._steps = Steps(
             parts.config,
             parts.mesh,
@@ -70,6 +74,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
             parts.join,
         )
         parts.driver.listen(self._steps, self._turn)
+        self._frozen = FrozenValues()
         self._take_up_groups()
         self._late_groups = parts.late_groups
         parts.optimizer.listen(self._add_param_group)
@@ -84,6 +89,12 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         )
         self._log = StepLog(parts.config.steps_per_print if self.rank == 0 else 0)
         self._trial = parts.trial
+        self._monitors = Monitors.of(parts.config, self._mesh.world, parts.model_flops)
+        if self._monitors is not None:
+            self._steps.tokens = {}
+        self._profiler: StepProfile | None = None
+        self._due_profile: StepProfile | None = None  # the config's
+        self._profile_if_due()
         self._preemption = Preemption()
         if parts.config.checkpoint.on_sigterm:
             self._preemption.arm(says_so=self.rank == 0)
@@ -91,8 +102,12 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         for close in (self._mesh.close, *reversed(parts.close_last), self.optimizer.close, parts.ledger.close):
             self._closing.callback(close)
         self._closing.callback(self._reports.abort)
+        self._closing.callback(_call, weakref.WeakMethod(self._end_profile))
+        if self._monitors is not None:
+            self._closing.callback(self._monitors.close)
         self._closing.callback(self._preemption.disarm)
         self._closing.callback(self._turn.close)
+        parts.ledger.belongs_to(self, self._closing.close)
         self._progress.stop_clock(Activity.BEFORE_FIRST_STEP)
 
     # -- who and where --------------------------------------------------------------------------------------------
@@ -109,6 +124,11 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
             "in its place, which the engine would not run; compile it by engine.module.compile(...), and for another "
             "model call initialize again"
         )
+
+    @property
+    def is_open(self) -> bool:
+        """Until `close`, or an error on the way out of `with`."""
+        return not self._turn.is_over
 
     @property
     def rank(self) -> int:
@@ -136,6 +156,11 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
     def lr(self) -> float:
         """The learning rate of the next step."""
         return self.optimizer.lr
+
+    @property
+    def loss_scale(self) -> float:
+        """By which losses are multiplied; 1 but in float16."""
+        return self._steps.scale.loss_scaler.scale
 
     @property
     def lr_scheduler(self) -> Any:
@@ -219,6 +244,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         self.global_step += 1
         self._progress.end_step(self.global_step)
         self._log.after_step(self.global_step, self._last, self.config.train_batch_size or 0)
+        self._observe_step()
         self._reports.after_step(self.global_step)
         self._save_if_due(*counts)
         if self._trial is not None:
@@ -299,18 +325,30 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         folder: str | os.PathLike[str],
         dtype: str | torch.dtype | None = None,
         shard_bytes: int | str = 5_000_000_000,
+        *,
+        adapters_only: bool = False,
+        merged: bool = False,
     ) -> None:
         """Writes parameters and persistent buffers as safetensors in the model's own names; `from_pretrained` reads it.
 
         dtype: "fp32", "bf16", "fp16", "fp64", a torch dtype, or None: as each parameter is computed. shard_bytes: of
-        one file, also "500MB". All ranks must call it; each writes its own shards, nothing is gathered. Raises
-        CheckpointError on every rank where one could not write; an earlier export is as it was then.
+        one file, also "500MB". All ranks must call it; each writes its own shards, nothing is gathered.
+        adapters_only: one file that `PeftModel.from_pretrained` reads; of adapters that are not PEFT's, what is
+        trained. merged: the model that PEFT has put adapters on, with them in its weights; gathers unit by unit.
+        Raises CheckpointError on every rank where one could not write; an earlier export is as it was then.
         """
+        if adapters_only and merged:
+            raise ValueError("engine.export(): expected adapters_only or merged, found both; call it twice")
         if self._trial is not None:
             self._trial.note_unwritten("export")
             return
         with self._steps.apart(Activity.WEIGHTS, Access.READS):
-            self._archive.export(folder, dtype, shard_bytes)
+            if adapters_only:
+                self._archive.export_adapters(folder, dtype, shard_bytes)
+            elif merged:
+                self._archive.export_merged(folder, dtype, shard_bytes)
+            else:
+                self._archive.export(folder, dtype, shard_bytes)
 
     @in_turn
     def load_weights(self, path: str | os.PathLike[str], strict: bool = True) -> None:
@@ -331,23 +369,26 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         folder: str | os.PathLike[str],
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
+        latest: bool = True,
     ) -> str:
         """Saves all that the training is into folder/tag, and makes `latest` name it; returns the tag.
 
         tag: "global_step100" and so on where none is given; rank 0's counts. client_state: saved beside
-        `engine.client_state`. Call it on all ranks, between steps. With `checkpoint.async` it returns when the values
-        are copied; a failure is raised at the next step, save or close.
+        `engine.client_state`. latest: False leaves the file `latest` as it is. Call it on all ranks, between steps.
+        With `checkpoint.async` it returns when the values are copied; a failure is raised at the next step, save or
+        close.
 
         Raises CheckpointError on every rank if any fails (what was saved before is intact), and ValueError between the
         microbatches of a step.
         """
-        return self._save_checkpoint(folder, tag, client_state)
+        return self._save_checkpoint(folder, tag, client_state, latest)
 
     def _save_checkpoint(
         self,
         folder: str | os.PathLike[str],
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
+        latest: bool = True,
     ) -> str:
         self._steps.check_averages_hidden("engine.save_checkpoint()")
         self._steps.forget_cleared("engine.save_checkpoint()")
@@ -360,9 +401,11 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         if self._trial is not None:
             self._trial.note_unwritten("checkpoint")
             return tag or f"global_step{self.global_step}"
+        if self._monitors is not None:
+            self._monitors.flush()  # a job that goes on from here does not write this step again
         with self._steps.apart(Activity.SAVING, Access.READS):
             state = {**self.client_state, **(client_state or {})}
-            return self._archive.checkpoints.save(folder, tag, state, self.global_step, self._training_state())
+            return self._archive.checkpoints.save(folder, tag, state, self.global_step, self._training_state(), latest)
 
     @in_turn
     def load_checkpoint(self, folder: str | os.PathLike[str], tag: str | None = None) -> dict[str, Any]:
@@ -379,6 +422,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         with self._steps.apart(Activity.LOADING, Access.REPLACES):
             restored = self._archive.checkpoints.load(folder, tag, self.client_state, self.lr_scheduler)
             self._restore_training_state(restored.training, restored.config)
+        self._observe_other_step()
         for key, value in restored.client_state.items():
             if key in self.client_state and not hasattr(self.client_state[key], "load_state_dict"):
                 self.client_state[key] = value
@@ -413,12 +457,25 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
             self._archive.checkpoints.wait_alone()  # the other ranks may be lost: nothing is waited for together
             self._closing.close()
 
+    def profile(self, steps: int = 1) -> StepProfile:
+        """What the next `steps` steps do is recorded: a trace, each collective, operations by module.
+
+        They take several times as long. The result has `is_done` after them, `table()` and `save(folder)`. Raises
+        ValueError where a profile is being made.
+        """
+        if self._profiler is not None:
+            raise ValueError("engine.profile(): expected no profile that is being made, found one; it ends by itself")
+        units = self._driver.passes.units
+        workload = Workload.of(units, self._mesh.world.rank, self.data_size)
+        self._profiler = StepProfile(workload, self._module, self._progress, self.global_step, steps)
+        return self._profiler
+
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
     def _take_up_groups(self) -> None:
         """What knows the groups of parameters as they are now."""
         units, whole = self._driver.passes.units, self._driver.whole
-        self._archive = Archive(self.config, self._mesh, self._module, units, self.optimizer, whole)
+        self._archive = Archive(self.config, self._mesh, self._module, units, self.optimizer, whole, self._frozen)
         self._parameter_values = self._archive.parameters
         self._gradients = StepGradients(self.config, self._mesh, self._steps, self._archive.parameters, self._join)
 
@@ -433,6 +490,43 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
                 self._steps.take_up_groups()
                 self._take_up_groups()
                 self._learning_rates.add(param_group)
+
+    def _observe_step(self) -> None:
+        """For monitors and profiles, where there are some."""
+        if self._monitors is not None:
+            tokens = tokens_of(self._steps.tokens, self.data_size, self.config.parallel.sequence)
+            samples = self.config.train_batch_size or 0
+            self._monitors.after_step(self.global_step, self._last, samples, tokens, self.memory)
+            self._steps.tokens = {}
+        if self._profiler is not None and self._profiler.after_step(self.global_step):
+            self._end_profile()
+        self._profile_if_due()
+
+    def _observe_other_step(self) -> None:
+        """The training goes on at another step: what is written and profiled is of that one."""
+        if self._monitors is not None:
+            self._monitors.flush()
+        if self._profiler is not None and self._profiler is self._due_profile:
+            self._end_profile()
+        self._profile_if_due()
+
+    def _profile_if_due(self) -> None:
+        wanted = self.config.profile
+        if wanted.enabled and self._profiler is None and self.global_step == wanted.step - 1:
+            self._due_profile = self.profile(wanted.steps)
+
+    def _end_profile(self) -> None:
+        """Of the config's profile it says what was found."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        profiler.stop()
+        wanted = self.config.profile
+        if profiler is self._due_profile and profiler.is_done:
+            if wanted.folder is not None:
+                profiler.save(wanted.folder)
+            if self.rank == 0:
+                logger.info("%s", profiler.table(wanted.module_depth, wanted.top_modules))
 
     @property
     def _progress(self) -> Progress:
@@ -477,3 +571,10 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         self._steps.scale.loss_scaler.load_state_dict(saved["loss_scaler"])
         then, now = ((values.get("optimizer") or {}).get("params", {}) for values in (config, self.config.as_dict()))
         self._learning_rates.load_state_dict(saved["learning_rates"], then, now)
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Where its object is still there: what closes an engine does not hold it."""
+    found = method()
+    if found is not None:
+        found()

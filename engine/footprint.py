@@ -137,8 +137,17 @@ class Footprint:
         self._sizes = cache(partial(_sizes, blueprint))
         self._in_pipeline = blueprint.pipeline is not None
         self._accumulates = (blueprint.config.gradient_accumulation_steps or 1) > 1
-        self._kinds = cache(lambda dtype: kinds_of_block(dtype, blueprint.optimizer.new_states))
-        self._of_chunk = cache(lambda dtype, numel: ChunkLayout.of(scaled(self._kinds(dtype), numel)).nbytes)
+        optimizer = blueprint.optimizer
+
+        @cache
+        def kinds_of(dtype: torch.dtype, index: int) -> Kinds:
+            return kinds_of_block(dtype, optimizer.masters, partial(optimizer.new_states, options_index=index))
+
+        @cache
+        def of_chunk(dtype: torch.dtype, index: int, numel: int) -> int:
+            return ChunkLayout.of(scaled(kinds_of(dtype, index), numel)).nbytes
+
+        self._kinds_of, self._of_chunk = kinds_of, of_chunk
         numels = blueprint.homes.states_plan.resident_numels([one.layout.shard_numel for one in self._plan.updated])
         self._resident = {id(group): numel for group, numel in zip(self._plan.updated, numels, strict=True)}
 
@@ -261,28 +270,71 @@ class Footprint:
             return 0
         # By the axes of an exchange, of which each has buffers of its own: (dtype, of a slot, that this rank sums).
         parts: dict[tuple[str, ...], list[tuple[torch.dtype, int, int]]] = {}
-        for one in trained:
+        for one in self._in_backward(trained):
             states, replicas = one.domain.states, one.domain.replicas
             numel, shard = one.layout.padded_numel, one.layout.shard_numel
-            parts.setdefault(states, []).append((one.reduce_dtype, numel, shard))
+            sent = numel - shard if self._sends_others_alone(one) else numel
+            parts.setdefault(states, []).append((one.reduce_dtype, sent, shard))
             place = self._blueprint.arrangement.place(self._rank, replicas)
             summed = _numel(regions_of(shard, self._size(replicas))[place])
             parts.setdefault(replicas, []).append((one.reduce_dtype, shard, summed))
-        return sum(_exchanged(own, self._size(axes)) for axes, own in parts.items() if self._size(axes) > 1)
+        return sum(self._slots(own, self._size(axes)) for axes, own in parts.items() if self._size(axes) > 1)
+
+    def _in_backward(self, trained: Sequence[GroupPlan]) -> Iterable[GroupPlan]:
+        """In the order in which they are reduced: units from the last one, what is in none at the end."""
+        is_trained = {id(one) for one in trained}
+        units = list(reversed(self._plan.units))
+        units.sort(key=lambda one: one[0].is_rest)
+        return (group for _, groups in units for group in groups if id(group) in is_trained)
+
+    def _slots(self, parts: Sequence[tuple[torch.dtype, int, int]], num_ranks: int) -> int:
+        """Of an exchange over sockets. Slots take turns: each comes to each group, unless turns end with a backward.
+
+        How stages of a pipeline take turns is known of three groups alone.
+        """
+        is_known = len(parts) == _SLOTS_IN_TURN or not self._in_pipeline
+        if is_known and len(parts) % _SLOTS_IN_TURN == 0:
+            return sum(_exchanged(parts[turn::_SLOTS_IN_TURN], num_ranks) for turn in range(_SLOTS_IN_TURN))
+        return _SLOTS_IN_TURN * _exchanged(parts, num_ranks)
+
+    def _sends_others_alone(self, group: GroupPlan) -> bool:
+        """Whether a slot has no room for a rank's own part: see `Move`. Beside earlier microbatches' sum it has."""
+        has_sum = self._accumulates and self._blueprint.policy.reduces_every_backward
+        is_gone = self._leaves(group) and self._sizes(group.domain).replicas == 1
+        return group.reduce_dtype == group.accumulation_dtype and (not has_sum or is_gone)
 
     # -- states ---------------------------------------------------------------------------------------------------
 
+    def _kinds(self, group: GroupPlan) -> Kinds:
+        """What is kept of a block of its elements."""
+        return self._kinds_of(group.dtype, self._blueprint.optimizer.options_index(group))
+
     def _states(self, group: GroupPlan, moment: Moment) -> int:
-        total = _bytes(scaled(self._kinds(group.dtype), self._resident[id(group)]))
+        total = _bytes(scaled(self._kinds(group), self._resident[id(group)]))
         if self._blueprint.timing is Timing.DELAYED:
             total += self._second(group)
         if self._blueprint.timing is Timing.SPECULATIVE and moment is Moment.REDUCED:
             total += total + self._second(group) + sum(self._copied_chunks(group))
         return total - sum(self._second_on_host(group, moment))
 
+    def directions(self) -> tuple[int, int]:
+        """(model, host): the most that an update of whole parameters takes for a moment, which no moment has.
+
+        A direction of a shard, in float32 or wider, and as much again for matrices that a rank brings together.
+        """
+        optimizer, found = self._blueprint.optimizer, [0, 0]
+        for group in self._plan.updated if optimizer.looks_at_whole else ():
+            is_matrix = optimizer.is_matrix(group.params[0][1]) if group.params else False
+            if optimizer.moves_matrices and not is_matrix:
+                continue  # AdamW updates it
+            nbytes = group.layout.shard_numel * max(4, group.dtype.itemsize) * (1 + is_matrix)
+            place = int(self._is_on_accelerator and self._leaves(group))
+            found[place] = max(found[place], nbytes)
+        return found[0], found[1]
+
     def _second(self, group: GroupPlan) -> int:
         """Of the parameters, but for those that are rounded from master weights in memory: these stand for it."""
-        has_master = MASTER in self._kinds(group.dtype)
+        has_master = MASTER in self._kinds(group)
         resident = self._resident[id(group)] if has_master else 0
         return (group.layout.shard_numel - resident) * group.dtype.itemsize
 
@@ -300,8 +352,9 @@ class Footprint:
 
     def chunks(self, group: GroupPlan) -> list[int]:
         """Bytes of what is not with the model."""
+        index = self._blueprint.optimizer.options_index(group)
         parts = self._blueprint.homes.states_plan.chunks(self._resident[id(group)], group.layout.shard_numel)
-        return [self._of_chunk(group.dtype, high - low) for low, high in parts]
+        return [self._of_chunk(group.dtype, index, high - low) for low, high in parts]
 
 
 @dataclass(frozen=True)
@@ -332,10 +385,10 @@ def _sum_bytes(group: GroupPlan) -> int:
 
 
 def _exchanged(parts: Sequence[tuple[torch.dtype, int, int]], num_ranks: int) -> int:
-    """Slots, and what comes from the others. parts: (dtype, elements of a slot, elements that this rank sums)."""
+    """A slot, and what comes from the others. parts: (dtype, elements of a slot, elements that this rank sums)."""
     slot = max((dtype.itemsize * numel for dtype, numel, _ in parts), default=0)
     received = max(((num_ranks - 1) * dtype.itemsize * own for dtype, _, own in parts), default=0)
-    return _SLOTS_IN_TURN * (slot + received)
+    return slot + received
 
 
 def _kept(sizes: Iterable[int], are_here: bool) -> int:

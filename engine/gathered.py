@@ -47,6 +47,7 @@ class _CountedGroup:
 
     frees_memory = True
     keeper = None
+    is_loading = False
 
     def __init__(self, tally: _Tally, plan: GroupPlan, nbytes: int) -> None:
         self.layout = plan.layout
@@ -59,8 +60,6 @@ class _CountedGroup:
         if self.residence is Residence.SHARDED:
             self._tally.add(self._nbytes)
             self.residence = Residence.COMING
-
-    def continue_gather(self) -> None: ...
 
     def gather(self) -> None:
         self.start_gather()

@@ -2,37 +2,105 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from ..comm import World
+from ..model.ledger import Ledger
 from ..pipe.split.absent import Absent
+from ..watch.log import logger
 from ..zero.released import ReleasedParameter
 from .config.config import Config
 from .deferred import DeferredModel
+from .later_model import LaterModel
 from .optimizer_plan import OptimizerPlan
 
 Values = Iterator[tuple[nn.Parameter, Tensor]]
 
+_MESSAGE_BYTES = 1 << 18  # far below what one layer takes; a message of its own for each norm and bias is slow
 
-def module_and_values(model: nn.Module | Callable[[], nn.Module], world: World) -> tuple[nn.Module, Values]:
+_OPEN = "_lowtide_engine"  # of each module of an engine's model: which object, whether the model, and the ledger
+_DIVIDED = "_lowtide_divided"  # of a model that has a part of some layers alone: by which axes
+Model = nn.Module | Callable[[], nn.Module] | LaterModel
+
+
+def module_and_values(model: Model, world: World) -> tuple[nn.Module, Values]:
     """The module, and rank 0's value of each parameter, one at a time. Raises ValueError for what is neither."""
     if isinstance(model, nn.Module):
-        return model, _values_of(model, world)
-    if not callable(model):
+        return model, _values_of(model.parameters(), world)
+    if not callable(model) and not isinstance(model, LaterModel):
         raise ValueError(f"model: expected an nn.Module or a callable that builds one, found {type(model).__name__}")
-    torch.set_rng_state(world.broadcast_object(torch.get_rng_state()))  # every rank replays the same random numbers
-    deferred = DeferredModel(model)
-    return deferred.module, deferred.values()
+    draws = not isinstance(model, LaterModel) or model.random_state is not None
+    if draws:
+        torch.set_rng_state(world.broadcast_object(torch.get_rng_state()))  # every rank replays the same random numbers
+    later = model if isinstance(model, LaterModel) else DeferredModel(model)
+    if draws:
+        later.random_state = world.broadcast_object(later.random_state)
+    return later.module, chain(_values_of(later.given, world), later.values())
 
 
-def _values_of(module: nn.Module, world: World) -> Values:
-    """Rank 0's parameters, each once."""
-    for param in module.parameters():
-        yield param, world.broadcast_tensor(param.detach())
+def _values_of(params: Iterable[nn.Parameter], world: World) -> Values:
+    """Rank 0's, each once. What one message takes is copied before the first of its values is asked for."""
+    for several in _messages(params):
+        yield from zip(several, world.broadcast_tensors([param.detach() for param in several]), strict=True)
+
+
+def _messages(params: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters of one dtype that follow each other, of so many bytes together, or a larger one alone."""
+    several: list[nn.Parameter] = []
+    for param in params:
+        nbytes = param.nbytes + sum(other.nbytes for other in several)
+        if several and (nbytes > _MESSAGE_BYTES or param.dtype != several[0].dtype):
+            yield several
+            several = []
+        several.append(param)
+    if several:
+        yield several
+
+
+def take(module: nn.Module, ledger: Ledger) -> None:
+    """The module is an engine's from now on, until that is closed. Raises ValueError where it is another one's.
+
+    That is where the one is the other, or in it. What is noted is of this object, and not of copies of it. An engine
+    that nobody has any more is closed here.
+    """
+    _close_lost(module)
+    found = [name for name, part in module.named_modules() if part.__dict__.get(_OPEN, ())[:2] == (id(part), True)]
+    if found or module.__dict__.get(_OPEN, ())[:2] == (id(module), False):
+        what = f"its '{found[0]}'" if found and found[0] else f"this {type(module).__name__}"
+        where = "the model" if found else "a part of the model"
+        raise ValueError(
+            f"model: expected one that no engine has, found that {what} is {where} of an engine that is still open; "
+            "close that first (engine.close(), or `with lowtide.initialize(...) as engine`), or build another model"
+        )
+    divided = next((one for part in module.modules() if (one := part.__dict__.get(_DIVIDED))), None)
+    if divided is not None:
+        raise ValueError(
+            f"model: expected whole layers, found those that an earlier engine has left divided ({divided}): each rank "
+            "has a part; build the model again, or give initialize the callable that builds it"
+        )
+    for part in module.modules():
+        ledger.override(part, _OPEN, (id(part), part is module, ledger))
+
+
+def note_divided(module: nn.Module, how: str) -> None:
+    """How layers of a model are divided over ranks. That outlives the engine, in copies of the model too."""
+    module.__dict__[_DIVIDED] = how
+
+
+def _close_lost(module: nn.Module) -> None:
+    """On all ranks alike where all have lost theirs; else the one that has it raises an error of which all hear."""
+    noted = {note[2]: None for part in module.modules() if (note := part.__dict__.get(_OPEN, ()))[:1] == (id(part),)}
+    if noted:
+        gc.collect()  # a cycle of the caller's may have it
+    for ledger in noted:
+        if ledger.close_if_lost():
+            logger.info("model: the engine that had it is gone without engine.close(), and is closed now")
 
 
 def check_model(module: nn.Module) -> None:

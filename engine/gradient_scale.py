@@ -46,7 +46,8 @@ class GradientScale:
 
     def __init__(self, config: Config, data_size: int, loss_scaler: LossScaler, own: Iterable[nn.Parameter]) -> None:
         """data_size: the number of data-parallel ranks. own: the engine's parameters."""
-        self._num_summed = data_size * (config.gradient_accumulation_steps or 1)
+        is_mean = config.gradient_allreduce_op == "mean"
+        self._num_summed = (data_size if is_mean else 1) * (config.gradient_accumulation_steps or 1)
         self.loss_scaler = loss_scaler
         self._fixed = _fixed_part(config, data_size)
         self._own = frozenset(map(id, own))
@@ -73,8 +74,8 @@ class GradientScale:
         return self._given is not None and self._given() is not None
 
     def mark_input(self, tensor: Tensor) -> Tensor:
-        """An input of the engine as its forward is to see it."""
-        if self.seed == 1.0 or not tensor.requires_grad or not torch.is_grad_enabled():
+        """An input of the engine that requires a gradient, as its forward is to see it."""
+        if self.seed == 1.0 or not torch.is_grad_enabled():
             return tensor
         inside = tensor.view_as(tensor)
         inside.register_hook(lambda gradient: _Edge.apply(gradient, self, False))  # type: ignore[no-untyped-call]
@@ -211,12 +212,15 @@ class _Edge(torch.autograd.Function):
 
 
 class _Outside(torch.autograd.Function):
-    """What the engine returns, as its caller sees it. A change in place would go past it; torch refuses that."""
+    """What the engine returns, as its caller sees it. A change in place would go past it; torch refuses that.
+
+    Not of a loss, (), which is a tensor of its own: loops that weigh it write `loss *= weight`.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, scale: GradientScale) -> Tensor:
         ctx.scale = scale
-        return tensor.view_as(tensor)
+        return tensor.view_as(tensor) if tensor.dim() else tensor.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

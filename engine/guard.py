@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter, methodcaller
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -158,6 +158,8 @@ class ModelGuard:
         self._modules = _Modules(self._module)
 
     def _check_values(self) -> None:
+        if not self._samples:
+            return
         if self._values is None:
             self.remember_values()
             return
@@ -198,7 +200,7 @@ def _first_other(params: Sequence[tuple[str, nn.Parameter]], found: Sequence[int
 
 
 _PARAM, _VERSION = itemgetter(1), attrgetter("_version")
-_VALUES = methodcaller("values")  # of a dict, or what torch.jit has in its place
+_OWNED = attrgetter("_parameters", "_modules")  # of a module
 _INSTEAD = "change it inside `with engine.gathered(parameter, modify=True):`"
 _CHANGED = "parameter '{name}' was changed {how}, which its master weights and other ranks do not see; " + _INSTEAD
 
@@ -212,6 +214,8 @@ class _Modules:
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = list(module.modules())
+        are_dicts = all(isinstance(one, dict) for one in self._owned())  # torch.jit has something else in their place
+        self._values = dict.values if are_dicts else methodcaller("values")  # which takes twice as long
         self._held = list(self._members())  # so that their identities are not given to others
         self._ids = list(map(id, self._held))
 
@@ -220,8 +224,10 @@ class _Modules:
 
     def _members(self) -> Iterator[object]:
         """No line of Python for each module, of which a model has some hundreds."""
-        owned = (map(attrgetter(name), self._modules) for name in ("_parameters", "_modules"))
-        return chain.from_iterable(map(_VALUES, chain.from_iterable(owned)))
+        return chain.from_iterable(map(self._values, self._owned()))
+
+    def _owned(self) -> Iterator[Any]:
+        return chain.from_iterable(map(_OWNED, self._modules))
 
 
 class _Samples:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 
 import torch
@@ -35,8 +35,9 @@ _OPEN: list[Join] = []
 
 OTHERS = "that of another engine, whose calls ranks without data would not come to"
 NO_JOIN = (
-    "engine.join(): expected an engine without parallel.pipeline and parallel.tensor, found one with it: these ranks "
-    "take the same batches, and there is no part without data. Let the loader end with the shortest share"
+    "engine.join(): expected an engine without parallel.pipeline, tensor and sequence, found one with it: these ranks "
+    "take the same batches, and compare them, so there is no part without data. Let the loader end with the shortest "
+    "share"
 )
 
 NO_JOIN_OF_EXPERTS = (
@@ -92,7 +93,9 @@ class Join:
     def before(self, call: Call) -> int:
         """To be called before the collectives of a call. On how many ranks it has data."""
         size = self._mesh.world.size
-        if _OPEN and not self._is_open:
+        if not _OPEN:
+            return size
+        if not self._is_open:
             self.check_outside(f"{call.value} of another engine")
         if not self._is_open or not self._has_data or self._is_together:
             return size
@@ -109,9 +112,12 @@ class Join:
         else:
             self.before(Call.FORWARD if torch.is_grad_enabled() else Call.FORWARD_WITHOUT_GRADIENTS)
 
-    @contextmanager
-    def together(self, call: Call) -> Iterator[int]:
+    def together(self, call: Call) -> AbstractContextManager[int]:
         """Around a call that ranks without data make as well. Gives on how many ranks it has data."""
+        return self._together(call) if _OPEN else nullcontext(self._mesh.world.size)
+
+    @contextmanager
+    def _together(self, call: Call) -> Iterator[int]:
         count = self.before(call)
         self._is_together = True
         try:

@@ -15,6 +15,8 @@ from .archive.run_state import restore_options
 
 Schedule = Callable[[float, int], float]
 """(learning rate of a parameter group, optimizer steps taken so far) -> the group's learning rate of the next step."""
+Betas = Callable[[int], tuple[float, float] | None]
+"""Optimizer steps taken so far -> the betas of the next step, of each group that has some; None: as they are."""
 
 
 def scheduler_for(optimizer: ShardedOptimizer, given: Any) -> Any:
@@ -66,10 +68,13 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
 class LearningRates:
     """Sets them before each step."""
 
-    def __init__(self, optimizer: ShardedOptimizer, schedule: Schedule | None, scheduler: Any) -> None:
-        """scheduler: the caller's, with a `step()`."""
+    def __init__(
+        self, optimizer: ShardedOptimizer, schedule: Schedule | None, betas: Betas | None, scheduler: Any
+    ) -> None:
+        """schedule, betas: the config's. scheduler: the caller's, with a `step()`."""
         self._optimizer = optimizer
         self._schedule = schedule
+        self._betas = betas
         self.scheduler = scheduler
         self._base = [float(group["lr"]) for group in optimizer.param_groups]
         self.apply()
@@ -100,6 +105,11 @@ class LearningRates:
         if self._schedule is not None:
             for group, base in zip(self._optimizer.param_groups, self._base, strict=True):
                 group["lr"] = self._schedule(base, self._optimizer.num_steps)
+        betas = None if self._betas is None else self._betas(self._optimizer.num_steps)
+        if betas is not None:
+            for group in self._optimizer.param_groups:
+                if "betas" in group:
+                    group["betas"] = betas
 
     def advance(self) -> None:
         """After a step that updated."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..comm import Mesh
-from .axes import EXPERT
+from ..model.compiled import refuse_to_be_traced
+from .axes import EXPERT, SEQUENCE
+from .config.config import Config
 from .driver import Driver
 from .join import NO_JOIN, NO_JOIN_OF_EXPERTS, Call, Join
 from .step_gradients import StepGradients
@@ -22,6 +24,7 @@ from .turn import Turn, in_turn
 class LoopCalls:
     """Whose gradients count, which backward is the last of its step, and what ranks agree on."""
 
+    config: Config
     module: nn.Module
     _mesh: Mesh
     _turn: Turn
@@ -33,6 +36,25 @@ class LoopCalls:
     def _step(self) -> StepResult:
         """The update of a step that is complete."""
         raise NotImplementedError
+
+    @in_turn
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What `function(*args, **kwargs)` returns, all of which is one forward of the engine.
+
+        For trainers whose step calls the model, or parts of it, as it likes, and computes the loss itself: a method of
+        the module, as Lightning's `training_step`. Inputs are passed as they are: on the device and in the dtype that
+        the model computes in. Ranks that share layers (parallel.tensor) are given the same. Raises ValueError with
+        parallel.pipeline, sequence and tensor_sequence, where a rank has a part of the model or of its inputs.
+        """
+        refuse_to_be_traced("an engine")
+        parallel = self.config.parallel
+        if parallel.sequence > 1 or parallel.tensor_sequence:
+            found = "sequence" if parallel.sequence > 1 else "tensor_sequence"
+            raise ValueError(
+                f"engine.run(): expected a config without parallel.{found}, whose ranks have parts of the inputs, "
+                "found it; call engine(...) with the inputs of the model"
+            )
+        return self._driver.run(self._steps, function, args, kwargs)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss, whose `backward()` is that of the engine: with float16's loss scale from the loss on, and with the
@@ -48,6 +70,16 @@ class LoopCalls:
         where the ranks do not divide them. Ask for it before the forward, which needs no labels then.
         """
         return self._driver.own(x, fill)
+
+    @in_turn
+    def whole_output(self, output: Any, tokens: int) -> Any:
+        """What `engine(...)` has returned, as one process has it, without gradients: for metrics and predictions.
+
+        Logits of `parallel.tensor` that are in parts come as a tensor; of `parallel.sequence`, what has a rank's tokens
+        along dimension 1 has those of all, and a loss, (), is the sum of the ranks' parts. Anything else is as it is.
+        tokens: of the whole sequences, in dimension 1. Ranks that are given the same batch must all call it.
+        """
+        return self._driver.whole_output(output, tokens)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context whose backwards are not the last of their step: `accumulate(last=False)`, as DDP calls it."""
@@ -92,11 +124,11 @@ class LoopCalls:
         Ranks without data take part in the steps of the others until all have run out. Gradient and loss are the mean
         over the microbatches that there were. All ranks must enter it; `train_step`, forward, `backward`,
         `clip_grad_norm_`, `step`, `eval_step` and `agree` may be in it, and what the config saves. Raises ValueError
-        over a pipeline, or where ranks share layers or experts, StateError for other calls of all ranks in it, for
-        those of other engines, and where another engine's is open.
+        over a pipeline, or where ranks share layers, sequences or experts, StateError for other calls of all ranks in
+        it, for those of other engines, and where another engine's is open.
         """
         self._turn.check("engine.join()")
-        if not self._mesh.has_whole:
+        if not self._mesh.has_whole or self._mesh.axes[SEQUENCE].size > 1:
             raise ValueError(NO_JOIN)
         if self._mesh.axes[EXPERT].size > 1:
             raise ValueError(NO_JOIN_OF_EXPERTS)

@@ -10,6 +10,7 @@ existing file gives the same learning rate at each update. A skipped update (fp1
 import math
 from typing import Literal
 
+from .config.cycles import LRRangeTest, OneCycle
 from .config.scheduler import (
     Constant,
     Cosine,
@@ -21,6 +22,8 @@ from .config.scheduler import (
     WarmupLR,
     WarmupLRParams,
 )
+from .cycle_schedule import one_cycle_betas, one_cycle_rate, range_test_rate
+from .torch_schedule import torch_rate
 
 
 def learning_rate_at(scheduler: SchedulerConfig, base_lr: float, step: int) -> float:
@@ -32,9 +35,20 @@ def learning_rate_at(scheduler: SchedulerConfig, base_lr: float, step: int) -> f
         return _between(scheduler.params, base_lr, warmup_factor(_iteration(step), scheduler.params))
     if isinstance(scheduler, WarmupCosineLR):
         return base_lr * warmup_cosine_ratio(scheduler, _iteration(step))
+    if isinstance(scheduler, OneCycle):
+        return one_cycle_rate(scheduler.params, step)
+    if isinstance(scheduler, LRRangeTest):
+        return range_test_rate(scheduler.params, step)
     if isinstance(scheduler, Constant):
         return base_lr * linear_warmup(step, scheduler.params.warmup_num_steps)
-    return base_lr * decay_ratio(scheduler, step)
+    if isinstance(scheduler, Linear | Cosine):
+        return base_lr * decay_ratio(scheduler, step)
+    return torch_rate(scheduler, base_lr, step)
+
+
+def betas_at(scheduler: SchedulerConfig, step: int) -> tuple[float, float] | None:
+    """The betas of the update after `step` updates; None: those that the optimizer has."""
+    return one_cycle_betas(scheduler.params, step) if isinstance(scheduler, OneCycle) else None
 
 
 def _iteration(step: int) -> int:

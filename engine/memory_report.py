@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,14 @@ from ..watch.log import logger
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.unit import Unit
 from .axes import TENSOR
-from .batch_shape import described, made
+from .batch_shape import described, made, of_whole
 from .blueprint import Blueprint
 from .footprint import Footprint, Moment
 from .memory import ModelStateBytes, measure
 from .memory_recording import OTHER, Recorded, Recorder
-from .planning.estimate import estimate, writes_gradients
-from .planning.machine import Machine
-from .planning.meta_run import MetaRun
-from .planning.pipelined import memory_by_place
-from .planning.splits import Splits
+
+if TYPE_CHECKING:
+    from .planning.meta_run import MetaRun
 
 _MAX_OWNERS = 30  # that a report names
 _MAX_SAMPLES = 400  # of the moments of a step, those with the most
@@ -177,7 +175,7 @@ class MemoryReports:
 
     def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._batch is None and not (args and kwargs):
-            self._batch = described(kwargs or args)
+            self._batch = of_whole(described(kwargs or args), self._blueprint.config.parallel.sequence)
 
     @property
     def _footprint(self) -> Footprint:
@@ -230,6 +228,8 @@ class MemoryReports:
             return replace(report, why_not=self._meta_run)
         if self._batch is None:
             return replace(report, why_not="the model was called with positional and named inputs together")
+        from .planning.estimate import writes_gradients  # [Note: what few trainings use] in `build.py`
+
         batch = made(self._batch)
         shapes = [one.shape for one in torch.utils._pytree.tree_leaves(batch) if isinstance(one, Tensor) and one.dim()]
         config = self._blueprint.config
@@ -240,6 +240,10 @@ class MemoryReports:
             )  # fmt: skip
         except ValueError as error:
             return replace(report, why_not=str(error))
+        from .planning.estimate import estimate
+        from .planning.machine import Machine
+        from .planning.pipelined import memory_by_place
+
         machine = Machine(device="cuda" if self._blueprint.device != "cpu" else "cpu")
         if self._blueprint.pipeline is None:
             place = self._blueprint.place_of(self._mesh.world.rank)
@@ -273,13 +277,14 @@ def allocator_bytes(device: torch.device) -> int | None:
 
 def meta_run_of(blueprint: Blueprint, module: nn.Module, loss_fn: Any, rank: int) -> MetaRun | str:
     """A run of the model on the meta device, before anything of the engine stands on it; or why there is none."""
+    from .planning.meta_run import MetaRun  # [Note: what few trainings use] in `build.py`
+    from .planning.splits import Splits
+
     config = blueprint.config
-    if config.parallel.sequence > 1:
-        return "a recorded batch is a rank's part of sequences; `lowtide plan` counts from whole ones"
-    if config.parallel.expert > 1:
-        return "how many tokens come to a rank's experts depends on routers, which is not planned"
     if config.tiles.mlp or config.tiles.loss:
         return "tiles stand on the model already; `lowtide plan` counts them"
+    if config.parallel.tensor_sequence and config.parallel.tensor > 1 and config.parallel.pipeline > 1:
+        return "parallel.tensor_sequence over a pipeline is not predicted"
     casts = config.bf16.auto_cast if config.bf16.enabled else config.fp16.auto_cast
     device = "cpu" if blueprint.device == "cpu" else "cuda"
     try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from ..comm import Mesh
 from ..parallel.sequence_data import SequencePart
 from ..parallel.split_trial import SplitTrial
 from ..parallel.vocabulary import LogitParts
-from ..pipe.split.trees import leaves
+from ..pipe.split.trees import leaves, map_leaves
 from .batch import call_for_loss, loss_of
 from .eval_mode import in_eval_mode
 from .pipeline_plan import LossFn
@@ -49,7 +49,9 @@ class ModelCall:
 
     def output(self, model: nn.Module, ready: Any) -> Any:
         """What the model returns, of which nothing is read but what the loss needs."""
-        return self.run(ready, lambda: call_for_loss(model, ready, self._loss_fn))
+        if self.sequences is None:
+            return call_for_loss(model, ready, self._loss_fn)
+        return self.sequences.run(ready, lambda: call_for_loss(model, ready, self._loss_fn))
 
     def loss(self, output: Any, ready: Any) -> Tensor:
         """(); of a part, what it adds to the mean over the whole."""
@@ -68,6 +70,18 @@ class ModelCall:
     def own(self, x: Tensor, fill: float) -> Tensor:
         """This rank's part of (rows, tokens, ...): all, where ranks do not share sequences."""
         return x if self.sequences is None else self.sequences.own(x, fill)
+
+    def whole_output(self, output: Any, tokens: int) -> Any:
+        """See `LoopCalls.whole_output`."""
+
+        def whole(leaf: Any) -> Any:
+            if isinstance(leaf, LogitParts):
+                leaf = leaf.detach().whole()
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return leaf.detach() if self.sequences is None else self.sequences.joined(leaf, tokens)
+
+        return map_leaves(whole, output)
 
     def try_once(
         self,
@@ -100,6 +114,19 @@ class ModelCall:
         around_copy = nullcontext if self.sequences is None else self.sequences.around_copy
         with in_eval_mode(module), trial.compared(around_copy):
             forward()
+        self._judge(trial)
+
+    @contextmanager
+    def compared_in_passing(self) -> Iterator[None]:
+        """As `compare_once`, around the forward of the first microbatch itself, which cannot be made twice."""
+        trial = self._splits if torch.is_grad_enabled() else None
+        with nullcontext() if trial is None else trial.compared_in_passing(in_eval_mode):
+            yield
+        if trial is not None:
+            self._judge(trial)
+
+    def _judge(self, trial: SplitTrial) -> None:
+        """A collective."""
         wrong = [distance > 0 for distance in trial.distances.values()]
         sums = torch.tensor(wrong, dtype=torch.int64, device=self._mesh.world.device)
         trial.check(self._mesh.sum_small(sums, "the check of split layers").tolist())

@@ -20,6 +20,7 @@ from ..offload import (
     StreamCopies,
     host_is_pinned,
 )
+from ..optimizers.table import OPTIMIZERS
 from ..zero.host_update import HostUpdate
 from ..zero.offloaded_states import OffloadedStates, StatesPlan
 from ..zero.plan import GroupPlan
@@ -158,8 +159,9 @@ def _home_of_states(config: Config, is_apart: bool, has_rule: bool) -> Home:
     if home is not Home.MODEL and not has_rule:
         other = '"none"' if is_apart else '"cpu" or "none"'
         raise ValueError(
-            f'offload_optimizer.device: "{wanted.device}" needs one of the optimizers of the config (adamw, adam, sgd, '
-            f"lion, adagrad), whose states are known beforehand; found an optimizer of the caller's own. Use {other}"
+            f'offload_optimizer.device: "{wanted.device}" needs one of the optimizers of the config '
+            f"({', '.join(OPTIMIZERS)}), whose states are known beforehand; found an optimizer of the caller's own. "
+            f"Use {other}"
         )
     return home
 

@@ -14,12 +14,15 @@ from ..kernels.dispatch import Backend
 from ..optimizers.optimizer import Optimizer, OptimizerParams, Options
 from ..optimizers.table import OPTIMIZERS
 from ..zero.fused_update import FusedUpdate
+from ..zero.masters import Masters
 from ..zero.optimizer_choice import OptimizerFactory, another, check_elementwise, record_like
 from ..zero.plan import GroupPlan, Role
 from ..zero.torch_update import TorchUpdate
+from ..zero.whole_update import WholeUpdate
 from .config.config import Config
 from .fusing import optimizer_backend
 
+_MASTERS = {True: Masters.WIDER, False: Masters.NONE, "kahan": Masters.KAHAN}
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 OptimizerChoice = torch.optim.Optimizer | type[torch.optim.Optimizer] | Callable[[Any], torch.optim.Optimizer] | None
@@ -41,6 +44,8 @@ class OptimizerPlan:
     defaults: dict[str, Any]  # options of a group that does not say them
     fused: FusedUpdate | None
     factory: OptimizerFactory | None  # of the caller's class, where there is no rule that does the same
+    masters: Masters = Masters.WIDER
+    seed: int = 0  # of what is rounded at random without masters
 
     @classmethod
     def of(cls, config: Config, module: nn.Module, choice: OptimizerChoice) -> OptimizerPlan:
@@ -52,7 +57,8 @@ class OptimizerPlan:
             )
         params = list(module.parameters())
         trained = [param for param in params if param.requires_grad]
-        backend = optimizer_backend(config)
+        backend, seed = optimizer_backend(config), config.seed or 0
+        masters = _MASTERS[config.bf16.masters] if config.bf16.enabled else Masters.WIDER
         if choice is None and config.optimizer is None:
             _check_needs_none(config)
             return cls([], {}, FusedUpdate(_NOTHING, {}, torch.float32, backend), None)
@@ -69,24 +75,34 @@ class OptimizerPlan:
         if choice is not None:
             own = choice if isinstance(choice, torch.optim.Optimizer) else _call(choice, trained)
             _check_members(own, params)
-            return cls._like(own, backend)
+            return cls._like(own, backend, masters, seed)
         assert config.optimizer is not None
         options, record = config.optimizer.options, OPTIMIZERS[config.optimizer.type]
         param_groups: list[dict[str, Any]] = [{"params": trained, **options}]
+        if record.whole is not None and record.whole.matrix is not None:
+            param_groups = _divided(module, trained, options)
         state_dtype = _STATE_DTYPES[config.optimizer.state_dtype]
-        return cls(param_groups, dict(options), FusedUpdate(record, options, state_dtype, backend), None)
+        kind = FusedUpdate if record.whole is None else WholeUpdate
+        by_group = tuple(param_groups) if len(param_groups) > 1 else ()
+        update = kind(record, options, state_dtype, backend, masters, seed, by_group)
+        return cls(param_groups, dict(options), update, None, masters, seed)
 
     @classmethod
-    def _like(cls, own: torch.optim.Optimizer, backend: Backend) -> OptimizerPlan:
+    def _like(cls, own: torch.optim.Optimizer, backend: Backend, masters: Masters, seed: int) -> OptimizerPlan:
         # Its own `step` is never called: a scheduler over it would warn. Test: test_torch_schedulers.py.
         own._opt_called = True  # type: ignore[attr-defined]
         record = record_like(own)
         if record is not None:
-            update = FusedUpdate(record, dict(own.param_groups[0]), torch.float32, backend)
-            return cls(own.param_groups, own.defaults, update, None)
+            update = FusedUpdate(record, dict(own.param_groups[0]), torch.float32, backend, masters, seed)
+            return cls(own.param_groups, own.defaults, update, None, masters, seed)
+        if masters is Masters.KAHAN:
+            raise ValueError(
+                f'bf16.masters: "kahan" needs an optimizer whose states are known beforehand, found '
+                f"{type(own).__name__}; name one in the config, or set false or true"
+            )
         factory = partial(another, own)
         check_elementwise(factory)
-        return cls(own.param_groups, own.defaults, None, factory)
+        return cls(own.param_groups, own.defaults, None, factory, masters, seed)
 
     @property
     def trains(self) -> bool:
@@ -124,16 +140,63 @@ class OptimizerPlan:
                 f'{wide[0]}; use "fp32", with which the states have the dtype of the parameters'
             )
 
-    def new_states(self, master: Tensor) -> dict[str, Tensor]:
+    def new_states(self, master: Tensor, options_index: int = 0) -> dict[str, Tensor]:
         """The states of master weights, (n,), by name; none where only the first step shows them."""
-        return {} if self.fused is None else self.fused.new_states(master)
+        return {} if self.fused is None else self.fused.new_states(master, options_index)
+
+    def options_index(self, group: GroupPlan) -> int:
+        """In param_groups, of a group's parameters, where their states depend on it; else 0."""
+        return int(self.moves_matrices and not self.is_matrix(group.params[0][1]))
+
+    def is_matrix(self, param: nn.Parameter) -> bool:
+        """Whether it is updated as a whole matrix, with states of its own kind."""
+        return self.moves_matrices and id(param) in self._matrices
+
+    @property
+    def looks_at_whole(self) -> bool:
+        """Whether an update is of whole parameters, of which a shard has parts."""
+        return isinstance(self.fused, WholeUpdate)
+
+    @property
+    def moves_matrices(self) -> bool:
+        """Whether ranks tell each other what they have of whole matrices."""
+        return self.fused is not None and bool(self.fused.by_group)
+
+    @cached_property
+    def _matrices(self) -> frozenset[int]:
+        return frozenset(id(param) for param in self.param_groups[0]["params"])
 
     def make_update(self) -> FusedUpdate | TorchUpdate:
         """What does to shards what the optimizer does to its parameters."""
         if self.fused is not None:
             return self.fused
         assert self.factory is not None
-        return TorchUpdate(self.factory)
+        return TorchUpdate(self.factory, self.masters, self.seed)
+
+
+def _divided(module: nn.Module, trained: list[nn.Parameter], options: dict[str, Any]) -> list[dict[str, Any]]:
+    """The matrices, and what the optimizer beside updates: embeddings, heads, vectors, and what says so itself."""
+    others = {id(p) for part in module.modules() if isinstance(part, nn.Embedding) for p in part.parameters(False)}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        parts = name.lower().split(".")
+        if any(word in part for part in parts for word in ("embed", "lm_head")) or parts[-2:-1] == ["head"]:
+            others.add(id(param))
+        if getattr(param, "use_muon", False) and param.dim() != 2:
+            raise ValueError(
+                f"{name}.use_muon: expected a parameter of two dimensions, found {param.dim()}: Muon updates matrices "
+                "alone; leave it out, and AdamW updates this one"
+            )
+
+    def is_matrix(param: nn.Parameter) -> bool:
+        return bool(getattr(param, "use_muon", param.dim() == 2 and id(param) not in others))
+
+    matrices = [param for param in trained if is_matrix(param)]
+    rest = [param for param in trained if not is_matrix(param)]
+    adam = {**options, "lr": options["lr"] if options["adam_lr"] is None else options["adam_lr"]}
+    return [
+        {"params": matrices, **options, "is_matrix": True, "is_other": False},
+        {"params": rest, **adam, "is_matrix": False, "is_other": True},
+    ]
 
 
 def _do_nothing(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None: ...

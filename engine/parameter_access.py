@@ -96,3 +96,14 @@ class ParameterAccess:
         time, and with `update_in_backward`. ValueError where `gradient_clipping` of the config clips to another norm.
         """
         return self._gradients.clip(max_norm, norm_type, error_if_nonfinite)
+
+    @in_turn
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Makes each element of the gradients of the coming step at most `clip_value`, and at least -clip_value.
+
+        As torch.nn.utils.clip_grad_value_, of the mean over microbatches and ranks. All ranks must call it, between the
+        backward of the last microbatch and `engine.step()`, and before `clip_grad_norm_`: StateError at any other time,
+        and with `update_in_backward`.
+        """
+        with self._steps.apart(Activity.WEIGHTS, Access.NOTHING):
+            self._gradients.clip_values(float(clip_value))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,9 +18,12 @@ from .config.config import Config
 from .driver import Driver
 from .join import Join
 from .late_groups import LateGroups
-from .learning_rates import Schedule
-from .planning.meta_run import MetaRun
+from .learning_rates import Betas, Schedule
+from .model_flops import ModelFlops
 from .trial import Trial
+
+if TYPE_CHECKING:
+    from .planning.meta_run import MetaRun
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,12 @@ class Parts:
     loss_scaler: LossScaler
     input_dtype: torch.dtype | None  # of floating-point inputs; None: as they are
     schedule: Schedule | None
+    betas: Betas | None
     lr_scheduler: Any
     rows_per_microbatch: int | None
     ledger: Ledger  # what stands on the module
     close_last: Sequence[Callable[[], None]]
     blueprint: Blueprint
     meta_run: MetaRun | str  # for predictions; or why there is none
+    model_flops: ModelFlops | None  # of the whole model, where monitors are on
     trial: Trial | None  # of `lowtide tune`, which ends the script after some steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -18,6 +18,7 @@ from ..pipe.schedules.schedule import Schedule
 from ..pipe.stage import make_stages
 from ..zero.scheduled_units import ScheduledUnits
 from ..zero.unit import Unit
+from .axes import PIPE
 from .batch import replace_tensors
 from .join import NO_JOIN, Call
 from .model_call import ModelCall
@@ -95,6 +96,8 @@ class Pipeline:
         self._mesh.world.progress.enter(Activity.PIPELINE)
         differ = self._differ(given)
         ready = [] if differ else self._ready(steps, given)
+        for at, inputs in enumerate(ready):
+            steps.note_tokens(at, inputs)
         found = torch.full((), bool(differ), device=self._mesh.world.device)
         steps.doubt(found, lambda: self._tell(self._training, differ))
 
@@ -103,12 +106,15 @@ class Pipeline:
 
         with self._remembers_failure():
             losses = steps.backward(run, len(given))
-        if self._training.difference is not None:
+        if _is_void(self._training):
             steps.doubt(torch.ones_like(found), lambda: self._tell(self._training, differ))
         steps.losses.extend(losses)
 
     def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         raise self._lacks_whole("engine(batch)", "engine.eval_step(batch)")
+
+    def run(self, steps: Steps, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        raise self._lacks_whole("engine.run(function)", "engine.train_step(batch)")
 
     def backward(self, steps: Steps, loss: Tensor) -> None:
         raise self._lacks_whole("engine.backward(loss)", "engine.train_step(batch)")
@@ -132,16 +138,37 @@ class Pipeline:
             self.passes.release_all()
 
     def _tell(self, executor: Executor, differ: Differs) -> NoReturn:
-        """Raises ValueError on all ranks, where batches differ on one, or a stage has returned another thing."""
+        """Raises on all ranks: ValueError where batches differ on one, or a stage has returned another thing; where one
+        has failed its own error there, and RuntimeError on the others."""
         self._same.refuse(differ)
-        found = self._mesh.world.gather_objects(executor.difference)
-        raise ValueError(next(text for text in found if text is not None))
+        failure = executor.failure
+        own = None if failure is None else f"{type(failure).__name__}: {failure} ({'; '.join(failure.__notes__)})"
+        found = self._mesh.world.gather_objects((executor.difference, own))
+        if failure is not None:
+            raise failure
+        for rank, (_, text) in enumerate(found):
+            if text is not None:
+                raise RuntimeError(f"pipeline: a stage of rank {rank} failed: {text}. No parameter was updated")
+        raise ValueError(next(text for text, _ in found if text is not None))
 
     def _refuse_difference(self, executor: Executor) -> None:
         """As `_tell`, where there is something to tell. Waits for the hosts of this pipeline, and for others beside."""
-        own = torch.full((1,), executor.difference is not None, dtype=torch.int64)
+        own = torch.full((1,), _is_void(executor), dtype=torch.int64)
         if self._same.is_anywhere(bool(self._mesh.peers.sum_on_host(own, "the outcome of an evaluation"))):
             self._tell(executor, Differs.NOTHING)
+
+    def _refuse_trial(self) -> None:
+        """Raises on all ranks of this pipeline where a stage has failed in what is tried before the first step."""
+        places = torch.zeros(self._mesh.axes[PIPE].size, dtype=torch.int64)
+        places[self._mesh.place(PIPE)] = self._evaluation.failure is not None
+        failed = self._mesh.peers.sum_on_host(places, "the outcome of a trial").nonzero().flatten().tolist()
+        if self._evaluation.failure is not None:
+            raise self._evaluation.failure
+        if failed:
+            raise RuntimeError(
+                f"pipeline: a stage at place {failed[0]} failed in what is tried before the first step; the output of "
+                "its rank says why"
+            )
 
     def _marked(self, output: Any) -> Any:
         """The output of the last stage as a loss_fn is to see it. What it has received is no leaf then."""
@@ -154,11 +181,16 @@ class Pipeline:
     def own(self, x: Tensor, fill: float) -> Tensor:
         return self._call.own(x, fill)
 
+    def whole_output(self, output: Any, tokens: int) -> Any:
+        return self._call.whole_output(output, tokens)
+
     def _ready(self, steps: Steps, batches: Sequence[Any]) -> list[Any]:
         def loss(ready: Any) -> Tensor | None:
             try:
                 with self._remembers_failure():
-                    return next(iter(self._evaluation.run([ready])), None)
+                    losses = self._evaluation.run([ready])
+                self._refuse_trial()
+                return next(iter(losses), None)
             finally:
                 self.passes.release_all()
 
@@ -194,6 +226,11 @@ class Pipeline:
                 "checkpoint"
             )
         return self._same.differ(batches)
+
+
+def _is_void(executor: Executor) -> bool:
+    """Whether nothing of the last run may count."""
+    return executor.difference is not None or executor.has_failed
 
 
 def _evaluation(schedule: Schedule) -> Schedule:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..comm import Axis, Exchange, Mesh
 from ..comm.solo import SoloRoute
 from ..model.ledger import Ledger
+from ..parallel.ignored_label import IgnoredLabels
 from ..parallel.randomness import Randomness
 from ..parallel.sequence_attention import SequenceAttention, check_attention
 from ..parallel.sequence_data import SequenceData, SequenceError, SequencePart, SequenceTrial, check_model
@@ -37,7 +38,7 @@ class Sequences:
 
     def __init__(self, module: nn.Module, mesh: Mesh, ledger: Ledger, loss_fn: LossFn, way: str) -> None:
         """way: sequence_parallel.attention of the config."""
-        exchange = mesh.exchange((SEQUENCE,))
+        exchange = self._exchange = mesh.exchange((SEQUENCE,))
         self._device = mesh.world.device
         self._module = module
         self._has_own_loss = loss_fn is None
@@ -61,9 +62,9 @@ class Sequences:
         part = self._seen_by(self._data_by_hand.part(kwargs, self._device, needs_labels=False))
         if torch.is_grad_enabled() and "shift_labels" not in part and not self._are_parts_known:
             raise SequenceError(
-                "expected labels among the inputs, or engine.sequence_part(labels, fill=-100) before the call: a rank "
-                "has the logits of a part of each sequence, and a mean over them is not the mean over the whole; what "
-                "adds up to that is the sum over its own labels, divided by the number of all"
+                f"expected labels among the inputs, or engine.sequence_part(labels, fill={part.ignored}) before the "
+                "call: a rank has the logits of a part of each sequence, and a mean over them is not the mean over the "
+                "whole; what adds up to that is the sum over its own labels, divided by the number of all"
             )
         return part
 
@@ -80,6 +81,18 @@ class Sequences:
         """This rank's part of (rows, tokens, ...)."""
         self._are_parts_known = True
         return self._data.own(x, fill)
+
+    def joined(self, x: Tensor, tokens: int) -> Tensor:
+        """Of a rank's part of (rows, tokens, ...) that of all; of a loss, (), the sum of all parts; x, if it is none.
+
+        tokens: of the whole. Without gradients. A collective of the ranks that share sequences.
+        """
+        x = x.detach()
+        if not x.dim():
+            return self._exchange.sum(x.reshape(1), "a loss of parts")[0] if x.is_floating_point() else x
+        if x.dim() == 1 or x.shape[1] != -(-tokens // self._exchange.size):
+            return x
+        return self._exchange.gather(x, 1, "an output of parts")[:, :tokens].contiguous()
 
     def run(self, part: SequencePart, forward: Callable[[], Any]) -> Any:
         """What a forward of the model with these inputs gives.
@@ -117,6 +130,8 @@ class Sequences:
         has_labels = any(batch.get(name) is not None for name in ("labels", "shift_labels"))
         if has_labels in self._tried or not (has_labels or (output_of is not None and self._are_parts_known)):
             return
+        if has_labels and "ignore_index" not in batch:
+            self._find_ignored(batch, loss_of, summed)
         trial = self._data_at(0, 1).trial(batch, self._device)
         attention = self._attention
         before, attention.is_alone, attention.fault = attention.num_calls, True, None
@@ -134,6 +149,31 @@ class Sequences:
         is_no_sum = _differ(parts[:1], parts[1:], 10 * tolerance)  # sums in another order
         self._judge(*summed([attention.num_calls - before, meet, is_no_sum, attention.fault is not None]))
         self._tried.add(has_labels)
+
+    def _find_ignored(
+        self,
+        batch: Any,
+        loss_of: Callable[[SequencePart], Tensor | None],
+        summed: Callable[[Sequence[int]], Sequence[int]],
+    ) -> None:
+        """Which label the loss ignores, as the calls of torch's losses in it say: a part is filled up with it."""
+        self._attention.is_alone = True
+        try:
+            with in_eval_mode(self._module), IgnoredLabels() as labels:
+                loss = loss_of(self._data_at(0, 1).all_labelled(batch, self._device))
+        finally:
+            self._attention.is_alone = False
+        of_loss = labels.found if self._has_own_loss else labels.found[-1:]  # a loss_fn comes behind the model's own
+        found = [] if loss is None else sorted(set(of_loss))
+        num_many, num_found, total = summed([len(found) > 1, len(found) == 1, sum(found)])
+        if num_many:
+            listed = " and ".join(map(str, found)) or "several on another rank"
+            raise SequenceError(
+                f"loss: expected one ignore_index for all of it, found {listed}: parts are filled up with a label that "
+                "counts nowhere; give its losses the same, or call engine(...) and engine.sequence_part(labels)"
+            )
+        if num_found:
+            self._data.ignored = self._data_by_hand.ignored = total // num_found
 
     def _seen(self, trial: SequenceTrial, output_of: Callable[[SequencePart], Any], part: SequencePart) -> Tensor:
         """() of all that the output says of the token."""
@@ -158,7 +198,9 @@ class Sequences:
         """Of a rank that there is not."""
         ranks = tuple(range(size))
         axis = Axis(SEQUENCE, place, ranks, ranks, SoloRoute(self._device))
-        return SequenceData(self._module, Exchange(axis), self._has_own_loss)
+        data = SequenceData(self._module, Exchange(axis), self._has_own_loss)
+        data.ignored = self._data.ignored
+        return data
 
     def _judge(self, num_calls: int, num_meeting: int, num_no_sums: int, num_faults: int) -> None:
         name = type(self._module).__name__
@@ -174,9 +216,9 @@ class Sequences:
         if num_no_sums:
             raise SequenceError(
                 f"{f'the loss of {name}' if self._has_own_loss else 'loss_fn'}: expected the mean over the labels of "
-                "the part that it is given (shift_labels that are not -100, each where it is predicted), found one "
-                "whose parts, weighted by their numbers of labels, do not add up to that of the whole; for another "
-                "loss call engine(...) and engine.sequence_part(labels)"
+                f"the part that it is given (shift_labels that are not {self._data.ignored}, each where it is "
+                "predicted), found one whose parts, weighted by their numbers of labels, do not add up to that of the "
+                "whole; for another loss call engine(...) and engine.sequence_part(labels)"
             )
 
     def _tolerance(self) -> float:

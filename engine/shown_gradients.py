@@ -45,11 +45,15 @@ class ShownGradients:
 
     def take_final(self) -> tuple[Cleared, bool]:
         """What was cleared of a whole step, and whether that is all of it; no stand-ins are there any more."""
+        if not self._final.are_there:
+            return {}, False
         cleared = self._final.take_out()
         return cleared, bool(cleared) and len(cleared) == self._final.num_params  # some ranks may have no parameters
 
     def take_taken(self) -> Cleared:
         """The same in the middle of a step: all or nothing. Raises StateError where it is some."""
+        if not self._taken.are_there:
+            return {}
         cleared = self._taken.take_out()
         if 0 < len(cleared) < self._taken.num_params:
             raise StateError(

@@ -64,6 +64,21 @@ class StepGradients:
                 self._mesh.world.gather_objects((max_norm, norm_type, error_if_nonfinite))
             return self._clip(max_norm, norm_type, error_if_nonfinite)
 
+    def clip_values(self, clip_value: float) -> None:
+        """See `ParameterAccess.clip_grad_value_`."""
+        what = "engine.clip_grad_value_()"
+        if not clip_value >= 0:
+            raise ValueError(f"{what}: expected a clip_value of 0 or more, found {clip_value:g}")
+        self._check_is_complete(what)
+        self._check_is_held(
+            what, "gradients are used up one by one as they come; a hook on the parameter may change it"
+        )
+        if self._steps.clipping is not None:
+            raise StateError(f"{what}: expected it before engine.clip_grad_norm_(), found it after that")
+        self._steps.take_back()  # what was updated with other gradients
+        for gradient in self._steps.gradients:
+            gradient.clamp(clip_value / self._steps.rest)
+
     def clip_without_data(self) -> None:
         """Takes part in the `clip` of ranks that have data, under `engine.join`."""
         told = next(one for one in self._mesh.world.gather_objects(None) if one is not None)

@@ -69,18 +69,22 @@ class Uses:
     @property
     def are_all(self) -> bool:
         """Whether this rank has used all parameters of which it has a part: then no other rank can say more of them."""
-        return all(len(gradient.used) == len(places) for gradient, places in self._places)
+        for gradient, places in self._places:  # noqa: SIM110  (`all` costs a call for each)
+            if len(gradient.used) != len(places):
+                return False
+        return True
 
     def words(self) -> list[int]:
         """What this rank has used."""
+        if self.are_all:
+            return self._all
         unused = [
             place
             for gradient, places in self._places
-            if len(gradient.used) < len(places)
             for index, place in enumerate(places)
             if index not in gradient.used
         ]
-        return self._packed(self._own.difference(unused)) if unused else self._all
+        return self._packed(self._own.difference(unused))
 
     def unused(self, total: Sequence[int]) -> frozenset[int]:
         """total: the sum of `words` over all ranks. Returns identities of parameters."""
@@ -161,16 +165,21 @@ def sum_step(
     the gradients that this rank's caller has cleared, another number for others; 0: none.
     """
     device = mesh.world.device
+    squares, were_finite = [], []
     for gradient in gradients:
         gradient.settle()
+        found = gradient.inspection
+        squares += found.counted
+        if found.was_finite is not None:
+            were_finite.append(found.was_finite)
     is_wide = torch.float64 in [loss.dtype for loss in losses]
     known = [0] * (2 * NUM_LIMBS + 3) + [is_wide, cleared, *events, *([] if uses is None else uses.words())]
     sums = sent(torch.frombuffer(array("q", known), dtype=torch.int64), device)  # torch.tensor takes thrice as long
-    found = [gradient.inspection for gradient in gradients]
-    if squares := [sent(part, device) for one in found for part in one.counted]:
-        add_limbs(sums, torch.cat(squares), 0, _BAD)
-    if earlier := [sent(one.was_finite, device) for one in found if one.was_finite is not None]:
-        sums[_BAD] |= ~torch.stack(earlier).all()
+    if squares:
+        here = [part if part.device.type == device.type else sent(part, device) for part in squares]
+        add_limbs(sums, torch.cat(here), 0, _BAD)
+    if were_finite:
+        sums[_BAD] |= ~torch.stack([sent(one, device) for one in were_finite]).all()
     if changed is not None:
         sums[_CHANGED] |= changed
     if losses and mesh.speaks:

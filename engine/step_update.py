@@ -11,6 +11,7 @@ from torch import Tensor
 from ..comm import Mesh, Pending
 from ..offload import OffloadError
 from ..zero.gradient import GroupGradient
+from ..zero.group import Residence
 from ..zero.layout import Piece
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.reductions import OnFinal
@@ -126,7 +127,12 @@ class StepUpdate:
             self._optimizer.accept()
             pending.extend(shard.group.refresh() for shard in self._optimizer.shards)
         else:
-            self._optimizer.update_all(factor, lambda shard: pending.append(shard.group.refresh()), skip)
+
+            def send(shard: ShardState) -> None:
+                if shard.group.is_refreshed:
+                    pending.append(shard.group.refresh())
+
+            self._optimizer.update_all(factor, send, skip)
         for one in pending:
             one.wait()
         self._mesh.fence(what)
@@ -214,8 +220,9 @@ class StepUpdate:
     def _release_what_changes(self) -> None:
         """A forward since the backward has left some full parameters, of values that now change."""
         for shard in self._optimizer.shards:
-            if shard.group.frees_memory:
-                shard.group.release_kept()
+            group = shard.group
+            if group.frees_memory and (group.keeper is not None or group.residence is not Residence.SHARDED):
+                group.release_kept()
 
     def _update_one(self, gradient: GroupGradient) -> None:
         shard = self._shards.get(id(gradient))

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from ..comm import Activity, Mesh
 from ..offload import OffloadError
 from ..watch.log import logger
-from ..zero.gradient import GroupGradient
 from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.reduced_gradient import Cleared
 from ..zero.reductions import OnFinal
 from ..zero.sequence import StateError
 from ..zero.unit import Unit
-from .batch import microbatches, prepared
+from .batch import microbatches, prepared, tokens_in
 from .clipping import Clipping
 from .config.config import Config
 from .gradient_scale import GradientScale
@@ -96,12 +95,15 @@ class Steps:
         """input_dtype: of the floating-point inputs of a forward; None: as they are. rows_per_microbatch: None: any."""
         self.losses: list[Tensor] = []  # () of each microbatch
         self.num_microbatches = 0  # that are done
+        self.tokens: dict[int, tuple[int, int]] | None = None
+        """(rows, length) of each microbatch of the step, where somebody counts them."""
         self._num_begun = 0  # with those of the backward that runs
         self.is_complete = False
         """Whether the last of them was the last of its step."""
         self._is_last: bool | None = None  # as the caller says; None: by their number
         self._by_hand = False  # he has said so in this step
         self.clipping: Clipping | None = None  # of the gradients of this step, by the caller
+        self._own_clipping = Clipping(config.gradient_clipping or math.inf)
         self._doubt: tuple[Tensor, Callable[[], None]] | None = None
         self._config = config
         self._mesh = mesh
@@ -119,6 +121,7 @@ class Steps:
     def take_up_groups(self) -> None:
         """The groups of the units, and of the optimizer, are those that there are now; between steps."""
         optimizer, passes, mesh = self._optimizer, self._passes, self._mesh
+        self.gradients = [gradient for unit in passes.units for gradient in unit.gradients]
         self._shown = ShownGradients(self.gradients)
         timing = Timing.of(self._config)
         shares = any(group.copies_are_shared for unit in passes.units for group in unit.groups)
@@ -157,17 +160,21 @@ class Steps:
         """The number of microbatches of a step."""
         return self._config.gradient_accumulation_steps or 1
 
-    @property
-    def gradients(self) -> list[GroupGradient]:
-        return [gradient for unit in self._passes.units for gradient in unit.gradients]
-
     def microbatches_of(self, batch: Any) -> Iterator[Any]:
         """Those of this rank's share of a global batch, or drawn from an iterator. Raises ValueError."""
-        return self._mesh.world.progress.drawn(microbatches(batch, self.accumulation, self._rows_per_microbatch))
+        found, progress = microbatches(batch, self.accumulation, self._rows_per_microbatch), self._mesh.world.progress
+        return progress.drawn(found) if progress.is_on else found
 
     def prepared(self, inputs: Any) -> Any:
         """Inputs of a forward, on the device and in the compute dtype."""
+        if self.tokens is not None and torch.is_grad_enabled():
+            self.note_tokens(self.num_microbatches, inputs)
         return prepared(inputs, self._mesh.world.device, self._input_dtype, self.scale.mark_input)
+
+    def note_tokens(self, at: int, inputs: Any) -> None:
+        """Of the microbatch of that number, which may be seen several times, in part too; where somebody counts."""
+        if self.tokens is not None:
+            self.tokens[at] = max(self.tokens.get(at, (0, 0)), tokens_in(inputs), key=math.prod)
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
@@ -355,7 +362,8 @@ class Steps:
             seen = doubt[0].any() if seen is None else seen | doubt[0].any()
         cleared = self._shown.mark
         summed = sum_step(self._mesh, self.gradients, losses, events, what, self._uses, seen, cleared)
-        is_started = self._update_if_finite(summed, number)
+        rest = self.rest
+        is_started = self._update_if_finite(summed, number, rest)
         sums = summed.read()
         if is_started:
             is_wrong = sums.num_bad or sums.num_changed or sums.cleared != cleared * self._mesh.world.size
@@ -373,7 +381,7 @@ class Steps:
         if update_failed:
             self.forget()
             self.update.raise_failure()
-        norm = math.sqrt(sums.square_norm) * self.rest if not sums.num_bad else math.nan
+        norm = math.sqrt(sums.square_norm) * rest if not sums.num_bad else math.nan
         result = StepResult(
             torch.scalar_tensor(sums.loss, dtype=sums.loss_dtype),
             torch.scalar_tensor(norm, dtype=sums.loss_dtype),
@@ -409,7 +417,7 @@ class Steps:
             return self.losses
         return weighted(self.losses, self._weight * len(self.losses) / self.num_microbatches)
 
-    def _update_if_finite(self, summed: SummedStep, number: int) -> bool:
+    def _update_if_finite(self, summed: SummedStep, number: int, rest: float) -> bool:
         """Starts the update of a device, which finds out there whether all is finite: the host is told meanwhile.
 
         Where this rank lacks a gradient, of which all ranks have to say whether it was used, the host waits first, and
@@ -419,13 +427,13 @@ class Steps:
         if not self.update.can_be_skipped:
             return False
         unused = frozenset[int]() if self._uses.are_all else summed.read().unused
-        factor, skip = summed.factor_and_skip(self._clipping, self.rest)
+        factor, skip = summed.factor_and_skip(self._clipping, rest)
         self.update.end_step(factor, unused, _update_of(number), skip)
         return True
 
     @property
     def _clipping(self) -> Clipping:
-        return self.clipping or Clipping(self._config.gradient_clipping or math.inf)
+        return self.clipping or self._own_clipping
 
     def _update_or_skip(self, sums: StepSums, norm: float, number: int) -> None:
         factor = self._clipping.factor(norm) * self.rest
@@ -455,7 +463,7 @@ class Steps:
         Raises OffloadError on every rank where an update in the background has failed on any, and StateError where not
         all ranks would come.
         """
-        gradients = "engine.gradient() or engine.set_gradient()"
+        gradients = "engine.gradient(), set_gradient() or clip_grad_value_()"
         self._join.check_outside(gradients if access is Access.NOTHING else activity.value)
         if access in (Access.CHANGES, Access.REPLACES):
             self.check_averages_hidden("a change of the weights")

@@ -38,8 +38,8 @@ def tile_modules(module: nn.Module, config: Config, world: World, ledger: Ledger
 
 def check_units(tiled: Tiled, blueprint: Blueprint) -> None:
     """Raises ConfigError where a unit lies inside of what runs in tiles, or experts that ranks share do."""
-    for layer in () if blueprint.experts is None else blueprint.experts.layers:
-        if outer := next((name for name, module in tiled.modules if layer.module in set(module.modules())), None):
+    for block in () if blueprint.experts is None else blueprint.experts.blocks:
+        if outer := next((name for name, module in tiled.modules if block in set(module.modules())), None):
             message = (
                 f"'{outer}' holds experts that ranks share: it would exchange tokens once for each tile, and ranks may "
                 "have other numbers of tiles; leave it out, or set parallel.expert to 1"

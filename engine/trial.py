@@ -9,7 +9,7 @@ script's arguments would miss configs that a script makes itself, or changes aft
     {"task": "plan"}     what is to be tried: rank 0 plans with the script's own model, and writes the best few
     {"task": "measure"}  so many steps are timed; then the script is ended, as by SystemExit
 
-A trial leaves nothing behind: it saves and exports nothing, and its config has no section `checkpoint`.
+A trial leaves nothing behind: it saves and exports nothing, and its config has no section that writes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,17 +33,19 @@ from torch.utils._pytree import tree_leaves
 from ..comm import World
 from ..watch.log import logger
 from .batch import loss_of
-from .batch_shape import described, made
+from .batch_shape import described, made, of_whole
 from .config.config import Config
+from .config.fill import filled
 from .config.read import read
 from .config.translate import BATCH_KEYS
 from .deferred import DeferredModel
-from .planning.agreed import machine_here
-from .planning.choice import Choice, without_defaults
-from .planning.plan import Plan, made_batch, plan
+
+if TYPE_CHECKING:
+    from .planning.plan import Plan
 
 VARIABLE = "LOWTIDE_TRIAL"
-_NEVER_IN_A_TRIAL = ("checkpoint", "memory_report")
+_WRITERS = ("tensorboard", "wandb", "csv_monitor", "profile", "flops_profiler", "comms_logger")
+_NEVER_IN_A_TRIAL = ("checkpoint", "memory_report", *_WRITERS)
 _RECORDED = 2  # a step that is not timed
 
 
@@ -79,20 +81,22 @@ class Trial:
 
     request: Request
     config: dict[str, Any] = field(default_factory=dict)  # that is trained, with what a trial leaves out
-    batch: Any = None  # the first microbatch, as `described` gives it
+    batch: Any = None  # the first microbatch of a training, as `described` gives it
+    _is_of_training: bool = False
+    _num_sharers: int = 1  # of its sequences
     _ends: list[float] = field(default_factory=list)  # of steps, by time.monotonic()
     _world: World | None = None
     _samples: int = 0
     _is_written: bool = False
 
     @classmethod
-    def asked(cls, config: Any, optimizer: Any) -> Trial | None:
-        """The trial of this call of `initialize`, if it is one. config, optimizer: as the script passes them.
+    def asked(cls, config: Any, optimizer: Any, fill: Mapping[str, object] | None = None) -> Trial | None:
+        """The trial of this call of `initialize`, if it is one. config, optimizer, fill: as the script passes them.
 
         Raises ValueError where the variable names no such file.
         """
         path = os.environ.get(VARIABLE)
-        if path is None or (optimizer is None and Config.load(config).optimizer is None):
+        if path is None or (optimizer is None and Config.load(config, fill=fill).optimizer is None):
             return None
         try:
             request = Request.read(Path(path))
@@ -104,10 +108,11 @@ class Trial:
         del os.environ[VARIABLE]
         return cls(request)
 
-    def taken(self, source: Any) -> Config:
+    def taken(self, source: Any, fill: Mapping[str, object] | None = None) -> Config:
         """The config of this process, in place of the script's own. Raises ConfigError."""
         given = self.request.config
-        self.config = dict(given) if self.request.is_whole else laid_over(given, _plain(source))
+        config = dict(given) if self.request.is_whole else laid_over(given, _plain(source))
+        self.config = filled(config, fill, Config)[0] if fill else config
         return Config.load(self._trained)
 
     @property
@@ -152,6 +157,9 @@ class Trial:
         loss_fn: Callable[[Any, Any], Tensor] | None,
         sample_batch: Any,
     ) -> dict[str, Any]:
+        from .planning.agreed import machine_here  # [Note: what few trainings use] in `build.py`
+        from .planning.plan import made_batch, plan
+
         machine, key = machine_here(world, num_hosts)
         batch = made(self.request.batch) if self.request.batch is not None else sample_batch
         if batch is None and self.request.sequence is not None:
@@ -178,6 +186,8 @@ class Trial:
         return Config.load({**self._trained, "train_batch_size": config.resolve(world_size).train_batch_size})
 
     def _described(self, found: Plan, config: Config) -> dict[str, Any]:
+        from .planning.choice import Choice
+
         kept = {key: self.config[key] for key in _NEVER_IN_A_TRIAL if key in self.config}
         best = [
             {
@@ -206,16 +216,22 @@ class Trial:
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def watch(self, world: World, module: nn.Module, samples: int) -> Callable[[], None]:
-        """Before the first step. samples: of one, over all ranks. Returns what takes it off the module again."""
-        self._world, self._samples = world, samples
+    def watch(self, world: World, module: nn.Module, samples: int, num_sharers: int) -> Callable[[], None]:
+        """Before the first step. samples: of one, over all ranks. num_sharers: ranks that share a sequence.
+
+        Returns what takes it off the module again.
+        """
+        self._world, self._samples, self._num_sharers = world, samples, num_sharers
         handle = module.register_forward_pre_hook(self._see, with_kwargs=True, prepend=True)
         atexit.register(self._finish)  # a script may have fewer steps
         return handle.remove
 
     def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.batch is None and not (args and kwargs):
-            self.batch = described(kwargs or args)
+        # What comes first may be a few tokens, with which the engine tries in eval mode whether a model can be split.
+        is_better = self.batch is None or (module.training and not self._is_of_training)
+        if is_better and not (args and kwargs):
+            self._is_of_training = module.training
+            self.batch = of_whole(described(kwargs or args), self._num_sharers)
             if self._world is not None and not self._world.rank:  # where this step fails, it is known
                 _write(Path(self.request.result), {"num_steps": 0, "batch": self.batch})
 
@@ -266,6 +282,8 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
 
 def _plain(source: Any) -> dict[str, Any]:
     """The script's own config as a file would have it."""
+    from .planning.choice import without_defaults
+
     return without_defaults(source.as_dict()) if isinstance(source, Config) else dict(read(source)[0])
 
 

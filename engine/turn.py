@@ -36,9 +36,10 @@ class Turn:
 
     def begin(self, what: str, is_lost: Callable[[], bool] = _never) -> None:
         """As `of`, until `end`. is_lost: asked when another call comes; whether the turn was given back just now."""
-        self.check(what)
-        if not self._lock.acquire(blocking=False):
-            raise self._conflict(what)
+        if self.is_over or not self._lock.acquire(blocking=False):
+            self.check(what)  # which may give it back
+            if not self._lock.acquire(blocking=False):
+                raise self._conflict(what)
         self._what, self._thread, self._is_lost = what, threading.current_thread(), is_lost
 
     def end(self) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,6 +82,15 @@ class WholeModel:
         with self.saving, self._progress.forward(steps.num_microbatches, torch.is_grad_enabled()):
             return self._call.weighted(steps.scale.mark_output(output()), ready)
 
+    def run(self, steps: Steps, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if torch.is_grad_enabled():
+            self._check_same(steps, (args, kwargs))
+        steps.begin_forward()
+        with self.saving, self._progress.forward(steps.num_microbatches, torch.is_grad_enabled()):
+            with self._call.compared_in_passing():
+                output = self._hooks.around(partial(function, *args, **kwargs))
+            return steps.scale.mark_output(output)
+
     def backward(self, steps: Steps, loss: Tensor) -> None:
         check_loss(loss, "backward")
         self._progress.enter(Activity.BACKWARD, steps.num_microbatches)
@@ -118,6 +128,9 @@ class WholeModel:
 
     def own(self, x: Tensor, fill: float) -> Tensor:
         return self._call.own(x, fill)
+
+    def whole_output(self, output: Any, tokens: int) -> Any:
+        return self._call.whole_output(output, tokens)
 
     def _try(self, steps: Steps, batch: Any) -> None:
         def output(ready: Any) -> Any:

@@ -9,6 +9,8 @@ A dozen operators on a few numbers, and one launch. The sum comes as limbs (`exa
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -37,9 +39,7 @@ def clip_factor(
     """
     clips_below &= limit != math.inf
     if uses_triton(backend, "clip_factor", sums):
-        from .triton.clip_factor import clip_factor as by_triton
-
-        return by_triton(sums, flags, known, rest, limit, clips_below, EPSILON)
+        return _triton_form()(sums, flags, known, rest, limit, clips_below, EPSILON)
     norm = value_of(sums[:NUM_LIMBS]).sqrt() * rest
     factor = (torch.full_like(norm, limit) / (norm + EPSILON)).clamp(max=1.0)  # limit / norm: a rounded reciprocal
     if not clips_below:
@@ -47,3 +47,11 @@ def clip_factor(
     place, expected = known
     skip = sums[flags : flags + 2].sum(dim=0, keepdim=True) + (sums[place : place + 1] != expected)
     return (factor * rest).view(1), skip
+
+
+@cache
+def _triton_form() -> Callable[..., tuple[Tensor, Tensor]]:
+    """Looked up once: a step would pay for each `import` that it comes to."""
+    from .triton.clip_factor import clip_factor as by_triton
+
+    return by_triton

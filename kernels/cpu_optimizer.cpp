@@ -38,19 +38,23 @@ enum { BLOCK = 256, MAX_COEFFICIENTS = 8, TASK = 128 * BLOCK };
 
 // The same fields in the same order stand in cpu_optimizer.py.
 struct Job {
-    float *master;               // (n,)
+    void *master;                // (n,) of master_kind
     const void *gradient;        // (n,) of gradient_kind
     void *out;                   // (n,) of out_kind, or null
     void *states[2];             // (n,) of state_kind each
     float *scales[2];            // (ceil(n / BLOCK),) each, for int8
+    uint16_t *remainder;         // (n,) bfloat16 of what master weights in bfloat16 lack, or null
     const int64_t *run_ends;     // (runs,) ascending, the last is n
     const float *coefficients;   // (runs, MAX_COEFFICIENTS)
     int64_t n;
     int64_t next_task;           // threads take tasks from here; starts at 0
+    uint64_t first;              // the number of the first element, where bits are drawn by number
     int32_t rule;                // from lowtide_rule
-    int32_t gradient_kind, out_kind, state_kind;
+    int32_t master_kind, gradient_kind, out_kind, state_kind;
     int32_t threads;
+    int32_t is_drawn;            // whether bits are drawn by number, and master weights rounded with them
     uint32_t seed;               // of the step, for rounding
+    uint32_t key[2];             // of the step, for numbers
     float gradient_scale;
 };
 
@@ -173,20 +177,33 @@ INLINE vu to_float16(vf x) {
 }
 #endif
 
-INLINE vf load_gradient(const Job &job, int64_t at) {
-    switch (job.gradient_kind) {
-        case BFLOAT16: return widened_bfloat16(load_halves((const uint16_t *)job.gradient + at));
-        case FLOAT16: return widened_float16(load_halves((const uint16_t *)job.gradient + at));
-        default: return load<vf>((const float *)job.gradient + at);
+INLINE vf load_values(const void *values, int32_t kind, int64_t at) {
+    switch (kind) {
+        case BFLOAT16: return widened_bfloat16(load_halves((const uint16_t *)values + at));
+        case FLOAT16: return widened_float16(load_halves((const uint16_t *)values + at));
+        default: return load<vf>((const float *)values + at);
     }
 }
 
-// Random bits of one element: see optimizer_states.py. The mixing steps are those of MurmurHash3.
-INLINE vu noise_of(vf gradient, vf weight, uint32_t seed) {
-    vu x = ((vu)gradient * 0x9E3779B1u) ^ ((vu)weight + seed);
+// The last steps of MurmurHash3.
+INLINE vu mixed(vu x) {
     x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
     x = (x ^ (x >> 13)) * 0xC2B2AE35u;
     return x ^ (x >> 16);
+}
+// Random bits of one element: see optimizer_states.py.
+INLINE vu noise_of(vf gradient, vf weight, uint32_t seed) {
+    return mixed(((vu)gradient * 0x9E3779B1u) ^ ((vu)weight + seed));
+}
+// See [Note: Numbered draws] in weight_rounding.py.
+INLINE vu numbered_noise(const Job &job, int64_t at) {
+    const uint64_t first = job.first + (uint64_t)at;
+    const uint32_t low_of_first = (uint32_t)first;
+    vu lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    const vu low = lane + low_of_first;
+    const vu high = (low < low_of_first ? vu{} + 1 : vu{}) + (uint32_t)(first >> 32);
+    return mixed(mixed(low + job.key[0]) ^ (high + job.key[1]));
 }
 INLINE vu other_noise(vu x) {
     x *= 0x9E3779B1u;
@@ -237,17 +254,41 @@ struct Momentum {  // c: decay, -lr, momentum, 1 - dampening, share of the gradi
     }
 };
 
+INLINE vu rounded_at_random(vf x, vu noise) {
+    const vu rounded = ((vu)x + (noise & 0xFFFF)) >> 16;
+    return x == x ? rounded : vu{} + 0x7FC0;
+}
+
+// w: after the update; before: the weight as it was read, remainder included; noise: of numbers, or unused.
+INLINE void store_weight(const Job &job, int64_t at, vf w, vf before, vu noise) {
+    if (job.master_kind == FLOAT32) return store((float *)job.master + at, w);
+    uint16_t *place = (uint16_t *)job.master + at;
+    if (job.remainder) {  // what has not changed stays as it is: a sum between two values has two forms
+        const vu old = load_halves(place), old_rest = load_halves(job.remainder + at);
+        const vu near = w == before ? old : to_bfloat16(w);
+        const vu rest = w == before ? old_rest : to_bfloat16(w - widened_bfloat16(near));
+        store_halves(place, near, false);
+        return store_halves(job.remainder + at, rest, false);
+    }
+    store_halves(place, rounded_at_random(w, noise >> 16), false);
+}
+
 // One vector of elements; s0, s1: their states as float32; noise: null, or where to put random bits.
 template <class Rule>
 INLINE void update_vector(const Job &job, const float *c, int64_t at, float *s0, float *s1, uint32_t *noise,
                           bool stream) {
-    const vf g = load_gradient(job, at) * job.gradient_scale;
-    vf w = load<vf>(job.master + at), first = {}, second = {};
+    const vf g = load_values(job.gradient, job.gradient_kind, at) * job.gradient_scale;
+    vf w = load_values(job.master, job.master_kind, at), first = {}, second = {};
+    if (job.remainder) w = w + widened_bfloat16(load_halves(job.remainder + at));
     if (Rule::STATES > 0) first = load<vf>(s0);
     if (Rule::STATES > 1) second = load<vf>(s1);
-    if (noise) store(noise, noise_of(g, w, job.seed));
+    vu random = {};
+    if (job.is_drawn) random = numbered_noise(job, at);
+    else if (noise) random = noise_of(g, w, job.seed);
+    if (noise) store(noise, random);
+    const vf before = w;
     Rule::apply(c, g, w, first, second);
-    store(job.master + at, w);
+    store_weight(job, at, w, before, random);
     if (Rule::STATES > 0) store(s0, first);
     if (Rule::STATES > 1) store(s1, second);
     if (job.out_kind == BFLOAT16) store_halves((uint16_t *)job.out + at, to_bfloat16(w), stream);
@@ -261,16 +302,19 @@ template <class Rule>
 static void update_rest(const Job &job, const float *c, int64_t at, int64_t count, float *s0, float *s1,
                         uint32_t *noise) {
     float w[LANES] = {}, g[LANES] = {}, first[LANES] = {}, second[LANES] = {};
-    uint16_t out[LANES];
+    uint16_t out[LANES], remainder[LANES] = {};
     uint32_t bits[LANES];
+    char *const master = (char *)job.master + at * bytes_of(job.master_kind);
     Job part = job;
-    part.master = w, part.gradient = g, part.out = out;
-    memcpy(w, job.master + at, count * 4);
+    part.master = w, part.gradient = g, part.out = out, part.first += at;
+    if (job.remainder) part.remainder = (uint16_t *)memcpy(remainder, job.remainder + at, count * 2);
+    memcpy(w, master, count * bytes_of(job.master_kind));
     memcpy(g, (const char *)job.gradient + at * bytes_of(job.gradient_kind), count * bytes_of(job.gradient_kind));
     if (Rule::STATES > 0) memcpy(first, s0, count * 4);
     if (Rule::STATES > 1) memcpy(second, s1, count * 4);
     update_vector<Rule>(part, c, 0, first, second, noise ? bits : nullptr, false);
-    memcpy(job.master + at, w, count * 4);
+    memcpy(master, w, count * bytes_of(job.master_kind));
+    if (job.remainder) memcpy(job.remainder + at, remainder, count * 2);
     if (Rule::STATES > 0) memcpy(s0, first, count * 4);
     if (Rule::STATES > 1) memcpy(s1, second, count * 4);
     if (noise) memcpy(noise, bits, count * 4);
@@ -297,9 +341,7 @@ INLINE void widen_bfloat16(const uint16_t *from, float *to) {
 
 INLINE void narrow_bfloat16(const float *from, const vu *noise, uint16_t *to) {
     for (int i = 0; i < BLOCK; i += LANES) {
-        const vf x = load<vf>(from + i);
-        const vu rounded = ((vu)x + (noise[i / LANES] & 0xFFFF)) >> 16;
-        store_halves(to + i, x == x ? rounded : vu{} + 0x7FC0, false);
+        store_halves(to + i, rounded_at_random(load<vf>(from + i), noise[i / LANES]), false);
     }
 }
 

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from ..optimizers.optimizer import MAX_COEFFICIENTS, Optimizer, Options
+from ..optimizers.optimizer import MAX_COEFFICIENTS, Optimizer
 from .cpu_build import NATIVE, BuildError, load_library
-from .optimizer_states import StoredState, step_seed
+from .optimizer_states import step_seed
+from .shard_update import ShardUpdate
+from .weight_rounding import step_key
 
 logger = logging.getLogger("lowtide")
 
@@ -32,16 +33,21 @@ class _Job(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("states", ctypes.c_void_p * 2),
         ("scales", ctypes.c_void_p * 2),
+        ("remainder", ctypes.c_void_p),
         ("run_ends", ctypes.POINTER(ctypes.c_int64)),
         ("coefficients", ctypes.POINTER(ctypes.c_float)),
         ("n", ctypes.c_int64),
         ("next_task", ctypes.c_int64),
+        ("first", ctypes.c_uint64),
         ("rule", ctypes.c_int32),
+        ("master_kind", ctypes.c_int32),
         ("gradient_kind", ctypes.c_int32),
         ("out_kind", ctypes.c_int32),
         ("state_kind", ctypes.c_int32),
         ("threads", ctypes.c_int32),
+        ("is_drawn", ctypes.c_int32),
         ("seed", ctypes.c_uint32),
+        ("key", ctypes.c_uint32 * 2),
         ("gradient_scale", ctypes.c_float),
     )
 
@@ -59,39 +65,36 @@ class CpuKernel:
         library.lowtide_rule.restype = ctypes.c_int32
         self._rule = functools.cache(lambda name, num_states: int(library.lowtide_rule(name.encode(), num_states)))
 
-    def serves(
-        self, optimizer: Optimizer, master: Tensor, gradient: Tensor, states: Sequence[StoredState], out: Tensor | None
-    ) -> bool:
-        """Whether this kernel has the optimizer for such tensors: float32 master weights on the CPU, all contiguous."""
-        if (
-            optimizer.coefficients is None
-            or self._rule(optimizer.name, len(states)) < 0
-            or master.dtype != torch.float32
-        ):
+    def serves(self, optimizer: Optimizer, shard: ShardUpdate) -> bool:
+        """Whether this kernel has the optimizer for such tensors: all contiguous, on the CPU.
+
+        Master weights are float32; or bfloat16, where it is said how these are rounded.
+        """
+        master, out = shard.master, shard.out
+        if optimizer.coefficients is None or self._rule(optimizer.name, len(shard.states)) < 0:
             return False
-        tensors = [master, gradient, *(state.payload for state in states), *([] if out is None else [out])]
+        if shard.rounding is not None or shard.remainder is not None:
+            if master.dtype != torch.bfloat16 or out is not None:
+                return False
+        elif master.dtype != torch.float32:
+            return False
+        beside = shard.remainder if out is None else out
+        tensors = [master, shard.gradient, *(state.payload for state in shard.states)]
+        tensors += [] if beside is None else [beside]
         return (
             all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
-            and gradient.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            and shard.gradient.dtype in (torch.float32, torch.bfloat16, torch.float16)
             and all(
-                state.payload.dtype in (torch.float32, torch.bfloat16) or state.scale is not None for state in states
+                state.payload.dtype in (torch.float32, torch.bfloat16) or state.scale is not None
+                for state in shard.states
             )
             and (out is None or out.dtype in (torch.bfloat16, torch.float16))
         )
 
-    def update(
-        self,
-        optimizer: Optimizer,
-        master: Tensor,
-        gradient: Tensor,
-        states: Sequence[StoredState],
-        step: int,
-        runs: Sequence[tuple[int, Options]],
-        steps: Sequence[int],
-        gradient_scale: float,
-        out: Tensor | None,
-    ) -> None:
+    def update(self, optimizer: Optimizer, shard: ShardUpdate, step: int, gradient_scale: float) -> None:
         """As `optimizer_step.update_runs`, for what it `serves`; the gradient is only read."""
+        master, gradient, states, out = shard.master, shard.gradient, shard.states, shard.out
+        runs, steps, rounding, remainder = shard.runs, shard.steps, shard.rounding, shard.remainder
         ends = (ctypes.c_int64 * len(runs))(*(end for end, _ in runs))
         values = (ctypes.c_float * (MAX_COEFFICIENTS * len(runs)))()
         for index, ((_, options), step_of_run) in enumerate(zip(runs, steps, strict=True)):
@@ -103,10 +106,12 @@ class CpuKernel:
             out=None if out is None else out.data_ptr(),
             states=(ctypes.c_void_p * 2)(*(state.payload.data_ptr() for state in states)),
             scales=(ctypes.c_void_p * 2)(*(None if s.scale is None else s.scale.data_ptr() for s in states)),
+            remainder=None if remainder is None else remainder.data_ptr(),
             run_ends=ends,
             coefficients=values,
             n=master.numel(),
             rule=self._rule(optimizer.name, len(states)),
+            master_kind=_KINDS[master.dtype],
             gradient_kind=_KINDS[gradient.dtype],
             out_kind=0 if out is None else _KINDS[out.dtype],
             state_kind=_KINDS[states[0].payload.dtype] if states else 0,
@@ -114,6 +119,9 @@ class CpuKernel:
             seed=step_seed(step),
             gradient_scale=gradient_scale,
         )
+        if rounding is not None:
+            job.is_drawn, job.first = 1, rounding.first
+            job.key[0], job.key[1] = step_key(rounding.seed, step)
         self._step(ctypes.byref(job))
         for tensor in (master, *([] if out is None else [out])):  # a graph that saved them must not use them now
             torch.autograd.graph.increment_version(tensor)

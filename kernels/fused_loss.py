@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import fields
 from functools import partial, wraps
@@ -36,17 +35,20 @@ _OUTPUTS = ("CausalLMOutputWithPast", "CausalLMOutputWithCrossAttentions")
 _LOSS_ONLY: ContextVar[bool] = ContextVar("loss_only", default=False)
 
 
-@contextmanager
-def loss_only() -> Iterator[None]:
+def loss_only() -> AbstractContextManager[None]:
     """Within it, fused causal language models in training leave out the logits where they are given labels.
 
     For calls of which nothing but the loss is read. A forward that torch.compile traces as a whole does not see it.
     """
-    token = _LOSS_ONLY.set(True)
-    try:
-        yield
-    finally:
-        _LOSS_ONLY.reset(token)
+    return _LossOnly()
+
+
+class _LossOnly(AbstractContextManager[None]):  # of a generator it would be six calls a step
+    def __enter__(self) -> None:
+        self._token = _LOSS_ONLY.set(True)
+
+    def __exit__(self, *_: object) -> None:
+        _LOSS_ONLY.reset(self._token)
 
 
 def is_causal_lm(module: nn.Module, original: type[nn.Module]) -> bool:

@@ -177,7 +177,12 @@ def rounding_noise(gradient: Tensor, weight: Tensor, step: int) -> Tensor:
 
     gradient, weight: (n,) float32, the gradient scaled. The C++ kernel has the same function.
     """
-    x = gradient.view(torch.int32) * signed_word(0x9E3779B1) ^ (weight.view(torch.int32) + signed_word(step_seed(step)))
+    seed = signed_word(step_seed(step))
+    return mixed(gradient.view(torch.int32) * signed_word(0x9E3779B1) ^ (weight.view(torch.int32) + seed))
+
+
+def mixed(x: Tensor) -> Tensor:
+    """The last steps of MurmurHash3: each bit of x, (n,) int32, decides over each bit that is given."""
     x = (x ^ _shifted(x, 16)) * signed_word(0x85EBCA6B)
     x = (x ^ _shifted(x, 13)) * signed_word(0xC2B2AE35)
     return x ^ _shifted(x, 16)

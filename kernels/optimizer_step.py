@@ -10,6 +10,7 @@ on where it lies, so a shard may be any piece of the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,8 +18,9 @@ from torch import Tensor
 from ..optimizers.optimizer import Optimizer, Options
 from .cpu_optimizer import cpu_kernel
 from .dispatch import Backend, uses_triton
-from .optimizer_states import StoredState, other_noise, rounding_noise, stored_states
+from .optimizer_states import other_noise, rounding_noise, stored_states
 from .shard_update import KERNEL, ShardUpdate
+from .weight_rounding import Rounding, rounded_weights
 
 CHUNK_NUMEL = 1 << 18  # 1 MiB of float32 a stream: weight, gradient and two moments fit into a second-level cache
 LAUNCH_NUMEL = 1 << 26  # elements: half a millisecond, and what follows an update (the others get it) begins so soon
@@ -35,12 +37,16 @@ def update_shard(
     out: Tensor | None,
     *,
     skip: Tensor | None = None,
+    rounding: Rounding | None = None,
+    remainder: Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
     """master, states = optimizer(master, gradient_scale * gradient); out = master in the dtype of out.
 
     master: (n,) any float dtype; gradient: (n,) any float dtype, used up; states: as `new_states` orders them;
     out: (n,) or None where the parameters are the master weights themselves.
+    rounding, remainder: of master weights in bfloat16, which are rounded at random, or have a second part, (n,)
+    bfloat16; without either to the nearest. See `weight_rounding.py`.
     gradient_scale, skip: tensors of one element, on the device of master, which are read there, so that the host need
     not wait; where skip is not 0, nothing changes.
     Raises ValueError where tensors do not fit together, or the backend is not possible.
@@ -48,7 +54,7 @@ def update_shard(
     runs = [(master.numel(), options)]
     update_runs(
         optimizer, master, gradient, states, step, runs, gradient_scale, out,
-        skip=skip, backend=backend,
+        skip=skip, rounding=rounding, remainder=remainder, backend=backend,
     )  # fmt: skip
 
 
@@ -64,6 +70,8 @@ def update_runs(
     *,
     steps: Sequence[int] = (),
     skip: Tensor | None = None,
+    rounding: Rounding | None = None,
+    remainder: Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
     """As `update_shard`, where stretches of the shard have options of their own.
@@ -74,7 +82,8 @@ def update_runs(
     a whole, or cut where a block begins. A GPU's kernel gets what steps and options come to as numbers: captured into
     a CUDA graph, it would repeat this step.
     """
-    shard = ShardUpdate(master, gradient, stored_states(states), runs, steps or [step] * len(runs), out)
+    of_runs = steps or [step] * len(runs)
+    shard = ShardUpdate(master, gradient, stored_states(states), runs, of_runs, out, rounding, remainder)
     shard.check()
     assert len(shard.states) <= len(optimizer.states), (optimizer.name, len(shard.states))
     _check_scalar("gradient_scale", gradient_scale, master)
@@ -102,11 +111,9 @@ def update_shards(
     num_waiting: dict[Hashable, int] = {}  # elements
 
     def launch(kind: Hashable) -> None:
-        from .triton.optimizer_step import update
-
         numbers = waiting.pop(kind)
         if used := [shards[number] for number in numbers if shards[number].is_used]:
-            update(optimizer, used, step, gradient_scale, skip)
+            _triton_form()(optimizer, used, step, gradient_scale, skip)
         for number in numbers:
             on_updated(number)
 
@@ -143,22 +150,20 @@ def _update_alone(
             return
         skip = None
     kernel = cpu_kernel() if shard.master.device.type == "cpu" and backend != "reference" else None
-    if kernel is not None and kernel.serves(optimizer, shard.master, shard.gradient, shard.states, shard.out):
-        kernel.update(
-            optimizer, shard.master, shard.gradient, shard.states, step, shard.runs, shard.steps,
-            float(gradient_scale), shard.out,
-        )  # fmt: skip
+    if kernel is not None and kernel.serves(optimizer, shard):
+        kernel.update(optimizer, shard, step, float(gradient_scale))
         return
     _update_by_torch(optimizer, shard, step, gradient_scale, skip)
 
 
 def _triton_serves(backend: Backend, optimizer: Optimizer, shard: ShardUpdate) -> bool:
     """Raises ValueError where the backend must be Triton's and cannot."""
-    if not uses_triton(backend, KERNEL, *shard.tensors):
+    tensors = shard.tensors
+    if not uses_triton(backend, KERNEL, *tensors):
         return False
     if optimizer.coefficients is None:
         problem = f'the optimizer "{optimizer.name}", which has no kernel'
-    elif not all(map(Tensor.is_contiguous, shard.tensors)):
+    elif not all(map(Tensor.is_contiguous, tensors)):
         problem = "tensors with gaps between their elements"
     elif torch.float16 in [state.payload.dtype for state in shard.states]:
         problem = "states of torch.float16"
@@ -167,6 +172,14 @@ def _triton_serves(backend: Backend, optimizer: Optimizer, shard: ShardUpdate) -
     if backend == "triton":
         raise ValueError(f'{KERNEL}: backend "triton" does not take {problem}; use "auto"')
     return False
+
+
+@cache
+def _triton_form() -> Callable[..., None]:
+    """Looked up once: a step would pay for each `import` that it comes to."""
+    from .triton.optimizer_step import update
+
+    return update
 
 
 def _check_scalar(name: str, value: float | Tensor | None, master: Tensor) -> None:
@@ -181,28 +194,21 @@ def _update_by_torch(
     optimizer: Optimizer, shard: ShardUpdate, step: int, gradient_scale: float | Tensor, skip: Tensor | None
 ) -> None:
     """skip: on another device than the CPU, where the host would wait for it."""
-    master, gradient, out = shard.master, shard.gradient, shard.out
     # Where torch keeps no step, a formula asks for it on the host, if at all.
-    device = master.device if optimizer.keeps_step else torch.device("cpu")
+    device = shard.master.device if optimizer.keeps_step else torch.device("cpu")
     step_tensors = {one: torch.full((), float(one), device=device) for one in shard.steps if one}
     starts = [0, *(end for end, _ in shard.runs)]
-    for first in range(0, master.numel(), CHUNK_NUMEL):
-        last = min(first + CHUNK_NUMEL, master.numel())
+    for first in range(0, shard.numel, CHUNK_NUMEL):
+        last = min(first + CHUNK_NUMEL, shard.numel)
         inside = [
             (max(start, first) - first, min(end, last) - first, options, step_tensors[of_run])
             for start, (end, options), of_run in zip(starts, shard.runs, shard.steps, strict=False)
             if start < last and end > first and of_run
         ]
-        parts = [state.part(first, last) for state in shard.states]
-        weight, rounded = master[first:last], None if out is None else out[first:last]
-        stored = [tensor for part in parts for tensor in (part.payload, part.scale)]
-        changed = [tensor for tensor in (weight, rounded, *stored) if tensor is not None and skip is not None]
+        chunk = shard.part(first, last)
+        changed = [tensor for tensor in chunk.tensors if skip is not None and tensor is not chunk.gradient]
         old = [tensor.clone() for tensor in changed]
-        wide_weight = _update_chunk(optimizer, weight, gradient[first:last], parts, step, inside, gradient_scale)
-        if wide_weight is not weight:
-            weight.copy_(wide_weight)
-        if rounded is not None:
-            rounded.copy_(weight)
+        _update_chunk(optimizer, chunk, step, inside, gradient_scale)
         if skip is not None:
             for tensor, before in zip(changed, old, strict=True):
                 tensor.copy_(torch.where(skip != 0, before, tensor))
@@ -210,32 +216,47 @@ def _update_by_torch(
 
 def _update_chunk(
     optimizer: Optimizer,
-    weight: Tensor,
-    gradient: Tensor,
-    states: Sequence[StoredState],
+    chunk: ShardUpdate,
     step: int,
     runs: Sequence[tuple[int, int, Options, Tensor]],
     gradient_scale: float | Tensor,
-) -> Tensor:
-    """runs: (start, end, options, step) within the chunk. Returns the updated weights.
-
-    They are those given, updated in place, or float32 where those are narrower.
-    """
-    wide_weight = weight.to(torch.promote_types(weight.dtype, torch.float32))  # itself, where it is wide
-    gradient = gradient.to(wide_weight.dtype)
+) -> None:
+    """runs: (start, end, options, step) within the chunk."""
+    weight = chunk.master.to(torch.promote_types(chunk.master.dtype, torch.float32))  # itself, where it is wide
+    if chunk.remainder is not None:
+        weight += chunk.remainder
+    before = weight if chunk.remainder is None else weight.clone()
+    gradient = chunk.gradient.to(weight.dtype)
     if isinstance(gradient_scale, Tensor):
         gradient = gradient * gradient_scale.reshape(()).to(gradient.dtype)
     elif gradient_scale != 1.0:
         gradient = gradient * gradient_scale
-    is_narrow = any(state.is_narrow for state in states)
-    noise = rounding_noise(gradient, wide_weight, step) if is_narrow else None
-    wide = [state.widened() for state in states]
+    noise = None
+    if chunk.rounding is not None:
+        noise = chunk.rounding.noise(chunk.numel, step, weight.device)
+    elif any(state.is_narrow for state in chunk.states):
+        noise = rounding_noise(gradient, weight, step)
+    wide = [state.widened() for state in chunk.states]
     for start, end, options, of_run in runs:
         part = slice(start, end)
-        optimizer.apply(wide_weight[part], gradient[part], [state[part] for state in wide], of_run, options)
+        optimizer.apply(weight[part], gradient[part], [state[part] for state in wide], of_run, options)
+    _store_weight(chunk, weight, before, noise)
     if noise is not None:
-        for state, values in zip(states, wide, strict=True):
+        for state, values in zip(chunk.states, wide, strict=True):
             if state.is_narrow:
                 state.narrow(values, noise)
             noise = other_noise(noise)
-    return wide_weight
+
+
+def _store_weight(chunk: ShardUpdate, weight: Tensor, before: Tensor, noise: Tensor | None) -> None:
+    """weight: (n,) the updated master weights, those of the chunk itself where these are wide. before: as they were."""
+    if chunk.rounding is not None and noise is not None:
+        chunk.master.copy_(rounded_weights(weight, noise))
+    elif chunk.remainder is not None:  # what has not changed stays as it is: a sum between two values has two forms
+        nearest = torch.where(weight == before, chunk.master, weight.to(chunk.master.dtype))
+        chunk.remainder.copy_(torch.where(weight == before, chunk.remainder, weight - nearest))
+        chunk.master.copy_(nearest)
+    elif weight is not chunk.master:
+        chunk.master.copy_(weight)
+    if chunk.out is not None:
+        chunk.out.copy_(chunk.master)

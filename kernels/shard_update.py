@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from ..optimizers.optimizer import Options
 from .optimizer_states import STATE_BLOCK_NUMEL, StoredState
+from .weight_rounding import Rounding
 
 KERNEL = "optimizer_step"
 
 
-class ShardUpdate(NamedTuple):  # one for each shard and step: a dataclass takes longer to make
-    """A shard, and what its update needs; see `update_runs`. No runs: there is nothing of a parameter in it."""
+@dataclass(slots=True, eq=False)
+class ShardUpdate:
+    """A shard, and what its update needs; see `update_runs`. No runs: there is nothing of a parameter in it.
+
+    A shard may keep its own from step to step, and put the gradient, runs and steps of the next one in their place.
+    """
 
     master: Tensor
     gradient: Tensor
@@ -22,10 +27,17 @@ class ShardUpdate(NamedTuple):  # one for each shard and step: a dataclass takes
     runs: Sequence[tuple[int, Options]]
     steps: Sequence[int]
     out: Tensor | None
+    rounding: Rounding | None = None  # of master weights in bfloat16: at random
+    remainder: Tensor | None = None  # (n,) bfloat16: what master weights in bfloat16 lack
+    numel: int = field(init=False)
+    kind: Hashable = field(init=False)
+    """Shards that agree in it can be updated by one launch, or none of them can."""
 
-    @property
-    def numel(self) -> int:
-        return self.master.numel()
+    def __post_init__(self) -> None:
+        self.numel = self.master.numel()
+        of_tensors = [(tensor.dtype, tensor.is_contiguous()) for tensor in self.tensors]
+        is_absent = [one is None for one in (self.out, self.rounding, self.remainder)]
+        self.kind = (self.master.device, *is_absent, *of_tensors)
 
     @property
     def is_used(self) -> bool:
@@ -33,17 +45,23 @@ class ShardUpdate(NamedTuple):  # one for each shard and step: a dataclass takes
         return bool(self.runs) and self.numel > 0
 
     @property
-    def kind(self) -> Hashable:
-        """Shards that agree in it can be updated by one launch, or none of them can."""
-        of_tensors = [(tensor.dtype, tensor.is_contiguous()) for tensor in self.tensors]
-        return self.master.device, self.out is None, *of_tensors
-
-    @property
     def tensors(self) -> list[Tensor]:
-        found: list[Tensor | None] = [self.master, self.gradient, self.out]
+        found: list[Tensor | None] = [self.master, self.gradient, self.out, self.remainder]
         for state in self.states:
             found += state.payload, state.scale
         return [tensor for tensor in found if tensor is not None]
+
+    def part(self, start: int, end: int) -> ShardUpdate:
+        """The tensors of elements start to end, start a multiple of 256; with the runs of the whole."""
+        return replace(
+            self,
+            master=self.master[start:end],
+            gradient=self.gradient[start:end],
+            states=[state.part(start, end) for state in self.states],
+            out=None if self.out is None else self.out[start:end],
+            rounding=None if self.rounding is None else self.rounding.at(start),
+            remainder=None if self.remainder is None else self.remainder[start:end],
+        )
 
     def check(self) -> None:
         """Raises ValueError where the tensors, the runs and the steps do not fit together."""

@@ -13,7 +13,8 @@ Results stay on the device: nothing here waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -31,10 +32,20 @@ def squares_by_block(
     block_numel: a power of 2, 16 to 4096; the last block may be shorter. non_finite: (1,) int32 on the device of
     values, set to 1 where one of them is inf or nan, else left as it is. Raises ValueError for other arguments.
     """
-    if non_finite is None and not uses_triton(backend, "squares_by_block", values):
-        check_blocks("squares_by_block", [values], block_numel)
-        return squares_by_block_reference(values, block_numel)
-    return squares_of_each([values], block_numel, non_finite=non_finite, backend=backend)[0]
+    if non_finite is not None:
+        return squares_of_each([values], block_numel, non_finite=non_finite, backend=backend)[0]
+    check_blocks("squares_by_block", [values], block_numel)
+    if uses_triton(backend, "squares_by_block", values):
+        return _triton_form()(values.detach() if values.requires_grad else values, block_numel)
+    return squares_by_block_reference(values, block_numel)
+
+
+@cache
+def _triton_form() -> Callable[[Tensor, int], Tensor]:
+    """Looked up once: a step would pay for each `import` that it comes to."""
+    from .triton.sum_of_squares import squares_by_block as by_triton
+
+    return by_triton
 
 
 def squares_of_each(

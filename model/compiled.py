@@ -15,17 +15,18 @@ that torch.compile(module) puts around a module is taken out meanwhile: names ha
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Callable, Collection, Iterator
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from .blocks import has_forward
 from .ledger import Ledger
+from .recomputing import Recomputing
 
 _frames = torch._C._dynamo.eval_frame  # of the interpreter: importing torch._dynamo costs a second
 
@@ -36,8 +37,13 @@ Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 class Compiled:
     """Which modules of a model are to be compiled, and how; see [Note: what is compiled]."""
 
-    def __init__(self, model: nn.Module, ledger: Ledger) -> None:
-        """Takes torch's wrappers out of the model; the ledger puts them back. `module` is the model without them."""
+    def __init__(self, model: nn.Module, ledger: Ledger, loads: bool = False) -> None:
+        """Takes torch's wrappers out of the model; the ledger puts them back. `module` is the model without them.
+
+        loads: something will be compiled that the model does not say: the compiler is there from now on.
+        """
+        if loads:
+            importlib.import_module("torch._dynamo")
         self._ledger = ledger
         self._wanted: dict[int, tuple[nn.Module, Compile]] = {}
         self.module = model
@@ -49,6 +55,11 @@ class Compiled:
     def is_wanted(self) -> bool:
         """Whether anything of the model is to be compiled."""
         return bool(self._wanted)
+
+    def want(self, modules: Iterable[nn.Module], make: Compile) -> None:
+        """These too, where the caller has not said how."""
+        for module in modules:
+            self._wanted.setdefault(id(module), (module, make))
 
     def apply(self, units: Collection[nn.Module]) -> int:
         """Compiles the forwards of what is wanted; and of what `module.compile()` asks for from now on.
@@ -76,8 +87,8 @@ class Compiled:
     def _compile(self, parts: list[nn.Module], make: Compile) -> None:
         for part in parts:
             forward: Any = part.forward
-            if isinstance(forward, partial) and forward.func is checkpoint:  # what is recomputed is what was compiled
-                compiled: Any = partial(checkpoint, make(forward.args[0]), **forward.keywords)
+            if isinstance(forward, Recomputing):  # what is recomputed is what was compiled
+                compiled: Any = replace(forward, forward=make(forward.forward))
             else:
                 compiled = make(forward)
             self._ledger.override(part, "forward", compiled)

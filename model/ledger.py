@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -21,6 +22,24 @@ class Ledger:
 
     def __init__(self) -> None:
         self._undo = ExitStack()
+        self._owner: Callable[[], object] | None = None
+        self._close_owner: Callable[[], object] | None = None
+
+    def __reduce__(self) -> Any:
+        """Of a copy of a module on which it is noted: nothing stands on that."""
+        return Ledger, ()
+
+    def belongs_to(self, owner: object, close: Callable[[], object]) -> None:
+        """close: what ends all that the owner has, this too. It must not hold the owner, and the modules must not."""
+        self._owner, self._close_owner = weakref.ref(owner), close
+
+    def close_if_lost(self) -> bool:
+        """Closes an owner that nobody has any more, who could; whether there was one."""
+        if self._owner is None or self._close_owner is None or self._owner() is not None:
+            return False
+        close, self._close_owner = self._close_owner, None
+        close()
+        return True
 
     def hook(self, handle: RemovableHandle) -> None:
         """Enters a hook that torch has registered."""

@@ -6,7 +6,7 @@ from .checksum import Checksum
 from .errors import OffloadError
 from .file_store import AioOptions, FileStore
 from .host_copies import HostCopies, OnHost, StreamCopies, sent
-from .host_memory import allocate_host, host_is_pinned, keep_heap
+from .host_memory import allocate_host, host_is_pinned, keep_heap, trim_heap
 from .host_pool import HostPool
 from .pages import PagedBuffer, PagePool, TransientBuffer, huge_zeros
 from .resident import OldVersion, Resident
@@ -47,4 +47,5 @@ __all__ = [
     "in_storages_of",
     "keep_heap",
     "sent",
+    "trim_heap",
 ]

@@ -106,7 +106,10 @@ class Portion:
         return cls(whole, (*whole[:dim], start, *whole[dim + 1 :]), tuple(boxes))
 
     def cut(self, dim: int, low: int, high: int) -> Portion:
-        """The indices [low, high) of dimension `dim`, of which it has all."""
+        """The indices [low, high) of dimension `dim`, of which it has all; of any, all or none."""
+        if high - low in (0, self.whole[dim]):
+            none = Portion(self.whole, (*self.shape[:dim], 0, *self.shape[dim + 1 :]), ())
+            return none if high == low else self
 
         def part(box: Box, start: int) -> Box:
             assert box.sizes[dim] == self.whole[dim]

@@ -75,6 +75,16 @@ def keep_heap() -> None:
     torch.empty(_LARGEST_HEAP_BLOCK_BYTES - 16 * mmap.PAGESIZE, dtype=torch.uint8)
 
 
+def trim_heap() -> None:
+    """Gives the system back what is free anywhere in the heap. Allocators that are not glibc's take no notice.
+
+    For who takes and frees large blocks beside small ones that stay: a hole is too small for the next large one then.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 def _has_driver() -> bool:
     """Whether there is one that pins memory which it has not allocated."""
     return torch.cuda.is_available()

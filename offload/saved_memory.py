@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .errors import OffloadError
 from .host_memory import allocate_host
 from .store import Store, Transfer
+from .waits import wait_for
 
 _TORCH_ALIGNMENT_BYTES = 64  # of memory that torch allocates on the CPU
 
@@ -87,7 +88,7 @@ class SavedMemory:
         saving, self._saving = self._saving, None
         if saving is not None:
             with _told("save", self.nbytes):
-                saving.wait()
+                wait_for(saving, self.key)
             self.is_stored = True
 
     def evict(self) -> None:
@@ -107,7 +108,7 @@ class SavedMemory:
         if loading is not None:
             try:
                 with _told("load", self.nbytes):
-                    loading.wait()
+                    wait_for(loading, self.key)
             except OffloadError:
                 self.content = None
                 raise

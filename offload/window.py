@@ -24,6 +24,7 @@ from torch import Tensor
 
 from .resident import Resident
 from .store import Transfer
+from .waits import wait_for
 
 
 @dataclass
@@ -176,8 +177,9 @@ class Window:
 
     def put_back(self) -> None:
         """Releases what nobody uses: opened, or held."""
-        for resident in [resident for resident, stay in self._here.items() if stay.is_waiting]:
-            self.release(resident)
+        if self._here:
+            for resident in [resident for resident, stay in self._here.items() if stay.is_waiting]:
+                self.release(resident)
 
     def wait(self) -> None:
         """Returns when everything released has been saved; raises OffloadError for the first that could not be."""
@@ -225,7 +227,7 @@ class Window:
         """Waits for a transfer and gives its memory back: where it is asked to, or the transfer has failed."""
         memory, transfer = state.pop(resident)
         try:
-            transfer.wait()
+            wait_for(transfer, resident.name)
         except Exception:  # an interrupt is none: the transfer would still run, and the memory stays taken
             resident.give(memory)
             raise

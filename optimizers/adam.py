@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from ..configs.section import Float
+from ..configs.section import Bool, Float
 from .optimizer import Apply, Beta, Optimizer, OptimizerParams, Options, State, StateDtype, lerp_coefficients
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ class AdamWParams(OptimizerParams):
     """Added to the denominator."""
     weight_decay: Float = Field(default=1e-2, ge=0)
     """Decay of the parameters per step, times the learning rate."""
+    bias_correction: Bool = True
+    """Whether both moments are divided by what they lack in the first steps, as in the paper."""
     state_dtype: StateDtype = "fp32"
     """The type in which both moments are kept."""
 
@@ -43,6 +45,8 @@ def _apply(decoupled: bool) -> Apply:
 
         fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
         beta1, beta2 = options["betas"]
+        if not options.get("bias_correction", True):
+            step = torch.full_like(step, math.inf)  # after which there is nothing left to correct
         fused(
             [weight],
             [gradient],
@@ -65,8 +69,9 @@ def _apply(decoupled: bool) -> Apply:
 def _coefficients(options: Options, step: int, decay: float) -> tuple[float, ...]:
     """decay, lerp of m (2), beta2, 1 - beta2, sqrt(correction2), eps, -step size."""
     beta1, beta2 = options["betas"]
-    step_size = float(options["lr"]) / (1 - beta1**step)
-    correction = math.sqrt(1 - beta2**step)
+    is_corrected = options.get("bias_correction", True)
+    step_size = float(options["lr"]) / (1 - beta1**step if is_corrected else 1.0)
+    correction = math.sqrt(1 - beta2**step) if is_corrected else 1.0
     return (decay, *lerp_coefficients(1 - beta1), beta2, 1 - beta2, correction, options["eps"], -step_size)
 
 

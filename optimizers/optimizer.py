@@ -48,11 +48,27 @@ class State:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """What of an update is no matter of one element: it comes between two passes over elements.
+
+    finish(weight, direction, (), step, options): updates the weight in place; `options["ratio"]` is of its parameter.
+    ratio(options, norm of the weight, norm of the direction): of a parameter.
+    matrix(direction, options): what becomes of the direction of a parameter that is a matrix, (rows, columns). Such
+    parameters are in a group of options with `is_matrix`; in the other group is what `beside` updates.
+    """
+
+    finish: Apply
+    ratio: Callable[[Options, float, float], float] | None = None
+    matrix: Callable[[Tensor, Options], Tensor] | None = None
+    beside: Optimizer | None = None
+
+
+@dataclass(frozen=True)
 class Optimizer:
-    """An elementwise optimizer.
+    """An elementwise optimizer, or one whose directions are elementwise, and then scaled by what is `whole`.
 
     apply(weight, gradient, states, step, options): updates weight and states in place, (n,) each; step: one element,
-    counted from 1. It is the specification of the kernels.
+    counted from 1. It is the specification of the kernels. With `whole`, weight becomes the direction of the update.
     coefficients(options, step): what the C++ and the Triton kernel compute with, where they know the optimizer by its
     name: at most MAX_COEFFICIENTS numbers, in the order in which they name them. None: it has no kernel.
     idle: the coefficients with which a gradient of zero changes nothing.
@@ -64,6 +80,7 @@ class Optimizer:
     apply: Apply
     coefficients: Coefficients | None = None
     idle: tuple[float, ...] = ()
+    whole: Whole | None = None
     keeps_step: bool = True  # whether torch's state dict of such an optimizer has a step
     torch_class: str | None = None  # in torch.optim: the class that does the same
     torch_options: Options = field(default_factory=dict)  # what that class must have for it, beside our own options
@@ -94,7 +111,7 @@ class Optimizer:
 
     def states_for(self, options: Options) -> tuple[State, ...]:
         """The states that are kept with these options, in the order in which `apply` takes them."""
-        return tuple(state for state in self.states if state.needed_option is None or options[state.needed_option])
+        return tuple(s for s in self.states if s.needed_option is None or options.get(s.needed_option, True))
 
 
 def lerp_coefficients(weight: float) -> tuple[float, float]:

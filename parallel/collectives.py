@@ -117,6 +117,18 @@ class _Parted(torch.autograd.Function):
         return dx, None, None, None
 
 
+class _PartedColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, what: str) -> Tensor:
+        ctx.exchange, ctx.what, ctx.numel = exchange, what, x.shape[-1]
+        low, high = ranges_of(ctx.numel, exchange.size)[exchange.place]
+        return x[..., low:high].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> Any:
+        return joined_columns(dy[0], ctx.exchange, ctx.numel, ctx.what), None, None
+
+
 def copied(x: Tensor, exchange: Exchange, what: str) -> Tensor:
     """x, of which the ranks use different things. what: the layer, in error messages; also of the others."""
     return x if is_missing(x) else _applied(_Copied, x, exchange, what)
@@ -158,6 +170,11 @@ def joined_columns(x: Tensor, exchange: Exchange, numel: int, what: str) -> Tens
         return joined(x, exchange, dim, what)
     parts = torch.split(joined(functional.pad(x, (0, most - x.shape[dim])), exchange, dim, what), most, dim)
     return torch.cat([part[..., : high - low] for part, (low, high) in zip(parts, bounds, strict=True)], dim)
+
+
+def parted_columns(x: Tensor, exchange: Exchange, what: str) -> Tensor:
+    """This rank's columns, by `ranges_of`, of an x that all have."""
+    return _applied(_PartedColumns, x, exchange, what)
 
 
 def parted(x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from torch import nn
 
@@ -44,48 +45,86 @@ class ExpertLayer:
 
 
 @dataclass(frozen=True)
+class ExpertList:
+    """An `nn.ModuleList` of experts of one shape, of which the module that has it calls each with its tokens."""
+
+    name: str
+    block: nn.Module  # that has it
+    key: str  # its name there
+    experts: tuple[nn.Module, ...]
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.experts)
+
+
+@dataclass(frozen=True)
 class ExpertPlan:
     """The layers whose experts are split over so many places, each with as many; the others have all that they have."""
 
     degree: int
     layers: tuple[ExpertLayer, ...]
-    left_whole: tuple[str, ...]  # names of experts that are not one module, with a star for numbers
+    left_whole: tuple[str, ...]  # names of experts that are neither one module nor a list, with a star for numbers
+    lists: tuple[ExpertList, ...] = ()
+
+    @property
+    def blocks(self) -> tuple[nn.Module, ...]:
+        """Whose forward exchanges tokens."""
+        return *(layer.module for layer in self.layers), *(layer.block for layer in self.lists)
 
     @classmethod
     def of(cls, model: nn.Module, degree: int) -> ExpertPlan:
         """Raises ValueError, with names or the equation, where experts cannot be split so."""
         layers = [layer for name, module in model.named_modules() if (layer := layer_of(name, module)) is not None]
-        others = tuple(dict.fromkeys(_others(model, layers)))
-        if not layers:
+        lists = list(_lists_of(model))
+        others = tuple(dict.fromkeys(_others(model, layers, lists)))
+        if not layers and not lists:
             found = f"those of {', '.join(others)}, which are not one module" if others else "none"
             raise ValueError(
                 f"parallel.expert: expected a model with experts to split over {degree} ranks, found {found}: experts "
                 f"of a layer are one module with parameters of shape (experts, ..., ...) and {_SIGNATURE}, as those of "
-                "transformers are; write them so, or set parallel.expert to 1"
+                "transformers are, or modules of one shape in an nn.ModuleList named experts; write them so, or set "
+                "parallel.expert to 1"
             )
-        for layer in layers:
-            if layer.num_experts % degree:
+        sizes = [(one.name, one.num_experts) for one in layers] + [(one.name, one.num_experts) for one in lists]
+        for name, num_experts in sizes:
+            if num_experts % degree:
                 raise ValueError(
-                    f"parallel.expert: experts({layer.num_experts}) / expert({degree}) of '{layer.name}' does not "
-                    f"hold; set parallel.expert to a divisor of {layer.num_experts}"
+                    f"parallel.expert: experts({num_experts}) / expert({degree}) of '{name}' does not "
+                    f"hold; set parallel.expert to a divisor of {num_experts}"
                 )
         _check_shared(model, layers)
         _check_rows(layers)
-        return cls(degree, tuple(layers), others)
+        _check_lists(model, lists)
+        return cls(degree, tuple(layers), others, tuple(lists))
 
     def rows(self, param: nn.Parameter, place: int) -> tuple[int, int] | None:
-        """Which rows [low, high) of a parameter a place has; None where it is not an expert's."""
-        num_experts = self._num_experts.get(id(param))
-        if num_experts is None:
-            return None
+        """Which rows [low, high) of a parameter a place has; None where it is not an expert's.
+
+        Of an expert in a list all or none.
+        """
+        if id(param) in self._listed:
+            number, num_experts = self._listed[id(param)]
+            return (0, param.shape[0]) if number // (num_experts // self.degree) == place else (0, 0)
+        num_experts = self._num_experts.get(id(param), 0)
         own = num_experts // self.degree
-        return place * own, (place + 1) * own
+        return (place * own, (place + 1) * own) if num_experts else None
 
     @cached_property
     def _num_experts(self) -> Mapping[int, int]:
         """By identity of a parameter."""
         return {
             id(layer.module.get_parameter(key)): layer.num_experts for layer in self.layers for key in layer.parameters
+        }
+
+    @cached_property
+    def _listed(self) -> Mapping[int, tuple[int, int]]:
+        """By identity of a parameter: the number of its expert, and how many there are."""
+        return {
+            id(param): (number, layer.num_experts)
+            for layer in self.lists
+            for number, expert in enumerate(layer.experts)
+            for param in expert.parameters()
         }
 
 
@@ -110,9 +149,52 @@ def inputs_of(module: nn.Module) -> tuple[str, ...]:
     return tuple(inspect.signature(type(module).forward).parameters)[1:]
 
 
-def _others(model: nn.Module, layers: list[ExpertLayer]) -> Iterator[str]:
+def _lists_of(model: nn.Module) -> Iterator[ExpertList]:
+    for name, block in model.named_modules():
+        if isinstance(block, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            continue
+        for key, module in block._modules.items():
+            if isinstance(module, nn.ModuleList) and key.endswith("experts") and len(module) > 1:
+                experts = tuple(module)
+                if len(set(map(_kind_of, experts))) == 1 and len(set(map(id, experts))) == len(experts):
+                    yield ExpertList(f"{name}.{key}".removeprefix("."), block, key, experts)
+
+
+def _kind_of(module: nn.Module) -> tuple[Any, ...]:
+    shapes = tuple((key, tuple(param.shape)) for key, param in module.named_parameters())
+    return type(module), shapes
+
+
+def _check_lists(model: nn.Module, lists: list[ExpertList]) -> None:
+    """Raises ValueError where an expert has what cannot be on one rank alone."""
+    for layer in lists:
+        inside = {id(module) for expert in layer.experts for module in expert.modules()}
+        found = {id(param): "" for expert in layer.experts for param in expert.parameters()}
+        number = sum(1 for expert in layer.experts for _ in expert.parameters())
+        elsewhere = [
+            f"{name}.{key}"
+            for name, module in model.named_modules()
+            for key, param in module._parameters.items()
+            if id(param) in found and id(module) not in inside
+        ]
+        if elsewhere or number != len(found):
+            what = f"'{elsewhere[0]}', which is one of them" if elsewhere else "one that several of them have"
+            raise ValueError(
+                f"parallel.expert: expected parameters of '{layer.name}' that each expert alone has, found {what}; "
+                "give that a parameter of its own, or set parallel.expert to 1"
+            )
+        for key, tensor in (*layer.experts[0].named_parameters(), *layer.experts[0].named_buffers()):
+            if not isinstance(tensor, nn.Parameter) or not tensor.dim():
+                raise ValueError(
+                    f"parallel.expert: expected experts of '{layer.name}' with parameters that have dimensions alone, "
+                    f"found '{key}' of shape {tuple(tensor.shape)}"
+                    f"{'' if isinstance(tensor, nn.Parameter) else ', a buffer'}; set parallel.expert to 1"
+                )
+
+
+def _others(model: nn.Module, layers: list[ExpertLayer], lists: list[ExpertList]) -> Iterator[str]:
     """Modules that are called as experts are, and are none of the layers."""
-    known = {id(layer.module) for layer in layers}
+    known = {id(layer.module) for layer in layers} | {id(layer.block._modules[layer.key]) for layer in lists}
     for name, module in model.named_modules():
         if name.rpartition(".")[2] == "experts" and id(module) not in known:
             yield "'" + re.sub(r"\b\d+\b", "*", name) + "'"

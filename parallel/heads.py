@@ -15,6 +15,8 @@ _COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_query_h
 _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_kv")
 _WIDTHS = ("split_size", "inner_dim", "all_head_size", "embed_dim", "hidden_size")
 _GROUPS = ("num_key_value_groups", "n_rep")
+_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "q_lin", "k_lin", "v_lin", "query", "key", "value", "q", "k", "v"}
+_PROJECTIONS |= {"q_attn", "c_attn", "qkv", "qkv_proj", "query_key_value"}
 
 
 @dataclass(frozen=True)
@@ -28,18 +30,23 @@ class Heads:
     size: int  # elements of one
     queries: int
     keys: int
+    layers: frozenset[str]  # names of those that give them
 
     @classmethod
     def of(cls, parent: nn.Module, columns: dict[str, tuple[nn.Module, int]]) -> Heads | None:
-        """columns: layers that are split by columns -> with the width of their smallest part. None: no attention."""
-        widths = [width for layer, width in columns.values() if is_linear(layer)]
+        """columns: layers that are split by columns -> with the width of their smallest part. None: no attention.
+
+        Where names say which of them are an attention's, the others are an MLP's beside it.
+        """
+        named = {name for name in columns if name.rpartition(".")[2] in _PROJECTIONS}
+        widths = [width for name, (layer, width) in columns.items() if is_linear(layer) and name in (named or columns)]
         size = _number(parent, _SIZES)
         count = _number(parent, _COUNTS)
         if size is None and count is not None and widths and max(widths) % count == 0:
             size = max(widths) // count
         if size is None or not widths or any(width % size for width in widths):
             return None
-        return cls(parent, size, max(widths) // size, min(widths) // size)
+        return cls(parent, size, max(widths) // size, min(widths) // size, frozenset(named or columns))
 
     def ranges(self, name: str, width: int, degree: int, has_parts: bool) -> list[tuple[int, int]]:
         """[low, high) of a layer's outputs, by place. Raises ValueError where the degree does not divide the heads."""

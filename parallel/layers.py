@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from ..comm import Exchange
 from ..model.ledger import Ledger
-from .collectives import copied, joined_columns, parted, summed
+from .adapters import base_of, is_lora
+from .collectives import copied, joined_columns, parted_columns, summed
 from .expert_sums import ExpertSums
 from .plan import TensorPlan
 from .randomness import Randomness
@@ -57,6 +58,7 @@ class SplitLayers:
         self._parts = parts
         self._last: tuple[weakref.ref[Tensor], Tensor] | None = None  # what was copied, and the copy, until rows
         parents = {id(child): module for module in model.modules() for child in module.children()}
+        self._put_on_adapters(plan, model, parents, ledger)
         for layer in plan.layers:
             self._put(layer, parents[id(layer.module)], ledger)
         for heads in plan.heads:
@@ -97,6 +99,27 @@ class SplitLayers:
             if split.is_partial:
                 _hook_gradient(module.get_parameter(key), partial(self._added_up, layer, key), ledger)
 
+    def _put_on_adapters(
+        self, plan: TensorPlan, model: nn.Module, parents: dict[int, nn.Module], ledger: Ledger
+    ) -> None:
+        """Random numbers are those of all where an adapter sees what all have, and the rank's own where it sees a
+        part of it."""
+        styles = {id(layer.module): layer.style for layer in plan.layers}
+        self._in_adapters = {id(part) for one in model.modules() if is_lora(one) for part in one.modules()}
+        randomness = self._randomness
+        for wrapper in filter(is_lora, model.modules()):
+            base, outer = base_of(wrapper), parents[id(wrapper)]
+            style = styles.get(id(base))
+            if randomness is None or style not in (Style.COLUMN, Style.ROW):
+                continue
+            leave, back = _leave(randomness, outer), _return(randomness)
+            if style is Style.COLUMN:
+                ledger.hook(wrapper.register_forward_pre_hook(back))
+                ledger.hook(wrapper.register_forward_hook(leave))
+            else:
+                ledger.hook(base.register_forward_hook(leave))
+                ledger.hook(wrapper.register_forward_hook(back))
+
     def _override_sizes(self, plan: TensorPlan, ledger: Ledger) -> None:
         """What a layer says of its own size is that of its part, as users of it print and check."""
         for layer in plan.layers:
@@ -124,8 +147,11 @@ class SplitLayers:
             )
         parts = self._parts_around(module)
         x = None if parts is None else parts.for_columns(args[0], module, layer.name)
-        x = self._copied(args[0], layer.name) if x is None else x
-        if parts is None and self._randomness is not None and layer.style is Style.COLUMN and parent.training:
+        if x is None:
+            # An adapter has one beside that of the layers that share an input.
+            x = self._copied(args[0], layer.name, is_kept=id(parent) not in self._in_adapters or is_lora(parent))
+        is_drawn = layer.style is Style.COLUMN and parent.training and id(module) not in self._in_adapters
+        if parts is None and self._randomness is not None and is_drawn:
             self._randomness.leave_common(parent)
         return x, *args[1:]
 
@@ -133,14 +159,15 @@ class SplitLayers:
         """Those that a layer is computed with now."""
         return self._parts if self._parts is not None and self._parts.has(module) and not self._parts.is_plain else None
 
-    def _copied(self, x: Tensor, what: str) -> Tensor:
+    def _copied(self, x: Tensor, what: str, is_kept: bool = True) -> Tensor:
         """Once for each tensor: queries, keys and values of one input give one sum of its gradient."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
         if self._last is not None and self._last[0]() is x:
             return self._last[1]
         copy = copied(x, self._exchange, what)
-        self._last = weakref.ref(x), copy  # autograd may hold a view of it alone
+        if is_kept:
+            self._last = weakref.ref(x), copy  # autograd may hold a view of it alone
         return copy
 
     def _behind_gathered(self, layer: LayerSplit, module: nn.Module, args: Any, y: Tensor) -> Tensor:
@@ -162,9 +189,7 @@ class SplitLayers:
                 f"'{layer.name}': expected {high - low} inputs, this rank's part of {whole}, found {x.shape[-1]}; is "
                 "the layer before it split by columns?"
             )
-        if whole % self._exchange.size:
-            raise ValueError(f"'{layer.name}': inputs({whole}) / tensor({self._exchange.size}) does not hold")
-        return parted(x, self._exchange, x.dim() - 1, layer.name), *args[1:]
+        return parted_columns(x, self._exchange, layer.name), *args[1:]
 
     def _behind_rows(self, layer: LayerSplit, module: nn.Module, args: Any, y: Tensor) -> Tensor:
         return self._brought_together(y, layer)
@@ -223,6 +248,21 @@ class SplitLayers:
         for box, own in portion.boxes:
             out[own.index] = whole[box.index]
         return out
+
+
+def _leave(randomness: Randomness, outer: nn.Module) -> Callable[..., None]:
+    def hook(module: nn.Module, *_: object) -> None:
+        if module.training:
+            randomness.leave_common(outer)
+
+    return hook
+
+
+def _return(randomness: Randomness) -> Callable[..., None]:
+    def hook(*_: object) -> None:
+        randomness.return_to_common()
+
+    return hook
 
 
 def _hook_gradient(param: nn.Parameter, hook: Any, ledger: Ledger) -> None:

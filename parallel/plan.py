@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from ..offload import Portion
+from .adapters import base_of, expanded, is_other_adapter, name_of
 from .expert_layout import ExpertLayout
 from .experts import layer_of
 from .heads import Heads, smallest_part
@@ -57,11 +58,14 @@ class TensorPlan:
         """
         styles = _styles(model, wanted or {})
         layers, heads = [], []
+        modules = dict(model.named_modules())
+        names = {name: name_of(name, modules) for name in styles}
+        _check_adapters(names, has_parts)
         by_parent: dict[str, dict[str, tuple[Style, tuple[int, ...]]]] = {}
         for name, style in styles.items():
-            by_parent.setdefault(name.rpartition(".")[0], {})[name] = style
+            by_parent.setdefault(names[name].rpartition(".")[0], {})[name] = style
         for parent, own in by_parent.items():
-            found, of_attention = _split_beside(model.get_submodule(parent), model, own, degree)
+            found, of_attention = _split_beside(modules[parent], model, own, names, degree)
             layers += found
             heads += [] if of_attention is None else [of_attention]
         if not any(layer.style is not Style.PARTIAL for layer in layers):
@@ -90,6 +94,8 @@ def _styles(model: nn.Module, wanted: Mapping[str, str]) -> dict[str, tuple[Styl
     found: dict[str, str] = {}
     for pattern, style in own.items():
         found |= dict.fromkeys(_matches(modules, pattern), style)
+    found |= {name: "column/2" for name in found if _is_gate_up(name, found, modules)}
+    _check_kinds(found, modules)
     has_own = any(style in ("column", "row") for style in found.values())
     found = {name: style for name, style in found.items() if _can_be(modules[name], style)}
     found = {**({} if has_own else plan_by_names(model)), **found, **vocabulary_of(model), **_experts_of(modules)}
@@ -107,8 +113,17 @@ def _styles(model: nn.Module, wanted: Mapping[str, str]) -> dict[str, tuple[Styl
                     f"{type(modules[name]).__name__}, which cannot be split so; name the layers in it"
                 )
         found |= dict.fromkeys(names, style)
-    parsed = {name: parse_style(style) for name, style in found.items()}
+    parsed = {name: parse_style(style) for name, style in expanded(found, modules).items()}
     return {name: style for name, style in parsed.items() if style[0] is not Style.WHOLE}
+
+
+def _is_gate_up(name: str, styles: Mapping[str, str], modules: Mapping[str, nn.Module]) -> bool:
+    """Gathered in a plan of transformers, which has no style for two in one: columns of each need no gathering."""
+    down = name.removesuffix("gate_up_proj") + "down_proj"
+    if not name.endswith("gate_up_proj") or (styles[name], styles.get(down)) != ("column_gathered", "row"):
+        return False
+    up, back = modules[name], modules[down]
+    return is_linear(up) and is_linear(back) and width_out(up) == 2 * width_in(back)
 
 
 def _guessed(model: nn.Module, styles: Mapping[str, object], wanted: Mapping[str, str]) -> frozenset[str]:
@@ -143,6 +158,8 @@ def _matches(modules: Mapping[str, nn.Module], pattern: str) -> list[str]:
 
 def _can_be(module: nn.Module, style: str) -> bool:
     kind = style.partition("/")[0]
+    if kind in (Style.COLUMN.value, Style.GATHERED.value, Style.ROW.value):
+        module = base_of(module)
     if kind in (Style.PARTIAL.value, Style.WHOLE.value):
         return True
     if kind in (Style.ROW.value, Style.GATHERED.value):
@@ -166,17 +183,24 @@ def _experts_of(modules: Mapping[str, nn.Module]) -> dict[str, str]:
 
 
 def _split_beside(
-    parent: nn.Module, model: nn.Module, styles: Mapping[str, tuple[Style, tuple[int, ...]]], degree: int
+    parent: nn.Module,
+    model: nn.Module,
+    styles: Mapping[str, tuple[Style, tuple[int, ...]]],
+    names: Mapping[str, str],
+    degree: int,
 ) -> tuple[list[LayerSplit], Heads | None]:
-    """Layers of one module, which is perhaps an attention: then heads stay whole."""
+    """Layers of one module, which is perhaps an attention: then heads stay whole. names: as their users call them."""
     modules = {name: model.get_submodule(name) for name in styles}
     columns = {
-        name: (modules[name], smallest_part(modules[name], parts))
+        names[name]: (modules[name], smallest_part(modules[name], parts))
         for name, (style, parts) in styles.items()
         if style is Style.COLUMN
     }
     heads = Heads.of(parent, columns)
-    found = [_split_one(name, modules[name], *styles[name], heads, degree) for name in styles]
+    found = []
+    for name, (style, parts) in styles.items():
+        of_name = heads if heads is not None and names[name] in heads.layers else None
+        found.append(_split_one(name, modules[name], style, parts, of_name, degree))
     own = {} if heads is None else heads.parameters(degree)
     if own:
         found.append(LayerSplit(next(iter(styles)).rpartition(".")[0], parent, Style.PARTIAL, own))
@@ -218,6 +242,25 @@ def _split_one(
             by_place[place].append((start + low, start + high))
         start += size
     return outputs_split(name, module, style, by_place, is_partial)
+
+
+def _check_kinds(styles: Mapping[str, str], modules: Mapping[str, nn.Module]) -> None:
+    for name in styles:
+        if is_other_adapter(modules[name]):
+            raise ValueError(
+                f"parallel.tensor: expected LoRA of PEFT without DoRA on linear layers that are split, found a "
+                f"{type(modules[name]).__name__} on '{name}' that needs all columns of its layer, or is of another "
+                "kind; use LoRA of linear layers alone (target_modules), or set parallel.tensor to 1"
+            )
+
+
+def _check_adapters(names: Mapping[str, str], has_parts: bool) -> None:
+    found = next((outer for name, outer in names.items() if name != outer), None)
+    if found is not None and has_parts:
+        raise ValueError(
+            f"parallel.tensor_sequence: expected split layers without adapters, found one at '{found}', whose "
+            "matrices would see all tokens in one place and a part in another; set it to false"
+        )
 
 
 def _check_room(name: str, size: int, degree: int, what: str) -> None:

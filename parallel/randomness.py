@@ -42,10 +42,14 @@ class Randomness:
         # A recomputation may have ended inside of another block: its common state is restored by who recomputes.
         seed = int(torch.empty((), dtype=torch.int64).random_())
         self._common, self._since = self.states(), since
-        own = (seed ^ (_MIX * (self._place + 1))) & (1 << 63) - 1
-        torch.default_generator.manual_seed(own)
+        self.seed(seed, self._place + 1)
+
+    def seed(self, seed: int, number: int) -> None:
+        """Both generators begin anew, at what is made of both numbers."""
+        made = (seed ^ (_MIX * number)) & (1 << 63) - 1
+        torch.default_generator.manual_seed(made)
         if self._module is not None:
-            self._module.manual_seed(own)
+            self._module.manual_seed(made)
 
     def return_to_common(self) -> None:
         """What comes is the same on each rank. Does nothing where it is so already."""

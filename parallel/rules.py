@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import nn
 
+from .adapters import base_of
 from .splits import Style, can_give_vocabulary, is_linear, width_in, width_out
 
 OF_HUGGING_FACE = {
     "colwise": "column",
     "rowwise": "row",
+    "rowwise_split_input": "row",
     "packed_colwise": "column/2",
     "colwise_gather_output": "column_gathered",
     "colwise_rep": "column_gathered",
@@ -47,7 +49,7 @@ def plan_by_names(model: nn.Module) -> dict[str, str]:
     """Name of a layer -> style: modules of which some layers have names of columns and others of rows."""
     found: dict[str, str] = {}
     for name, module in model.named_modules():
-        children = dict(module.named_children())
+        children = {key: base_of(child) for key, child in module.named_children()}
         columns = {
             key: _COLUMNS.get(key) or _FUSED[key]
             for key, child in children.items()
@@ -69,20 +71,22 @@ def plan_by_names(model: nn.Module) -> dict[str, str]:
 def _in_parts(children: Mapping[str, nn.Module]) -> tuple[dict[str, str], dict[str, str]]:
     """Columns and rows of a block of BERT's kind, where they are in modules beside each other."""
     behind = getattr(children.get("output"), "dense", None)
+    behind = base_of(behind) if isinstance(behind, nn.Module) else None
     for part, names in _PARTS.items():
-        layers = dict(children[part].named_children()) if part in children else {}
-        if isinstance(behind, nn.Module) and is_linear(behind) and names == {k for k in layers if is_linear(layers[k])}:
+        layers = {key: base_of(one) for key, one in children[part].named_children()} if part in children else {}
+        if behind is not None and is_linear(behind) and names == {k for k in layers if is_linear(layers[k])}:
             return dict.fromkeys((f"{part}.{key}" for key in layers if key in names), "column"), {"output.dense": "row"}
     return {}, {}
 
 
 def _fit(parent: nn.Module, columns: Mapping[str, str], rows: Mapping[str, str]) -> bool:
     """Whether columns are as wide as the rows behind them: else one is several layers, in an order nobody says."""
-    inputs = {width_in(parent.get_submodule(key)) for key in rows}
+    layers = {key: base_of(parent.get_submodule(key)) for key in (*columns, *rows)}
+    inputs = {width_in(layers[key]) for key in rows}
     outputs = {
-        key: width_out(parent.get_submodule(key)) // int(style.partition("/")[2] or 1)
+        key: width_out(layers[key]) // int(style.partition("/")[2] or 1)
         for key, style in columns.items()
-        if is_linear(parent.get_submodule(key))
+        if is_linear(layers[key])
     }
     return inputs <= set(outputs.values()) and all(
         width in inputs for key, width in outputs.items() if key not in _OF_KEYS

@@ -75,17 +75,19 @@ class Whole:
 class SequencePart(dict[str, Any]):
     """A rank's inputs of the model, with what attention must know of the whole.
 
-    factor: of a loss that is a mean over own labels; None where the model takes the number of all labels.
+    factor: of a loss that is a mean over own labels; None where the model takes the number of all labels. ignored: the
+    label of tokens that count nowhere.
     """
 
-    def __init__(self, inputs: Mapping[str, Any], whole: Whole, factor: float | None) -> None:
+    def __init__(self, inputs: Mapping[str, Any], whole: Whole, factor: float | None, ignored: int = IGNORED) -> None:
         super().__init__(inputs)
         self.whole = whole
         self.factor = factor
+        self.ignored = ignored
 
     def changed(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> SequencePart:
         """With other inputs, such as these on a device."""
-        return SequencePart(change(dict(self)), self.whole, self.factor)
+        return SequencePart(change(dict(self)), self.whole, self.factor, self.ignored)
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,8 @@ class SequenceData:
         self._is_hugging_face = is_hugging_face(model)
         self._takes_count = self._is_hugging_face and has_own_loss
         self._takes_cache = "use_cache" in accepted
+        self.ignored = IGNORED
+        """The label of no token, where a batch does not say it (`ignore_index`)."""
 
     def part(self, batch: Any, device: torch.device, needs_labels: bool = True) -> SequencePart:
         """This rank's part. needs_labels: a loss is computed of it. Raises SequenceError."""
@@ -124,6 +128,7 @@ class SequenceData:
         tokens = next(given[name] for name in _TOKENS if name in given)
         rows, length = tokens.shape[:2]
         self._check(given, length, needs_labels)
+        ignored = int(given.get("ignore_index", self.ignored))
         positions = given.pop("position_ids", None)
         seen = given.pop("attention_mask", None)
         whole = self._whole(positions, seen, length)
@@ -133,43 +138,49 @@ class SequenceData:
         labels = given.pop("labels", None)
         shifted = given.pop("shift_labels", None)
         if shifted is None and labels is not None:
-            shifted = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+            shifted = functional.pad(labels, (0, 1), value=ignored)[:, 1:]
         for name, value in given.items():
             is_along = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length
             made[name] = self.own(value) if is_along else value
         factor = None
         if shifted is not None:
-            whole = replace(whole, is_blind=_is_blind(whole, shifted))
-            own = made["shift_labels"] = self.own(shifted, fill=IGNORED)
+            whole = replace(whole, is_blind=_is_blind(whole, shifted != ignored))
+            own = made["shift_labels"] = self.own(shifted, fill=ignored)
             if labels is not None or self._takes_count:
                 made["labels"] = own
-            total = max(int((shifted != IGNORED).sum()), 1)
+            total = max(int((shifted != ignored).sum()), 1)
             if self._takes_count:
                 made.setdefault("num_items_in_batch", total)
             else:
-                factor = int((own != IGNORED).sum()) / total
+                factor = int((own != ignored).sum()) / total
         if self._takes_cache:
             made["use_cache"] = False
-        return SequencePart(made, whole.to(device), factor)
+        return SequencePart(made, whole.to(device), factor, ignored)
+
+    def all_labelled(self, batch: Any, device: torch.device) -> SequencePart:
+        """A few tokens of data for one rank alone, each with a label that is of a token."""
+        part = self.part(batch, device, needs_labels=False)
+        made = _narrowed(dict(part), 0)
+        label = int(part["shift_labels"].max().clamp(min=0))
+        labels = torch.full_like(made["shift_labels"], label)
+        return SequencePart(_with_labels(made, labels), part.whole, 1.0)
 
     def trial(self, batch: Any, device: torch.device) -> SequenceTrial:
         """Of data for one rank alone."""
         part = self.part(batch, device, needs_labels=False)
-        made, labels = dict(part), part.get("shift_labels")
-        length = made["position_ids"].shape[1]
-        labelled = [length // 2] if labels is None else (labels != IGNORED).any(0).nonzero().flatten().tolist()
+        labels, ignored, length = part.get("shift_labels"), part.ignored, part["position_ids"].shape[1]
+        labelled = [length // 2] if labels is None else (labels != ignored).any(0).nonzero().flatten().tolist()
         at = labelled[len(labelled) // 2] if labelled else 0
         first = max(min(at - _TRIED // 2, length - _TRIED), 0)
-        for name, value in made.items():
-            if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length:
-                made[name] = value[:, first : first + _TRIED].clone()
+        made = _narrowed(dict(part), first)
         at -= first
         tried = dict(made)
         if labels is not None:
             kept = made["shift_labels"][:, at : at + 1]
             tokens = torch.arange(made["shift_labels"].shape[1], device=kept.device)
-            made = _with_labels(made, kept.where(tokens == at, IGNORED))
-            tried = _with_labels(tried, _tried_labels(kept.where(tokens < 0, IGNORED), labels))
+            made = _with_labels(made, kept.where(tokens == at, ignored))
+            none = kept.where(tokens < 0, ignored)
+            tried = _with_labels(tried, _tried_labels(none, labels[labels != ignored]))
         changed, differs = dict(made), bool(labelled)
         for name in _TOKENS:
             if name in made:
@@ -232,12 +243,23 @@ class SequenceData:
         return self._exchange.part(x, 1).contiguous()
 
 
+def _narrowed(inputs: Mapping[str, Any], first: int) -> dict[str, Any]:
+    """A few tokens, from this one on."""
+    length = inputs["position_ids"].shape[1]
+    return {
+        name: value[:, first : first + _TRIED].clone()
+        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length
+        else value
+        for name, value in inputs.items()
+    }
+
+
 def _tried_labels(tried: Tensor, labels: Tensor) -> Tensor:
     """tried: (rows, tokens), of none. One in the first half and two behind, in two rows: a mean that weighs classes,
     rows or parts is another one than that over labels. Of the values of `labels`, the commonest and rarest: a class
     that counts less is often the one or the other.
     """
-    values, counts = torch.unique(labels[labels != IGNORED], return_counts=True)
+    values, counts = torch.unique(labels, return_counts=True)
     if len(values):
         values = values.flip(0)[counts.flip(0).argsort(stable=True)]  # of as common ones, those far apart
         tried[0, 0] = values[-1]
@@ -250,12 +272,12 @@ def _with_labels(inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
     return inputs | {name: labels for name in ("shift_labels", "labels") if name in inputs}
 
 
-def _is_blind(whole: Whole, labels: Tensor) -> bool:
-    """Whether a token with a label has padding alone before it and is padding."""
+def _is_blind(whole: Whole, has_label: Tensor) -> bool:
+    """has_label: (rows, tokens). Whether a token with one has padding alone before it and is padding."""
     if whole.keys is None:
         return False
-    sees = whole.keys[:, : labels.shape[1]].cumsum(1) > 0
-    return bool(((labels != IGNORED) & ~sees).any())
+    sees = whole.keys[:, : has_label.shape[1]].cumsum(1) > 0
+    return bool((has_label & ~sees).any())
 
 
 def is_hugging_face(model: nn.Module) -> bool:

@@ -12,7 +12,7 @@ import copy
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,8 @@ from .splits import LayerSplit, Style, is_linear
 
 _MOST = 1e-4  # of a difference beside what comes out
 MOST_NARROW = 3e-2  # in types of less than 32 bits
+_BLOCKS = "holds repeated blocks; put layers that follow each other into one module"
+_LISTED = "has a list of experts; put layers that follow each other into a module beside it"
 _CACHE = re.compile("cache", re.IGNORECASE)
 
 
@@ -39,23 +41,27 @@ class SplitTrial:
         units: Sequence[nn.Module],
         exchange: Exchange,
         with_all_tokens: Callable[[], AbstractContextManager[object]],
+        experts: Sequence[nn.Module] = (),
     ) -> None:
         """units: modules whose parameters are there while they run, and not longer. with_all_tokens: entered around the
-        forward that is compared."""
+        forward that is compared. experts: modules in which tokens go to other ranks, in the wholes as well."""
         modules = dict(model.named_modules())
         of_units = {name for name, module in modules.items() if any(module is unit for unit in units)}
         first: dict[str, str] = {}
         for layer in plan.layers:
             if layer.name in plan.guessed and (parent := _parent_of(layer, plan)) is not None:
                 first.setdefault(re.sub(r"\b\d+\b", "*", parent), parent)
-        self.left_out = tuple(name for name in first.values() if any(_is_inside(unit, name) for unit in of_units))
+        self._experts = {name for name, module in modules.items() if any(module is one for one in experts)}
+        self.left_out = {name: _BLOCKS for name in first.values() if any(_is_inside(unit, name) for unit in of_units)}
+        """Of what is not compared: name -> why."""
+        self.left_out |= {name: _LISTED for name in first.values() if name in self._experts}
         self.distances: dict[str, float] = {}
         """Of each module from the whole, as a part of that; 0: it is near, or not on this rank."""
         self._plan = plan
         self._exchange = exchange
         self._with_all_tokens = with_all_tokens
         self._parents = {name: modules[name] for name in first.values() if name not in self.left_out}
-        self._wholes = {name: _without_values(module) for name, module in self._parents.items()}
+        self._wholes = {name: _without_values(module, experts) for name, module in self._parents.items()}
         self._hints = {name: _hint(name, plan) for name in self._parents}
         self._states: dict[str, list[Tensor]] = {}  # of random generators, as the module was called
 
@@ -68,10 +74,18 @@ class SplitTrial:
             behind = partial(self._compare, name, around_copy)
             handles.append(module.register_forward_pre_hook(partial(self._note, name)))
             handles.append(module.register_forward_hook(behind, with_kwargs=True, prepend=True))
+        try:
+            with self._failures_named(), self._with_all_tokens():
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def _failures_named(self) -> Iterator[None]:
         self._states.clear()
         try:
-            with self._with_all_tokens():
-                yield
+            yield
         except (RuntimeError, IndexError) as error:  # of sizes; on all ranks, which have the same
             if isinstance(error, torch.OutOfMemoryError | CollectiveError) or not self._states:
                 raise
@@ -80,6 +94,28 @@ class SplitTrial:
                 f"parallel.tensor: expected '{name}' to run with its layers split, found {type(error).__name__}: "
                 f"{error}. {self._hints[name]}"
             ) from error
+
+    @contextmanager
+    def compared_in_passing(self, trying: Callable[[nn.Module], AbstractContextManager[object]]) -> Iterator[None]:
+        """As `compared`, around a forward that counts: modules are called once more, when they are first called.
+
+        trying: without gradients, in eval mode.
+        """
+        self.distances = dict.fromkeys(self._parents, 0.0)
+        handles: list[Any] = []
+
+        def look(name: str, handle_at: int, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+            handles[handle_at].remove()
+            kwargs = _without_caches(kwargs)
+            with trying(module):
+                self._note(name, module, args)
+                self._compare(name, nullcontext, module, args, kwargs, module.forward(*args, **kwargs))
+
+        for at, (name, module) in enumerate(self._parents.items()):
+            handles.append(module.register_forward_pre_hook(partial(look, name, at), with_kwargs=True))
+        try:
+            with self._failures_named():
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -109,14 +145,17 @@ class SplitTrial:
     ) -> None:
         if not all(map(torch.equal, self._states.pop(name), random_states(module))):
             return  # two calls are not alike
-        kwargs = {key: None if _CACHE.search(type(value).__name__) else value for key, value in kwargs.items()}
-        params = {key: self._whole(param, key) for key, param in module.named_parameters()}
+        kwargs = _without_caches(kwargs)
+        prefix = f"{name}." if name else ""
+        kept = [one for one in self._experts if _is_inside(one, name)]
+        own = {key: param for key, param in module.named_parameters() if not _is_in_any(prefix + key, kept)}
+        params = {key: self._whole(param, key) for key, param in own.items()}
         with around_copy():
             whole = functional_call(self._wholes[name], params, args, kwargs)
         pairs = zip(_tensors(output), _tensors(whole), strict=True)
         # Weights of heads, biases of positions: of this rank's heads alone, and nothing behind rows.
         distances = [distance_of(own, right) for own, right in pairs if own.shape == right.shape]
-        most = MOST_NARROW if any(param.itemsize < 4 for param in params.values()) else _MOST
+        most = MOST_NARROW if any(param.itemsize < 4 for param in module.parameters()) else _MOST
         if (distance := max(distances, default=math.inf)) > most:
             self.distances[name] = distance
 
@@ -134,6 +173,11 @@ class SplitTrial:
         return exchange.sum(whole, f"'{key}' as a whole")
 
 
+def _without_caches(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A call that may be made twice."""
+    return {key: None if _CACHE.search(type(value).__name__) else value for key, value in kwargs.items()}
+
+
 def _parent_of(layer: LayerSplit, plan: TensorPlan) -> str | None:
     """The name of the smallest module around the layer that has columns and rows; None: it is right by itself."""
     if layer.style not in (Style.COLUMN, Style.ROW) or not is_linear(layer.module):
@@ -149,6 +193,10 @@ def _parent_of(layer: LayerSplit, plan: TensorPlan) -> str | None:
 
 def _is_inside(inner: str, outer: str) -> bool:
     return inner != outer and (not outer or inner.startswith(f"{outer}."))
+
+
+def _is_in_any(inner: str, outer: Sequence[str]) -> bool:
+    return any(_is_inside(inner, one) for one in outer)
 
 
 def _hint(parent: str, plan: TensorPlan) -> str:
@@ -184,12 +232,16 @@ def random_states(module: nn.Module) -> list[Tensor]:
     return own if device.type == "cpu" else [*own, torch.get_device_module(device).get_rng_state(device)]
 
 
-def _without_values(module: nn.Module) -> nn.Module:
-    """A copy of what a module computes, without the memory of its parameters."""
+def _without_values(module: nn.Module, experts: Sequence[nn.Module]) -> nn.Module:
+    """A copy of what a module computes, without the memory of its parameters; experts are the module's own."""
     kept: dict[int, Any] = {id(param): nn.Parameter(torch.empty(0)) for param in module.parameters()}
+    kept |= {id(one): one for one in experts}
     kept |= {id(buffer): buffer for buffer in module.buffers()}
     kept |= {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
-    return copy.deepcopy(module, kept).eval()
+    found, of_experts = copy.deepcopy(module, kept), {id(part) for one in experts for part in one.modules()}
+    for part in found.modules():
+        part.training = part.training and id(part) in of_experts  # these are in the mode of the forward
+    return found
 
 
 def _tensors(value: Any) -> list[Tensor]:

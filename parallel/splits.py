@@ -36,7 +36,15 @@ class ParameterSplit:
 
     def copies(self, place: int) -> tuple[int, ...]:
         """The places that have the same portion as this one."""
-        return tuple(other for other, portion in enumerate(self.portions) if portion == self.portions[place])
+        return self._copies[place]
+
+    @cached_property
+    def _copies(self) -> tuple[tuple[int, ...], ...]:
+        """By place."""
+        alike: dict[Portion, list[int]] = {}
+        for place, portion in enumerate(self.portions):
+            alike.setdefault(portion, []).append(place)
+        return tuple(tuple(alike[portion]) for portion in self.portions)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from torch import nn
@@ -12,15 +13,23 @@ from ..offload import Portion
 from .splits import LayerSplit, ParameterSplit, Style, is_linear
 
 _KEY = "parallel.tensor_sequence"
+_ATTENTION = re.compile("att(entio)?n", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Block:
-    """One block. wholes: its modules that compute columns of what they are given, and so are given all tokens."""
+    """One block.
+
+    wholes: its modules that compute columns of what they are given, and so are given all tokens; rows end them.
+    alike: those that all ranks compute with all tokens, and that no rows end: of what they give each has its part.
+    common: of both, those in which no rank has columns of its own.
+    """
 
     name: str
     module: nn.Module
     wholes: tuple[nn.Module, ...]
+    alike: tuple[nn.Module, ...] = ()
+    common: tuple[nn.Module, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -29,12 +38,18 @@ class Stack:
 
     blocks: tuple[Block, ...]
 
+    def cut(self, groups: Sequence[Set[str]]) -> list[Stack]:
+        """Where tokens are whole between groups of blocks, that have these names."""
+        found = [tuple(block for block in self.blocks if block.name in names) for names in groups]
+        return [Stack(blocks) for blocks in found if blocks]
+
 
 def find_stacks(model: nn.Module, layers: Sequence[LayerSplit]) -> tuple[Stack, ...]:
     """The lists of blocks that have split layers in them. Raises ValueError where there is none."""
     parents = {id(child): module for module in model.modules() for child in module.children()}
     columns = [layer.module for layer in layers if _takes_columns(layer)]
     rows = {id(layer.module) for layer in layers if layer.style is Style.ROW}
+    own = {id(one) for one in columns} - {id(one.module) for one in layers if one.style is Style.GATHERED}
     found: dict[int, list[Block]] = {}
     for name, module in find_blocks(model):
         inner = {id(part) for part in module.modules() if part is not module}
@@ -42,14 +57,39 @@ def find_stacks(model: nn.Module, layers: Sequence[LayerSplit]) -> tuple[Stack, 
         if not inner & rows or not isinstance(parent, (nn.ModuleList, nn.Sequential)):
             continue
         givers = {id(parents[id(one)]): parents[id(one)] for one in columns if id(one) in inner}
-        wholes = tuple(one for one in givers.values() if one is not module)
-        found.setdefault(id(parent), []).append(Block(name, module, wholes))
+        givers = {key: one for key, one in givers.items() if one is not module and not _is_mlp(one, own | rows)}
+        wholes = tuple(one for one in givers.values() if _has(one, own | rows))
+        alike = [one for one in givers.values() if not _has(one, own | rows)]
+        alike += [one for one in _attentions(module) if not _has(one, {*map(id, columns)} | rows)]
+        common = tuple(one for one in wholes if not _has(one, own)) + tuple(alike)
+        found.setdefault(id(parent), []).append(Block(name, module, wholes, tuple(alike), common))
     if not found:
         raise ValueError(
             f"{_KEY}: expected blocks in a ModuleList with layers in them that are split by rows, found none "
             f"in {type(model).__name__}; set it to false"
         )
     return tuple(Stack(tuple(blocks)) for blocks in found.values())
+
+
+def _has(module: nn.Module, layers: Set[int]) -> bool:
+    return any(id(part) in layers for part in module.modules())
+
+
+def _is_mlp(module: nn.Module, split: Set[int]) -> bool:
+    """Whether split layers are all that it has: these ask for all tokens themselves, and what else it is given stays a
+    part. An attention goes by the shape of what it is given."""
+    return not _ATTENTION.search(type(module).__name__) and all(
+        id(part) in split for part in module.modules() if part._parameters
+    )
+
+
+def _attentions(block: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules that are attentions by the name of their class."""
+    for child in block.children():
+        if _ATTENTION.search(type(child).__name__) and any(True for _ in child.parameters()):
+            yield child
+        else:
+            yield from _attentions(child)
 
 
 def _takes_columns(layer: LayerSplit) -> bool:
@@ -69,7 +109,7 @@ def splits_of_parts(
     found = []
     blocks = [block for stack in stacks for block in stack.blocks]
     for block in blocks:
-        given_all = {id(part) for module in block.wholes for part in module.modules()}
+        given_all = {id(part) for module in (*block.wholes, *block.alike) for part in module.modules()}
         for name, module in block.module.named_modules(prefix=block.name):
             if id(module) in given_all and id(module) not in rows:
                 continue

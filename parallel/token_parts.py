@@ -16,14 +16,14 @@ part, and are none of the block's other inputs (masks, angles, what an encoder g
 [Note: the first run] No rule sees what a block does with its tokens. So the first time that a block runs, it is
 computed with all tokens and with parts, and an error says where that is not the same.
 
-[Note: lengths] A block that is recomputed has no state of its forward but the number of the node that autograd is at,
-which says in which forward it was: a length is kept with the number of the first node of its stack.
+[Note: random numbers that are the same] In a stack each rank draws numbers of its own. A module that all ranks compute
+alike must draw the same ones on all of them, and in its recomputation again. So it begins at a seed of its own, made of
+one that was drawn in front of the stack, where ranks draw the same, and that is kept beside the length.
 """
 
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,10 +39,10 @@ from ..model.ledger import Ledger
 from .call_states import copy_states
 from .collectives import gathered_and_joined, joined, lengthened, parted, scattered
 from .part_watch import PartWatch
-from .randomness import Randomness
+from .randomness import Randomness, draws
+from .stack_starts import StackStarts
 from .stacks import Block, Stack
 
-_MOST_LENGTHS = 4096
 _WIDE, _NARROW = 1e-3, 0.02  # of the largest value: products of other shapes are added in another order
 _RECORDED = ("output_hidden_states", "output_router_logits")
 
@@ -52,6 +52,7 @@ class _Stream:
     """What the blocks of one stack are at. last: what the block before gave."""
 
     length: int = 0
+    seed: int = 0
     last: weakref.ref[Tensor] | None = None
     last_name: str = ""
 
@@ -79,7 +80,7 @@ class TokenParts:
     ) -> None:
         """tiled: identities of modules in tiles, whose tiles are of parts."""
         self._exchange, self._randomness = exchange, randomness
-        self._lengths: list[tuple[int, int]] = []  # number of a node of autograd, and the length from there on
+        self._starts = StackStarts()
         self._streams: list[_Stream] = []
         self._tried = set[int]()
         self._is_plain = False
@@ -91,6 +92,8 @@ class TokenParts:
         self._whole_inputs = set[tuple[int, Any]]()  # (module, which): given what its block was given beside tokens
         self._watch: PartWatch | None = None
         self._watched = set[tuple[bool, bool]]()
+        self._num_common = 0  # modules that all ranks compute alike, and that draw random numbers
+        self._own: list[Tensor] | None = None  # states of this rank's generators, while such a module runs
         for stack in stacks:
             stream = _Stream()
             self._streams.append(stream)
@@ -98,11 +101,17 @@ class TokenParts:
                 is_last = index + 1 == len(stack.blocks)
                 run = partial(self._run, stream, block, index == 0, is_last, block.module.forward)
                 ledger.override(block.module, "forward", run)
-                for module in block.wholes:
+                for module in (*block.wholes, *block.alike):
                     if id(module) not in tiled | self._tiled:
                         self._given_all |= {id(part) for part in module.modules()}
                         hook = module.register_forward_pre_hook(self._before_whole, with_kwargs=True)
                         ledger.hook(hook)
+                for module in block.alike:
+                    ledger.hook(module.register_forward_hook(partial(self._behind_alike, block)))
+                for module in filter(draws, block.common):
+                    self._num_common += 1
+                    ledger.hook(module.register_forward_pre_hook(partial(self._enter_common, stream, self._num_common)))
+                    ledger.hook(module.register_forward_hook(self._leave_common, always_call=True))
         ledger.hook(model.register_forward_pre_hook(self._begin, with_kwargs=True))
         ledger.hook(model.register_forward_hook(self._end))
         ledger.hook(model.register_forward_hook(self._stop_watch, always_call=True))
@@ -169,15 +178,17 @@ class TokenParts:
             return _with_first(output, _first_of(block, output))
         is_again = torch._C._current_graph_task_id() != -1
         if is_first:
-            length = hidden.shape[-2]
+            length, seed = hidden.shape[-2], 0
+            if block.module.training and self._num_common:
+                seed = int(torch.empty((), dtype=torch.int64).random_())  # again too: what is drawn next is the same
             if not is_again:
-                stream.length = length
-                self._remember(length)
+                stream.length, stream.seed = length, seed
+                self._starts.note(length, seed)
             if block.module.training:
                 self._randomness.leave_common(stream)
             own = parted(lengthened(hidden, -2, self._padded(length)), self._exchange, hidden.dim() - 2, block.name)
         else:
-            length, own = self._length_now() if is_again else stream.length, hidden
+            length, own = self._starts.of_recomputed().length if is_again else stream.length, hidden
             self._check_follows(stream, block, hidden, length, is_again)
         call, args, kwargs = self._call_of(key, own, length, args, kwargs)
         if id(block.module) not in self._tried and not is_again and not hidden.is_meta:
@@ -206,19 +217,6 @@ class TokenParts:
 
     def _padded(self, length: int) -> int:
         return -(-length // self._exchange.size) * self._exchange.size
-
-    def _remember(self, length: int) -> None:
-        """See [Note: lengths]."""
-        if not self._lengths or self._lengths[-1][1] != length:
-            number: int = torch._C._autograd._get_sequence_nr()
-            self._lengths.append((number, length))
-            del self._lengths[:-_MOST_LENGTHS]
-
-    def _length_now(self) -> int:
-        """Of the stack that is recomputed. See [Note: lengths]."""
-        number = torch._C._current_autograd_node()._sequence_nr()
-        at = bisect_right(self._lengths, number, key=lambda entry: entry[0])
-        return self._lengths[max(at - 1, 0)][1]
 
     def _check_follows(self, stream: _Stream, block: Block, hidden: Tensor, length: int, is_again: bool) -> None:
         """Whether it is given what the block before has given, untouched."""
@@ -333,6 +331,26 @@ class TokenParts:
 
         return tuple(map(given, range(len(args)), args)), {name: given(name, value) for name, value in kwargs.items()}
 
+    def _behind_alike(self, block: Block, module: nn.Module, args: Any, output: Any) -> Any:
+        """This rank's part of what all have."""
+        if self._is_plain:
+            return None
+        whole = _first_of(block, output)
+        whole = lengthened(whole, -2, self._padded(whole.shape[-2]))
+        return _with_first(output, parted(whole, self._exchange, whole.dim() - 2, block.name))
+
+    def _enter_common(self, stream: _Stream, number: int, module: nn.Module, args: Any) -> None:
+        """See [Note: random numbers that are the same]."""
+        if module.training and not self._is_plain:
+            self._own = self._randomness.states()
+            is_again = torch._C._current_graph_task_id() != -1
+            self._randomness.seed(self._starts.of_recomputed().seed if is_again else stream.seed, -number)
+
+    def _leave_common(self, *_: object) -> None:
+        if self._own is not None:
+            self._randomness.restore(self._own)
+            self._own = None
+
     def _is_part(self, value: Any, at: tuple[int, Any]) -> bool:
         """at: the module that is given it, and which of its inputs that is; a block that is recomputed has no more."""
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:
@@ -351,7 +369,7 @@ class TokenParts:
                 "parallel.tensor_sequence: expected split layers in a forward of their block, found a call beside it, "
                 f"of {tuple(x.shape)}; call the model, or the block"
             )
-        return self._length_now()
+        return self._starts.of_recomputed().length
 
     def _bring(self, part: Tensor, what: object, is_cut: bool = True) -> tuple[Tensor, Tensor]:
         """All tokens: for columns, and for what all ranks compute alike. Once for what several modules are given."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..comm import Peers
+from ..comm import CollectiveError, Peers
 from ..model.ledger import Ledger
 from .messages import Key, Messages, described
 from .schedules.action import Action, Op
@@ -111,33 +111,41 @@ class Executor:
         }
         self.difference: str | None = None
         """That in the last run a stage of this rank has returned another thing than for earlier batches of the kind."""
+        self.failure: Exception | None = None
+        """What a stage of this rank has raised in the last run."""
+        self.has_failed = False
+        """Whether that is so of a stage of this rank, or of one before it, without which it could not run."""
         self._begin(())
 
     def run(self, microbatches: Sequence[Any], scaled: Scaled = _as_it_is) -> list[Tensor]:
         """Does all actions; gradients of scaled(loss) are added up. Returns the losses, on the rank that has them.
 
-        Where `difference` says something afterwards, nothing of it may count, on no rank.
+        Where `difference` or `has_failed` says so afterwards, nothing of it may count, on no rank: other ranks do not
+        know yet. A stage that has raised computes nothing more, and what others expect of it are zeros, so that they
+        come to the end of the schedule too.
 
         microbatches: `schedule.num_microbatches` of them, the same on every rank of the pipe axis. Errors say in a note
         which action they are from. Raises CollectiveError where another rank does not answer.
         """
         assert len(microbatches) == self.schedule.num_microbatches, len(microbatches)
+        self.failure, self.has_failed = None, False
         self._begin(microbatches, scaled)
         try:
             for action in self._actions:
                 self._progress.at_unit(str(action))
                 self.messages.wait_for_needs_of(action)
                 started = time.perf_counter()
-                _TABLE[action.op](self, action)
+                self._do(action)
                 if self.on_action is not None:
                     self.on_action(action, started, time.perf_counter())
                 self.messages.wait_sent(_MAX_SENDS)
             self.messages.wait_sent(0)
         except BaseException as error:
-            error.add_note(f"pipeline: in {described(action)}, of schedule {self.schedule.name}")
+            self._note(error, action)
             self._begin(())
             raise
-        assert self._run.is_over and not self.messages.is_any_unused
+        assert self.has_failed or self._run.is_over
+        assert not self.messages.is_any_unused
         losses = [loss for _, loss in sorted(self._run.losses.items())]
         self.difference = self.messages.difference
         self._begin(())  # lets go of the batch
@@ -148,7 +156,7 @@ class Executor:
 
         On all ranks of the pipe axis alike. Returns no losses.
         """
-        self.difference = None
+        self.difference, self.failure, self.has_failed = None, None, False
         self._begin(())
         self._run.num_left.update(dict.fromkeys(self._stages, self.schedule.num_microbatches))
         for action in self._actions:
@@ -168,6 +176,35 @@ class Executor:
         self.messages.begin([shapes_in(microbatch) for microbatch in microbatches])
         for weights in self._weights.values():
             weights.forget()
+
+    def _do(self, action: Action) -> None:
+        self.has_failed = self.has_failed or self.messages.lacks_any
+        if action.op in _COMPUTED and not self.has_failed:
+            try:
+                _TABLE[action.op](self, action)
+            except CollectiveError:
+                raise  # a rank is lost: nothing that is sent comes to it
+            except Exception as error:
+                self._note(error, action)
+                self.failure, self.has_failed = error, True
+        elif action.op in _COMPUTED:
+            self._leave_out(action)
+        elif self.has_failed and action.op in (Op.SEND_F, Op.SEND_B):
+            self.messages.send_zeros(action)
+        else:
+            _TABLE[action.op](self, action)
+        if action.op in (Op.B, Op.W):
+            self._end_weights(action.stage)
+
+    def _leave_out(self, action: Action) -> None:
+        """Lets go of what has come for it."""
+        if action.op is Op.F:
+            self.messages.take_output(_key_of(action))
+        elif action.op is not Op.W:
+            self.messages.take_gradients(_key_of(action))
+
+    def _note(self, error: BaseException, action: Action) -> None:
+        error.add_note(f"pipeline: in {described(action)}, of schedule {self.schedule.name}")
 
     # -- compute ----------------------------------------------------------------------------------------------------
 
@@ -200,7 +237,6 @@ class Executor:
 
     def _do_backward(self, action: Action) -> None:
         self._go_backward(action, nullcontext())
-        self._end_weights(action.stage)
 
     def _do_input_half(self, action: Action) -> None:
         assert action.microbatch is not None
@@ -209,7 +245,6 @@ class Executor:
     def _do_weight_half(self, action: Action) -> None:
         assert action.microbatch is not None
         self._weights[action.stage].make(action.microbatch)
-        self._end_weights(action.stage)
 
     def _go_backward(self, action: Action, weights: AbstractContextManager[None]) -> None:
         key, run = _key_of(action), self._run
@@ -269,6 +304,7 @@ def shapes_in(batch: Any) -> Hashable:
     return (names, *shapes)
 
 
+_COMPUTED = (Op.F, Op.B, Op.I, Op.W)
 _OF_MEMORY = (Op.GATHER, Op.RELEASE, Op.REDUCE)
 _TABLE: Mapping[Op, Callable[[Executor, Action], None]] = {
     Op.F: Executor._do_forward,

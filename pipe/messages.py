@@ -13,6 +13,7 @@ from .deliveries import deliveries
 from .schedules.action import Action, Op
 from .schedules.schedule import Schedule
 from .split.carried import Carried, CarriedSpec
+from .split.trees import TensorShape
 
 _MAX_TENSORS = 64  # in one message
 _NUM_TAGS = 1 << 19  # messages that share a tag come in the order in which they were sent
@@ -41,7 +42,8 @@ class Messages:
         self._peers = peers
         self._device = device
         self._deliveries = deliveries(schedule, place)
-        self._specs: dict[tuple[int, Hashable], CarriedSpec] = {}  # what stage receives for a kind of batch
+        # What stage receives for a kind of batch. None: nothing in this run, since its sender failed before that.
+        self._specs: dict[tuple[int, Hashable], CarriedSpec | None] = {}
         self._returned: dict[tuple[int, Hashable], CarriedSpec] = {}  # what stages here have returned, sent or not
         self.difference: str | None = None
         """That a stage of this rank has returned another thing in this run than for earlier batches of the kind."""
@@ -51,6 +53,7 @@ class Messages:
         """A run begins: nothing is under way. kinds: of the batch of each microbatch."""
         self._kinds = kinds
         self.difference = None
+        self._specs = {known: spec for known, spec in self._specs.items() if spec is not None}
         self._arriving: dict[tuple[Op, Key], tuple[list[Pending], list[Tensor]]] = {}
         self._sent: dict[Action, list[tuple[Pending, Any]]] = {}  # oldest first
 
@@ -58,6 +61,11 @@ class Messages:
         """Between runs, on all ranks: what is sent for a batch may be another thing from now on."""
         self._specs.clear()
         self._returned.clear()
+
+    @property
+    def lacks_any(self) -> bool:
+        """Whether a stage here receives nothing in this run, since one before it has failed."""
+        return None in self._specs.values()
 
     @property
     def is_any_unused(self) -> bool:
@@ -95,6 +103,17 @@ class Messages:
         assert self._specs[known] == carried.spec
         self.send(action, [tensor.detach() for tensor in carried.tensors])
 
+    def send_zeros(self, action: Action) -> None:
+        """In the place of what a stage that has failed does not give: the other end goes through its schedule."""
+        is_forward = action.op is Op.SEND_F
+        known = (action.peer_stage if is_forward else action.stage, self._kind_of(action))
+        if is_forward and known not in self._specs:
+            place, what = self._schedule.peer_rank(action), described(action)
+            self._specs[known] = None
+            self._hold(action, self._peers.send_object(None, place, self._tag(action, 0), what), None)
+        shapes = self._shapes_of(known, is_forward)
+        self.send(action, [torch.zeros(one.shape, dtype=one.dtype, device=self._device) for one in shapes])
+
     def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
         place, what = self._schedule.peer_rank(action), described(action)
         for index, tensor in enumerate(tensors):
@@ -127,17 +146,22 @@ class Messages:
         if known not in self._specs:
             place, what = self._schedule.peer_rank(action), described(action)
             self._specs[known] = self._peers.receive_object(place, self._tag(action, 0), what)
-        shapes = self._specs[known].tensors
-        self._receive(action, [torch.empty(one.shape, dtype=one.dtype, device=self._device) for one in shapes])
+        self._receive(action, self._shapes_of(known, is_forward=True))
 
     def receive_gradients(self, action: Action) -> None:
         """They have the shapes of what was sent."""
-        spec = self._specs[action.peer_stage, self._kind_of(action)]
-        wanted = [one for one, needs in zip(spec.tensors, spec.needs_grad, strict=True) if needs]
-        self._receive(action, [torch.empty(one.shape, dtype=one.dtype, device=self._device) for one in wanted])
+        self._receive(action, self._shapes_of((action.peer_stage, self._kind_of(action)), is_forward=False))
 
-    def _receive(self, action: Action, buffers: list[Tensor]) -> None:
+    def _shapes_of(self, known: tuple[int, Hashable], is_forward: bool) -> list[TensorShape]:
+        """Of what a stage receives, or of the gradients that it gives back."""
+        spec = self._specs[known]
+        if spec is None:
+            return []
+        return [one for one, needs in zip(spec.tensors, spec.needs_grad, strict=True) if needs or is_forward]
+
+    def _receive(self, action: Action, shapes: Sequence[TensorShape]) -> None:
         place, what = self._schedule.peer_rank(action), described(action)
+        buffers = [torch.empty(one.shape, dtype=one.dtype, device=self._device) for one in shapes]
         pending = [
             self._peers.receive(buffer, place, self._tag(action, index), what) for index, buffer in enumerate(buffers)
         ]
@@ -159,8 +183,8 @@ class Messages:
         """What stage key[0] has received; None: nothing from another rank."""
         if (Op.RECV_F, key) not in self._arriving:
             return None
-        buffers = self._arriving.pop((Op.RECV_F, key))[1]
-        return Carried(tuple(buffers), self._specs[key[0], self._kinds[key[1]]]).detached()
+        buffers, spec = self._arriving.pop((Op.RECV_F, key))[1], self._specs[key[0], self._kinds[key[1]]]
+        return None if spec is None else Carried(tuple(buffers), spec).detached()
 
     def take_gradients(self, key: Key) -> list[Tensor] | None:
         """Of what stage key[0] has given; None: nothing from another rank."""

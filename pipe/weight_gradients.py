@@ -58,8 +58,8 @@ class WeightGradients:
         self._entries.clear()
 
     def _put(self, param: nn.Parameter, dy: Tensor, x: Tensor | None, is_transposed: bool) -> Tensor | None:
-        """None where the gradient is made later."""
-        if self._open is None:
+        """None where the gradient is made later; not where a hook is to see it, as one that sums it over ranks."""
+        if self._open is None or param._backward_hooks:
             return gradient_of(dy, x, is_transposed)
         # Kept until W, the graph of x would keep what the stage has received.
         self._open.append((param, dy, None if x is None else x.detach(), is_transposed))

@@ -1,5 +1,6 @@
 """Fixtures that every test can ask for."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -17,6 +18,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if any(map(os.path.exists, _DEVICES)) and not config.option.markexpr.startswith("gpu"):
         os.environ.update(dict.fromkeys(_MASKS, ""))
     os.environ["LOWTIDE_MACHINE"] = "/nonexistent/machine.json"  # what was measured of this machine changes plans
+
+
+def pytest_collection_finish() -> None:
+    """What imports and the list of tests have made stays to the end: collections need not go through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

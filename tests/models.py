@@ -103,6 +103,11 @@ def tiny_gpt() -> nn.Module:
     return TinyGPT()
 
 
+def short_gpt() -> nn.Module:
+    """With one block: for what is of parameters and states, and not of blocks that follow each other."""
+    return TinyGPT(layers=1)
+
+
 def tied_gpt() -> nn.Module:
     return TinyGPT(tied=True)
 

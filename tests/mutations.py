@@ -28,6 +28,16 @@ ASKED = {
     "zero": [["tests/zero"], ["tests/engine"]],
     "comm": [["tests/comm"], ["tests/zero"]],
     "pipe": [["tests/pipe"]],
+    "parallel": [["tests/parallel"]],
+    "engine": [
+        [
+            "tests/engine/test_join.py",
+            "tests/engine/test_speculative_update.py",
+            "tests/engine/test_input_gradients.py",
+            "tests/engine/test_any_loop.py",
+        ],
+        ["tests/engine/test_first_values.py", "tests/zero/test_delayed_update.py"],
+    ],
     "kernels": [["tests/kernels"], ["tests/zero"]],
     "offload": [["tests/offload"], ["tests/zero", "tests/engine", "-k", "offload or host or delayed or speculative"]],
     "checkpoint": [["tests/checkpoint"], ["tests/engine", "-k", "checkpoint or export or load"]],

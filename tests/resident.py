@@ -22,6 +22,11 @@ def lasting_growth(action: Callable[[], object]) -> int:
     return _bytes_of("RssAnon") - before
 
 
+def own_bytes() -> int:
+    """Bytes of the process's own that are resident: without pages of files."""
+    return _bytes_of("RssAnon")
+
+
 def _warm_up(action: Callable[[], object]) -> None:
     action()
     ctypes.CDLL(None).malloc_trim(0)  # what the first call has freed must be taken again

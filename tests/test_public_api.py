@@ -70,12 +70,7 @@ def test_an_unknown_name_lists_the_public_ones() -> None:
 
 def test_import_adds_little_to_torch() -> None:
     code = "import time, torch; start = time.perf_counter(); import lowtide; print(time.perf_counter() - start)"
-    assert min(float(in_fresh_python(code)) for _ in range(2)) <= MAX_IMPORT_SECONDS
-
-
-def test_import_starts_no_cuda_context() -> None:
-    code = "import torch; from lowtide import Config, Engine, initialize; print(torch.cuda.is_initialized())"
-    assert in_fresh_python(code) == "False"
+    assert any(float(in_fresh_python(code)) <= MAX_IMPORT_SECONDS for _ in range(2))
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"]])
@@ -92,14 +87,19 @@ print("torch" in sys.modules)
     assert in_fresh_python(code).endswith("\nFalse")
 
 
-def test_training_imports_no_compiler() -> None:
-    """torch._dynamo and what it needs cost a second and 860 modules in every process."""
+def test_import_starts_no_cuda_context_and_training_imports_neither_a_compiler_nor_a_planner() -> None:
+    """torch._dynamo and what it needs cost a second and 860 modules in every process; the others 2 to 70 MiB each."""
     code = """
 import sys, torch, lowtide
+from lowtide import Config, Engine, initialize
+print(torch.cuda.is_initialized())
 config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "adamw", "params": {"lr": 1e-3}}}
 config |= {"zero_optimization": {"stage": 3}, "steps_per_print": 0}
 with lowtide.initialize(lambda: torch.nn.Linear(8, 1), config, loss_fn=lambda output, batch: output.sum()) as engine:
     engine.train_step((torch.ones(2, 8),))
-print([name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules])
+heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "sympy", "triton", "rich")
+heavy += ("lowtide.engine.planning", "lowtide.engine.measuring", "lowtide.kernels.triton", "lowtide.bin")
+print([name for name in heavy if name in sys.modules])
 """
-    assert in_fresh_python(code).splitlines()[-1] == "[]"
+    lines = in_fresh_python(code).splitlines()
+    assert (lines[0], lines[-1]) == ("False", "[]")

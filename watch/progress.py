@@ -13,7 +13,7 @@ import mmap
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -59,6 +59,7 @@ class Activity(Enum):
 _ACTIVITIES = tuple(Activity)
 _CODES = {activity: code for code, activity in enumerate(_ACTIVITIES)}
 _FIRST_OF_STEP, _LAST_OF_STEP = _CODES[Activity.DATA_LOADING], _CODES[Activity.UPDATE]
+_TOLD = ("enter", "begin", "wait", "go_on")
 T = TypeVar("T")
 
 
@@ -245,6 +246,44 @@ class Progress:
         if self.is_on:
             self._words[LIMIT_MS] = 0 if seconds is None else max(1, round(1000 * seconds))
 
+    def listen(
+        self,
+        on_enter: Callable[[Activity, str], None],
+        on_begin: Callable[[str], None],
+        on_wait: Callable[[str], None],
+        on_go_on: Callable[[], None],
+    ) -> Callable[[], None]:
+        """Tells of each activity with its unit, each collective, each wait and its end, until the result is called.
+
+        The methods themselves are exchanged, so that nothing is asked for where nobody listens. The last one first.
+        """
+        enter, begin, wait, go_on = self.enter, self.begin, self.wait, self.go_on
+        before = {name: vars(self)[name] for name in _TOLD if name in vars(self)}
+
+        def told_enter(activity: Activity, microbatch: int = -1, unit: str = "") -> None:
+            enter(activity, microbatch, unit)
+            on_enter(activity, unit)
+
+        def told_begin(channel: int, what: str = "") -> int:
+            on_begin(what)
+            return begin(channel, what)
+
+        def told_wait(what: str, channel: int, sequence: int, first: int, distance: int, count: int) -> None:
+            on_wait(what)
+            wait(what, channel, sequence, first, distance, count)
+
+        def told_go_on() -> None:
+            go_on()
+            on_go_on()
+
+        def stop() -> None:
+            for name in _TOLD:
+                vars(self).pop(name, None)
+            vars(self).update(before)
+
+        vars(self).update(zip(_TOLD, (told_enter, told_begin, told_wait, told_go_on), strict=True))
+        return stop
+
     # -- activity -------------------------------------------------------------------------------------------------
 
     def enter(self, activity: Activity, microbatch: int = -1, unit: str = "") -> None:
@@ -311,7 +350,7 @@ class Progress:
 
     # -- collectives ----------------------------------------------------------------------------------------------
 
-    def begin(self, channel: int) -> int:
+    def begin(self, channel: int, what: str = "") -> int:
         """A collective of the channel begins: gives its number, from 1; 0 where this is off."""
         if not self.is_on:
             return 0
@@ -335,7 +374,7 @@ class Progress:
     def waiting(self, what: str, channel: int, world_size: int) -> Iterator[None]:
         """A collective of all ranks, from its begin to its end."""
         if self.is_on:
-            self.wait(what, channel, self.begin(channel), 0, 1, world_size)
+            self.wait(what, channel, self.begin(channel, what), 0, 1, world_size)
         try:
             yield
         finally:

@@ -17,7 +17,7 @@ _SWAPPED_NUMEL = 1 << 18
 
 
 class Averages:
-    """An exponential moving average of each master weight, in its dtype.
+    """An exponential moving average of each master weight, in its dtype; in float32 where that is bfloat16.
 
         average = average + (1 - decay) * (master weight - average)         after each step that counts
 
@@ -58,19 +58,27 @@ class Averages:
         """After a step. ahead: of its parameters, `ShardState.ahead` has the new values."""
         if self.num_updates:
             for average, master in self._pairs(ahead=ahead):
-                average.lerp_(master.to(average.device), 1 - self.decay)
+                average.lerp_(master.to(average), 1 - self.decay)
         else:
             self._take_over(ahead)
         self.num_updates += 1
 
-    def swap(self) -> None:
-        """Averages and master weights change places, bit by bit; what is computed of the weights has to follow."""
+    def swap(self, shown: bool) -> None:
+        """Averages and master weights change places, bit by bit; what is computed of the weights has to follow.
+
+        shown: whether the averages go where the weights are. Where these are bfloat16, they are rounded to it there.
+        """
         for average, master in self._pairs(changes=True):
             for low in range(0, average.numel(), _SWAPPED_NUMEL):
                 ours, theirs = average[low : low + _SWAPPED_NUMEL], master[low : low + _SWAPPED_NUMEL]
-                before = ours.clone()
-                ours.copy_(theirs)
-                theirs.copy_(before)
+                if ours.dtype == theirs.dtype:
+                    before = ours.clone()
+                    ours.copy_(theirs)
+                    theirs.copy_(before)
+                elif shown:
+                    _show(ours, theirs)
+                else:
+                    _hide(ours, theirs)
 
     def of(self, shard: ShardState, piece: Piece) -> Tensor:
         """Of a piece of the shard, (piece.numel,)."""
@@ -88,7 +96,8 @@ class Averages:
 
     def _memory_for(self, shard: ShardState) -> Tensor:
         numel, device = shard.group.layout.shard_numel, shard.group.shard.device
-        return huge_zeros(numel, shard.master_dtype, torch.device("cpu") if shard.is_apart else device)
+        dtype = torch.promote_types(shard.master_dtype, torch.float32)
+        return huge_zeros(numel, dtype, torch.device("cpu") if shard.is_apart else device)
 
     def _take_over(self, ahead: bool = False) -> None:
         for average, master in self._pairs(ahead=ahead):
@@ -99,3 +108,21 @@ class Averages:
         for shard in self._shards:
             for start, master in shard.masters(changes, ahead):
                 yield self._values[id(shard)][start : start + master.numel()], master
+
+
+def _show(average: Tensor, master: Tensor) -> None:
+    """master, (n,) bfloat16, becomes the average, (n,) float32, rounded; and that the master and what rounding lost."""
+    bits = average.view(torch.int32)
+    rounded = (bits >> 16) + (bits >> 15 & 1)
+    kept = (master.view(torch.int16).to(torch.int32) << 16) | (bits & 0xFFFF)
+    master.view(torch.int16).copy_(rounded)
+    bits.copy_(kept)
+
+
+def _hide(average: Tensor, master: Tensor) -> None:
+    """The way back of `_show`, bit by bit."""
+    bits = average.view(torch.int32)
+    lost = bits & 0xFFFF
+    before = (master.view(torch.int16).to(torch.int32) - (lost >> 15) << 16) | lost
+    master.view(torch.int16).copy_(bits >> 16)
+    bits.copy_(before)

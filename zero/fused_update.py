@@ -16,8 +16,9 @@ from ..kernels.shard_update import ShardUpdate
 from ..offload import Memory
 from ..optimizers.optimizer import Optimizer, Options
 from .layout import Piece
+from .masters import Masters
 from .optimizer_choice import takes_options
-from .shard_state import Run, ShardState, StatePart
+from .shard_state import REMAINDER, Run, ShardState, StatePart
 
 ScalarStates = Mapping[int | str, Mapping[str, Any] | None]
 """By name of a parameter, or by index in param_groups of all that are not named: states that are not elementwise, by
@@ -50,11 +51,16 @@ class FusedUpdate:
     """States are the shard's own, in memory or in chunks, and known beforehand."""
 
     has_rule: ClassVar = True
+    waits_for_norm: ClassVar = False
+    """Whether the host has to know a step before it is updated, and all ranks update the same shard at a time."""
 
     optimizer: Optimizer
     options: Options  # of the first parameter group as it began: what states are kept, and what they begin with
     state_dtype: torch.dtype  # see `new_states`
     backend: Backend  # of the kernel
+    masters: Masters = Masters.WIDER
+    seed: int = 0  # of what is rounded at random without masters
+    by_group: tuple[Options, ...] = ()  # of each parameter group as it began, where their states differ
 
     @property
     def name(self) -> str:
@@ -73,15 +79,20 @@ class FusedUpdate:
         """True where states of these names, made by an optimizer of that kind, are states of this one."""
         return set(states) == {state.name for state in self.optimizer.states_for(self.options)}
 
-    def new_states(self, master: Tensor) -> dict[str, Tensor]:
-        """The states of master weights, (n,), before the first step, by name."""
-        return new_states(self.optimizer, master, self.options, self.state_dtype)
+    def new_states(self, master: Tensor, options_index: int = 0) -> dict[str, Tensor]:
+        """The states of master weights, (n,), before the first step, by name. options_index: in param_groups."""
+        options = self.by_group[options_index] if self.by_group else self.options
+        states = new_states(self.optimizer, master, options, self.state_dtype)
+        if self.masters is Masters.KAHAN and master.dtype == torch.bfloat16:
+            states[REMAINDER] = torch.zeros_like(master)
+        return states
 
-    def update(self, shard: ShardState, parts: Iterable[StatePart], gradient: Tensor, terms: Terms) -> None:
-        """Makes one step of all parts of the shard with its gradient, (shard_numel,)."""
-        if not shard.states:
-            shard.make_states()
-        for one in self._updates(shard, parts, gradient, terms):
+    def update(
+        self, shard: ShardState, parts: Callable[[], Iterable[StatePart]], gradient: Tensor, terms: Terms
+    ) -> None:
+        """Makes one step of all parts of the shard with its gradient, (shard_numel,). parts: those, each time anew."""
+        shard.make_states()
+        for one in self._updates(shard, parts(), gradient, terms):
             self._make([one], terms, lambda number: None)
 
     def update_together(
@@ -94,11 +105,11 @@ class FusedUpdate:
         shards: list[ShardState] = []
         updates: list[ShardUpdate] = []
         for shard, gradient in due:
-            if not shard.states:
-                shard.make_states()
             shards.append(shard)
-            updates += self._updates(shard, [shard.whole()], gradient, terms)
+            updates.append(_of_whole(shard, gradient, terms))
         self._make(updates, terms, lambda number: on_updated(shards[number]))
+        for update in updates:
+            update.gradient = _NOTHING  # its memory is not to wait for the next step
 
     def _updates(
         self, shard: ShardState, parts: Iterable[StatePart], gradient: Tensor, terms: Terms
@@ -106,13 +117,9 @@ class FusedUpdate:
         """One of each part, before the next part is asked for."""
         stretches = terms.stretches(shard)
         for part in parts:
-            runs, steps = [], []
-            for run, step in stretches:
-                if run.start < part.end and run.end > part.start:
-                    runs.append((min(run.end, part.end) - part.start, terms.options[run.options_index]))
-                    steps.append(step)
+            runs, steps = _inside(part.start, part.end, stretches, terms.options)
             of_part = gradient if part.end - part.start == gradient.numel() else gradient[part.start : part.end]
-            yield ShardUpdate(part.master, of_part, stored_states(part.states), runs, steps, part.rounded)
+            yield _of_part(shard, part, of_part, runs, steps)
 
     def _make(self, updates: Sequence[ShardUpdate], terms: Terms, on_updated: Callable[[int], None]) -> None:
         update_shards(
@@ -132,7 +139,7 @@ class FusedUpdate:
         shard.make_states()
 
     def forget_states(self, shard: ShardState) -> None:
-        shard.states.clear()
+        shard.forget_states()
 
     def scalar_states(self, shard: ShardState) -> ScalarStates:
         return {}
@@ -140,3 +147,40 @@ class FusedUpdate:
     def state_bytes(self, shard: ShardState) -> int:
         """Of those in memory."""
         return sum(state.nbytes for state in shard.states.values())
+
+
+_NOTHING = torch.empty(0)
+
+
+def _of_whole(shard: ShardState, gradient: Tensor, terms: Terms) -> ShardUpdate:
+    """Of a shard that is all in memory: its own of the last step, with what is new in this one."""
+    runs, steps = _inside(0, shard.resident_numel, terms.stretches(shard), terms.options)
+    update = shard.update
+    if update is None:
+        shard.make_states()
+        update = shard.update = _of_part(shard, shard.whole(), gradient, runs, steps)
+    update.gradient, update.runs, update.steps = gradient, runs, steps
+    return update
+
+
+def _of_part(
+    shard: ShardState, part: StatePart, gradient: Tensor, runs: list[tuple[int, Options]], steps: list[int]
+) -> ShardUpdate:
+    states, remainder, rounding = part.states, None, shard.rounding
+    if rounding is not None and part.start:
+        rounding = rounding.at(part.start)
+    if shard.has_remainder:
+        *states, remainder = states
+    return ShardUpdate(part.master, gradient, stored_states(states), runs, steps, part.rounded, rounding, remainder)
+
+
+def _inside(
+    start: int, end: int, stretches: Iterable[tuple[Run, int]], options: Sequence[Options]
+) -> tuple[list[tuple[int, Options]], list[int]]:
+    """What of the stretches lies in a part of the shard: (end in the part, options) of each, and its step."""
+    runs, steps = [], []
+    for run, step in stretches:
+        if run.start < end and run.end > start:
+            runs.append((min(run.end, end) - start, options[run.options_index]))
+            steps.append(step)
+    return runs, steps

@@ -26,8 +26,7 @@ class GatherRing:
         """Issues what may be gathered ahead of the first unit."""
         if self._order and self._order[0].numel <= self._prefetch_numel and not self._order[0].is_kept:
             self._issue()
-            while self._has_room():
-                self._issue()
+            self._prefetch()
 
     def reach(self, unit: Unit) -> None:
         """Gathers `unit`, and before it all that the order puts there and that was not used.
@@ -63,8 +62,7 @@ class GatherRing:
             found.release()
         if self._issued:  # was loaded while the last unit was used, and is gathered while this one is
             self._issued[0][0].continue_gather()
-        while self._has_room():
-            self._issue()
+        self._prefetch()
         return found is wanted
 
     def _take_up(self, unit: Unit) -> None:
@@ -93,8 +91,9 @@ class GatherRing:
         self._issued_numel += unit.numel
         unit.start_gather()
 
-    def _has_room(self) -> bool:
-        """Whether the next of the round is to be prefetched."""
-        if not self._cursor or len(self._issued) >= MAX_PREFETCHED:
-            return False
-        return self._issued_numel + self._order[self._cursor].numel <= self._prefetch_numel
+    def _prefetch(self) -> None:
+        """Issues the next of the round, as long as there is room for one more."""
+        while self._cursor and len(self._issued) < MAX_PREFETCHED:
+            if self._issued_numel + self._order[self._cursor].numel > self._prefetch_numel:
+                return
+            self._issue()

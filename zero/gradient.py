@@ -48,7 +48,7 @@ class GroupGradient:
         self.used: set[int] = set()
         """Parameters of the group that got a gradient on this rank, in any backward of the step so far."""
         self.inspection = Inspection(group)
-        self._move = Move(group, codec, self.inspection)
+        self._move = Move(group, codec, accumulation_dtype, self.inspection)
         self._is_tied = bool(group.domain.tied)  # what others have is added after the move
         self._local = LocalSum(group, accumulation_dtype)
         self._memory = ShardMemory(group, accumulation_dtype, common, is_handed_over or host is not None)
@@ -120,11 +120,21 @@ class GroupGradient:
 
     def mark_changed(self, index: int, is_used: bool) -> None:
         """The caller has set the final gradient of parameter `index`. is_used: it is one, and not none."""
-        self._has_changed = True
+        self._count_anew()
         if is_used:
             self.used.add(index)
         else:
             self.used.discard(index)
+
+    def clamp(self, bound: float) -> None:
+        """Makes the elements of the final sum at most `bound`, and at least -bound."""
+        if self.shard is not None:
+            self.shard.clamp_(-bound, bound)
+            self._count_anew()
+
+    def _count_anew(self) -> None:
+        """What was inspected on the way is of other values than those that are there now."""
+        self._has_changed = True
 
     def reset(self) -> None:
         """Forgets the gradient after an optimizer step."""
@@ -212,7 +222,7 @@ class GroupGradient:
         if self._is_final:
             self._reopen()
         axis = self._move.staging_axis(boundary, self._has_shard)
-        message = None if axis is None else self._move.open_message(axis)
+        message = None if axis is None else self._move.open_message(axis, self._has_shard)
         staging, self._staging = self._staging or self._open_staging(axis, message), None
         self._early.clear()
         if self._is_in_place:
@@ -222,7 +232,7 @@ class GroupGradient:
         counts = boundary and self._host is None and not self._is_tied and self.group.is_counted
         yield from self._move.sum(axis, message, self._open_shard(), self._has_shard, boundary, counts)
         self._has_shard, self._is_final = True, boundary
-        if not self._is_tied and (boundary or self.group.replica_axis.size == 1):
+        if self._host is not None and not self._is_tied and (boundary or self.group.replica_axis.size == 1):
             self._leave(boundary)
 
     def replace(self, total: Tensor) -> None:
@@ -291,7 +301,7 @@ class GroupGradient:
         """The staging of the backward that runs, begun now if it can be."""
         if self._staging is None and self._may_stage_early(boundary):
             axis = self._move.staging_axis(boundary, self._has_shard)
-            message = None if axis is None else self._move.next_message(axis)
+            message = None if axis is None else self._move.next_message(axis, self._has_shard)
             if axis is None or message is not None:  # else the next gradient may find a message that is free
                 self._staging = self._open_staging(axis, message)
         return self._staging

@@ -90,12 +90,17 @@ class ShardedGroup:
         self._pending = _NOTHING_PENDING  # of the last gather
         self.keeper: Callable[[], bool] | None = None
         """Says whether it is kept full, whatever is released."""
-        self._is_loading = False  # the shard comes from its store, and the gather after it
+        self.is_loading = False
+        """The shard comes from its store, and the gather after it: see `continue_gather`."""
         self._memory = GroupMemory(self.full, self.shard)
         self._rest: ShardRest | None = None
         self._refreshed_axis = mesh.over(domain.refreshed)
+        self.exchange_along = mesh.exchange
+        """An exchange between the ranks along some axes, for who needs more of a parameter than its shard."""
         self.frees_memory = self.frees_parameters and self.axis.size > 1 and not self.copies_are_shared
         """True where a release gives memory back, and a gather needs the other ranks."""
+        self.is_refreshed = self._refreshed_axis.size > 1
+        """Whether other ranks have parts of what is at rest here."""
         self._gather_name = f"gather of {name}"
         self._views: list[Tensor] = []  # of `full`: a parameter each
         self._without_values: list[Tensor] = []  # a NaN in the shape of each parameter
@@ -191,7 +196,7 @@ class ShardedGroup:
         if self._rest is not None:
             self._rest.window.let_go(self.resident)  # a change is saved now, and not after an update elsewhere
             self._rest.window.prefetch(self.resident)
-            self._is_loading = True
+            self.is_loading = True
             self._memory.take_others()
         elif self.frees_memory:
             self._memory.take_others()
@@ -200,8 +205,8 @@ class ShardedGroup:
 
     def continue_gather(self) -> None:
         """Starts what has to wait for the shard to be loaded; a collective then, which `start_gather` was not."""
-        if self._rest is not None and self._is_loading:
-            self._is_loading = False
+        if self._rest is not None and self.is_loading:
+            self.is_loading = False
             self._rest.window.acquire(self.resident)
             self._pending = untransformed(self._exchange)
 
@@ -211,7 +216,7 @@ class ShardedGroup:
             return
         if self.residence is Residence.SHARDED:
             self.start_gather()
-        if self._is_loading:
+        if self.is_loading:
             self.continue_gather()
         untransformed(self._take_gathered)
         mark_present(self.params)
@@ -251,7 +256,7 @@ class ShardedGroup:
 
     def refresh(self) -> Pending:
         """Brings updated shards of other ranks to where parameters are at rest, views of which stay as they are."""
-        if self._refreshed_axis.size == 1:
+        if not self.is_refreshed:
             return _NOTHING_PENDING
         return self._refreshed_axis.route.gather(self._resting, self.shard, f"gather of {self.name}")
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import FrameType, ModuleType, NoneType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from .sequence import Phase, UnitSequence
 from .transforms import at_all_levels
 from .unit import Unit
 from .uses import Use
+
+R = TypeVar("R")
 
 
 class UnitHooks:
@@ -42,8 +44,9 @@ class UnitHooks:
         self._on_block = on_block
         self._add = ledger.hook
         self._of_leaves = WeakIdKeyDictionary()  # leaves that were returned -> a list of the newest hook alone
+        self._is_around = False  # what runs is `around`: the root's own forward, too, is a part of it
         root = sequence.rest.module
-        self._add(root.register_forward_pre_hook(lambda module, args: sequence.begin_forward(), prepend=True))
+        self._add(root.register_forward_pre_hook(self._before_root, prepend=True))
         self._add(root.register_forward_hook(self._after_root))
         for unit in sequence.blocks:
             self._hook_block(unit)
@@ -57,7 +60,7 @@ class UnitHooks:
                 self._let_read(unit, ledger)
 
     def _let_read(self, unit: Unit, ledger: Ledger) -> None:
-        def read(is_differentiated: bool) -> bool:
+        def read(is_differentiated: bool, together: object) -> bool:
             is_computing = self._sequence.phase is not Phase.IDLE and not self._sequence.has_lost_backward()
             is_of_loss = is_differentiated and unit.is_end and self._sequence.awaits_backward
             may = is_computing or is_of_loss or _is_in_method(self._modules)
@@ -69,7 +72,26 @@ class UnitHooks:
             for param in group.params:
                 ledger.callback(set_reader(param, read))
 
+    def around(self, run: Callable[[], R]) -> R:
+        """What `run` gives, as a forward of the root: it calls the root, once or several times, or parts of it."""
+        self._sequence.begin_forward()
+        self._is_around = True
+        try:
+            output = run()
+        finally:
+            self._is_around = False
+        self._end_root(output)
+        return output
+
+    def _before_root(self, module: nn.Module, args: Any) -> None:
+        if not self._is_around:
+            self._sequence.begin_forward()
+
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._is_around:
+            self._end_root(output)
+
+    def _end_root(self, output: Any) -> None:
         tensors = _tensors_with_graph(output)
         if self._sequence.phase is Phase.FORWARD and tensors:
             self._on_first_gradient(tensors, self._sequence.hear)

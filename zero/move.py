@@ -20,11 +20,14 @@ class Move:
 
         staged --copy--> message --reduce-scatter over `states`--> shard --all-reduce over `replicas`--> shard
 
-    What a rank has for its own part of the sum need not be in its message: it is summed where it was staged.
+    What a rank has for its own part of the sum need not be in its message: it is summed where it was staged. Where no
+    other rank reads it there either, the message has no room for it.
     """
 
-    def __init__(self, group: ShardedGroup, codec: Codec, inspection: Inspection) -> None:
+    def __init__(self, group: ShardedGroup, codec: Codec, dtype: torch.dtype, inspection: Inspection) -> None:
+        """dtype: of the sum."""
         self._group = group
+        self._dtype = dtype
         self._codec = codec
         self._inspection = inspection
         self._name = f"reduction of {group.name}"
@@ -41,26 +44,38 @@ class Move:
         """Whether a gradient that comes to a message in two parts has the bits of one that autograd has added up."""
         return self._codec.is_exact(self._group.dtype)
 
-    def next_message(self, axis: Axis) -> Tensor | None:
+    def next_message(self, axis: Axis, has_shard: bool) -> Tensor | None:
         """What `open_message` will give, to be written already; None where it is not free yet."""
-        return self._codec.next_message(axis, self._group.layout.padded_numel)
+        lacks = self._not_there(axis, has_shard) if axis.route.slots_may_lack_own else 0
+        return self._codec.next_message(axis, self._group.layout.padded_numel - lacks)
 
-    def open_message(self, axis: Axis) -> Tensor:
-        """Memory to stage the next gradient in, (padded_numel,); may wait for other ranks."""
-        return self._codec.open_message(axis, self._group.layout.padded_numel, self._name)
+    def open_message(self, axis: Axis, has_shard: bool) -> Tensor:
+        """Memory to stage the next gradient in, (padded_numel,), or without the part of it that is summed in place;
+        may wait for other ranks."""
+        lacks = self._not_there(axis, has_shard) if axis.route.slots_may_lack_own else 0
+        return self._codec.open_message(axis, self._group.layout.padded_numel - lacks, self._name)
+
+    def _not_there(self, axis: Axis, has_shard: bool) -> int:
+        """Elements for which a message of `axis` has no room: what is summed in place, on the axis of the states."""
+        if axis is not self._group.state_axis:
+            return 0
+        held = self._held(axis, has_shard)
+        num_held: int = held.stop - held.start
+        return num_held
 
     def places(self, axis: Axis | None, message: Tensor | None, shard: Tensor, has_shard: bool) -> list[Region]:
         """Where gradients are staged: the shard, or the message of `axis` but for what is summed in place."""
         numel = self._group.layout.padded_numel
         if axis is None or message is None:
             return [(0, numel, shard)]
-        held = self._held(axis, message, shard.dtype, has_shard)
+        held = self._held(axis, has_shard)
         if held == NOTHING:
             return [(0, numel, message)]
         own = regions_of(numel, axis.size)[axis.place]
         memory = shard if axis is self._group.state_axis else shard[own]
         start, end = own.start + held.start, own.start + held.stop
-        return [(0, start, message[:start]), (start, end, memory[held]), (end, numel, message[end:])]
+        behind = message[message.numel() - (numel - end) :]
+        return [(0, start, message[:start]), (start, end, memory[held]), (end, numel, behind)]
 
     def sum(
         self, axis: Axis | None, message: Tensor | None, shard: Tensor, has_shard: bool, boundary: bool, counts: bool
@@ -75,7 +90,7 @@ class Move:
         if message is None and is_last:
             self._inspection.look(states, 0, shard, (), counts)
         if axis is states and message is not None:
-            held = self._held(axis, message, shard.dtype, has_shard)
+            held = self._held(axis, has_shard)
             terms = states.route.reduce_scatter(message, None if has_shard else shard, self._name)
             if boundary and not is_last:  # what follows at once opens a message there
                 terms = terms._replace(arrived=self._when_free(replicas, terms.arrived, shard.numel()))
@@ -85,11 +100,11 @@ class Move:
         mine = regions_of(shard.numel(), replicas.size)[replicas.rank]
         held = slice(0, mine.stop - mine.start)
         if axis is replicas and message is not None:
-            held = self._held(axis, message, shard.dtype, has_shard)
+            held = self._held(axis, has_shard)
         else:
             message = self._codec.open_message(replicas, shard.numel(), self._name)
             message.copy_(shard)
-            held = held if self._codec.may_lack_own(replicas, shard.dtype) else NOTHING
+            held = held if self._codec.may_lack_own(replicas, self._dtype) else NOTHING
         terms = replicas.route.all_reduce(message, shard, self._name)
         yield from self._add_up(replicas, terms, mine, shard, held, False, counts)
 
@@ -97,15 +112,15 @@ class Move:
         """As `pending`, but not done before the next message of an axis is free."""
         return Pending(pending.wait, lambda: pending.is_done and self._codec.next_message(axis, numel) is not None)
 
-    def _held(self, axis: Axis, message: Tensor, dtype: torch.dtype, has_shard: bool) -> slice:
+    def _held(self, axis: Axis, has_shard: bool) -> slice:
         """What of its own region this rank need not put into the message that it stages in.
 
         On the replica axis whole parameters, which then lie in one piece and can be made there (see `Staging.place`);
-        on the shard axis, where memory counts more, all of it, so that less of the message is ever touched.
+        on the shard axis, where memory counts more, all of it, so that less of the message is ever touched, or there.
         """
-        if has_shard or not self._codec.may_lack_own(axis, dtype):
+        if has_shard or not axis.route.sums_here or not self._codec.may_lack_own(axis, self._dtype):
             return NOTHING
-        own = regions_of(message.numel(), axis.size)[axis.place]
+        own = regions_of(self._group.layout.padded_numel, axis.size)[axis.place]
         if axis is self._group.state_axis:
             return slice(0, own.stop - own.start)
         start, end = self._group.layout.whole_parameters(own.start, own.stop)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -85,8 +87,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._rest = rest
         self._host = host
         self._window = Window() if rest is None else rest.window  # of parameters, on their way to the update
-        self._on_group: Callable[[dict[str, Any]], None] | None = None
+        self._on_group: weakref.WeakMethod[Callable[[dict[str, Any]], None]] | None = None
         self.shards = self.make_shards(gradients, dict(enumerate(param_groups)))
+        self._are_here = self._find_where()
         self._fill_chunks()
 
     @property
@@ -125,8 +128,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- groups that come later -----------------------------------------------------------------------------------
 
     def listen(self, on_group: Callable[[dict[str, Any]], None]) -> None:
-        """on_group: takes up a parameter group that the caller adds, with all its options."""
-        self._on_group = on_group
+        """on_group: takes up a parameter group that the caller adds, with all its options; a method of the engine.
+
+        That is not held: the hooks on the model hold this optimizer.
+        """
+        self._on_group = weakref.WeakMethod(on_group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """From the next step on these parameters of the model are updated too, where they require a gradient.
@@ -135,7 +141,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with parameters that are in no other group. Their master weights begin with what is computed with, and their
         states anew. Raises ValueError, or StateError in the middle of a step, before anything is changed.
         """
-        assert self._on_group is not None
+        take_up = self._on_group() if self._on_group is not None else None
+        if take_up is None:
+            raise StateError(
+                "engine.optimizer.add_param_group(): expected its engine, found that nobody has it any more"
+            )
         params = param_group["params"]
         if isinstance(params, Set):
             raise TypeError(
@@ -145,7 +155,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
         for name, default in self.defaults.items():
             param_group.setdefault(name, default)
-        self._on_group(param_group)
+        take_up(param_group)
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raises ValueError for those of a parameter group with which the others' update would be another one."""
@@ -163,9 +173,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         index_of = {id(p): index for index, group in param_groups.items() for p in group["params"]}
         offloaded = self._offloaded
         numels = offloaded.plan.resident_numels([one.group.layout.shard_numel for one in gradients])
-        new_states, widened, rest, host = self._update.new_states, self._widened, self._rest, self._host
+        update, widened, rest, host = self._update, self._widened, self._rest, self._host
         shards = [
-            ShardState(gradient, numel, index_of, new_states, widened, offloaded, rest, host)
+            ShardState(gradient, numel, index_of, update, widened, offloaded, rest, host)
             for gradient, numel in zip(gradients, numels, strict=True)
         ]
         offloaded.reserve()
@@ -176,6 +186,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.param_groups.append(param_group)
         self._group_sizes.append(len(param_group["params"]))
         self.shards = [*self.shards, *shards]
+        self._are_here = self._find_where()
         if self.num_steps:
             self._missed.update({id(param): self.num_steps for param in param_group["params"]})
         for shard in shards:
@@ -193,7 +204,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def can_be_skipped(self) -> bool:
         """Whether an update can be started before the host knows if it counts: its kernels ask the device then."""
-        return self._are_here and self._update.has_rule
+        return self._are_here and not self._update.waits_for_norm
 
     def update_all(
         self,
@@ -219,7 +230,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def count(self) -> None:
         """What was updated in the step that was begun counts."""
-        self._missed.update(self.unused)
+        if self.unused:
+            self._missed.update(self.unused)
         self._average()
 
     def uncount(self) -> None:
@@ -266,7 +278,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._offloaded.window.put_back()
         if speculates:
             self.speculation.begin()
-        self._expect_chunks(order)
+        if not self._are_here:
+            self._expect_chunks(order)
 
     def update(
         self, shard: ShardState, gradient_scale: float, gradient: Tensor | None = None, skip: Tensor | None = None
@@ -409,13 +422,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
-    @property
-    def _are_here(self) -> bool:
+    def _find_where(self) -> bool:
         """Whether all shards rest where they are computed with, their states too."""
-        for shard in self.shards:  # `any` costs a call for each, and a step asks twice
-            if shard.is_apart or shard.chunks:
-                return False
-        return self._rest is None
+        return self._rest is None and not any(shard.is_apart or shard.chunks for shard in self.shards)
 
     def _named_params(self) -> Iterator[tuple[str, nn.Parameter]]:
         for shard in self.shards:
@@ -459,11 +468,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _update_shard(self, shard: ShardState, gradient: Tensor, terms: Terms) -> None:
         with self._window.use(shard.resident) as values:
             self.speculation.keep(shard.keep_parameters)
-            self._update.update(shard, shard.parts(Version(0, values), self.speculation), gradient, terms)
+            parts = partial(shard.parts, Version(0, values), self.speculation)
+            self._update.update(shard, parts, gradient, terms)
 
     def _update_ahead(self, shard: ShardState, gradient: Tensor, terms: Terms) -> None:
         """Beside the parameters, which are computed with."""
         if not shard.is_mixed:
             shard.ahead.values.copy_(shard.group.shard)
-        self._update.update(shard, shard.parts(shard.ahead, self.speculation), gradient, terms)
+        self._update.update(shard, partial(shard.parts, shard.ahead, self.speculation), gradient, terms)
         shard.gradient.give_back(gradient)

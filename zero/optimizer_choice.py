@@ -18,10 +18,15 @@ OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 def record_like(optimizer: torch.optim.Optimizer) -> Optimizer | None:
     """The optimizer of ours that does what this one of torch's does, where there is one for all its options."""
-    record = _torch_twins().get(_class_that_updates(type(optimizer)))
-    if record is None:
+    updates = _class_that_updates(type(optimizer))
+    twins = _torch_twins()
+    if updates not in twins:
         return None
-    if not all(takes_options(record, options) for options in optimizer.param_groups):
+    # AdamW is Adam with another value of an option: which of them it is, the options say.
+    alike = [record for twin, record in twins.items() if issubclass(twin, updates) or issubclass(updates, twin)]
+    fitting = (one for one in alike if all(takes_options(one, options) for options in optimizer.param_groups))
+    record = next(fitting, None)
+    if record is None:
         return None
     kept = {record.states_for(options) for options in optimizer.param_groups}
     return record if len(kept) == 1 else None

@@ -105,8 +105,13 @@ class ModelPlan:
         arrangement: Arrangement,
         role_of: Roles,
         share_of: Shares = Share.all_of,
+        is_matrix: Callable[[nn.Parameter], bool] = lambda param: False,
     ) -> ModelPlan:
-        groups = ((unit, tuple(_plan_groups(unit, dtypes, domain, arrangement, role_of, share_of))) for unit in units)
+        """is_matrix: whether a parameter has other states than the rest, as its update is of whole matrices."""
+        groups = (
+            (unit, tuple(_plan_groups(unit, dtypes, domain, arrangement, role_of, share_of, is_matrix)))
+            for unit in units
+        )
         return cls(tuple(groups))
 
     @property
@@ -147,18 +152,25 @@ def rings_for(trained: Sequence[GroupPlan], arrangement: Arrangement) -> list[Ri
 
 
 def _plan_groups(
-    unit: UnitPlan, dtypes: Dtypes, domain: Domain, arrangement: Arrangement, role_of: Roles, share_of: Shares
+    unit: UnitPlan,
+    dtypes: Dtypes,
+    domain: Domain,
+    arrangement: Arrangement,
+    role_of: Roles,
+    share_of: Shares,
+    is_matrix: Callable[[nn.Parameter], bool],
 ) -> Iterable[GroupPlan]:
-    Key = tuple[torch.dtype, Role, tuple[Copies, ...], tuple[str, ...]]
+    Key = tuple[torch.dtype, Role, tuple[Copies, ...], tuple[str, ...], bool]
     members: dict[Key, list[tuple[str, nn.Parameter]]] = {}
     for name, param in unit.params:
         share = share_of(param)
-        key = dtypes.of(param), role_of(param), share.copies, share.portioned
+        key = dtypes.of(param), role_of(param), share.copies, share.portioned, is_matrix(param)
         members.setdefault(key, []).append((name, param))
-    for (dtype, role, copies, portioned), params in members.items():
+    for (dtype, role, copies, portioned, has_matrices), params in members.items():
         kind = f"{str(dtype).removeprefix('torch.')}{'' if role is Role.UPDATED else f', {role.value}'}"
         kind += "".join(f", on {one.axis} {', '.join(map(str, one.places))}" for one in copies)
         kind += "".join(f", split over {axis}" for axis in portioned)
+        kind += ", matrices" if has_matrices else ""
         own = replace(domain.within(portioned), copies=(*unit.copies, *copies))
         yield plan_group(f"unit {unit.name} ({kind})", params, dtype, role, dtypes, own, arrangement, share_of)
 

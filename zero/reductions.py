@@ -47,7 +47,7 @@ class Reductions:
     def start(self, gradient: GroupGradient, boundary: bool, on_final: OnFinal | None = None) -> None:
         """Stages a group's gradient and starts to reduce it, after the others were taken on."""
         self._advance_all()
-        steps = _with_end(gradient, boundary, on_final)
+        steps = gradient.collect(boundary) if on_final is None else _with_end(gradient, boundary, on_final)
         pending = next(steps, None)
         if pending is not None:
             self._in_flight.append(_Flight(steps, pending))
@@ -82,8 +82,8 @@ class Reductions:
                 self._in_flight.remove(flight)
 
 
-def _with_end(gradient: GroupGradient, boundary: bool, on_final: OnFinal | None) -> Iterator[Pending]:
+def _with_end(gradient: GroupGradient, boundary: bool, on_final: OnFinal) -> Iterator[Pending]:
     yield from gradient.collect(boundary)
-    if boundary and on_final is not None:
+    if boundary:
         gradient.settle()
         on_final(gradient)

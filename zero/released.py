@@ -61,10 +61,11 @@ _WITHOUT_GRADIENT = {
     Tensor.__array__,
 }
 
-Reader = Callable[[bool], bool]
+Reader = Callable[[bool, list["ReleasedParameter"]], bool]
 """Makes a parameter full that is read outside of its unit's forward, if this is a time at which that can be right.
 
-It is told whether what reads it is differentiated: then all ranks do it, as they run the same backward.
+It is told whether what reads it is differentiated: then all ranks do it, as they run the same backward. And it is told
+all released parameters that the same call reads, which must be full together.
 """
 
 _READERS: dict[int, Reader] = {}  # by identity of the parameter
@@ -95,7 +96,7 @@ class ReleasedParameter(nn.Parameter):
         released = [a for a in _flatten((args, kwargs)) if isinstance(a, ReleasedParameter)]
         is_differentiated = torch.is_grad_enabled() and func not in _WITHOUT_GRADIENT
         readers = [_READERS.get(id(param)) for param in released]
-        if released and all(reader is not None and reader(is_differentiated) for reader in readers):
+        if released and all(reader is not None and reader(is_differentiated, released) for reader in readers):
             return func(*args, **(kwargs or {}))
         name = next((param.lowtide_name for param in released if isinstance(param, ReleasedParameter)), None)
         what = "a parameter" if name is None else f"parameter '{name}'"  # None: it lies in an object that was passed
@@ -112,6 +113,10 @@ class ReleasedParameter(nn.Parameter):
         return f"ReleasedParameter({self.lowtide_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        reader = _READERS.get(id(self))
+        if reader is not None and reader(False, [self]):
+            copied: nn.Parameter = nn.Parameter.__deepcopy__(self, memo)  # type: ignore[no-untyped-call]
+            return copied
         raise ReleasedParameterError(
             f"parameter '{self.lowtide_name}' is released and cannot be copied; copy the model before initialize, or "
             "use engine.state_dict()"

@@ -49,6 +49,7 @@ from ..comm import CollectiveError, Progress
 from ..watch.log import logger
 from .gather_ring import GatherRing
 from .graph_task import GraphTask, current_graph_task, will_run
+from .group import Residence
 from .reductions import OnFinal, Reductions
 from .unit import Unit
 from .uses import Forward, Use, start_of
@@ -164,7 +165,8 @@ class UnitSequence:
 
     def enter(self, unit: Unit) -> Use | None:
         """A unit's forward begins, or is recomputed (None): its parameters are made full."""
-        self._progress.at_unit("" if unit is self.rest else unit.name)
+        if self._progress.is_on:
+            self._progress.at_unit("" if unit is self.rest else unit.name)
         if self.phase is Phase.BACKWARD and not self._ends_lost_backward():
             if self._read_on:
                 self._come_to(unit)
@@ -214,7 +216,8 @@ class UnitSequence:
         """A unit's forward ends: its parameters are freed, but for those with which the backward will begin."""
         if self.phase is Phase.BACKWARD:
             return
-        self._progress.at_unit("")
+        if self._progress.is_on:
+            self._progress.at_unit("")
         if not (self._expects_backward and unit is self.units[-1]):
             unit.release()
 
@@ -275,7 +278,8 @@ class UnitSequence:
             if self._read_on:
                 self._leave_behind(use.number)
             self._collect_ready(use.number)
-        self._progress.at_unit(use.unit.name)
+        if self._progress.is_on:
+            self._progress.at_unit(use.unit.name)
         if self.phase is Phase.BACKWARD:
             self._gather_in_backward(use.unit)
         else:
@@ -296,13 +300,14 @@ class UnitSequence:
                 "checkpointing recomputes it, does that: use use_reentrant=False, or leave the unit out of "
                 "zero_optimization.units."
             )
-        if self._needs_ring and not unit.is_full:  # else silent: the memory that this backward has read is not its own
-            raise StateError(
-                f"the backward of unit '{unit.name}' ran while its parameters were released, so the gradient of "
-                f"'{name}' would be wrong: expected that it begins with a tensor that '{unit.name}' returned, found "
-                "one that came out another way, as a loss that is kept in an attribute does; return it too, or leave "
-                "the unit out of zero_optimization.units"
-            )
+        for group in unit.groups if self._needs_ring else ():  # as `is_full`, which costs a call for each parameter
+            if group.residence is not Residence.FULL:  # else silent: the memory that was read is not its own
+                raise StateError(
+                    f"the backward of unit '{unit.name}' ran while its parameters were released, so the gradient of "
+                    f"'{name}' would be wrong: expected that it begins with a tensor that '{unit.name}' returned, "
+                    "found one that came out another way, as a loss that is kept in an attribute does; return it too, "
+                    "or leave the unit out of zero_optimization.units"
+                )
         unit.waiting.discard(id(param))
         if self._read_on:
             self._come_to(unit)

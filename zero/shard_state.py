@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..kernels.optimizer_states import SCALE_SUFFIX, STATE_BLOCK_NUMEL
+from ..kernels.shard_update import ShardUpdate
+from ..kernels.weight_rounding import Rounding
 from ..offload import Memory, OldVersion, StoredRange, huge_zeros
 from .gradient import GroupGradient
 from .group import part_of, values_of
 from .host_update import HostUpdate
 from .layout import Piece
+from .masters import Masters
 from .offloaded_states import Chunk, OffloadedStates
 from .shard_rest import ShardRest
 from .speculation import Speculation
 from .widened_states import WidenedStates
 
 MASTER = "master"
+REMAINDER = "remainder"
+"""Among the states of parameters in bfloat16: what they lack, where they have no masters and nothing is random."""
 NewStates = Callable[[Tensor], dict[str, Tensor]]
 """Master weights, (n,) -> the states before the first step, by name."""
 Kinds = Mapping[str, tuple[torch.dtype, int]]
@@ -55,20 +60,37 @@ class Version:
     values: Tensor  # (shard_numel - start,)
 
 
+class Kept(Protocol):
+    """What an update keeps of each parameter."""
+
+    @property
+    def masters(self) -> Masters: ...
+
+    @property
+    def seed(self) -> int:
+        """Of what is rounded at random without masters."""
+
+    def new_states(self, master: Tensor, options_index: int) -> dict[str, Tensor]:
+        """The states of master weights, (n,), before the first step, by name.
+
+        options_index: in param_groups, of the parameters.
+        """
+
+
 class ShardState:
     """Elements [0, resident_numel) of the states are in memory, the rest is in the chunks of a store.
 
     Where the model is on a device, either all of a shard's states are there, or all are on the host, `is_apart`, and so
     is their update.
 
-    The master weights are the shard itself where parameters are float32 or wider; such shards are never in a store.
+    The master weights are the shard itself where parameters are float32 or wider, or bfloat16 without masters.
 
     Parameters may have a second version: the old ones of a speculative update, or what a delayed one makes of
     them while they are computed with. It is beside them, but for what master weights in memory hold already:
 
-                   |  in memory  |   in a store
-    float32, wider |  `values`   |  `values`           copied from the shard
-    half precision |  master     |  `values`           the rounded copy
+                      |  in memory  |   in a store
+    without a master  |  `values`   |  `values`           copied from the shard
+    with one          |  master     |  `values`           the rounded copy
     """
 
     def __init__(
@@ -76,22 +98,29 @@ class ShardState:
         gradient: GroupGradient,
         resident_numel: int,
         options_index_of: Mapping[int, int],
-        new_states: NewStates,
+        kept: Kept,
         widened: WidenedStates,
         offloaded: OffloadedStates,
         rest: ShardRest | None,
         host: HostUpdate | None,
     ) -> None:
         """resident_numel: of the shard, whose states stay in memory. options_index_of: id of a parameter -> index in
-        param_groups. new_states: of the states that the shard has.
+        param_groups. kept: what the update keeps of the shard.
 
         widened: what opens 8-bit states, one for all shards. host: where offloaded states are updated, if that
         is not where the parameters are.
         """
         self.gradient = gradient
         self.group = gradient.group
-        self.is_mixed = has_wider_masters(self.group.dtype)
+        masters = kept.masters
+        self.is_mixed = masters.are_beside(self.group.dtype)
         self.master_dtype = torch.float32 if self.is_mixed else self.group.dtype
+        self.rounding: Rounding | None = None
+        """What the parameters are rounded with, where that is at random."""
+        if masters is Masters.NONE and self.group.dtype == torch.bfloat16:
+            self.rounding = Rounding.of(kept.seed, self.group.name, self.group.own.start)
+        self.has_remainder = masters is Masters.KAHAN and self.group.dtype == torch.bfloat16
+        """Whether the last of the states is what the parameters lack."""
         self._options_index_of = options_index_of
         self.param_ids = frozenset(id(self.group.params[piece.index]) for piece in self.group.pieces)
         """Of the parameters that have a part here."""
@@ -103,9 +132,14 @@ class ShardState:
         device = self.group.shard.device
         self._own_master = huge_zeros(self.resident_numel, torch.float32, device) if self.is_mixed else None
         self.states: dict[str, Tensor] = {}
+        self._has_states = False  # of which there may be none
+        self.update: ShardUpdate | None = None
+        """What an update of all that is in memory needs, as of the last one; None where other states came since."""
+        first = options_index_of[id(self.group.params[0])] if self.group.params else 0
+        new_states = partial(kept.new_states, options_index=first)
         self._new_states = new_states
         self._widened = widened
-        kinds = kinds_of_block(self.group.dtype, new_states)
+        kinds = kinds_of_block(self.group.dtype, masters, new_states)
         self.chunks = offloaded.divide(self.group.name, self.resident_numel, numel, partial(scaled, kinds))
         self._host = host if self.is_apart else None
         self.resident = self.group.resident
@@ -144,6 +178,9 @@ class ShardState:
 
     def make_states(self) -> None:
         """Takes memory for the states of the part that is in memory, with their first values; leaves those it has."""
+        if self._has_states:
+            return
+        self._has_states = True
         device = self.group.shard.device
         first = self._new_states(torch.zeros(STATE_BLOCK_NUMEL, dtype=self.master_dtype))
         for name, block in first.items():
@@ -152,6 +189,11 @@ class ShardState:
                 self.states[name] = huge_zeros(numel, block.dtype, device)
                 if block.any():
                     self.states[name].fill_(block[0])  # every element begins alike
+
+    def forget_states(self) -> None:
+        """Gives the memory of `make_states` back."""
+        self.states.clear()
+        self._has_states, self.update = False, None
 
     def fill_chunks(self) -> None:
         """First values in the store; master weights are zero."""
@@ -186,6 +228,14 @@ class ShardState:
         """As the only one of `parts`, where all of it is in memory."""
         rounded = None if self._own_master is None else self.group.shard
         return StatePart(0, self.resident_numel, self.master, list(self.states.values()), rounded)
+
+    def as_parts(self) -> list[StatePart]:
+        """`whole`, in the form of `parts`."""
+        return [self.whole()]
+
+    def options_index(self, index: int) -> int:
+        """In param_groups, of the parameter with that index in the group."""
+        return self._options_index_of[id(self.group.params[index])]
 
     # -- second versions ------------------------------------------------------------------------------------------
 
@@ -247,6 +297,13 @@ class ShardState:
             return {name: self.states[name][low:high] for name in names}
         return {name: _range_of(chunk, name, kept[name], low, high, changes) for name in names}
 
+    def forget_remainders(self, pieces: Iterable[Piece]) -> None:
+        """Before the master weights of `pieces` are written: what they are then lacks nothing."""
+        if self.has_remainder and (self.states or self.chunks):
+            for piece in pieces:
+                if REMAINDER in (states := self.states_of(piece, changes=True)):
+                    values_of(states[REMAINDER]).zero_()
+
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
     def _part(
@@ -277,17 +334,12 @@ class ShardState:
         )
 
 
-def has_wider_masters(dtype: torch.dtype) -> bool:
-    """Whether parameters of the dtype are updated in float32, and rounded."""
-    return dtype in (torch.bfloat16, torch.float16)
-
-
-def kinds_of_block(dtype: torch.dtype, new_states: NewStates) -> Kinds:
+def kinds_of_block(dtype: torch.dtype, masters: Masters, new_states: NewStates) -> Kinds:
     """What is kept of a block of 256 elements beside their parameters, which are of the dtype.
 
     Seen on a block: an operation on a tensor of the meta device would import 33 MiB of modules.
     """
-    is_mixed = has_wider_masters(dtype)
+    is_mixed = masters.are_beside(dtype)
     block = torch.zeros(STATE_BLOCK_NUMEL, dtype=torch.float32 if is_mixed else dtype)
     tensors = {**({MASTER: block} if is_mixed else {}), **new_states(block)}
     return {name: (tensor.dtype, tensor.numel()) for name, tensor in tensors.items()}

@@ -85,7 +85,14 @@ class Staging:
             return False
         ((_, _, memory),) = self._regions
         start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
-        gradients = [g for p in params if (g := p.grad) is not None and _is_plain(g, p, start, end)]
+        gradients = [
+            gradient
+            for param in params
+            if (gradient := param.grad) is not None
+            and gradient.dtype == param.dtype
+            and not gradient.is_sparse
+            and not start <= gradient.data_ptr() < end  # it lies in its place already
+        ]
         if len(gradients) < len(params):
             return False
         for param in params:
@@ -148,8 +155,3 @@ class Staging:
                 yield place.view(slot.shape), gradient
             else:
                 yield place, gradient.reshape(-1)[low - slot.offset_in_flat : high - slot.offset_in_flat]
-
-
-def _is_plain(gradient: Tensor, param: Tensor, start: int, end: int) -> bool:
-    """Whether it can be copied with others. start, end: addresses, between which it would lie in its place already."""
-    return gradient.dtype == param.dtype and not gradient.is_sparse and not start <= gradient.data_ptr() < end

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels.weight_rounding import rounded_weights
 from ..offload import Memory
 from ..optimizers.optimizer import Options
 from .fused_update import ScalarStates, Terms
 from .layout import Piece
+from .masters import Masters
 from .optimizer_choice import OptimizerFactory
 from .shard_state import Run, ShardState, StatePart
 
@@ -83,8 +85,12 @@ class TorchUpdate:
     """
 
     has_rule = False
+    waits_for_norm = True
 
-    def __init__(self, factory: OptimizerFactory) -> None:
+    def __init__(self, factory: OptimizerFactory, masters: Masters = Masters.WIDER, seed: int = 0) -> None:
+        """masters: WIDER or NONE. seed: of what is rounded at random without them."""
+        self.masters = masters
+        self.seed = seed
         self._factory = factory
         self._inner: dict[int, _Inner] = {}  # by identity of the shard
 
@@ -101,25 +107,34 @@ class TorchUpdate:
     def can_take(self, kind: str, states: Collection[str]) -> bool:
         return kind == self.name
 
-    def new_states(self, master: Tensor) -> dict[str, Tensor]:
+    def new_states(self, master: Tensor, options_index: int = 0) -> dict[str, Tensor]:
         return {}
 
-    def update(self, shard: ShardState, parts: Iterable[StatePart], gradient: Tensor, terms: Terms) -> None:
-        (whole,) = parts
+    def update(
+        self, shard: ShardState, parts: Callable[[], Iterable[StatePart]], gradient: Tensor, terms: Terms
+    ) -> None:
+        (whole,) = parts()
         inner = self._inner.get(id(shard)) or self._make_inner(shard)
         params = shard.group.params
+        # A bfloat16 that is the only copy is updated in float32, of which there is one shard for a while.
+        master = whole.master if shard.rounding is None else whole.master.float()
         inner.cut(shard.group.pieces, {index for index, param in enumerate(params) if id(param) in terms.unused})
         for flat in inner.flats:
             options, param = flat.options, flat.param
             outer = terms.options[flat.run.options_index]
             options.update({key: value for key, value in outer.items() if key in options and key != "params"})
-            param.data = whole.master[flat.run.start : flat.run.end]
+            param.data = master[flat.run.start : flat.run.end]
             if flat.parameter is None or id(params[flat.parameter]) not in terms.unused:
                 # A copy: other ranks may share the gradient.
-                param.grad = gradient[flat.run.start : flat.run.end].to(whole.master.dtype) * terms.gradient_scale
+                param.grad = gradient[flat.run.start : flat.run.end].to(master.dtype) * terms.gradient_scale
         inner.optimizer.step()
         for flat in inner.flats:
             flat.param.grad = None
+            if shard.rounding is not None:
+                flat.param.data = whole.master[flat.run.start : flat.run.end]
+        if shard.rounding is not None:
+            noise = shard.rounding.noise(master.numel(), terms.step, master.device)
+            whole.master.copy_(rounded_weights(master, noise))
         if whole.rounded is not None:
             whole.rounded.copy_(whole.master)
 
@@ -127,7 +142,7 @@ class TorchUpdate:
         self, due: Iterable[tuple[ShardState, Tensor]], terms: Terms, on_updated: Callable[[ShardState], None]
     ) -> None:
         for shard, gradient in due:
-            self.update(shard, [shard.whole()], gradient, terms)
+            self.update(shard, shard.as_parts, gradient, terms)
             on_updated(shard)
 
     def states_of(self, shard: ShardState, piece: Piece, changes: bool) -> dict[str, Memory]:
@@ -141,7 +156,7 @@ class TorchUpdate:
             return {}
         if not state:
             return {
-                name: torch.zeros(piece.numel, dtype=flat.param.dtype if dtype.is_floating_point else dtype)
+                name: torch.zeros(piece.numel, dtype=_wide(flat.param.dtype) if dtype.is_floating_point else dtype)
                 for name, dtype in self._first_dtypes.items()
             }
         low = piece.offset_in_shard - flat.run.start
@@ -163,7 +178,7 @@ class TorchUpdate:
                 state.clear()
                 continue
             for name, dtype in dtypes.get(names[index], {}).items():
-                own_dtype = param.dtype if dtype.is_floating_point else dtype
+                own_dtype = _wide(param.dtype) if dtype.is_floating_point else dtype
                 state[name] = torch.zeros_like(param, dtype=own_dtype)
             for name, value in kept.items():
                 state[name] = value.clone() if isinstance(value, Tensor) else value
@@ -205,6 +220,11 @@ class TorchUpdate:
         optimizer.param_groups[:] = [flat.options for flat in flats]
         inner = self._inner[id(shard)] = _Inner(optimizer, flats)
         return inner
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Of the states of such a master weight: bfloat16 that is the only copy is updated in float32."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _is_elementwise(value: Any, param: Tensor) -> bool:

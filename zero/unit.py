@@ -82,7 +82,8 @@ class Unit:
 
     def continue_gather(self) -> None:
         for group in self.groups:
-            group.continue_gather()
+            if group.is_loading:
+                group.continue_gather()
 
     def gather(self) -> None:
         for group in self.groups:

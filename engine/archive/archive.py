@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...checkpoint.export import DEFAULT_SHARD_BYTES
 from ...comm import Mesh
 from ...zero.averages import Averages
 from ...zero.optimizer import ShardedOptimizer
@@ -16,6 +17,7 @@ from ...zero.unit import Unit
 from ..config.config import Config
 from . import weights
 from .checkpoint import Checkpointer
+from .frozen import Frozen, FrozenValues
 from .full_values import FullValues
 from .named_state import NamedState, Whole
 from .parameter_values import ParameterValues
@@ -32,12 +34,14 @@ class Archive:
         units: Sequence[Unit],
         optimizer: ShardedOptimizer,
         whole: Whole,
+        frozen: FrozenValues,
     ) -> None:
-        """units: of this rank. whole: what `module` is, or has a part of."""
-        self.values = FullValues(module, units, optimizer, mesh)
+        """units: of this rank. whole: what `module` is, or has a part of. frozen: of this engine, kept by it."""
+        self.values = FullValues(module, units, optimizer, mesh, frozen.note_changed)
         self.named = NamedState(module, units, optimizer, mesh, whole)
-        self.parameters = ParameterValues(units, optimizer, mesh, self.named)
-        self.checkpoints = Checkpointer(config, mesh, module, optimizer, self.named)
+        self.parameters = ParameterValues(units, optimizer, mesh, self.named, frozen.note_changed)
+        self.checkpoints = Checkpointer(config, mesh, module, optimizer, self.named, Frozen(self.named, mesh, frozen))
+        self._frozen = frozen
         self._module = module
         self._mesh = mesh
         self._world = mesh.world
@@ -50,17 +54,44 @@ class Archive:
         """See `Engine.export`."""
         weights.export(self._module, self.named, self._world, folder, dtype, shard_bytes)
 
+    def export_adapters(
+        self, folder: str | os.PathLike[str], dtype: str | torch.dtype | None, shard_bytes: int | str
+    ) -> None:
+        """See `Engine.export`."""
+        if shard_bytes != DEFAULT_SHARD_BYTES:
+            raise ValueError(
+                f"engine.export(adapters_only=True): expected no shard_bytes, found {shard_bytes!r}: PEFT reads one "
+                "file; leave it out"
+            )
+        weights.export_adapters(self._module, self.named, self._world, folder, dtype)
+
+    def export_merged(
+        self, folder: str | os.PathLike[str], dtype: str | torch.dtype | None, shard_bytes: int | str
+    ) -> None:
+        """See `Engine.export`."""
+        # Of layers that tensor splits, each rank merges its part: A or B has the same one.
+        split = [name for name in ("pipe", "expert") if self._mesh.axes[name].size > 1]
+        if split:
+            raise ValueError(
+                f"engine.export(merged=True): expected ranks that have whole layers, found some split by parallel."
+                f"{'pipeline' if split[0] == 'pipe' else split[0]}; export adapters_only, and merge that in one process"
+            )
+        weights.export_merged(self._module, self.named, self.values, self._world, folder, dtype, shard_bytes)
+
     def load_state_dict(self, given: Mapping[str, Any], strict: bool) -> None:
         """See `Engine.load_state_dict`."""
-        weights.load_state_dict(self.named, self.values, self._world, given, strict)
+        self._frozen.note_loaded(weights.load_state_dict(self.named, self.values, self._world, given, strict))
 
-    def swap(self, averages: Averages) -> None:
-        """Averages and weights change places, on all ranks, with all that is computed of the weights."""
+    def swap(self, averages: Averages, shown: bool) -> None:
+        """Averages and weights change places, on all ranks, with all that is computed of the weights.
+
+        shown: whether the averages become what is computed with.
+        """
         self._mesh.fence("the end of what reads the weights")
         with torch.no_grad():
-            averages.swap()
+            averages.swap(shown)
         self.named.publish()
 
     def load_weights(self, path: str | os.PathLike[str], strict: bool) -> None:
         """See `Engine.load_weights`."""
-        weights.load_weights(self.named, self._world, path, strict)
+        self._frozen.note_loaded(weights.load_weights(self.named, self._world, path, strict))

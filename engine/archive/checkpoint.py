@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,7 @@ from ...checkpoint.dcp import STEP, OptimizerNames, option_blobs
 from ...checkpoint.errors import CheckpointError, NoCheckpointError
 from ...checkpoint.folder import CheckpointFolder
 from ...checkpoint.fragment import Fragment, TensorInfo
-from ...checkpoint.index import Manifest
+from ...checkpoint.index import LeftOut, Manifest
 from ...checkpoint.reader import CheckpointReader
 from ...checkpoint.values import encode
 from ...checkpoint.writer import RankWriter, Snapshot
@@ -32,7 +32,8 @@ from ...watch.log import logger
 from ...zero.optimizer import ShardedOptimizer, StateKey
 from ..config.config import Config
 from .agreement import all_or_none, raise_together, shown
-from .fit import check_fits, states_in
+from .fit import check_fits, is_new_remainder, states_in
+from .frozen import Frozen
 from .named_state import NamedState
 from .run_state import (
     OwnState,
@@ -88,7 +89,13 @@ class Checkpointer:
     """
 
     def __init__(
-        self, config: Config, mesh: Mesh, module: nn.Module, optimizer: ShardedOptimizer, named: NamedState
+        self,
+        config: Config,
+        mesh: Mesh,
+        module: nn.Module,
+        optimizer: ShardedOptimizer,
+        named: NamedState,
+        frozen: Frozen,
     ) -> None:
         self._config = config
         self._mesh = mesh
@@ -96,6 +103,7 @@ class Checkpointer:
         self._module = module
         self._optimizer = optimizer
         self._named = named
+        self._frozen = frozen
         self._pool = HostPool(pinned=True) if host_is_pinned(mesh.world.device) else None
         self._under_way: tuple[SaveJob, CheckpointFolder, str] | None = None  # the last is the tag
 
@@ -108,6 +116,7 @@ class Checkpointer:
         client_state: Mapping[str, Any],
         step: int,
         training: Mapping[str, Any],
+        is_latest: bool = True,
     ) -> str:
         """Writes a checkpoint, in the background where the config says so; returns its tag.
 
@@ -123,15 +132,16 @@ class Checkpointer:
             own_state = self._own_state(client_state)
             encoded = encode(dict(training), "training")
         states = self._state_dtypes()
+        left_out = self._frozen.to_leave_out() if self._config.checkpoint.exclude_frozen_parameters else {}
         names = self._optimizer_names(bool(states))
-        manifest = self._manifest(tag, has_own_tag, step, encoded, states)
+        manifest = self._manifest(tag, has_own_tag, step, encoded, states, left_out)
         with all_or_none(self._world, what, _INTACT):
             saving = target.begin(tag) if self._world.rank == 0 else target.saving_folder(tag)
-        commit = partial(self._commit, target, manifest, names) if self._world.rank == 0 else None
+        commit = partial(self._commit, target, manifest, names, is_latest) if self._world.rank == 0 else None
         part = None
         try:
             with all_or_none(self._world, what, _INTACT):
-                part = self._part(saving, names, own_state)
+                part = self._part(saving, names, own_state, left_out)
             if part.snapshot is None:
                 with all_or_none(self._world, what, _INTACT):
                     part.write()
@@ -148,18 +158,20 @@ class Checkpointer:
             self._under_way = SaveJob(saving, processes, part.write, commit), target, tag
         return tag
 
-    def _part(self, saving: Path, names: OptimizerNames, own_state: Mapping[str, Any]) -> _Part:
+    def _part(
+        self, saving: Path, names: OptimizerNames, own_state: Mapping[str, Any], left_out: Collection[str]
+    ) -> _Part:
         if not saving.is_dir():
             raise CheckpointError(f"{saving} is not there; all ranks must see one folder, for example a network disk")
         groups = self._optimizer.param_groups
         options = option_blobs(self._optimizer.kind, groups, names) if self._world.rank == 0 else []
-        fragments = self._fragments()
+        fragments = self._fragments(left_out)
         is_async, device = self._config.checkpoint.asynchronous, self._world.device
         snapshot = Snapshot(fragments, self._pool, device) if is_async else None
         return _Part(RankWriter(saving, self._world.rank), fragments, snapshot, options, own_state)
 
-    def _commit(self, target: CheckpointFolder, manifest: Manifest, names: OptimizerNames) -> None:
-        target.commit(manifest, names, self._config.checkpoint.keep_last)
+    def _commit(self, target: CheckpointFolder, manifest: Manifest, names: OptimizerNames, is_latest: bool) -> None:
+        target.commit(manifest, names, self._config.checkpoint.keep_last, is_latest)
         logger.info("checkpoint '%s' is complete in %s", manifest.tag, target.path)
 
     @property
@@ -222,19 +234,27 @@ class Checkpointer:
                 check_fits(checkpoint, training, self._named, self._optimizer)
                 load_states(registered, own.client_state, undo)
                 load_states({"": scheduler}, {"": training["learning_rates"]["scheduler"]}, undo)
+            faults = self._frozen.faults(checkpoint.left_out)
+            if faults:
+                raise CheckpointError(f"{what}: it does not fit: {faults[0]}. {hint}Nothing was changed.")
         except CheckpointError:
             undo.close()
             raise
         changed = "Parameters were read in part: load another checkpoint before you train on."
+        in_it = [name for name in self._frozen.infos if name in weights.tensors]
+        before = self._frozen.digests(in_it) if self._config.checkpoint.exclude_frozen_parameters else {}
         with all_or_none(self._world, what, hint + changed):
             params = self._named.whole.params
             self._optimizer.make_states(training["num_steps"], states_in(checkpoint), scalars, params)
             shared = self._named.has_replicas  # they read the same values, perhaps on this host
-            weights.read(self._named.weights(changes=True), shared)
+            own_weights = self._named.weights(changes=True)
+            weights.read([one for one in own_weights if one.name not in checkpoint.left_out], shared)
             self._read_buffers(weights)
-            states.read(self._named.states(changes=True), shared)
+            own_states = self._named.states(changes=True)
+            states.read([one for one in own_states if not is_new_remainder(one.name, states)], shared)
             checkpoint.averages.read(self._named.averages() if checkpoint.averages.tensors else [], shared)
         self._named.publish()
+        self._frozen.note_read(before)
         self._restore_averages(training["averages"])
         self._restore_random(checkpoint, own.random)
         logger.info("checkpoint '%s' (step %d) loaded from %s", tag, checkpoint.manifest.step, target.path)
@@ -250,9 +270,9 @@ class Checkpointer:
             "scalars": encode(self._optimizer.scalar_states(), "optimizer state"),
         }
 
-    def _fragments(self) -> list[Fragment]:
-        """This rank's part of everything, by full name."""
-        weights = self._named.weights(saves=True)
+    def _fragments(self, left_out: Collection[str]) -> list[Fragment]:
+        """This rank's part of everything but these parameters, by full name."""
+        weights = [fragment for fragment in self._named.weights(saves=True) if fragment.name not in left_out]
         states = self._named.states(saves=True)
         found = [_prefixed(MODEL, fragment) for fragment in weights] + [_prefixed(STATE, state) for state in states]
         found += [_prefixed(AVERAGE, fragment) for fragment in self._named.averages(saves=True)]
@@ -289,15 +309,22 @@ class Checkpointer:
         return {name: found[key] for name, key in self._named.catalog.state_keys.items() if key in found}
 
     def _manifest(
-        self, tag: str, has_own_tag: bool, step: int, training: Any, states: Mapping[str, Mapping[str, torch.dtype]]
+        self,
+        tag: str,
+        has_own_tag: bool,
+        step: int,
+        training: Any,
+        states: Mapping[str, Mapping[str, torch.dtype]],
+        left_out: dict[str, LeftOut],
     ) -> Manifest:
         catalog = self._named.catalog
-        tensors = {MODEL + name: info for name, info in (*catalog.parameters.items(), *catalog.buffers.items())}
+        written = {name: info for name, info in catalog.parameters.items() if name not in left_out}
+        tensors = {MODEL + name: info for name, info in (*written.items(), *catalog.buffers.items())}
         for name, dtypes in states.items():
             for state, dtype in dtypes.items():
                 tensors[f"{STATE}{name}.{state}"] = TensorInfo(catalog.parameters[name].shape, dtype)
         if self._optimizer.averages is not None:
-            tensors |= {AVERAGE + name: catalog.parameters[name] for name in catalog.state_keys}
+            tensors |= {AVERAGE + name: _at_least_float32(catalog.parameters[name]) for name in catalog.state_keys}
         tensors |= dict.fromkeys(self._steps(), TensorInfo((), torch.float32))
         return Manifest(
             tag=tag,
@@ -313,8 +340,9 @@ class Checkpointer:
                 "pipeline": self._mesh.axes["pipe"].size,
             },
             tensors=tensors,
-            compute_dtypes=dict(catalog.compute_dtypes),
-            aliases=dict(catalog.aliases),
+            compute_dtypes={name: catalog.compute_dtypes[name] for name in written},
+            aliases={alias: name for alias, name in catalog.aliases.items() if name in written},
+            left_out=left_out,
             training=training,
             config=self._config.as_dict(),
             model_files=model_files(self._module, _first_dtype(self._named)),
@@ -380,6 +408,10 @@ _AVERAGES_BEGIN = "the checkpoint has no moving averages of the weights: they be
 
 def _prefixed(prefix: str, fragment: Fragment) -> Fragment:
     return replace(fragment, name=prefix + fragment.name)
+
+
+def _at_least_float32(info: TensorInfo) -> TensorInfo:
+    return replace(info, dtype=torch.promote_types(info.dtype, torch.float32))
 
 
 def _first_dtype(named: NamedState) -> torch.dtype | None:

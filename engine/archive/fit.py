@@ -12,7 +12,9 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.errors import CheckpointError
 from ...checkpoint.fragment import TensorInfo
 from ...checkpoint.names import shortened
+from ...checkpoint.reader import CheckpointReader
 from ...zero.optimizer import ShardedOptimizer
+from ...zero.shard_state import REMAINDER
 from .named_state import NamedState
 from .run_state import check_options
 from .weights import kind_of
@@ -23,7 +25,13 @@ def check_fits(
 ) -> None:
     """Raises CheckpointError, with every difference, where the checkpoint is of another model or optimizer."""
     catalog = named.catalog
-    faults = _differences(checkpoint.weights.tensors, {**catalog.parameters, **catalog.buffers})
+    left_out = {name: one.info for name, one in checkpoint.left_out.items()}
+    faults = _differences({**checkpoint.weights.tensors, **left_out}, {**catalog.parameters, **catalog.buffers})
+    faults += [
+        f"'{name}' is trained here, and was left out of it as a frozen parameter (checkpoint.exclude_frozen_parameters)"
+        for name in left_out
+        if name in catalog.state_keys
+    ]
     if optimizer.averages is not None and checkpoint.averages.tensors:
         expected = {name: catalog.parameters[name] for name in catalog.state_keys}
         averages = {name: info for name, info in checkpoint.averages.tensors.items() if name in expected}
@@ -52,12 +60,19 @@ def check_fits(
 
 
 def states_in(checkpoint: Checkpoint) -> dict[str, dict[str, torch.dtype]]:
-    """Parameter -> the dtypes of its states."""
+    """Parameter -> the dtypes of its states, but for remainders, which belong to the form of the weights."""
     found: dict[str, dict[str, torch.dtype]] = {}
     for full_name, info in checkpoint.states.tensors.items():
         name, _, state = full_name.rpartition(".")
+        if state == REMAINDER:
+            continue
         found.setdefault(name, {})[state] = info.dtype
     return found
+
+
+def is_new_remainder(name: str, states: CheckpointReader) -> bool:
+    """Whether that state is a remainder which the checkpoint does not have: the weights that were read lack nothing."""
+    return name.rpartition(".")[2] == REMAINDER and name not in states.tensors
 
 
 def _differences(found: Mapping[str, TensorInfo], expected: Mapping[str, TensorInfo]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,11 +21,21 @@ from .portions import put_together, taken
 class FullValues:
     """Reads and writes full parameters. Every method is a collective: all ranks must call it alike."""
 
-    def __init__(self, module: nn.Module, units: Sequence[Unit], optimizer: ShardedOptimizer, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        optimizer: ShardedOptimizer,
+        mesh: Mesh,
+        note_changed: Callable[[Iterable[str]], None] = lambda names: None,
+    ) -> None:
+        """note_changed: is told the names of parameters without states that the caller has changed."""
         self._module = module
+        self.units = units
         self._groups = [group for unit in units for group in unit.groups]
         self._shards = {id(shard.group): shard for shard in optimizer.shards}
         self._mesh = mesh
+        self._note_changed = note_changed
 
     def write(self, group: ShardedGroup, index: int, values: Tensor) -> None:
         """Puts a parameter's values, whole and of any float dtype, into this rank's shard and master weights."""
@@ -36,6 +46,8 @@ class FullValues:
         for piece in _pieces_of(group.pieces, index):
             group.place(piece, values)
         shard = self._shards.get(id(group))
+        if shard is not None:
+            shard.forget_remainders(_pieces_of(shard.pieces, index))
         if shard is not None and shard.is_mixed:
             for piece in _pieces_of(shard.pieces, index):
                 _place_in_master(shard, piece, values)
@@ -74,6 +86,17 @@ class FullValues:
             yield
 
     @contextmanager
+    def copied(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
+        """As `gathered`; the parameters are copies of this rank's own, whose changes are forgotten at the end."""
+        with self._full(params, lambda: True) as (groups, wanted):
+            self._copy(groups, wanted)
+            try:
+                yield
+            finally:
+                for group in groups:
+                    self._drop_copies(group)
+
+    @contextmanager
     def _full(
         self, params: Sequence[nn.Parameter], as_long_as: Callable[[], bool]
     ) -> Iterator[tuple[list[ShardedGroup], set[int]]]:
@@ -109,7 +132,9 @@ class FullValues:
             was_sharded = group.residence is not Residence.FULL
             group.gather()
             for slot, param in zip(group.layout.slots, group.params, strict=True):
-                whole = put_together(exchange, slot.portion, param.detach(), group.is_first_of_layers)
+                whole = param.detach()
+                if group.domain.portioned or not slot.portion.is_all:  # one expert of a list is whole on its rank
+                    whole = put_together(exchange, slot.portion, whole, group.is_first_of_layers)
                 if is_writer:
                     values[id(param)] = whole.cpu().clone()
             if was_sharded:
@@ -160,10 +185,7 @@ class FullValues:
     @contextmanager
     def _private_copies(self, groups: Sequence[ShardedGroup], wanted: set[int]) -> Iterator[None]:
         """Parameters are copies of this rank's own meanwhile: the full buffer may be memory that ranks share."""
-        for group in groups:
-            for param in group.params:
-                if not wanted or id(param) in wanted:
-                    param.data = param.data.clone()
+        self._copy(groups, wanted)
         try:
             yield
         except BaseException:
@@ -173,6 +195,8 @@ class FullValues:
         self._mesh.world.barrier()  # nobody may still be copying what is overwritten now
         with torch.no_grad():
             for group in groups:
+                if id(group) not in self._shards:
+                    self._note_changed(_changed(group))
                 for index, param in enumerate(group.params):
                     if not wanted or id(param) in wanted:
                         self._write_own(group, index, param.data)
@@ -180,12 +204,28 @@ class FullValues:
                 group.refresh().wait()
         self._mesh.fence("the end of a change of parameters")
 
+    def _copy(self, groups: Sequence[ShardedGroup], wanted: set[int]) -> None:
+        for group in groups:
+            for param in group.params:
+                if not wanted or id(param) in wanted:
+                    param.data = param.data.clone()
+
     def _drop_copies(self, group: ShardedGroup) -> None:
         """The group's parameters are what the engine has."""
         if group.frees_memory:
             group.release_kept()
         else:
             group.install()
+
+
+def _changed(group: ShardedGroup) -> list[str]:
+    """The names of parameters of a full group that have other values than it."""
+    pairs = zip(group.layout.slots, group.params, strict=True)
+    return [
+        slot.name
+        for slot, param in pairs
+        if not torch.equal(param.data.reshape(-1), group.full[slot.offset_in_flat : slot.end_in_flat])
+    ]
 
 
 def _pieces_of(pieces: Sequence[Piece], index: int) -> list[Piece]:

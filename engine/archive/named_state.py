@@ -115,6 +115,8 @@ class NamedState:
         fragments = []
         for group in self._groups:
             shard = None if rounded else self._shards.get(id(group))
+            if shard is not None and changes:
+                shard.forget_remainders(shard.pieces)
             for piece in group.pieces if shard is None else shard.pieces:
                 low = piece.offset_in_shard
                 if shard is None:
@@ -123,6 +125,15 @@ class NamedState:
                     memory = shard.master_of(piece, changes)
                 fragments += fragments_of(group, piece, "", memory, saves)
         return fragments
+
+    def full_parts(self, unit: Unit) -> list[Fragment]:
+        """This rank's parts of a unit's parameters as they are now, where these are full and may be copies."""
+        return [
+            fragment
+            for group in unit.groups
+            for piece in group.pieces
+            for fragment in fragments_of(group, piece, "", _part_of_full(group, piece), saves=True)
+        ]
 
     def states(self, changes: bool = False, saves: bool = False) -> list[Fragment]:
         """What this rank holds of the optimizer's elementwise states, named `parameter.state`; saves: as of weights."""
@@ -170,6 +181,11 @@ class NamedState:
         for one in pending:
             one.wait()
         self._mesh.fence("new parameters")
+
+
+def _part_of_full(group: ShardedGroup, piece: Piece) -> Tensor:
+    values = group.params[piece.index].detach().reshape(-1)
+    return values[piece.offset_in_param : piece.offset_in_param + piece.numel]
 
 
 def fragments_of(group: ShardedGroup, piece: Piece, suffix: str, memory: Memory, saves: bool) -> list[Fragment]:

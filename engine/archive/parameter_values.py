@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ class _Place:
 
     name: str
     shape: tuple[int, ...]  # of the whole
-    dtype: torch.dtype  # of the master weights
+    dtype: torch.dtype  # of the master weights; float32 where these are bfloat16
     group: ShardedGroup | None
     index: int  # in the group
 
@@ -50,12 +50,21 @@ class ParameterValues:
     All ranks must call each method alike, but for `local`. Errors are those of all ranks, before anything is changed.
     """
 
-    def __init__(self, units: Sequence[Unit], optimizer: ShardedOptimizer, mesh: Mesh, named: NamedState) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        optimizer: ShardedOptimizer,
+        mesh: Mesh,
+        named: NamedState,
+        note_changed: Callable[[Iterable[str]], None],
+    ) -> None:
+        """note_changed: is told the names of parameters without states that the caller has changed."""
         self._groups = [group for unit in units for group in unit.groups]
         self._shards = {id(shard.group): shard for shard in optimizer.shards}
         self._optimizer = optimizer
         self._mesh = mesh
         self._named = named
+        self._note_changed = note_changed
 
     def full(self, param: nn.Parameter | str, state: str | None, what: str) -> Tensor:
         """All of it, of the parameter's shape, on every rank's device. what: how users read the call."""
@@ -143,6 +152,8 @@ class ParameterValues:
         name = param if isinstance(param, str) else self._name_of(param, what)
         name = catalog.aliases.get(name, name)
         info = catalog.parameters.get(name)
+        if info is not None and name in catalog.state_keys:  # states and gradients of a bfloat16 may be wider
+            info = replace(info, dtype=torch.promote_types(info.dtype, torch.float32))
         if info is None:
             raise ValueError(
                 f"{what}: expected a parameter of the model or its name, as in engine.named_parameters(), found "
@@ -222,10 +233,15 @@ class ParameterValues:
         return self._mesh.world.assemble(whole).view(place.shape)
 
     def _write(self, place: _Place, state: str | None, changes: Sequence[tuple[Piece, Memory, Tensor]]) -> None:
+        shard = None if place.group is None else self._shards.get(id(place.group))
         with torch.no_grad():
+            if state is None and shard is not None:
+                shard.forget_remainders([piece for piece, _, _ in changes])
             for _, memory, values in changes:
                 values_of(memory).copy_(values)
             if state is None:
+                if place.name not in self._named.catalog.state_keys:
+                    self._note_changed([place.name])
                 self._named.publish([] if place.group is None else [place.group])
             else:
                 self._optimizer.settle()

@@ -25,12 +25,10 @@ def taken(portion: Portion, whole: Tensor) -> Tensor:
 
 
 def put_together(exchange: Exchange, portion: Portion, values: Tensor, is_counted: bool) -> Tensor:
-    """The whole of which the ranks of an axis have portions, on each of them. A collective, unless it is all of it.
+    """The whole of which the ranks of an axis have portions, on each of them; of one, all of it may be. A collective.
 
     is_counted: the values are not another rank's too, which gives them.
     """
-    if portion.is_all:
-        return values
     whole = torch.zeros(portion.whole, dtype=values.dtype, device=values.device)
     for box, own in portion.boxes if is_counted else ():
         whole[box.index] = values[own.index]

@@ -101,10 +101,7 @@ class OwnState:
     @classmethod
     def read(cls, encoded: Any, device: torch.device) -> OwnState:
         """device: the model's. Raises ValueError."""
-        _check_own_state(encoded)
-        client_state = decode(encoded["client_state"], "client_state")
-        if not isinstance(client_state, dict):
-            raise ValueError(f"client_state: expected a dictionary, found {shortened(client_state)}")
+        client_state = read_client_state(encoded)
         return cls(read_random_state(encoded["random"], device), client_state)
 
 
@@ -126,6 +123,15 @@ def read_scalars(encoded: Any) -> dict[int | str, dict[str, Any] | None]:
 def _check_own_state(encoded: Any) -> None:
     if not isinstance(encoded, dict) or not {"random", "client_state", "scalars"} <= encoded.keys():
         raise ValueError(f"expected the random, client_state and scalars of a rank, found {shortened(encoded)}")
+
+
+def read_client_state(own_state: Any) -> dict[str, Any]:
+    """What a rank has saved of the caller's own, from its part of a checkpoint. Raises ValueError."""
+    _check_own_state(own_state)
+    found = decode(own_state["client_state"], "client_state")
+    if not isinstance(found, dict):
+        raise ValueError(f"client_state: expected a dictionary, found {shortened(found)}")
+    return found
 
 
 _SCALARS = TypeAdapter(dict[int | str, dict[str, Any] | None])

@@ -6,8 +6,9 @@ import copy
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ...checkpoint.names import LATEST, MANIFEST, folder_path
 from ...checkpoint.safetensors_files import SafetensorsSource, WeightsPlan
 from ...comm import World
 from ...watch.log import logger
+from .adapters import FILE, MergedModel, adapter_files, merged
 from .agreement import all_or_none, no_rank_alone, shown
 from .full_values import FullValues
 from .named_state import NamedState
@@ -42,6 +44,81 @@ def export(
     """
     infos = exported_infos(_tensors_of(state), parse_dtype(dtype), state.catalog.compute_dtypes)
     plan = WeightsPlan.of(infos, parse_bytes(shard_bytes))
+    files = partial(model_files, module, _dtype_of_weights(infos, state))
+    _export(world, folder, plan, files, lambda target: _write(target, plan, state, parse_dtype(dtype), world.rank == 0))
+
+
+def export_adapters(
+    module: nn.Module,
+    state: NamedState,
+    world: World,
+    folder: str | os.PathLike[str],
+    dtype: str | torch.dtype | None = None,
+) -> None:
+    """As `export`, of adapters alone, as `PeftModel.from_pretrained` reads them. See `Engine.export`."""
+    wanted = parse_dtype(dtype)
+    tensors = exported_infos(_tensors_of(state), wanted, state.catalog.compute_dtypes)
+    with no_rank_alone(world, "engine.export()"):
+        files = adapter_files(module, state)
+    for file in files:
+        plan = WeightsPlan.of_one(FILE, {new: tensors[name] for name, new in file.names.items()})
+        write = partial(_write, plan=plan, state=state, dtype=wanted, is_first=world.rank == 0, names=file.names)
+        _export(world, Path(folder) / file.folder, plan, partial(dict, file.model_files), write)
+
+
+def export_merged(
+    module: nn.Module,
+    state: NamedState,
+    values: FullValues,
+    world: World,
+    folder: str | os.PathLike[str],
+    dtype: str | torch.dtype | None = None,
+    shard_bytes: int | str = DEFAULT_SHARD_BYTES,
+) -> None:
+    """As `export`, of the model that the adapters' was made of, with them in its weights. See `Engine.export`.
+
+    Each rank gathers a unit at a time, with the layers that it shares with others, and merges copies of their weights.
+    """
+    with no_rank_alone(world, "engine.export()"):
+        model = MergedModel(module, state)
+    tensors = exported_infos(_tensors_of(state), parse_dtype(dtype), state.catalog.compute_dtypes)
+    infos = {model.names[name]: info for name, info in tensors.items() if name in model.names}
+    plan = WeightsPlan.of(infos, parse_bytes(shard_bytes))
+
+    def write(target: ExportFolder) -> None:
+        failed: Exception | None = None
+        with progress(plan.total_bytes, world.rank == 0) as advance:
+            for unit in values.units:
+                own = {name for group in unit.groups for name in group.names}
+                layers = model.layers_of(own)
+                params = [param for group in unit.groups for param in group.params]
+                with values.copied([*params, *(param for layer in layers for param in layer.parameters())]):
+                    try:
+                        if failed is None:
+                            with torch.no_grad(), merged(layers):
+                                target.write(_named(state.full_parts(unit), model.names), advance)
+                    except Exception as error:  # the others gather on, with this rank
+                        failed = error
+            if failed is not None:
+                raise failed
+            if state.holds_buffers:
+                buffers = [_whole(name, buffer) for name, buffer in state.buffers().items()]
+                target.write(_named(buffers, model.names), advance)
+
+    _export(world, folder, plan, partial(model_files, model.module, _dtype_of_weights(tensors, state)), write)
+
+
+def _export(
+    world: World,
+    folder: str | os.PathLike[str],
+    plan: WeightsPlan,
+    files: Callable[[], Mapping[str, Any]],
+    write: Callable[[ExportFolder], None],
+) -> None:
+    """A folder of these files that appears as a whole, or not at all.
+
+    files: gives those beside the tensors, on the first rank. write: this rank's part of the tensors.
+    """
     what = f"export to {shown(folder)}"
     hint = f"Nothing else in {shown(folder)} has changed"
     is_first = world.rank == 0
@@ -50,9 +127,9 @@ def export(
     try:
         with all_or_none(world, what, f"{hint}."):
             if is_first:
-                target.create(model_files(module, _dtype_of_weights(infos, state)))
+                target.create(files())
         with all_or_none(world, what, f"{hint}. Every rank writes to the folder, and must see the same one."):
-            _write(target, plan, state, parse_dtype(dtype), is_first)
+            write(target)
         with all_or_none(world, what):
             if is_first:
                 target.publish()
@@ -62,10 +139,11 @@ def export(
         raise
 
 
-def load_weights(state: NamedState, world: World, path: str | os.PathLike[str], strict: bool = True) -> None:
+def load_weights(state: NamedState, world: World, path: str | os.PathLike[str], strict: bool = True) -> Collection[str]:
     """Puts the tensors of safetensors files, or of a checkpoint, into the shards, master weights and buffers.
 
-    Each rank reads the ranges of its own shards alone, and all buffers. A collective. See `Engine.load_weights`.
+    Returns the names of what was loaded. Each rank reads the ranges of its own shards alone, and all buffers. A
+    collective. See `Engine.load_weights`.
     """
     what = f"load_weights from {shown(path)}"
     with all_or_none(world, what, "Nothing was loaded."):
@@ -90,12 +168,16 @@ def load_weights(state: NamedState, world: World, path: str | os.PathLike[str], 
             if not buffer.is_contiguous():
                 buffer.detach().copy_(whole.values.view(buffer.shape))
     state.publish()
+    return match.sources
 
 
 def load_state_dict(
     state: NamedState, values: FullValues, world: World, given: Mapping[str, Any], strict: bool = True
-) -> None:
-    """Puts rank 0's tensors into shards, master weights and buffers. A collective. See `Engine.load_state_dict`."""
+) -> Collection[str]:
+    """Puts rank 0's tensors into shards, master weights and buffers, and returns their names. A collective.
+
+    See `Engine.load_state_dict`.
+    """
     with no_rank_alone(world, "engine.load_state_dict()"):
         own = {name: TensorInfo(tuple(v.shape), v.dtype) for name, v in given.items() if isinstance(v, Tensor)}
     found = world.broadcast_object(own)
@@ -119,6 +201,7 @@ def load_state_dict(
             else:
                 values.write_named(name, value)
     state.publish()
+    return match.sources
 
 
 def open_source(path: str | os.PathLike[str]) -> TensorSource:
@@ -222,12 +305,22 @@ def kind_of(dtype: torch.dtype) -> str:
 
 
 def _write(
-    target: ExportFolder, plan: WeightsPlan, state: NamedState, dtype: torch.dtype | None, is_first: bool
+    target: ExportFolder,
+    plan: WeightsPlan,
+    state: NamedState,
+    dtype: torch.dtype | None,
+    is_first: bool,
+    names: Mapping[str, str] | None = None,
 ) -> None:
-    """This rank's part of all files, in the order in which they lie there; one rank of each stage has the buffers."""
+    """This rank's part of all files, in the order in which they lie there; one rank of each stage has the buffers.
+
+    names: of what is written -> in the files; None: all, as it is called.
+    """
     fragments = state.weights(rounded=dtype is None, saves=True)
     if state.holds_buffers:
         fragments += [_whole(name, buffer) for name, buffer in state.buffers().items()]
+    if names is not None:
+        fragments = _named(fragments, names)
     places = plan.places
     fragments.sort(key=lambda one: (places[one.name].file, places[one.name].offset, one.start))
     own_bytes = sum(one.numel * places[one.name].info.dtype.itemsize for one in fragments)
@@ -247,6 +340,11 @@ def _tensors_of(state: NamedState) -> dict[str, TensorInfo]:
     infos = {**state.catalog.parameters, **state.catalog.buffers}
     order = [name for name in state.whole.names if name in infos]
     return {name: infos[name] for name in dict.fromkeys([*order, *infos])}
+
+
+def _named(fragments: Iterable[Fragment], names: Mapping[str, str]) -> list[Fragment]:
+    """Those that have a name in the files, by that."""
+    return [replace(one, name=names[one.name]) for one in fragments if one.name in names]
 
 
 def _whole(name: str, tensor: Tensor) -> Fragment:

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 from pydantic_core import PydanticCustomError
@@ -18,14 +18,18 @@ from pydantic_core import PydanticCustomError
 from ...configs.section import Bool, Dtype, Float, Int, Natural, Positive, Section
 from ...optimizers.table import OPTIMIZERS
 from .batch import Batch, fill_batch, nearest_divisors
+from .compiling import CompileConfig, compile_notes
 from .elastic import KeptBatch, nothing_kept
+from .elasticity import ElasticityConfig, elastic_batch, elastic_note, elasticity_faults, elasticity_notes
 from .errors import ConfigError, Fault, FaultKind, shown, unknown_key
+from .fill import Fill, filled
 from .idle import checkpoint_notes, no_effect, precision_notes, report_notes, zero_notes
 from .kernels import KernelsConfig, idle_kernel_settings
+from .monitors import CsvMonitorConfig, ProfileConfig, TensorboardConfig, WandbConfig
 from .offload import ActivationOffloadConfig, AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from .offload_checks import offload_faults, offload_notes
-from .optimizer import OptimizerConfig
-from .origin import other_defaults
+from .optimizer import OptimizerConfig, whole_faults
+from .origin import other_defaults, without_unread
 from .parallel import (
     ParallelConfig,
     PipelineConfig,
@@ -48,6 +52,7 @@ from .sections import (
     DataTypesConfig,
     FP16Config,
     MemoryReportConfig,
+    TorchAutocastConfig,
     ZeroConfig,
 )
 from .tiles import TilesConfig, idle_tiles
@@ -89,6 +94,8 @@ class Config(Section):
     gradient_accumulation_steps: Positive | None = None
     """Microbatches per optimizer step on each rank."""
 
+    elasticity: ElasticityConfig = ElasticityConfig()
+
     gradient_clipping: Float = Field(default=0.0, ge=0)
     """The global norm to which gradients are clipped. 0: off."""
 
@@ -104,6 +111,9 @@ class Config(Section):
     gradient_predivide_factor: Float = Field(default=1.0, gt=0)
     """Divide gradients by this before they are summed, and by ranks / factor after."""
 
+    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    """Whether gradients are averaged or added up over data-parallel ranks. They are averaged over microbatches."""
+
     communication_data_type: Dtype | None = None
     """The type in which gradients are reduced between ranks. null: fp32."""
 
@@ -115,17 +125,23 @@ class Config(Section):
     zero_optimization: ZeroConfig = ZeroConfig()
     bf16: BF16Config = BF16Config()
     fp16: FP16Config = FP16Config()
+    torch_autocast: TorchAutocastConfig = TorchAutocastConfig()
     optimizer: OptimizerConfig | None = None
     """null: the optimizer is passed to initialize."""
     scheduler: SchedulerConfig | None = Field(default=None, discriminator="type")
     """null: the learning rate is constant, or the scheduler is passed to initialize."""
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     tiles: TilesConfig = TilesConfig()
+    compile: CompileConfig = CompileConfig()
     aio: AioConfig = AioConfig()
     kernels: KernelsConfig = KernelsConfig()
     communication: CommunicationConfig = CommunicationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     memory_report: MemoryReportConfig = MemoryReportConfig()
+    tensorboard: TensorboardConfig = TensorboardConfig()
+    wandb: WandbConfig = WandbConfig()
+    csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
+    profile: ProfileConfig = ProfileConfig()
 
     _notes: tuple[str, ...] = PrivateAttr(default=())
     _source: str | None = PrivateAttr(default=None)
@@ -133,21 +149,31 @@ class Config(Section):
     _planned_keys: tuple[str, ...] = PrivateAttr(default=())
 
     @classmethod
-    def load(cls, source: "str | os.PathLike[str] | Mapping[str, object] | Config") -> "Config":
+    def load(
+        cls, source: "str | os.PathLike[str] | Mapping[str, object] | Config", *, fill: Fill | None = None
+    ) -> "Config":
         """The checked config of a JSON file, of a preset ("zero3") or of a dictionary; a Config is returned as it is.
 
-        Raises ConfigError with every fault at once.
+        fill: path of a key -> its value where the file says "auto": {"scheduler.params.total_num_steps": 1000}. A key
+        that says something else, or is left out, stays as it is.
+
+        Raises ConfigError with every fault at once, and ValueError for `fill` beside a Config, which has no "auto".
         """
         if isinstance(source, Config):
+            if fill:
+                raise ValueError('fill: expected a file or a dictionary that says "auto" beside it, found a Config')
             return source
         raw, name = read(source)
+        raw, fill_notes = filled(raw, fill, cls) if fill else (raw, [])
+        raw, unread_notes = without_unread(raw)
         translation = translate(raw)
         config, faults = _validate(translation.values)
         faults = translation.faults + faults
         if faults or config is None:
             raise ConfigError(_in_file_order(faults, raw), name)
         chosen = planned(translation.auto_paths)
-        notes = translation.notes + [
+        notes = fill_notes + unread_notes + translation.notes
+        notes += [
             f'{path}: "auto" is {shown(_value_at(config, path))}: {AUTO[path]}'
             for path in translation.auto_paths
             if path not in BATCH_KEYS and path not in chosen
@@ -201,7 +227,7 @@ class Config(Section):
             )
             raise ConfigError([Fault(self._planned_keys[0], "missing", message)], self._source)
         before = None if first_world_size in (None, world_size) else first_world_size
-        kept = None if before is None else _kept_batch(self, before)
+        kept = None if before is None or self.elasticity.enabled else _kept_batch(self, before)
         faults = world_faults(self.parallel, world_size)
         if faults:
             raise ConfigError(faults + ([kept.fault(world_size)] if kept else []), self._source)
@@ -212,12 +238,13 @@ class Config(Section):
             faults.append(batch)
         elif batch is not None:
             update = dict(zip(BATCH_KEYS, (batch.train, batch.micro, batch.accumulation), strict=True))
+            update["elasticity"] = self.elasticity.model_copy(update={"enabled": False})  # it has chosen
             if self.pipeline.microbatches is not None:
                 update["pipeline"] = self.pipeline.model_copy(update={"microbatches": batch.accumulation})
             faults += schedule_faults(self.parallel, self.pipeline, batch.accumulation)
         faults += _shard_size_faults(self.zero_optimization, data_size, self.parallel.expert)
         resolved = self.model_copy(update=update)
-        if self.gradient_accumulation_steps is None or kept:
+        if self.gradient_accumulation_steps is None or kept or self.elasticity.enabled:
             faults += _update_in_backward_faults(resolved)
         if kept and (faults or batch is None):
             faults.append(kept.fault(world_size))
@@ -226,7 +253,10 @@ class Config(Section):
         equation = " x ".join(str(update[key]) for key in BATCH_KEYS[1:]) + f" x {data_size} ranks"
         reason = f"train_batch_size = microbatch x accumulation x ranks = {equation}"
         notes = [f'{key}: "auto" is {update[key]}: {reason}' for key in self._auto_batch_keys]
-        if before is not None:
+        if self.elasticity.enabled and isinstance(batch, Batch):
+            first = None if before is None else _batch(self, before // self.parallel.ranks_of_sample)
+            notes.append(elastic_note(self.elasticity, batch, data_size, first))
+        elif before is not None:
             notes.append(kept.note(world_size) if kept else nothing_kept(before, world_size))
         resolved._notes = (*self._notes, *notes)
         resolved._auto_batch_keys = ()
@@ -246,6 +276,8 @@ class Config(Section):
 
 def _batch(config: Config, data_size: int) -> Batch | Fault:
     """The triple that the config asks for on so many data-parallel ranks."""
+    if config.elasticity.enabled:
+        return elastic_batch(config.elasticity, data_size)
     accumulation = config.gradient_accumulation_steps
     accumulation = accumulation if accumulation is not None else config.pipeline.microbatches
     return fill_batch(config.train_batch_size, config.train_micro_batch_size_per_gpu, accumulation, data_size)
@@ -350,7 +382,8 @@ def _fault(detail: dict[str, Any], values: Mapping[str, Any]) -> Fault:
         return Fault(path, "missing", "must be given: nothing else says what it is")
     if found == "auto":
         what = "the number of optimizer steps of the training" if loc[-1] == "total_num_steps" else "the value"
-        return Fault(path, "missing", f'"auto" has no meaning for this key here; write {what}')
+        fix = f'write {what}, or pass it to initialize: fill={{"{path}": ...}}'
+        return Fault(path, "missing", f'"auto" has no meaning for this key here; {fix}')
     expected = {
         "bool_type": "expected true or false",
         "model_type": "expected an object",
@@ -372,6 +405,7 @@ def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:
     """Every key that may stand beside the unknown one at `loc`; `tag` is the type of the optimizer or scheduler."""
     sections: dict[str, type[Section]] = {
         "": Config,
+        "elasticity": ElasticityConfig,
         "data_types": DataTypesConfig,
         "parallel": ParallelConfig,
         "pipeline": PipelineConfig,
@@ -382,14 +416,20 @@ def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:
         "zero_optimization.offload_param": OffloadParamConfig,
         "bf16": BF16Config,
         "fp16": FP16Config,
+        "torch_autocast": TorchAutocastConfig,
         "activation_checkpointing": ActivationCheckpointingConfig,
         "activation_checkpointing.offload": ActivationOffloadConfig,
         "tiles": TilesConfig,
+        "compile": CompileConfig,
         "aio": AioConfig,
         "kernels": KernelsConfig,
         "communication": CommunicationConfig,
         "checkpoint": CheckpointConfig,
         "memory_report": MemoryReportConfig,
+        "tensorboard": TensorboardConfig,
+        "wandb": WandbConfig,
+        "csv_monitor": CsvMonitorConfig,
+        "profile": ProfileConfig,
         "optimizer.params": OPTIMIZERS[tag].params if tag in OPTIMIZERS else Section,
         "scheduler.params": SCHEDULER_PARAMS.get(tag, Section),
     }
@@ -404,13 +444,24 @@ def _conflicts(config: Config) -> list[Fault]:
     if config.bf16.enabled and config.fp16.enabled:
         message = "bf16.enabled and fp16.enabled are both true; there is one compute type, set one of them to false"
         faults.append(Fault("bf16.enabled", "conflict", message))
+    if config.torch_autocast.enabled and config.parallel.pipeline > 1:
+        message = "needs parallel.pipeline 1: a stage of a pipeline calls parts of the model; set bf16.enabled instead"
+        faults.append(Fault("torch_autocast.enabled", "conflict", message))
     if config.optimizer is not None:
+        faults += whole_faults(config.optimizer, config.zero_optimization, config.parallel)
         conflicts = config.optimizer.params.conflicts()
         faults += [Fault(f"optimizer.params.{key}", "conflict", message) for key, message in conflicts]
+    faults += elasticity_faults(config.elasticity, config.parallel.ranks_of_sample, _batch_keys(config))
     faults += offload_faults(config.zero_optimization, config.activation_checkpointing)
     faults += accumulation_faults(config.pipeline, config.gradient_accumulation_steps)
     faults += pipeline_faults(config.parallel, config.zero_optimization, config.activation_checkpointing.offload)
     return faults + _checkpoint_faults(config.checkpoint) + _update_in_backward_faults(config)
+
+
+def _batch_keys(config: Config) -> list[str]:
+    """Those that are given."""
+    own = ["pipeline.microbatches"] if config.pipeline.microbatches is not None else []
+    return [key for key in BATCH_KEYS if getattr(config, key) is not None] + own
 
 
 def _checkpoint_faults(checkpoint: CheckpointConfig) -> list[Fault]:
@@ -457,6 +508,7 @@ def _idle_settings(config: Config) -> list[str]:
         reason = "prescale_gradients divides by the ranks before the sum"
         notes.append(no_effect("gradient_predivide_factor", config.gradient_predivide_factor, reason))
     notes += idle_settings(config.parallel, config.pipeline, config.tensor_parallel, config.sequence_parallel)
-    notes += idle_kernel_settings(config.kernels) + idle_tiles(config.tiles)
+    notes += elasticity_notes(config.elasticity, {key: _value_at(config, key) for key in _batch_keys(config)})
+    notes += idle_kernel_settings(config.kernels) + idle_tiles(config.tiles) + compile_notes(config.compile)
     notes += offload_notes(zero, config.activation_checkpointing, config.aio, config.optimizer)
     return notes + checkpoint_notes(config.checkpoint) + report_notes(config.memory_report)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .deepspeed_sections import unknown_words
+from .deepspeed_sections import DEEPCOMPILE_WORDS, unknown_words
 from .errors import Fault, shown
 
 Expected = Literal["true or false", "an integer", "a number", "a string", "an object", "any value"]
@@ -53,10 +53,10 @@ _PERSIST = "every parameter is sharded, small ones too, so nothing stays gathere
 _REUSE = "a unit is released after each use; stage3_prefetch_bucket_size limits what is gathered ahead"
 _SAVE = "engine.export() writes full weights and never gathers the model; engine.state_dict() always gives them"
 _MASTER_WEIGHTS = "the fp32 master weights are what is saved and loaded"
-_NO_MONITOR = "write metrics from the StepResult in your own loop and remove the section"
 _REMOVE = "remove the section"
 _ONE_PATH = "set nvme_path: every rank has files of its own in it"
 _NO_TIMER = "read times in your own loop or with torch.profiler"
+_ONE_FOLDER = "all ranks write into one folder; where one does not see it, saving is an error"
 _ANY_TOPOLOGY = "every checkpoint loads at every number of ranks and every stage"
 _BACKGROUND = "remove the section; checkpoint.async writes in the background"
 _OWN_RANGES = "each rank reads only what it needs of a checkpoint"
@@ -65,6 +65,21 @@ _TRACE = "the order of the units is fixed when the engine is built, there is no 
 _WINDOW = "reading the next unit, updating this one and writing the last one always overlap"
 _WHOLE = "what stages send is whole, there are no tensor-parallel ranks to divide it over"
 _TORCH_ARGUMENT = "the update is one fused pass over each flat shard"
+_PARTITIONED = (
+    "it divides what is kept over tensor-parallel ranks (parallel.tensor_sequence does that); "
+    "activation_checkpointing.every recomputes blocks"
+)
+_COMPILED_BY_CALL = "DeepSpeed compiles where engine.compile() is called; here engine.module.compile() does"
+_FROM_ZERO = "training starts at step 0, and goes on where a checkpoint was saved; remove the key"
+_NO_SCALE = "bf16 has the range of fp32, losses are not scaled"
+_APEX = "it is a word of Apex, for the section `amp`"
+_READ_BY_NOBODY = "DeepSpeed reads no such key either; the sections stand by themselves"
+
+_OF_FP16 = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+_NOBODYS = ("comms_config", "monitor_config", "monitor", "logging", "disable_fused_adam")  # seen in files of users
+
+_DEEPCOMPILE = "it belongs to deepcompile"
+_SWITCHES = (True, False, 10485760)  # of which nobody asks for anything while deepcompile is off
 
 _TENSOR = "set parallel.tensor to the number of ranks; remove the key"
 _SPLITS = "set tensor_parallel.plan; remove the key"
@@ -89,7 +104,6 @@ RULES: dict[str, Rule] = {
     "aio.use_gds": _only(False, "a drive is read and written through host memory; set false"),
     "seq_parallel_communication_data_type": _no_effect("sequence parallelism is not in use", "a string"),
     "managed_gradient_accumulation": _only(True, "the engine counts the microbatches; remove the key"),
-    "gradient_allreduce_op": _only("mean", "gradients are averaged; scale the loss for a sum", "a string"),
     "sparse_gradients": _only(False, "gradients of embeddings are reduced dense; remove the key"),
     "use_data_before_expert_parallelism": _only(
         False, "ranks that share experts are next to each other; remove the key"
@@ -97,29 +111,30 @@ RULES: dict[str, Rule] = {
     "sequence_parallel_size": _only(1, "set parallel.sequence; remove the key", "an integer"),
     "graph_harvesting": _only(False, "remove the key"),
     "amp": _section("set bf16.enabled or fp16.enabled"),
-    "torch_autocast": _section("set bf16.enabled, or use torch.autocast in your model's forward"),
+    "torch_autocast.lower_precision_safe_modules": _no_effect(
+        "it says whose gradients are sent in that type; communication_data_type does", "any value"
+    ),
     "autotuning": _section("try configs by `lowtide tune CONFIG SCRIPT`, and remove the section"),
     "compression_training": _section("quantize or prune the model in your script and remove the section"),
     "quantize_training": _section(_REMOVE),
     "weight_quantization": _section(_REMOVE),
     "eigenvalue": _section(_REMOVE),
-    "flops_profiler": _section("use torch.profiler and remove the section"),
-    "comms_logger": _section("use torch.profiler and remove the section"),
-    "tensorboard": _section(_NO_MONITOR),
-    "wandb": _section(_NO_MONITOR),
-    "comet": _section(_NO_MONITOR),
-    "csv_monitor": _section(_NO_MONITOR),
+    "comet": _section("there are tensorboard, wandb and csv_monitor; remove the section"),
+    "csv_monitor.group": _no_effect("it is a word of wandb", "a string"),
     "data_efficiency": _section("sample the data in your script and remove the section"),
     "curriculum_learning": _section("sample the data in your script and remove the section"),
     "progressive_layer_drop": _section("drop layers in your model; skipped blocks work at every stage"),
     "sparse_attention": _section("use an attention of your own in the model and remove the section"),
-    "elasticity": _section("set the batch sizes yourself and remove the section"),
     "hybrid_engine": _section(_REMOVE),
     "nebula": _section(_BACKGROUND),
     "datastates_ckpt": _section(_BACKGROUND),
-    "compile": _section("call torch.compile on the model's blocks in your script and remove the section"),
+    "compile.enabled": _only(False, "set compile.blocks; remove the key"),
+    "compile.deepcompile": _only(False, "set compile.blocks; remove the key"),
+    "compile.disable": _no_effect("compile.blocks says whether blocks are compiled"),
+    "compile.kwargs": _only({}, "set compile.mode, dynamic or fullgraph; remove the key", "an object"),
+    **{f"compile.{key}": _no_effect(_DEEPCOMPILE, "any value", *_SWITCHES) for key in DEEPCOMPILE_WORDS},
     "tensor_parallel.dtype": _no_effect("layers are split in the types that the model has", "any value"),
-    "tensor_parallel.autotp_size": _only(0, _TENSOR, "an integer"),
+    "tensor_parallel.autotp_size": Rule("only", _TENSOR, "an integer", (0, 1)),
     "tensor_parallel.tp_size": _only(1, _TENSOR, "an integer"),
     "tensor_parallel.tp": _only({"tp_size": 1}, _TENSOR, "an object"),
     "tensor_parallel.preset_model": _only(None, _SPLITS, "a string"),
@@ -137,7 +152,7 @@ RULES: dict[str, Rule] = {
     "pipeline.grad_partitioned": _no_effect(_WHOLE, "true or false", False),
     "checkpoint.tag_validation": _no_effect("every rank uses the tag of rank 0", "a string"),
     "checkpoint.load_universal": _no_effect(_ANY_TOPOLOGY, "true or false", False),
-    "checkpoint.use_node_local_storage": _only(False, "every rank must see one folder; set false"),
+    "checkpoint.use_node_local_storage": _no_effect(_ONE_FOLDER, "true or false", False),
     "checkpoint.parallel_write": _no_effect(_PARALLEL_WRITE, "an object", {}),
     "checkpoint.writer": _no_effect(_PARALLEL_WRITE, "an object", {}),
     "checkpoint.checkpoint_serialization": _no_effect("the format is that of torch.distributed.checkpoint"),
@@ -146,8 +161,6 @@ RULES: dict[str, Rule] = {
     "data_types.keep_in_fp32_modules": _no_effect("it is for buffers, which keep their types", "any value", "auto"),
     "bf16.immediate_grad_update": _no_effect("zero_optimization.update_in_backward is the key for that here"),
     "bf16.check_grad_overflow": _no_effect("a gradient that is not finite is an error here, it is never skipped"),
-    "bf16.bf16_master_weights_and_grads": _only(False, "master parameters are fp32; remove the key"),
-    "bf16.bf16_optimizer_states": _only(False, "set optimizer.params.state_dtype instead"),
     "fp16.fp16_master_weights_and_grads": _only(False, "master parameters are fp32; remove the key"),
     "zero_optimization.contiguous_gradients": _no_effect(_FLAT, "true or false", True),
     "zero_optimization.reduce_scatter": _no_effect(_COLLECTIVES),
@@ -188,20 +201,20 @@ RULES: dict[str, Rule] = {
     "zero_optimization.zero_quantized_nontrainable_weights": _only(False, _QUANTIZED),
     "zero_optimization.zero_quantized_gradients": _only(False, _QUANTIZED),
     "zero_optimization.zeropp_loco_param": _section(_QUANTIZED),
-    "zero_optimization.mics_shard_size": _only(-1, "set zero_optimization.shard_size instead", "an integer"),
-    "zero_optimization.mics_hierarchical_params_gather": _only(False, "set zero_optimization.shard_size instead"),
+    "zero_optimization.mics_hierarchical_params_gather": _no_effect(_COLLECTIVES, "true or false", False),
     "zero_optimization.memory_efficient_linear": _no_effect("modules are used as they are"),
     "zero_optimization.pipeline_loading_checkpoint": _no_effect(_OWN_RANGES, "true or false", False),
     "zero_optimization.override_module_apply": _no_effect("modules are used as they are"),
     "zero_optimization.log_trace_cache_warnings": _no_effect(_TRACE),
     "zero_optimization.enable_sanity_checks": _no_effect("the checks are always on"),
-    "zero_optimization.save_muon_momentum_buffer_in_memory": _no_effect("there is no Muon optimizer here"),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": _no_effect("it rests where the other states do"),
     "zero_optimization.leaf_module": _no_effect("skipped modules need no list: the order is fixed", "an object"),
-    "activation_checkpointing.partition_activations": _only(False, "set activation_checkpointing.every instead"),
+    "activation_checkpointing.partition_activations": _no_effect(_PARTITIONED, "true or false", False),
     "activation_checkpointing.contiguous_memory_optimization": _no_effect("it needs partition_activations"),
     "activation_checkpointing.number_checkpoints": _no_effect("`every` chooses", "any value"),
     "activation_checkpointing.synchronize_checkpoint_boundary": _no_effect("no step waits for the device"),
     "activation_checkpointing.profile": _no_effect(_NO_TIMER, "true or false", False),
+    "optimizer.adam_w_mode": _only(True, "put it into optimizer.params, where DeepSpeed reads it"),
     "optimizer.legacy_fusion": _no_effect(_TORCH_ARGUMENT),
     "optimizer.params.torch_adam": _no_effect(_TORCH_ARGUMENT),
     "optimizer.params.fused": _no_effect(_TORCH_ARGUMENT, "any value"),
@@ -210,10 +223,17 @@ RULES: dict[str, Rule] = {
     "optimizer.params.set_grad_none": _no_effect("gradients are freed after the step in any case"),
     "optimizer.params.fp32_optimizer_states": _only(True, "set state_dtype instead"),
     "optimizer.params.amsgrad": _only(False, "set false; or pass your own torch optimizer class to initialize"),
-    "optimizer.params.bias_correction": _only(True, "set true; or pass your own torch optimizer class to initialize"),
     "optimizer.params.maximize": _only(False, "negate the loss instead"),
     "optimizer.params.max_grad_norm": _only(0, "set gradient_clipping at the top level instead", "a number"),
-    "scheduler.params.last_batch_iteration": _only(-1, "training starts at step 0; remove the key", "an integer"),
+    "scheduler.params.last_batch_iteration": _only(-1, _FROM_ZERO, "an integer"),
+    "scheduler.params.last_epoch": _only(-1, _FROM_ZERO, "an integer"),
+    "scheduler.params.verbose": _no_effect("steps_per_print logs the learning rate", "any value"),
+    **{f"bf16.{key}": _no_effect(_NO_SCALE, "a number") for key in _OF_FP16},
+    "bf16.loss_scale": _no_effect(_NO_SCALE, "any value"),  # "dynamic", in files of users
+    "bf16.consecutive_hysteresis": _no_effect(_NO_SCALE),
+    "bf16.opt_level": _no_effect(_APEX, "a string"),
+    "fp16.opt_level": _no_effect(_APEX, "a string"),
+    **{key: _no_effect(_READ_BY_NOBODY, "any value") for key in _NOBODYS},
 }
 for _name in (
     "param_persistence_threshold",
@@ -249,7 +269,9 @@ def is_on(section: dict[str, object]) -> bool:
     for switch in ("enabled", "deepcompile"):
         if switch in section:
             return section[switch] is not False
-    if section.get("disable") is True or section.get("autotp_size") in (0, 1):
+    if section.keys() & {"disable", "backend"}:  # of DeepSpeed's compile, which engine.compile() begins
+        return False
+    if section.get("autotp_size") in (0, 1):
         return False
     parts = [part for part in section.values() if isinstance(part, dict)]
     if any(_mentions_enabled(part) for part in parts):
@@ -276,6 +298,8 @@ def judge(path: str, rule: Rule, value: object) -> Sequence[str | Fault]:
         return [f"{path}: {shown(value)} has no effect here: {rule.reason}"]
     if rule.outcome == "section":
         if isinstance(value, dict) and not is_on(value):
-            return unknown_words(path, value)
+            asks = path == "compile" and "backend" in value and value.get("disable") is not True
+            note = [f"{path}: {shown(value)} has no effect here: {_COMPILED_BY_CALL}"] if asks else []
+            return [*unknown_words(path, value), *note]
         return [Fault(path, "unsupported", f"not supported yet; {rule.reason}")]
     return [Fault(path, "unsupported", f"{shown(value)} is not supported yet; {rule.reason}")]

@@ -22,7 +22,6 @@ _EXPERTS = """
     expert_activation
 """
 _WORDS = {  # section: its keys without `enabled`, which each may have
-    "torch_autocast": "dtype lower_precision_safe_modules",
     "autotuning": """
         start_step end_step metric_path arg_mappings metric model_info profile num_params hidden_size num_layers
         results_dir exps_dir overwrite fast start_profile_step end_profile_step tuner_type tuner_early_stopping
@@ -46,12 +45,7 @@ _WORDS = {  # section: its keys without `enabled`, which each may have
         quantized_initialization post_init_quant num_bits num_groups group_dim group_size symmetric q_type q_groups
     """,
     "eigenvalue": "verbose max_iter tol stability gas_boundary_resolution layer_name layer_num",
-    "flops_profiler": "recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
-    "comms_logger": "verbose prof_all debug prof_ops",
-    "tensorboard": "output_path job_name",
-    "wandb": "group team project",
     "comet": "samples_log_interval project workspace api_key experiment_name experiment_key online mode",
-    "csv_monitor": "output_path job_name",
     "data_efficiency": f"""
         seed data_sampling num_epochs num_workers pin_memory curriculum_learning data_cluster_path curriculum_metrics
         index_to_sample_path index_to_metric_path clustering_type difficulty_type {_CURRICULUM} dynamic_batching
@@ -68,10 +62,6 @@ _WORDS = {  # section: its keys without `enabled`, which each may have
         num_different_global_patterns num_random_blocks local_window_blocks global_block_indices
         global_block_end_indices num_sliding_window_blocks
     """,
-    "elasticity": """
-        max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time version prefer_larger_batch
-        ignore_non_elastic_batch_info model_parallel_size num_gpus_per_node
-    """,
     "hybrid_engine": """
         max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size
         enable_cuda_graph
@@ -80,12 +70,6 @@ _WORDS = {  # section: its keys without `enabled`, which each may have
         persistent_storage_path persistent_time_interval num_of_version_in_retention enable_nebula_load load_path
     """,
     "datastates_ckpt": "config",
-    "compile": """
-        disable backend kwargs deepcompile autoep_non_moe free_activation free_activation_threshold offload_activation
-        offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log offload_parameters
-        sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors
-        keep_all_input_tensors passes
-    """,
     "expert_parallel": _EXPERTS,
     "zero_optimization.zenflow": """
         topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio full_warm_up_rounds
@@ -93,6 +77,25 @@ _WORDS = {  # section: its keys without `enabled`, which each may have
     """,
     "zero_optimization.zeropp_loco_param": "err_beta reset_T",
 }
+DEEPCOMPILE_WORDS = (
+    "autoep_non_moe",
+    "free_activation",
+    "free_activation_threshold",
+    "offload_activation",
+    "offload_activation_pin_memory",
+    "offload_opt_states",
+    "double_buffer",
+    "symmetric_memory",
+    "debug_log",
+    "offload_parameters",
+    "sync_before_reduce",
+    "sync_after_reduce",
+    "sync_before_allgather",
+    "sync_after_allgather",
+    "keep_int_input_tensors",
+    "keep_all_input_tensors",
+    "passes",
+)
 SECTION_WORDS = {path: frozenset(words.split()) | {"enabled"} for path, words in _WORDS.items()}
 _FREE = {"arg_mappings", "config", "kwargs", "partition_config", "quantized_initialization", "post_init_quant"}
 _NAMES = {"different_groups", "curriculum_metrics"}  # whose keys are names of the user's

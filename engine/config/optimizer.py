@@ -8,6 +8,8 @@ from ...configs.section import Section
 from ...optimizers.optimizer import OptimizerParams, State, StateDtype
 from ...optimizers.table import OPTIMIZERS
 from .errors import Fault, did_you_mean, shown
+from .parallel import ParallelConfig
+from .sections import ZeroConfig
 
 
 class OptimizerConfig(Section):
@@ -47,7 +49,16 @@ class OptimizerConfig(Section):
         return OPTIMIZERS[self.type].states_for(self.options)
 
 
-NOT_DONE = ("lamb", "fusedlamb", "muon", "muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zerooneadam")
+_BITS = "gradients are sent in their own types"
+NOT_DONE = {  # why it is not
+    **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), _BITS),
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), "its learning rates follow from shapes that the model must say"),
+    "adafactor": "its second moment is of whole rows and columns, and a shard has parts of them",
+    "lbfgs": "it calls the model several times in a step",
+    "sparseadam": "gradients are dense here",
+    "asgd": "it averages the weights, which engine.ema() does beside any optimizer",
+    "rprop": "it is for whole data sets as one batch",
+}
 ADAM_IS_ADAMW = (
     'type "{}" without adam_w_mode false means AdamW (decay apart from the gradient), as in DeepSpeed; '
     "weight_decay is {}"
@@ -68,13 +79,17 @@ def canonical_optimizer(section: dict[str, object]) -> tuple[dict[str, object] |
     name = next(written_so, written.lower())
     if name not in OPTIMIZERS:
         what = (
-            f"{shown(written)} is not supported yet"
+            f"{shown(written)} is not supported yet: {NOT_DONE[name]}"
             if name in NOT_DONE
             else f"unknown optimizer {shown(written)}{did_you_mean(written, OPTIMIZERS)}"
         )
         fix = f"there is {', '.join(OPTIMIZERS)}; or pass your own elementwise torch optimizer class to initialize"
         return None, [], [Fault("optimizer.type", "unsupported" if name in NOT_DONE else "value", f"{what}; {fix}")]
     params = section.get("params", {})
+    if isinstance(params, dict) and name == "muon" and "muon_lr" in params:
+        params = {"adam_lr": params.get("lr"), **params, "lr": params["muon_lr"]}
+        del params["muon_lr"]
+        return {**section, "type": name, "params": params}, [], []
     if not isinstance(params, dict) or name not in ("adam", "adamw"):
         return {"params": {}, **section, "type": name}, [], []
     params = dict(params)
@@ -90,3 +105,27 @@ def canonical_optimizer(section: dict[str, object]) -> tuple[dict[str, object] |
         notes.append("optimizer.type: " + ADAM_IS_ADAMW.format(written, shown(params["weight_decay"])))
         name = "adamw"
     return {**section, "type": name, "params": params}, notes, []
+
+
+def whole_faults(optimizer: OptimizerConfig, zero: ZeroConfig, parallel: ParallelConfig) -> list[Fault]:
+    """What an optimizer that looks at whole parameters cannot be beside."""
+    whole = OPTIMIZERS[optimizer.type].whole
+    if whole is None:
+        return []
+    overlap = zero.offload_optimizer.overlap if zero.offload_optimizer.is_used else "none"
+    wrong = {
+        "zero_optimization.update_in_backward": (zero.update_in_backward, "false", "true"),
+        "zero_optimization.offload_optimizer.overlap": (overlap != "none", '"none"', f'"{overlap}"'),
+        "parallel.tensor": (parallel.tensor > 1, "1", str(parallel.tensor)),
+        "parallel.expert": (parallel.expert > 1, "1", str(parallel.expert)),
+    }
+    if whole.matrix is not None:
+        hpz = zero.partition_size
+        wrong["zero_optimization.zero_hpz_partition_size"] = (hpz > 1, "1", str(hpz))
+        wrong["parallel.sequence"] = (parallel.sequence > 1, "1", str(parallel.sequence))
+    why = "its ranks tell each other what they have of whole parameters, in the middle of an update"
+    return [
+        Fault(path, "conflict", f'optimizer.type "{optimizer.type}" needs {expected}, found {found}: {why}')
+        for path, (is_wrong, expected, found) in wrong.items()
+        if is_wrong
+    ]

@@ -16,18 +16,22 @@ from .errors import shown
 from .optimizer import OptimizerConfig
 from .read import join
 from .scheduler import SCHEDULERS
-from .translate import CPU_SWITCHES, PIN_SWITCH
+from .translate import BF16_MASTERS, BF16_STATES, CPU_SWITCHES, MICS, PIN_SWITCH
 
 _OWN = """
     device seed parallel tensor_parallel sequence_parallel kernels communication
+    compile.blocks compile.mode compile.dynamic compile.fullgraph
     pipeline.schedule pipeline.chunks pipeline.microbatches pipeline.balance
     zero_optimization.shard_size zero_optimization.units zero_optimization.update_in_backward
     zero_optimization.offload_optimizer.overlap zero_optimization.offload_optimizer.delay_after_steps bf16.auto_cast
+    bf16.masters
     activation_checkpointing.every activation_checkpointing.offload aio.verify optimizer.params.state_dtype
-    memory_report checkpoint.folder checkpoint.every_steps checkpoint.keep_last checkpoint.async checkpoint.on_sigterm
+    memory_report profile
+    checkpoint.folder checkpoint.every_steps checkpoint.keep_last checkpoint.async checkpoint.on_sigterm
+    checkpoint.exclude_frozen_parameters
 """
 OWN_KEYS = frozenset(_OWN.split())
-_THEIR_KEYS = frozenset([*RULES, *CPU_SWITCHES, PIN_SWITCH])
+_THEIR_KEYS = frozenset([*RULES, *CPU_SWITCHES, PIN_SWITCH, MICS, BF16_MASTERS, BF16_STATES])
 _SIZES = {"train_batch_size", "train_micro_batch_size_per_gpu"}  # DeepSpeed refuses a file with neither
 
 
@@ -48,6 +52,53 @@ def other_defaults(raw: dict[str, object], gradient_clipping: float, optimizer: 
         for path, (here, there) in theirs.items()
         if path not in paths and here != there
     ]
+
+
+def with_their_defaults(raw: Mapping[str, object]) -> dict[str, object]:
+    """The values of a file for DeepSpeed, with what they leave out as DeepSpeed has it: see [Note: two defaults].
+
+    What is no valid file stays as it is, for `Config.load` to refuse.
+    """
+    filled: dict[str, object] = {"gradient_clipping": 1.0, **raw}
+    section = raw.get("optimizer")
+    if isinstance(section, dict) and isinstance(section.get("type"), str):
+        written = section["type"].lower()
+        params = section.get("params") or {}
+        is_decoupled = written in _ADAM_NAMES and isinstance(params, dict) and params.get("adam_w_mode", True) is True
+        kind = "adamw" if is_decoupled else written
+        found = next((one.name for one in OPTIMIZERS.values() if kind in (one.name, *one.deepspeed_names)), None)
+        if found is not None and isinstance(params, dict):
+            filled["optimizer"] = {**section, "params": {**_their_params({"optimizer": section}, found), **params}}
+    return filled
+
+
+_UNREAD = {
+    "max_grad_norm": "gradient_clipping is the key",
+    "lr_scheduler": "scheduler is the key",
+    "distributed_backend": "deepspeed.init_distributed takes it",
+    "pipeline_parallel_size": "parallel.pipeline is the key",
+    **{f"optimizer.{key}": "it belongs into optimizer.params" for key in ("lr", "betas", "eps", "weight_decay")},
+}
+"""Keys in files of users that DeepSpeed never reads: what the writer of such a file may have meant."""
+
+
+def without_unread(raw: dict[str, object]) -> tuple[dict[str, object], list[str]]:
+    """A file for DeepSpeed without the keys of `_UNREAD`, and a sentence for each. In other files they are errors."""
+    paths = set(_paths(raw, ""))
+    unread = [path for path in _UNREAD if path in paths] if _is_for_deepspeed(raw, paths) else []
+    kept = dict(raw)
+    for path in unread:
+        section, _, key = path.rpartition(".")
+        if section:
+            inner = kept[section]
+            assert isinstance(inner, dict)
+            kept[section] = {name: value for name, value in inner.items() if name != key}
+        else:
+            del kept[key]
+    return kept, [f"{path}: has no effect here, and DeepSpeed never reads it: {_UNREAD[path]}" for path in unread]
+
+
+_ADAM_NAMES = ("adam", *OPTIMIZERS["adam"].deepspeed_names)
 
 
 def _is_for_deepspeed(raw: dict[str, object], paths: set[str]) -> bool:

@@ -144,8 +144,6 @@ def pipeline_faults(parallel: ParallelConfig, zero: ZeroConfig, activations: Act
     if parallel.pipeline == 1:
         return []
     found = []
-    if parallel.tensor_sequence:
-        found.append(("parallel.tensor_sequence", "stages take all tokens", "false, or parallel.pipeline to 1"))
     if zero.update_in_backward:
         found.append(("zero_optimization.update_in_backward", "a gradient is whole after the last microbatch", "false"))
     if zero.offloads_parameters:

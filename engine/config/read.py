@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ...configs.section import MAX_INTEGER
 from .errors import ConfigError, Fault, FaultKind, printable, shown
+from .relaxed import decoded, without_comments
 
 MAX_BYTES = 4 << 20
 MAX_SEPARATORS = 20_000  # also those within comments
@@ -58,9 +59,14 @@ def read(source: str | os.PathLike[str] | Mapping[str, object]) -> tuple[dict[st
         raw: object = source
         name = None
     elif isinstance(source, str | os.PathLike):
-        path = _find(source)
-        name = printable(str(path))
-        raw = _parse(path)
+        text = decoded(source) if isinstance(source, str) else None
+        if text is not None and not os.path.exists(source):
+            name = "base64 text"
+            raw = _loads(text, name)
+        else:
+            path = _find(source)
+            name = printable(str(path))
+            raw = _parse(path)
     else:
         message = f"expected a path, the name of a preset or a dictionary, found {type(source).__name__}"
         raise ConfigError([Fault("", "type", message)])
@@ -102,26 +108,35 @@ def _parse(path: Path) -> object:
         size = path.stat().st_size
         text = path.read_text(encoding="utf-8-sig") if size <= MAX_BYTES else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, "file", f"cannot be read: {error}") from error
+        raise _unreadable(printable(str(path)), "file", f"cannot be read: {error}") from error
     if size > MAX_BYTES:
-        raise _unreadable(path, "file", f"expected at most {MAX_BYTES:,} bytes, found {size:,}; is it a config?")
+        message = f"expected at most {MAX_BYTES:,} bytes, found {size:,}; is it a config?"
+        raise _unreadable(printable(str(path)), "file", message)
+    return _loads(text, printable(str(path)))
+
+
+def _loads(text: str, name: str) -> object:
+    """The values of JSON text, which may have comments."""
     if sum(map(text.count, ",{[")) > MAX_SEPARATORS:
-        raise _unreadable(path, "syntax", f"expected at most {MAX_VALUES:,} values, found many more; is it a config?")
+        raise _unreadable(name, "syntax", f"expected at most {MAX_VALUES:,} values, found many more; is it a config?")
     try:
-        return json.loads(text, object_pairs_hook=_object, parse_int=_integer)
+        try:
+            return json.loads(text, object_pairs_hook=_object, parse_int=_integer)
+        except json.JSONDecodeError:
+            return json.loads(without_comments(text), object_pairs_hook=_object, parse_int=_integer)
     except json.JSONDecodeError as error:
         start, end = text.rfind("\n", 0, error.pos) + 1, text.find("\n", error.pos)
         line = text[start : end if end >= 0 else None].strip()
         where = f"line {error.lineno}, column {error.colno}: {shown(line)}" if line else f"line {error.lineno}"
-        hint = "JSON has no comments (a key that begins with // is one here) and no comma after the last item"
-        raise _unreadable(path, "syntax", f"not valid JSON: {error.msg} at {where}. {hint}") from error
+        hint = "comments (// # /* */) and a comma behind the last item may stand there; names and text are in quotes"
+        raise _unreadable(name, "syntax", f"not valid JSON: {error.msg} at {where}. {hint}") from error
     except RecursionError as error:
-        raise _unreadable(path, "syntax", "not valid here: nested too deeply") from error
+        raise _unreadable(name, "syntax", "not valid here: nested too deeply") from error
 
 
-def _unreadable(path: Path, kind: FaultKind, message: str) -> ConfigError:
+def _unreadable(name: str, kind: FaultKind, message: str) -> ConfigError:
     """One fault of the file as a whole."""
-    return ConfigError([Fault("", kind, printable(message))], printable(str(path)))
+    return ConfigError([Fault("", kind, printable(message))], name)
 
 
 class _Form:

@@ -5,7 +5,9 @@ from typing import Literal
 from pydantic import Field
 
 from ...configs.section import Float, Int, NonNegative, Section
+from .cycles import LRRangeTest, LRRangeTestParams, OneCycle, OneCycleParams
 from .errors import Fault, did_you_mean, shown
+from .torch_schedulers import NOT_BY_STEPS, TORCH_SCHEDULERS, TorchScheduler
 
 
 class WarmupLRParams(Section):
@@ -103,17 +105,21 @@ class Cosine(Section):
     params: DecayParams
 
 
-SchedulerConfig = WarmupLR | WarmupDecayLR | WarmupCosineLR | Constant | Linear | Cosine
-SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "constant", "linear", "cosine")
+SchedulerConfig = (
+    WarmupLR | WarmupDecayLR | WarmupCosineLR | OneCycle | LRRangeTest | Constant | Linear | Cosine | TorchScheduler
+)
 SCHEDULER_PARAMS: dict[str, type[Section]] = {
     "WarmupLR": WarmupLRParams,
     "WarmupDecayLR": WarmupDecayLRParams,
     "WarmupCosineLR": WarmupCosineLRParams,
+    "OneCycle": OneCycleParams,
+    "LRRangeTest": LRRangeTestParams,
     "constant": ConstantParams,
     "linear": DecayParams,
     "cosine": DecayParams,
+    **TORCH_SCHEDULERS,
 }
-NOT_DONE = ("OneCycle", "LRRangeTest")
+SCHEDULERS = tuple(SCHEDULER_PARAMS)
 
 
 def canonical_scheduler(section: dict[str, object]) -> tuple[dict[str, object] | None, list[Fault]]:
@@ -125,12 +131,12 @@ def canonical_scheduler(section: dict[str, object]) -> tuple[dict[str, object] |
         return None, [Fault("scheduler.type", kind, f"expected one of {', '.join(SCHEDULERS)}{found}")]
     names = {name.lower(): name for name in SCHEDULERS}
     if written.lower() not in names:
-        not_done = written.lower() in [name.lower() for name in NOT_DONE]
+        reason = {name.lower(): why for name, why in NOT_BY_STEPS.items()}.get(written.lower())
         what = (
-            f"{shown(written)} is not supported yet"
-            if not_done
+            f"{shown(written)} is not supported yet: {reason}"
+            if reason is not None
             else f"unknown scheduler {shown(written)}{did_you_mean(written, SCHEDULERS)}"
         )
         fix = f"there is {', '.join(SCHEDULERS)}; or pass your own lr_scheduler to initialize"
-        return None, [Fault("scheduler.type", "unsupported" if not_done else "value", f"{what}; {fix}")]
+        return None, [Fault("scheduler.type", "value" if reason is None else "unsupported", f"{what}; {fix}")]
     return {"params": {}, **section, "type": names[written.lower()]}, []

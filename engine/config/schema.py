@@ -13,7 +13,19 @@ from .config import Config
 from .deepspeed import RULES, Rule
 from .planned import PLANNED
 from .read import OR_NEVER
-from .translate import ALIASES, AUTO, BATCH_KEYS, CPU_SWITCHES, NULL_IS_DEFAULT, PIN_SWITCH
+from .translate import (
+    ALIASES,
+    AUTO,
+    BATCH_KEYS,
+    BF16_MASTERS,
+    BF16_STATES,
+    CPU_SWITCHES,
+    FLOPS_WORDS,
+    IDLE_WORDS,
+    MICS,
+    NULL_IS_DEFAULT,
+    PIN_SWITCH,
+)
 
 _HOMES = {  # section: the definitions that describe it
     "data_types": ["DataTypesConfig"],
@@ -26,14 +38,22 @@ _HOMES = {  # section: the definitions that describe it
     "zero_optimization.offload_param": ["OffloadParamConfig"],
     "bf16": ["BF16Config"],
     "fp16": ["FP16Config"],
+    "torch_autocast": ["TorchAutocastConfig"],
     "activation_checkpointing": ["ActivationCheckpointingConfig"],
     "activation_checkpointing.offload": ["ActivationOffloadConfig"],
     "tiles": ["TilesConfig"],
+    "compile": ["CompileConfig"],
     "aio": ["AioConfig"],
     "kernels": ["KernelsConfig"],
     "communication": ["CommunicationConfig"],
     "checkpoint": ["CheckpointConfig"],
     "memory_report": ["MemoryReportConfig"],
+    "tensorboard": ["TensorboardConfig"],
+    "wandb": ["WandbConfig"],
+    "csv_monitor": ["CsvMonitorConfig"],
+    "profile": ["ProfileConfig"],
+    "flops_profiler": ["FlopsProfiler"],
+    "comms_logger": ["CommsLogger"],
 }
 _COMMENTS: dict[str, dict[str, str]] = {r"^(_|//|\$schema$)": {}}
 _TYPES = {
@@ -56,6 +76,7 @@ def json_schema() -> dict[str, Any]:
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "lowtide config"
     definitions = schema["$defs"]
+    _add_profilers(schema)
     for definition in [schema, *definitions.values()]:
         definition["patternProperties"] = _COMMENTS
     for key in ("optimizer", "scheduler"):
@@ -66,6 +87,14 @@ def json_schema() -> dict[str, Any]:
         _add(schema, path, {"type": ["boolean", "null"], "description": f'true: {section} with device "cpu".'})
     pinned = "pin_memory of what cpu_offload and cpu_offload_params offload."
     _add(schema, PIN_SWITCH, {"type": ["boolean", "null"], "description": pinned})
+    mics = {"type": ["integer", "null"], "description": "The same as shard_size. -1: all ranks are one group."}
+    _add(schema, MICS, mics)
+    for path, meaning in (
+        (BF16_MASTERS, 'masters false, and data_types.grad_accum_dtype "bf16".'),
+        (BF16_STATES, 'optimizer.params.state_dtype "bf16".'),
+    ):
+        _add(schema, path, {"type": ["boolean", "null"], "description": f"true: {meaning}"})
+    _allow(schema, "zero_optimization", {"type": "boolean"})
     for path in [*NULL_IS_DEFAULT, *OR_NEVER]:
         _allow(schema, path, {"type": "null"})
     for path in [*AUTO, *BATCH_KEYS, *PLANNED]:
@@ -76,6 +105,24 @@ def json_schema() -> dict[str, Any]:
         for home in _properties(schema, alias):
             home[alias.rpartition(".")[2]] = home[path.rpartition(".")[2]]
     return schema
+
+
+def _add_profilers(schema: dict[str, Any]) -> None:
+    """DeepSpeed's sections that are `profile` here."""
+    profile = schema["$defs"]["ProfileConfig"]["properties"]
+    flops: dict[str, Any] = {ours: profile[own] for ours, own in FLOPS_WORDS.items()}
+    flops["profile_step"] = {"type": "integer", "description": "step of `profile`."}
+    flops["output_file"] = {"type": ["string", "null"], "description": "With .profile behind it, folder of `profile`."}
+    for key, title, others in (("flops_profiler", "FlopsProfiler", flops), ("comms_logger", "CommsLogger", {})):
+        idle = {word: {"description": "No effect here: `profile` writes all of it."} for word in IDLE_WORDS[key]}
+        enabled = {"type": "boolean", "description": "Turns `profile` on."}
+        section = {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {"enabled": enabled, **others, **idle},
+        }
+        schema["$defs"][title] = section
+        schema["properties"][key] = {"anyOf": [{"$ref": f"#/$defs/{title}"}, {"type": "null"}]}
 
 
 def _with_optimizers(schema: dict[str, Any]) -> dict[str, Any]:

@@ -73,11 +73,24 @@ class ZeroConfig(Section):
         return self.zero_hpz_partition_size if self.stage == 3 else 1
 
 
+def _masters(value: object) -> object:
+    if isinstance(value, bool) or value == "kahan":
+        return value
+    raise PydanticCustomError("value_error", 'expected true, false or "kahan"')
+
+
 class BF16Config(Section):
-    """Compute in bfloat16, with fp32 master parameters in the optimizer."""
+    """Compute in bfloat16, with fp32 master parameters in the optimizer, or without."""
 
     enabled: Bool = False
     """Turns bf16 on."""
+
+    masters: Annotated[bool | Literal["kahan"], BeforeValidator(_masters)] = Field(
+        default=True, json_schema_extra={"enum": [True, False, "kahan"]}
+    )
+    """true: the optimizer has fp32 master parameters, 4 bytes each. false: the bf16 parameters are the only copy, and
+    an update is computed in fp32 and rounded to them at random, by bits drawn from `seed`, the step and the place of
+    the element. "kahan": nothing is random, and a second bf16 number keeps what each parameter lacks, 2 bytes each."""
 
     auto_cast: Bool = True
     """Cast floating-point inputs of the model to bf16, and of its blocks where it has fp32 buffers."""
@@ -107,15 +120,43 @@ class FP16Config(Section):
     consecutive_hysteresis: Bool = False
     """Dynamic scaling: a step without overflow refills the hysteresis."""
 
-    min_loss_scale: Float = Field(default=1.0, gt=0)
+    min_loss_scale: Float = Field(default=1.0, ge=0)
     """Dynamic scaling: the scale never falls below this."""
+
+
+def _bfloat16(value: object) -> object:
+    if value in ("bfloat16", "bf16", "torch.bfloat16"):
+        return "bfloat16"
+    words = 'expected "bfloat16": float16 needs a loss scale, which fp16.enabled has'
+    raise PydanticCustomError("value_error", words)
+
+
+class TorchAutocastConfig(Section):
+    """Forwards under torch.autocast: parameters keep the model's types, operations that may are computed in another."""
+
+    enabled: Bool = False
+    """Turns it on."""
+
+    dtype: Annotated[Literal["bfloat16"], BeforeValidator(_bfloat16)] = "bfloat16"
+    """The type of such operations."""
+
+
+_DTYPES = {  # also DeepSpeed's and torch's names, and those with "torch." before them
+    **dict.fromkeys(("float32", "float"), "fp32"),
+    "bfloat16": "bf16",
+    **dict.fromkeys(("float16", "half"), "fp16"),
+}
+
+
+def _dtype(value: object) -> object:
+    return _DTYPES.get(value.removeprefix("torch."), value) if isinstance(value, str) else value
 
 
 class DataTypesConfig(Section):
     """The types in which gradients are kept."""
 
-    grad_accum_dtype: Dtype | None = None
-    """The type in which gradients accumulate over microbatches. null: fp32."""
+    grad_accum_dtype: Annotated[Dtype | None, BeforeValidator(_dtype)] = None
+    """The type in which gradients accumulate over microbatches; also by torch's name, as "bfloat16". null: fp32."""
 
 
 class ActivationCheckpointingConfig(Section):
@@ -159,6 +200,11 @@ class CheckpointConfig(Section):
 
     asynchronous: Bool = Field(default=False, alias="async")
     """Write in the background: a step after a save waits only for the copy to host memory."""
+
+    exclude_frozen_parameters: Bool = False
+    """Do not write parameters that the optimizer does not update, such as the weights below adapters: a checkpoint has
+    digests of them, and is loaded into a model that was built with the same values, which is checked. Those that were
+    changed by hand (`engine.gathered(modify=True)`) are written."""
 
     on_sigterm: Bool = False
     """On SIGTERM or Ctrl-C (SIGINT): finish the step, save a checkpoint, and exit with status 0, after Ctrl-C with 130.

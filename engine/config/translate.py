@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .deepspeed import RULES, judge
-from .errors import Fault, shown
+from .errors import Fault, shown, unknown_key
+from .lax import converted
 from .optimizer import canonical_optimizer
 from .planned import PLANNED
 from .read import join
@@ -24,9 +25,12 @@ CPU_SWITCHES = {  # true is device "cpu" in this section
     "activation_checkpointing.cpu_checkpointing": "activation_checkpointing.offload",
 }
 _OLD_SWITCHES = tuple(path.rpartition(".")[2] for path in CPU_SWITCHES)
+MICS = "zero_optimization.mics_shard_size"  # shard_size, where it is above 0
 PIN_SWITCH = "zero_optimization.cpu_offload_use_pin_memory"  # pin_memory of what the two before it offload
+BF16_MASTERS = "bf16.bf16_master_weights_and_grads"  # masters false, and gradients that accumulate in bf16
+BF16_STATES = "bf16.bf16_optimizer_states"  # state_dtype "bf16"
 _OFFLOAD = tuple(dict.fromkeys(CPU_SWITCHES.values()))
-NULL_IS_DEFAULT = ("aio", *_OFFLOAD, *(f"{section}.device" for section in _OFFLOAD))
+NULL_IS_DEFAULT = ("aio", "elasticity", *_OFFLOAD, *(f"{section}.device" for section in _OFFLOAD))
 _DEFAULT = "the default"
 AUTO = {  # path: why "auto" has this value; the value is what the key has when it is left out
     "steps_per_print": _DEFAULT,
@@ -77,7 +81,7 @@ class Translation:
 def known_rule_keys(section: str) -> list[str]:
     """The keys below a section ("" for the top level) that are DeepSpeed's and no fields of Config."""
     prefix = f"{section}." if section else ""
-    paths = [*RULES, *ALIASES, *CPU_SWITCHES, PIN_SWITCH]
+    paths = [*RULES, *ALIASES, *CPU_SWITCHES, PIN_SWITCH, MICS, BF16_MASTERS, BF16_STATES]
     names = {path.removeprefix(prefix).split(".")[0] for path in paths if path.startswith(prefix)}
     return sorted(name for name in names if f"{prefix}{name}" in paths)
 
@@ -86,6 +90,8 @@ def translate(raw: dict[str, object]) -> Translation:
     """The values of Config's fields in `raw` (plain values without comments), the rest as notes and faults."""
     out = Translation({})
     out.values = _walk(raw, "", out)
+    _take_profilers(out)
+    _take_bf16_switches(out)
     optimizer = out.values.pop("optimizer", None)
     if isinstance(optimizer, dict):
         section, notes, faults = canonical_optimizer(optimizer)
@@ -110,6 +116,7 @@ def translate(raw: dict[str, object]) -> Translation:
 def _walk(section: dict[str, object], path: str, out: Translation) -> dict[str, object]:
     """The keys of a section that are left for Config once rules, aliases and "auto" are taken out."""
     kept: dict[str, object] = {}
+    section = {key: converted(join(path, key), value) for key, value in section.items()}
     for key, value in section.items():
         here = join(path, key)
         if here in ALIASES:
@@ -119,7 +126,11 @@ def _walk(section: dict[str, object], path: str, out: Translation) -> dict[str, 
                 out.faults.append(Fault(here, "conflict", message))
                 continue
             key, here = name, ALIASES[here]
-        if here in RULES:
+        if here == "zero_optimization" and isinstance(value, bool):
+            kept[key] = {"stage": int(value)}
+        elif here == MICS:
+            _mics(value, section, kept, out)
+        elif here in RULES:
             out.add(judge(here, RULES[here], value))
         elif here in CPU_SWITCHES or here == PIN_SWITCH:
             _switch(here, value, section, kept, out)
@@ -150,6 +161,85 @@ def _switch(here: str, value: object, section: dict[str, object], kept: dict[str
             return
         pinned = section.get(PIN_SWITCH.rpartition(".")[2])
         kept[name] = {"device": "cpu"} | ({"pin_memory": pinned} if isinstance(pinned, bool) else {})
+
+
+def _mics(value: object, section: dict[str, object], kept: dict[str, object], out: Translation) -> None:
+    """MiCS is hybrid sharding: stage 3 within groups of ranks, and copies of these."""
+    if value is None or value == -1:
+        return
+    if section.get("shard_size") is not None:
+        out.faults.append(
+            Fault(MICS, "conflict", 'means the same as "shard_size", which is given too; keep one of them')
+        )
+    elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        out.faults.append(Fault(MICS, "value", f"expected -1, or the ranks of a shard group, found {shown(value)}"))
+    else:
+        kept["shard_size"] = value
+
+
+def _take_bf16_switches(out: Translation) -> None:
+    """DeepSpeed's words for parameters, gradients and states of bf16: they stand in the section `bf16` until here."""
+    section = out.values.get("bf16")
+    if not isinstance(section, dict):
+        return
+    found = {path: section.pop(path.rpartition(".")[2], None) for path in (BF16_MASTERS, BF16_STATES)}
+    for path, value in found.items():
+        if value is not None and not isinstance(value, bool):
+            out.faults.append(Fault(path, "type", f"expected true or false, found {shown(value)}"))
+    if found[BF16_MASTERS] is True:
+        if section.get("masters", False) is not False:
+            out.faults.append(Fault(BF16_MASTERS, "conflict", 'means "masters": false; keep one of them'))
+        section["masters"] = False
+        data_types = out.values.setdefault("data_types", {})
+        if isinstance(data_types, dict) and data_types.get("grad_accum_dtype") is None:
+            data_types["grad_accum_dtype"] = "bf16"
+        out.notes.append(f"{BF16_MASTERS}: true is bf16.masters false here, which rounds updates at random")
+    if found[BF16_STATES] is True:
+        optimizer = out.values.get("optimizer")
+        params = optimizer.setdefault("params", {}) if isinstance(optimizer, dict) else None
+        if found[BF16_MASTERS] is not True:
+            message = "needs bf16_master_weights_and_grads true, as in DeepSpeed; or set optimizer.params.state_dtype"
+            out.faults.append(Fault(BF16_STATES, "conflict", message))
+        elif not isinstance(params, dict):
+            message = "needs an optimizer in the file, whose state_dtype it is: one that is passed has its own states"
+            out.faults.append(Fault(BF16_STATES, "conflict", message))
+        else:
+            params.setdefault("state_dtype", "bf16")
+
+
+FLOPS_WORDS = {"profile_step": "step", "module_depth": "module_depth", "top_modules": "top_modules"}
+IDLE_WORDS = {  # of the sections that are `profile` here, which writes all that these would choose
+    "flops_profiler": ("recompute_fwd_factor", "detailed"),
+    "comms_logger": ("verbose", "prof_all", "debug", "prof_ops"),
+}
+
+
+def _take_profilers(out: Translation) -> None:
+    """DeepSpeed's flops_profiler and comms_logger are the section `profile`."""
+    found: dict[str, object] = {}
+    for name, idle in IDLE_WORDS.items():
+        section = out.values.pop(name, None)
+        if section is None or section is False:
+            continue
+        if not isinstance(section, dict):
+            out.faults.append(Fault(name, "type", f"expected an object, found {shown(section)}"))
+            continue
+        known = ["enabled", *idle, *((*FLOPS_WORDS, "output_file") if name == "flops_profiler" else ())]
+        out.faults += [unknown_key(f"{name}.{key}", key, known) for key in section if key not in known]
+        if not isinstance(section.get("enabled", False), bool):
+            message = f"expected true or false, found {shown(section['enabled'])}"
+            out.faults.append(Fault(f"{name}.enabled", "type", message))
+        if section.get("enabled") is True:
+            found["enabled"] = True
+            found |= {FLOPS_WORDS[key]: value for key, value in section.items() if key in FLOPS_WORDS}
+            if isinstance(section.get("output_file"), str):
+                found["folder"] = f"{section['output_file']}.profile"
+    if not found:
+        return
+    step, own = found.get("step"), out.values.get("profile")
+    found["step"] = max(1, step) if isinstance(step, int) else 1  # DeepSpeed's -1 is every step
+    out.values["profile"] = {**found, **own} if isinstance(own, dict) else found
+    out.notes.append("profile: flops_profiler and comms_logger are this section here, which writes all of both")
 
 
 def _auto_peak(scheduler: dict[str, object], auto_paths: list[str]) -> None:

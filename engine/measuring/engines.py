@@ -37,6 +37,22 @@ class Small(nn.Module):
         return x.square().mean()
 
 
+class Products(nn.Module):
+    """As many kinds of products as a transformer has, of a few bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [(32, 96), (96, 32), (32, 128), (128, 32)]
+        self.blocks = nn.ModuleList(nn.Sequential(*(nn.Linear(*one) for one in widths)) for _ in range(2))
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, x: Tensor) -> Tensor:  # (rows, tokens, 32)
+        for block in self.blocks:
+            x = block(x)
+        loss: Tensor = self.head(x).float().square().mean()
+        return loss
+
+
 def host_curves(measured: Measured, world: World) -> dict[str, Curve]:
     """Constants by name: "shared_memory unit 3" of a unit at stage 3, "shared_memory step 3" of a step.
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 from ...comm import Arrangement
-from ...pipe.schedules.registry import find_kind
 from ...zero.plan import GroupPlan
 from ...zero.policy import ZeroPolicy
 from ..axes import REPLICA, SECONDARY, SEQUENCE, SHARD, TENSOR
@@ -15,7 +14,8 @@ from ..footprint import Footprint, Moment
 from .choice import Choice, num_chunks
 from .estimate import Work, kept_limit
 from .machine import Machine
-from .profile import Profile
+from .pipeline_bounds import LeastBlock, least_held
+from .profile import Profile, Stretch
 from .search import Bound
 
 _Sizes = tuple[int, int, int, int, int]  # of the axes within a place of the pipeline
@@ -34,7 +34,7 @@ class Bounds:
         first: Blueprint,
         profile: Callable[[int, int], Profile],
         blocks: Sequence[str],
-        beside: Callable[[bool], Sequence[tuple[int, str, bool]]],
+        beside: Callable[[bool], Sequence[tuple[int, str, Stretch]]],
     ) -> None:
         """profile: of so many rows and `every`, no part of which is more than that of a run. blocks: names.
 
@@ -58,6 +58,8 @@ class Bounds:
         slots = [max(_bytes([one], lambda one: one.reduce_dtype.itemsize) for one in of_unit) for of_unit in in_blocks]
         self._least_slot = min(slots, default=0)
         least = min((_bytes(of_unit, lambda one: 1) for of_unit in in_blocks), default=0)
+        # Then a pipeline's backward keeps its gradients: see `_Place`.
+        self._adds_up_apart = all(any(one.accumulation_dtype != one.dtype for one in of_unit) for of_unit in in_blocks)
         self._share_of_blocks = least * len(blocks) / _bytes(groups, lambda one: 1)
         self._microbatch, self._beside = cache(self._of_microbatch), cache(beside)
         self._block, self._seconds_per_byte = cache(self._least_block), cache(self._per_byte)
@@ -73,59 +75,68 @@ class Bounds:
         parameters = partition * same if policy.frees_parameters else 1
         is_offloaded = choice.offload_activations != "none"
         frees = policy.frees_parameters and parameters > 1
-        compute, peak = self._microbatch(choice.rows, choice.every, frees, is_offloaded)
-        compute *= choice.accumulation / choice.pipeline
-        if choice.pipeline > 1:
-            filled, peak = self._pipelined(choice)
-            compute = max(compute, filled)
         sizes = (data // groups, groups // partition, partition, choice.sequence, choice.tensor)
-        wire = 0.0 if machine.device == "cpu" else self._wire(choice, policy, sizes)
-        seconds = max(compute, wire) + self._update(choice, states)
-        nbytes = self._resting(choice, states, parameters)
-        held = states if policy.reduces_every_backward or choice.accumulation == 1 else 1  # full until the last one
-        gradients = 0.0 if choice.offload_optimizer != "none" else self._summed / held / choice.pipeline
+        is_sharded_at_once = policy.reduces_every_backward or choice.accumulation == 1
+        held = states if is_sharded_at_once else 1  # full until the last one
+        leaves = choice.offload_optimizer != "none" and (is_sharded_at_once or machine.device == "cpu")
+        gradients = 0.0 if leaves else self._summed / held / choice.pipeline
         if machine.device == "cpu":
             gradients /= data * same
-        if choice.pipeline > 1 and policy.frees_parameters and parameters > 1 and machine.device == "cuda":
-            nbytes += self._parameters / choice.pipeline * (1 - (choice.offload_param == "none") / parameters)
-        if choice.pipeline > 1 and machine.device == "cuda" and data * same > 1:
-            peak += 2 * self._least_slot
-        # The rank that holds the most activations has the least of anything else that a rank can have.
-        even = self._even_share(choice) if choice.pipeline > 1 else 1.0
-        nbytes = max(nbytes + gradients, nbytes * even + peak)
+        nbytes = self._resting(choice, states, parameters)
+        away = 0.0
+        if choice.pipeline == 1:
+            compute, exchanging, peak, away = self._microbatch(choice.rows, choice.every, frees, is_offloaded)
+            exposed = choice.accumulation * max(0.0, 2 * away / machine.link - (compute - exchanging))
+            wire = 0.0 if machine.device == "cpu" else self._wire(choice, policy, sizes)
+            seconds = max(compute * choice.accumulation, wire) + exposed
+            nbytes = max(nbytes + gradients, nbytes + peak)
+        else:
+            keeps = self._adds_up_apart or (policy.reduces_every_backward and data * same > 1)
+            block = self._block(choice.rows, choice.every)
+            seconds, peak = block.seconds(choice), block.nbytes(choice, keeps)
+            if machine.device == "cuda":
+                seconds += self._exposed(choice, policy, sizes)
+                if frees:
+                    nbytes += self._parameters / choice.pipeline * (1 - (choice.offload_param == "none") / parameters)
+                peak += 2 * self._least_slot * (data * same > 1)
+            # The rank that holds the most activations has the least of anything else that a rank can have.
+            meanwhile = nbytes + gradients * least_held(choice)[1]
+            nbytes = max(nbytes + gradients, meanwhile * self._even_share(choice) + peak)
+        seconds += self._update(choice, states)
         samples = choice.rows * choice.accumulation * data
-        return Bound(seconds * _ROUNDED / samples, nbytes * _ROUNDED, nbytes * _ROUNDED <= machine.usable_bytes)
+        fits = nbytes * _ROUNDED <= machine.usable_bytes
+        if machine.device == "cuda":
+            away = away if choice.offload_activations == "cpu" else 0.0
+            on_host = away + self._resting_on_host(choice, states, parameters)
+            fits = fits and on_host * _ROUNDED <= machine.host_bytes / machine.devices_per_host
+        return Bound(seconds * _ROUNDED / samples, nbytes * _ROUNDED, fits)
 
     def _even_share(self, choice: Choice) -> float:
         """Of a rank's part of the model, what every rank has: as few blocks as any."""
         num_stages = choice.pipeline * num_chunks(choice)
         return self._share_of_blocks * (len(self._blocks) // num_stages) * num_stages / len(self._blocks)
 
-    def _pipelined(self, choice: Choice) -> tuple[float, float]:
-        """(seconds until a last rank is done, bytes of activations), where each stage has as few blocks as any.
-
-        The last rank waits for the first microbatch, and others for the last one where a backward is in one piece.
-        """
-        forward, backward, kept = self._block(choice.rows, choice.every)
-        kind, chunks = find_kind(choice.schedule), num_chunks(choice)
-        blocks = len(self._blocks) // (choice.pipeline * chunks)
-        seconds = choice.accumulation * chunks * blocks * (forward + backward)
-        seconds += (choice.pipeline - 1) * blocks * (forward + (0.0 if kind.splits_backward else backward))
-        fullest = -(-len(self._blocks) // (choice.pipeline * chunks))
-        seconds = max(seconds, choice.accumulation * fullest * (forward + backward))
-        # Of every schedule a rank holds as much as with 1F1B, or more: see test_plan_search.py.
-        return seconds, kept * blocks * chunks * min(choice.accumulation, choice.pipeline)
-
-    def _least_block(self, rows: int, every: int) -> tuple[float, float, float]:
-        """(seconds of the forward, of the backward, bytes kept) of the block that takes the least."""
+    def _least_block(self, rows: int, every: int) -> LeastBlock:
         profile = self._profile(rows, every)
-        work, names = Work(profile, self._machine, self._route), self._blocks
-        kept = min(profile.part(name).kept_bytes for name in names)
-        return min(map(work.forward, names)), min(map(work.backward, names)), kept
+        return LeastBlock.of(profile, Work(profile, self._machine, self._route), self._blocks)
+
+    def _exposed(self, choice: Choice, policy: ZeroPolicy, sizes: _Sizes) -> float:
+        """Seconds that a pipeline waits for collectives, of a rank with as much as the mean of all."""
+        if choice.expert > 1:  # experts are gathered by fewer ranks
+            return 0.0
+        of_states = (SECONDARY, SHARD, SEQUENCE)
+        total = 0.0
+        if policy.shards_states:
+            total += self._reduced * self._seconds_per_byte(sizes, of_states) / num_chunks(choice)
+            if not policy.frees_parameters:
+                total += self._refreshed * self._seconds_per_byte(sizes, of_states)
+        if policy.frees_parameters:
+            total += self._parameters * self._seconds_per_byte(sizes, (SHARD, SEQUENCE)) / num_chunks(choice)
+        return total / choice.pipeline
 
     def _wire(self, choice: Choice, policy: ZeroPolicy, sizes: _Sizes) -> float:
-        """Seconds of all collectives, one after the other."""
-        if choice.pipeline > 1 or choice.expert > 1:  # experts are gathered by fewer ranks
+        """Seconds of all collectives, one after the other, without a pipeline."""
+        if choice.expert > 1:  # experts are gathered by fewer ranks
             return 0.0
         total = 0.0
         if policy.frees_parameters:
@@ -155,6 +166,12 @@ class Bounds:
         ratio = self._config.zero_optimization.offload_optimizer.ratio if choice.offload_optimizer != "none" else 0.0
         return (nbytes + self._states / states * (1 - ratio if ratio in (0.0, 1.0) else 0.0)) / choice.pipeline
 
+    def _resting_on_host(self, choice: Choice, states: int, parameters: int) -> float:
+        """Bytes of parameters and states in the host's memory, where that is another one."""
+        nbytes = self._parameters / parameters if choice.offload_param == "cpu" else 0.0
+        is_whole = choice.offload_optimizer == "cpu" and self._config.zero_optimization.offload_optimizer.ratio == 1
+        return (nbytes + self._states / states * is_whole) / choice.pipeline
+
     def _per_byte(self, sizes: _Sizes, names: Sequence[str]) -> float:
         """Seconds of a collective over these axes, for each byte, without latency."""
         axes = (REPLICA, SECONDARY, SHARD, SEQUENCE, TENSOR)
@@ -162,20 +179,24 @@ class Bounds:
         size, on_host = arrangement.size(names), self._machine.ranks_on_host(arrangement, names)
         return max(0.0, self._machine.collective(2.0, size, on_host) - self._machine.collective(1.0, size, on_host))
 
-    def _of_microbatch(self, rows: int, every: int, frees_parameters: bool, is_offloaded: bool) -> tuple[float, float]:
-        """(seconds of computing, the most bytes at a moment, without what rests)."""
+    def _of_microbatch(
+        self, rows: int, every: int, frees_parameters: bool, is_offloaded: bool
+    ) -> tuple[float, float, float, float]:
+        """(seconds of computing, of them exchanging, the most bytes at a moment without what rests, offloaded)."""
         profile = self._profile(rows, every)
         work = Work(profile, self._machine, self._route)
         seconds = sum(work.forward(name) + work.backward(name) for name in profile.names)
+        exchanging = sum(map(work.exchanging, profile.names))
+        kept, limit = sum(part.kept_bytes for part in profile.parts.values()), kept_limit(profile, self._config)
+        away = max(0.0, kept - limit) if is_offloaded else 0.0
         if self._machine.device == "cpu":  # gradients of large weights are no tensors of their own
-            return seconds, 0.0 if is_offloaded else sum(part.kept_bytes for part in profile.parts.values())
-        bases, most, limit = profile.base_bytes(), 0, kept_limit(profile, self._config)
-        for gathered, name, is_backward in self._beside(frees_parameters):
+            return seconds, exchanging, 0.0 if is_offloaded else kept, away
+        bases, most = profile.base_bytes(), 0
+        for gathered, name, stretch in self._beside(frees_parameters):
             part = profile.part(name)
-            held = part.backward_peak_bytes if is_backward else part.forward_peak_bytes
             base = bases.get(name, 0)
-            most = max(most, gathered + (min(base, limit) if is_offloaded else base) + held)
-        return seconds, most
+            most = max(most, gathered + (min(base, limit) if is_offloaded else base) + part.peak_bytes(stretch))
+        return seconds, exchanging, most, away
 
 
 def _bytes(groups: Iterable[GroupPlan], itemsize: Callable[[GroupPlan], int]) -> int:

@@ -18,7 +18,7 @@ from ..step_update import Timing
 from .exchange import Calls, Exchange
 from .gradients import gradient_seconds, host_seconds
 from .machine import Machine
-from .profile import Part, Profile
+from .profile import Part, Profile, Stretch
 from .step_order import StepOrder
 from .timeline import Timeline
 
@@ -135,15 +135,14 @@ class Activations:
     def _limit(self) -> int:
         return kept_limit(self.profile, self.config)
 
-    def at(self, name: str, is_backward: bool) -> int:
+    def at(self, name: str, stretch: Stretch) -> int:
         """While a part computes."""
         part = self.profile.part(name)
         base = self.bases.get(name, 0)
         base = min(base, self._limit) if self.is_offloaded else base
         base += self.profile.cast_bytes
-        if not is_backward:
-            return base + part.forward_peak_bytes
-        return base + part.backward_peak_bytes + self._waiting[name] * self._rest_waits
+        waiting = 0 if stretch is Stretch.FORWARD else self._waiting[name] * self._rest_waits
+        return base + part.peak_bytes(stretch) + waiting
 
     @property
     def offloaded_bytes(self) -> int:
@@ -171,17 +170,25 @@ def writes_gradients(blueprint: Blueprint) -> bool:
 class StepParts:
     """What of a step without a pipeline does not depend on what a microbatch computes: made once for many profiles."""
 
-    def __init__(self, blueprint: Blueprint, machine: Machine, place: int = -1) -> None:
-        """blueprint: of any number of microbatches, of one or of several as it will be. place: of `places`."""
+    def __init__(self, blueprint: Blueprint, machine: Machine, place: int = -1, like: StepParts | None = None) -> None:
+        """blueprint: of any number of microbatches, of one or of several as it will be. place: of `places`.
+
+        like: of a blueprint that differs in where states rest alone: its order of collectives is the same.
+        """
         self.blueprint, self.machine = blueprint, machine
         self.place = place % len(blueprint.places)
         footprint = Footprint(blueprint, blueprint.first_rank_of(self.place))
         self.rests = Resting.of(blueprint, footprint, self.place)
         exchange = Exchange(blueprint, machine)
-        bytes_of = footprint.gathered if footprint.frees_memory else None
-        self.order = StepOrder(blueprint, exchange, bytes_of, True, self.place)
         accumulates = (blueprint.config.gradient_accumulation_steps or 1) > 1
-        self._inner = StepOrder(blueprint, exchange, bytes_of, False, self.place) if accumulates else None
+        self.order: StepOrder
+        self._inner: StepOrder | None
+        if like is not None:
+            self.order, self._inner = like.order, like._inner
+        else:
+            bytes_of = footprint.gathered if footprint.frees_memory else None
+            self.order = StepOrder(blueprint, exchange, bytes_of, True, self.place)
+            self._inner = StepOrder(blueprint, exchange, bytes_of, False, self.place) if accumulates else None
         self._refreshes = [exchange.refresh(group) for group in blueprint.places[self.place].updated]
         self._update = update_seconds(blueprint, machine, self.place)
         self.is_direct = writes_gradients(blueprint)
@@ -234,8 +241,8 @@ class StepParts:
         slots = activations.profile.slot_bytes
         rests, peak = self.rests, self.rests.after_backward + slots
         most = {"gathered_bytes": 0, "activation_bytes": 0, "buffer_bytes": 0}
-        for beside, gathered, staged, name, is_backward in self._moments:
-            held = activations.at(name, is_backward)
+        for beside, gathered, staged, name, stretch in self._moments:
+            held = activations.at(name, stretch)
             peak = max(peak, rests.bytes + beside + held + slots)
             for kind, nbytes in zip(most, (gathered, held, staged), strict=True):
                 most[kind] = max(most[kind], nbytes)
@@ -245,16 +252,19 @@ class StepParts:
         return {**rests.kinds, **most, "loss_bytes": loss}, peak
 
     @cached_property
-    def _moments(self) -> list[tuple[int, int, int, str, bool]]:
-        """(bytes beside those at rest, of them gathered, of them staged, part, whether in its backward)."""
+    def _moments(self) -> list[tuple[int, int, int, str, Stretch]]:
+        """(bytes beside those at rest, of them gathered, of them staged, part, what of it)."""
         found = []
         accumulates = self._inner is not None
         runs = [(self.order, not accumulates)] + ([(self._inner, True), (self._inner, False)] if self._inner else [])
         for step, is_first in runs:
+            gradients, before, after = self.rests.gradients(is_first, step.is_last)
+            arrived: frozenset[str] = frozenset()
             for one in step.moments:
-                gradients = self.rests.gradients(one.arrived, is_first, step.is_last)
+                gradients += sum(after[name] - before[name] for name in one.arrived - arrived)
+                arrived = one.arrived
                 beside = gradients + one.gathered_bytes + one.staged_bytes
-                found.append((beside, one.gathered_bytes, one.staged_bytes, one.part, one.is_backward))
+                found.append((beside, one.gathered_bytes, one.staged_bytes, one.part, one.stretch))
         return found
 
 
@@ -318,7 +328,12 @@ class Resting:
         reduced = footprint.at(Moment.REDUCED, gathers=False)
         moments = (Moment.BETWEEN_STEPS, Moment.ACCUMULATING, Moment.REDUCED)
         by_group = {
-            group.name: tuple(footprint.gradient(group, moment) for moment in moments) for group in plan.trained
+            group.name: tuple(
+                # Where gradients are added up in the shard, it is there from the start of a step.
+                footprint.gradient(group, Moment.REDUCED if footprint.adds_in_place(group) else moment)
+                for moment in moments
+            )
+            for group in plan.trained
         }
         accumulates = (blueprint.config.gradient_accumulation_steps or 1) > 1
         columns = list(zip(*by_group.values(), strict=True))
@@ -335,14 +350,17 @@ class Resting:
             "buffer_bytes": buffers,
         }
         rests = reduced.parameters + optimizer + reduced.staging
-        after = rests + reduced.gradients + (passing if is_here else 0)
-        host = reduced.host + (0 if is_here else passing)
+        direction, on_host = footprint.directions()
+        after = rests + reduced.gradients + (passing if is_here else 0) + direction
+        host = reduced.host + (0 if is_here else passing) + on_host
         return cls(footprint, blueprint, tuple(plan.trained), kinds, rests, after, host, reduced.file, by_group)
 
-    def gradients(self, arrived: frozenset[str], is_first: bool, is_last: bool) -> int:
-        """arrived: the groups of which a microbatch has made them, the first or last of a step or neither."""
+    def gradients(self, is_first: bool, is_last: bool) -> tuple[int, Mapping[str, int], Mapping[str, int]]:
+        """In a microbatch, the first or last of a step or neither: (all where it begins, each before and after it)."""
         before, after = 0 if is_first else 1, 2 if is_last else 1
-        return sum(sizes[after if name in arrived else before] for name, sizes in self.by_group.items())
+        of_groups = {name: (sizes[before], sizes[after]) for name, sizes in self.by_group.items()}
+        first, last = ({name: sizes[place] for name, sizes in of_groups.items()} for place in (0, 1))
+        return sum(first.values()), first, last
 
     def elsewhere(self, activations: Activations) -> tuple[int, int]:
         """(host, nvme) bytes, with activations that are offloaded."""

@@ -16,7 +16,7 @@ from .meta_run import MetaRun
 from .profile import Profile
 from .splits import Splits
 
-_SHORT = 3  # layers that are run: a first, a last, and one for all between
+_SHORT = 2  # layers that are run: a last, and one for all before it
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,8 @@ class ShortRuns:
             return short
         parts = {}
         for name, part in short.parts.items():
-            if name == own[1]:
-                parts.update(dict.fromkeys(self._names[1:-1], part))
+            if name == own[0]:
+                parts.update(dict.fromkeys(self._names[:-1], part))
             else:
                 parts[self._names[-1] if name == own[-1] else name] = part
         return replace(short, parts=parts)

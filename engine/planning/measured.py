@@ -5,15 +5,15 @@ JSON. `lowtide env --measure` writes it, `lowtide plan --machine` and "auto" rea
 
     {"format": 1,
      "processor": "AMD EPYC", "cores": 2, "torch": "2.13.0", "lowtide": "0.1.0", "date": "2026-11-22",
-     "process_bytes": {"alone": 168000000, "alone, recomputing": ..., "several": ..., "several, recomputing": ...},
+     "process_bytes": {"alone": 168000000, "alone, recomputing": ..., "alone, bf16": ..., "several": ..., ...},
      "ranks": {"2": {"threads": 1, "seconds": {"float32 mm": [[524288, 1.9e-05], ...], ...}}, ...},
      "factors": {"cpu, 2 ranks a host": {"computing": 1.1, "moving": 1.3}, "NVIDIA H100 80GB HBM3": ...}}
 
 `factors` is what `lowtide tune` adds, by device: by how much longer than planned real steps took to compute, and to
 move bytes. What was measured of processors anew has none yet.
 
-`process_bytes` is what a rank takes beside its tensors, alone or one of several, and with blocks that are computed
-again; {} where the system does not say. `seconds` has curves by name, [size, seconds] each, sizes ascending:
+`process_bytes` is what a rank takes beside its tensors, alone or one of several, with blocks that are computed
+again, in bf16; {} where the system does not say. `seconds` has curves by name, [size, seconds] each, sizes ascending:
 
 | name                                | size                                                                       |
 |-------------------------------------|----------------------------------------------------------------------------|

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -40,7 +40,7 @@ from ..batch import call, loss_of
 from .profile import Part, Profile
 from .splits import SplitModel, Splits
 from .step_order import END, START
-from .tracker import Done, Tracker, tensors_of
+from .tracker import Done, Results, Tracker, tensors_of
 
 NO_TILES, NO_SPLITS = Tiles(), Splits()
 _aten = torch.ops.aten
@@ -66,6 +66,7 @@ class MetaRun:
     ) -> None:
         """Raises ValueError where layers cannot be split so."""
         self._model = _meta_copy(model, dtypes)
+        self._results = Results()
         self._splits, self._shrunk = splits, splits.shrink(self._model)
         self._units = [(unit.name, self._model.get_submodule(unit.name)) for unit in units if not unit.is_rest]
         self._of_units = {id(param) for _, module in self._units for param in module.parameters()}
@@ -81,9 +82,11 @@ class MetaRun:
         Raises ValueError where the model does not run without values.
         """
         ledger = Ledger()
-        places = _Places(self._model.parameters())
-        tracker = Tracker([*self._model.parameters(), *self._model.buffers(), *places.memory.values()])
-        marks = _Marks(tracker)
+        tracker = Tracker([*self._model.parameters(), *self._model.buffers()], self._results)
+        marks = _Marks(tracker, self._of_units)
+        places = _Places(self._model.parameters(), marks)
+        for memory in places.memory.values():
+            tracker.leave_out(memory)
         tiled = frozenset(id(one) for _, one in self._tiles.apply(self._model, ledger, lambda text: None).modules)
         try:
             split = SplitModel(self._splits, self._shrunk, self._model, self._device, tiled, tracker, ledger)
@@ -151,33 +154,38 @@ class MetaRun:
                 ledger.hook(module.register_forward_hook(marks.see_linear))
         for param in self._model.parameters():
             if param.requires_grad:
-                let_go = partial(_let_go, marks, id(param) not in self._of_units)
+                let_go = partial(_let_go, marks)
                 ledger.hook(param.register_post_accumulate_grad_hook(let_go))  # type: ignore[no-untyped-call]
 
 
-def _let_go(marks: _Marks, is_rest: bool, param: Tensor) -> None:
+def _let_go(marks: _Marks, param: Tensor) -> None:
     param.grad = None
-    marks.add_gradient(param.nbytes, is_rest)
+    marks.begin_gradient(param)
+    marks.add_gradient(param)
 
 
 class _Places:
     """Gradients of large weights are written where they are staged: that counts elsewhere."""
 
-    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+    def __init__(self, params: Iterable[nn.Parameter], marks: _Marks) -> None:
+        self._marks = marks
         self.memory = {id(param): torch.empty_like(param, requires_grad=False) for param in params}
 
     def place_for_gradient(self, param: nn.Parameter) -> Tensor:
+        self._marks.begin_gradient(param)
         return self.memory[id(param)]
 
 
 class _Marks:
     """Cuts what a tracker counts into parts: at the entry of each unit, and behind the last block."""
 
-    def __init__(self, tracker: Tracker) -> None:
-        self._tracker = tracker
+    def __init__(self, tracker: Tracker, of_units: Set[int]) -> None:
+        """of_units: identities of the units' parameters."""
+        self._tracker, self._of_units = tracker, of_units
         self._names: list[str] = []
         self._forward: dict[str, tuple[int, int, int, Done]] = {}  # live before, after, peak
-        self._backward: dict[str, tuple[int, int, Done]] = {}  # peak, and while gradients are held
+        self._backward: dict[str, tuple[int, int, int, int, Done]] = {}  # two peaks, while it holds, live
+        self._starts: dict[str, int] = {}  # peaks until the first gradient
         self._outputs: dict[str, int] = {}
         self._gradients: dict[str, int] = {}
         self._rest: dict[str, int] = {}
@@ -224,12 +232,21 @@ class _Marks:
     def end(self) -> None:
         self._close_backward()
 
-    def add_gradient(self, nbytes: int, is_rest: bool) -> None:
+    def begin_gradient(self, param: Tensor) -> None:
+        """Memory for gradients is taken: with a unit's first one, for all of the unit; the rest's waits for START.
+
+        What is there just now counts as before: that memory is filled as gradients come, and those make room.
+        """
+        is_own = id(param) in self._of_units or self._now == START
+        if self._now is not None and self._now not in self._starts and is_own:
+            self._starts[self._now] = self._tracker.begin_peak()
+
+    def add_gradient(self, param: Tensor) -> None:
         """A gradient is there, and was let go."""
         if self._now is not None:
-            self._tracker.held += nbytes
-            self._gradients[self._now] = self._gradients.get(self._now, 0) + nbytes
-            self._rest[self._now] = self._rest.get(self._now, 0) + nbytes * is_rest
+            self._tracker.held += param.nbytes
+            self._gradients[self._now] = self._gradients.get(self._now, 0) + param.nbytes
+            self._rest[self._now] = self._rest.get(self._now, 0) + param.nbytes * (id(param) not in self._of_units)
 
     def see_linear(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._now is None or torch._C._current_graph_task_id() >= 0:
@@ -246,11 +263,14 @@ class _Marks:
         found = {}
         for name in sorted(self._names, key=lambda one: (one != START, one == END)):
             before, after, peak, forward = self._forward[name]
-            back_peak, holding_peak, backward = self._backward.get(name, (before, before, Done()))
+            nothing = (before, before, before, before, Done())
+            start, rest, holding_peak, end, backward = self._backward.get(name, nothing)
             found[name] = Part(
                 kept_bytes=after - before,
                 forward_peak_bytes=peak - before,
-                backward_peak_bytes=max(back_peak - before, 0),
+                backward_start_bytes=max(start - before, 0),
+                backward_rest_bytes=max(rest - before, 0),
+                backward_end_bytes=max(end - before, 0),
                 output_bytes=self._outputs.get(name, 0),
                 rest_gradient_bytes=self._rest.get(name, 0),
                 gradient_bytes=self._gradients.get(name, 0),
@@ -292,7 +312,9 @@ class _Marks:
 
     def _close_backward(self) -> None:
         if self._now is not None:
-            self._backward[self._now] = (self._tracker.peak, self._tracker.holding_peak, self._tracker.done)
+            tracker = self._tracker
+            start, rest = self._starts.get(self._now, tracker.peak), max(tracker.peak, tracker.live)
+            self._backward[self._now] = (start, rest, tracker.holding_peak, tracker.live, tracker.done)
         self._now = None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,9 +14,11 @@ from ...pipe.schedules.passes import merge_backward
 from ...pipe.schedules.recurrence import Outcome, Recurrence
 from ...pipe.schedules.schedule import Schedule
 from ...pipe.split.split import SplitPlan
+from ...zero.plan import GroupPlan
 from ..blueprint import Blueprint
 from ..config.config import Config
 from ..footprint import Footprint
+from ..pipeline_plan import PipelinePlan
 from .estimate import Estimate, Resting, Work, update_seconds
 from .exchange import Calls, Exchange
 from .gradients import gradient_seconds, host_seconds
@@ -34,7 +36,10 @@ def simulated_microbatches(num_ranks: int, num_microbatches: int) -> int:
 def recurrence_of(schedule: Schedule) -> Recurrence:
     """As its ranks run it: halves of backwards that need not be apart are one."""
     if schedule.has_any(Op.I):
-        schedule = merge_backward(schedule, Costs.uniform(schedule.num_stages))
+        costs = Costs.uniform(schedule.num_stages)
+        starts = Recurrence(schedule).starts(costs)
+        actions = [action for row in schedule.actions for action in row]
+        schedule = merge_backward(schedule, costs, dict(zip(actions, starts, strict=True)))
     return Recurrence(schedule)
 
 
@@ -60,6 +65,17 @@ class Stages:
                 stage = len(found) - 1
             found[stage].append((name, part))
         return tuple(map(tuple, found))
+
+    @cached_property
+    def exchanged(self) -> tuple[Mapping[str, int], ...]:
+        """By stage, bytes that a rank sends in a microbatch to those that share its layers or sequences, by link."""
+        calls = Calls.of(self.profile, self.work.machine, self.work.route)
+        different = {id(part): part for part in self.profile.parts.values()}
+        known = {key: calls.sent(part.exchanges) for key, part in different.items()}
+        return tuple(
+            {link: sum(known[id(part)][link] for _, part in parts) for link in ("intra", "inter")}
+            for parts in self.parts
+        )
 
     def costs(self, send_seconds: float) -> Costs:
         """Seconds and bytes. A backward in two halves computes half of it in each."""
@@ -163,25 +179,22 @@ class PipelineParts:
         """blueprint: of any number of microbatches that the schedule takes."""
         assert blueprint.pipeline is not None
         self.split = blueprint.pipeline.split
-        # Places whose groups have equal sizes are equal: a first and a last one, and few between.
-        alike: dict[Hashable, _Place] = {}
-        self._places = []
-        self._stage_places = [*map(blueprint.stage_place_of, range(len(blueprint.places)))]
+        # Those that share one plan are looked at once: a first and a last place, and few between.
+        known: dict[int, _Place] = {}
+        self._places: list[tuple[int, _Place]] = []  # with the place in the pipeline
         for place, plan in enumerate(blueprint.places):
-            sizes = tuple(
-                (one.layout.numel, one.layout.padded_numel, one.dtype, one.role, one.domain) for one in plan.groups
-            )
-            key = (sizes, len(blueprint.pipeline.at(blueprint.stage_place_of(place)).stages))
-            if key not in alike:
-                alike[key] = _Place(blueprint, machine, place)
-            self._places.append(alike[key])
+            if id(plan) not in known:
+                known[id(plan)] = _Place(blueprint, machine, place)
+            one = (blueprint.stage_place_of(place), known[id(plan)])
+            if [one] != self._places[-1:]:
+                self._places.append(one)
+        self._kinds = list(known.values())
 
     def estimate(self, config: Config, stages: Stages, run: Run) -> Estimate:
         """config: with as many microbatches as there are. The fullest place gives the bytes, the slowest the time."""
         profile, samples = stages.profile, config.train_batch_size or 0
-        memory = self.memory(stages, run)
-        kinds, peak = max(memory, key=lambda found: found[1])
-        slowest = max(self._places, key=lambda place: sum(place.seconds.values()))
+        kinds, peak = max(self.memory(stages, run), key=lambda found: found[1])
+        slowest = max(self._kinds, key=lambda place: sum(place.seconds.values()))
         exchanging = run.exchanging(stages)
         seconds = {
             "compute": run.work_seconds - exchanging,
@@ -193,8 +206,8 @@ class PipelineParts:
         return Estimate(
             bytes=kinds,
             peak_bytes=peak,
-            host_bytes=max(place.rests.host_bytes for place in self._places),
-            nvme_bytes=max(place.rests.file_bytes for place in self._places),
+            host_bytes=max(place.rests.host_bytes for place in self._kinds),
+            nvme_bytes=max(place.rests.file_bytes for place in self._kinds),
             sent=max(self.sent(stages, run), key=lambda one: sum(one.values())),
             step_seconds=sum(seconds.values()),
             seconds=seconds,
@@ -203,15 +216,12 @@ class PipelineParts:
         )
 
     def sent(self, stages: Stages, run: Run) -> list[dict[str, int]]:
-        """By place: bytes that a rank sends in a step, by link."""
-        places = zip(self._stage_places, self._places, strict=True)
-        return [place.all_sent(stages, run, number) for number, place in places]
+        """By place that differs from the one before it: bytes that a rank sends in a step, by link."""
+        return [place.all_sent(stages, run, number) for number, place in self._places]
 
     def memory(self, stages: Stages, run: Run) -> list[tuple[Mapping[str, int], int]]:
-        """By place: the most of each kind, and the most at a moment."""
-        return [
-            place.memory(stages, run, number) for number, place in zip(self._stage_places, self._places, strict=True)
-        ]
+        """By place that differs from the one before it: the most of each kind, and the most at a moment."""
+        return [place.memory(stages, run, number) for number, place in self._places]
 
 
 def memory_by_place(blueprint: Blueprint, machine: Machine, profile: Profile) -> list[tuple[Mapping[str, int], int]]:
@@ -246,7 +256,7 @@ class _Place:
             "update": update_seconds(blueprint, machine, place),
             "refresh exposed": sum(one.seconds for one in refreshes),
         }
-        self._split = blueprint.pipeline.split
+        self._members = _members(blueprint.pipeline.at(blueprint.stage_place_of(place)), plan.trained)
         flat = any(group.accumulation_dtype != group.dtype for group in plan.trained)
         self._takes_each = blueprint.policy.reduces_every_backward or flat
         self._adds_in_place = all(footprint.adds_in_place(group) for group in plan.trained)
@@ -290,7 +300,7 @@ class _Place:
         own, at = list(run.recurrence.stages[place]), run.recurrence.computing[place]
         whole, put_off = (np.array(sizes)[own] for sizes in (stages.kept_bytes, stages.put_off_bytes))
         held = at.held @ whole + (at.kept - at.held) @ put_off
-        before, after = np.array(self._gradients_of(own)).T
+        before, after = np.array(self._gradients).T
         gradients = before.sum() + at.begun @ (after - before)
         # What is added to gradients that are there goes at once, unless each backward gives its own away.
         plain, holding = (np.array([stages.working_bytes(stage, holds) for stage in own]) for holds in (False, True))
@@ -309,26 +319,31 @@ class _Place:
         messages = sum(stages.output_bytes(stage) for stage in _ends(run, place)) + sum(sizes)
         return messages + run.num_microbatches * stages.profile.cast_bytes
 
-    def _gradients_of(self, stages: Sequence[int]) -> list[tuple[int, int]]:
+    @cached_property
+    def _gradients(self) -> list[tuple[int, int]]:
         """By stage of this place, gradients before its first backward has ended, and from then on."""
-        split, found = self._split, dict.fromkeys(stages, (0, 0))
-        for group in self.rests.trained:
-            names = {name for name, _ in group.params}
-            stage = next((stage for stage in stages if names & set(split.parameters[stage])), stages[0])
-            sizes = self.rests.by_group[group.name]
-            found[stage] = (found[stage][0] + sizes[0], found[stage][1] + sizes[1])
-        return [found[stage] for stage in stages]
+        sizes = [[self.rests.by_group[group.name] for group in groups] for groups in self._members]
+        return [(sum(one[0] for one in own), sum(one[1] for one in own)) for own in sizes]
 
     def all_sent(self, stages: Stages, run: Run, place: int) -> dict[str, int]:
         """By link, with outputs of stages, their gradients, and sums of tied weights."""
         messages = run.num_microbatches * sum(map(stages.output_bytes, _ends(run, place)))
         earlier = run.num_microbatches - 1
         sent = {link: nbytes + earlier * self._sent_again[link] for link, nbytes in self._sent.items()}
-        own = [part for stage in run.recurrence.stages[place] for _, part in stages.parts[stage]]
-        calls = Calls.of(stages.profile, self._machine, self._blueprint.route)
-        for link, nbytes in calls.sent([call for part in own for call in part.exchanges]).items():
-            sent[link] += run.num_microbatches * nbytes
+        for stage in run.recurrence.stages[place]:
+            for link, nbytes in stages.exchanged[stage].items():
+                sent[link] += run.num_microbatches * nbytes
         return {**sent, "pipe": messages + self._tied_bytes}
+
+
+def _members(pipeline: PipelinePlan, groups: Sequence[GroupPlan]) -> list[list[GroupPlan]]:
+    """By stage of a place; what no stage of it has alone goes to the first."""
+    stages = [set(pipeline.split.parameters[stage]) for stage in pipeline.stages]
+    found: list[list[GroupPlan]] = [[] for _ in stages]
+    for group in groups:
+        names = {name for name, _ in group.params}
+        found[next((place for place, of_stage in enumerate(stages) if names & of_stage), 0)].append(group)
+    return found
 
 
 def _ends(run: Run, place: int) -> list[int]:

@@ -24,6 +24,7 @@ from .meta_run import MetaRun
 from .planner import Planner, Runs
 from .search import Found, Result, search
 from .splits import Splits
+from .uncollected import uncollected
 
 _SEQUENCE = 2048  # of a model of tokens that does not say how long it reads
 
@@ -135,6 +136,7 @@ def machine_for(world_size: int, device_memory: float | None, hosts: int | None,
     return replace(machine or Machine(), **changes)
 
 
+@uncollected()
 def plan_with(
     model: nn.Module,
     config: Config,

@@ -14,7 +14,7 @@ from ...parallel.plan import TensorPlan
 from ...pipe.schedules.recurrence import Recurrence
 from ...pipe.schedules.registry import make_schedule
 from ...pipe.split.split import SplitPlan
-from ...zero.units import UnitPlan
+from ..alike_places import AlikePlaces
 from ..blueprint import Blueprint
 from ..config.config import Config
 from ..pipeline_plan import PipelinePlan, split_of
@@ -23,7 +23,7 @@ from .choice import Choice, divisors, num_chunks, without_defaults
 from .estimate import Estimate, StepParts, Work
 from .machine import Machine
 from .pipelined import PipelineParts, Run, Stages, recurrence_of, send_seconds, simulated_microbatches
-from .profile import Profile
+from .profile import Profile, Stretch
 from .search import Bound, Found
 
 Made = TypeVar("Made")
@@ -62,22 +62,25 @@ class Planner:
         self._base = {**base, **self._assumed}
         self._splits: dict[int, SplitPlan] = {}
         self._stage_plans: dict[tuple[Any, ...], PipelinePlan] = {}
-        self._make_runs = make_runs
+        self._make_runs, self._alike = make_runs, AlikePlaces()
         self._tensor_plans: dict[int, TensorPlan] = {}
         self._runs: dict[Choice, Runs] = {}
         self._profiles: dict[tuple[Choice, int, int, bool], Profile] = {}
         self._faults: dict[Choice, str | None] = {}  # of degrees, for the model
         self._config_faults: dict[Choice, str | None] = {}
-        self._bounds: dict[Choice, Bounds] = {}
+        self._bounds: dict[tuple[int, int, int], Bounds] = {}  # by degrees of layers, sequences and experts
         self._firsts: dict[Choice, Blueprint] = {}  # in which nothing is divided over data-parallel ranks
-        self._beside: dict[tuple[Choice, bool], Sequence[tuple[int, str, bool]]] = {}
+        self._beside: dict[tuple[Choice, bool], Sequence[tuple[int, str, Stretch]]] = {}
         self._steps: dict[Choice, StepParts] = {}
+        self._orders: dict[Choice, StepParts] = {}  # by where all but states rests
         self._pipelines: dict[Choice, PipelineParts] = {}
         self._stages: dict[tuple[Any, ...], Stages] = {}
         self._recurrences: dict[tuple[Any, ...], Recurrence] = {}
         self._runs_of: dict[tuple[Any, ...], Run] = {}
         self._estimates: dict[Choice, Estimate] = {}
-        self._first = self._firsts[_WHOLE] = self._blueprint(_WHOLE, None)
+        self._known: dict[str, Any] = {}  # of the model, whatever is chosen
+        self._first = self._firsts[_WHOLE] = self._blueprint(_WHOLE)
+        self._known = {name: getattr(self._first, name) for name in ("units", "dtypes", "optimizer")}
 
     @cached_property
     def num_blocks(self) -> int:
@@ -108,7 +111,7 @@ class Planner:
     def _estimated(self, choice: Choice) -> Estimate:
         config = self._resolved(choice)
         if choice.pipeline == 1:
-            parts = self._cached(self._steps, choice.states(), lambda: StepParts(self._of_states(choice), self.machine))
+            parts = self._cached(self._steps, choice.states(), lambda: self._step_parts(choice))
             return parts.estimate(config, self.profile(choice.rows, choice.every, parts.is_direct, choice))
         of_stages = self._cached(
             self._pipelines, choice.states(), lambda: PipelineParts(self._of_states(choice), self.machine)
@@ -118,6 +121,12 @@ class Planner:
         stages = self._cached(self._stages, key, lambda: Stages(of_stages.split, profile, self._work(profile)))
         run = self._cached(self._runs_of, (*key, choice.accumulation), lambda: self._run(choice, stages))
         return of_stages.estimate(config, stages, run)
+
+    def _step_parts(self, choice: Choice) -> StepParts:
+        key = replace(choice.states(), offload_optimizer="none")
+        made = StepParts(self._of_states(choice), self.machine, like=self._orders.get(key))
+        self._orders.setdefault(key, made)
+        return made
 
     def _work(self, profile: Profile) -> Work:
         return Work(profile, self.machine, self._first.route)
@@ -140,13 +149,13 @@ class Planner:
 
     def _of_states(self, choice: Choice) -> Blueprint:
         """With as few microbatches as have the same memory."""
-        return self._blueprint(choice.states(), self._first.units)
+        return self._blueprint(choice.states())
 
     def _resolved(self, choice: Choice) -> Config:
         """Made of one that was checked: a choice is valid where its space is."""
         return Config.load(choice.applied(self._base, self.machine.num_devices)).resolve(self.machine.num_devices)
 
-    def _blueprint(self, choice: Choice, units: Sequence[UnitPlan] | None) -> Blueprint:
+    def _blueprint(self, choice: Choice) -> Blueprint:
         config = self._resolved(choice)
         split = None
         if choice.pipeline > 1:
@@ -159,9 +168,9 @@ class Planner:
             device=self.machine.device,
             num_hosts=self.machine.num_hosts,
             split=split,
-            units=units,
             tensor=None if choice.tensor == 1 else self._tensor_plan(choice.tensor, config),
-            rounds_up=True,
+            alike=self._alike,
+            **self._known,
         )
 
     def _tensor_plan(self, degree: int, config: Config) -> TensorPlan:
@@ -178,7 +187,7 @@ class Planner:
         split = replace(degrees.degrees, pipeline=1)
         key = (split, rows, every, is_direct)
         if key not in self._profiles:
-            runs = self._cached(self._runs, split, lambda: self._make_runs(self._blueprint(split, self._first.units)))
+            runs = self._cached(self._runs, split, lambda: self._make_runs(self._blueprint(split)))
             self._profiles[key] = runs.profile(self._batch, rows, every, is_direct)
         return self._profiles[key]
 
@@ -191,7 +200,10 @@ class Planner:
         return self.fault(degrees) is None
 
     def fault(self, degrees: Choice) -> str | None:
-        """Why layers, sequences and experts cannot be split so; None where they can."""
+        """Why layers, sequences and experts cannot be split so, or why that is not planned; None where they can."""
+        parallel: Any = self._base.get("parallel") or {}
+        if parallel.get("tensor_sequence") and degrees.pipeline > 1 and degrees.tensor > 1:
+            return PARTS_OVER_STAGES
         fault = self._fault_of_config(Choice(*(min(getattr(degrees, name), 2) for name in _DEGREES)))
         return fault or self._fault_of_model(replace(degrees.degrees, pipeline=1))
 
@@ -218,8 +230,10 @@ class Planner:
 
     def bound(self, choice: Choice) -> Bound:
         """What a choice takes at least: nothing is known of padding, of waiting, and of how even stages are."""
-        split = replace(choice.degrees, pipeline=1)
-        return self._cached(self._bounds, split, lambda: self._bounds_of(split)).of(choice)
+        key = choice.tensor, choice.sequence, choice.expert
+        if key not in self._bounds:
+            self._bounds[key] = self._bounds_of(replace(choice.degrees, pipeline=1))
+        return self._bounds[key].of(choice)
 
     def _bounds_of(self, split: Choice) -> Bounds:
         """Of choices with these degrees of layers and sequences."""
@@ -233,20 +247,26 @@ class Planner:
             one, other = (self.profile(count, every, degrees=split) for count in (_FIRST, _SECOND))
             return one.extended(other, rows)
 
-        def beside(frees_parameters: bool) -> Sequence[tuple[int, str, bool]]:
+        def beside(frees_parameters: bool) -> Sequence[tuple[int, str, Stretch]]:
             key = (whole_sequences, frees_parameters)
             return self._cached(self._beside, key, lambda: self._moments(whole_sequences, frees_parameters))
 
-        first = self._cached(self._firsts, whole_sequences, lambda: self._blueprint(whole_sequences, self._first.units))
+        first = self._cached(self._firsts, whole_sequences, lambda: self._blueprint(whole_sequences))
         return Bounds(self.machine, first, line, names, beside)
 
-    def _moments(self, split: Choice, frees_parameters: bool) -> Sequence[tuple[int, str, bool]]:
+    def _moments(self, split: Choice, frees_parameters: bool) -> Sequence[tuple[int, str, Stretch]]:
         """Of groups without padding, so that it is no more than where they are divided otherwise."""
         parts = StepParts(self._of_states(replace(split, stage=3 if frees_parameters else 0)), self.machine)
         groups = parts.blueprint.places[0].groups
         share = sum(one.layout.numel for one in groups) / sum(one.layout.padded_numel for one in groups)
         moments = parts.order.moments
-        return [(int((one.gathered_bytes + one.staged_bytes) * share), one.part, one.is_backward) for one in moments]
+        return [(int((one.gathered_bytes + one.staged_bytes) * share), one.part, one.stretch) for one in moments]
+
+
+PARTS_OVER_STAGES = (
+    "parallel.tensor_sequence: over a pipeline each stage has whole tokens at both ends, which is not planned; set it "
+    "to false, or train without a plan"
+)
 
 
 def _fault(tried: Callable[[], object]) -> str | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 from typing import Any, Literal, NamedTuple
 
 
@@ -15,6 +16,16 @@ class Operation(NamedTuple):
     dtype: str
     size: int
     calls: int
+
+
+class Stretch(Enum):
+    """What a part computes at a moment."""
+
+    FORWARD = "forward"
+    BACKWARD_START = "backward, until the first gradient of its parameters is made"
+    BACKWARD_REST = "backward, from there on"
+    HOLDING = "backward, while it keeps the gradients that it makes"
+    COLLECTING = "all these are there, and are collected"
 
 
 class Exchanged(NamedTuple):
@@ -35,12 +46,14 @@ class Part:
 
     kept_bytes: int = 0  # when its forward has ended: saved for the backward, and its output
     forward_peak_bytes: int = 0
-    backward_peak_bytes: int = 0
+    backward_start_bytes: int = 0  # the most of its backward until its first gradient is made,
+    backward_rest_bytes: int = 0  # and from there on
+    backward_end_bytes: int = 0  # when it has ended, gradients left out
     output_bytes: int = 0
     rest_gradient_bytes: int = (
         0  # made in its backward, of parameters of no unit: they wait for the end of the backward
     )
-    # A pipeline keeps a stage's gradients until its whole backward has ended:
+    # A pipeline keeps a stage's gradients until its whole backward has ended, accumulation in another dtype a unit's:
     gradient_bytes: int = 0  # made in its backward, of all parameters
     holding_peak_bytes: int = 0  # of the backward, while it keeps them
     linear_bytes: int = 0  # inputs of its linear layers, and gradients of their outputs: kept from I until W
@@ -54,8 +67,28 @@ class Part:
     backward_exchanges: tuple[Exchanged, ...] = ()  # with those of what is computed again
 
     @property
+    def backward_peak_bytes(self) -> int:
+        return max(self.backward_start_bytes, self.backward_rest_bytes)
+
+    def peak_bytes(self, stretch: Stretch) -> int:
+        match stretch:
+            case Stretch.FORWARD:
+                return self.forward_peak_bytes
+            case Stretch.BACKWARD_START:
+                return self.backward_start_bytes
+            case Stretch.BACKWARD_REST:
+                return self.backward_rest_bytes
+            case Stretch.HOLDING:
+                return self.holding_peak_bytes
+            case Stretch.COLLECTING:
+                return self.backward_end_bytes + self.gradient_bytes
+
+    @property
     def exchanges(self) -> tuple[Exchanged, ...]:
         return self.forward_exchanges + self.backward_exchanges
+
+
+_NOTHING = Part()
 
 
 @dataclass(frozen=True)
@@ -75,7 +108,7 @@ class Profile:
 
     def part(self, name: str) -> Part:
         """A unit that is never run takes nothing."""
-        return self.parts.get(name, Part())
+        return self.parts.get(name, _NOTHING)
 
     @property
     def names(self) -> list[str]:
@@ -112,7 +145,9 @@ class Profile:
         What is called is not known of it.
         """
         times = (rows - self.rows) / (other.rows - self.rows)
-        parts = {name: _on_line(part, other.part(name), times) for name, part in self.parts.items()}
+        pairs = {name: (part, other.part(name)) for name, part in self.parts.items()}
+        known = {(id(one), id(two)): _on_line(one, two, times) for one, two in _different(pairs.values())}
+        parts = {name: known[id(one), id(two)] for name, (one, two) in pairs.items()}  # equal blocks stay one
         tokens, cast = self.tokens // self.rows * rows, self.cast_bytes * rows // self.rows
         return replace(self, rows=rows, tokens=tokens, parts=parts, cast_bytes=cast, slot_bytes=0)
 
@@ -123,6 +158,10 @@ class Profile:
 
 
 _NUMBERS = [one.name for one in fields(Part) if not one.name.endswith(("_operations", "_exchanges"))]
+
+
+def _different(pairs: Iterable[tuple[Part, Part]]) -> Iterable[tuple[Part, Part]]:
+    return {(id(one), id(two)): (one, two) for one, two in pairs}.values()
 
 
 def _on_line(one: Part, other: Part, times: float) -> Part:

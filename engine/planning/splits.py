@@ -7,8 +7,9 @@ nothing, and says what would be moved.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import comb
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ...comm.axis import Piece
 from ...comm.solo import SoloRoute
 from ...model.ledger import Ledger
 from ...parallel.expert_dispatch import split_experts
+from ...parallel.expert_tokens import Slots
 from ...parallel.experts import ExpertPlan
 from ...parallel.layers import SplitLayers
 from ...parallel.plan import TensorPlan
@@ -83,6 +85,13 @@ class Splits:
             tensor = TensorPlan.of(model, self.tensor, self.plan, self.has_parts)
         if self.expert > 1:
             experts = ExpertPlan.of(model, self.expert)
+            if experts.lists:
+                raise ValueError(
+                    f"parallel.expert: expected experts that are one module, found the list '{experts.lists[0].name}': "
+                    "which of them are called, with how many tokens, is known where tensors have values, and a plan "
+                    'has none. Train with it unplanned (no "auto" in the config), or make the experts one module '
+                    "with parameters of shape (experts, ..., ...)"
+                )
         share_of = shares_of(tensor, experts, {EXPERT: 0, TENSOR: self.tensor_place}.__getitem__)
         for param in model.parameters() if self.tensor > 1 or self.expert > 1 else ():
             param.data = torch.empty(share_of(param).portion.shape, dtype=param.dtype, device=_META)
@@ -215,6 +224,16 @@ class _Still(Randomness):
     def return_to_common(self) -> None:
         """Nothing."""
 
+    def states(self) -> list[Tensor]:
+        """None."""
+        return []
+
+    def restore(self, states: list[Tensor]) -> None:
+        """Nothing."""
+
+    def seed(self, seed: int, number: int) -> None:
+        """Nothing."""
+
 
 class SplitModel:
     """What splits put on a model for one run, and what they make of its batch."""
@@ -239,7 +258,9 @@ class SplitModel:
             SplitLayers(plan, model, exchange, None, ledger, parts)
         if shrunk.experts is not None:
             exchange = self._exchange(EXPERT, splits.expert, 0)
-            split_experts(shrunk.experts, exchange, ledger, partial(_evenly, splits.expert))
+            for layer in shrunk.experts.layers:
+                read = partial(_evenly, splits.expert, layer.num_experts // splits.expert)
+                split_experts(replace(shrunk.experts, layers=(layer,)), exchange, ledger, read)
         self._attention: SequenceAttention | None = None
         if splits.sequence > 1:
             self._attention = SequenceAttention(self._sequence, splits.attention, device=device)
@@ -278,9 +299,12 @@ class SplitModel:
             forwards.end(None)
 
 
-def _evenly(size: int, counts: Tensor, num_choices: int) -> list[list[int]]:
-    """Rows of each rank for each, where every expert is chosen as often."""
-    return [[num_choices // size + (place < num_choices % size) for place in range(size)]] * size
+def _evenly(size: int, own: int, counts: Tensor, num_tokens: int) -> Slots:
+    """What each rank has for each, where every set of k experts is chosen as often. own: experts of a rank."""
+    k, num_experts = counts.shape[2], own * size
+    exactly = [comb(own, n) * comb(num_experts - own, k - n) / comb(num_experts, k) for n in range(k + 1)]
+    slots = tuple(round(num_tokens * sum(exactly[slot + 1 :])) for slot in range(k))
+    return ((slots,) * size,) * size
 
 
 def _with_values(batch: Any, rows: int) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -16,6 +16,7 @@ from ...zero.sequence import UnitSequence
 from ...zero.unit import Unit
 from ..blueprint import Blueprint
 from .exchange import Exchange, Message
+from .profile import Stretch
 from .timeline import Kind, Span, Timeline
 
 START, END = "(start)", "(end)"
@@ -35,10 +36,10 @@ class Moment:
     """While a part computes: what there is beside the parameters at rest, activations and finished gradients."""
 
     part: str
-    is_backward: bool
+    stretch: Stretch
     gathered_bytes: int
     staged_bytes: int  # gradients on their way, of routes whose messages are the allocator's
-    arrived: frozenset[str]  # names of groups whose gradient this backward has made, or makes
+    arrived: frozenset[str]  # names of groups whose gradient this backward has made
 
 
 @dataclass(frozen=True)
@@ -151,19 +152,35 @@ class StepOrder:
         return line
 
     def _compute(self, name: str, is_backward: bool, unit: Unit | None = None) -> None:
-        arriving = [cast(_Gradient, gradient).plan for gradient in unit.gradients] if unit else []
-        self._arrived |= {one.name for one in arriving}
-        staged = self.staged_bytes
-        if arriving and self._reduces and self.stages_apart:
-            staged += max(one.slot_bytes for one in arriving)
-        self.moments.append(Moment(name, is_backward, self.most_gathered_bytes, staged, frozenset(self._arrived)))
+        if is_backward:
+            self._add_moments_of_backward(name, [cast(_Gradient, one).plan for one in unit.gradients] if unit else [])
+        else:
+            self._add_moment(name, Stretch.FORWARD, self.staged_bytes)
         self.most_gathered_bytes = self.gathered_bytes
         self.events.append(Computing(name, is_backward))
 
+    def _add_moments_of_backward(self, name: str, arriving: Sequence[GroupPlan]) -> None:
+        """Memory for all of a unit's gradients is taken with the first, or when all are there."""
+        is_late = any(map(self._is_added_up_apart, arriving))
+        before, after = Stretch.BACKWARD_START, Stretch.BACKWARD_REST
+        self._add_moment(name, Stretch.HOLDING if is_late else before, self.staged_bytes)
+        self._arrived |= {one.name for one in arriving}
+        staged = max((one.slot_bytes for one in arriving), default=0) * self._stages_now
+        self._add_moment(name, Stretch.COLLECTING if is_late else after, self.staged_bytes + staged)
+
+    def _is_added_up_apart(self, group: GroupPlan) -> bool:
+        """Whether gradients of a step's microbatches are added up in other memory than `param.grad` and the shard."""
+        accumulates = (self.blueprint.config.gradient_accumulation_steps or 1) > 1
+        reduces = self.blueprint.policy.reduces_every_backward
+        return accumulates and not reduces and group.accumulation_dtype != group.dtype
+
+    def _add_moment(self, name: str, stretch: Stretch, staged: int) -> None:
+        self.moments.append(Moment(name, stretch, self.most_gathered_bytes, staged, frozenset(self._arrived)))
+
     @property
-    def _reduces(self) -> bool:
-        """Whether gradients go to other ranks after this microbatch."""
-        return self.is_last or self.blueprint.policy.reduces_every_backward
+    def _stages_now(self) -> bool:
+        """Whether gradients of this microbatch go to other ranks, in messages that are made for each."""
+        return self.stages_apart and (self.is_last or self.blueprint.policy.reduces_every_backward)
 
     @property
     def stages_apart(self) -> bool:
@@ -189,6 +206,7 @@ class _Group:
     """What `ShardedGroup` does, as calls alone."""
 
     keeper = None
+    is_loading = False
 
     def __init__(self, step: StepOrder, plan: GroupPlan) -> None:
         self.layout, self.params = plan.layout, [param for _, param in plan.params]
@@ -206,8 +224,6 @@ class _Group:
             self._started = self._step._send("gather", self.plan, self._step.exchange.gather(self.plan))
             self._step._add(self._nbytes)
             self.residence = Residence.COMING
-
-    def continue_gather(self) -> None: ...
 
     def gather(self) -> None:
         self.start_gather()

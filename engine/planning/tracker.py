@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -47,13 +47,65 @@ class Done:
         return tuple(Operation(*key, count) for key, count in self._calls.items())
 
 
+class Results:
+    """Of operations on tensors without memory: what was made of such arguments before is made again by its sizes alone.
+
+    Torch finds the sizes of some operations in Python, at a hundred times the cost.
+    """
+
+    def __init__(self) -> None:
+        self._makes_new: dict[Any, bool] = {}
+        self._known: dict[Any, tuple[bool, list[_Sizes]]] = {}
+
+    def of(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func not in self._makes_new:
+            self._makes_new[func] = _makes_new(func)
+        if not self._makes_new[func]:
+            return func(*args, **kwargs)
+        key = (func, _key(args), _key(tuple(kwargs.items())))
+        if key in self._known:
+            is_one, sizes = self._known[key]
+            made = [torch.empty_strided(*size, dtype=dtype, device="meta") for *size, dtype in sizes]
+            return made[0] if is_one else tuple(made)
+        result = func(*args, **kwargs)
+        outputs = [result] if isinstance(result, Tensor) else result
+        given = {id(one.untyped_storage()) for one in tensors_of((args, kwargs))}
+        if any(id(one.untyped_storage()) in given for one in tensors_of(outputs)):  # _unsafe_view says that it does not
+            self._makes_new[func] = False
+        elif all(isinstance(one, Tensor) and one.is_meta for one in outputs):
+            sizes = [(tuple(one.shape), one.stride(), one.dtype) for one in outputs]
+            self._known[key] = isinstance(result, Tensor), sizes
+        return result
+
+
+_Sizes = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+def _makes_new(func: Any) -> bool:
+    """Whether all that it returns are tensors, and nothing of it lies in what it was given."""
+    schema = func._schema
+    plain = all(one.alias_info is None for one in (*schema.arguments, *schema.returns))
+    return plain and bool(schema.returns) and all(str(one.type) == "Tensor" for one in schema.returns)
+
+
+def _key(value: Any) -> Any:
+    """Of an argument: sizes of tensors, and numbers with their types, since 1 and 1.0 are equal."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.device.type
+    if isinstance(value, list | tuple):
+        return tuple(map(_key, value))
+    return type(value), value
+
+
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of storages that are alive, the most of them since `begin`, and what operations do since then."""
 
-    def __init__(self, known: Sequence[Tensor]) -> None:
+    def __init__(self, known: Sequence[Tensor], results: Results | None = None) -> None:
+        """known: storages that do not count. results: of operations without memory; None: each is made."""
         super().__init__()  # type: ignore[no-untyped-call]
         from torch.utils.flop_counter import flop_registry  # takes half a second
 
+        self._results = results
         self._formulas: Mapping[Any, Callable[..., int]] = flop_registry
         self._seen: dict[int, weakref.ref[Any]] = {}
         self.live = self.peak = 0
@@ -68,6 +120,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.held, self.holding_peak = 0, self.live
         return self.live
 
+    def begin_peak(self) -> int:
+        """Looks for the most when anything is made from now on; gives the most up to now."""
+        peak, self.peak = self.peak, 0
+        return peak
+
     def leave_out(self, tensor: Tensor) -> None:
         """A storage that does not count."""
         storage = tensor.untyped_storage()
@@ -79,8 +136,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:
             return True  # [Note: conditions] in `meta_run.py`
-        result = func(*args, **kwargs)
-        outputs = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        result = func(*args, **kwargs) if self._results is None else self._results.of(func, args, kwargs)
+        outputs = [result] if isinstance(result, Tensor) else tensors_of(result)
         made = [self._see(one.untyped_storage()) for one in outputs]
         packet = func._overloadpacket
         formula = self._formulas.get(_COUNTED_AS.get(packet, packet))
@@ -94,10 +151,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         nbytes = 0
         if (any(made) or func._schema.is_mutable) and packet not in _ONLY_ALLOCATE:
             read = args[1:] if packet is _aten.embedding else args  # of a table only some rows
-            nbytes = sum(one.nbytes for one in (*tensors_of((read, kwargs)), *outputs))
+            nbytes = sum(one.nbytes for one in (*_given(read), *_given(kwargs.values()), *outputs))
             self.done.traffic += nbytes
         if nbytes:
-            self.done.add(str(packet).removeprefix("aten.").rstrip("_"), _dtype_of(outputs), nbytes)
+            self.done.add(_name_of(packet), _dtype_of(outputs), nbytes)
         else:
             self.done.add("view", "", 0)
         return result
@@ -131,6 +188,20 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [one for one in leaves if isinstance(one, Tensor)]
 
 
+def _given(arguments: Iterable[Any]) -> Iterator[Tensor]:
+    """Of an operation, which takes tensors and lists of them; without torch's trees, which cost as much as all else."""
+    for one in arguments:
+        if isinstance(one, Tensor):
+            yield one
+        elif isinstance(one, list | tuple):
+            yield from _given(one)
+
+
+@cache
+def _name_of(packet: Any) -> str:
+    return str(packet).removeprefix("aten.").rstrip("_")
+
+
 def _product_name(packet: Any) -> str:
     """mm, bmm, attention or attention backward, for what torch has many of."""
     name = str(packet)
@@ -140,4 +211,9 @@ def _product_name(packet: Any) -> str:
 
 
 def _dtype_of(tensors: Sequence[Tensor]) -> str:
-    return str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+    return _name_of_dtype(tensors[0].dtype) if tensors else ""
+
+
+@cache
+def _name_of_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -7,12 +7,24 @@ import triton.language as tl
 
 
 @triton.jit
-def rounding_noise(g, w, seed):
-    """uint32 random bits of each element. g, w: float32, the scaled gradient and the weight before its update."""
-    x = (g.to(tl.uint32, bitcast=True) * 0x9E3779B1) ^ (w.to(tl.uint32, bitcast=True) + seed.to(tl.uint32))
+def mixed(x):
+    """The last steps of MurmurHash3, of uint32."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
+
+
+@triton.jit
+def rounding_noise(g, w, seed):
+    """uint32 random bits of each element. g, w: float32, the scaled gradient and the weight before its update."""
+    return mixed((g.to(tl.uint32, bitcast=True) * 0x9E3779B1) ^ (w.to(tl.uint32, bitcast=True) + seed.to(tl.uint32)))
+
+
+@triton.jit
+def numbered_noise(number, low_key, high_key):
+    """As `Rounding.noise` in `kernels/weight_rounding.py`. number: int64, of each element."""
+    x = mixed(number.to(tl.uint32) + low_key.to(tl.uint32))
+    return mixed(x ^ ((number >> 32).to(tl.uint32) + high_key.to(tl.uint32)))
 
 
 @triton.jit
@@ -26,6 +38,14 @@ def other_noise(noise):
 def rounded_at_random(x, noise):
     """x, float32, in bfloat16: up or down, so that the mean is exact."""
     halves = tl.where(x == x, (x.to(tl.uint32, bitcast=True) + (noise & 0xFFFF)) >> 16, 0x7FC0)
+    return halves.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def nearest_bfloat16(x):
+    """x, float32, in bfloat16, ties to even."""
+    bits = x.to(tl.uint32, bitcast=True)
+    halves = tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
     return halves.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 

@@ -19,8 +19,17 @@ from torch import Tensor
 from ...optimizers.optimizer import MAX_COEFFICIENTS, Optimizer, Options
 from ..optimizer_states import STATE_BLOCK_NUMEL, signed_word, step_seed
 from ..shard_update import ShardUpdate
+from ..weight_rounding import signed_long, step_key
 from .launch import launch
-from .optimizer_states import load_state, other_noise, rounding_noise, store_state
+from .optimizer_states import (
+    load_state,
+    nearest_bfloat16,
+    numbered_noise,
+    other_noise,
+    rounded_at_random,
+    rounding_noise,
+    store_state,
+)
 from .option_runs import OptionRuns, coefficient_table, run_table, stream_of
 from .shard_table import NUM_FIELDS, Row, shard_of_program, shard_table
 
@@ -65,10 +74,11 @@ def _updated(g, w, s, v, c0, c1, c2, c3, c4, c5, c6, c7, RULE: tl.constexpr, HAS
 
 @triton.jit
 def _update_tile(
-    W_ptr, G_ptr, S_ptr, V_ptr, S_SCALE_ptr, V_SCALE_ptr, OUT_ptr, ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, C_ptr,
-    program, tile, end, seed, factor, c0, c1, c2, c3, c4, c5, c6, c7,
+    W_ptr, G_ptr, S_ptr, V_ptr, S_SCALE_ptr, V_SCALE_ptr, OUT_ptr, REST_ptr,
+    ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, C_ptr,
+    program, tile, end, number, seed, low_key, high_key, factor, c0, c1, c2, c3, c4, c5, c6, c7,
     RULE: tl.constexpr, TILE_BLOCKS: tl.constexpr, BLOCK_NUMEL: tl.constexpr,
-    NUM_COEFFICIENTS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    NUM_COEFFICIENTS: tl.constexpr, IS_DRAWN: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The elements of the shard's tile: all of it, or as many as there are before end."""
     start = tile * (TILE_BLOCKS * BLOCK_NUMEL)
@@ -82,14 +92,20 @@ def _update_tile(
         block_ok = blocks * BLOCK_NUMEL < (end - start).to(tl.int32)
     at_block = tile * TILE_BLOCKS + blocks
     g = tl.load(G_ptr + start + at, mask=ok, other=0.0).to(tl.float32) * factor
-    w = tl.load(W_ptr + start + at, mask=ok, other=0.0).to(tl.float32)
+    old = tl.load(W_ptr + start + at, mask=ok, other=0.0)
+    w = old.to(tl.float32)
+    if REST_ptr is not None:
+        old_rest = tl.load(REST_ptr + start + at, mask=ok, other=0.0)
+        w = w + old_rest.to(tl.float32)
+    before = w
     s = tl.zeros_like(w)
     v = tl.zeros_like(w)
     if S_ptr is not None:
         s = load_state(S_ptr + start, at, ok, S_SCALE_ptr, at_block, block_ok)
     if V_ptr is not None:
         v = load_state(V_ptr + start, at, ok, V_SCALE_ptr, at_block, block_ok)
-    noise = rounding_noise(g, w, seed)
+    noise = numbered_noise(number + start + at, low_key, high_key) if IS_DRAWN else rounding_noise(g, w, seed)
+    of_weight = noise >> 16
     if C_ptr is None:
         w, s, v = _updated(g, w, s, v, c0, c1, c2, c3, c4, c5, c6, c7, RULE, S_ptr is not None)
     else:
@@ -112,7 +128,14 @@ def _update_tile(
         noise = other_noise(noise)
     if V_ptr is not None:
         store_state(V_ptr + start, at, ok, V_SCALE_ptr, at_block, block_ok, v, noise)
-    stored = w.to(W_ptr.dtype.element_ty)
+    if IS_DRAWN:
+        stored = rounded_at_random(w, of_weight)
+    elif REST_ptr is not None:  # what has not changed stays as it is: a sum between two values has two forms
+        stored = tl.where(w == before, old, nearest_bfloat16(w))
+        rest = tl.where(w == before, old_rest, nearest_bfloat16(w - stored.to(tl.float32)))
+        tl.store(REST_ptr + start + at, rest, mask=ok)
+    else:
+        stored = w.to(W_ptr.dtype.element_ty)
     tl.store(W_ptr + start + at, stored, mask=ok)
     if OUT_ptr is not None:
         tl.store(OUT_ptr + start + at, stored.to(tl.float32).to(OUT_ptr.dtype.element_ty), mask=ok)
@@ -124,30 +147,32 @@ def _pointer(address, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
     return tl.multiple_of(pointer, 16) if IS_ALIGNED else pointer
 
 
-# A number that differs between steps: compiled once, not for each that 16 divides.
-@triton.jit(do_not_specialize=["seed"])
+# Numbers that differ between steps: compiled once, not for each that 16 divides.
+@triton.jit(do_not_specialize=["seed", "low_key", "high_key"])
 def _kernel(
     SHARDS_ptr, SHARD_OF_PROGRAM_ptr, FACTOR_ptr, SKIP_ptr, ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, C_ptr,
-    seed, factor, c0, c1, c2, c3, c4, c5, c6, c7,
+    seed, low_key, high_key, factor, c0, c1, c2, c3, c4, c5, c6, c7,
     W: tl.constexpr, G: tl.constexpr, S: tl.constexpr, V: tl.constexpr, S_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
-    OUT: tl.constexpr, IS_ALIGNED: tl.constexpr, NUM_FIELDS: tl.constexpr,
+    OUT: tl.constexpr, REST: tl.constexpr, IS_ALIGNED: tl.constexpr, NUM_FIELDS: tl.constexpr,
     RULE: tl.constexpr, TILE_BLOCKS: tl.constexpr, BLOCK_NUMEL: tl.constexpr,
-    NUM_COEFFICIENTS: tl.constexpr,
+    NUM_COEFFICIENTS: tl.constexpr, IS_DRAWN: tl.constexpr,
 ):  # fmt: skip
-    """W, states = RULE(W, factor * G);  OUT = W, of every shard. W to OUT: dtypes; None: there is no such tensor."""
+    """W, states = RULE(W, factor * G);  OUT = W, of every shard. W to REST: dtypes; None: there is no such tensor."""
     TILE: tl.constexpr = TILE_BLOCKS * BLOCK_NUMEL
     program = tl.program_id(0)
     SHARD_ptr = SHARDS_ptr + tl.load(SHARD_OF_PROGRAM_ptr + program).to(tl.int64) * NUM_FIELDS
     tile = program - tl.load(SHARD_ptr)
     start = tile * TILE
     end = tl.load(SHARD_ptr + 1)
-    W_ptr = _pointer(tl.load(SHARD_ptr + 2), W, IS_ALIGNED)
-    G_ptr = _pointer(tl.load(SHARD_ptr + 3), G, IS_ALIGNED)
-    S_ptr = _pointer(tl.load(SHARD_ptr + 4), S, IS_ALIGNED) if S is not None else None
-    V_ptr = _pointer(tl.load(SHARD_ptr + 5), V, IS_ALIGNED) if V is not None else None
-    S_SCALE_ptr = _pointer(tl.load(SHARD_ptr + 6), S_SCALE, IS_ALIGNED) if S_SCALE is not None else None
-    V_SCALE_ptr = _pointer(tl.load(SHARD_ptr + 7), V_SCALE, IS_ALIGNED) if V_SCALE is not None else None
-    OUT_ptr = _pointer(tl.load(SHARD_ptr + 8), OUT, IS_ALIGNED) if OUT is not None else None
+    number = tl.load(SHARD_ptr + 2)
+    W_ptr = _pointer(tl.load(SHARD_ptr + 3), W, IS_ALIGNED)
+    G_ptr = _pointer(tl.load(SHARD_ptr + 4), G, IS_ALIGNED)
+    S_ptr = _pointer(tl.load(SHARD_ptr + 5), S, IS_ALIGNED) if S is not None else None
+    V_ptr = _pointer(tl.load(SHARD_ptr + 6), V, IS_ALIGNED) if V is not None else None
+    S_SCALE_ptr = _pointer(tl.load(SHARD_ptr + 7), S_SCALE, IS_ALIGNED) if S_SCALE is not None else None
+    V_SCALE_ptr = _pointer(tl.load(SHARD_ptr + 8), V_SCALE, IS_ALIGNED) if V_SCALE is not None else None
+    OUT_ptr = _pointer(tl.load(SHARD_ptr + 9), OUT, IS_ALIGNED) if OUT is not None else None
+    REST_ptr = _pointer(tl.load(SHARD_ptr + 10), REST, IS_ALIGNED) if REST is not None else None
     if SKIP_ptr is not None:
         end = tl.where(tl.load(SKIP_ptr) != 0, 0, end)
     if FACTOR_ptr is not None:
@@ -156,15 +181,17 @@ def _kernel(
     # branches that differ in `end` alone as one.
     if start + TILE <= end:
         _update_tile(
-            W_ptr, G_ptr, S_ptr, V_ptr, S_SCALE_ptr, V_SCALE_ptr, OUT_ptr, ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, C_ptr,
-            program, tile, end, seed, factor, c0, c1, c2, c3, c4, c5, c6, c7,
-            RULE, TILE_BLOCKS, BLOCK_NUMEL, NUM_COEFFICIENTS, True,
+            W_ptr, G_ptr, S_ptr, V_ptr, S_SCALE_ptr, V_SCALE_ptr, OUT_ptr, REST_ptr,
+            ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, C_ptr,
+            program, tile, end, number, seed, low_key, high_key, factor, c0, c1, c2, c3, c4, c5, c6, c7,
+            RULE, TILE_BLOCKS, BLOCK_NUMEL, NUM_COEFFICIENTS, IS_DRAWN, True,
         )  # fmt: skip
     elif start < end:
         _update_tile(
-            W_ptr, G_ptr, S_ptr, V_ptr, S_SCALE_ptr, V_SCALE_ptr, OUT_ptr, ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, C_ptr,
-            program, tile, end, seed, factor, c0, c1, c2, c3, c4, c5, c6, c7,
-            RULE, TILE_BLOCKS, BLOCK_NUMEL, NUM_COEFFICIENTS, False,
+            W_ptr, G_ptr, S_ptr, V_ptr, S_SCALE_ptr, V_SCALE_ptr, OUT_ptr, REST_ptr,
+            ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, C_ptr,
+            program, tile, end, number, seed, low_key, high_key, factor, c0, c1, c2, c3, c4, c5, c6, c7,
+            RULE, TILE_BLOCKS, BLOCK_NUMEL, NUM_COEFFICIENTS, IS_DRAWN, False,
         )  # fmt: skip
 
 
@@ -189,7 +216,8 @@ def update(
         steps += shard.steps
         numel = shard.numel
         num_programs.append(-(-numel // tile_numel))
-        rows.append((first, numel, *[0 if one is None else one.data_ptr() for one in _tensors(shard)]))
+        number = 0 if shard.rounding is None else signed_long(shard.rounding.first)
+        rows.append((first, numel, number, *[0 if one is None else one.data_ptr() for one in _tensors(shard)]))
         first += num_programs[-1]
         runs[-1] = (first * tile_numel, runs[-1][1])
     table = shard_table(tuple(rows), device, stream)
@@ -202,6 +230,8 @@ def update(
     has_factor = isinstance(gradient_scale, Tensor)
     found = [None if one is None else _DTYPES[one.dtype] for one in _tensors(shards[0])]
     dtypes: dict[str, Any] = dict(zip(_TENSORS, found, strict=True))
+    rounding = shards[0].rounding  # all have the seed of the training
+    low_key, high_key = (0, 0) if rounding is None else step_key(rounding.seed, step)
     launch(
         _kernel, (first,), num_warps=8 if master.dtype == torch.float32 else 4, enable_fp_fusion=False,
         SHARDS_ptr=table.rows, SHARD_OF_PROGRAM_ptr=shard_of_program(tuple(num_programs), device, stream),
@@ -210,17 +240,18 @@ def update(
         CHOICES_ptr=by_program.choices if by_program is not None else None,
         FIRST_RUNS_ptr=by_program.first_runs if by_program is not None else None,
         C_ptr=coefficients,
-        seed=signed_word(step_seed(step)), factor=1.0 if has_factor else float(gradient_scale),
+        seed=signed_word(step_seed(step)), low_key=signed_word(low_key), high_key=signed_word(high_key),
+        factor=1.0 if has_factor else float(gradient_scale),
         **numbers, **dtypes,
         IS_ALIGNED=table.is_aligned, NUM_FIELDS=NUM_FIELDS,
         RULE=optimizer.name, TILE_BLOCKS=TILE_BLOCKS, BLOCK_NUMEL=STATE_BLOCK_NUMEL,
-        NUM_COEFFICIENTS=MAX_COEFFICIENTS,
+        NUM_COEFFICIENTS=MAX_COEFFICIENTS, IS_DRAWN=rounding is not None,
     )  # fmt: skip
     # A graph that saved them must not use them now.
     torch.autograd.graph.increment_version([one for s in shards for one in (s.master, s.out) if one is not None])
 
 
-_TENSORS = ("W", "G", "S", "V", "S_SCALE", "V_SCALE", "OUT")
+_TENSORS = ("W", "G", "S", "V", "S_SCALE", "V_SCALE", "OUT", "REST")
 _DTYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -236,4 +267,4 @@ def _tensors(shard: ShardUpdate) -> list[Tensor | None]:
     scales: list[Tensor | None] = [None, None]
     for index, state in enumerate(shard.states):
         payloads[index], scales[index] = state.payload, state.scale
-    return [shard.master, shard.gradient, *payloads, *scales, shard.out]
+    return [shard.master, shard.gradient, *payloads, *scales, shard.out, shard.remainder]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +15,7 @@ from ...optimizers.optimizer import MAX_COEFFICIENTS, Options
 Coefficients = tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class OptionRuns:
+class OptionRuns(NamedTuple):
     """Stretches by number; neighbours differ in their coefficients."""
 
     ends: tuple[int, ...]

@@ -1,7 +1,8 @@
 """Where the tensors of many shards are, as an optimizer's kernel on the device reads it: one launch updates them all.
 
-A row of the table is a shard: the number of its first program, its length, and the addresses of its tensors. Programs
-are dealt out to the shards in order, a tile each, so a shard's last program may have less than a tile.
+A row of the table is a shard: the number of its first program, its length, the number of its first element where bits
+are drawn by number, and the addresses of its tensors. Programs are dealt out to the shards in order, a tile each, so a
+shard's last program may have less than a tile.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from torch import Tensor
 from .option_runs import on_device
 
 Row = tuple[int, ...]
-NUM_FIELDS = 9  # first program, length, weight, gradient, two states, their scales, output; an address is 0 without
+NUM_FIELDS = 11
+"""First program, length, first number, weight, gradient, two states, their scales, output, remainder; an address is 0
+without."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class ShardTable:
 @lru_cache(maxsize=64)
 def shard_table(rows: tuple[Row, ...], device: torch.device, stream: int) -> ShardTable:
     """Copied anew where an address has changed, as those of gradients may from step to step."""
-    is_aligned = not any(address % 16 for row in rows for address in row[2:])
+    is_aligned = not any(address % 16 for row in rows for address in row[3:])
     return ShardTable(on_device(torch.tensor(rows, dtype=torch.int64), device), is_aligned)
 
 

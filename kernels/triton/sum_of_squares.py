@@ -76,6 +76,14 @@ def _table_kernel(
     _store_squares(_squares_of_rows(x), S_ptr + first_square, FLAG_ptr, block, block * BLOCK_NUMEL < high)
 
 
+def squares_by_block(tensor: Tensor, block_numel: int) -> Tensor:
+    """tensor: of any shape and strides -> (ceil(n / block_numel),) float64."""
+    flat = aligned(tensor)
+    if flat.numel() and flat.numel() % block_numel == 0:
+        return _squares_of_one(flat, block_numel, None)
+    return squares_of_each([flat], block_numel, None)[0]
+
+
 def squares_of_each(tensors: Sequence[Tensor], block_numel: int, non_finite: Tensor | None) -> list[Tensor]:
     """tensors: of any shapes and strides -> (ceil(n / block_numel),) float64 of each."""
     flats = [aligned(tensor) for tensor in tensors]

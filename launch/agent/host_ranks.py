@@ -133,6 +133,11 @@ class HostRanks:
         is_plain = plan.rank == job.plain_rank
         has_terminal = is_plain and job.inherits_terminal and job.log_folder is None
         reads_terminal = is_plain and self._at_terminal
+        own = dict(plan.environment)
+        if has_terminal and sys.stdout.isatty():
+            # Python writes whole lines to a terminal. Unbuffered, each piece of a print is a write, and other ranks'
+            # lines come between.
+            own.pop("PYTHONUNBUFFERED", None)
         log = None
         if job.log_folder is not None:
             log = Path(job.folder) / job.log_folder / f"rank{plan.rank}.log"
@@ -147,7 +152,7 @@ class HostRanks:
                     **start.defaults,
                     **os.environ,
                     **job.environment,
-                    **plan.environment,
+                    **own,
                     **start.environment,
                     **self._marks(plan.rank),
                 },

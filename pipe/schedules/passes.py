@@ -1,6 +1,7 @@
 """Schedule in, schedule out: whole backwards, messages, reduces, steps, the forward alone; and see `gathers`."""
 
 from collections import Counter
+from collections.abc import Mapping
 
 from .action import SEND_OPS, Action, Op
 from .costs import Costs
@@ -46,13 +47,18 @@ def forward_only(schedule: Schedule) -> Schedule:
     return schedule.replace_actions([action for action in actions if action.op in ops] for actions in schedule.actions)
 
 
-def merge_backward(schedule: Schedule, costs: Costs | None = None) -> Schedule:
+def merge_backward(
+    schedule: Schedule, costs: Costs | None = None, starts: Mapping[Action, float] | None = None
+) -> Schedule:
     """One B in place of each I that its own W follows at once: one walk through the graph in place of two.
 
     The stage before then gets its gradient later, after W. With `costs` only those are merged where this does not
-    delay it, because in `simulate`'s timeline it starts later anyway: the makespan stays what it was.
+    delay it, because in `simulate`'s timeline it starts later anyway: the makespan stays what it was. starts: of the
+    actions in that timeline, where they are known.
     """
-    may_merge = None if costs is None else _free_merges(schedule, costs)
+    if costs is not None and starts is None:
+        starts = {slot.action: slot.start for slots in simulate(schedule, costs).timeline for slot in slots}
+    may_merge = None if costs is None or starts is None else _free_merges(schedule, costs, starts)
     lists = []
     for actions in schedule.actions:
         merged: list[Action] = []
@@ -67,19 +73,18 @@ def merge_backward(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     return schedule.replace_actions(lists)
 
 
-def _free_merges(schedule: Schedule, costs: Costs) -> set[Action]:
+def _free_merges(schedule: Schedule, costs: Costs, starts: Mapping[Action, float]) -> set[Action]:
     """Every I whose gradient is used no earlier than it would be there if W came first."""
-    slots = {slot.action: slot for slots in simulate(schedule, costs).timeline for slot in slots}
     free = set()
-    for action, slot in slots.items():
+    for action, start in starts.items():
         if action.op is not Op.I:
             continue
         stage, microbatch = action.stage, action.microbatch
-        users = [slots.get(Action(op, stage - 1, microbatch)) for op in (Op.I, Op.B)]
+        users = [starts.get(Action(op, stage - 1, microbatch)) for op in (Op.I, Op.B)]
         latency = costs.send if stage > 0 and schedule.crosses(stage - 1) else 0.0
-        ready = slot.start + costs.backward[stage] + latency
+        ready = start + costs.backward[stage] + latency
         longer = costs.backward[stage] > costs.input_backward[stage] + costs.weight_backward[stage]
-        if not longer and all(user is None or ready <= user.start * (1 + 1e-9) for user in users):
+        if not longer and all(user is None or ready <= user * (1 + 1e-9) for user in users):
             free.add(action)
     return free
 

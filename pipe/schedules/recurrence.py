@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,25 +67,51 @@ class Recurrence:
         self._needs = table.needs[order].astype(np.int32)
         self._is_sent = table.is_sent[order]
         self._kinds = table.kinds[order].astype(np.int32)
-        self._counts = _counts(table, schedule.num_stages)
-        self.computing = [_computing(table, rank, stages) for rank, stages in enumerate(self.stages)]
-        self._held = [_most_held(table, rank, stages) for rank, stages in enumerate(self.stages)]
+        self._table, self._num_stages = table, schedule.num_stages
+
+    @cached_property
+    def computing(self) -> list[Computing]:
+        """By rank."""
+        return [_computing(self._table, rank, stages) for rank, stages in enumerate(self.stages)]
+
+    @cached_property
+    def _counts(self) -> _Numbers:
+        return _counts(self._table, self._num_stages)
+
+    @cached_property
+    def _held(self) -> list[_Numbers]:
+        return [_most_held(self._table, rank, stages) for rank, stages in enumerate(self.stages)]
 
     def outcome(self, costs: Costs) -> Outcome:
         """With these costs. Parameters are not counted."""
-        of_kind = np.array([costs.forward, costs.backward, costs.input_backward, costs.weight_backward]).ravel()
+        ends = self._ends(costs)
+        whole, kept = np.array(costs.activation_bytes), np.array(costs.kept_bytes)
+        most = []
+        for stages, counts in zip(self.stages, self._held, strict=True):
+            own = list(stages)
+            most.append(float((counts @ np.concatenate([whole[own] - kept[own], kept[own]])).max()))
+        return Outcome(max(ends), tuple((self._counts @ _by_kind(costs)).tolist()), tuple(most))
+
+    def starts(self, costs: Costs) -> list[float]:
+        """When each action starts, one rank's actions behind those of the one before it."""
+        found: list[float] = (np.array(self._ends(costs)[:-1]) - _by_kind(costs)[self._table.kinds]).tolist()
+        return found
+
+    def _ends(self, costs: Costs) -> list[float]:
+        """As `starts`, and 0 for what is there from the start."""
+        of_kind = _by_kind(costs)
         times, delays = of_kind[self._kinds].tolist(), (self._is_sent * costs.send).tolist()
         ends = [0.0] * (len(times) + 1)  # the last one stands for what is there from the start: _NOTHING
         lists = (self._order.tolist(), self._before.tolist(), self._needs.tolist(), times, delays)
         for place, before, need, time, delay in zip(*lists, strict=True):
             start, arrival = ends[before], ends[need] + delay
             ends[place] = (arrival if arrival > start else start) + time
-        whole, kept = np.array(costs.activation_bytes), np.array(costs.kept_bytes)
-        most = []
-        for stages, counts in zip(self.stages, self._held, strict=True):
-            own = list(stages)
-            most.append(float((counts @ np.concatenate([whole[own] - kept[own], kept[own]])).max()))
-        return Outcome(max(ends), tuple((self._counts @ of_kind).tolist()), tuple(most))
+        return ends
+
+
+def _by_kind(costs: Costs) -> NDArray[np.float64]:
+    """(4 x num_stages,) seconds."""
+    return np.array([costs.forward, costs.backward, costs.input_backward, costs.weight_backward]).ravel()
 
 
 class _Table:

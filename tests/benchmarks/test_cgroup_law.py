@@ -37,8 +37,8 @@ def test_the_law(
         pytest.skip(str(error))
     law = script("cgroup_law")
     case = law.drawn(random.Random(seed), ranks)
-    recomputes = bool(case.config["activation_checkpointing"]["every"])
-    taken = process_bytes(lambda count, rank: environment_of(count, rank, 0), [(1, recomputes)])
-    measured = Measured({1: Speeds(1, 1, {})}, {name_of(ranks, recomputes): taken[name_of(1, recomputes)]})
+    kind = bool(case.config["activation_checkpointing"]["every"]), "bf16" in case.config
+    taken = process_bytes(lambda count, rank: environment_of(count, rank, 0), [(1, *kind)])
+    measured = Measured({1: Speeds(1, 1, {})}, {name_of(ranks, *kind): taken[name_of(1, *kind)]})
     outcome = law.judged(case, law.planned_bytes(case, measured), law.parse_arguments(["--steps", "3"]))
     assert outcome.holds, outcome

@@ -26,6 +26,7 @@ TABLES = {
     "models": ["models, bf16, one rank"],
     "largest": ["models tried", "the largest model"],
     "ranks": ["two ranks on one device"],
+    "splits": ["two ranks on one device", "one of 8 ranks that share"],
     "compiled": ["compiled blocks, bf16, one rank"],
 }
 

@@ -84,6 +84,25 @@ def reductions(route: str, kind: str, dtype: torch.dtype = torch.float32) -> lis
     return found
 
 
+def sums_of_others_parts() -> list[bool]:
+    """Of messages without the own part, which is in the sum: whether terms and the sum are those of whole messages."""
+    _, axis = axis_of("sockets")
+    found = []
+    for numel in (1, 1000):
+        whole = [data(axis.size * numel, rank) for rank in range(axis.size)]
+        mine = slice(axis.place * numel, (axis.place + 1) * numel)
+        out = whole[axis.rank][mine].clone()
+        slot = axis.route.open_slot((axis.size - 1) * numel, torch.float32, "test")
+        slot.copy_(torch.cat([whole[axis.rank][: mine.start], whole[axis.rank][mine.stop :]]))
+        terms = axis.route.reduce_scatter(slot, out, "test")
+        terms.arrived.wait()
+        expected = [one[mine] for one in whole]
+        found.append(all(map(torch.equal, terms.read(), expected)) and terms.region == slice(0, numel))
+        terms.summed()
+    axis.route.fence("test")
+    return found
+
+
 def common_sums(dtype: torch.dtype, part: tuple[float, float]) -> list[Tensor]:
     """All-reduces into memory that the ranks share, over and over. part: of the own region that is held, its ends."""
     _, axis = axis_of("shared_memory")
@@ -129,6 +148,7 @@ def overlapping_reductions(route: str) -> list[Tensor]:
 def small_sums(route: str) -> list[Tensor]:
     mesh, axis = axis_of(route)
     values = [torch.tensor([axis.rank + round_, -(2**40) * axis.rank, 3]) for round_ in range(5)]
+    values += [torch.arange(numel) * (axis.rank + 1) for numel in (255, 256, 600)]
     return [mesh.sum_small(value, "test") for value in values]
 
 
@@ -204,6 +224,11 @@ def test_a_sum_in_shared_memory_is_there_once_for_all(
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_messages_may_lack_the_own_part(ranks: RankPool, world_size: int) -> None:
+    assert ranks(world_size, sums_of_others_parts) == [[True, True]] * world_size
+
+
 @pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
 @pytest.mark.parametrize("route", ["shared_memory", "sockets"])
 def test_bf16_contributions_are_added_in_float32(ranks: RankPool, route: str, kind: str) -> None:
@@ -248,7 +273,8 @@ def test_reductions_may_overlap(ranks: RankPool, route: str) -> None:
 @pytest.mark.parametrize("route", ROUTES)
 def test_small_integers_are_summed_exactly(ranks: RankPool, route: str) -> None:
     for found in ranks(4, small_sums, route):
-        assert [value.tolist() for value in found] == [[6 + 4 * r, -(2**40) * 6, 12] for r in range(5)]
+        assert [value.tolist() for value in found[:5]] == [[6 + 4 * r, -(2**40) * 6, 12] for r in range(5)]
+        assert all(torch.equal(value, torch.arange(value.numel()) * 10) for value in found[5:])
 
 
 def test_a_single_rank_is_its_own_sum() -> None:

@@ -115,9 +115,9 @@ def save_all(cases: Sequence[Case], folder: Path, world_size: int) -> list[Conti
     return [save_and_go_on(case, folder, world_size, f"{world_size}-{case.stage}") for case in cases]
 
 
-def load_all(cases: Mapping[str, Case], folder: Path, world_size: int) -> dict[str, Continuation]:
+def load_all(cases: Sequence[tuple[str, Case]], folder: Path, world_size: int) -> list[Continuation]:
     """cases: which goes on from which tag."""
-    return {tag: load_and_go_on(case, folder, world_size, tag) for tag, case in cases.items()}
+    return [load_and_go_on(case, folder, world_size, tag) for tag, case in cases]
 
 
 def save_trips(trips: Sequence[Trip], folder: Path, world_size: int) -> list[Continuation]:

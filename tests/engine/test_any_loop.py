@@ -35,9 +35,9 @@ def kinds(route: str, folder: Path) -> dict[str, dict[str, Any]]:
     }
     predivided: dict[str, Any] = {"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 4.0}
     chosen = {
-        "solo": ("stage 3", "all in files", "speculating"),
-        "shared_memory": ("stage 1", "stage 3", "speculating", "each rank its own shards"),
-        "sockets": ("stage 0", "stage 2", "all in files"),
+        "solo": ("all in files", "speculating"),
+        "shared_memory": ("stage 1", "stage 3", "each rank its own shards"),
+        "sockets": ("stage 0", "stage 2"),
     }[route]
     found = {kind: {"zero_optimization": sections[kind]} for kind in chosen}
     return {**found, "predivided": predivided} if route == "solo" else found

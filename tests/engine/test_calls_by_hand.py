@@ -71,6 +71,22 @@ def test_gradients_that_are_reduced_cannot_be_used_in_place(stage: int) -> None:
         assert all(param.grad is None for param in engine.parameters())
 
 
+def test_a_loss_may_be_weighed_in_place() -> None:
+    config = {**CASE.at(3).as_config(), "gradient_predivide_factor": 4.0}  # which the backward of a loss begins with
+    gradients = []
+    for weighs_in_place in (True, False):
+        torch.manual_seed(0)
+        with lowtide.initialize(models.mlp(), config) as engine:
+            loss = engine(*models.vector_batch(0, 2))
+            if weighs_in_place:
+                loss *= 3
+            engine.backward(loss if weighs_in_place else 3 * loss)
+            gradients.append(engine.gradient("last.weight"))
+    first, other = gradients
+    assert first is not None and other is not None
+    assert torch.equal(first, other)
+
+
 def with_spare() -> nn.Module:
     """Has a layer that nobody uses."""
     torch.manual_seed(0)

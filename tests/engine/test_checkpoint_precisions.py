@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.engine.saving import Continuation, Trip, engine_for, load_trips, run_steps, save_trips
-from tests.models import mlp, tiny_gpt, tiny_gpt_float64, token_batch, vector_batch
+from tests.models import mlp, short_gpt, tiny_gpt, tiny_gpt_float64, token_batch, vector_batch
 from tests.ranks import RankPool
 from tests.zero.test_special_parameters import TwoDtypes
 from tests.zero.training import Case
@@ -17,7 +17,7 @@ BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}}
 STATIC = {"fp16": {"enabled": True, "loss_scale": 128}}
 HYBRID = {"zero_optimization": {"shard_size": 2}}
-GPT = Case(tiny_gpt, token_batch, 3, clip=0.5)
+GPT = Case(short_gpt, token_batch, 3, clip=0.5)
 
 
 def bf16(stage: int) -> Case:
@@ -39,9 +39,19 @@ SAME_NUMBERS = [
 ]
 
 
-def test_each_goes_on_to_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
-    before = ranks(2, save_trips, SAME_NUMBERS, tmp_path, 2)[0]
-    after = ranks(2, load_trips, SAME_NUMBERS, tmp_path, 2)[0]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def before(ranks: RankPool, folder: Path) -> list[Continuation]:
+    """What went on without a break on two ranks."""
+    return ranks(2, save_trips, SAME_NUMBERS, folder, 2)[0]
+
+
+def test_each_goes_on_to_the_same_bits(ranks: RankPool, folder: Path, before: list[Continuation]) -> None:
+    after = ranks(2, load_trips, SAME_NUMBERS, folder, 2)[0]
     for trip, one, other in zip(SAME_NUMBERS, before, after, strict=True):
         assert other.differences(one) == [], trip
     assert before[2].scales[0] < 2.0**24 and len(set(before[2].scales)) > 1  # it had come down, and still moves
@@ -50,9 +60,8 @@ def test_each_goes_on_to_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
     assert {value.dtype for value in before[6].restored.values()} == {torch.float64}
 
 
-def test_each_goes_on_alone(ranks: RankPool, tmp_path: Path) -> None:
-    before = ranks(2, save_trips, SAME_NUMBERS, tmp_path, 2)[0]
-    after = ranks(1, load_trips, SAME_NUMBERS, tmp_path, 1)[0]
+def test_each_goes_on_alone(ranks: RankPool, folder: Path, before: list[Continuation]) -> None:
+    after = ranks(1, load_trips, SAME_NUMBERS, folder, 1)[0]
     for trip, one, other in zip(SAME_NUMBERS, before, after, strict=True):
         assert other.state_differences(one) == [], trip
         assert other.losses == pytest.approx(one.losses, rel=1e-2), trip

@@ -7,14 +7,16 @@ import pytest
 import torch
 
 from tests.engine.saving import Continuation, load_all, save_all
-from tests.models import tiny_gpt, token_batch
+from tests.grids import pairs
+from tests.models import short_gpt, token_batch
 from tests.ranks import RankPool
 from tests.zero.training import Case
 
 WORLD_SIZES = (1, 2, 4)
 STAGES = (0, 1, 2, 3)
-CASE = Case(tiny_gpt, token_batch, clip=0.5)
+CASE = Case(short_gpt, token_batch, clip=0.5)
 CASES = [CASE.at(stage) for stage in STAGES]
+TOPOLOGIES = pairs(WORLD_SIZES, STAGES, WORLD_SIZES, STAGES)  # ranks and stage that save, ranks and stage that load
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +38,11 @@ def saved(ranks: RankPool, folder: Path) -> dict[str, Continuation]:
 def test_every_checkpoint_loads_at_every_topology(
     ranks: RankPool, folder: Path, saved: dict[str, Continuation], world_size: int
 ) -> None:
-    """Every number of ranks meets every other at each stage that was saved, and every stage every other."""
-    turn = WORLD_SIZES.index(world_size)
-    cases = {
-        f"{w}-{stage}": CASES[(stage + index + turn) % len(STAGES)]
-        for index, w in enumerate(WORLD_SIZES)
-        for stage in STAGES
-    }
-    for tag, outcome in ranks(world_size, load_all, cases, folder, world_size, timeout=240)[0].items():
-        before, where = saved[tag], f"saved at {tag}, loaded at {world_size}-{cases[tag].stage}"
+    """Every number of ranks meets every other and each stage, before and after, and every stage every other."""
+    cases = [(f"{w}-{stage}", CASES[other]) for w, stage, loads, other in TOPOLOGIES if loads == world_size]
+    outcomes = ranks(world_size, load_all, cases, folder, world_size, timeout=240)[0]
+    for (tag, case), outcome in zip(cases, outcomes, strict=True):
+        before, where = saved[tag], f"saved at {tag}, loaded at {world_size}-{case.stage}"
         assert list(outcome.restored) == list(before.restored), where
         for name, value in before.restored.items():
             assert torch.equal(outcome.restored[name], value), (where, name)

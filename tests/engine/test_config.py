@@ -1,5 +1,6 @@
 """Config.load takes a path, a preset's name, a dictionary or a Config, and reports every fault of form."""
 
+import base64
 import copy
 import json
 import pickle
@@ -115,6 +116,23 @@ def test_comments_are_dropped_at_every_level() -> None:
     assert Config.load(values).bf16.enabled
 
 
+def test_comments_and_last_commas_of_hjson_are_dropped(tmp_path: Path) -> None:
+    text = """// DeepSpeed
+{ # which takes Hjson
+  "seed": 3, /* two
+  lines, with "quotes" */ "checkpoint": {"folder": "a//b,}#c", }, // and a comma
+}"""
+    config = Config.load(write(tmp_path, text))
+    assert (config.seed, config.checkpoint.folder) == (3, "a//b,}#c")
+
+
+def test_base64_text_is_a_config_and_a_file_of_that_name_comes_first(tmp_path: Path) -> None:
+    text = base64.urlsafe_b64encode(b'{"seed": 3, "checkpoint": {"folder": "~~~???"}}').decode()
+    assert Config.load(text).seed == 3
+    wrong = base64.b64encode(b'{"sede": 3}').decode()
+    assert message_of(wrong).startswith("1 fault in base64 text:\n  sede: unknown key")
+
+
 def test_large_whole_floats_are_integers() -> None:
     assert Config.load({"zero_optimization": {"stage3_prefetch_bucket_size": 5e7}}).zero_optimization == (
         Config.load({"zero_optimization": {"prefetch_bucket_size": 50_000_000}}).zero_optimization
@@ -124,14 +142,14 @@ def test_large_whole_floats_are_integers() -> None:
 def test_all_faults_are_reported_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
     path = write(
         tmp_path,
-        '{"sede": 1, "fp16": {"enabled": true}, "zero_optimization": {"stgae": 2, "cpu_offload": 1},'
+        '{"sede": 1, "fp16": {"enabled": true}, "zero_optimization": {"stgae": 2, "cpu_offload": 2},'
         ' "bf16": {"enabled": true}, "gradient_clipping": "1"}',
     )
     assert message_of(path).splitlines() == [
         f"5 faults in {path}:",
         '  sede: unknown key "sede"; did you mean "seed"?',
         '  zero_optimization.stgae: unknown key "stgae"; did you mean "stage"?',
-        "  zero_optimization.cpu_offload: expected true or false, found 1",
+        "  zero_optimization.cpu_offload: expected true or false, found 2",
         "  bf16.enabled: bf16.enabled and fp16.enabled are both true; "
         "there is one compute type, set one of them to false",
         '  gradient_clipping: expected a number, found "1"',
@@ -156,9 +174,13 @@ def test_a_file_that_is_not_text_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ('{"seed": 1,\n "device": "cpu",\n}', "at line 3, column 1"),
-        ('{"seed": 1 // no\n}', 'at line 1, column 12: "{\\"seed\\": 1 // no". JSON has no comments'),
-        ("", "at line 1. JSON has no comments"),
+        ('{"seed": 1,\n "device": "cpu"\n', "at line 3"),
+        ('{"seed": 1 / no\n}', 'at line 1, column 12: "{\\"seed\\": 1 / no". comments (// # /* */) and a comma behind'),
+        ('{"seed": 1} /* not closed', "Extra data at line 1"),
+        (
+            "",
+            "at line 1. comments (// # /* */) and a comma behind the last item may stand there; names and text are in",
+        ),
         ("[1]", "expected a JSON object, found [1]"),
         ("[" * 10_000, "not valid here: nested too deeply"),
     ],
@@ -193,7 +215,7 @@ def test_numbers_that_are_not_finite_are_errors(tmp_path: Path, number: str) -> 
         ({"seed": -1}, "seed: expected at least 0, found -1"),
         ({"seed": "auto"}, 'seed: "auto" has no meaning for this key here; write the value'),
         ({"bf16": True}, "bf16: expected an object, found true"),
-        ({"bf16": {"enabled": 1}}, "bf16.enabled: expected true or false, found 1"),
+        ({"bf16": {"enabled": 2}}, "bf16.enabled: expected true or false, found 2"),
         ({"device": "cuda:1"}, 'such as "cuda" or "xpu", found "cuda:1"'),
         ({"communication": {"route": "mpi"}}, '"shared_memory", "sockets" or "native", found "mpi"'),
         ({"communication": {"timeout_seconds": 0}}, "expected more than 0, found 0"),
@@ -214,7 +236,7 @@ def test_each_fault_says_what_was_expected_and_found(source: Any, expected: str)
     assert expected in message_of(source)
 
 
-@pytest.mark.parametrize("stage", [4, -1, True, 1.5, "3"])
+@pytest.mark.parametrize("stage", [4, -1, 1.5, "3.5"])
 def test_another_stage_is_an_error_that_lists_the_stages(stage: Any) -> None:
     text = message_of({"zero_optimization": {"stage": stage}})
     assert "there are four stages: 0 shards nothing (plain data parallelism), 1 shards the optimizer state, " in text

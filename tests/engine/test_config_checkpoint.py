@@ -9,7 +9,14 @@ from lowtide.bin.config import main
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.config.schema import json_schema
 
-FULL = {"folder": "runs/a", "every_steps": 100, "keep_last": 3, "async": True, "on_sigterm": True}
+FULL = {
+    "folder": "runs/a",
+    "every_steps": 100,
+    "keep_last": 3,
+    "async": True,
+    "exclude_frozen_parameters": True,
+    "on_sigterm": True,
+}
 
 
 def faults_of(section: Any) -> list[str]:
@@ -30,7 +37,7 @@ def test_every_key_is_read() -> None:
     config = Config.load({"checkpoint": FULL})
     section = config.checkpoint
     assert section.folder == "runs/a" and section.every_steps == 100 and section.keep_last == 3
-    assert section.asynchronous is True and section.on_sigterm is True
+    assert section.asynchronous is True and section.on_sigterm is True and section.exclude_frozen_parameters is True
     assert config.notes == ()
 
 
@@ -59,7 +66,8 @@ def test_the_section_is_closed_and_knows_the_keys_of_both_kinds() -> None:
     ]
     assert faults_of({"qqq": 1}) == [
         'unknown: checkpoint.qqq: unknown key "qqq"; the keys here are async, checkpoint_serialization, every_steps, '
-        "folder, keep_last, load_universal, on_sigterm, parallel_write, tag_validation, use_node_local_storage, writer"
+        "exclude_frozen_parameters, folder, keep_last, load_universal, on_sigterm, parallel_write, tag_validation, "
+        "use_node_local_storage, writer"
     ]
 
 
@@ -108,7 +116,8 @@ def test_a_missing_folder_is_reported_at_the_section_among_the_other_faults() ->
         ({"folder": 3}, "type: checkpoint.folder: expected the path of a folder or null, found 3"),
         (
             {"folder": "auto"},
-            'missing: checkpoint.folder: "auto" has no meaning for this key here; write the value',
+            'missing: checkpoint.folder: "auto" has no meaning for this key here; write the value, or pass it to '
+            'initialize: fill={"checkpoint.folder": ...}',
         ),
         ({"every_steps": -1}, "value: checkpoint.every_steps: expected at least 0, found -1"),
         ({"every_steps": True}, "type: checkpoint.every_steps: expected an integer, found true"),
@@ -132,4 +141,11 @@ def test_the_schema_has_the_key_of_the_file() -> None:
 def test_the_command_shows_the_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "zero3"]) == 0
     shown = json.loads(capsys.readouterr().out)["checkpoint"]
-    assert shown == {"folder": None, "every_steps": 0, "keep_last": None, "async": False, "on_sigterm": False}
+    assert shown == {
+        "folder": None,
+        "every_steps": 0,
+        "keep_last": None,
+        "async": False,
+        "exclude_frozen_parameters": False,
+        "on_sigterm": False,
+    }

@@ -31,7 +31,7 @@ class CustomInit(nn.Module):
         nn.init.xavier_uniform_(layers[0].weight, gain=2.0)
         nn.init.trunc_normal_(layers[1].weight, std=0.5, a=-0.6, b=0.6)
         with torch.no_grad():
-            self.scale.copy_(torch.linspace(0, 1, 9))
+            self.scale.copy_(torch.linspace(0, 1, 9) + layers[1].weight[[0, 3]].sum(0))
             layers[2].weight[0] = 0.0
             layers[2].weight.mul_(3).add_(torch.eye(9))
         self.apply(self.reset)

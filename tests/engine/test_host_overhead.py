@@ -93,7 +93,7 @@ SCRIPT = """
     print(json.dumps(found))
 """
 
-MAX_CALLS_IN_A_STEP = 8_900  # of Python: 30 blocks with a parameter each, on the CPU; Python 3.11 makes most
+MAX_CALLS_IN_A_STEP = 7_080  # of Python: 30 blocks with a parameter each, on the CPU; Python 3.11 makes most
 
 
 def test_8_and_1024_ranks_cost_the_same() -> None:

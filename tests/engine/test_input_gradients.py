@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from tests.grids import pairs
 from tests.ranks import RankPool
 
 STAGES = (0, 1, 2, 3)
@@ -61,9 +62,7 @@ def outer_gradients(stage: int, kind: str, rank: int | None, way: str = "") -> l
 def all_outer_gradients(kinds: Sequence[str]) -> dict[tuple[str, int, str], list[Tensor]]:
     return {
         (kind, stage, way): outer_gradients(stage, kind, None, way)
-        for kind in kinds
-        for stage in STAGES
-        for way in ("engine", "scale", "loss")
+        for kind, stage, way in pairs(kinds, STAGES, ("engine", "scale", "loss"))
     }
 
 
@@ -117,9 +116,7 @@ def train_chain_plainly(world_size: int) -> list[dict[str, Tensor]]:
 def train_all_chains(kinds: Sequence[str]) -> dict[tuple[str, int, str], list[dict[str, Tensor]]]:
     return {
         (kind, stage, way): train_chain(stage, kind, way)
-        for kind in kinds
-        for stage in STAGES
-        for way in ("cut", "loss", "engine")
+        for kind, stage, way in pairs(kinds, STAGES, ("cut", "loss", "engine"))
     }
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 import lowtide
 from lowtide.zero import units
 from tests import models
+from tests.parallel.test_sequence import Plain
 from tests.ranks import RankPool
 from tests.zero.training import ROWS, Case, adamw, one_thread
 
@@ -79,12 +80,14 @@ def expected(case: Case, counts: list[int]) -> tuple[list[float], list[float], d
     ("counts", "accumulation", "by_hand"),
     [([4, 2], 1, False), ([2, 4], 2, False), ([3, 6], 2, True), ([1, 4, 2], 1, True), ([2, 0, 4], 2, False)],
 )
-@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
-def test_the_mean_is_over_what_there_was(
-    ranks: RankPool, route: str, counts: list[int], accumulation: int, by_hand: bool
-) -> None:
-    config = {"communication": {"route": route}}
-    cases = [CASE.at(stage, config=config, accumulation=accumulation) for stage in (0, 1, 2, 3)]
+def test_the_mean_is_over_what_there_was(ranks: RankPool, counts: list[int], accumulation: int, by_hand: bool) -> None:
+    """Stages take turns in their routes: all of them have both, and so has every number of ranks."""
+    turn = len(counts) + accumulation
+    routes = [("shared_memory", "sockets")[(stage + turn) % 2] for stage in range(4)]
+    cases = [
+        CASE.at(stage, config={"communication": {"route": route}}, accumulation=accumulation)
+        for stage, route in enumerate(routes)
+    ]
     losses, norms, state = expected(cases[0], counts)
     for rank, found in enumerate(ranks(len(counts), train_all, cases, counts, by_hand)):
         for own_losses, own_norms, own_state in found:
@@ -221,7 +224,10 @@ def make_other_calls(what: str) -> str:
             "torch.autograd.grad, or a weight read beside the model, gathered from other ranks: expected it outside of"
             " `with engine.join():`, found it inside",
         ),
-        ("gradient", "engine.gradient() or engine.set_gradient(): expected it outside of `with engine.join():`, found"),
+        (
+            "gradient",
+            "engine.gradient(), set_gradient() or clip_grad_value_(): expected it outside of `with engine.join():`",
+        ),
         (
             "other",
             "a forward of another engine: expected it outside of `with engine.join():`, found it inside, where r",
@@ -242,17 +248,21 @@ def test_what_ranks_without_data_cannot_join_is_refused(ranks: RankPool, what: s
     assert all(found.startswith(text) for found in ranks(2, make_other_calls, what))
 
 
-def join_a_pipeline() -> str:
-    config = {**CASE.as_config(), "parallel": {"pipeline": 2}, "pipeline": {"schedule": "gpipe"}}
-    engine = lowtide.initialize(models.tiny_gpt(), config)
+def join_what_takes_the_same_batches(parallel: dict[str, int]) -> str:
+    config = {**CASE.as_config(), "parallel": parallel}
+    plan = {"blocks.*.up": "column", "blocks.*.down": "row"}
+    more = {"tensor_parallel": {"plan": plan}} if "tensor" in parallel else {"pipeline": {"schedule": "gpipe"}}
+    model = Plain() if "sequence" in parallel else models.tiny_gpt()
+    engine = lowtide.initialize(model, {**config, **more})
     with pytest.raises(ValueError, match="expected an engine without") as error, engine.join():
         pass
     return str(error.value)
 
 
-def test_a_pipeline_is_refused(ranks: RankPool) -> None:
-    assert ranks(2, join_a_pipeline)[0].startswith(
-        "engine.join(): expected an engine without parallel.pipeline and parallel.tensor, found one with it: these "
+@pytest.mark.parametrize("axis", ["pipeline", "tensor", "sequence"])
+def test_ranks_that_take_the_same_batches_are_refused(ranks: RankPool, axis: str) -> None:
+    assert ranks(2, join_what_takes_the_same_batches, {axis: 2})[0].startswith(
+        "engine.join(): expected an engine without parallel.pipeline, tensor and sequence, found one with it: these "
     )
 
 

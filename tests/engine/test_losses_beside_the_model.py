@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.zero import units
 from lowtide.zero.sequence import StateError
+from tests.grids import pairs
 from tests.ranks import RankPool
 
 SGD = {"type": "sgd", "params": {"lr": 0.1}}
@@ -117,11 +118,8 @@ def train_plainly(loss_of: Loss, kind: str, world_size: int) -> dict[str, Tensor
 def train_all(stages: list[int], kinds: list[str], ways: list[str], **config: Any) -> dict[tuple[Any, ...], Any]:
     return {
         (loss_of.__name__, stage, kind, way): train(loss_of, stage, kind, way, **config)
-        for loss_of in LOSSES
-        for stage in stages
+        for loss_of, stage, kind, way in pairs(LOSSES, stages, kinds, ways)
         if not (stage == 3 and loss_of in BEFORE)
-        for kind in kinds
-        for way in ways
     }
 
 

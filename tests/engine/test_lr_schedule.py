@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.config.scheduler import SchedulerConfig
-from lowtide.engine.lr_schedule import learning_rate_at
+from lowtide.engine.lr_schedule import betas_at, learning_rate_at
 
 BASE = 0.1
 
@@ -128,6 +129,66 @@ def test_warmup_then_decay_equals_torch_sequential(kind: str) -> None:
     assert rates(kind, 10, warmup_num_steps=4, total_num_steps=10) == pytest.approx(torch_rates(make, 10))
 
 
+LATE = [0.1, 0.1, 0.1, 0.55, 0.55, 1.0, 0.7, 0.4, 0.4, 0.1, 0.1]
+FIRST_BETAS = [0.7, 0.85, 0.8, 0.75, 0.7, 0.7333, 0.7667, 0.8, 0.8333, 0.8667, 0.9, 0.9045]
+CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}
+DECAYING = {"decay_step_size": 2, "decay_lr_rate": 0.5, "decay_mom_rate": 0.01, "cycle_min_mom": 0.7}
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "expected"),
+    [  # what DeepSpeed 0.19.8 sets before each update
+        (
+            "OneCycle",
+            {**CYCLE, **DECAYING, "cycle_first_step_size": 4, "cycle_second_step_size": 6},
+            [0.1, 0.325, 0.55, 0.775, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1, 0.08, 0.066667, 0.057143],
+        ),
+        (
+            "OneCycle",
+            {**CYCLE, "cycle_first_step_size": 5, "cycle_first_stair_count": 2, "cycle_second_stair_count": 3},
+            LATE,
+        ),
+        ("LRRangeTest", {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 4}, [0.01, 0.0125, 0.015, 0.0175]),
+        (
+            "LRRangeTest",
+            {"lr_range_test_min_lr": [0.01], "lr_range_test_step_size": 2, "lr_range_test_staircase": True},
+            [0.01, 0.01, 0.02, 0.02, 0.03],
+        ),
+    ],
+)
+def test_cycles_and_range_tests_are_those_of_deepspeed(kind: str, params: dict[str, Any], expected: Any) -> None:
+    assert rates(kind, len(expected), **params) == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_first_beta_goes_against_the_rate() -> None:
+    cycle = scheduler("OneCycle", **CYCLE, **DECAYING, cycle_first_step_size=4, cycle_second_step_size=6)
+    found = [betas_at(cycle, step) for step in range(len(FIRST_BETAS))]
+    assert [one[0] for one in found if one] == pytest.approx(FIRST_BETAS, abs=1e-4)
+    assert {one[1] for one in found if one} == {0.99}
+    assert betas_at(scheduler("OneCycle", **CYCLE, cycle_momentum=False), 3) is None
+    assert betas_at(scheduler("constant"), 3) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("StepLR", {"step_size": 3, "gamma": 0.5}),
+        ("MultiStepLR", {"milestones": [2, 2, 5], "gamma": 0.5}),
+        ("ExponentialLR", {"gamma": 0.9}),
+        ("CosineAnnealingLR", {"T_max": 5, "eta_min": 0.01}),
+        ("CosineAnnealingWarmRestarts", {"T_0": 3}),
+        ("CosineAnnealingWarmRestarts", {"T_0": 2, "T_mult": 2, "eta_min": 0.01}),
+        ("LinearLR", {}),
+        ("LinearLR", {"start_factor": 0.5, "end_factor": 0.2, "total_iters": 4}),
+        ("ConstantLR", {"total_iters": 3}),
+        ("PolynomialLR", {"total_iters": 6, "power": 2.0}),
+    ],
+)
+def test_types_of_torch_are_torchs(kind: str, params: dict[str, Any]) -> None:
+    make = partial(getattr(torch.optim.lr_scheduler, kind), **params)
+    assert rates(kind, 14, **params) == pytest.approx(torch_rates(make, 14), rel=1e-9, abs=1e-12)
+
+
 def test_type_names_are_found_without_regard_to_case() -> None:
     assert scheduler("warmuplr").type == "WarmupLR" and scheduler("Constant").type == "constant"
 
@@ -135,11 +196,15 @@ def test_type_names_are_found_without_regard_to_case() -> None:
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        ({"type": "OneCycle"}, '"OneCycle" is not supported yet; there is WarmupLR, WarmupDecayLR, WarmupCosineLR, '),
-        ({"type": "LRRangeTest", "params": {"x": 1}}, 'scheduler.type: "LRRangeTest" is not supported yet'),
+        (
+            {"type": "LambdaLR"},
+            '"LambdaLR" is not supported yet: it needs a function; there is WarmupLR, WarmupDecayLR, ',
+        ),
+        ({"type": "ReduceLROnPlateau"}, "or pass your own lr_scheduler to initialize"),
+        ({"type": "OneCycle", "params": {"cycle_min_lr": 1}}, "scheduler.params.cycle_max_lr: must be given"),
         ({"type": "cosin"}, 'unknown scheduler "cosin"; did you mean "cosine"?; there is'),
         ({"params": {}}, "scheduler.type: expected one of WarmupLR, "),
-        ({"type": 1}, "cosine, found 1"),
+        ({"type": 1}, "PolynomialLR, found 1"),
         ({"type": "cosine"}, "scheduler.params.total_num_steps: must be given: nothing else says what it is"),
         (
             {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},

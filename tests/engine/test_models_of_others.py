@@ -10,6 +10,7 @@ from torch import Tensor
 
 import lowtide
 from tests.engine.models_of_others import FAMILIES, batch_of
+from tests.grids import pairs
 from tests.ranks import RankPool
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}  # a larger eps: gradients near 0 are rounding
@@ -63,10 +64,14 @@ def train(name: str, stage: int, route: str) -> Outcome:
 
 
 def train_all(route: str) -> dict[tuple[str, int], Outcome]:
-    return {(name, stage): train(name, stage, route) for name in FAMILIES for stage in (0, 3)}
+    return {(name, stage): train(name, stage, route) for name, stage, its in GRID if its == route}
 
 
-@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
+ROUTES = ("shared_memory", "sockets")
+GRID = pairs(list(FAMILIES), (0, 3), ROUTES)
+
+
+@pytest.mark.parametrize("route", ROUTES)
 def test_models_of_others_train_as_in_plain_torch(ranks: RankPool, route: str) -> None:
     for (name, stage), found in ranks(2, train_all, route)[0].items():
         expected = train_plainly(name, 2)

@@ -14,8 +14,11 @@ from lowtide.engine.planning.estimate import Work, estimate
 from lowtide.engine.planning.machine import Machine
 from lowtide.engine.planning.meta_run import MetaRun
 from lowtide.engine.planning.pipelined import PipelineParts, Run, Stages, recurrence_of
+from lowtide.engine.planning.splits import Splits
 from tests import models
 from tests.engine.test_blueprint import config_of, frozen_gpt
+from tests.engine.test_planned_splits import ExpertGPT
+from tests.engine.test_planned_splits import batch as batch_of_experts
 from tests.ranks import RankPool
 from tests.zero.training import rank_and_world
 
@@ -130,3 +133,42 @@ def test_between_stages(ranks: RankPool) -> None:
         "stage 3": config_of(3, 5, **pipeline),
     }
     assert ranks(4, compare_stages, cases) == [[]] * 4
+
+
+def of_experts(config: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """(planned, sent) in a step: tokens on their way to experts and back, gradients and parameters of groups."""
+    _, num_ranks = rank_and_world()
+    rows = 2 * config["gradient_accumulation_steps"]
+    with torch.device("meta"):
+        module = ExpertGPT()
+    blueprint = Blueprint.of(Config.load(config).resolve(num_ranks), module, num_ranks)
+    profile = MetaRun(module, blueprint.units, blueprint.dtypes, "cpu", splits=Splits.of(blueprint, 0)).profile(
+        batch_of_experts(1), 2, 0
+    )
+    machine = Machine(devices_per_host=num_ranks, device="cpu")
+    whole = sum(estimate(blueprint, machine, profile).sent.values())
+    calls = [call for part in profile.parts.values() for call in part.exchanges]
+    tokens = sum(call.sent for call in calls) * config["gradient_accumulation_steps"]
+    found = {"tokens": 0, "groups": 0}
+    plain = SocketRoute._send
+
+    def count(self: SocketRoute, tensors: dict[int, torch.Tensor], tag: int, what: str) -> Any:
+        for kind, name in (("tokens", "experts"), ("groups", " of unit")):
+            found[kind] += sum(one.nbytes for one in tensors.values()) if name in what else 0
+        return plain(self, tensors, tag, what)
+
+    torch.manual_seed(0)
+    engine = lowtide.initialize(ExpertGPT(), config)
+    engine.train_step(batch_of_experts(rows))
+    with patch.object(SocketRoute, "_send", count):
+        engine.train_step(batch_of_experts(rows))
+    engine.close()
+    return {"tokens": tokens, "groups": whole - tokens}, found
+
+
+def test_gradients_of_experts_and_their_tokens(ranks: RankPool) -> None:
+    """Gradients of experts are summed over the two ranks that have the same ones, all others over four."""
+    experts: dict[str, Any] = {"parallel": {"expert": 2}}
+    for stage in (1, 3):
+        planned, found = ranks(4, of_experts, config_of(stage, 2, **experts))[0]
+        assert planned == found and min(found.values()) > 0, stage

@@ -2,6 +2,7 @@
 
 import random
 from functools import cache
+from math import ceil, comb
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from lowtide.engine.planning.meta_run import MetaRun
 from lowtide.engine.planning.planner import Planner
 from lowtide.engine.planning.splits import Splits
 from lowtide.engine.tiling import tiles_of
+from tests.parallel.test_expert_lists import skipping
 
 LAYERS, WIDTH, INNER, EXPERTS, TOKENS, CHOICES = 2, 64, 96, 4, 32, 2
 BASE: dict[str, Any] = {"bf16": {"enabled": True}, "optimizer": {"type": "adamw"}, "steps_per_print": 0}
@@ -62,13 +64,15 @@ def test_bytes_of_a_rank_are_those_of_its_experts(degree: int, stage: int) -> No
 
 @pytest.mark.parametrize("degree", [2, 4])
 def test_tokens_on_their_way_are_those_of_the_formula(degree: int) -> None:
-    """docs/parallelism.md: 8 E bytes to each rank; 2 x choices sent x width x bytes, and the same in the backward."""
+    """docs/parallelism.md: a row for each token and rank, there and back, and the same in the backward."""
     profile = planner().profile(1, 0, degrees=Choice(expert=degree))
     calls = [call for part in profile.parts.values() for call in part.exchanges]
-    choices = TOKENS * CHOICES * (degree - 1) // degree
-    rows, counts = 4 * choices * WIDTH * 2, 8 * EXPERTS * (degree - 1)
+    missed = comb(EXPERTS - EXPERTS // degree, CHOICES) / comb(EXPERTS, CHOICES)  # a rank that a token does not go to
+    rows = 4 * ceil(TOKENS * (degree - 1) * (1 - missed)) * WIDTH * 2
+    numbers = TOKENS * CHOICES * (degree - 1) // degree * (4 + 2 * 4)  # and float32 weights, with their gradients
+    counts = 8 * CHOICES * degree * (degree - 1)
     assert {call.axis for call in calls} == {EXPERT}
-    assert sum(call.sent for call in calls) == LAYERS * (rows + counts)
+    assert sum(call.sent for call in calls) == LAYERS * (rows + numbers + counts)
 
 
 def test_bounds_are_below_what_is_estimated() -> None:
@@ -83,3 +87,9 @@ def test_bounds_are_below_what_is_estimated() -> None:
 def test_experts_that_ranks_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match=r"experts\(4\) / expert\(8\)"):
         lowtide.plan(mixtral(), {**BASE, "parallel": {"expert": 8}}, world_size=8, sample_batch=IDS)
+
+
+def test_experts_in_lists_are_refused() -> None:
+    """Which of them are called, with how many tokens, only values say."""
+    with pytest.raises(ValueError, match=r"experts that are one module, found the list 'layers.0.moe.experts'"):
+        lowtide.plan(skipping(), {**BASE, "parallel": {"expert": 2}}, world_size=2, sample_batch=torch.zeros(4, 6))

@@ -10,7 +10,7 @@ import torch
 
 import lowtide
 from lowtide.engine.batch_shape import described, made
-from lowtide.engine.trial import VARIABLE, Request, laid_over
+from lowtide.engine.trial import VARIABLE, Request, Trial, laid_over
 from tests import models
 from tests.ranks import RankPool
 from tests.zero.training import ADAMW
@@ -149,3 +149,13 @@ def test_the_note_says_what_is_trained(
         lowtide.initialize(models.tiny_gpt(), OWN).close()
     said = next(line for line in caplog.messages if line.startswith("trial of `lowtide tune`"))
     assert re.search(r'in the place of the script\'s config stands \{.*"gradient_clipping": 0.5', said)
+
+
+def test_the_batch_of_a_shared_sequence_is_written_whole() -> None:
+    """A rank sees its part of it, after a few tokens with which the engine tries whether the model can be split."""
+    trial, module = Trial(Request("measure", {}, ""), _num_sharers=2), torch.nn.Identity()
+    whole = {"position_ids": torch.zeros(3, 8), "x": torch.zeros(3, 8, 5), "mask": torch.zeros(3, 7), "total": 24}
+    for tokens, is_training in ((2, False), (4, True), (3, True)):
+        part = {**whole, "position_ids": torch.zeros(3, tokens), "x": torch.zeros(3, tokens, 5)}
+        trial._see(module.train(is_training), (), part)
+    assert trial.batch == described(whole)

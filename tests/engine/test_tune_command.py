@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -184,6 +185,22 @@ def test_an_interrupted_trial_is_made_again(number: int, folder: Path, capsys: p
     plan(folder, 0.4, a=0.2)
     assert main(["c.json", "train.py"]) == 0
     assert started(folder) == ["given", "plan", "trial-1", "trial-1"]
+
+
+def test_an_interruption_waits_until_the_trial_can_be_stopped(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    started_now: list[Any] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            started_now.append(self)
+            if "trial-1" in kwargs["stdout"].name:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    plan(folder, 0.4, a="hang")
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    assert main(["c.json", "train.py"]) == 128 + signal.SIGINT
+    assert started_now[-1].poll() is not None
 
 
 def test_nothing_that_runs_is_a_failure(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from lowtide.kernels.cpu_build import BuildError, find_compiler
 from lowtide.kernels.cpu_optimizer import CpuKernel
 from lowtide.kernels.optimizer_states import new_states, stored_states
+from lowtide.kernels.shard_update import ShardUpdate
 from lowtide.optimizers.optimizer import Optimizer
 from lowtide.optimizers.table import OPTIMIZERS
 
@@ -87,18 +88,10 @@ class Shard:
             part = slice(start, end)
             states = [state.part(start, end) for state in stored]
             out = None if self.out is None else self.out[part]
-            assert kernel.serves(self.rule, self.master[part], gradient[part], states, out)
-            kernel.update(
-                self.rule,
-                self.master[part],
-                gradient[part],
-                states,
-                step,
-                runs or [(end - start, self.options)],
-                [step] * max(len(runs), 1),
-                scale,
-                out,
-            )
+            of_part, steps = runs or [(end - start, self.options)], [step] * max(len(runs), 1)
+            update = ShardUpdate(self.master[part], gradient[part], states, of_part, steps, out)
+            assert kernel.serves(self.rule, update)
+            kernel.update(self.rule, update, step, scale)
             start = end
 
     def tensors(self) -> dict[str, Tensor]:

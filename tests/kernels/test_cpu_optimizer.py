@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowtide.kernels.cpu_optimizer import CpuKernel
 from lowtide.kernels.optimizer_states import new_states, stored_states
+from lowtide.kernels.shard_update import ShardUpdate
 from lowtide.optimizers.table import OPTIMIZERS
 from tests.kernels.cpu_kernel import ADAM, CASES, SGD, STATE_DTYPES, Shard, needs_compiler, start_values
 from tests.kernels.test_optimizer_step import Lion, run_torch
@@ -198,19 +199,16 @@ def test_every_optimizer_that_has_a_kernel_is_tested_here() -> None:
         {"gradient": torch.zeros(8, dtype=torch.float64)},
         {"gradient": torch.zeros(16)[::2]},
         {"out": torch.zeros(8, dtype=torch.float64)},
-        {"optimizer": replace(OPTIMIZERS["adamw"], title="Mine")},
-        {"optimizer": replace(OPTIMIZERS["adamw"], coefficients=None)},
         {"master": torch.zeros(8, device="meta")},
+        {"master": torch.zeros(8, dtype=torch.bfloat16)},
+        {"remainder": torch.zeros(8, dtype=torch.bfloat16)},
     ],
 )
 def test_what_it_does_not_serve_is_left_to_torch(kernel: CpuKernel, change: dict[str, Any]) -> None:
     rule, options = CASES["adamw"]
-    asked: dict[str, Any] = {
-        "optimizer": rule,
-        "master": torch.zeros(8),
-        "gradient": torch.zeros(8),
-        "states": stored_states(list(new_states(rule, torch.zeros(8), options).values())),
-        "out": None,
-    }
-    assert kernel.serves(**asked)
-    assert not kernel.serves(**(asked | change))
+    states = stored_states(list(new_states(rule, torch.zeros(8), options).values()))
+    asked = ShardUpdate(torch.zeros(8), torch.zeros(8), states, [(8, options)], [1], None)
+    assert kernel.serves(rule, asked)
+    assert not kernel.serves(rule, replace(asked, **change))
+    assert not kernel.serves(replace(rule, title="Mine"), asked)
+    assert not kernel.serves(replace(rule, coefficients=None), asked)

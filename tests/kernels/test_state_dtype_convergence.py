@@ -11,7 +11,7 @@ from lowtide.kernels.optimizer_step import update_shard
 from lowtide.optimizers.table import OPTIMIZERS
 from tests.models import TinyGPT, token_batch
 
-STEPS, BATCHES, ROWS = 400, 16, 16
+STEPS, BATCHES, ROWS = 400, 16, 8
 OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
     "lion": {"lr": 3e-4, "betas": (0.9, 0.99), "weight_decay": 0.1},
@@ -24,7 +24,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def losses(rule_name: str, state_dtype: torch.dtype) -> list[float]:
     """The loss of every step of a language model that learns its few batches by heart."""
     torch.manual_seed(0)
-    model = TinyGPT()
+    model = TinyGPT(layers=1)
     params = list(model.parameters())
     flat = torch.cat([param.detach().reshape(-1) for param in params])
     for param, piece in zip(params, flat.split([param.numel() for param in params]), strict=True):
@@ -45,7 +45,7 @@ def losses(rule_name: str, state_dtype: torch.dtype) -> list[float]:
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.int8])
 def test_the_last_loss_is_that_of_float32_states(rule_name: str, state_dtype: torch.dtype) -> None:
     """Within 2 % of what training gained, either way: another seed moves it by up to 4 %. (8-bit states rounded to the
-    nearest code leave it by 5-9 % with AdamW and Adagrad: sums of squares that stop growing make larger steps.)"""
+    nearest code leave it by 4-6 % with AdamW and Adagrad: sums of squares that stop growing make larger steps.)"""
     wide, narrow = losses(rule_name, torch.float32), losses(rule_name, state_dtype)
     last_wide, last_narrow = (sum(found[-BATCHES:]) / BATCHES for found in (wide, narrow))
     gained = wide[0] - last_wide

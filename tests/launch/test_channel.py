@@ -195,7 +195,7 @@ def test_two_that_beat_are_not_silent_and_know_their_clocks(loop: Loop) -> None:
     launcher = channel(loop, left, got, silence_seconds=1.0, sends_beats=True)
     agent = channel(loop, right, got, silence_seconds=1.0)
     assert launcher.clock_uncertainty == float("inf")
-    loop.run(lambda: False, timeout=3.5)
+    loop.run(lambda: False, timeout=2.2)
     assert got == []
     assert abs(launcher.clock_offset) <= launcher.clock_uncertainty < 1
     launcher.close()

@@ -62,16 +62,20 @@ def test_output_without_a_final_newline_is_complete(tmp_path: Path) -> None:
 
 def test_rank_0_keeps_the_terminal(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import sys; print(sys.stdin.isatty(), sys.stdout.isatty(), sys.stderr.isatty())")
+    asks = "sys.stdin.isatty(), sys.stdout.isatty(), sys.stderr.isatty(), sys.stdout.write_through"
+    script.write_text(f"import sys; print({asks})")
     ours, theirs = pty.openpty()
     command = [*LAUNCH, "--nproc", "2", str(script)]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as process:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, env=environment
+    ) as process:
         assert process.wait(30) == 0
     os.close(theirs)
     lines = os.read(ours, 10_000).decode().split()
     os.close(ours)
     text = " ".join(lines)
-    assert "True True True" in text and "[rank 1]\x1b[0m False False False" in text
+    assert "True True True False" in text and "[rank 1]\x1b[0m False False False True" in text
 
 
 FLOODS = """

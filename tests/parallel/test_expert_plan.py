@@ -11,6 +11,7 @@ from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.tiling import check_units
 from lowtide.offload import Portion
 from lowtide.parallel.experts import ExpertPlan
+from lowtide.parallel.sequence_data import SequenceError, check_model
 from lowtide.parallel.tiles import Tiled
 from tests import models
 from tests.parallel import expert_models as moe
@@ -122,3 +123,10 @@ def test_an_expert_is_divided_over_the_ranks_that_have_it(stage: int) -> None:
     assert all(blueprint.arrangement.size(group.domain.states) == (2 if stage else 1) for group in groups)
     assert [blueprint.first_rank_of(place) for place in range(2)] == [0, 1]
     assert [blueprint.place_of(rank) for rank in range(4)] == [0, 1, 0, 1]
+
+
+def test_a_loss_of_routers_is_refused_beside_sequences() -> None:
+    model: Any = moe.plain_mixtral()
+    model.config.output_router_logits = True
+    with pytest.raises(SequenceError, match=r"config.output_router_logits: its loss is a mean over all tokens of a la"):
+        check_model(model)

@@ -84,7 +84,7 @@ def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return x, index
 
 
-STEPS = 1000
+STEPS = 1000  # each kind of choice two hundred times, each expert the only one fifty times
 
 
 def train_adversarially(expert: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -125,7 +125,7 @@ def test_every_route_takes_all_choices(ranks: RankPool) -> None:
 
 
 def bytes_on_the_wire() -> tuple[int, int]:
-    """(counted, by the formula) of a step in which this rank has three tokens, and sends four of its six choices."""
+    """(counted, by the formula) of a step in which this rank's three tokens have four choices on the other rank."""
     engine = lowtide.initialize(model(), config_of(2))
     exchange = engine._mesh.exchange(("expert",))
     other = (engine.rank + 1) % 2 * EXPERTS // 2
@@ -133,9 +133,11 @@ def bytes_on_the_wire() -> tuple[int, int]:
     x = torch.ones(3, WIDTH, dtype=torch.float64, requires_grad=True)
     engine.train_step((x, index))
     engine.close()
-    counts, row = EXPERTS * 8, WIDTH * 8
-    forward = counts + 4 * row + 4 * row  # four rows go there, and as many of the other rank come here and go back
-    return exchange.bytes_sent, 2 * (forward + 4 * row + 4 * row)
+    counts, rows = 2 * 2 * 8, 3 * WIDTH * 8  # of two slots for two ranks; a token goes once, whatever it has chosen
+    numbers, weights = 4 * 4, 4 * 8
+    forward = counts + numbers + weights + 2 * rows  # there, and as many of the other rank's back
+    backward = weights + 2 * rows
+    return exchange.bytes_sent, 2 * (forward + backward)
 
 
 def test_bytes_on_the_wire_are_those_of_the_formula(ranks: RankPool) -> None:

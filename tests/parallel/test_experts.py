@@ -41,22 +41,24 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_models_of_others_train_as_in_one_process(ranks: RankPool, name: str) -> None:
     expected = plainly(CASES[name], 2)
-    for outcome in ranks(2, train_all, [split(CASES[name], stage, expert=2) for stage in (0, 1, 2, 3)])[0]:
+    stages = (0, 1, 2, 3) if name == "mixtral" else ((0, 3), (1, 2))[list(CASES).index(name) % 2]
+    for outcome in ranks(2, train_all, [split(CASES[name], stage, expert=2) for stage in stages])[0]:
         assert_close(outcome, expected, TOLERANCE, TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3", "deepseek"])
 def test_four_places_and_two_with_shards_train_as_one_process(ranks: RankPool, name: str) -> None:
     expected = plainly(CASES[name], 4)
-    cases = [split(CASES[name], stage, expert=degree) for degree, stage in ((4, 0), (4, 3), (2, 1), (2, 3))]
+    chosen = ((4, 3), (2, 1)) if name == "qwen3" else ((4, 0), (2, 3))
+    cases = [split(CASES[name], stage, expert=degree) for degree, stage in chosen]
     for outcome in ranks(4, train_all, cases)[0]:
         assert_close(outcome, expected, TOLERANCE, TOLERANCE)
 
 
-@pytest.mark.parametrize("route", ["sockets", "native"])
-def test_experts_and_shards_on_every_route(ranks: RankPool, route: str) -> None:
+@pytest.mark.parametrize(("route", "stages"), [("sockets", (0, 3)), ("native", (1, 2))])
+def test_experts_and_shards_on_every_route(ranks: RankPool, route: str, stages: tuple[int, int]) -> None:
     expected = plainly(MIXTRAL, 4)
-    for outcome in ranks(4, train_all, [split(MIXTRAL, stage, route, expert=2) for stage in (0, 1, 2, 3)])[0]:
+    for outcome in ranks(4, train_all, [split(MIXTRAL, stage, route, expert=2) for stage in stages])[0]:
         assert_close(outcome, expected, TOLERANCE, TOLERANCE)
 
 

@@ -1,6 +1,7 @@
 """A loss beside the model, of ranks that share sequences: a loss_fn, and a loop that asks for its part of labels."""
 
 import contextlib
+import math
 from typing import Any
 
 import torch
@@ -209,6 +210,7 @@ def refusals() -> dict[str, str]:
         "shifted": lambda: trained(make("llama"), odd, shifted_again),
         "no labels": lambda: trained(make("llama"), {"input_ids": odd["input_ids"]}, mean),
         "its own": lambda: trained(Summing(), plain),
+        "two labels": lambda: trained(TwoLosses(), plain),
         "mixing": lambda: called(mixing, dict(plain)),
     }
     found = {}
@@ -229,6 +231,7 @@ REFUSED = {
     "shifted": "a loss_fn reads nothing of tokens without a label, and shifts no labels",
     "no labels": "batch: expected labels or shift_labels beside a loss_fn",
     "its own": f"the loss of Summing: {NO_SUM}",
+    "two labels": "loss: expected one ignore_index for all of it, found -100 and 1: parts are filled up",
     "mixing": "expected tokens of Plain to meet in shared attention alone",
 }
 
@@ -237,3 +240,68 @@ def test_losses_that_are_no_mean_over_labels_are_errors(ranks: RankPool) -> None
     for found in ranks(2, refusals):
         for name, text in REFUSED.items():
             assert text in found.get(name, ""), (name, found.get(name))
+
+
+class TwoLosses(Plain):
+    def forward(self, input_ids: Tensor, position_ids: Tensor, shift_labels: Tensor) -> Tensor:  # type: ignore[override]
+        logits, labels = super().forward(input_ids, position_ids).flatten(0, 1), shift_labels.flatten()
+        return functional.cross_entropy(logits, labels) + functional.cross_entropy(logits, labels, ignore_index=1)
+
+
+class Module(WithLoss):
+    """Its loss is a module that ignores the label 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = nn.CrossEntropyLoss(ignore_index=0)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, shift_labels: Tensor) -> Tensor:
+        logits = Plain.forward(self, input_ids, position_ids)  # type: ignore[arg-type]  # of the same parts
+        loss: Tensor = self.loss(logits.flatten(0, 1), shift_labels.flatten())
+        return loss
+
+
+def ignoring_zero(output: Any, batch: Batch) -> Tensor:
+    labels = batch["shift_labels"].flatten()
+    return functional.cross_entropy(output.logits.flatten(0, 1), labels, ignore_index=0)
+
+
+IGNORING: dict[str, tuple[Any, Any]] = {  # what builds the model, and its loss_fn
+    "kwarg": (lambda: make("llama"), None),
+    "module": (Module, None),
+    "loss_fn": (lambda: make("gpt2"), ignoring_zero),
+}
+
+
+def ignoring(config: dict[str, Any]) -> list[Batch]:
+    found = []
+    for name, (build, loss_fn) in IGNORING.items():
+        torch.manual_seed(0)
+        engine = lowtide.initialize(build(), config_of(1, **config), loss_fn=loss_fn)
+        for step in range(2):
+            batch: dict[str, Any] = batch_of(step, "plain" if name == "module" else "odd")
+            key = "labels" if name == "kwarg" else "shift_labels"
+            if name == "loss_fn":  # the model has a loss beside it, of -100
+                batch["shift_labels"] = functional.pad(batch["labels"], (0, 1))[:, 1:].contiguous()
+            if name == "kwarg":
+                batch["ignore_index"] = 0
+            batch[key] = batch[key].masked_fill(batch[key] % 3 == 0, 0).clamp(min=0)
+            result = engine.train_step(batch)
+        values = engine.state_dict() | {"loss": result.loss, "norm": result.grad_norm}
+        values["evaluated"] = engine.eval_step(batch)
+        engine.close()
+        found.append({key: value.detach().clone() for key, value in values.items()})
+    return found
+
+
+SPLITS: list[dict[str, Any]] = [
+    {"parallel": {"sequence": 2, "pipeline": 2}},
+    {"parallel": {"sequence": 2, "tensor": 2}, "tensor_parallel": {"plan": {"*head": "vocabulary"}}},
+    {"parallel": {"tensor": 2}, "tensor_parallel": {"plan": {"*head": "vocabulary"}}, "tiles": {"loss": 7}},
+]
+
+
+def test_labels_that_a_loss_ignores_count_nowhere(ranks: RankPool) -> None:
+    alone = ranks(1, ignoring, {})[0]
+    for config in SPLITS:
+        check(ranks(math.prod(config["parallel"].values()), ignoring, config)[0], alone)

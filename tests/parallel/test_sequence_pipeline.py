@@ -128,7 +128,7 @@ def dropped() -> tuple[list[Tensor], Tensor]:
     engine = lowtide.initialize(model, config_of("1f1b", 1, parallel={"pipeline": 2, "sequence": 2}))
     two = [batch_of(half, "plain") for half in range(2)]
     engine.train_step({key: torch.cat([one[key] for one in two]) for key in two[0]})
-    masks = [mask.clone() for block in model.blocks for mask in block.masks[5:]]  # 5: of the trial
+    masks = [mask.clone() for block in model.blocks for mask in block.masks[6:]]  # 6: of the trial
     engine.close()
     return masks, torch.rand(4)
 

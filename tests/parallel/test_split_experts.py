@@ -27,13 +27,14 @@ from tests.parallel.test_experts import (
     plainly,
     split,
 )
-from tests.ranks import RankError, RankPool
+from tests.ranks import RankPool
 from tests.zero.training import ADAMW, assert_close, train_all
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_models_of_others_train_as_in_one_process(ranks: RankPool, name: str) -> None:
-    cases = [split(CASES[name], stage, tensor=2) for stage in (0, 1, 2, 3)]
+    stages = (0, 1, 2, 3) if name == "mixtral" else ((0, 3), (1, 2))[list(CASES).index(name) % 2]
+    cases = [split(CASES[name], stage, tensor=2) for stage in stages]
     expected = plainly(CASES[name], 1)
     for outcome in ranks(2, train_all, cases)[0]:
         assert_close(outcome, expected, TOLERANCE, TOLERANCE)
@@ -41,9 +42,12 @@ def test_models_of_others_train_as_in_one_process(ranks: RankPool, name: str) ->
 
 @pytest.mark.parametrize("name", CASES)
 def test_four_places_and_two_of_other_experts_train_as_one_process(ranks: RankPool, name: str) -> None:
-    cases = [(1, split(CASES[name], stage, tensor=4)) for stage in (1, 3)]
-    cases += [(2, split(CASES[name], stage, tensor=2, expert=2)) for stage in (1, 3)]
-    cases += [(2, split(CASES[name], 3, tensor=2))]
+    stages = (1, 3) if list(CASES).index(name) % 2 else (3, 1)
+    cases = [
+        (1, split(CASES[name], stages[0], tensor=4)),
+        (2, split(CASES[name], stages[1], tensor=2, expert=2)),
+        (2, split(CASES[name], 3, tensor=2)),
+    ]
     found = ranks(4, train_all, [case for _, case in cases])[0]
     expected = {num_ranks: plainly(CASES[name], num_ranks) for num_ranks in (1, 2)}
     for (num_ranks, _), outcome in zip(cases, found, strict=True):
@@ -59,11 +63,6 @@ def test_experts_beside_parts_of_the_tokens(ranks: RankPool, name: str) -> None:
     found = [ranks(num_ranks, train_all, [case])[0][0] for num_ranks, case in zip((2, 4), cases, strict=True)]
     for num_ranks, outcome in zip((1, 2), found, strict=True):
         assert_close(outcome, plainly(CASES[name], num_ranks), TOLERANCE, TOLERANCE)
-
-
-def test_a_whole_attention_beside_parts_of_the_tokens_is_refused(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match=r"\(DeepseekV3DecoderLayer\) mixes tokens .* it fails \("):
-        ranks(2, train_all, [split(CASES["deepseek"], 1, **PARTS)])
 
 
 BOTH = {"tensor": 2, "expert": 2}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lowtide
+from tests.parallel.test_expert_routing import Experts
 from tests.parallel.test_sequence import Plain, batch_of
 from tests.parallel.test_tensor_ranks import config_of
 from tests.ranks import RankPool
@@ -139,3 +140,63 @@ def test_ranks_beside_it_hear_of_it(ranks: RankPool, parallel: dict[str, int]) -
     for found in ranks(4, tried, "halves", parallel, 1):
         assert 'give it the style "column/2"' in found
     assert ranks(4, tried, "right", parallel, 1) == [""] * 4
+
+
+class BesideExperts(nn.Module):
+    """Split layers, a router and experts in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.back, self.router = nn.Linear(WIDTH, 48), nn.Linear(24, WIDTH), nn.Linear(WIDTH, 4)
+        self.experts = Experts(WIDTH)
+
+    def routed(self, x: Tensor) -> Tensor:
+        weights, index = self.router(x).softmax(-1).topk(2)
+        made: Tensor = self.experts(x, index, weights)
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, dim=-1)
+        shared: Tensor = self.back(functional.silu(gate) * up)
+        return shared + self.routed(x.flatten(0, 1)).view(x.shape)
+
+
+class BesideListed(BesideExperts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))  # type: ignore[assignment]
+
+    def routed(self, x: Tensor) -> Tensor:
+        weights, index = self.router(x).softmax(-1).topk(2)
+        made = torch.zeros_like(x)
+        experts: Any = self.experts
+        for number, expert in enumerate(experts):
+            token, choice = torch.where(index == number)
+            made = made.index_add(0, token, expert(x[token]) * weights[token, choice, None])
+        return made
+
+
+BESIDE: dict[str, type[nn.Module]] = {"one module": BesideExperts, "a list": BesideListed}
+
+
+def beside_experts(name: str, style: str, parallel: dict[str, int]) -> str | list[float]:
+    plan: dict[str, Any] = {"tensor_parallel": plan_of(style)} if parallel else {}
+    config = config_of(parallel=parallel, **plan)
+    torch.manual_seed(0)
+    batch = {key: value[:2] for key, value in batch_of(0, "plain").items()}
+    with lowtide.initialize(model_of(BESIDE[name]).double(), config) as engine:
+        try:
+            return [engine.train_step(batch).loss.item() for _ in range(2)]
+        except ValueError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_split_layers_beside_experts_in_one_module(ranks: RankPool, name: str) -> None:
+    """Every rank has the same batch, so the losses are those of one."""
+    (plain,) = ranks(1, beside_experts, name, "column/2", {})
+    for found in ranks(4, beside_experts, name, "column/2", {"tensor": 2, "expert": 2}):
+        assert found == pytest.approx(plain, rel=1e-9)
+    if name == "one module":
+        for found in ranks(4, beside_experts, name, "column", {"tensor": 2, "expert": 2}):
+            assert "expected 'blocks.0.mlp' to compute what it does as a whole" in found

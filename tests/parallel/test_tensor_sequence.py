@@ -37,11 +37,14 @@ def test_parts_and_shards_train_as_in_one_process(ranks: RankPool) -> None:
         assert_close(outcome, plainly(case, 2), TOLERANCE, TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "t5"])
-def test_four_ranks_train_as_one(ranks: RankPool, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "ways"), [("llama", "both"), ("qwen3", "recomputed"), ("gpt2", "both"), ("t5", "plain")]
+)
+def test_four_ranks_train_as_one(ranks: RankPool, name: str, ways: str) -> None:
     case = CASES[name]
-    recomputed = parts(case, 3, "sockets", 4, activation_checkpointing={"every": 1})
-    for outcome in ranks(4, train_all, [parts(case, 1, tensor=4), recomputed])[0]:
+    plain, recomputed = parts(case, 1, tensor=4), parts(case, 3, "sockets", 4, activation_checkpointing={"every": 1})
+    chosen = {"both": [plain, recomputed], "plain": [plain], "recomputed": [recomputed]}[ways]
+    for outcome in ranks(4, train_all, chosen)[0]:
         assert_close(outcome, plainly(case, 1), TOLERANCE, TOLERANCE)
 
 
@@ -270,9 +273,9 @@ def test_what_would_see_a_part_for_the_whole_is_an_error(ranks: RankPool, name: 
         assert re.search(r"parallel.tensor_sequence: .*" + REFUSED[name][1], found), found
 
 
-def recorded() -> str:
+def recorded(key: str) -> str:
     model: Any = others.llama()
-    model.config.output_hidden_states = True
+    setattr(model.config, key, True)
     engine = lowtide.initialize(model, config_of())
     try:
         engine.train_step(others.tokens(0, 2))
@@ -283,13 +286,12 @@ def recorded() -> str:
     return "nothing"
 
 
-def test_hidden_states_of_parts_are_not_given(ranks: RankPool) -> None:
-    assert ranks(2, recorded)[0].startswith("parallel.tensor_sequence: expected output_hidden_states to be false")
+@pytest.mark.parametrize("key", ["output_hidden_states", "output_router_logits"])
+def test_what_is_recorded_of_parts_is_not_given(ranks: RankPool, key: str) -> None:
+    assert ranks(2, recorded, key)[0].startswith(f"parallel.tensor_sequence: expected {key} to be false")
 
 
-def test_what_the_config_refuses_and_what_has_no_effect() -> None:
-    with pytest.raises(lowtide.ConfigError, match=r"parallel.tensor_sequence: is not for parallel.pipeline 2"):
-        lowtide.Config.load(config_of() | {"parallel": {"tensor": 2, "tensor_sequence": True, "pipeline": 2}})
+def test_what_has_no_effect_is_said() -> None:
     notes = lowtide.Config.load({"parallel": {"tensor_sequence": True}}).notes
     assert "parallel.tensor_sequence: true has no effect here: parallel.tensor is 1" in notes
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from tests import models
 from tests.parallel import models_of_others as others
@@ -46,15 +47,17 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_models_of_others_train_as_in_one_process(ranks: RankPool, name: str) -> None:
+    """Llama at each stage, the others in turn at two of them."""
     expected = plainly(CASES[name], 1)
-    for outcome in ranks(2, train_all, [split(CASES[name], stage, tensor=2) for stage in (0, 1, 2, 3)])[0]:
+    stages = (0, 1, 2, 3) if name == "llama" else ((0, 3), (1, 2))[list(CASES).index(name) % 2]
+    for outcome in ranks(2, train_all, [split(CASES[name], stage, tensor=2) for stage in stages])[0]:
         assert_close(outcome, expected, TOLERANCE, TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
-def test_four_ranks_train_as_one(ranks: RankPool, name: str) -> None:
+@pytest.mark.parametrize(("name", "stages"), [("llama", (1, 3)), ("gpt2", (3,)), ("t5", (1,))])
+def test_four_ranks_train_as_one(ranks: RankPool, name: str, stages: tuple[int, ...]) -> None:
     expected = plainly(CASES[name], 1)
-    for outcome in ranks(4, train_all, [split(CASES[name], stage, tensor=4) for stage in (1, 3)])[0]:
+    for outcome in ranks(4, train_all, [split(CASES[name], stage, tensor=4) for stage in stages])[0]:
         assert_close(outcome, expected, TOLERANCE, TOLERANCE)
 
 
@@ -116,3 +119,38 @@ def test_a_plan_splits_any_model(ranks: RankPool, build: Callable[[], nn.Module]
     config: dict[str, Any] = {"parallel": {"tensor": 2}, "tensor_parallel": {"plan": PLAN}}
     for outcome in ranks(2, train_all, [case.at(stage, config=config) for stage in (0, 3)])[0]:
         assert_close(outcome, expected, 1e-10, 1e-10)
+
+
+class Together(nn.Module):
+    """Attention, with two heads of keys for four of queries, and an MLP of one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.num_heads, self.num_kv_heads = nn.LayerNorm(32), 4, 2
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(32, 32), nn.Linear(32, 16), nn.Linear(32, 16)
+        self.o_proj, self.up_proj, self.down_proj = nn.Linear(32, 32), nn.Linear(32, 44), nn.Linear(44, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q = self.q_proj(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        k, v = (layer(y).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2) for layer in (self.k_proj, self.v_proj))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.o_proj(mixed.transpose(1, 2).flatten(2)) + self.down_proj(self.up_proj(y).relu())
+
+
+class OfOneModule(models.TinyGPT):
+    def __init__(self) -> None:
+        super().__init__(width=32)
+        self.blocks = nn.ModuleList(Together() for _ in range(2))
+
+
+def of_one_module() -> nn.Module:
+    return OfOneModule().double()
+
+
+def test_heads_of_an_attention_beside_an_mlp_stay_whole(ranks: RankPool) -> None:
+    case = Case(of_one_module, models.token_batch, steps=2)
+    expected = train_plainly(case, 1)
+    for degree in (2, 4):
+        for outcome in ranks(degree, train_all, [split(case, stage, tensor=degree) for stage in (0, 3)])[0]:
+            assert_close(outcome, expected, 1e-10, 1e-10)

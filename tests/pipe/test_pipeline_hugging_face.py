@@ -54,12 +54,16 @@ def train_all(names: list[str], config: dict[str, Any]) -> dict[str, Outcome]:
     return {name: train(name, config) for name in names}
 
 
-@pytest.mark.parametrize(("world_size", "schedule", "stage"), [(2, "zb-h1", 1), (4, "1f1b", 3)])
-def test_they_train_like_one_rank(ranks: RankPool, world_size: int, schedule: str, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "schedule", "stage", "names"), [(2, "zb-h1", 1, NAMES), (4, "1f1b", 3, NAMES[::2])]
+)
+def test_they_train_like_one_rank(
+    ranks: RankPool, world_size: int, schedule: str, stage: int, names: list[str]
+) -> None:
     data_size = world_size // 2
-    alone = ranks(data_size, train_all, NAMES, config_of(1, "1f1b", 0))[0]
-    by_rank = ranks(world_size, train_all, NAMES, config_of(2, schedule, stage), timeout=120)
-    for name in NAMES:
+    alone = ranks(data_size, train_all, names, config_of(1, "1f1b", 0))[0]
+    by_rank = ranks(world_size, train_all, names, config_of(2, schedule, stage), timeout=120)
+    for name in names:
         first, expected = by_rank[0][name], alone[name]
         assert first.losses == pytest.approx(expected.losses, rel=1e-5), name
         assert first.norms == pytest.approx(expected.norms, rel=1e-4), name

@@ -35,6 +35,8 @@ def test_a_recurrence_costs_what_is_simulated(name: str, ranks: int) -> None:
             for costs in (Costs.uniform(schedule.num_stages, send=0.25), drawn_costs(draw, schedule.num_stages)):
                 found, simulated = recurrence.outcome(costs), simulate(schedule, costs)
                 assert found.makespan == simulated.makespan
+                slots = [slot for of_rank in simulated.timeline for slot in of_rank]
+                assert recurrence.starts(costs) == pytest.approx([slot.start for slot in slots], abs=1e-9)
                 assert found.busy == pytest.approx(simulated.busy)
                 assert found.activation_bytes == tuple(peaks.activation_bytes for peaks in simulated.peaks)
 

@@ -24,7 +24,7 @@ from tests.pretend import device
 from tests.pretend.group import register
 from tests.ranks import RankPool
 
-WARM_UP, STEPS = 2, 4
+WARM_UP, STEPS = 2, 3
 FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}
 HOST = {"device": "cpu"}
 Seen = list[tuple[str, tuple[int, ...]]]  # what was used, and the addresses that it had, in the order of its use
@@ -132,7 +132,7 @@ def assert_held(pool: RankPool, num_ranks: int, cases: list[Case], folder: Path)
 
 @pytest.mark.parametrize("stage", range(4))
 def test_every_step_has_the_addresses_of_the_one_before(pretend_ranks: RankPool, tmp_path: Path, stage: int) -> None:
-    cases = [Case(stage, dtypes, {}, accumulation) for dtypes, accumulation in product((FP32, BF16), (1, 2))]
+    cases = [Case(stage, FP32, {}, 1 + stage % 2), Case(stage, BF16, {}, 2 - stage % 2)]
     assert_held(pretend_ranks, 2, cases, tmp_path)
 
 

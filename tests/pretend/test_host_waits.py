@@ -4,6 +4,7 @@ import gc
 import math
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,6 +140,25 @@ def check_way(way: str) -> None:
         for _ in range(2):
             waits = waits_of(lambda: act(engine, torch.randn(2, WIDTH)))
             assert len(waits) <= 1, "\n".join(waits)
+
+
+def check_monitors(folder: str) -> None:
+    place = {"enabled": True, "output_path": folder}
+    for stage in (0, 3):
+        config = {"zero_optimization": {"stage": stage}, "csv_monitor": place, "profile": {"enabled": True, "step": 2}}
+        with make_engine(Net(3), {**config, "gradient_clipping": 0.1}) as engine:
+            for _ in range(3):  # the second one is profiled
+                waits = waits_of(lambda: engine.train_step((torch.randn(2, WIDTH),)))
+                assert len(waits) <= 1, "\n".join(waits)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_that_is_written_and_profiled_waits_once_too(
+    pretend_ranks: RankPool, tmp_path: Path, world_size: int
+) -> None:
+    pretend_ranks(world_size, collected, check_monitors, str(tmp_path), process_group=False)
+    (table,) = tmp_path.glob("*/metrics.csv")
+    assert [line.partition(",")[0] for line in table.read_text().splitlines()] == ["step", "1", "2", "3"]
 
 
 def check_own_optimizer() -> None:

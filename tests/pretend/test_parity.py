@@ -51,6 +51,12 @@ CASES = {
     "recomputed activations": GPT.at(3, config={"activation_checkpointing": {"every": 2}}),
     "states in int8": optimizer("adamw", state_dtype="int8"),
     "states in bf16": optimizer("lion", state_dtype="bf16"),
+    "no masters": GPT.at(3, config={"bf16": {"enabled": True, "masters": False}}),
+    "remainders, in host memory": zero(2, offload_optimizer=HOST).at(
+        2, config={"bf16": {"enabled": True, "masters": "kahan"}}
+    ),
+    "lamb": optimizer("lamb"),
+    "muon": optimizer("muon"),
     "sgd": optimizer("sgd", momentum=0.9),
     "fused kernels": GPT.at(3, config={"kernels": {"fuse_modules": True}}),
     "tied weights": replace(GPT, build=tied_gpt, stage=3),

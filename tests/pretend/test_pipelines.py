@@ -127,7 +127,7 @@ def test_other_shapes_are_told_in_their_own_step(pretend_ranks: RankPool) -> Non
 ANY_ROWS = replace(TIED, config={**NATIVE, "train_micro_batch_size_per_gpu": None})
 
 
-@pytest.mark.parametrize(("world_size", "stage", "schedules"), [(2, 0, list(SCHEDULES)), (4, 3, ["zb-v"])])
+@pytest.mark.parametrize(("world_size", "stage", "schedules"), [(2, 0, list(SCHEDULES)[::2]), (4, 3, ["zb-v"])])
 def test_other_batches_are_told_in_their_own_step(
     pretend_ranks: RankPool, world_size: int, stage: int, schedules: list[str]
 ) -> None:

@@ -127,9 +127,9 @@ def train_staged_and_not(cases: list[Case], num_refused: int) -> tuple[list[Outc
     """num_refused: how often in a backward the slot is said not to be free."""
     next_slot, asked = Move.next_message, Counter[int]()
 
-    def refusing(self: Move, axis: Axis) -> Tensor | None:
+    def refusing(self: Move, axis: Axis, has_shard: bool) -> Tensor | None:
         asked[id(self)] += 1
-        return None if asked[id(self)] <= num_refused else next_slot(self, axis)
+        return None if asked[id(self)] <= num_refused else next_slot(self, axis, has_shard)
 
     def started(self: UnitSequence, *args: Any) -> None:
         asked.clear()

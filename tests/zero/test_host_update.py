@@ -16,6 +16,7 @@ import lowtide
 from lowtide.offload import HostPool
 from lowtide.zero.host_update import HostUpdate
 from tests.engine.saving import load_and_go_on, save_and_go_on
+from tests.grids import pairs
 from tests.models import mlp, tied_gpt, tiny_gpt, token_batch, vector_batch
 from tests.ranks import RankPool
 from tests.zero.apart import LateCopies, apart, model_apart, train_both_ways
@@ -26,16 +27,6 @@ CASES = {
     "tied_gpt": Case(tied_gpt, token_batch, accumulation=3),
     "mlp": Case(mlp, vector_batch),
 }
-
-
-# Every pair of a precision, a place and a number of ranks.
-every_pair = pytest.mark.parametrize(
-    ("precision", "device", "world_size"),
-    [
-        *(("fp32", "cpu", 1), ("fp32", "nvme", 2), ("fp32", "cpu", 4)),
-        *(("bf16", "nvme", 1), ("bf16", "cpu", 2), ("bf16", "nvme", 4)),
-    ],
-)
 
 
 def on_native(case: Case, **zero: Any) -> Case:
@@ -56,17 +47,25 @@ def assert_same(ranks: RankPool, world_size: int, cases: list[tuple[Case, Case]]
         assert moved.differences(plain) == [], (world_size, index, cases[index][1].config)
 
 
-@every_pair
-def test_every_stage(ranks: RankPool, tmp_path: Path, world_size: int, device: str, precision: str) -> None:
-    config = {"bf16": {"enabled": precision == "bf16"}}
-    cases = [pair(CASES["tiny_gpt"].at(stage, config=config), tmp_path, device) for stage in range(4)]
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_stage(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    grid = pairs((1, 2, 4), range(4), ("cpu", "nvme"), (False, True))
+    cases = [
+        pair(CASES["tiny_gpt"].at(stage, config={"bf16": {"enabled": narrow}}), tmp_path, device)
+        for ranks_of_case, stage, device, narrow in grid
+        if ranks_of_case == world_size
+    ]
     assert_same(ranks, world_size, cases)
 
 
-@every_pair
-def test_parameters_too(ranks: RankPool, tmp_path: Path, world_size: int, device: str, precision: str) -> None:
-    config = {"bf16": {"enabled": precision == "bf16"}}
-    cases = [pair(case.at(3, config=config), tmp_path, device, params=True) for case in CASES.values()]
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_parameters_too(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    grid = pairs((1, 2, 4), list(CASES.values()), ("cpu", "nvme"), (False, True))
+    cases = [
+        pair(case.at(3, config={"bf16": {"enabled": narrow}}), tmp_path, device, params=True)
+        for ranks_of_case, case, device, narrow in grid
+        if ranks_of_case == world_size
+    ]
     assert_same(ranks, world_size, cases)
 
 
@@ -92,9 +91,9 @@ def test_updates_in_backward(ranks: RankPool, tmp_path: Path, precision: str, pa
     case = Case(tiny_gpt, token_batch, stage=3, config=config)
     in_backward = case.at(3, config={"zero_optimization": {"update_in_backward": True}})
     cases = [pair(in_backward, tmp_path, "cpu", params), pair(in_backward, tmp_path, "nvme", params)]
-    for clip in (0.0, 0.05, 100.0):
+    for clip, place in ((0.0, "cpu"), (0.05, "cpu"), (0.05, "nvme"), (100.0, "nvme")):
         clipped = Case(tiny_gpt, token_batch, stage=3, clip=clip, config=config)
-        cases += [pair(clipped, tmp_path, place, params, overlap="speculative") for place in ("cpu", "nvme")]
+        cases.append(pair(clipped, tmp_path, place, params, overlap="speculative"))
     assert_same(ranks, 2, cases)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests import models
+from tests.grids import pairs
 from tests.ranks import RankPool
 from tests.zero.mixed_precision import Dtypes, train_mixed
 from tests.zero.training import Case, assert_close, train_all, train_plainly
@@ -31,6 +32,47 @@ class Lion(torch.optim.Optimizer):
                 param -= group["lr"] * (update + group["weight_decay"] * param)
 
 
+class UncorrectedAdamW(torch.optim.Optimizer):
+    """AdamW without the factors of its first steps, as DeepSpeed has it with bias_correction false."""
+
+    def __init__(self, params: Iterable[Tensor], **options: Any) -> None:
+        super().__init__(params, options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                state = self.state[param]
+                mean, squares = (state.setdefault(name, torch.zeros_like(param)) for name in ("mean", "squares"))
+                mean.copy_(beta1 * mean + (1 - beta1) * param.grad)
+                squares.copy_(beta2 * squares + (1 - beta2) * param.grad**2)
+                param *= 1 - group["lr"] * group["weight_decay"]
+                param -= group["lr"] * mean / (squares.sqrt() + group["eps"])
+
+
+class Lamb(torch.optim.Optimizer):
+    """Algorithm 2 of arXiv 1904.00962, with bounds of the ratio."""
+
+    def __init__(self, params: Iterable[Tensor], **options: Any) -> None:
+        super().__init__(params, options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                state = self.state[param]
+                mean, squares = (state.setdefault(name, torch.zeros_like(param)) for name in ("mean", "squares"))
+                state["step"] = step = state.get("step", 0) + 1
+                mean.copy_(beta1 * mean + (1 - beta1) * param.grad)
+                squares.copy_(beta2 * squares + (1 - beta2) * param.grad**2)
+                first, second = mean / (1 - beta1**step), squares / (1 - beta2**step)
+                update = first / (second.sqrt() + group["eps"]) + group["weight_decay"] * param
+                ratio = (param.norm() / update.norm()).clamp(group["least"], group["most"])
+                param -= group["lr"] * (1.0 if param.norm() == 0 else ratio) * update
+
+
 ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
 NESTEROV: dict[str, Any] = {"lr": 1e-2, "momentum": 0.8, "weight_decay": 0.1, "nesterov": True}
 HEAVY_BALL: dict[str, Any] = {"lr": 1e-2, "momentum": 0.8, "dampening": 0.3}
@@ -42,6 +84,9 @@ ADAGRAD: dict[str, Any] = {
     "initial_accumulator_value": 0.2,
     "eps": 1e-7,
 }
+RMSPROP: dict[str, Any] = {"lr": 1e-2, "alpha": 0.9, "momentum": 0.5, "centered": True, "weight_decay": 0.1}
+NADAM: dict[str, Any] = {**ADAM, "momentum_decay": 0.1}
+APART: dict[str, Any] = {**ADAM, "decoupled_weight_decay": True}
 OPTIMIZERS: list[tuple[str, dict[str, Any], Callable[..., torch.optim.Optimizer]]] = [
     ("adamw", ADAM, partial(torch.optim.AdamW, **ADAM)),
     ("adamw", {}, torch.optim.AdamW),
@@ -53,6 +98,17 @@ OPTIMIZERS: list[tuple[str, dict[str, Any], Callable[..., torch.optim.Optimizer]
     ("lion", LION, partial(Lion, **LION)),
     ("adagrad", ADAGRAD, partial(torch.optim.Adagrad, **ADAGRAD)),
     ("adagrad", {}, torch.optim.Adagrad),
+    ("adamw", {**ADAM, "bias_correction": False}, partial(UncorrectedAdamW, **ADAM)),
+    ("rmsprop", RMSPROP, partial(torch.optim.RMSprop, **RMSPROP)),
+    ("RMSprop", {}, torch.optim.RMSprop),
+    ("adamax", ADAM, partial(torch.optim.Adamax, **ADAM)),
+    ("nadam", NADAM, partial(torch.optim.NAdam, **NADAM)),
+    ("NAdam", APART, partial(torch.optim.NAdam, **APART)),
+    ("radam", ADAM, partial(torch.optim.RAdam, **ADAM)),
+    ("RAdam", {**APART, "betas": (0.8, 0.7)}, partial(torch.optim.RAdam, **{**APART, "betas": (0.8, 0.7)})),
+    ("FusedLamb", ADAM, partial(Lamb, **ADAM, least=0.01, most=10.0)),
+    ("lamb", {**ADAM, "max_coeff": 1.5, "min_coeff": 0.9}, partial(Lamb, **ADAM, least=0.9, most=1.5)),
+    ("adadelta", {"weight_decay": 0.1, "rho": 0.8}, partial(torch.optim.Adadelta, weight_decay=0.1, rho=0.8)),
 ]
 MODELS = [
     Case(models.mlp_float64, models.vector_batch_float64, steps=5),
@@ -60,18 +116,19 @@ MODELS = [
 ]
 
 
+GRID = pairs(OPTIMIZERS, MODELS, (0, 3), (1, 2))
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_optimizer_equals_its_torch_twin(ranks: RankPool, world_size: int) -> None:
     work = [
         (case.at(stage, config={"optimizer": {"type": name, "params": params}}), twin)
-        for name, params, twin in OPTIMIZERS
-        for case in MODELS
-        for stage in (0, 3)
+        for (name, params, twin), case, stage, ranks_of_case in GRID
+        if ranks_of_case == world_size
     ]
     outcomes = ranks(world_size, train_all, [case for case, _ in work])[0]
     for (case, twin), outcome in zip(work, outcomes, strict=True):
-        if case.stage == 0:
-            expected = train_plainly(case, world_size, twin)
+        expected = train_plainly(case, world_size, twin)
         assert_close(outcome, expected, 1e-9, 1e-9, f"{case.config['optimizer']}, stage {case.stage}")
 
 

@@ -7,6 +7,7 @@ import torch
 from lowtide.kernels.optimizer_states import new_states, stored_states
 from lowtide.kernels.shard_update import ShardUpdate
 from lowtide.kernels.triton import optimizer_step
+from lowtide.kernels.weight_rounding import Rounding
 from lowtide.optimizers.table import OPTIMIZERS
 
 OPTIONS: dict[str, Any] = {
@@ -30,6 +31,7 @@ def update(
     out_dtype: torch.dtype | None = torch.bfloat16,
     num_runs: int = 1,
     numel: int = 5001,
+    form: str = "",
 ) -> None:
     def meta(dtype: torch.dtype, numel: int = numel) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device="meta")
@@ -39,7 +41,9 @@ def update(
     runs = [(numel * (i + 1) // num_runs, OPTIONS | {"weight_decay": 0.1 * i}) for i in range(num_runs)]
     out = meta(out_dtype) if out_dtype is not None else None
     scale, skip = meta(torch.float32, 1), meta(torch.bool, 1)
-    shard = ShardUpdate(master, meta(dtype), states, runs, [3] * num_runs, out)
+    rounding = Rounding(1, 2**40) if form == "drawn" else None
+    remainder = meta(BFLOAT16) if form == "with a remainder" else None
+    shard = ShardUpdate(master, meta(dtype), states, runs, [3] * num_runs, out, rounding, remainder)
     optimizer_step.update(OPTIMIZERS[rule_name], [shard, shard], 3, scale, skip)
 
 
@@ -51,6 +55,8 @@ CASES = {
     "adamw, states of 16 bits": lambda dtype: update(dtype, "adamw", BFLOAT16),
     "adamw, states of 8 bits, runs": lambda dtype: update(dtype, "adamw", INT8, num_runs=3),
     "adamw, all in 16 bits": lambda dtype: update(dtype, "adamw", BFLOAT16, BFLOAT16, None),
+    "adamw, drawn": lambda dtype: update(dtype, "adamw", BFLOAT16, BFLOAT16, None, form="drawn"),
+    "adamw, remainder": lambda dtype: update(dtype, "adamw", BFLOAT16, BFLOAT16, None, form="with a remainder"),
     "adam, to float16": lambda dtype: update(dtype, "adam", INT8, out_dtype=torch.float16),
     "lion": lambda dtype: update(dtype, "lion", INT8),
     "adagrad": lambda dtype: update(dtype, "adagrad", INT8, num_runs=3),
@@ -58,3 +64,5 @@ CASES = {
 }
 # Three programs of 256 threads side by side: with 16 bytes of each tensor a thread, enough to hide memory's latency.
 REGISTERS = dict.fromkeys(CASES, 80)
+# Programs of 128 threads with 8 elements each: four of them side by side have more elements than three of the others.
+REGISTERS |= {"adamw, drawn": 112, "adamw, remainder": 112}

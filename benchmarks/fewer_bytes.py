@@ -1,0 +1,108 @@
+"""Trains the example's GPT with fewer and fewer bytes of a parameter, and compares losses with fp32 masters'.
+
+Every contender sees the same batches from the same initial values. The loss of training is the mean of the last tenth
+of the steps, the other of text that nobody trained on. One process; by default 2,000 steps of 0.9M parameters:
+
+    python benchmarks/fewer_bytes.py --json fewer_bytes.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lowtide
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+NARROW = {"data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "bf16"}
+KINDS = ("training", "validation")
+CONTENDERS: dict[str, tuple[bool | str, str, dict[str, Any]]] = {  # masters, states, more of the config
+    "fp32 masters": (True, "fp32", {}),
+    "no masters": (False, "fp32", {}),
+    "no masters, bf16 states": (False, "bf16", {}),
+    "no masters, all bf16": (False, "bf16", NARROW),
+    "kahan, all bf16": ("kahan", "bf16", NARROW),
+}
+
+
+def config_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    masters, state_dtype, more = CONTENDERS[name]
+    warmup = max(options.steps // 20, 1)
+    params = {"lr": options.learning_rate, "weight_decay": 0.1, "state_dtype": state_dtype}
+    schedule = {"warmup_num_steps": warmup, "total_num_steps": options.steps + warmup, "min_ratio": 0.1}
+    return {
+        "train_micro_batch_size_per_gpu": options.batch_size,
+        "bf16": {"enabled": True, "masters": masters},
+        "optimizer": {"type": "adamw", "params": params},
+        "scheduler": {"type": "cosine", "params": schedule},
+        "gradient_clipping": 1.0,
+        "seed": options.seed,
+        "steps_per_print": 0,
+        **more,
+    }
+
+
+def trained(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What one contender came to."""
+    from gpt_model import GPT, GPTShape
+    from text_data import Text, batches, stdlib_files
+
+    text = Text.from_files(stdlib_files())
+    shape = GPTShape(options.layers, 4, options.width, options.context)
+
+    def given(values: torch.Tensor, count: int) -> Any:
+        size = {"context": options.context, "batch_size": options.batch_size, "rank": 0, "world_size": 1}
+        return islice(batches(values, **size), count)
+
+    torch.manual_seed(options.seed)
+    with lowtide.initialize(GPT(shape), config_of(name, options)) as engine:
+        losses, most = [], 0
+        for step, batch in enumerate(given(text.train, options.steps)):
+            engine.backward(engine(**batch))
+            if step == 1:
+                memory = engine.memory()
+                most = memory.parameter_bytes + memory.gradient_bytes + memory.optimizer_bytes
+            losses.append(engine.step().loss)
+        engine.eval()
+        held_out = [engine.eval_step(batch).item() for batch in given(text.validation, options.validation_batches)]
+    last = [loss.item() for loss in losses[-max(options.steps // 10, 1) :]]
+    return {
+        "contender": name,
+        "bytes a parameter": most / shape.num_parameters,
+        "training": sum(last) / len(last),
+        "validation": sum(held_out) / len(held_out),
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--steps", type=int, default=2000, help="(default: 2000)")
+    parser.add_argument("--layers", type=int, default=4, help="(default: 4)")
+    parser.add_argument("--width", type=int, default=128, help="(default: 128)")
+    parser.add_argument("--context", type=int, default=128, help="bytes that the model sees (default: 128)")
+    parser.add_argument("--batch-size", type=int, default=16, help="pieces of text (default: 16)")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="at its highest point (default: 0.003)")
+    parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    parser.add_argument("--validation-batches", type=int, default=64, help="(default: 64)")
+    parser.add_argument("--json", type=Path, help="a file for the numbers")
+    options = parser.parse_args(argv)
+    sys.path.insert(0, str(EXAMPLES))
+    rows = []
+    for name in options.contenders:
+        rows.append(trained(name, options))
+        row, first = rows[-1], rows[0]
+        losses = (f"{kind} {row[kind]:.4f} ({100 * (row[kind] / first[kind] - 1):+.2f} %)" for kind in KINDS)
+        print(f"{name:24}  {row['bytes a parameter']:5.2f} bytes  {'  '.join(losses)}", flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,380 @@
+"""A checkpoint as DeepSpeed 0.10 to 0.19 writes it: whose values are where, and what it says beside them.
+
+    folder/latest                                          the tag
+    folder/TAG/mp_rank_00_model_states.pt                  the module; at stage 0 the optimizer as well
+    folder/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt   stage 3: frozen parameters, buffers
+    folder/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   rank R's part of master weights and states
+    folder/TAG/layer_LL-model_states.pt                    a layer of a pipeline
+
+[Note: flat groups] Below stage 3 the parameters of a group lie one after the other, rank after rank, with padding at
+the end. At stage 3 each parameter is padded to whole rows of all ranks, and a rank's flat group has its row of each.
+
+The files are pickles. They are read by an unpickler that knows the classes of tensors and of plain values alone: any
+other becomes an empty object, and nothing in a file is ever called.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import CheckpointError, NoCheckpointError
+
+COUNTERS = "lowtide.deepspeed"
+"""In the client state: the counters of DeepSpeed's engine."""
+
+_STEP = "step"
+_OWN_KEYS = frozenset(
+    (
+        "autoep_layers",
+        "buffer_names",
+        "checkpoint_parallel_dimensions",
+        "data_sampler",
+        "dp_world_size",
+        "ds_config",
+        "ds_version",
+        "frozen_param_fragments",
+        "frozen_param_shapes",
+        "global_samples",
+        "global_steps",
+        "lr_scheduler",
+        "module",
+        "mp_size",
+        "mp_world_size",
+        "num_experts",
+        "optimizer",
+        "param_shapes",
+        "random_ltd",
+        "shared_params",
+        "skipped_steps",
+        "sparse_tensor_module_names",
+    )
+)
+"""Of what DeepSpeed itself writes beside the caller's own state."""
+
+
+@dataclass
+class DeepSpeedCheckpoint:
+    """All of it, in host memory. weights: float32 masters where there are any, and buffers; names are the model's."""
+
+    tag: str
+    weights: dict[str, Tensor]
+    buffers: frozenset[str]
+    compute_dtypes: dict[str, torch.dtype]  # of the parameters
+    aliases: dict[str, str]  # further names of tied parameters -> the first
+    states: dict[str, dict[str, Tensor]]  # parameter -> state -> values of its shape
+    groups: list[dict[str, Any]]  # options, without parameters
+    group_names: list[list[str]]
+    num_updates: int
+    global_steps: int
+    counters: dict[str, int]
+    scheduler: dict[str, Any] | None
+    loss_scaler: dict[str, Any]
+    optimizer_type: str  # as the config there says it; "" where it does not
+    adam_w_mode: bool
+    base_lr: float | None
+    client_state: dict[str, Any] = field(default_factory=dict)
+
+
+def is_deepspeed_checkpoint(path: Path) -> bool:
+    """Whether a folder holds the files of one checkpoint of DeepSpeed's."""
+    return any(path.glob("*mp_rank_*_model_states.pt"))
+
+
+def read_deepspeed(folder: Path, tag: str | None = None) -> DeepSpeedCheckpoint:
+    """The checkpoint of a tag, or the latest; `folder` may be the checkpoint itself.
+
+    Raises NoCheckpointError where there is none, CheckpointError where one is damaged or of a kind that is not read.
+    """
+    path = _find(folder, tag)
+    files = sorted(path.glob("mp_rank_*_model_states.pt"))
+    by_rank = _by_number(path.glob("zero_pp_rank_*_model_states.pt"), r"zero_pp_rank_(\d+)_")
+    optimizers = _by_number(path.glob("*zero_pp_rank_*_optim_states.pt"), r"zero_pp_rank_(\d+)_")
+    layers = sorted(path.glob("layer_*-model_states.pt"))
+    if any("mp_rank_00" not in one.name for one in (*by_rank, *optimizers)) or (len(files) > 1 and not layers):
+        raise CheckpointError(
+            f"{path}: expected one rank of model parallelism, found several; merge them with DeepSpeed"
+        )
+    main = load_pickle(files[0] if files else by_rank[0])
+    module = _of_layers(layers) if layers else main["module"]
+    return _Reading(
+        path, main, module, [load_pickle(one) for one in optimizers], [load_pickle(one) for one in by_rank]
+    ).checkpoint()
+
+
+class _Reading:
+    """What is made of the files' contents."""
+
+    def __init__(
+        self, path: Path, main: dict[str, Any], module: Mapping[str, Any], parts: Sequence[Any], ranks: Sequence[Any]
+    ) -> None:
+        """parts: of the optimizer, by rank. ranks: the model's files of stage 3, by rank."""
+        self._path = path
+        self._main = main
+        self._module = module
+        self._parts = [part["optimizer_state_dict"] for part in parts]
+        self._ranks = ranks
+        self._weights: dict[str, Tensor] = {}
+        self._states: dict[str, dict[str, Tensor]] = {}
+        self._steps: list[float] = []
+
+    def checkpoint(self) -> DeepSpeedCheckpoint:
+        main = self._main
+        shapes: list[Mapping[str, Any]] = [dict(group) for group in main.get("param_shapes") or ()]
+        groups: list[dict[str, Any]] = []
+        if self._parts and shapes:
+            groups = self._read_parts(shapes)
+        elif isinstance(main.get("optimizer"), Mapping):
+            groups, shapes = self._read_whole(main["optimizer"])
+        buffers = frozenset(main.get("buffer_names") or ())
+        self._read_frozen()
+        aliases = {str(alias): str(name) for alias, name in dict(main.get("shared_params") or {}).items()}
+        for name, value in self._module.items():
+            if isinstance(value, Tensor) and name not in self._weights and name not in aliases and value.numel():
+                self._weights[name] = value.float() if value.is_floating_point() and name not in buffers else value
+        module_dtypes = {name: value.dtype for name, value in self._module.items() if isinstance(value, Tensor)}
+        params = [name for name in self._weights if name not in buffers]
+        names = [list(group) for group in shapes] or [params]
+        steps = int(main.get("global_steps") or 0)
+        updates = int(max(self._steps)) if self._steps else steps - int(main.get("skipped_steps") or 0)
+        scheduler = main.get("lr_scheduler")
+        config = main.get("ds_config")
+        optimizer = (config.get("optimizer") if isinstance(config, Mapping) else None) or {}
+        params_of = optimizer.get("params") or {}
+        return DeepSpeedCheckpoint(
+            tag=self._path.name,
+            weights=self._weights,
+            buffers=buffers,
+            compute_dtypes={name: module_dtypes.get(name, torch.float32) for name in params},
+            aliases={alias: name for alias, name in aliases.items() if name in self._weights},
+            states=self._states,
+            groups=groups,
+            group_names=names,
+            num_updates=updates,
+            global_steps=steps,
+            counters=self._counters(),
+            scheduler=dict(scheduler) if isinstance(scheduler, Mapping) else None,
+            loss_scaler=self._loss_scaler(),
+            optimizer_type=str(optimizer.get("type") or ""),
+            adam_w_mode=params_of.get("adam_w_mode", True) is True,
+            base_lr=params_of.get("lr"),
+            client_state={str(key): value for key, value in main.items() if key not in _OWN_KEYS},
+        )
+
+    def _counters(self) -> dict[str, int]:
+        main, config = self._main, self._main.get("ds_config")
+        found = {key: int(main.get(key) or 0) for key in ("global_steps", "global_samples", "skipped_steps")}
+        accumulation = config.get("gradient_accumulation_steps") if isinstance(config, Mapping) else None
+        return {**found, "micro_steps": found["global_steps"] * (accumulation if isinstance(accumulation, int) else 1)}
+
+    def _loss_scaler(self) -> dict[str, Any]:
+        """Where float16's scale stands."""
+        of = self._parts[0] if self._parts else {}
+        found = vars(of["loss_scaler"]) if isinstance(of.get("loss_scaler"), _Unknown) else {}
+        since = int(found.get("cur_iter", 0)) - int(found.get("last_overflow_iter", -1)) - 1
+        return {
+            "is_dynamic": bool(of.get("dynamic_loss_scale", False)),
+            "scale": float(found.get("cur_scale", 1.0)),
+            "overflows_left": int(found.get("cur_hysteresis", 1)),
+            "steps_without_overflow": max(0, since % max(1, int(found.get("scale_window", 1000)))),
+        }
+
+    def _read_whole(self, optimizer: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
+        """Stage 0: torch's own state dict, of parameters in the order of the module; in half precision inside of
+        another. Raises CheckpointError where that order cannot be known."""
+        inner = optimizer.get("optimizer_state_dict", optimizer)
+        params = [name for name in self._module if name not in (self._main.get("buffer_names") or ())]
+        found = [index for group in inner["param_groups"] for index in group["params"]]
+        if len(found) != len(params):
+            return [], []  # frozen parameters, or masters in flat groups: the weights alone
+        for index, state in inner["state"].items():
+            self._add_states(params[index], state, tuple(self._module[params[index]].shape))
+        groups = [_options(group) for group in inner["param_groups"]]
+        shapes = [
+            {params[i]: self._module[params[i]].shape for i in group["params"]} for group in inner["param_groups"]
+        ]
+        return groups, list(shapes)
+
+    def _add_states(self, name: str, state: Mapping[str, Any], shape: tuple[int, ...]) -> None:
+        for key, value in state.items():
+            if key == _STEP:
+                self._steps.append(float(value))
+            elif isinstance(value, Tensor) and tuple(value.shape) == shape:
+                self._states.setdefault(name, {})[key] = value.float()
+
+    def _read_parts(self, shapes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Master weights and states of all ranks' parts: see [Note: flat groups]."""
+        first = self._parts[0]
+        is_stage_3 = "fp32_flat_groups" in first
+        masters = [
+            part["fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups"] for part in self._parts
+        ]
+        bases = [part["optimizer_state_dict" if is_stage_3 else "base_optimizer_state"] for part in self._parts]
+        put_together = self._rows_together if is_stage_3 else self._parts_together
+        for index, group in enumerate(shapes):
+            put_together([one[index].reshape(-1) for one in masters], group, self._weights)
+            states = [base["state"].get(index, {}) if isinstance(base, Mapping) else base[index] for base in bases]
+            for key, value in states[0].items():
+                if key == _STEP:
+                    self._steps.append(float(value))
+                elif isinstance(value, Tensor) and value.numel() == masters[0][index].numel():
+                    whole: dict[str, Tensor] = {}
+                    put_together([state[key].reshape(-1) for state in states], group, whole)
+                    for name, values in whole.items():
+                        self._states.setdefault(name, {})[key] = values
+        options = bases[0].get("param_groups", ()) if isinstance(bases[0], Mapping) else ()
+        return [_options(group) for group in options] if len(options) == len(shapes) else []
+
+    def _parts_together(self, parts: Sequence[Tensor], group: Mapping[str, Any], out: dict[str, Tensor]) -> None:
+        flat = torch.cat([part.float() for part in parts])
+        offset = 0
+        for name, shape in group.items():
+            numel = math.prod(shape)
+            if offset + numel > flat.numel():
+                raise CheckpointError(
+                    f"{self._path}: expected {offset + numel} elements for '{name}', found {flat.numel()}"
+                )
+            out[name] = flat[offset : offset + numel].view(tuple(shape)).clone()
+            offset += numel
+
+    def _rows_together(self, parts: Sequence[Tensor], group: Mapping[str, Any], out: dict[str, Tensor]) -> None:
+        offset = 0
+        for name, shape in group.items():
+            numel = math.prod(shape)
+            row = -(-numel // len(parts))
+            if offset + row > parts[0].numel():
+                raise CheckpointError(
+                    f"{self._path}: expected {offset + row} elements on each rank for '{name}', "
+                    f"found {parts[0].numel()}"
+                )
+            whole = torch.cat([part[offset : offset + row].float() for part in parts])
+            out[name] = whole[:numel].view(tuple(shape)).clone()
+            offset += row
+
+    def _read_frozen(self) -> None:
+        """Parameters without masters: whole, or at stage 3 a row on each rank."""
+        shapes = dict(self._main.get("frozen_param_shapes") or {})
+        fragments = [dict(one.get("frozen_param_fragments") or {}) for one in self._ranks or [self._main]]
+        for name, shape in shapes.items():
+            whole = torch.cat([one[name].reshape(-1) for one in fragments])
+            self._weights[name] = whole[: math.prod(shape)].view(tuple(shape)).float()
+
+
+def _of_layers(files: Sequence[Path]) -> dict[str, Any]:
+    """A pipeline's layers, by their numbers."""
+    found: dict[str, Any] = {}
+    for file in files:
+        number = re.match(r"layer_(\d+)", file.name)
+        assert number is not None
+        found |= {f"{int(number[1])}.{name}": value for name, value in load_pickle(file).items()}
+    return found
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _find(folder: Path, tag: str | None) -> Path:
+    if tag is None and is_deepspeed_checkpoint(folder):
+        return folder
+    latest = folder / "latest"
+    name = tag if tag is not None else latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+    if name is None or "/" in name or not is_deepspeed_checkpoint(folder / name):
+        found = sorted(path.name for path in folder.iterdir() if path.is_dir() and is_deepspeed_checkpoint(path))
+        raise NoCheckpointError(
+            f"{folder}: expected a checkpoint of DeepSpeed's{f' with the tag {name!r}' if name else ''}, found "
+            f"{', '.join(found) or 'none'}; name one by --tag"
+        )
+    return folder / name
+
+
+def _by_number(paths: Any, pattern: str) -> list[Path]:
+    def number(path: Path) -> int:
+        found = re.search(pattern, path.name)
+        return int(found[1]) if found is not None else -1
+
+    return sorted(paths, key=number)
+
+
+# -- pickles ----------------------------------------------------------------------------------------------------------
+
+
+class _Unknown(SimpleNamespace):
+    """An object of a class that is not known: what a file says of it, and nothing that it does."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Unknown:
+        return _Unknown()
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update({str(key): value for key, value in state.items()})
+
+
+_TENSOR_PARTS = {
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch._utils", "_rebuild_tensor"),
+    ("torch._utils", "_rebuild_parameter"),
+    ("torch._utils", "_rebuild_parameter_with_state"),
+    ("torch.nn.parameter", "Parameter"),
+    ("torch._tensor", "_rebuild_from_type_v2"),
+    ("torch", "Tensor"),
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.storage", "UntypedStorage"),
+    ("torch.storage", "TypedStorage"),
+    ("collections", "OrderedDict"),
+    ("collections", "defaultdict"),
+    ("builtins", "set"),
+    ("builtins", "complex"),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_storage = module == "torch" and name.endswith("Storage")
+        if is_storage or (module, name) in _TENSOR_PARTS or _is_dtype(module, name):
+            return super().find_class(module, name)
+        return _Unknown
+
+
+def _is_dtype(module: str, name: str) -> bool:
+    return module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+
+
+_PICKLE = SimpleNamespace(
+    __name__="lowtide", Unpickler=_Unpickler, load=lambda file, **options: _Unpickler(file, **options).load()
+)
+
+
+def load_pickle(path: Path) -> Any:
+    """The content of a file of torch.save's: tensors and plain values. Raises CheckpointError."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=False, pickle_module=_PICKLE)
+    except Exception as error:  # whatever torch makes of what is no such file
+        raise CheckpointError(f"{path}: expected a file that torch.save has written; {error}") from error
+    if not isinstance(found, (dict, OrderedDict)):
+        raise CheckpointError(f"{path}: expected a dictionary, found {type(found).__name__}")
+    return _detached(found)
+
+
+def _detached(value: Any) -> Any:
+    """With plain tensors in the place of parameters."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {key: _detached(one) for key, one in value.items()}
+    return [_detached(one) for one in value] if type(value) is list else value

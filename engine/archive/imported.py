@@ -1,0 +1,161 @@
+"""Checkpoints of DeepSpeed as checkpoints of ours: masters, states, steps, where the schedule stands, client state."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...checkpoint.checkpoint import MODEL, STATE
+from ...checkpoint.dcp import STEP, OptimizerNames, option_blobs
+from ...checkpoint.deepspeed_files import COUNTERS, DeepSpeedCheckpoint, load_pickle, read_deepspeed
+from ...checkpoint.export import export_source
+from ...checkpoint.folder import CheckpointFolder
+from ...checkpoint.fragment import Fragment, TensorInfo
+from ...checkpoint.index import Manifest
+from ...checkpoint.names import folder_path
+from ...checkpoint.values import encode
+from ...checkpoint.writer import RankWriter
+from ...optimizers.table import OPTIMIZERS
+from ..config.config import Config
+from .run_state import encode_client_state, random_state
+
+
+def import_deepspeed(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], tag: str | None = None
+) -> tuple[Path, list[str]]:
+    """Writes a checkpoint of DeepSpeed's into the folder `target`, for engines of any number of ranks and any stage.
+
+    Returns where it is, and what of it could not be taken over. tag: None for the latest. All of it is in the memory of
+    this process at a time. Raises NoCheckpointError, CheckpointError and OSError.
+    """
+    found = read_deepspeed(folder_path(source), tag)
+    folder = CheckpointFolder(folder_path(target))
+    notes: list[str] = []
+    own_state = {
+        "random": random_state(torch.device("cpu")),
+        "client_state": encode_client_state(_plain(found.client_state, notes) | {COUNTERS: found.counters}),
+        "scalars": encode({}, "optimizer state"),
+    }
+    if not found.groups:
+        notes.append("no optimizer states: load the weights alone (engine.load_weights, load_module_only=True)")
+    kind = _kind(found)
+    has_step = bool(found.states) and OPTIMIZERS[kind].keeps_step
+    names = OptimizerNames(tuple(found.states) if has_step else (), tuple(map(tuple, found.group_names)))
+    saving = folder.begin(found.tag)
+    try:
+        blobs = option_blobs(kind, found.groups, names) if found.groups else []
+        RankWriter(saving, 0).write(_fragments(found), blobs, own_state)
+        folder.commit(_manifest(found, kind, notes), names, keep_last=None)
+    except BaseException:
+        folder.discard(found.tag)
+        raise
+    return folder.path / found.tag, notes
+
+
+def is_folder_of_weights(path: Path) -> bool:
+    """Whether it holds what `zero_to_fp32` writes by torch.save."""
+    return any(path.glob("pytorch_model*.bin"))
+
+
+def import_weights(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Path:
+    """Writes the weights of such a folder as safetensors, which `engine.load_weights` reads. Raises CheckpointError."""
+    values: dict[str, torch.Tensor] = {}
+    for file in sorted(folder_path(source).glob("pytorch_model*.bin")):
+        values |= {name: value for name, value in load_pickle(file).items() if isinstance(value, torch.Tensor)}
+    export_source(_InMemory(values), target)
+    return folder_path(target)
+
+
+class _InMemory:
+    """Tensors as a source: see `TensorSource`."""
+
+    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
+        self._values = values
+        self.tensors = {name: TensorInfo(tuple(value.shape), value.dtype) for name, value in values.items()}
+        self.bytes_read = 0
+
+    def read(self, fragments: Sequence[Fragment]) -> None:
+        for fragment in fragments:
+            fragment.values.copy_(self._values[fragment.name].reshape(-1)[fragment.start : fragment.end])
+
+
+def _fragments(found: DeepSpeedCheckpoint) -> list[Fragment]:
+    fragments = [
+        Fragment(MODEL + name, tuple(value.shape), 0, value.contiguous().view(-1))
+        for name, value in found.weights.items()
+    ]
+    for name, states in found.states.items():
+        for state, value in states.items():
+            shape = tuple(value.shape)
+            fragments.append(Fragment(f"{STATE}{name}.{state}", shape, 0, value.contiguous().view(-1)))
+    fragments.append(Fragment(STEP, (), 0, torch.tensor([float(found.num_updates)])))
+    return fragments
+
+
+def _manifest(found: DeepSpeedCheckpoint, kind: str, notes: list[str]) -> Manifest:
+    tensors = {MODEL + name: TensorInfo(tuple(value.shape), value.dtype) for name, value in found.weights.items()}
+    for name, states in found.states.items():
+        for state, value in states.items():
+            tensors[f"{STATE}{name}.{state}"] = TensorInfo(tuple(value.shape), value.dtype)
+    tensors[STEP] = TensorInfo((), torch.float32)
+    return Manifest(
+        tag=found.tag,
+        step=found.global_steps,
+        saved_at=0.0,
+        has_own_tag=True,
+        versions={"lowtide": version("lowtide"), "torch": torch.__version__, "python": platform.python_version()},
+        topology={"world_size": 1, "stage": 0, "shard_size": 1, "replicas": 1, "pipeline": 1},
+        tensors=tensors,
+        compute_dtypes=found.compute_dtypes,
+        aliases=found.aliases,
+        training=encode(_training(found, kind, notes), "training"),
+        config=Config.load({}).as_dict(),
+    )
+
+
+def _training(found: DeepSpeedCheckpoint, kind: str, notes: list[str]) -> dict[str, Any]:
+    scheduler = None if found.scheduler is None else _plain({"": found.scheduler}, notes).get("")
+    return {
+        "global_step": found.global_steps,
+        "num_steps": found.num_updates if found.groups else 0,
+        "optimizer": kind,
+        "learning_rates": {
+            "options": [_plain(group, notes) for group in found.groups],
+            "base": [float(group.get("initial_lr", found.base_lr or group["lr"])) for group in found.groups],
+            "scheduler": scheduler,
+        },
+        "loss_scaler": found.loss_scaler,
+        "averages": None,
+    }
+
+
+def _kind(found: DeepSpeedCheckpoint) -> str:
+    """The optimizer's name here: by its config there, else by its states and options."""
+    written = found.optimizer_type.lower()
+    named = next((one.name for one in OPTIMIZERS.values() if written in (one.name, *one.deepspeed_names)), None)
+    if named is not None:
+        return "adamw" if named == "adam" and found.adam_w_mode else named
+    states = {state for one in found.states.values() for state in one}
+    if "exp_avg_sq" in states:
+        decoupled = all(group.get("decoupled_weight_decay", True) for group in found.groups)
+        return "adamw" if decoupled else "adam"
+    return "lion" if "exp_avg" in states else "adagrad" if "sum" in states else "sgd"
+
+
+def _plain(values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Those that a checkpoint of ours can hold; the others are noted."""
+    kept = {}
+    for key, value in values.items():
+        try:
+            encode(value, key)
+        except ValueError as error:
+            notes.append(f"left out: {error}")
+        else:
+            kept[key] = value
+    return kept

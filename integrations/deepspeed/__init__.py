@@ -1,0 +1,51 @@
+"""The public names of DeepSpeed on lowtide's engine: `import lowtide.deepspeed as deepspeed`.
+
+A script for DeepSpeed changes this one line. What is here does what DeepSpeed 0.19 does, with its defaults; each name
+that is not here says so, and why, when it is used. See docs/deepspeed.md.
+"""
+
+from typing import Any
+
+from . import comm, names
+from .accelerator import get_accelerator
+from .arguments import add_config_arguments
+from .comm import init_distributed
+from .config import DeepSpeedConfig
+from .engine import DeepSpeedEngine
+from .messages import log_dist, logger
+from .start import initialize
+
+names.install()
+
+__version__ = "0.19.8"
+"""That of the DeepSpeed whose names these are: scripts ask for it."""
+__version_major__, __version_minor__, __version_patch__ = 0, 19, 8
+__git_hash__ = __git_branch__ = None
+version = __version__
+git_hash = git_branch = None
+HAS_TRITON = False
+TORCH_DISTRIBUTED_DEFAULT_PORT = comm.DEFAULT_PORT
+dist = comm
+
+__all__ = [
+    "DeepSpeedConfig",
+    "DeepSpeedEngine",
+    "add_config_arguments",
+    "comm",
+    "get_accelerator",
+    "init_distributed",
+    "initialize",
+    "log_dist",
+    "logger",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Any other public name of DeepSpeed, found when it is asked for."""
+    found = names.find(".", name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *names.listed()["."]})

@@ -1,0 +1,194 @@
+"""What scripts import as `deepspeed.accelerator`: the device of this process, by the names that DeepSpeed has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__path__: list[str] = []  # DeepSpeed has modules below this name
+
+_MODULE_CALLS = {
+    "synchronize",
+    "set_device",
+    "empty_cache",
+    "memory_allocated",
+    "max_memory_allocated",
+    "reset_peak_memory_stats",
+    "memory_stats",
+    "memory_reserved",
+    "max_memory_reserved",
+    "manual_seed",
+    "manual_seed_all",
+    "get_rng_state",
+    "set_rng_state",
+    "initial_seed",
+    "current_stream",
+    "default_stream",
+    "stream",
+    "Stream",
+    "Event",
+    "random",
+}
+"""Calls that torch's own module of the device has under the same name."""
+_OLD_NAMES = {
+    "reset_max_memory_allocated": "reset_peak_memory_stats",
+    "reset_max_memory_cached": "reset_peak_memory_stats",
+    "memory_cached": "memory_reserved",
+    "max_memory_cached": "max_memory_reserved",
+}
+_ON_CPU: dict[str, Callable[..., Any]] = {
+    "synchronize": lambda *_: None,
+    "set_device": lambda *_: None,
+    "empty_cache": lambda: None,
+    "memory_allocated": lambda *_: 0,
+    "max_memory_allocated": lambda *_: 0,
+    "reset_peak_memory_stats": lambda *_: None,
+    "memory_stats": lambda *_: {},
+    "memory_reserved": lambda *_: 0,
+    "max_memory_reserved": lambda *_: 0,
+    "manual_seed": torch.manual_seed,
+    "manual_seed_all": torch.manual_seed,
+    "get_rng_state": lambda *_: torch.get_rng_state(),
+    "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+    "initial_seed": torch.initial_seed,
+    "current_stream": lambda *_: None,
+    "default_stream": lambda *_: None,
+    "stream": lambda _: nullcontext(),
+}
+_TENSORS = {
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+}
+
+
+class Accelerator:
+    """The CPU, or torch's accelerator. Memory of the CPU is not counted: its numbers are 0."""
+
+    def __init__(self, kind: str) -> None:
+        self._name = kind
+        self._communication_backend_name = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl"}.get(kind, "gloo")
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """ "cuda", or "cuda:1" with an index; the CPU has none."""
+        return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
+
+    def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
+        return nullcontext() if self._name == "cpu" else torch.accelerator.device_index(device_index)
+
+    def current_device(self) -> Any:
+        return "cpu" if self._name == "cpu" else torch.accelerator.current_device_index()
+
+    def current_device_name(self) -> str:
+        return "cpu" if self._name == "cpu" else f"{self._name}:{self.current_device()}"
+
+    def device_count(self) -> int:
+        """Of the CPU: as many as there are ranks on this host, of which each has one."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if self._name == "cpu" else torch.accelerator.device_count()
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_synchronized_device(self) -> bool:
+        return self._name == "cpu"
+
+    def use_host_timers(self) -> bool:
+        return self._name == "cpu"
+
+    def communication_backend_name(self) -> str:
+        return self._communication_backend_name
+
+    def is_bf16_supported(self) -> bool:
+        return self._name != "cuda" or torch.cuda.is_bf16_supported()
+
+    def is_fp16_supported(self) -> bool:
+        return True
+
+    def is_fp64_supported(self) -> bool:
+        return self._name != "mps"
+
+    def is_triton_supported(self) -> bool:
+        return self._name in ("cuda", "xpu")
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        return [torch.float32, torch.float16, torch.bfloat16]
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes: of the device, or of the host."""
+        if self._name == "cpu":
+            import psutil
+
+            return int(psutil.virtual_memory().total)
+        return int(torch.get_device_module(self._name).get_device_properties(device_index).total_memory)
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Bytes."""
+        if self._name == "cpu":
+            import psutil
+
+            return int(psutil.virtual_memory().available)
+        return self.total_memory(device_index) - int(self.memory_allocated(device_index))
+
+    def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
+        return tensor if self._name == "cpu" else tensor.pin_memory()
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return self._name == "cpu" or tensor.is_pinned()
+
+    def on_accelerator(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self._name
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        if self._name == "cpu":
+            return torch.default_generator
+        found: torch.Generator = torch.get_device_module(self._name).default_generators[device_index]
+        return found
+
+    def lazy_call(self, callback: Callable[[], Any]) -> Any:
+        return callback()
+
+    def range_push(self, msg: str, domain: Any = None, category: Any = None) -> None:
+        if self._name == "cuda":
+            torch.cuda.nvtx.range_push(msg)  # type: ignore[no-untyped-call]
+
+    def range_pop(self, domain: Any = None) -> None:
+        if self._name == "cuda":
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+    def __getattr__(self, name: str) -> Any:
+        name = _OLD_NAMES.get(name, name)
+        if name in _TENSORS:
+            dtype, device = _TENSORS[name], self._name
+            return lambda data: torch.tensor(data, dtype=dtype, device=device)
+        if name not in _MODULE_CALLS:
+            raise AttributeError(
+                f"get_accelerator(): no '{name}' here; torch.accelerator and torch.get_device_module have what torch "
+                "knows of the device"
+            )
+        if name == "random":
+            return torch.random
+        return _ON_CPU.get(name) if self._name == "cpu" else getattr(torch.get_device_module(self._name), name)
+
+
+@cache
+def get_accelerator() -> Accelerator:
+    """Of this process: torch's accelerator where there is one, else the CPU."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return Accelerator("cpu" if found is None or found.type == "mps" else found.type)
+
+
+def __getattr__(name: str) -> Any:
+    """Names of DeepSpeed's that are not here: see `names.find`."""
+    from .names import find
+
+    return find("accelerator", name)

@@ -1,0 +1,248 @@
+"""What scripts import as `deepspeed.comm`: the collectives of torch.distributed, and how the process group is made.
+
+The process group is the default one of torch, made here or by the caller. It stays until `destroy_process_group`, as
+DeepSpeed's does: an engine that is closed does not end it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as torch_distributed
+from torch.distributed import (
+    P2POp,
+    ProcessGroup,
+    ReduceOp,
+    all_gather,
+    all_gather_into_tensor,
+    all_gather_object,
+    all_reduce,
+    all_reduce_coalesced,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+    batch_isend_irecv,
+    broadcast,
+    broadcast_object_list,
+    destroy_process_group,
+    gather,
+    get_backend,
+    irecv,
+    is_available,
+    isend,
+    monitored_barrier,
+    new_group,
+    recv,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_tensor,
+    scatter,
+    send,
+)
+
+from ...comm import World
+from ..accelerator import get_accelerator
+
+DEFAULT_PORT = 29500
+DEFAULT_TIMEOUT = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "30")))
+
+__all__ = [
+    "P2POp",
+    "ProcessGroup",
+    "ReduceOp",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "allgather_fn",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "destroy_process_group",
+    "gather",
+    "get_all_ranks_from_group",
+    "get_backend",
+    "get_global_rank",
+    "get_local_rank",
+    "get_rank",
+    "get_world_group",
+    "get_world_size",
+    "has_all_gather_into_tensor",
+    "has_all_reduce_coalesced",
+    "has_coalescing_manager",
+    "has_reduce_scatter_tensor",
+    "inference_all_reduce",
+    "init_distributed",
+    "initialize_mesh_device",
+    "irecv",
+    "is_available",
+    "is_initialized",
+    "isend",
+    "monitored_barrier",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_fn",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+]
+
+allgather_fn = all_gather_into_tensor
+reduce_scatter_fn = reduce_scatter_tensor
+inference_all_reduce = all_reduce
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = DEFAULT_PORT,
+    verbose: bool = True,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Makes the default process group, unless there is one.
+
+    dist_backend: "nccl", "gloo", ...; None: the one of the accelerator. init_method: as torch's; None: the variables of
+    the launcher, where there are none those of Open MPI, else a world of one. Raises RuntimeError where
+    `dist_init_required` is False and there is none.
+    """
+    if is_initialized():
+        return
+    if dist_init_required is False:
+        raise RuntimeError(
+            "init_distributed: expected a process group with dist_init_required=False, found none; call "
+            "deepspeed.init_distributed() or torch.distributed.init_process_group before, or leave the argument out"
+        )
+    own = get_accelerator().communication_backend_name()
+    backend = dist_backend or own
+    if backend == "nccl" and not torch.cuda.is_available():
+        backend = "gloo"  # as a script for devices says it, where this machine has none
+    if init_method is None:
+        _complete_environment(distributed_port, auto_mpi_discovery)
+    if init_method is None and backend == own:
+        World.join(get_accelerator().device_name(), timeout.total_seconds())  # as an engine makes it
+        return
+    torch_distributed.init_process_group(
+        backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size
+    )
+    if get_accelerator().device_name() != "cpu":
+        get_accelerator().set_device(get_local_rank())
+
+
+def _complete_environment(port: int, auto_mpi_discovery: bool) -> None:
+    """Fills in what no launcher has set: from Open MPI's variables, or for one process alone."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(port))
+        os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
+        return
+    by_mpi = auto_mpi_discovery and "OMPI_COMM_WORLD_SIZE" in os.environ
+    found = {
+        "RANK": os.environ["OMPI_COMM_WORLD_RANK"] if by_mpi else "0",
+        "WORLD_SIZE": os.environ["OMPI_COMM_WORLD_SIZE"] if by_mpi else "1",
+        "LOCAL_RANK": os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] if by_mpi else "0",
+    }
+    if by_mpi and found["WORLD_SIZE"] != "1" and "MASTER_ADDR" not in os.environ:
+        raise RuntimeError(
+            f"init_distributed: expected MASTER_ADDR beside Open MPI's variables (rank {found['RANK']} of "
+            f"{found['WORLD_SIZE']}), found none; pass `mpirun -x MASTER_ADDR=HOST`, or start the script by "
+            "`lowtide launch`"
+        )
+    os.environ.update(found)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(port if by_mpi else _free_port()))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def is_initialized() -> bool:
+    return torch_distributed.is_available() and torch_distributed.is_initialized()
+
+
+def get_rank(group: ProcessGroup | None = None) -> int:
+    """Raises RuntimeError where there is no process group yet."""
+    _check_initialized("get_rank")
+    return torch_distributed.get_rank(group)
+
+
+def get_world_size(group: ProcessGroup | None = None) -> int:
+    """Raises RuntimeError where there is no process group yet."""
+    _check_initialized("get_world_size")
+    return torch_distributed.get_world_size(group)
+
+
+def get_local_rank() -> int:
+    """Of the process on its host, by LOCAL_RANK; 0 where no launcher has set it."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def get_world_group() -> Any:
+    _check_initialized("get_world_group")
+    return torch_distributed.group.WORLD
+
+
+def get_global_rank(group: ProcessGroup | None = None, group_rank: int = 0) -> int:
+    if group is None:
+        return group_rank
+    return torch_distributed.get_global_rank(group, group_rank)
+
+
+def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
+    """By global rank."""
+    return [get_global_rank(group, rank) for rank in range(get_world_size(group))]
+
+
+def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
+    """A device mesh of torch."""
+    device = get_accelerator().device_name()
+    return torch_distributed.init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+
+
+def has_all_gather_into_tensor() -> bool:
+    return True
+
+
+def has_reduce_scatter_tensor() -> bool:
+    return True
+
+
+def has_all_reduce_coalesced() -> bool:
+    return True
+
+
+def has_coalescing_manager() -> bool:
+    return True
+
+
+def _check_initialized(call: str) -> None:
+    if not is_initialized():
+        raise RuntimeError(
+            f"deepspeed.comm.{call}(): expected a process group, found none; call deepspeed.init_distributed() before"
+        )
+
+
+def __getattr__(name: str) -> Any:
+    """Names of DeepSpeed's that are not here: see `names.find`."""
+    from ..names import find
+
+    return find("comm", name)

@@ -1,0 +1,264 @@
+"""`DeepSpeedConfig`: a config as DeepSpeed means it, for the ranks there are, and what an engine tells of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..engine.config.config import Config
+from ..engine.config.errors import ConfigError, Fault
+from ..engine.config.lax import converted
+from ..engine.config.origin import with_their_defaults
+from ..engine.config.read import read
+from . import comm
+from .errors import UsageError
+
+ADAM_OPTIMIZER = "adam"
+ADAMW_OPTIMIZER = "adamw"
+LAMB_OPTIMIZER = "lamb"
+LION_OPTIMIZER = "lion"
+SGD_OPTIMIZER = "sgd"
+ADAGRAD_OPTIMIZER = "adagrad"
+MUON_OPTIMIZER = "muon"
+ONEBIT_ADAM_OPTIMIZER = "onebitadam"
+ONEBIT_LAMB_OPTIMIZER = "onebitlamb"
+ZERO_ONE_ADAM_OPTIMIZER = "zerooneadam"
+
+TAG_VALIDATION = ("IGNORE", "WARN", "FAIL")
+
+Source = str | os.PathLike[str] | Mapping[str, Any]
+
+
+class DeepSpeedConfig:
+    """What a file says, and what DeepSpeed makes of the keys that it leaves out.
+
+    The batch triple may be set anew while a training runs. `checked` is lowtide's own config, without the changes.
+    """
+
+    def __init__(
+        self,
+        config: Source,
+        mpu: Any = None,
+        mesh_device: Any = None,
+        world_size: int | None = None,
+        num_stages: int = 1,
+    ) -> None:
+        """world_size: None: that of the process group, 1 where there is none. num_stages: of a pipeline.
+
+        Raises ConfigError.
+        """
+        given = _read(config)
+        section = given.get("optimizer")
+        self.optimizer_params = section.get("params") if isinstance(section, Mapping) else None  # as they are written
+        self.raw = with_their_defaults(given)
+        if num_stages > 1:
+            section = self.raw.get("parallel")
+            self.raw["parallel"] = {**(section if isinstance(section, Mapping) else {}), "pipeline": num_stages}
+        self.world_size = world_size or (comm.get_world_size() if comm.is_initialized() else 1)
+        self.checked = Config.load(self.raw)
+        self.tag_validation = self._tag_validation()
+        self.stage = self.checked.zero_optimization.stage
+        self._resolve()
+
+    def _resolve(self) -> None:
+        if self.checked.planned_keys:
+            self.resolved = self.checked
+        else:
+            self.resolved = self.checked.resolve(self.world_size)
+        resolved = self.resolved
+        if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & self.raw.keys():
+            raise UsageError(
+                "config: expected train_batch_size or train_micro_batch_size_per_gpu, found neither: DeepSpeed needs "
+                "one of them, and what it does by the number of samples follows from it"
+            )
+        self.train_batch_size: Any = resolved.train_batch_size
+        self.train_micro_batch_size_per_gpu: Any = resolved.train_micro_batch_size_per_gpu
+        self.gradient_accumulation_steps: Any = resolved.gradient_accumulation_steps or 1
+        samples = int(self.train_micro_batch_size_per_gpu or 1) * self.gradient_accumulation_steps
+        self._num_data_ranks = int(self.train_batch_size or samples) // samples
+
+    def _tag_validation(self) -> str:
+        """What happens where ranks save under different tags. Raises ConfigError for another word."""
+        found = str(_written("Warn", "checkpoint", "tag_validation")(self)).upper()
+        if found not in TAG_VALIDATION:
+            message = f"expected one of {', '.join(TAG_VALIDATION)}, in any case, found {found!r}"
+            raise ConfigError([Fault("checkpoint.tag_validation", "value", message)])
+        return found
+
+    def _configure_train_batch_size(self) -> None:
+        """Fills what is None of the batch triple from the others. Raises UsageError where they do not fit."""
+        ranks = self._num_data_ranks
+        micro, steps = self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
+        if self.train_batch_size is None and micro is not None:
+            self.train_batch_size = micro * (steps or 1) * ranks
+        total = self.train_batch_size
+        if total is None:
+            raise UsageError("config: expected train_batch_size or train_micro_batch_size_per_gpu, found neither")
+        if micro is None:
+            self.train_micro_batch_size_per_gpu = micro = total // ((steps or 1) * ranks)
+        if steps is None:
+            self.gradient_accumulation_steps = steps = total // (micro * ranks) if micro else 0
+        if total != micro * steps * ranks or min(total, micro, steps) < 1:
+            raise UsageError(
+                "config: expected train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x "
+                f"ranks, found {total}, {micro}, {steps}, {ranks}"
+            )
+
+    def section(self, *path: str) -> Any:
+        """What the file says there, unchecked; None where it says nothing."""
+        found: Any = self.raw
+        for key in path:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        if name in GETTERS:
+            return GETTERS[name](self)
+        raise AttributeError(
+            f"DeepSpeedConfig: no '{name}' here; `checked` is lowtide's own config, `raw` what was given"
+        )
+
+
+def _read(config: Source) -> dict[str, Any]:
+    """As lowtide reads it; of a file that is no JSON, as hjson does, where it is installed. Raises ConfigError."""
+    try:
+        return read(config)[0]
+    except ConfigError as error:
+        is_file = isinstance(config, (str, os.PathLike)) and os.path.isfile(config)
+        if not is_file or [fault.kind for fault in error.faults] != ["syntax"] or find_spec("hjson") is None:
+            raise
+        hjson = import_module("hjson")
+        text = Path(config).read_text(encoding="utf-8-sig")  # type: ignore[arg-type]  # it is a file
+        try:
+            values = hjson.loads(text)
+        except hjson.HjsonDecodeError:
+            raise error from None
+        return read(values)[0]
+
+
+def _option(section: str, key: str) -> Callable[[DeepSpeedConfig], Any]:
+    return lambda config: getattr(getattr(config.checked, section), key)
+
+
+def _written(default: Any, *path: str) -> Callable[[DeepSpeedConfig], Any]:
+    """What the file says of a key that has no meaning of its own here."""
+
+    def get(config: DeepSpeedConfig) -> Any:
+        found = converted(".".join(path), config.section(*path))
+        return default if found is None else found
+
+    return get
+
+
+def _type_of(section: str) -> Callable[[DeepSpeedConfig], Any]:
+    return _written(None, section, "type")
+
+
+def _loss_scale_args(config: DeepSpeedConfig) -> dict[str, Any] | None:
+    fp16 = config.checked.fp16
+    if not fp16.enabled or fp16.loss_scale:
+        return None
+    return {
+        "init_scale": 2**fp16.initial_scale_power,
+        "scale_window": fp16.loss_scale_window,
+        "min_scale": fp16.min_loss_scale,
+        "delayed_shift": fp16.hysteresis,
+    }
+
+
+_ZERO = "zero_optimization"
+
+GETTERS: dict[str, Callable[[DeepSpeedConfig], Any]] = {
+    "fp16_enabled": _option("fp16", "enabled"),
+    "bfloat16_enabled": _option("bf16", "enabled"),
+    "fp16_auto_cast": _option("fp16", "auto_cast"),
+    "loss_scale": _option("fp16", "loss_scale"),
+    "dynamic_loss_scale": lambda config: not config.checked.fp16.loss_scale,
+    "initial_dynamic_scale": lambda config: 2**config.checked.fp16.initial_scale_power,
+    "dynamic_loss_scale_args": _loss_scale_args,
+    "gradient_clipping": lambda config: config.checked.gradient_clipping,
+    "steps_per_print": _written(None, "steps_per_print"),
+    "gradient_predivide_factor": lambda config: config.checked.gradient_predivide_factor,
+    "postscale_gradients": lambda config: not config.checked.prescale_gradients,
+    "communication_data_type": lambda config: config.checked.communication_data_type,
+    "optimizer_name": lambda config: _lowered(_type_of("optimizer")(config)),
+    "optimizer_params": lambda config: config.optimizer_params,
+    "scheduler_name": _type_of("scheduler"),
+    "scheduler_params": _written(None, "scheduler", "params"),
+    "zero_enabled": lambda config: config.stage > 0,
+    "zero_optimization": lambda config: config.stage > 0,
+    "zero_optimization_stage": lambda config: config.stage,
+    "zero_optimization_partition_gradients": lambda config: config.stage >= 2,
+    "zero_optimization_partition_weights": lambda config: config.stage >= 3,
+    "zero_config": lambda config: config.checked.zero_optimization,
+    "zero_offload_optimizer": lambda config: _if_used(config.checked.zero_optimization.offload_optimizer),
+    "zero_offload_param": lambda config: _if_used(config.checked.zero_optimization.offload_param),
+    "zero_cpu_offload": lambda config: config.checked.zero_optimization.offload_optimizer.device == "cpu",
+    "zero_use_cpu_optimizer": lambda config: config.checked.zero_optimization.offload_optimizer.device != "none",
+    "zero_nvme_offload_optimizer": lambda config: config.checked.zero_optimization.offload_optimizer.device == "nvme",
+    "zero_gather_16bit_weights_on_model_save": _written(False, _ZERO, "stage3_gather_16bit_weights_on_model_save"),
+    "zero_reduce_scatter": _written(True, _ZERO, "reduce_scatter"),
+    "zero_overlap_comm": lambda config: _written(config.stage == 3, _ZERO, "overlap_comm")(config),
+    "zero_reduce_bucket_size": _written(int(5e8), _ZERO, "reduce_bucket_size"),
+    "zero_allgather_bucket_size": _written(int(5e8), _ZERO, "allgather_bucket_size"),
+    "zero_allgather_partitions": _written(True, _ZERO, "allgather_partitions"),
+    "zero_contiguous_gradients": _written(True, _ZERO, "contiguous_gradients"),
+    "zero_load_from_fp32_weights": _written(True, _ZERO, "load_from_fp32_weights"),
+    "zero_elastic_checkpoint": _written(False, _ZERO, "elastic_checkpoint"),
+    "zero_sub_group_size": _written(int(1e9), _ZERO, "sub_group_size"),
+    "zero_max_live_parameters": _written(int(1e9), _ZERO, "stage3_max_live_parameters"),
+    "zero_max_reuse_distance": _written(int(1e9), _ZERO, "stage3_max_reuse_distance"),
+    "zero_prefetch_bucket_size": _written(int(5e7), _ZERO, "stage3_prefetch_bucket_size"),
+    "zero_param_persistence_threshold": _written(int(1e5), _ZERO, "stage3_param_persistence_threshold"),
+    "zero_ignore_unused_parameters": _written(True, _ZERO, "ignore_unused_parameters"),
+    "zero_round_robin_gradients": _written(False, _ZERO, "round_robin_gradients"),
+    "zero_hpz_partition_size": lambda config: config.checked.zero_optimization.zero_hpz_partition_size,
+    "zero_allow_untested_optimizer": _written(False, "zero_allow_untested_optimizer"),
+    "zero_force_ds_cpu_optimizer": _written(True, "zero_force_ds_cpu_optimizer"),
+    "wall_clock_breakdown": _written(False, "wall_clock_breakdown"),
+    "memory_breakdown": _written(False, "memory_breakdown"),
+    "dump_state": _written(False, "dump_state"),
+    "dataloader_drop_last": _written(False, "dataloader_drop_last"),
+    "sparse_gradients_enabled": _written(False, "sparse_gradients"),
+    "flops_profiler_enabled": _written(False, "flops_profiler", "enabled"),
+    "curriculum_learning_enabled": _written(False, "curriculum_learning", "enabled"),
+    "data_efficiency_enabled": _written(False, "data_efficiency", "enabled"),
+    "autotuning_enabled": _written(False, "autotuning", "enabled"),
+    "torch_autocast_enabled": _written(False, "torch_autocast", "enabled"),
+    "pld_enabled": _written(False, "progressive_layer_drop", "enabled"),
+    "checkpoint_tag_validation_enabled": lambda config: config.tag_validation != "IGNORE",
+    "checkpoint_tag_validation_fail": lambda config: config.tag_validation == "FAIL",
+    "load_universal_checkpoint": _written(False, "checkpoint", "load_universal"),
+    "use_node_local_storage": _written(False, "checkpoint", "use_node_local_storage"),
+    "managed_gradient_accumulation": _written(True, "managed_gradient_accumulation"),
+    "swap_tensor_config": lambda config: config.checked.aio,
+    "aio_config": lambda config: config.checked.aio,
+    "random_ltd_enabled": lambda config: False,
+    "get_data_types": lambda config: (_compute_dtype(config), _accumulation_dtype(config)),
+    "autotp_size": lambda config: config.checked.parallel.tensor if config.checked.parallel.tensor > 1 else 0,
+}
+"""What the config has as an attribute, and the engine as a call."""
+
+
+def _if_used(section: Any) -> Any:
+    return None if section.device == "none" else section
+
+
+def _compute_dtype(config: DeepSpeedConfig) -> torch.dtype:
+    is_half = config.checked.fp16.enabled
+    return torch.float16 if is_half else torch.bfloat16 if config.checked.bf16.enabled else torch.float32
+
+
+def _accumulation_dtype(config: DeepSpeedConfig) -> torch.dtype:
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return dtypes[config.checked.data_types.grad_accum_dtype or "fp32"]
+
+
+def _lowered(name: Any) -> Any:
+    return name.lower() if isinstance(name, str) else name

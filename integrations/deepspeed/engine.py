@@ -1,0 +1,520 @@
+"""`DeepSpeedEngine`: lowtide's engine with the calls, counters and manners of DeepSpeed's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.errors import NoCheckpointError
+from ..engine.engine import Engine
+from . import comm
+from .accelerator import get_accelerator
+from .config import GETTERS, DeepSpeedConfig
+from .dataloader import DeepSpeedDataLoader
+from .errors import UsageError
+from .messages import log_dist, logger
+from .names import refused_attribute
+from .optimizer_view import DeepSpeedOptimizer
+from .owners import own, own_no_more
+from .saved import Counters, path_of
+from .stepped import SteppedScheduler
+
+DeepSpeedOptimizerCallable = Callable[[Any], torch.optim.Optimizer]
+DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]
+
+
+class DeepSpeedEngine(nn.Module):
+    """What `initialize` returns first.
+
+        loss = engine(batch); engine.backward(loss); engine.step()      for each microbatch
+
+    A module around the caller's, whose attributes it has too. The loss is divided by the accumulation steps in
+    `backward`, and `step` updates at the last microbatch of each step. `engine.lowtide` is the engine itself.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: DeepSpeedConfig,
+        basic_optimizer: torch.optim.Optimizer | None,
+        scheduler: SteppedScheduler | None,
+        training_data: Any,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        mpu: Any,
+    ) -> None:
+        super().__init__()
+        self.lowtide = engine
+        self.module = engine.module
+        self._config = config
+        self._counters = Counters()
+        self._boundary: bool | None = None  # as the caller says; None: by the number of microbatches
+        self._in_no_sync = False
+        self._step_applied = False
+        self._grad_norm: Tensor | None = None
+        self._stepped = scheduler
+        self.mpu = mpu
+        self.sparse_tensor_module_names: set[str] = set()  # gradients are dense on their way
+        self.collate_fn = collate_fn
+        self.basic_optimizer = basic_optimizer
+        self.optimizer = self._optimizer()
+        self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
+        own(self.module, engine)
+
+    def _optimizer(self) -> torch.optim.Optimizer | None:
+        """The caller's own where DeepSpeed has no wrapper around it: in fp32 at stage 0."""
+        if not self.lowtide.optimizer.param_groups:
+            return None
+        config = self._config.checked
+        is_wrapped = self._config.stage > 0 or config.fp16.enabled or config.bf16.enabled
+        if self.basic_optimizer is not None and not is_wrapped:
+            return self.basic_optimizer
+        return DeepSpeedOptimizer(self.lowtide, self.basic_optimizer, self.zero_grad)
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.lowtide(*inputs, **kwargs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Gradients of the loss divided by the accumulation steps, which is what it returns.
+
+        scale_wrt_gas: whether it is divided.
+        """
+        self._check_trains("backward")
+        accumulation = self.gradient_accumulation_steps()
+        scaled = loss / accumulation if scale_wrt_gas and accumulation > 1 else loss
+        with self.lowtide.accumulate(last=self.is_gradient_accumulation_boundary() and not self._in_no_sync):
+            if retain_graph:
+                torch.autograd.backward(self.lowtide.scale(scaled), retain_graph=True)
+            else:
+                self.lowtide.backward(scaled)
+        return scaled
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss for a `backward()` of the caller's own: with float16's scale, not divided by anything."""
+        return self.lowtide.scale(loss)
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Updates after the last microbatch of a step; after others it only counts."""
+        if self._in_no_sync:
+            raise UsageError("engine.step(): expected it outside of engine.no_sync(), found it inside; leave it before")
+        self._check_trains("step")
+        self._step_applied = False
+        if self.is_gradient_accumulation_boundary():
+            self._update(dict(lr_kwargs or {}))
+        self.micro_steps += 1
+
+    def _update(self, lr_kwargs: dict[str, Any]) -> None:
+        if self._stepped is not None:
+            self._stepped.kwargs = lr_kwargs
+        number = self.lowtide.global_step
+        result = self.lowtide.step()
+        if self.lowtide.global_step == number:  # no backward since the last step: nothing to update with
+            self._check_no_gradients()
+            if self._stepped is not None:
+                self._stepped.step()
+        else:
+            self._grad_norm = result.grad_norm
+            self.skipped_steps += result.skipped
+            if isinstance(self.optimizer, DeepSpeedOptimizer):
+                self.optimizer.overflow = result.skipped
+        self._step_applied = self.lowtide.global_step != number and not result.skipped
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        self._report()
+
+    def _check_no_gradients(self) -> None:
+        """Raises UsageError for gradients that no backward has made: the engine would not see them."""
+        found = [name for name, param in self.module.named_parameters() if param.grad is not None]
+        if found:
+            raise UsageError(
+                f"engine.step(): expected gradients of a backward, found none, but a .grad of '{found[0]}'"
+                f"{f' and {len(found) - 1} others' if len(found) > 1 else ''} that was put there by hand; call "
+                "backward, then deepspeed.utils.safe_set_full_grad(param, value)"
+            )
+
+    def _report(self) -> None:
+        every = self._config.checked.steps_per_print
+        if every and self.global_steps % every == 0:
+            text = f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
+            log_dist(text, ranks=[0])
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether this microbatch is the last of its step."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """From now on each microbatch is the last of its step, or none is, whatever their number."""
+        self._boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context whose backwards are not the last of their step. Raises UsageError at stages 2 and 3, as there."""
+        if self._config.stage >= 2:
+            raise UsageError(
+                f"engine.no_sync(): expected stage 0 or 1, found stage {self._config.stage}, where gradients are "
+                "divided over the ranks as they come; use gradient_accumulation_steps, or "
+                "set_gradient_accumulation_boundary"
+            )
+        if self._in_no_sync:
+            raise UsageError("engine.no_sync(): expected it once, found it inside of itself")
+        self._in_no_sync = True
+        try:
+            yield
+        finally:
+            self._in_no_sync = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients of the step so far. At stages 2 and 3 they stay: there they are the engine's own."""
+        if self._config.stage < 2:
+            self.lowtide.zero_grad()
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` has updated."""
+        return self._step_applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """Of the last step, before clipping; None before the first."""
+        return None if self._grad_norm is None else float(self._grad_norm)
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Nothing: `backward` has reduced them."""
+
+    def empty_partition_cache(self) -> None:
+        """Nothing: parameters are released after each use."""
+
+    def _check_trains(self, call: str) -> None:
+        if self.optimizer is None:
+            raise UsageError(
+                f"engine.{call}(): expected an optimizer, in the config or given to deepspeed.initialize, found neither"
+            )
+
+    # -- counters -------------------------------------------------------------------------------------------------
+
+    @property
+    def global_steps(self) -> int:
+        """Steps so far, skipped ones too."""
+        return self._counters.global_steps
+
+    @global_steps.setter
+    def global_steps(self, value: int) -> None:
+        self._counters.global_steps = value
+
+    @property
+    def global_samples(self) -> int:
+        return self._counters.global_samples
+
+    @global_samples.setter
+    def global_samples(self, value: int) -> None:
+        self._counters.global_samples = value
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of `step` so far."""
+        return self._counters.micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, value: int) -> None:
+        self._counters.micro_steps = value
+
+    @property
+    def skipped_steps(self) -> int:
+        return self._counters.skipped_steps
+
+    @skipped_steps.setter
+    def skipped_steps(self, value: int) -> None:
+        self._counters.skipped_steps = value
+
+    # -- batch sizes ----------------------------------------------------------------------------------------------
+
+    def train_batch_size(self) -> int:
+        return int(self._config.train_batch_size or 0)
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return int(self._config.train_micro_batch_size_per_gpu or 0)
+
+    def gradient_accumulation_steps(self) -> int:
+        return int(self._config.gradient_accumulation_steps or 1)
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """By another number of accumulation steps. Raises ValueError where the microbatches do not divide it."""
+        samples = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        if train_batch_size % samples:
+            raise ValueError(
+                f"set_train_batch_size: expected a multiple of microbatch({self.train_micro_batch_size_per_gpu()}) x "
+                f"ranks({self.dp_world_size}) = {samples}, found {train_batch_size}"
+            )
+        self._config.train_batch_size = train_batch_size
+        self._config.gradient_accumulation_steps = train_batch_size // samples
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """The accumulation steps stay, the batch size follows."""
+        self._config.train_micro_batch_size_per_gpu = micro_batch_size
+        self._config.train_batch_size = micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
+
+    # -- who and where --------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return self.lowtide.device
+
+    @property
+    def local_rank(self) -> int:
+        return comm.get_local_rank()
+
+    @property
+    def global_rank(self) -> int:
+        return self.lowtide.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.lowtide.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        return self.lowtide.data_size
+
+    @property
+    def mp_world_size(self) -> int:
+        return self.lowtide.config.parallel.tensor
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What was given, with DeepSpeed's defaults."""
+        return self._config.raw
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The caller's, or that of the config."""
+        return None if self._stepped is None else self._stepped._scheduler
+
+    def get_data_parallel_rank(self) -> int:
+        return self.lowtide.data_rank
+
+    def get_lr(self) -> list[float]:
+        return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+
+    def get_type(self) -> list[Any]:
+        return [] if self.optimizer is None else [group.get("type", 0.0) for group in self.optimizer.param_groups]
+
+    # -- data -----------------------------------------------------------------------------------------------------
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool | None = None,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """A loader of this rank's microbatches. route "eval" and "predict": in the order of the data set."""
+        ranks = self.dp_world_size, self.lowtide.data_rank
+        if data_sampler is None and route in ("eval", "predict"):
+            data_sampler = torch.utils.data.DistributedSampler(dataset, *ranks, shuffle=False)
+        on_device = get_accelerator().device_name() != "cpu"
+        return DeepSpeedDataLoader(
+            dataset,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            on_device if pin_memory is None else pin_memory,
+            self.local_rank,
+            collate_fn=collate_fn or self.collate_fn,
+            num_local_io_workers=num_local_io_workers,
+            data_sampler=data_sampler,
+            data_parallel_world_size=ranks[0],
+            data_parallel_rank=ranks[1],
+            dataloader_drop_last=self._config.dataloader_drop_last,
+        )
+
+    def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
+        if self.training_dataloader is not None:
+            self.training_dataloader.post_process_func = post_process_func
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def module_state_dict(
+        self, *args: Any, exclude_frozen_parameters: bool = False, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """Of the module. At stage 3, and over a pipeline, on rank 0, the others {}; all ranks must call it."""
+        if self._config.stage < 3 and self.lowtide.config.parallel.pipeline == 1:
+            found = dict(self.module.state_dict(*args, **kwargs))
+        else:
+            found = self.lowtide.state_dict()
+        if exclude_frozen_parameters:
+            frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
+            found = {name: value for name, value in found.items() if name not in frozen}
+        return found
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Rank 0's values. checkpoint: of the module, or with them under "module"."""
+        _refuse_custom(custom_load_fn)
+        values = checkpoint.get("module", checkpoint)
+        self.lowtide.load_state_dict(values, strict)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes the module's state dict by torch.save, on rank 0; all ranks must call it.
+
+        False, and nothing is written, at stage 3 without `stage3_gather_16bit_weights_on_model_save`.
+        """
+        if self._config.stage == 3 and not self._config.zero_gather_16bit_weights_on_model_save:
+            logger.warning("save_16bit_model: stage3_gather_16bit_weights_on_model_save is false, nothing is written")
+            return False
+        values = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        if self.global_rank == 0:
+            os.makedirs(save_dir, exist_ok=True)
+            torch.save(
+                {name: value.detach().cpu() for name, value in values.items()}, os.path.join(save_dir, save_filename)
+            )
+        comm.barrier()
+        return True
+
+    def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        found = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        return found if self.global_rank == 0 else None
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Saves all that the training is into save_dir/tag; True. All ranks must call it.
+
+        tag: None: "global_step" and the number. client_state: plain values, which `load_checkpoint` returns. Frozen
+        parameters are saved in any case. The format is lowtide's own.
+        """
+        if not save_dir:
+            raise ValueError(f"save_checkpoint: expected a folder, found {save_dir!r}")
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        self._check_tag(name)
+        state = {**(client_state or {}), **self._counters.as_state()}
+        self.lowtide.save_checkpoint(save_dir, name, state, latest=save_latest)
+        return True
+
+    def _check_tag(self, name: str) -> None:
+        """As `checkpoint.tag_validation` says, where ranks have different tags: rank 0's is used, or UsageError."""
+        if self._config.tag_validation == "IGNORE" or self.world_size == 1:
+            return
+        names: list[Any] = [None] * self.world_size
+        comm.all_gather_object(names, name)
+        if len(set(names)) > 1:
+            text = f"save_checkpoint: expected one tag on all ranks, found {', '.join(sorted(set(names)))}"
+            if self._config.tag_validation == "FAIL":
+                raise UsageError(text)
+            logger.warning("%s; that of rank 0 is used", text)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """(path of the checkpoint, client state); (None, None) where no tag is given and there is none.
+
+        Of lowtide's format, and after `lowtide checkpoint import` of DeepSpeed's. load_module_only: the weights alone.
+        """
+        _refuse_custom(custom_load_fn)
+        name = None if tag is None else str(tag)
+        try:
+            path, saved = path_of(load_dir, name)
+        except NoCheckpointError as error:
+            if tag is not None:
+                raise
+            logger.warning("load_checkpoint: %s", error)
+            return None, None
+        if load_module_only or not load_optimizer_states:
+            self.lowtide.load_weights(path, load_module_strict)
+            state = saved()
+            if not load_module_only and load_lr_scheduler_states and self._stepped is not None:
+                scheduler = state.scheduler
+                if scheduler is not None:
+                    self._stepped.load_state_dict(scheduler)
+            client_state = state.client_state
+        else:
+            before = None
+            if self._stepped is not None and not load_lr_scheduler_states and hasattr(self._stepped, "state_dict"):
+                before = self._stepped.state_dict()
+            client_state = self.lowtide.load_checkpoint(path.parent, path.name)
+            if self._stepped is not None and before is not None:
+                self._stepped.load_state_dict(before)
+        steps, sizes = self.lowtide.global_step, (self.gradient_accumulation_steps(), self.train_batch_size())
+        counters, client_state = Counters.taken(client_state, steps, *sizes)
+        if not load_module_only:
+            self._counters = counters
+        return str(path), client_state
+
+    # -- the rest -------------------------------------------------------------------------------------------------
+
+    def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """Compiles the module's forward by torch.compile."""
+        options = {**(compile_kwargs or {}), **kwargs, **({} if backend is None else {"backend": backend})}
+        self.module.compile(**options)
+
+    def destroy(self) -> None:
+        """Takes what the engine has put on the module off. The process group stays."""
+        own_no_more(self.module)
+        self.lowtide.close()
+
+    def train(self, mode: bool = True) -> Self:
+        self.module.train(mode)
+        self.training = mode
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name in GETTERS:
+            return lambda: GETTERS[name](self._config)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" or "module" not in self.__dict__["_modules"]:
+                raise
+        try:
+            return getattr(self.module, name)
+        except AttributeError:
+            raise refused_attribute(type(self).__name__, name) from None
+
+
+def _refuse_custom(custom_load_fn: Callable[..., Any] | None) -> None:
+    if custom_load_fn is not None:
+        raise NotImplementedError(
+            "custom_load_fn: expected none, found one: no rank loads sharded parameters into the module by itself; "
+            "change the state dict before, and give it to engine.lowtide.load_state_dict"
+        )

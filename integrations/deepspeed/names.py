@@ -1,0 +1,282 @@
+"""Modules and names of DeepSpeed: which are here, and why the others are not.
+
+`lowtide.deepspeed.X.Y` is found for every module of DeepSpeed that `names.txt` lists. A name has one meaning in all
+modules that have it. One that is not here is a stand-in, so that a script which imports it and never uses it runs:
+nothing is an instance of it, and calling it or deriving from it raises NotImplementedError with the reason.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+_ROOT = __name__.rpartition(".")[0]
+
+_IN_FILES = {
+    "accelerator": "get_accelerator",
+    "arguments": "add_config_arguments",
+    "builders": "__compatible_ops__ __installed_ops__ OpBuilder FusedAdamBuilder CPUAdamBuilder FusedLionBuilder "
+    "CPULionBuilder CPUAdagradBuilder FusedLambBuilder AsyncIOBuilder GDSBuilder QuantizerBuilder FPQuantizerBuilder "
+    "TransformerBuilder InferenceBuilder RandomLTDBuilder UtilsBuilder",
+    "checkpointing": "checkpoint configure is_configured reset model_parallel_cuda_manual_seed "
+    "model_parallel_reconfigure_tp_seed get_cuda_rng_tracker non_reentrant_checkpoint CudaRNGStatesTracker "
+    "set_num_layers partition_activations_in_checkpoint",
+    "config": "DeepSpeedConfig ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER SGD_OPTIMIZER "
+    "ADAGRAD_OPTIMIZER MUON_OPTIMIZER ONEBIT_ADAM_OPTIMIZER ONEBIT_LAMB_OPTIMIZER ZERO_ONE_ADAM_OPTIMIZER",
+    "dataloader": "DeepSpeedDataLoader RepeatingLoader",
+    "engine": "DeepSpeedEngine DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
+    "errors": "DeepSpeedConfigError",
+    "experts": "is_moe_param has_moe_layers split_params_into_different_moe_groups_for_optimizer",
+    "groups": "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_model_parallel_group "
+    "get_model_parallel_rank get_model_parallel_world_size get_tensor_model_parallel_group "
+    "get_tensor_model_parallel_rank get_tensor_model_parallel_world_size",
+    "layers": "PipelineModule LayerSpec TiedLayerSpec PipelineError",
+    "lr_keys": "LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE LR_RANGE_TEST_STAIRCASE "
+    "EDGE_VALUE MID_VALUE CYCLE_FIRST_STEP_SIZE CYCLE_FIRST_STAIR_COUNT CYCLE_SECOND_STEP_SIZE "
+    "CYCLE_SECOND_STAIR_COUNT DECAY_STEP_SIZE CYCLE_MIN_LR CYCLE_MAX_LR DECAY_LR_RATE CYCLE_MIN_MOM "
+    "CYCLE_MAX_MOM DECAY_MOM_RATE WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE "
+    "WARMUP_LOG_RATE WARMUP_LINEAR_RATE WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS",
+    "lr_schedules": "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest get_lr_from_config LR_SCHEDULE "
+    "LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR VALID_LR_SCHEDULES",
+    "marks": "ZeroParamStatus",
+    "messages": "logger log_dist log_dist_once print_dist print_json_dist print_rank_0 warning_once "
+    "set_log_level_from_string see_memory_usage set_random_seed instrument_w_nvtx",
+    "optimizer_view": "DeepSpeedOptimizer",
+    "optimizers": "FusedAdam DeepSpeedCPUAdam DeepSpeedCPUAdagrad FusedLion DeepSpeedCPULion",
+    "init": "Init",
+    "parameters": "GatheredParameters register_external_parameter unregister_external_parameter ZeroParamType "
+    "OffloadDeviceEnum is_zero_param unwrap_model_for_generation "
+    "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param "
+    "safe_set_full_grad safe_set_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad "
+    "safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
+    "safe_update_full_grad_vectorized set_z3_leaf_modules unset_z3_leaf_modules set_z3_leaf_module get_z3_leaf_modules "
+    "z3_leaf_module z3_leaf_parameter",
+    "pipeline": "PipelineEngine",
+    "small": "DummyOptim OnDevice required_torch_version clip_grad_norm_ recursive_getattr recursive_setattr "
+    "SynchronizedWallClockTimer clone_tensors_for_torch_save call_to_str partition_uniform get_only_unique_item",
+    "start": "initialize",
+    "topology": "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid",
+    "zero_to_fp32": "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint "
+    "convert_zero_checkpoint_to_fp32_state_dict",
+}
+HOMES = {name: file for file, names in _IN_FILES.items() for name in names.split()}
+"""Name -> the file here that has it."""
+_UNLISTED = (".", "runtime.zero", "zero", "utils", "ops", "ops.op_builder", "moe.utils")
+"""Modules that have such names beside those that `names.txt` lists of them."""
+_ALIASES = {"zero": "runtime.zero"}
+
+REASONS = {
+    "": "it is a part of DeepSpeed's own machinery, which is another one here",
+    "accelerator": "torch.accelerator and torch.get_device_module know the device; get_accelerator() is here",
+    "autotuning": "use `lowtide tune CONFIG SCRIPT`",
+    "checkpoint": "every checkpoint of lowtide loads at every number of ranks and every stage; "
+    "`lowtide checkpoint import` reads DeepSpeed's",
+    "comm": "the collectives are those of torch.distributed",
+    "compile": "use torch.compile",
+    "compression": "quantize or prune the model in your script",
+    "constants": "it is a constant of DeepSpeed's own files",
+    "datastates": "checkpoint.async of the config writes in the background",
+    "inference": "lowtide trains; serve what engine.lowtide.export writes with an inference server",
+    "init_inference": "lowtide trains; serve what engine.lowtide.export writes with an inference server",
+    "DeepSpeedHybridEngine": "lowtide trains; generate by engine.module.generate inside of zero.GatheredParameters",
+    "io": "files are read and written by the engine itself (aio in the config)",
+    "launcher": "use `lowtide launch`, torchrun or srun",
+    "linear": "use peft for LoRA; frozen weights take no optimizer states",
+    "model_implementations": "lowtide runs the model as it is",
+    "module_inject": "set parallel.tensor in the config; tensor_parallel.plan for models of other names",
+    "tp_model_init": "set parallel.tensor in the config; tensor_parallel.plan for models of other names",
+    "set_autotp_mode": "set parallel.tensor in the config",
+    "moe": "set parallel.expert in the config; experts of the model's own are divided",
+    "monitor": "set the monitors' sections in the config",
+    "nvme": "`lowtide env` measures what offloading depends on",
+    "ops": "kernels are chosen by the engine (kernels in the config)",
+    "ops.lamb": 'an optimizer over whole tensors is named in the config: type "Lamb"',
+    "ops.transformer": "use the model's own layers; kernels.fuse_modules of the config fuses them",
+    "profiling": "use torch.profiler",
+    "runtime.compiler": "use torch.compile",
+    "runtime.config": "it is a constant of DeepSpeed's own files; lowtide.Config says what is understood",
+    "runtime.constants": "it is a constant of DeepSpeed's own files",
+    "runtime.data_pipeline": "sample the data in your script",
+    "runtime.fp16.onebit": "there is no 1-bit optimizer here yet",
+    "runtime.pipe.dualpipev": 'set pipeline.schedule in the config ("zb-v", ...)',
+    "runtime.pipe.schedule": "schedules are named by pipeline.schedule in the config; `lowtide schedule` draws them",
+    "runtime.swap_tensor": "offloading is set in the config",
+    "runtime.zenflow": 'set offload_optimizer.overlap "delayed" in the config',
+    "runtime.zero": "it is a part of DeepSpeed's own ZeRO, which is another one here",
+    "runtime.zero.tiling": "set tiles in the config",
+    "sequence": "set parallel.sequence in the config",
+    "utils.timer": "use torch.profiler",
+}
+"""By the longest beginning of a module's name, or by a name itself: why what is not here is not."""
+_REFUSED_TREES = (
+    "autotuning",
+    "compile",
+    "compression",
+    "datastates",
+    "elasticity",
+    "env_report",
+    "inference",
+    "io",
+    "launcher",
+    "linear",
+    "model_implementations",
+    "module_inject",
+    "moe",
+    "monitor",
+    "nvme",
+    "ops.op_builder",
+    "ops.sparse_attention",
+    "profiling",
+    "runtime.checkpoint_engine",
+    "runtime.comm",
+    "runtime.compiler",
+    "runtime.data_pipeline",
+    "runtime.domino",
+    "runtime.eigenvalue",
+    "runtime.fp16.onebit",
+    "runtime.hybrid_engine",
+    "runtime.model_checkpointing",
+    "runtime.progressive_layer_drop",
+    "runtime.quantize",
+    "runtime.rollout",
+    "runtime.sequence_parallel",
+    "runtime.superoffload",
+    "runtime.swap_tensor",
+    "runtime.tensor_parallel",
+    "runtime.zenflow",
+    "sequence",
+)
+"""Of which neither modules nor names are listed one by one."""
+
+
+@cache
+def listed() -> dict[str, frozenset[str]]:
+    """Module of DeepSpeed, "." for the package, -> its public names."""
+    lines = (Path(__file__).parent / "names.txt").read_text(encoding="utf-8").splitlines()
+    pairs = (line.rsplit(": ", 1) for line in lines if not line.startswith("#"))
+    return {module: frozenset(names.split()) for module, names in pairs}
+
+
+def reason_for(module: str, name: str) -> str:
+    """Why `name` of that module is not here."""
+    if name in REASONS:
+        return REASONS[name]
+    parts = [] if module == "." else module.split(".")
+    beginnings = [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
+    return next(REASONS[one] for one in beginnings if one in REASONS)
+
+
+class Refused(type):
+    """The class of stand-ins: each a class that has no instances."""
+
+    reason: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(cls.reason)
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        raise AttributeError(f"{cls.reason} (asked for its '{name}')" if not name.startswith("__") else name)
+
+
+def _derived(cls: Any, /, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError(cls.reason)
+
+
+@cache
+def stand_in(module: str, name: str) -> Refused:
+    place = "deepspeed" if module == "." else f"deepspeed.{module}"
+    text = f"{place}.{name} is not in lowtide.deepspeed: {reason_for(module, name)}"
+    contents = {"reason": text, "__doc__": text, "__init_subclass__": classmethod(_derived)}
+    return Refused(name, (), contents)
+
+
+def find(module: str, name: str) -> Any:
+    """What `name` of a module of DeepSpeed is here. Raises AttributeError for what DeepSpeed does not have."""
+    below = name if module == "." else f"{module}.{name}"
+    if name.startswith("__") and name not in HOMES:
+        raise AttributeError(f"module {_ROOT}.{module!r} has no attribute {name!r}")
+    known = listed().get(module, frozenset())
+    in_comm = module.split(".")[0] == "comm"
+    if in_comm and name in import_module(f"{_ROOT}.comm").__all__:
+        return getattr(import_module(f"{_ROOT}.comm"), name)
+    is_other = is_module(below) and not _is_refused(module)
+    if name in HOMES and (name in known or (module in _UNLISTED and not is_other)):
+        return getattr(import_module(f"{_ROOT}.{HOMES[name]}"), name)
+    if is_other:
+        return import_module(f"{_ROOT}.{below}")
+    if name in known or _is_refused(module):
+        return stand_in(module, name)
+    raise AttributeError(f"module 'deepspeed{'' if module == '.' else '.' + module}' has no attribute {name!r}")
+
+
+def refused_attribute(owner: str, name: str) -> AttributeError:
+    """What is raised for an attribute that an engine does not have."""
+    if name in listed()["runtime.engine:DeepSpeedEngine"] | listed()["runtime.engine:PipelineEngine"]:
+        why = ENGINE_REASONS.get(name, "it is a part of DeepSpeed's own machinery; engine.lowtide is the engine itself")
+        return AttributeError(f"{owner}.{name} is not in lowtide.deepspeed: {why}")
+    return AttributeError(f"'{owner}' object has no attribute '{name}', nor has its module")
+
+
+ENGINE_REASONS = {
+    "offload_states": "set offload_optimizer and offload_param in the config",
+    "reload_states": "set offload_optimizer and offload_param in the config",
+    "coalesce_grad_reduction": "use gradient_accumulation_steps, or set_gradient_accumulation_boundary",
+    "register_compile_pass": "use engine.compile()",
+    "get_wall_clock_timers": "use torch.profiler",
+    "print_forward_breakdown": "use torch.profiler",
+}
+
+
+def is_module(name: str) -> bool:
+    """Whether DeepSpeed has a module of that name."""
+    name = _ALIASES.get(name, name)
+    modules = (*listed(), *_REFUSED_TREES)
+    return any(one == name or one.startswith(f"{name}.") for one in modules) or _is_refused(name)
+
+
+def _is_refused(module: str) -> bool:
+    return any(module == tree or module.startswith(f"{tree}.") for tree in _REFUSED_TREES)
+
+
+class _Module(ModuleType):
+    """A module of DeepSpeed, whose names are looked up when they are asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        module = self.__name__.removeprefix(f"{_ROOT}.")
+        if name == "__all__":  # of `from deepspeed.utils import *`
+            return sorted(listed().get(_ALIASES.get(module, module), ()))
+        found = find(_ALIASES.get(module, module), name)
+        setattr(self, name, found)
+        return found
+
+    def __dir__(self) -> list[str]:
+        module = self.__name__.removeprefix(f"{_ROOT}.")
+        return sorted({*super().__dir__(), *listed().get(_ALIASES.get(module, module), ())})
+
+
+class Finder(MetaPathFinder, Loader):
+    """Finds the modules that are no files here. It comes after all others."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        if not fullname.startswith(f"{_ROOT}.") or not is_module(fullname.removeprefix(f"{_ROOT}.")):
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Module(spec.name, f"The names of DeepSpeed's {spec.name.removeprefix(_ROOT + '.')}.")
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing: names are found when they are asked for."""
+
+
+def install() -> None:
+    """Modules are found from now on."""
+    if not any(isinstance(one, Finder) for one in sys.meta_path):
+        sys.meta_path.append(Finder())

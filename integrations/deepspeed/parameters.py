@@ -1,0 +1,253 @@
+"""What scripts import as `deepspeed.zero` and from `deepspeed.utils` of single parameters.
+
+Before `initialize` a parameter is torch's own, whole on every rank, or divided by `zero.Init`; from then on the engine
+has its master weights, states and gradient, by the stage. All ranks must call what shows or sets more than this rank's
+part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from enum import Enum, StrEnum
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor, nn
+
+from . import comm
+from .divided import DividedParameters, table_of
+from .owners import owner_of, owner_or_error
+
+GRADIENT_KEY = "gradient"
+
+
+class ZeroParamType(Enum):
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class OffloadDeviceEnum(StrEnum):
+    """Values of `offload_optimizer.device` and `offload_param.device`."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class GatheredParameters:
+    """A context in which parameters are full; with a `modifier_rank` that rank may change them, for all.
+
+    params: one, several, or a module's; those of no engine are as they are. Its changes reach all ranks and the master
+    weights at the end.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        given = [params] if isinstance(params, Tensor) else list(params) if enabled else []
+        self._params: list[Any] = list({id(one): one for one in given if isinstance(one, Tensor)}.values())
+        self._divided: dict[int, tuple[DividedParameters, list[nn.Parameter]]] = {}
+        self._modifier_rank = modifier_rank
+        self._open: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        by_engine: dict[int, tuple[Any, list[Any]]] = {}
+        for param in self._params:
+            engine, table = owner_of(param), table_of(param)
+            if engine is not None:
+                by_engine.setdefault(id(engine), (engine, []))[1].append(param)
+            elif table is not None:
+                self._divided.setdefault(id(table), (table, []))[1].append(param)
+        for table, params in self._divided.values():
+            table.open(params, gathered=True)
+        with ExitStack() as stack:
+            for engine, params in by_engine.values():
+                stack.enter_context(engine.gathered(*params, modify=self._modifier_rank is not None))
+            self._open = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        assert self._open is not None
+        if self._modifier_rank is not None and error[0] is None and comm.is_initialized():
+            for param in self._params:
+                if table_of(param) is None:
+                    comm.broadcast(param.data, src=self._modifier_rank)
+        self._open.__exit__(*error)
+        for table, params in self._divided.values() if error[0] is None else ():
+            table.close_gathered(params, self._modifier_rank)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing but a check: a parameter that another module's forward uses is full there.
+
+    Raises RuntimeError for what is no parameter.
+    """
+    if not isinstance(parameter, nn.Parameter):
+        raise RuntimeError(f"register_external_parameter: expected a parameter, found {type(parameter).__name__}")
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing: see `register_external_parameter`."""
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
+    """The module inside of an engine, with full parameters: to generate with. All ranks must enter it."""
+    module = model.module if hasattr(model, "lowtide") else model
+    with GatheredParameters(module.parameters()):
+        yield module
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether an engine of stage 3, or zero.Init, has divided it."""
+    if isinstance(parameter, nn.Parameter) and table_of(parameter) is not None:
+        return True
+    engine = owner_of(parameter) if isinstance(parameter, nn.Parameter) else None
+    return engine is not None and engine.config.zero_optimization.stage == 3
+
+
+# -- values of one parameter ------------------------------------------------------------------------------------------
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """Its master weights, of its shape; None where it is not trained. All ranks must call it."""
+    return _get(param, None, "safe_get_full_fp32_param", local=False)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """A state such as "exp_avg", of its shape; None where it is not trained. All ranks must call it.
+
+    Raises ValueError for a state that its optimizer does not have.
+    """
+    return _get(param, optim_state_key, "safe_get_full_optimizer_state", local=False)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """Its gradient, the mean over microbatches and ranks, of its shape; None where it is not trained.
+
+    Between the backward of a step's last microbatch and its `step`: StateError at other times. All ranks must call it.
+    """
+    return owner_or_error(param, "safe_get_full_grad").gradient(param)
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """What this rank has of its master weights, (n,), in the order of the flattened parameter; n may be 0."""
+    return _get(param, None, "safe_get_local_fp32_param", local=True)
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """As `safe_get_local_fp32_param`, of a state."""
+    return _get(param, optim_state_key, "safe_get_local_optimizer_state", local=True)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+    """As `safe_get_full_grad`, as `safe_get_local_fp32_param` cuts it."""
+    return owner_or_error(param, "safe_get_local_grad").gradient(param, local=True)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Sets what `safe_get_full_fp32_param` shows, and what is computed with. Rank 0's value; all ranks must call it."""
+    owner_or_error(param, "safe_set_full_fp32_param").set_full(param, value)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """As `safe_set_full_fp32_param`, of a state."""
+    owner_or_error(param, "safe_set_full_optimizer_state").set_full(param, value, optim_state_key)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Sets what `safe_get_full_grad` shows, at its times. Rank 0's value; all ranks must call it."""
+    owner_or_error(param, "safe_set_full_grad").set_gradient(param, value)
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Sets what `safe_get_local_fp32_param` shows. All ranks must call it, each with its own part."""
+    owner_or_error(param, "safe_set_local_fp32_param").set_local(param, value)
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """As `safe_set_local_fp32_param`, of a state."""
+    owner_or_error(param, "safe_set_local_optimizer_state").set_local(param, value, optim_state_key)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Sets what `safe_get_local_grad` shows. All ranks must call it, each with its own part."""
+    owner_or_error(param, "safe_set_local_grad").set_gradient(param, value, local=True)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
+) -> None:
+    """Sets each gradient to update_func(gradient, param)."""
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient, param))
+
+
+def _get(param: nn.Parameter, state: str | None, call: str, *, local: bool) -> Tensor | None:
+    engine = owner_or_error(param, call)
+    if not param.requires_grad:
+        return None
+    return engine.local(param, state) if local else engine.full(param, state)
+
+
+# -- leaf modules -----------------------------------------------------------------------------------------------------
+
+_LEAVES: WeakSet[nn.Module] = WeakSet()
+"""Modules that were set. They are as all others: the order of gathers is fixed, also of modules that are skipped."""
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[Any], raise_if_not_found: bool = True) -> Any:
+    """The modules of these classes, or class names. They are remembered, and nothing else follows.
+
+    Raises ValueError where there is none.
+    """
+    return _set_leaves(model, leaf_module_classes, True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[Any], raise_if_not_found: bool = True) -> Any:
+    """As `set_z3_leaf_modules`, which are forgotten."""
+    return _set_leaves(model, leaf_module_classes, False, raise_if_not_found)
+
+
+def _set_leaves(model: nn.Module, classes: Sequence[Any], flag: bool, raise_if_not_found: bool) -> list[nn.Module]:
+    found = [module for module in model.modules() if _is_one_of(module, classes)]
+    if not found and raise_if_not_found:
+        raise ValueError(f"set_z3_leaf_modules: expected modules of {list(classes)}, found none in the model")
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return found
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool = True) -> None:
+    """This module alone: see `set_z3_leaf_modules`."""
+    if flag:
+        _LEAVES.add(model)
+    else:
+        _LEAVES.discard(model)
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """Those of the model that were set."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether it was set."""
+    return model in _LEAVES
+
+
+def z3_leaf_parameter(parameter: nn.Parameter) -> bool:
+    """Whether it is one of a module that was set."""
+    return any(one is parameter for module in _LEAVES for one in module.parameters())
+
+
+def _is_one_of(module: nn.Module, classes: Sequence[Any]) -> bool:
+    names = {type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"}
+    return any(one in names if isinstance(one, str) else isinstance(module, one) for one in classes)

@@ -1,0 +1,161 @@
+"""Small helpers that scripts import from DeepSpeed's `runtime.utils`, `utils.torch`, `utils.timer` and the like."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .accelerator import get_accelerator
+
+
+class DummyOptim:
+    """Stands where an optimizer is expected and there is none."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups = [{"params": params}]
+
+
+class OnDevice:
+    """A context in which tensors are made on a device, and in a dtype."""
+
+    def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> None:
+        self._dtype, self._device, self._enabled = dtype, torch.device(device), enabled
+
+    def __enter__(self) -> None:
+        if self._enabled:
+            self._before = torch.get_default_dtype()
+            torch.set_default_dtype(self._dtype)
+            self._device.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._enabled:
+            self._device.__exit__(*error)
+            torch.set_default_dtype(self._before)
+
+
+def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
+    """Whether torch is of a version from min_version to max_version, by its first two numbers."""
+    own = _numbers(torch.__version__)
+    at_least = min_version is None or own >= _numbers(str(min_version))
+    return at_least and (max_version is None or own <= _numbers(str(max_version)))
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, mpu: Any = None) -> Tensor:
+    """As torch's, of gradients of the caller's own; the engine clips its own by `gradient_clipping`."""
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """An attribute of an attribute: "a.b"."""
+    for part in module_name.split("."):
+        model = getattr(model, part)
+    return model
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Sets such an attribute."""
+    owner, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, owner) if owner else model, name, module)
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """A tensor, or lists, tuples and dictionaries of tensors, copied to the device: without the memory around views."""
+    if isinstance(item, Tensor):
+        return item.detach().to(device, copy=True)
+    if isinstance(item, Mapping):
+        return type(item)({key: clone_tensors_for_torch_save(value, device) for key, value in item.items()})  # type: ignore[call-arg]
+    if isinstance(item, (list, tuple)):
+        return type(item)([clone_tensors_for_torch_save(value, device) for value in item])
+    return item
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """How a call is written."""
+    given = [repr(one) for one in args] + [f"{key}={value!r}" for key, value in kwargs.items()]
+    return f"{base}({', '.join(given)})"
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Where each part begins, and the end: the first ones have one more where they do not divide."""
+    size, rest = divmod(num_items, num_parts)
+    starts = [0]
+    for index in range(num_parts):
+        starts.append(starts[-1] + size + (index < rest))
+    return starts
+
+
+def get_only_unique_item(items: Iterable[Any]) -> Any:
+    """Raises RuntimeError where they are not all the same."""
+    found = set(items)
+    if len(found) != 1:
+        raise RuntimeError(f"expected one value, found {len(found)}: {found}")
+    return found.pop()
+
+
+class _Timer:
+    def __init__(self, name: str) -> None:
+        self.name_ = name
+        self.started_ = False
+        self._total = 0.0
+        self._count = 0
+
+    def start(self) -> None:
+        get_accelerator().synchronize()
+        self.started_, self._began = True, time.perf_counter()
+
+    def stop(self, reset: bool = False, record: bool = False) -> None:
+        get_accelerator().synchronize()
+        passed = time.perf_counter() - self._began
+        self._total = passed if reset else self._total + passed
+        self._count += 1
+        self.started_ = False
+
+    def reset(self) -> None:
+        self._total, self._count, self.started_ = 0.0, 0, False
+
+    def elapsed(self, reset: bool = True) -> float:
+        """Milliseconds."""
+        found = 1000 * self._total
+        if reset:
+            self.reset()
+        return found
+
+    def mean(self) -> float:
+        return 1000 * self._total / max(1, self._count)
+
+
+class SynchronizedWallClockTimer:
+    """Timers by name, which wait for the device."""
+
+    def __init__(self) -> None:
+        self.timers: dict[str, _Timer] = {}
+
+    def __call__(self, name: str) -> _Timer:
+        return self.timers.setdefault(name, _Timer(name))
+
+    def get_timers(self) -> dict[str, _Timer]:
+        return self.timers
+
+    def log(
+        self,
+        names: Sequence[str],
+        normalizer: float = 1.0,
+        reset: bool = True,
+        memory_breakdown: bool = False,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        from .messages import log_dist
+
+        found = [
+            f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in names if name in self.timers
+        ]
+        log_dist("time (ms) | " + " | ".join(found), ranks=ranks or [0])

@@ -1,0 +1,231 @@
+"""`initialize`: an engine, and what scripts expect beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..engine.build import initialize as start_engine
+from ..engine.config.config import Config
+from ..engine.config.sections import ZeroConfig
+from . import comm
+from .config import DeepSpeedConfig, Source
+from .divided import DividedModel, not_dividing
+from .engine import DeepSpeedEngine, DeepSpeedOptimizerCallable, DeepSpeedSchedulerCallable
+from .errors import UsageError
+from .experts import refuse_moe_params
+from .layers import PipelineModule
+from .lr_schedules import scheduler_of
+from .optimizers import DeepSpeedCPUAdam, FusedAdam, FusedLion
+from .pipeline import PipelineEngine
+from .stepped import SteppedScheduler
+
+Returned = tuple[DeepSpeedEngine, Any, Any, Any]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    optimizer: torch.optim.Optimizer | DeepSpeedOptimizerCallable | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any | DeepSpeedSchedulerCallable | None = None,
+    distributed_port: int = comm.DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Source | None = None,
+    mesh_param: Any = None,
+    config_params: Source | None = None,
+) -> Returned:
+    """(engine, optimizer, loader of `training_data` or None, scheduler or None).
+
+    args: an object with `deepspeed_config`, where `config` is not given. model: a module, a `PipelineModule`, or a
+    callable that builds one, which no rank then holds as a whole. optimizer: one over parameters of the model, or a
+    callable from parameters to one; it goes before the config's. model_parameters: what is trained, parameters or
+    groups of them with options of their own; None: all that require a gradient. lr_scheduler: one of `optimizer`, or a
+    callable from an optimizer to one; it goes before the config's. mpu: of one rank of model parallelism; more are set
+    in the config (parallel).
+
+    Raises ConfigError, UsageError (where DeepSpeed asserts) and what lowtide.initialize raises.
+    """
+    if model is None:
+        raise UsageError("deepspeed.initialize: expected a model, found none")
+    _check_groups(mpu, mesh_param)
+    source = _config_of(args, config if config is not None else config_params)
+    comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    num_stages = model.num_pipeline_stages() if isinstance(model, PipelineModule) else 1
+    settings = DeepSpeedConfig(source, num_stages=num_stages)
+    if settings.resolved.planned_keys:
+        raise UsageError(
+            f'config: expected values for {", ".join(settings.resolved.planned_keys)}, found "auto", which '
+            "`lowtide plan` chooses; write what it says into the config"
+        )
+    if lr_scheduler is not None and not callable(lr_scheduler) and not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"lr_scheduler: expected a callable from an optimizer to a scheduler, found a "
+            f"{type(lr_scheduler).__name__}, and its optimizer not beside it; pass that optimizer too, or a callable"
+        )
+    if isinstance(model, nn.Module):
+        refuse_moe_params(model.parameters())
+    basic = _basic_optimizer(settings, model, optimizer, model_parameters)
+    has_optimizer = basic is not None or settings.checked.optimizer is not None
+    section = settings.resolved.scheduler
+    stepped: list[SteppedScheduler] = []
+
+    def make_scheduler(sharded: torch.optim.Optimizer) -> SteppedScheduler:
+        of = sharded if basic is None else basic
+        if lr_scheduler is None:
+            made: Any = scheduler_of(section, of)
+        else:
+            made = lr_scheduler(of) if callable(lr_scheduler) else lr_scheduler
+        stepped.append(SteppedScheduler(made, lambda: int(settings.train_batch_size or 0)))
+        return stepped[0]
+
+    wants_scheduler = has_optimizer and (lr_scheduler is not None or section is not None)
+    with _values_later(model) as source_of_values:
+        engine = start_engine(
+            source_of_values,
+            _engine_config(settings, model, has_own=basic is not None, has_optimizer=has_optimizer),
+            loss_fn=model.loss_of if isinstance(model, PipelineModule) else None,
+            optimizer=basic,
+            lr_scheduler=make_scheduler if wants_scheduler else None,
+        )
+    kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
+    found = kind(engine, settings, basic, stepped[0] if stepped else None, training_data, collate_fn, mpu)
+    return found, found.optimizer, found.training_dataloader, found.lr_scheduler
+
+
+@contextmanager
+def _values_later(model: Any) -> Iterator[Any]:
+    """The model, or one of which parameters are divided by `zero.Init`: these stay so where no engine is made."""
+    with not_dividing():
+        divided = DividedModel(model) if isinstance(model, nn.Module) else None
+        if divided is None or not divided.is_divided:
+            yield model
+            return
+        try:
+            yield divided
+        except BaseException:
+            divided.restore()
+            raise
+
+
+def _config_of(args: Any, config: Source | None) -> Source:
+    """What was given, in one of the three places. Raises UsageError for none, or two."""
+    named = None
+    for key in ("deepscale_config", "deepspeed_config"):
+        named = getattr(args, key, None) or named
+    if named is not None and config is not None:
+        raise UsageError("config: found one in args.deepspeed_config and one passed to initialize; leave one out")
+    if named is None and config is None:
+        raise UsageError("config: expected initialize(config=...), or args with a deepspeed_config; found neither")
+    found: Any = named if config is None else config
+    source: Source = found
+    return source
+
+
+def _check_groups(mpu: Any, mesh_param: Any) -> None:
+    for call in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size"):
+        size = getattr(mpu, call)() if hasattr(mpu, call) else 1
+        if size > 1:
+            raise NotImplementedError(
+                f"mpu: expected one rank of model parallelism, found {size}, whose groups are not taken over; lowtide "
+                'splits the layers itself: "parallel": {"tensor": ' + str(size) + "} in the config, and a whole model"
+            )
+    if mesh_param is not None:
+        raise NotImplementedError(
+            'mesh_param: expected none, found one; set "parallel": {"sequence": N} in the config in place of it'
+        )
+
+
+def _engine_config(settings: DeepSpeedConfig, model: Any, *, has_own: bool, has_optimizer: bool) -> Config:
+    """lowtide's config: the engine here divides losses and counts microbatches, but over a pipeline."""
+    resolved = settings.resolved
+    update: dict[str, Any] = {"scheduler": None, "steps_per_print": 0}
+    if has_own:
+        update["optimizer"] = None
+    if not has_optimizer:
+        update["gradient_clipping"] = 0.0
+        offload_param = resolved.zero_optimization.offload_param
+        plain = ZeroConfig().offload_optimizer
+        update["zero_optimization"] = resolved.zero_optimization.model_copy(
+            update={"offload_optimizer": plain, "offload_param": offload_param}
+        )
+    if not isinstance(model, PipelineModule):
+        update |= {"train_batch_size": None, "gradient_accumulation_steps": 1}
+        update["train_micro_batch_size_per_gpu"] = None
+    return resolved.model_copy(update=update)
+
+
+# -- the optimizer ----------------------------------------------------------------------------------------------------
+
+
+def _basic_optimizer(
+    settings: DeepSpeedConfig, model: Any, optimizer: Any, model_parameters: Iterable[Any] | None
+) -> torch.optim.Optimizer | None:
+    """The caller's, or one of the config's type over what the caller trains; None: as the config says, or none."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        return optimizer
+    if not isinstance(model, nn.Module):
+        if optimizer is not None or model_parameters is not None:
+            raise UsageError(
+                "initialize: expected no optimizer and no model_parameters beside a callable that builds the model, "
+                "found some; its parameters are not there yet: set the optimizer in the config"
+            )
+        return None
+    given = list(model.parameters() if model_parameters is None else model_parameters)
+    if optimizer is not None:
+        made: torch.optim.Optimizer = optimizer(given)
+        return made
+    section = settings.checked.optimizer
+    groups = _trained(given)
+    if section is None:
+        return None
+    is_plain = section.state_dtype == "fp32"
+    found = _of_type(settings, section.type, groups, section.options) if is_plain else None
+    if found is not None:
+        return found
+    everything = {id(param) for param in model.parameters() if param.requires_grad}
+    if any(isinstance(one, Mapping) for one in groups) or {id(one) for one in groups} != everything:
+        raise UsageError(
+            f'model_parameters: expected all parameters that require a gradient, without groups, for optimizer "'
+            f'{section.type}" with these params, found {len(groups)} groups or parameters of {len(everything)}; make '
+            "the optimizer over them yourself, and pass it"
+        )
+    return None
+
+
+def _of_type(
+    settings: DeepSpeedConfig, kind: str, groups: list[Any], options: dict[str, Any]
+) -> torch.optim.Optimizer | None:
+    if kind in ("adam", "adamw"):
+        decoupled = kind == "adamw"
+        if settings.zero_use_cpu_optimizer:
+            return DeepSpeedCPUAdam(groups, adamw_mode=decoupled, **options)
+        return FusedAdam(groups, adam_w_mode=decoupled, **options)
+    if kind == "sgd":
+        return torch.optim.SGD(groups, **options)
+    if kind == "adagrad":
+        return torch.optim.Adagrad(groups, **options)
+    if kind == "lion" and any(isinstance(one, Mapping) for one in groups):
+        return FusedLion(groups, **options)
+    return None
+
+
+def _trained(given: list[Any]) -> list[Any]:
+    """Parameters or groups without the frozen ones, which are in no optimizer."""
+    found: list[Any] = []
+    for one in given:
+        if not isinstance(one, Mapping):
+            found += [one] if one.requires_grad else []
+            continue
+        params = [one["params"]] if isinstance(one["params"], torch.Tensor) else list(one["params"])
+        if kept := [param for param in params if param.requires_grad]:
+            found.append({**one, "params": kept})
+    return found

@@ -1,0 +1,164 @@
+"""What scripts import as `deepspeed.runtime.pipe.topology`: ranks as places on named axes."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+from . import comm
+
+
+class ProcessTopology:
+    """Ranks in the order of their coordinates, the last axis fastest."""
+
+    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
+        self.axes = list(axes)
+        self.dims = list(dims)
+        self.ProcessCoord = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]  # its fields are data
+        coords = product(*map(range, self.dims))
+        make: Any = self.ProcessCoord
+        self.mapping: dict[Any, int] = {make(*coord): rank for rank, coord in enumerate(coords)}
+
+    def get_rank(self, **coord_kwargs: int) -> int:
+        """Of a whole coordinate. Raises ValueError for a part of one, or one that there is not."""
+        if set(coord_kwargs) != set(self.axes):
+            raise ValueError(
+                f"get_rank: expected a number for each of {self.axes}, found {sorted(coord_kwargs)}; filter_match "
+                "takes some of them"
+            )
+        key = self.ProcessCoord(**coord_kwargs)
+        if key not in self.mapping:
+            raise ValueError(f"get_rank: expected a coordinate below {self.dims}, found {coord_kwargs}")
+        return self.mapping[key]
+
+    def get_axis_names(self) -> list[str]:
+        return self.axes
+
+    def get_rank_repr(
+        self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
+    ) -> str:
+        """ "model_01-expert_00": the coordinate of a rank on the other axes."""
+        coord = self.get_coord(rank)
+        kept = [axis for axis in self.axes if axis not in omit_axes]
+        return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in kept)
+
+    def get_dim(self, axis: str) -> int:
+        """The ranks along an axis; 0 where there is no such."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def get_coord(self, rank: int) -> Any:
+        """Raises ValueError for a rank that there is not."""
+        found = next((coord for coord, number in self.mapping.items() if number == rank), None)
+        if found is None:
+            raise ValueError(f"get_coord: expected a rank below {self.world_size()}, found {rank}")
+        return found
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """The ranks that differ on this axis alone, for each place on the others."""
+        if axis not in self.axes:
+            return []
+        others = [one for one in self.axes if one != axis]
+        return [
+            [
+                self.get_rank(**{axis: index}, **dict(zip(others, place, strict=True)))
+                for index in range(self.get_dim(axis))
+            ]
+            for place in product(*(range(self.get_dim(one)) for one in others))
+        ]
+
+    def filter_match(self, **filter_kwargs: int) -> list[int]:
+        """The ranks at these numbers of these axes."""
+        wanted = filter_kwargs.items()
+        return [
+            rank for coord, rank in self.mapping.items() if all(getattr(coord, key) == value for key, value in wanted)
+        ]
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """The ranks at one number of an axis."""
+        return self.filter_match(**{axis: idx})
+
+    def world_size(self) -> int:
+        return len(self.mapping)
+
+    def __str__(self) -> str:
+        return str(self.mapping)
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """Stages of a pipeline, and ranks with other data next to each other."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__(["pipe", "data"], [num_pp, num_dp])
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """As PipeDataParallelTopology, with ranks that share layers innermost."""
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
+
+
+class PipelineParallelGrid:
+    """Where this rank is in a topology. It makes no process groups: the engine has its own."""
+
+    def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
+        self.global_rank = comm.get_rank() if comm.is_initialized() else 0
+        self.world_size = comm.get_world_size() if comm.is_initialized() else 1
+        self._topo = topology or PipeDataParallelTopology(1, self.world_size)
+        coord = self._topo.get_coord(self.global_rank)
+        self.stage_id = getattr(coord, "pipe", 0)
+        self.data_parallel_id = getattr(coord, "data", 0)
+        self.model_id = getattr(coord, "model", 0)
+        self.pipe_parallel_size = max(1, self._topo.get_dim("pipe"))
+        self.data_parallel_size = max(1, self._topo.get_dim("data"))
+        self.model_parallel_size = max(1, self._topo.get_dim("model"))
+        self.slice_parallel_size = self.model_parallel_size
+
+    def get_stage_id(self) -> int:
+        return int(self.stage_id)
+
+    def get_data_parallel_id(self) -> int:
+        return int(self.data_parallel_id)
+
+    def get_pipe_parallel_rank(self) -> int:
+        return self.get_stage_id()
+
+    def get_pipe_parallel_world_size(self) -> int:
+        return self.pipe_parallel_size
+
+    def get_data_parallel_rank(self) -> int:
+        return self.get_data_parallel_id()
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.data_parallel_size
+
+    def get_model_parallel_rank(self) -> int:
+        return int(self.model_id)
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.model_parallel_size
+
+    def get_slice_parallel_rank(self) -> int:
+        return int(self.model_id)
+
+    def get_slice_parallel_world_size(self) -> int:
+        return self.slice_parallel_size
+
+    def get_global_rank(self) -> int:
+        return self.global_rank
+
+    def is_first_stage(self) -> bool:
+        return self.get_stage_id() == 0
+
+    def is_last_stage(self) -> bool:
+        return self.get_stage_id() == self.pipe_parallel_size - 1
+
+    def topology(self) -> ProcessTopology:
+        return self._topo
+
+    def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
+        """The rank of another stage at the same place of the other axes."""
+        place = {**self._topo.get_coord(self.global_rank)._asdict(), **kwargs, "pipe": stage_id}
+        return self._topo.get_rank(**place)

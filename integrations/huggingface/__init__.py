@@ -1,0 +1,17 @@
+"""lowtide under the Trainer and the Accelerator of Hugging Face, and weights that stream from its folders."""
+
+from .accelerator import Accelerator
+from .arguments import Seq2SeqTrainingArguments, TrainingArguments
+from .streaming import from_pretrained, streaming
+from .trainer import LowtideMixin, Seq2SeqTrainer, Trainer
+
+__all__ = [
+    "Accelerator",
+    "LowtideMixin",
+    "Seq2SeqTrainer",
+    "Seq2SeqTrainingArguments",
+    "Trainer",
+    "TrainingArguments",
+    "from_pretrained",
+    "streaming",
+]

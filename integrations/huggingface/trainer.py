@@ -1,0 +1,352 @@
+"""The Trainer of Hugging Face over an engine; and what makes one of any of its subclasses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import torch
+import transformers
+from accelerate.utils.deepspeed import DummyOptim
+from peft import PeftModel
+from torch import nn
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.utils import logging
+
+from ..engine.deferred import DeferredModel
+from ..engine.engine import Engine
+from .accelerator import Accelerator
+from .engine_config import EngineConfig, Source
+from .engine_optimizer import EngineOptimizer, EngineSchedule
+from .random_state import same_random_state
+from .streaming import ReadAtOnceError
+from .trainer_config import config_of, fill_steps
+
+logger = logging.get_logger(__name__)
+
+
+class _TrainersAccelerator(Accelerator):
+    """The Trainer frees memory at the start of each of its loops, and goes on with its model and its optimizer."""
+
+    def free_memory(self, *objects: Any) -> Any:
+        return super(Accelerator, self).free_memory(*objects)  # as accelerate's; the engines stay
+
+
+_AnyTrainer: Any = object  # what the mixin stands before
+
+
+class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of that class
+    """Before a Trainer, or what derives from it, in the bases of a class: `class Mine(LowtideMixin, SFTTrainer)`.
+
+    `self.model` is the model, `self.model_wrapped` its engine; the loop is the Trainer's own. The places at which it
+    would call DistributedDataParallel, or save and load what is whole there, are those of this class.
+    """
+
+    # Of the Trainer, where this class sets them; mypy asks for them.
+    accelerator: Any
+    gather_function: Any
+    lr_scheduler: Any
+    model_wrapped: Any
+    optimizer: Any
+    _created_lr_scheduler: bool
+
+    def __init__(self, *args: Any, lowtide: Source | None = None, **kwargs: Any) -> None:
+        """lowtide: a preset's name, a path of a JSON file, or a dictionary; else it is asked of the arguments.
+
+        Raises ConfigError and ValueError where it and the arguments cannot hold together.
+        """
+        self._given_lowtide = lowtide
+        self._lowtide: EngineConfig | None = None
+        self._num_params = 0  # of the whole model, without embeddings
+        super().__init__(*args, **kwargs)
+
+    # -- the accelerator, and the engine that it makes --------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        before = getattr(self, "accelerator", None)
+        if isinstance(before, _TrainersAccelerator):  # another trial of a search, with other arguments
+            before.release()
+        super().create_accelerator_and_postprocess()  # which says with what to make it
+        if self._lowtide is None:
+            logger.warning_once("no config of lowtide was given (lowtide=...): this Trainer is transformers' own")
+            return
+        self.accelerator = _TrainersAccelerator(**self._made_with)
+        gathered = self.accelerator.gather_for_metrics
+        self.gather_function = partial(gathered, use_gather_object=self.args.eval_use_gather_object)
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        made_with: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        source = self._given_lowtide if self._given_lowtide is not None else getattr(self.args, "lowtide", None)
+        self._lowtide = None if source is None else config_of(source, self.args)
+        if self._lowtide is None:
+            return made_with
+        made_with["mixed_precision"] = "no"
+        self._made_with = {**made_with, "mixed_precision": "no", "lowtide": self._lowtide}
+        return made_with
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """As the Trainer's; where it calls lowtide's `from_pretrained`, values come when the engine is made."""
+        build = super().call_model_init
+        if self._lowtide is None:
+            return cast(nn.Module, build(trial))
+        before = torch.get_rng_state()
+        try:
+            return cast(nn.Module, build(trial))
+        except ReadAtOnceError:
+            torch.set_rng_state(before)
+        self.accelerator.deferred = DeferredModel(partial(build, trial))
+        return cast(nn.Module, self.accelerator.deferred.module)
+
+    @property
+    def engine(self) -> Engine | None:
+        """That of the model, once it was made by `train`, `evaluate` or `predict`."""
+        accelerator = self.accelerator
+        return accelerator.engine_of(self.model) if isinstance(accelerator, Accelerator) else None
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if self._lowtide is None:  # else the engine takes what this rank needs of it
+            super()._move_model_to_device(model, device)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        if self._lowtide is None or not self._lowtide.has("optimizer") or self.optimizer is not None:
+            return super().create_optimizer(*(() if model is None else (model,)))
+        self.optimizer = DummyOptim(params=None)  # the config's stands in its place when the model is prepared
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self._lowtide is None or not self._lowtide.has("scheduler") or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        self.lr_scheduler = EngineSchedule(self.optimizer)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        if self._lowtide is None:
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        fill_steps(self._lowtide, self.args, max_steps)
+        others = [one for one in self.accelerator.engines if one is not self._trained_engine]
+        self.accelerator.release(others)  # of an evaluation before, or of the model of an earlier call
+        if self._trained_engine is None and isinstance(self.optimizer, EngineOptimizer):
+            self.optimizer = None
+        self._count_params()
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def _prepare_early(self, config: EngineConfig) -> None:
+        """The engine of a training that comes later, for an evaluation before it.
+
+        One without an optimizer would not do: where it is closed, values in 16 bits, or shards, are what is left.
+        """
+        if config.has("scheduler"):
+            fill_steps(config, self.args, self._num_steps())
+        self._count_params()
+        self.create_optimizer()
+        self.model_wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+
+    def _num_steps(self) -> int:
+        *_, num_steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
+        return int(num_steps)
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        if self._lowtide is None:
+            return super()._wrap_model(model, training=training, dataloader=dataloader)
+        engine = self._trained_engine if training else self.engine
+        return self.model if engine is None else engine
+
+    def _update_auto_batch_size(self, batch_size: int) -> None:
+        if self._lowtide is None:
+            super()._update_auto_batch_size(batch_size)
+        self._train_batch_size = batch_size  # the engine takes batches of any size
+
+    @property
+    def _trained_engine(self) -> Engine | None:
+        engine = self.engine
+        return engine if engine is not None and engine.optimizer.param_groups else None
+
+    # -- ranks that take the same data ------------------------------------------------------------------------------
+
+    @property
+    def _num_sharers(self) -> int:
+        return self.accelerator.data_rank.num_sharers if self._lowtide is not None else 1
+
+    def get_tp_size(self) -> int:
+        """How many ranks are given the same batches, by which the Trainer divides the world for its batch sizes."""
+        return self._num_sharers if self._lowtide is not None else super().get_tp_size()
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._get_num_items_in_batch(*args, **kwargs)
+        return found * self._num_sharers if isinstance(found, torch.Tensor) else found  # they were counted once
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        if self._num_sharers == 1:
+            return super()._get_dataloader(*args, **kwargs)
+        data, kind = self.accelerator.data_rank, type(self.args)
+        with (  # by which samplers divide, and workers are seeded
+            mock.patch.object(kind, "world_size", data.size),
+            mock.patch.object(kind, "process_index", data.rank),
+        ):
+            return super()._get_dataloader(*args, **kwargs)
+
+    def _whole(self, output: Any, inputs: Any) -> Any:
+        """What a forward of the inputs gives, of all ranks that share it."""
+        engine = self.engine
+        if engine is None or self._num_sharers == 1:
+            return output
+        tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        return engine.whole_output(output, tokens.shape[1] if tokens is not None and tokens.dim() > 1 else 0)
+
+    def _count_params(self) -> None:
+        """Before an engine is made, whose model may have a part of them."""
+        if self.engine is None and hasattr(self.model, "num_parameters"):
+            self._num_params = self.model.num_parameters(exclude_embeddings=True)
+
+    def floating_point_ops(self, inputs: Any) -> Any:
+        found = super().floating_point_ops(inputs)
+        if self._lowtide is None or not self._num_params:
+            return found
+        if not self.accelerator.data_rank.is_first:  # all ranks are added up
+            return 0
+        return found // self.model.num_parameters(exclude_embeddings=True) * self._num_params
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        if self._num_sharers == 1:
+            return loss
+        return self._whole(loss, inputs)
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return model.clip_grad_norm_(self.args.max_grad_norm) if self._lowtide else super()._clip_grad_norm(model)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        if self._lowtide is None:
+            return super()._get_grad_norm(model, grad_norm=grad_norm)
+        return model.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if self._lowtide is None:
+            return super().evaluation_loop(*args, **kwargs)
+        if self.engine is None and self.train_dataset is not None:
+            self._prepare_early(self._lowtide)
+        with self._computing_as_it_is():
+            return super().evaluation_loop(*args, **kwargs)
+
+    @contextmanager
+    def _computing_as_it_is(self) -> Iterator[None]:
+        """Without a cast to 16 bits: the engine computes in them already, or the arguments were refused."""
+        names = ("bf16_full_eval", "fp16_full_eval")
+        before = {name: getattr(self.args, name) for name in names}
+        for name in names:
+            setattr(self.args, name, False)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self.args, name, value)
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._lowtide is not None and getattr(self.args, "predict_with_generate", False):
+            kwargs = {**getattr(self, "_gen_kwargs", {}), **kwargs}
+            kwargs.setdefault("synced_gpus", self.args.world_size > 1)  # gathers are of all ranks
+        loss, *others = super().prediction_step(model, inputs, *args, **kwargs)
+        loss, logits = self._whole((loss, others[0]), inputs)
+        return loss, logits, *others[1:]
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        engine = self.engine
+        if engine is None or state_dict is not None:
+            super()._save(output_dir, state_dict=state_dict)
+        elif isinstance(self.model, PeftModel) and not self.model.active_peft_config.is_prompt_learning:
+            folder = self.args.output_dir if output_dir is None else output_dir
+            engine.export(folder, adapters_only=True)  # each rank its shards, where a state has all of the base
+            card = self.model.create_or_update_model_card  # what else peft would write
+            with mock.patch.object(self.model, "save_pretrained", lambda folder, **kwargs: card(folder)):
+                super()._save(folder, state_dict={})
+        else:
+            super()._save(output_dir, state_dict=engine.state_dict())
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        engine = self._trained_engine
+        if engine is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        engine.save_checkpoint(output_dir, _tag(self.state.global_step))
+        if self.args.should_save and not isinstance(self.lr_scheduler, EngineSchedule):
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._lowtide is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        elif _engine_folder(resume_from_checkpoint) is None and os.path.isfile(
+            os.path.join(resume_from_checkpoint, OPTIMIZER_NAME)
+        ):
+            raise ValueError(
+                f"resume_from_checkpoint: expected a checkpoint of lowtide's Trainer, with a folder {_tag('N')}, found "
+                f"{OPTIMIZER_NAME} of another in {resume_from_checkpoint}; to begin anew with its weights, give it to "
+                "from_pretrained"
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        engine = self._trained_engine
+        if engine is None or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        if _engine_folder(checkpoint) is None:  # save_only_model
+            logger.info("%s has no state of an optimizer: it begins anew", checkpoint)
+            self._load_weights(engine, checkpoint)
+            return
+        with same_random_state():  # the Trainer restores its own where an epoch begins
+            engine.load_checkpoint(checkpoint)
+        scheduler = os.path.join(checkpoint, SCHEDULER_NAME)
+        if not isinstance(self.lr_scheduler, EngineSchedule) and os.path.isfile(scheduler):
+            self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+    def _load_best_model(self) -> None:
+        engine = self.engine
+        if engine is None:
+            super()._load_best_model()
+            return
+        logger.info("best model: %s (%s)", self.state.best_model_checkpoint, self.state.best_metric)
+        self._load_weights(engine, self.state.best_model_checkpoint)
+
+    def _load_weights(self, engine: Engine, checkpoint: str) -> None:
+        """Those of a folder that `_save_checkpoint` has written."""
+        saved = _engine_folder(checkpoint)
+        if saved is not None:
+            engine.load_weights(saved)
+        elif isinstance(self.model, PeftModel):
+            # peft asks for the whole model's state, to know its names: shards will do
+            with engine.gathered(*_adapters_of(self.model), modify=True), torch._C.DisableTorchFunctionSubclass():
+                super()._load_from_checkpoint(checkpoint)
+        else:
+            engine.load_weights(checkpoint, strict=False)
+
+
+def _adapters_of(model: PeftModel) -> list[nn.Parameter]:
+    """What a file of an adapter may have: parts of the name of one, and what is trained beside these."""
+    parts = set(model.peft_config)
+    return [param for name, param in model.named_parameters() if param.requires_grad or parts & set(name.split("."))]
+
+
+def _tag(step: object) -> str:
+    return f"global_step{step}"
+
+
+def _engine_folder(checkpoint: str) -> Path | None:
+    """What the engine has saved into a checkpoint of the Trainer; None where only the model was saved."""
+    return next(iter(sorted(Path(checkpoint).glob(_tag("*")))), None)
+
+
+class Trainer(LowtideMixin, transformers.Trainer):
+    """transformers.Trainer over an engine: `Trainer(model, args, lowtide="zero3")`; see `LowtideMixin`."""
+
+
+class Seq2SeqTrainer(LowtideMixin, transformers.Seq2SeqTrainer):
+    """transformers.Seq2SeqTrainer over an engine; `predict_with_generate` generates on all ranks in step."""

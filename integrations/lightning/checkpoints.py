@@ -1,0 +1,102 @@
+"""Checkpoints of a Trainer: a folder with the engine's checkpoint, in whose client state the Trainer's own is.
+
+epoch=3-step=400.ckpt/
+    latest, checkpoint/...                       all that a training is: any number of ranks goes on with it
+weights.ckpt/                                    of ModelCheckpoint(save_weights_only=True):
+    model.safetensors, ..., trainer.ckpt         plain weights, and the Trainer's state beside them
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint.errors import CheckpointError
+from ..checkpoint.folder import CheckpointFolder
+from ..checkpoint.values import decode
+from ..engine.engine import Engine
+from ..watch.log import logger
+
+TAG = "checkpoint"
+TRAINER_FILE = "trainer.ckpt"
+_KEY = "lightning"
+_IN_ENGINE = ("state_dict", "optimizer_states")  # of what the Trainer dumps, they are empty
+_FULL = "lr_schedulers"  # is in what the Trainer dumps, unless weights alone are wanted
+
+
+def save(engine: Engine, folder: str | os.PathLike[str], dumped: Mapping[str, Any], is_first: bool) -> None:
+    """A collective. dumped: by the Trainer. is_first: this is rank 0."""
+    kept = {key: value for key, value in dumped.items() if key not in _IN_ENGINE}
+    if _FULL in dumped:
+        file = io.BytesIO()
+        torch.save(kept, file)
+        engine.save_checkpoint(folder, TAG, {_KEY: file.getvalue()})
+        return
+    engine.export(folder)
+    if is_first:
+        torch.save(kept, Path(folder) / TRAINER_FILE)
+
+
+def load(
+    engine: Engine, path: str | os.PathLike[str], weights_only: bool | None, is_fit: bool, strict: bool
+) -> dict[str, Any]:
+    """Puts values, and for a fit states, into the engine; returns what the Trainer dumped. A collective.
+
+    Raises CheckpointError, NoCheckpointError, and ValueError for values of another model.
+    """
+    path = Path(path)
+    if path.is_file():
+        return _load_file(engine, path, weights_only, is_fit, strict)
+    if (path / TRAINER_FILE).is_file():
+        engine.load_weights(path, strict)
+        if is_fit:
+            _note(engine, f"{path} has weights alone, so the optimizer begins anew")
+        return dict(read_trainer_file(path, weights_only), state_dict={})
+    state = trainer_state(path, weights_only)
+    if is_fit:
+        engine.load_checkpoint(path)
+    else:
+        engine.load_weights(path, strict)
+    return {**state, "state_dict": {}}
+
+
+def trainer_state(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """What the Trainer dumped, of a checkpoint of ours. Raises CheckpointError where it has none."""
+    own = CheckpointFolder(path).open().own_state(0)
+    client_state = decode(own["client_state"], "client_state")
+    if _KEY not in client_state:
+        raise CheckpointError(
+            f"{path}: expected a checkpoint that Lightning's Trainer has saved, found one of an engine alone; load it "
+            "by `trainer.strategy.engine.load_checkpoint(...)` in a hook of the fit"
+        )
+    return _read(io.BytesIO(client_state[_KEY]), weights_only)
+
+
+def read_trainer_file(folder: Path, weights_only: bool | None) -> dict[str, Any]:
+    """What the Trainer dumped beside weights alone."""
+    return _read(folder / TRAINER_FILE, weights_only)
+
+
+def _load_file(engine: Engine, path: Path, weights_only: bool | None, is_fit: bool, strict: bool) -> dict[str, Any]:
+    """An ordinary checkpoint of Lightning's."""
+    dumped = _read(path, weights_only)
+    engine.load_state_dict(dumped["state_dict"], strict)
+    if is_fit and dumped.get("optimizer_states"):
+        _note(engine, f"{path} is a file of Lightning's: the states of its optimizer are left out, and begin anew")
+    return dumped
+
+
+def _read(file: Any, weights_only: bool | None) -> dict[str, Any]:
+    """As Lightning reads its own: what is on this machine is trusted, unless the caller says otherwise."""
+    found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=bool(weights_only))
+    return found
+
+
+def _note(engine: Engine, text: str) -> None:
+    if engine.rank == 0:
+        logger.warning("%s", text)

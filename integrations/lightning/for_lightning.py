@@ -1,0 +1,31 @@
+"""The classes for the package `lightning`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.core import saving
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+
+from .precision import EnginePrecision
+from .single_file import read_folders_in
+from .strategy import EngineStrategy
+
+
+class LowtidePrecision(EnginePrecision, Precision):  # type: ignore[misc]  # the mixin is for two packages
+    """See `EnginePrecision`."""
+
+
+class LowtideStrategy(EngineStrategy, DDPStrategy):  # type: ignore[misc]  # the mixin is for two packages
+    """See `EngineStrategy`."""
+
+    precision_class = LowtidePrecision
+    package = "lightning.pytorch"
+
+    @staticmethod
+    def registry() -> Any:
+        return StrategyRegistry
+
+
+read_folders_in(saving)

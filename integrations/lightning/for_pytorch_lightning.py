@@ -1,0 +1,31 @@
+"""The classes for the package `pytorch_lightning`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pytorch_lightning.core import saving
+from pytorch_lightning.plugins.precision import Precision
+from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+
+from .precision import EnginePrecision
+from .single_file import read_folders_in
+from .strategy import EngineStrategy
+
+
+class LowtidePrecision(EnginePrecision, Precision):  # type: ignore[misc]  # the mixin is for two packages
+    """See `EnginePrecision`."""
+
+
+class LowtideStrategy(EngineStrategy, DDPStrategy):  # type: ignore[misc]  # the mixin is for two packages
+    """See `EngineStrategy`."""
+
+    precision_class = LowtidePrecision
+    package = "pytorch_lightning"
+
+    @staticmethod
+    def registry() -> Any:
+        return StrategyRegistry
+
+
+read_folders_in(saving)

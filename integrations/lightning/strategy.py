@@ -1,0 +1,376 @@
+"""The strategy: what Lightning's Trainer asks of one, answered by an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..engine.build import initialize
+from ..engine.config.errors import ConfigError
+from ..engine.config.parallel import world_faults
+from ..engine.deferred import DeferredModel, Recording
+from ..engine.engine import Engine
+from . import checkpoints
+from .holder import engine_of, hold
+from .precision import EnginePrecision
+from .settings import Source, for_evaluation, for_training, of_strategy
+
+_FITTING = "fit"
+
+if TYPE_CHECKING:
+
+    class _OfPackage:
+        """The `DDPStrategy` of a Lightning package, of which there are two."""
+
+        def __init__(self, **options: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    _OfPackage = object
+
+
+class EngineStrategy(_OfPackage):
+    """Trains a LightningModule by lowtide's engine, on ranks that are launched as those of DDP are.
+
+        setup           configure_optimizers, then lowtide.initialize over the LightningModule
+        *_step          one forward of the engine: `engine.run`; with manual optimization the hooks on the model alone
+        backward, clip_gradients, optimizer_step      the precision plugin's: `EnginePrecision`
+        save, load      folders with a checkpoint of the engine and the Trainer's own state: `checkpoints`
+
+    Mixed into the `DDPStrategy` of a Lightning package, of which processes, samplers and the reduction of metrics are.
+    """
+
+    strategy_name = "lowtide"
+    precision_class: type[EnginePrecision]
+    package: str  # of Lightning
+    optimizers: Any
+    _precision_plugin: Any
+
+    def __init__(
+        self,
+        config: Source | None = None,
+        *,
+        stage: int | None = None,
+        offload_optimizer: str | None = None,
+        offload_parameters: str | None = None,
+        nvme_path: str | None = None,
+        deferred_init: bool | None = None,
+        **options: Any,
+    ) -> None:
+        """config: as `lowtide.initialize` takes it, without batch sizes. stage and the others: in place of one.
+
+        offload_optimizer, offload_parameters: "cpu" or "nvme". nvme_path: the folder for the latter; None: /local_nvme.
+        deferred_init: whether all modules that `configure_model` makes have no memory until they are sharded; None: at
+        stage 3. Those that it makes on the meta device never have. options: of Lightning's own strategies: accelerator,
+        cluster_environment, parallel_devices, precision_plugin, process_group_backend, timeout. Raises ValueError, and
+        ConfigError.
+        """
+        self.config = of_strategy(config, stage, offload_optimizer, offload_parameters, nvme_path)
+        self.engine: Engine | None = None
+        """Of the fit that runs, or of the last one; of an evaluation without a fit, one that only computes."""
+        self._defers = self.config.zero_optimization.stage == 3 if deferred_init is None else deferred_init
+        self._recording: Recording | None = None  # of `configure_model`
+        unknown = options.keys() - _OPTIONS
+        if unknown:
+            raise TypeError(
+                f"LowtideStrategy: unknown argument {sorted(unknown)[0]!r}; expected config, stage, offload_optimizer, "
+                f"offload_parameters, nvme_path, deferred_init, or one of {', '.join(sorted(_OPTIONS))}; what the "
+                "engine does is said in the config"
+            )
+        super().__init__(**options)
+
+    # -- what the Trainer puts together ---------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Any:
+        if self._precision_plugin is None:
+            self._precision_plugin = self.precision_class()
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        self._precision_plugin = None if plugin is None else self.precision_class.like(plugin)
+
+    @property
+    def checkpoint_io(self) -> Any:
+        return super().checkpoint_io  # type: ignore[misc]  # of the package's class
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        raise ValueError(
+            f"plugins: expected no CheckpointIO, found a {type(io).__name__}; each rank writes its own shards, and "
+            '"checkpoint": {"async": true} in the config writes them in the background'
+        )
+
+    def connect(self, model: Any) -> None:
+        if self.engine is not None and self.engine.module is not model:
+            self._close()
+        self.engine = self.precision_plugin.engine = engine_of(model)  # of an evaluation or a fit, of any Trainer
+        if model.trainer.state.fn == _FITTING:
+            _check_callbacks(model.trainer)
+            if self.engine is not None:
+                _make_whole(self.engine)  # before callbacks copy the model
+                self._close()
+        super().connect(model)  # type: ignore[misc]
+
+    # -- ranks that take the same data ----------------------------------------------------------------------------
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """By which data are divided: ranks that share layers (parallel.tensor) are one."""
+        given: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
+        sharers = self.config.parallel.ranks_of_sample
+        if faults := world_faults(self.config.parallel, given["num_replicas"]):
+            raise ConfigError(faults)
+        return {"num_replicas": given["num_replicas"] // sharers, "rank": given["rank"] // sharers}
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As DDP's; in a sum, what ranks have that take the same data counts once."""
+        is_sum = str(getattr(reduce_op, "name", reduce_op)).lower() == "sum"
+        if isinstance(tensor, torch.Tensor) and is_sum and self.global_rank % self.config.parallel.ranks_of_sample:
+            tensor.zero_()  # the sum comes in its place
+        return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
+
+    # -- the model, on its way into an engine ---------------------------------------------------------------------
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around `configure_model`: what it makes, or makes on the meta device, gets values when it is sharded."""
+        if self.engine is not None:  # of an earlier fit: the model has been made
+            yield
+            return
+        self._recording = Recording()
+        try:
+            with self._recording.running(all_on_meta=self._defers):
+                yield
+        except ValueError as error:
+            if not self._defers:
+                raise
+            raise ValueError(
+                f"{error} In a LightningModule: give LowtideStrategy deferred_init=False, or load weights after the "
+                "fit has begun, by `trainer.strategy.engine.load_weights(...)`"
+            ) from error
+
+    def setup(self, trainer: Any) -> None:
+        self.accelerator.setup(trainer)
+        is_fit = trainer.state.fn == _FITTING
+        if self.engine is not None:
+            self._take_up(self.engine)  # an evaluation of what was trained
+            return
+        module = self.lightning_module
+        if is_fit and self._layer_sync:
+            module = self._layer_sync.apply(module)
+        model: Any = module
+        if self._recording is not None:
+            recording, self._recording = self._recording, None
+            model = DeferredModel(lambda: module, recording)
+        self.precision_plugin.convert_module(module)
+        _move_without_parameters(module, self.root_device)
+        self.model = module
+        self._take_up(self._training(trainer, model) if is_fit else self._evaluation(model))
+        self.setup_precision_plugin()
+
+    def _take_up(self, engine: Engine) -> None:
+        self.engine = self.precision_plugin.engine = engine
+        self.model = self.lightning_module
+        hold(self.model, engine)
+
+    def _training(self, trainer: Any, model: Any) -> Engine:
+        by_value = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) == "value"
+        config = for_training(self.config, self.precision_plugin, self._device, trainer.gradient_clip_val, by_value)
+        self._check_uses_config(trainer)
+        self.setup_optimizers(trainer)
+        own = [one for one in self.optimizers if type(one).__name__ != "_MockOptimizer"]
+        if len(own) > 1:
+            raise ValueError(
+                f"configure_optimizers: expected one optimizer, found {len(own)}: a step of the engine updates all "
+                "shards with one clipped gradient; give one optimizer with a parameter group for each, or an engine "
+                "for each model (lowtide.initialize) and no Trainer"
+            )
+        if not own and config.optimizer is None:
+            raise ValueError(
+                "configure_optimizers: expected an optimizer, or one in the config of LowtideStrategy, found neither"
+            )
+        if own and config.optimizer is not None:
+            raise ValueError(
+                f'optimizer: found one in the config ("{config.optimizer.type}") and the '
+                f"{type(own[0]).__name__} that configure_optimizers returns; leave one out: take it out of the config, "
+                "or return None"
+            )
+        engine = initialize(model, config, optimizer=own[0] if own else None)
+        if own:
+            own[0].add_param_group = engine.optimizer.add_param_group  # callbacks that unfreeze call the given one's
+        self.optimizers = own or [engine.optimizer]
+        return engine
+
+    def _check_uses_config(self, trainer: Any) -> None:
+        if self.config.scheduler is not None and self.config.optimizer is None:
+            raise ValueError(
+                f'scheduler: expected the optimizer beside it in the config, found "{self.config.scheduler.type}" '
+                "alone; return the scheduler from configure_optimizers"
+            )
+
+    def _evaluation(self, model: Any) -> Engine:
+        config = for_training(self.config, self.precision_plugin, self._device, None)
+        return initialize(model, for_evaluation(config))
+
+    @property
+    def _device(self) -> str:
+        return str(self.root_device)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return {}  # in the checkpoint of the engine
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        with self.precision_plugin.train_step_context():
+            if module.automatic_optimization:
+                return self._engine.run(module.training_step, *args, **kwargs)
+            parallel = self.config.parallel
+            if parallel.tensor > 1 or parallel.expert > 1:
+                raise ValueError(
+                    "automatic_optimization: expected it with parallel.tensor and expert, whose ranks make one forward "
+                    "together, found manual optimization; return the loss, or use lowtide.initialize"
+                )
+            return module.training_step(*args, **kwargs)  # it calls backward and step, each a call of the engine
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context(), _no_grad():
+            return self._engine.run(self.lightning_module.validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context(), _no_grad():
+            return self._engine.run(self.lightning_module.test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context(), _no_grad():
+            return self._engine.run(self.lightning_module.predict_step, *args, **kwargs)
+
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        """Around the backwards of a step but the last."""
+        return self._engine.no_sync()
+
+    @property
+    def _engine(self) -> Engine:
+        return self.precision_plugin.needed_engine()  # type: ignore[no-any-return]
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return False  # `load_checkpoint` has
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return {}  # in the checkpoint of the engine
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """A folder, which all ranks write. Raises TypeError for storage_options."""
+        if storage_options is not None:
+            raise TypeError("save_checkpoint: expected no storage_options, which no CheckpointIO would get")
+        checkpoints.save(self._engine, self.broadcast(filepath), checkpoint, self.is_global_zero)
+        self.barrier()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """What the Trainer has saved, of a folder of ours or of an ordinary file of Lightning's."""
+        is_fit = self.lightning_module.trainer.state.fn == _FITTING
+        return checkpoints.load(self._engine, self.broadcast(checkpoint_path), weights_only, is_fit, self._strict)
+
+    @property
+    def _strict(self) -> bool:
+        return bool(self.lightning_module.strict_loading)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Values are loaded by `load_checkpoint`."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """States are loaded by `load_checkpoint`."""
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            engine.__exit__(type(exception), exception, exception.__traceback__)
+        super().on_exception(exception)  # type: ignore[misc]
+
+    def teardown(self) -> None:
+        """The engine stays open, for `save_checkpoint` and evaluations after a fit, until another model comes."""
+        module = self.lightning_module
+        if module is not None and module._trainer is not None and self._layer_sync and self.engine is None:
+            self._layer_sync.revert(module)
+        self.precision_plugin.teardown()
+        self.cluster_environment.teardown()
+        self.accelerator.teardown()
+
+    def _close(self) -> None:
+        engine, self.engine = self.engine, None
+        self.precision_plugin.engine = None
+        if engine is not None:
+            engine.close()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Lightning calls it for the classes of its own package; ours are registered by `import lowtide.lightning`."""
+
+
+_OPTIONS = {
+    "accelerator",
+    "cluster_environment",
+    "parallel_devices",
+    "precision_plugin",
+    "process_group_backend",
+    "timeout",
+}
+
+
+def _check_callbacks(trainer: Any) -> None:
+    """Raises ValueError for those that put other weights into the module, where the engine has shards of them."""
+    for callback in trainer.callbacks:
+        kinds = {kind.__name__ for kind in type(callback).__mro__}
+        if kinds & {"WeightAveraging", "StochasticWeightAveraging"}:
+            raise ValueError(
+                f"callbacks: expected none that averages the weights of the module, found a {type(callback).__name__}; "
+                "the engine averages shards: call `trainer.strategy.engine.ema(decay)` in on_fit_start, and evaluate "
+                "and export inside of `with trainer.strategy.engine.ema_weights():`"
+            )
+
+
+@contextmanager
+def _no_grad() -> Iterator[None]:
+    """In place of inference mode, in which what the engine gathers could not be used by a later backward."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _move_without_parameters(module: nn.Module, device: torch.device) -> None:
+    """What the engine does not place: metrics, and modules with buffers alone; and `LightningModule.device`."""
+    if device.type == "cpu":
+        return
+    for part in module.modules():
+        if not any(True for _ in part.parameters()):
+            part.to(device)
+    module._device = device  # type: ignore[assignment]
+
+
+def _make_whole(engine: Engine) -> None:
+    """Gives the module parameters of its own again, with the values that are sharded over the ranks."""
+    module = engine.module
+    with engine.gathered(), torch.no_grad():
+        made = {id(p): nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in module.parameters()}
+    with ExitStack() as after:
+        for part in module.modules():
+            for name, param in part._parameters.items():
+                if param is not None:
+                    after.callback(part._parameters.__setitem__, name, made[id(param)])
+        engine.close()

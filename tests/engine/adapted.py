@@ -1,0 +1,137 @@
+"""A model of PEFT and one with adapters written by hand; the functions run on ranks."""
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.engine.footprint import Moment, bytes_of
+from tests import models
+from tests.engine.plain_weights import Adapted
+from tests.zero.training import ADAMW
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+NUM_TOKENS = 61
+ROWS = 8  # of a global batch
+
+
+def base(dtype: torch.dtype = torch.float32) -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(
+        vocab_size=NUM_TOKENS, num_key_value_heads=2, max_position_embeddings=32, dtype=dtype, **sizes
+    )
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def lora(model: nn.Module | None = None, **options: Any) -> Any:
+    """With adapters that are not zero, as PEFT puts them on. options: of LoraConfig."""
+    peft = pytest.importorskip("peft")
+    options = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False} | options
+    return with_peft(base() if model is None else model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
+
+
+def with_peft(model: nn.Module, config: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        return peft.get_peft_model(model, config)
+
+
+def half_base() -> Any:
+    """A base in bf16; PEFT keeps its adapters in fp32."""
+    return lora(base(torch.bfloat16))
+
+
+class ByHand(models.TinyGPT):
+    """Low-rank additions to frozen layers, and nothing else that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__(width=22, layers=2)
+        self.requires_grad_(False)
+        for block in self.blocks:
+            block.qkv = Adapted(22, 66)
+
+
+def config_of(stage: int, accumulation: int = 1, **config: Any) -> dict[str, Any]:
+    zero = {"stage": stage, **config.pop("zero_optimization", {})}
+    return {
+        "train_batch_size": ROWS,
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_print": 0,
+        "optimizer": ADAMW,
+        "gradient_clipping": 0.5,
+        "zero_optimization": zero,
+        **config,
+    }
+
+
+def tokens(step: int) -> Tensor:
+    return torch.randint(NUM_TOKENS, (ROWS, 7), generator=torch.Generator().manual_seed(step))
+
+
+def engine_of(build: Any, stage: int, **config: Any) -> Any:
+    torch.manual_seed(0)
+    return lowtide.initialize(build, config_of(stage, **config))
+
+
+def run(engine: Any, first: int, count: int) -> list[float]:
+    losses = []
+    for step in range(first, first + count):
+        ids = tokens(step).chunk(engine.data_size)[engine.data_rank]
+        losses.append(engine.train_step({"input_ids": ids, "labels": ids}).loss.item())
+    return losses
+
+
+def train_plainly(build: Any, steps: int, accumulation: int = 1) -> tuple[list[float], dict[str, Tensor]]:
+    """By plain torch, in this process."""
+    torch.manual_seed(0)
+    model = build()
+    trained = [param for param in model.parameters() if param.requires_grad]
+    options: Any = ADAMW["params"]
+    optimizer = torch.optim.AdamW(trained, **options)
+    losses = []
+    for step in range(steps):
+        parts = tokens(step).chunk(accumulation)
+        found = [model(input_ids=ids, labels=ids).loss / accumulation for ids in parts]
+        for loss in found:
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(loss.item() for loss in found))
+    return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+Run = tuple[Any, int, dict[str, Any]]
+"""(what builds the model, stage, config)"""
+
+
+def train_all(runs: Sequence[Run], steps: int) -> list[tuple[list[float], dict[str, Tensor]]]:
+    found = []
+    for build, stage, config in runs:
+        with engine_of(build, stage, **config) as engine:
+            found.append((run(engine, 0, steps), engine.state_dict()))
+    return found
+
+
+def bytes_at_rest(build: Any, stage: int, config: dict[str, Any]) -> tuple[dict[str, int], dict[str, int], int]:
+    """What the engine holds after a step, what its blueprint says, and the elements that are trained."""
+    with engine_of(build, stage, **config) as engine:
+        run(engine, 0, 1)
+        held = engine.memory()
+        said = bytes_of(engine._reports._blueprint, engine.rank, Moment.BETWEEN_STEPS)
+        names = {"parameters": "parameter_bytes", "gradients": "gradient_bytes", "optimizer": "optimizer_bytes"}
+        own = {ours: getattr(held, theirs) for ours, theirs in names.items()}
+        trained = sum(param.numel() for param in engine.module.parameters() if param.requires_grad)
+        return own, {name: getattr(said, name) for name in names}, trained
+
+
+def total_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -1,0 +1,378 @@
+"""Monitors write each step's numbers, and wait for nothing; a profile says what some steps did."""
+
+import csv
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import lowtide
+from lowtide.engine.config.config import Config, ConfigError
+from lowtide.engine.model_flops import ModelFlops
+from lowtide.engine.monitors import COLUMNS
+from tests import models
+from tests.engine.adapted import base
+from tests.engine.test_hugging_face import bert, gpt2, llama
+from tests.ranks import RankPool
+from tests.zero.training import share_of
+
+SGD = {"type": "sgd", "params": {"lr": 0.1}}
+
+
+def monitored(folder: Path, stage: int) -> list[tuple[float, float]]:
+    """(loss, norm) of three steps with a table beside them."""
+    config: dict[str, Any] = {
+        "optimizer": SGD,
+        "train_batch_size": 4,
+        "steps_per_print": 0,
+        "zero_optimization": {"stage": stage},
+        "csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": f"stage{stage}"},
+        "profile": {"peak_tflops": 1.0},
+    }
+    found = []
+    with lowtide.initialize(models.tiny_gpt(), config) as engine:
+        for step in range(3):
+            result = engine.train_step(share_of(models.token_batch(step, 4)))
+            found.append((result.loss.item(), result.grad_norm.item()))
+    return found
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_table_has_what_each_step_was(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    expected = ranks(2, monitored, tmp_path, stage)[0]
+    rows = rows_of(tmp_path / f"stage{stage}" / "metrics.csv")
+    assert [int(row["step"]) for row in rows] == [1, 2, 3]
+    assert [(float(row["train/loss"]), float(row["train/grad_norm"])) for row in rows] == expected
+    tokens = models.token_batch(0, 4)[0].numel()
+    num_params = sum(param.numel() for param in models.tiny_gpt().parameters())
+    attention_width = 3 * 22  # blocks of tiny_gpt, and their width
+    for row in rows:
+        assert list(row) == ["step", *COLUMNS] and float(row["train/lr"]) == 0.1
+        seconds = float(row["speed/step_seconds"])
+        assert float(row["speed/tokens_per_second"]) == pytest.approx(tokens / seconds)
+        assert float(row["speed/samples_per_second"]) == pytest.approx(4 / seconds)
+        flops = (6 * num_params + 12 * models.LENGTH * attention_width) / 2 * tokens
+        assert float(row["speed/tflops"]) == pytest.approx(flops / seconds / 1e12) == float(row["speed/mfu"])
+        assert float(row["memory/parameter_bytes"]) > 0
+        phases = [float(row[f"seconds/{phase}"]) for phase in ("forward", "backward", "update")]
+        assert all(phase > 0 for phase in phases) and sum(phases) < seconds
+
+
+@pytest.mark.parametrize("build", [llama, gpt2, bert])
+def test_attention_is_counted_as_torch_counts_it(build: Any) -> None:
+    """Of matrix products that are written out; torch's count of its fused attention has the scores once more."""
+    model = build()
+    model.set_attn_implementation("eager")
+    ids = torch.arange(14).view(2, 7)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids)[0].sum().backward()
+    found = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+    width = ModelFlops.of(model).attention_width
+    assert found == 12 * width * ids.numel() * 7 and width > 0
+    flops = ModelFlops(3, width)
+    assert flops.of_tokens(14, 7) == found + 6 * 3 * 14
+
+
+AXES: list[tuple[int, dict[str, Any]]] = [
+    (2, {"tensor": 2}),
+    (2, {"pipeline": 2}),
+    (2, {"sequence": 2}),
+    (4, {"pipeline": 2, "tensor": 2}),
+]
+
+
+def monitored_axes(folder: Path, parallel: dict[str, Any]) -> None:
+    config: dict[str, Any] = {
+        "optimizer": SGD,
+        "train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "parallel": parallel,
+        "csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "run"},
+        "profile": {"enabled": True, "folder": str(folder), "step": 2},
+    }
+    with lowtide.initialize(base(), config) as engine:
+        ids = torch.arange(4 * 6).view(4, 6) % 50
+        share = ids[engine.data_rank :: engine.data_size]
+        for _ in range(3):
+            engine.train_step({"input_ids": share, "labels": share})
+
+
+@pytest.mark.parametrize(("num_ranks", "parallel"), AXES)
+def test_rates_are_of_the_whole_model_and_batch_on_every_axis(
+    ranks: RankPool, tmp_path: Path, num_ranks: int, parallel: dict[str, Any]
+) -> None:
+    ranks(num_ranks, monitored_axes, tmp_path, parallel)
+    flops = ModelFlops.of(base())
+    for row in rows_of(tmp_path / "run" / "metrics.csv"):
+        seconds = float(row["speed/step_seconds"])
+        assert float(row["speed/tokens_per_second"]) * seconds == pytest.approx(24)
+        assert float(row["speed/tflops"]) * seconds * 1e12 == pytest.approx(flops.of_tokens(24, 6) / num_ranks)
+    assert len(list(tmp_path.glob("profile-rank*.json"))) == num_ranks
+
+
+def test_calls_by_hand_count_their_tokens(tmp_path: Path) -> None:
+    section = {"enabled": True, "output_path": str(tmp_path)}
+    config = {"optimizer": SGD, "csv_monitor": section, "gradient_accumulation_steps": 2, "steps_per_print": 0}
+    ids, targets = models.token_batch(0, 2)
+    with lowtide.initialize(models.tiny_gpt(), config) as engine:
+        for _ in range(2):
+            engine.backward(engine(ids, targets=targets))
+            engine.step()
+        engine.eval_step((ids, targets))
+    (row,) = rows_of(tmp_path / "DeepSpeedJobName" / "metrics.csv")
+    rate = float(row["speed/tokens_per_second"]) * float(row["speed/step_seconds"])
+    assert rate == pytest.approx(2 * ids.numel()) and math.isfinite(float(row["train/loss"]))
+
+
+def resumed(folder: Path, first: int, last: int, **others: Any) -> lowtide.Engine:
+    """Of a job that saves after step 2, goes on from there if it can, and is killed after `last`."""
+    place = {"enabled": True, "output_path": str(folder), "job_name": "run"}
+    config = {"optimizer": SGD, "steps_per_print": 0, "csv_monitor": place, **others}
+    engine = lowtide.initialize(models.mlp(), config)
+    if first > 1:
+        engine.load_checkpoint(folder / "saved")
+    for step in range(first, last + 1):
+        engine.train_step(models.vector_batch(step, 2))
+        if step == 2:
+            engine.save_checkpoint(folder / "saved")
+    return engine
+
+
+def test_a_step_has_one_row_whatever_was_lost_between(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    table = tmp_path / "run" / "metrics.csv"
+    board = {"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "board"}}
+    killed = resumed(tmp_path, 1, 2, **board)
+    assert [row["step"] for row in rows_of(table)] == ["1", "2"]  # step 2 is not made again: it is in the checkpoint
+    killed.close()
+    resumed(tmp_path, 3, 5, **board).close()
+    table.write_text(table.read_text().replace("train/lr", "train/of_before") + "6,0.1")  # an older name, and torn
+    with resumed(tmp_path, 3, 4, **board) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        engine.train_step(models.vector_batch(0, 2))
+    rows = rows_of(table)
+    assert [row["step"] for row in rows] == ["1", "2", "3"] and list(rows[0]) == ["step", *COLUMNS]
+    assert rows[0]["train/lr"] == "" and rows[2]["train/lr"] == "0.1"
+    events = EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    assert [one.step for one in events.Scalars("train/loss")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("step", "written"), [(1, False), (3, True), (4, True)])
+def test_a_profile_after_a_checkpoint_is_of_the_step_it_says(tmp_path: Path, step: int, written: bool) -> None:
+    resumed(tmp_path, 1, 2).close()
+    resumed(tmp_path, 3, 5, profile={"enabled": True, "step": step, "folder": str(tmp_path)}).close()
+    profile = tmp_path / "profile-rank0.json"
+    assert profile.exists() == written and (not written or json.loads(profile.read_text())["first_step"] == step)
+
+
+def unwritable(section: str, place: str) -> str:
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        lowtide.initialize(models.mlp(), {"optimizer": SGD, section: {"enabled": True, "output_path": place}})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("section", ["csv_monitor", "tensorboard"])
+def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(
+    ranks: RankPool, tmp_path: Path, section: str
+) -> None:
+    (tmp_path / "file").touch()
+    of_first, of_second = ranks(2, unwritable, section, str(tmp_path / "file"))
+    assert f"{section}.output_path: expected a folder that rank 0 can write into, found [Errno " in of_first
+    assert of_second == f"lowtide.initialize failed on rank 0: {of_first}"
+
+
+def test_a_table_that_cannot_be_written_does_not_end_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: object, step: int, row: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("lowtide.engine.monitor_writers.CsvWriter.write", fail)
+    config = {"optimizer": SGD, "csv_monitor": {"enabled": True, "output_path": str(tmp_path)}, "steps_per_print": 0}
+    with lowtide.initialize(models.mlp(), config) as engine:
+        for step in range(3):
+            engine.train_step(models.vector_batch(step, 2))
+    said = [record.getMessage() for record in caplog.records if "no space left" in record.getMessage()]
+    assert said == ["csv_monitor: writing failed, nothing more is written there: no space left"]
+
+
+@pytest.mark.parametrize(("section", "package"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
+def test_a_missing_package_is_an_error_with_words(section: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ValueError, match=f"{section}.enabled: expected the package {section}, which cannot be impor"):
+        lowtide.initialize(models.mlp(), {"optimizer": SGD, section: {"enabled": True}})
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
+    losses = []
+    with lowtide.initialize(models.mlp(), {"optimizer": SGD, "tensorboard": section, "steps_per_print": 0}) as engine:
+        for step in range(2):
+            result = engine.train_step(models.vector_batch(step, 2))
+            losses.append(result.loss.item())
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    assert [one.value for one in events.Scalars("train/loss")] == pytest.approx(losses)
+
+
+def profiled(folder: Path, stage: int) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "optimizer": SGD,
+        "steps_per_print": 0,
+        "zero_optimization": {"stage": stage},
+        "communication": {"route": "sockets"},
+        "profile": {"enabled": True, "folder": str(folder), "step": 2},
+    }
+    with lowtide.initialize(models.tiny_gpt(), config) as engine:
+        for step in range(3):
+            engine.train_step(share_of(models.token_batch(step, 4)))
+    return config
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_profile_has_a_trace_collectives_and_operations(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    ranks(2, profiled, tmp_path, stage)
+    profile = json.loads((tmp_path / "profile-rank1.json").read_text())
+    names = [row["name"] for row in profile["collectives"]]
+    assert profile["first_step"] == 2 and any(name.startswith("reduction of ") for name in names)
+    assert any(name.startswith("gather of ") for name in names) == (stage == 3)
+    assert all(row["message_bytes"] > 0 for row in profile["collectives"] if row["name"].startswith("reduction of "))
+    flops = profile["flops_by_module"]
+    rows, length = models.token_batch(0, 4)[0].shape
+    head = models.tiny_gpt().get_submodule("head").get_parameter("weight").numel()
+    assert flops["head"] == 3 * 2 * head * rows // 2 * length  # forward, and twice as many backward
+    assert flops[""] >= sum(count for name, count in flops.items() if name.count(".") == 0 and name)
+    trace = json.loads((tmp_path / "trace-rank1.json").read_text())["traceEvents"]
+    lanes = {event["args"]["name"] for event in trace if event["name"] == "thread_name"}
+    assert lanes == {"compute", "gather", "reduce", "offload", "wait"}
+    assert {"backward", "update"} <= {event["name"].split(" of ")[0] for event in trace if event["ph"] == "X"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_waits_for_files_are_the_lane_of_offload(tmp_path: Path, device: str) -> None:
+    """In a file, so that there is something to wait for; on the CPU host memory is where the parameters are."""
+    place = {"device": device, "nvme_path": str(tmp_path)} if device == "nvme" else {"device": device}
+    config = {"optimizer": {"type": "adamw"}, "steps_per_print": 0}
+    config |= {"zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place}}
+    with lowtide.initialize(models.tiny_gpt(), config) as engine:
+        profile = engine.profile()
+        engine.train_step(models.token_batch(0, 2))
+    moved = [event for event in profile.trace()["traceEvents"] if event.get("cat") == "offload"]
+    assert bool(moved) == (device == "nvme") == (profile.seconds_by_lane["offload"] > 0)
+    assert all(event["name"].startswith("transfer of ") for event in moved)
+    assert not any(row.name.startswith("transfer") for row in profile.collectives)
+
+
+def test_the_next_steps_are_profiled_where_they_are_asked_for(tmp_path: Path) -> None:
+    with lowtide.initialize(models.mlp(), {"optimizer": SGD, "steps_per_print": 0}) as engine:
+        profile = engine.profile(2)
+        with pytest.raises(ValueError, match=r"engine.profile\(\): expected no profile that is being made, found one"):
+            engine.profile()
+        for step in range(3):
+            engine.train_step(models.vector_batch(step, 2))
+            assert profile.is_done == (step >= 1)
+        assert profile.table().startswith("profile of 2 steps from step 1 on:\n  compute ")
+        with pytest.raises(ValueError, match=r"engine.profile\(\): expected at least 1 step, found 0"):
+            engine.profile(0)
+
+
+@pytest.mark.parametrize(
+    ("raw", "meaning"),
+    [
+        (
+            {"flops_profiler": {"enabled": True, "profile_step": 5, "module_depth": 2, "top_modules": 3}},
+            {"enabled": True, "step": 5, "module_depth": 2, "top_modules": 3},
+        ),
+        ({"comms_logger": {"enabled": True, "verbose": False}}, {"enabled": True, "step": 1}),
+        ({"flops_profiler": {"enabled": False, "profile_step": 5}, "comms_logger": None}, {}),
+        (
+            {"flops_profiler": {"enabled": True, "output_file": "f.txt"}},
+            {"enabled": True, "step": 1, "folder": "f.txt.profile"},
+        ),
+    ],
+)
+def test_deepspeeds_profilers_are_the_section_profile(raw: dict[str, Any], meaning: dict[str, Any]) -> None:
+    assert Config.load(raw).profile == Config.load({"profile": meaning}).profile
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ({"flops_profiler": {"profile_stp": 1}}, 'flops_profiler.profile_stp: unknown key "profile_stp"; did you mean'),
+        ({"comms_logger": 3}, "comms_logger: expected an object, found 3"),
+        (
+            {"comet": {"enabled": True}},
+            "comet: not supported yet; there are tensorboard, wandb and csv_monitor; ",
+        ),
+        ({"csv_monitor": {"job_nmae": "x"}}, 'csv_monitor.job_nmae: unknown key "job_nmae"; did you mean "job_name"?'),
+        ({"profile": {"step": 0}}, "profile.step: expected at least 1, found 0"),
+    ],
+)
+def test_what_monitors_do_not_take_is_an_error(raw: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.load(raw)
+    assert expected in str(caught.value)
+
+
+def run_with_wandb(folder: str) -> list[float]:
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": folder, "WANDB_SILENT": "true"}
+    config = {"optimizer": SGD, "wandb": {"enabled": True, "project": "mine"}, "steps_per_print": 0}
+    with lowtide.initialize(models.mlp(), config) as engine:
+        return [engine.train_step(models.vector_batch(step, 2)).loss.item() for step in range(2)]
+
+
+def test_wandb_itself_has_one_run_of_several_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    assert len(ranks(2, run_with_wandb, str(tmp_path))) == 2
+    (run,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    written = run.read_bytes()
+    assert b"train/loss" in written and b"speed/step_seconds" in written
+
+
+def test_wandb_keeps_a_run_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of wandb itself, that it is told everything; its own files are its own."""
+    told: list[tuple[dict[str, float], int]] = []
+
+    class Run:
+        def log(self, row: dict[str, float], step: int) -> None:
+            told.append((row, step))
+
+        def finish(self) -> None:
+            told.append(({}, -1))
+
+    given: dict[str, Any] = {}
+
+    class Package:
+        class api:
+            api_key = None
+
+        @staticmethod
+        def init(**options: Any) -> Run:
+            given.update(options)
+            return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", Package)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    section = {"enabled": True, "project": "mine", "group": "sweep"}
+    with lowtide.initialize(models.mlp(), {"optimizer": SGD, "wandb": section, "steps_per_print": 0}) as engine:
+        losses = [engine.train_step(models.vector_batch(step, 2)).loss.item() for step in range(2)]
+    assert [(given[key]) for key in ("project", "group", "entity", "mode")] == ["mine", "sweep", None, "offline"]
+    assert [step for _, step in told] == [1, 2, -1] and [row["train/loss"] for row, _ in told[:2]] == losses

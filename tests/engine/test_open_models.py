@@ -1,0 +1,124 @@
+"""A model is one engine's at a time: a second one before the first is closed is an error with words."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+import lowtide.deepspeed as deepspeed
+from lowtide.engine.given_model import take
+from lowtide.model.ledger import Ledger
+from lowtide.zero.sequence import StateError
+from tests import models
+from tests.pipe.pipelines import deep_gpt
+from tests.ranks import RankPool
+
+CLOSE = r"of an engine that is still open; close that first \(engine.close\(\), or `with lowtide.initialize"
+
+
+def config_of(stage: int, **more: Any) -> dict[str, Any]:
+    zero = {"stage": stage}
+    return {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "sgd"}, "zero_optimization": zero, **more}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_second_engine_of_a_model_waits_for_the_first_to_close(stage: int) -> None:
+    model = models.TinyGPT()
+    others: dict[str, nn.Module] = {
+        "this TinyGPT is the model": model,
+        "this Block is a part of the model": model.blocks[0],
+        "its '1' is the model": nn.Sequential(nn.Linear(2, 2), model),
+    }
+    with lowtide.initialize(model, config_of(stage)) as engine:
+        for text, other in others.items():
+            with pytest.raises(ValueError, match=rf"model: expected one that no engine has, found that {text} {CLOSE}"):
+                lowtide.initialize(other, config_of(stage))
+        first = engine.train_step(models.token_batch(0, 2)).loss
+    if stage == 3:
+        return  # its shards have the values
+    with lowtide.initialize(model, config_of(0)) as engine:
+        assert not torch.equal(engine.train_step(models.token_batch(0, 2)).loss, first)
+
+
+def twice() -> str:
+    model = deep_gpt()
+    config = config_of(1, parallel={"pipeline": 2})
+    with lowtide.initialize(model, config), pytest.raises(ValueError) as caught:
+        lowtide.initialize(model, config)
+    return str(caught.value)
+
+
+def test_a_second_engine_over_a_pipeline(ranks: RankPool) -> None:
+    for text in ranks(2, twice):
+        assert text.startswith("model: expected one that no engine has, found that this ")
+
+
+def after_a_split() -> str:
+    model = models.TinyGPT()
+    plan = {"blocks.*.up": "column", "blocks.*.down": "row"}
+    split = {"parallel": {"tensor": 2}, "tensor_parallel": {"plan": plan}}
+    lowtide.initialize(model, config_of(0, **split)).close()
+    with pytest.raises(ValueError) as caught:
+        lowtide.initialize(copy.deepcopy(model), config_of(0))
+    return str(caught.value)
+
+
+def test_a_model_of_parts_is_no_model(ranks: RankPool) -> None:
+    text = (
+        "model: expected whole layers, found those that an earlier engine has left divided (parallel.tensor): each "
+        "rank has a part; build the model again, or give initialize the callable that builds it"
+    )
+    assert ranks(2, after_a_split) == [text, text]
+
+
+def trained_in_a_function(model: nn.Module, stage: int) -> torch.optim.Optimizer:
+    engine = lowtide.initialize(model, config_of(stage))
+    engine.train_step(models.token_batch(0, 2))
+    optimizer: torch.optim.Optimizer = engine.optimizer
+    return optimizer
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_engine_that_nobody_has_any_more_is_closed(stage: int) -> None:
+    """As after `del engine`, and in scripts that initialize in a function, first to train, then to evaluate."""
+    model, plain = models.TinyGPT(), models.TinyGPT()
+    plain.load_state_dict(model.state_dict())
+    optimizer = trained_in_a_function(model, stage)
+    with pytest.raises(StateError, match=r"add_param_group\(\): expected its engine, found that nobody has it"):
+        optimizer.add_param_group({"params": []})
+    with lowtide.initialize(plain, config_of(stage)) as engine:
+        expected = [engine.train_step(models.token_batch(step, 2)).loss for step in range(2)]
+    with lowtide.initialize(model, config_of(stage)) as engine:
+        assert torch.equal(engine.train_step(models.token_batch(1, 2)).loss, expected[1])
+    assert not [key for part in model.modules() for key in part.__dict__ if "lowtide" in key or key == "forward"]
+
+
+def test_a_copy_of_an_engines_model_is_no_engines() -> None:
+    """Before the first step; later hooks that torch cannot copy stand on it."""
+    model = nn.Linear(2, 2)
+    take(model, Ledger())
+    take(copy.deepcopy(model), Ledger())
+    with pytest.raises(ValueError, match="this Linear is the model of an engine that is still open"):
+        take(model, Ledger())
+
+
+def trained_by_deepspeeds_names(model: nn.Module) -> float:
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 1}}
+    engine: Any = deepspeed.initialize(model=model, config=config)[0]
+    loss = engine(torch.ones(2, 2)).mean()
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+def lost_twice() -> list[float]:
+    model = nn.Linear(2, 2)
+    return [trained_by_deepspeeds_names(model) for _ in range(3)]
+
+
+def test_scripts_of_deepspeed_may_initialize_in_a_function(ranks: RankPool) -> None:
+    for losses in ranks(2, lost_twice):
+        assert losses[0] > losses[1] > losses[2]

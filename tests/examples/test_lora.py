@@ -1,0 +1,62 @@
+"""examples/lora.py, as a user runs it: it trains, goes on, and what it writes is read by PEFT and transformers."""
+
+import os
+import string
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowtide.checkpoint.folder import CheckpointFolder
+from tests.engine.test_hugging_face import SIZES
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+tokenizers = pytest.importorskip("tokenizers")
+SCRIPT = Path(__file__).parents[2] / "examples" / "lora.py"
+
+
+def make_model(folder: Path) -> None:
+    """A small model, and a tokenizer of single characters."""
+    torch.manual_seed(0)
+    vocabulary = {letter: number for number, letter in enumerate(["?", *string.printable])}
+    letters = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    letters.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=letters, unk_token="?").save_pretrained(folder)
+    config = transformers.LlamaConfig(vocab_size=len(vocabulary), num_key_value_heads=2, **SIZES)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def run(folder: Path, steps: int) -> str:
+    options = f"--steps {steps} --batch 4 --length 16 --save-every 2 --lr 0.02".split()
+    folders = ["--model", str(folder / "model"), "--text", str(folder / "text"), "--out", str(folder / "out")]
+    command = [sys.executable, str(SCRIPT), *options, *folders]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_it_trains_and_goes_on(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    (tmp_path / "text").write_text("the cat sat on the mat. " * 50)
+    assert "loaded from" not in run(tmp_path, 4)
+    assert "(step 4) loaded from" in run(tmp_path, 6)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "merged", dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out" / "merged")
+    ids = torch.tensor([tokenizer("the cat sat on the mat")["input_ids"]])
+    with torch.no_grad():
+        before = base(input_ids=ids, labels=ids).loss
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            adapted = peft.PeftModel.from_pretrained(base, tmp_path / "out" / "adapter")
+        losses = [model(input_ids=ids, labels=ids).loss for model in (adapted, merged)]
+    assert losses[0] < before - 0.1
+    assert losses[1] == pytest.approx(losses[0].item(), abs=0.02)  # both are of bfloat16 weights
+    written = CheckpointFolder(tmp_path / "out" / "checkpoints").open().weights.tensors
+    assert written and all("lora_" in name for name in written)

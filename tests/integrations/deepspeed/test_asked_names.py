@@ -1,0 +1,110 @@
+"""What scripts and DeepSpeed's own tests ask for before they train: operations, keys, experts, the batch triple."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide.deepspeed as deepspeed
+from lowtide.deepspeed.accelerator import get_accelerator
+from lowtide.deepspeed.moe.utils import has_moe_layers, split_params_into_different_moe_groups_for_optimizer
+from lowtide.deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder
+from lowtide.deepspeed.runtime import lr_schedules
+from tests.ranks import RankPool
+
+
+def test_operations_say_whether_they_are_here() -> None:
+    here = deepspeed.ops.__compatible_ops__
+    assert here[FusedAdamBuilder.NAME] and here[CPUAdamBuilder.NAME] and not here[AsyncIOBuilder.NAME]
+    assert FusedAdamBuilder().is_compatible() and FusedAdamBuilder().absolute_name() == "deepspeed.ops.fused_adam"
+    with pytest.raises(NotImplementedError, match=r"op_builder: expected no load\(\) of fused_adam"):
+        FusedAdamBuilder().load()
+
+
+def test_keys_of_schedulers_are_text() -> None:
+    params = {lr_schedules.WARMUP_MIN_LR: 0.1, lr_schedules.WARMUP_MAX_LR: 0.2, lr_schedules.WARMUP_NUM_STEPS: 4}
+    params[lr_schedules.WARMUP_TYPE] = lr_schedules.WARMUP_LINEAR_RATE
+    section = {"type": lr_schedules.WARMUP_LR, "params": params}
+    config = deepspeed.DeepSpeedConfig({"train_batch_size": 1, "scheduler": section}, world_size=1)
+    assert config.checked.scheduler is not None
+    assert config.checked.scheduler.params.model_dump()["warmup_num_steps"] == 4
+
+
+def test_one_cycle_moves_the_betas_too() -> None:
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=1.0)
+    params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.3, "cycle_first_step_size": 2}
+    scheduler = lr_schedules.OneCycle(optimizer, cycle_min_mom=0.5, cycle_max_mom=0.75, **params)
+    found = []
+    for _ in range(5):
+        found.append(scheduler.get_mom()[0])
+        assert optimizer.param_groups[0]["betas"] == found[-1]
+        scheduler.step()
+    assert [beta for beta, _ in found] == pytest.approx([0.5, 0.625, 0.5, 0.625, 0.75])
+    assert {beta for _, beta in found} == {0.99}
+
+
+def test_a_model_without_experts_is_one_group() -> None:
+    model = nn.Linear(2, 2)
+    group = {"params": model.parameters(), "name": "all"}
+    assert [len(one["params"]) for one in split_params_into_different_moe_groups_for_optimizer(group)] == [2]
+    assert has_moe_layers(model) == (False, 0)
+
+
+def refused() -> None:
+    model = nn.Linear(2, 2)
+    setattr(model.bias, "allreduce", False)  # noqa: B010  # as DeepSpeed's MoE marks a parameter
+    with pytest.raises(NotImplementedError, match=r"found 1 with allreduce=False, .* set \"parallel\""):
+        deepspeed.initialize(model=model, config={"train_batch_size": 1})
+
+
+def test_parameters_that_not_all_ranks_have_are_refused(ranks: RankPool) -> None:
+    ranks(1, refused)
+
+
+def test_a_file_may_be_hjson(tmp_path: Path) -> None:
+    pytest.importorskip("hjson")
+    path = tmp_path / "config.json"
+    path.write_text("{\n  train_batch_size: 4\n  optimizer: {\n    type: Adam\n  }\n}", encoding="utf-8")
+    assert deepspeed.DeepSpeedConfig(path, world_size=2).train_micro_batch_size_per_gpu == 2
+    path.write_text("{ train_batch_size: [", encoding="utf-8")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        deepspeed.DeepSpeedConfig(path, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ((32, 16, None), (32, 16, 1)),
+        ((32, None, 2), (32, 8, 2)),
+        ((None, 8, 2), (32, 8, 2)),
+        ((None, 16, None), (32, 16, 1)),
+        ((33, 17, 2), None),
+        ((None, None, 2), None),
+    ],
+)
+def test_the_batch_triple_is_filled(
+    given: tuple[int | None, int | None, int | None], found: tuple[int, int, int] | None
+) -> None:
+    config = deepspeed.DeepSpeedConfig({"train_batch_size": 2}, world_size=2)
+    config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps = given
+    if found is None:
+        with pytest.raises(AssertionError, match="config: expected train_batch_size"):
+            config._configure_train_batch_size()
+        return
+    config._configure_train_batch_size()
+    triple = (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)
+    assert triple == found
+
+
+def test_the_words_of_tag_validation() -> None:
+    config = deepspeed.DeepSpeedConfig({"train_batch_size": 1, "checkpoint": {"tag_validation": "Fail"}}, world_size=1)
+    assert config.checkpoint_tag_validation_enabled and config.checkpoint_tag_validation_fail
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"tag_validation: expected one of IGNORE, WARN, FAIL"):
+        deepspeed.DeepSpeedConfig({"train_batch_size": 1, "checkpoint": {"tag_validation": "foo"}}, world_size=1)
+
+
+def test_the_cpu_is_there_once_for_each_rank_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.accelerator.is_available():
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+        assert get_accelerator().device_count() == 3

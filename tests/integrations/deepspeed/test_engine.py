@@ -1,0 +1,238 @@
+"""The manners of DeepSpeed's engine."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide.deepspeed as deepspeed
+from lowtide.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from lowtide.deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+)
+from tests.integrations.deepspeed.scripts import ROWS, batches, config, engine_of, net, train
+from tests.ranks import RankPool
+
+
+def boundaries(stage: int) -> None:
+    engine = engine_of(stage)
+    (x, y), *_ = batches(0)
+    before = safe_get_full_fp32_param(engine.module.c.weight)
+    loss = engine(x, y)
+    assert torch.equal(engine.backward(loss), loss / 2)
+    assert not engine.is_gradient_accumulation_boundary()
+    engine.step()
+    assert (engine.global_steps, engine.micro_steps, engine.was_step_applied()) == (0, 1, False)
+    assert engine.is_gradient_accumulation_boundary()
+    engine.backward(engine(x, y))
+    gradient = safe_get_full_grad(engine.module.c.weight)
+    engine.step()
+    assert engine.was_step_applied()
+    # The caller says which microbatch is the last.
+    engine.set_gradient_accumulation_boundary(False)
+    engine.backward(engine(x, y))
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(engine(x, y))
+    engine.step()
+    assert engine.global_steps == 2
+    # One microbatch alone, not divided, has the gradient of both of the first step.
+    engine.load_module_state_dict({**engine.module_state_dict(), "c.weight": before})
+    safe_set_full_fp32_param(engine.module.c.weight, before)
+    assert gradient is not None and gradient.shape == before.shape
+    engine.set_train_batch_size(4 * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
+    assert engine.gradient_accumulation_steps() == 4
+    with pytest.raises(ValueError, match=r"expected a multiple of microbatch\(4\) x ranks\(2\) = 8, found 12"):
+        engine.set_train_batch_size(12)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_steps_at_the_boundary_alone(ranks: RankPool, stage: int) -> None:
+    ranks(2, boundaries, stage)
+
+
+def gathered_and_set(stage: int) -> None:
+    rank = deepspeed.comm.get_rank()
+    engine = engine_of(stage)
+    params = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(params, modifier_rank=1):
+        if rank == 1:
+            for param in params:
+                param.data.fill_(2.0)
+    assert all(torch.equal(safe_get_full_fp32_param(param), torch.full(param.shape, 2.0)) for param in params)
+    assert [hasattr(param, "ds_id") for param in params] == [stage == 3] * len(params)
+    with deepspeed.zero.GatheredParameters(params[0]):
+        assert torch.equal(params[0].detach(), torch.full((16, 8), 2.0))
+    assert sum(len(safe_get_local_fp32_param(param)) for param in params) <= sum(param.numel() for param in params)
+    x, y = batches(rank)[0]
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(engine(x, y))
+    for param in params:
+        safe_set_full_grad(param, torch.ones(param.shape))
+    engine.step()
+    assert engine.get_global_grad_norm() == pytest.approx(sum(param.numel() for param in params) ** 0.5)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_are_gathered_and_set(ranks: RankPool, stage: int) -> None:
+    ranks(2, gathered_and_set, stage)
+
+
+def saved_and_loaded(folder: str) -> None:
+    rank = deepspeed.comm.get_rank()
+    engine = engine_of(2)
+    train(engine, rank, 4)
+    assert engine.save_checkpoint(folder, client_state={"epoch": 5, "rank": rank}) is True
+    assert engine.save_checkpoint(folder, tag=7, save_latest=False)
+    after = train(engine, 5, 2)
+    assert engine.load_checkpoint(folder) == (f"{folder}/global_step2", {"epoch": 5, "rank": rank})
+    assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (2, 4, 32)
+    assert train(engine, 5, 2) == after
+    assert engine.load_checkpoint(folder, tag="7")[1] == {}
+    assert engine.load_checkpoint(folder, load_module_only=True)[0] == f"{folder}/global_step2"
+    assert engine.load_checkpoint(folder, load_optimizer_states=False)[1] == {"epoch": 5, "rank": 0}
+    assert engine.load_checkpoint(f"{folder}/none") == (None, None)
+    engine.save_checkpoint(folder, tag=f"of-{rank}")  # a warning
+    assert engine.load_checkpoint(folder)[0] == f"{folder}/of-0"
+    strict = engine_of(0, checkpoint={"tag_validation": "Fail"})
+    with pytest.raises(AssertionError, match=r"save_checkpoint: expected one tag on all ranks, found of-0, of-1"):
+        strict.save_checkpoint(folder, tag=f"of-{rank}")
+    strict.destroy()
+    assert engine.save_16bit_model(folder) is True
+    if rank == 0:
+        found = torch.load(f"{folder}/pytorch_model.bin")
+        assert found.keys() == net().state_dict().keys()
+        model = deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint(net(), folder)
+        torch.testing.assert_close(model.state_dict(), found)
+    engine.destroy()
+
+
+def test_checkpoints_have_deepspeeds_return_values(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, saved_and_loaded, str(tmp_path))
+
+
+def started() -> None:
+    """What `initialize` takes and gives."""
+    deepspeed.init_distributed()
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed"])
+    assert args.deepspeed and args.deepspeed_config is None
+    own = {"train_batch_size": ROWS, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+    data = [(torch.randn(8), torch.randn(4)) for _ in range(3 * ROWS)]
+    model: Any = net()
+    engine, optimizer, loader, scheduler = deepspeed.initialize(
+        args,
+        model,
+        model_parameters=[{"params": model.a.parameters(), "lr": 0.5}, {"params": model.c.parameters()}],
+        training_data=data,
+        config_params=own,
+    )
+    assert isinstance(optimizer, FusedAdam) and scheduler is None and len(loader) == 3
+    assert engine.get_lr() == [0.5, 1e-3] and [group["weight_decay"] for group in optimizer.param_groups] == [0, 0]
+    assert engine.gradient_clipping() == 1.0 and engine.config["gradient_clipping"] == 1.0
+    frozen = model.b[0].weight.detach().clone()
+    for x, y in loader:
+        engine.backward(engine(x, y))
+        engine.step()
+    assert torch.equal(model.b[0].weight, frozen)  # in no group
+    assert isinstance(engine, nn.Module) and engine.local_rank == 0 and engine.device.type == "cpu"
+    assert next(name for name, _ in engine.named_parameters()) == "module.a.weight"
+    assert engine.b is model.b and not engine.eval().module.training
+    assert (engine.zero_optimization_stage(), engine.fp16_enabled(), engine.optimizer_name()) == (0, False, "adam")
+    engine.destroy()
+    client = DeepSpeedCPUAdam(model.parameters(), lr=1e-2)
+    engine, optimizer, _, scheduler = deepspeed.initialize(
+        model=model,
+        optimizer=client,
+        lr_scheduler=lambda of: torch.optim.lr_scheduler.StepLR(of, 1, 0.5),
+        config={**config(0), "scheduler": {"type": "WarmupLR"}, "gradient_accumulation_steps": 1},
+    )
+    assert optimizer is client
+    train(engine, 0, 2)
+    assert engine.get_lr() == scheduler.get_last_lr() == [0.0025]
+    engine.destroy()
+
+
+def test_initialize_takes_what_scripts_give_it(ranks: RankPool) -> None:
+    ranks(1, started)
+
+
+class BySamples:
+    """As Megatron's: its step needs the number of samples."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.seen = optimizer, [0]
+
+    def step(self, increment: int) -> None:
+        self.seen.append(increment)
+
+
+def refusals() -> None:
+    model = net()
+    with pytest.raises(AssertionError, match="expected a model, found none"):
+        deepspeed.initialize(config=config(0))
+    with pytest.raises(AssertionError, match="expected initialize"):
+        deepspeed.initialize(model=model)
+    with pytest.raises(AssertionError, match=r"found one in args.deepspeed_config and one passed"):
+        deepspeed.initialize(argparse.Namespace(deepspeed_config="x.json"), model, config={})
+    with pytest.raises(AssertionError, match="expected train_batch_size or train_micro_batch_size_per_gpu"):
+        deepspeed.initialize(model=model, config={})
+    with pytest.raises(AssertionError, match="expected a callable from an optimizer to a scheduler, found a StepLR"):
+        scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.Adam(model.parameters()), 1)
+        deepspeed.initialize(model=model, lr_scheduler=scheduler, config=config(0))
+    mpu = type("Mpu", (), {"get_model_parallel_world_size": lambda self: 2})()
+    with pytest.raises(NotImplementedError, match=r"mpu: expected one rank .*, found 2, .*\"tensor\": 2"):
+        deepspeed.initialize(model=model, config=config(0), mpu=mpu)
+    with pytest.raises(NotImplementedError, match="mesh_param: expected none"):
+        deepspeed.initialize(model=model, config=config(0), mesh_param=(1, 1))
+    with pytest.raises(NotImplementedError, match="FusedAdam: expected bias_correction=True, found False"):
+        FusedAdam(model.parameters(), bias_correction=False)
+    with pytest.raises(ValueError, match="safe_get_full_grad: expected a parameter of a model that was given"):
+        safe_get_full_grad(model.a.weight)
+    engine, *_ = deepspeed.initialize(model=model, config={"train_batch_size": 4})
+    with pytest.raises(AssertionError, match=r"engine.backward\(\): expected an optimizer"):
+        engine.backward(engine(*batches(0)[0]))
+    with pytest.raises(AttributeError, match=r"offload_states is not in lowtide.deepspeed: set offload_optimizer"):
+        _ = engine.offload_states
+    with pytest.raises(AttributeError, match="'DeepSpeedEngine' object has no attribute 'nothing'"):
+        _ = engine.nothing
+    with pytest.raises(NotImplementedError, match="custom_load_fn: expected none"):
+        engine.load_module_state_dict({}, custom_load_fn=print)
+    engine.destroy()
+    engine = engine_of(2)
+    with pytest.raises(AssertionError, match=r"no_sync\(\): expected stage 0 or 1, found stage 2"), engine.no_sync():
+        pass
+    engine.destroy()
+    engine = engine_of(0)
+    with engine.no_sync():
+        engine.backward(engine(*batches(0)[0]))
+        with pytest.raises(AssertionError, match=r"step\(\): expected it outside of engine.no_sync"):
+            engine.step()
+        with pytest.raises(AssertionError, match="found it inside of itself"), engine.no_sync():
+            pass
+    engine.destroy()
+    engine = engine_of(1)
+    engine.set_gradient_accumulation_boundary(True)
+    engine.module.c.bias.grad = torch.ones(4)
+    with pytest.raises(AssertionError, match=r"step\(\): expected gradients of a backward, .* 'c.bias' that was put"):
+        engine.step()
+    engine.destroy()
+    model = net()
+    engine, _, _, scheduler = deepspeed.initialize(
+        model=model, optimizer=FusedAdam(model.parameters()), lr_scheduler=BySamples, config=config(0)
+    )
+    train(engine, 0, 4)
+    assert scheduler.seen == [0, 8, 8]
+    engine.destroy()
+
+
+def test_what_deepspeed_asserts_says_what_to_do(ranks: RankPool) -> None:
+    ranks(1, refusals)

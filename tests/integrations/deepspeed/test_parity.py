@@ -1,0 +1,84 @@
+"""A script gives the losses that it gives with DeepSpeed, which were recorded."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import lowtide.deepspeed as deepspeed
+from lowtide.deepspeed.utils import RepeatingLoader
+from tests.integrations.deepspeed.scripts import DATA, ROWS, batches, engine_of, layers, train
+from tests.ranks import RankPool
+
+RECORDED = json.loads((DATA / "losses.json").read_text())
+
+
+def losses(stage: int) -> tuple[list[float], dict[str, Any]]:
+    rank = deepspeed.comm.get_rank()
+    engine = engine_of(stage)
+    found = train(engine, rank)
+    told = {
+        "lr": engine.lr_scheduler.get_last_lr(),
+        "counters": (engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps),
+        "sizes": engine.get_batch_info(),
+        "norm": engine.get_global_grad_norm(),
+    }
+    engine.destroy()
+    return found, told
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_losses_are_those_of_deepspeed(ranks: RankPool, stage: int) -> None:
+    found, told = ranks(2, losses, stage)[0]
+    assert found == pytest.approx(RECORDED["fp32"], abs=1e-6)
+    assert told["lr"] == [0.01]
+    assert told["counters"] == (12, 24, 192, 0)
+    assert told["sizes"] == (16, ROWS, 2)
+    assert told["norm"] == pytest.approx(0.8311, abs=1e-4)
+
+
+def pipelined() -> tuple[list[float], float]:
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+        "gradient_clipping": 0.0,
+    }
+    model = layers()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    generator = torch.Generator().manual_seed(1)
+    data = [(torch.randn(ROWS, 8, generator=generator), torch.randn(ROWS, 4, generator=generator)) for _ in range(6)]
+    repeated = iter(RepeatingLoader(data))
+    found = [engine.train_batch(data_iter=repeated).item() for _ in range(5)]
+    evaluated = float(engine.eval_batch(iter(data)))
+    assert (engine.global_steps, engine.micro_steps) == (5, 10)
+    with pytest.raises(AssertionError, match=r"engine.step\(\): expected engine.train_batch"):
+        engine.step()
+    engine.destroy()
+    return found, evaluated
+
+
+def test_losses_of_a_pipeline_are_those_of_deepspeed(ranks: RankPool) -> None:
+    for found, evaluated in ranks(2, pipelined):
+        assert found == pytest.approx(RECORDED["pipeline"], abs=1e-6)
+        assert evaluated == pytest.approx(RECORDED["pipeline_eval"], abs=1e-6)
+
+
+def in_order() -> list[float]:
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": ROWS, "gradient_accumulation_steps": 2}
+    config["optimizer"] = {"type": "Adam", "params": {"lr": 1e-2}}
+    pieces = batches(0, 4)
+    rows = [(x, y) for xs, ys in pieces for x, y in zip(xs, ys, strict=True)]
+    found = []
+    for data in (None, rows):
+        engine, *_ = deepspeed.initialize(model=layers(), training_data=data, config=config)
+        given = iter(pieces) if data is None else None
+        found += [engine.train_batch(given).item() for _ in range(2)]
+        engine.destroy()
+    return found
+
+
+def test_a_pipeline_draws_its_training_data_in_order(ranks: RankPool) -> None:
+    for found in ranks(2, in_order):
+        assert found[:2] == found[2:]

@@ -1,0 +1,207 @@
+"""Schedulers, optimizers, topologies, layers, loaders and the rest, by themselves."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide.deepspeed as deepspeed
+from lowtide.deepspeed.accelerator import get_accelerator
+from lowtide.deepspeed.checkpointing import checkpoint, configure, is_configured, reset
+from lowtide.deepspeed.config import DeepSpeedConfig
+from lowtide.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from lowtide.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from lowtide.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from lowtide.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from lowtide.deepspeed.random_states import CudaRNGStatesTracker
+from lowtide.deepspeed.runtime.lr_schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from lowtide.deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
+from lowtide.deepspeed.utils import (
+    RepeatingLoader,
+    get_z3_leaf_modules,
+    recursive_getattr,
+    recursive_setattr,
+    set_z3_leaf_modules,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+)
+from tests.ranks import RankPool
+
+SGD = torch.optim.SGD
+
+
+def rates(make: Callable[[Any], Any], steps: int) -> list[float]:
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler = make(optimizer)
+    found = [optimizer.param_groups[0]["lr"]]
+    for _ in range(steps):
+        scheduler.step()
+        found.append(optimizer.param_groups[0]["lr"])
+    assert scheduler.get_last_lr() == scheduler.get_lr() == [found[-1]]
+    assert scheduler.state_dict() == {"last_batch_iteration": steps - 1}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda of: WarmupLR(of, 0.0, None, 4, "linear"), [0, 0, 0.25, 0.5, 0.75, 1, 1]),
+        (lambda of: WarmupLR(of, 0.5, 1.5, 4, "linear"), [0.5, 0.5, 0.75, 1.0, 1.25, 1.5, 1.5]),
+        (lambda of: WarmupDecayLR(of, 6, 0.0, 1.0, 2, "linear"), [0, 0, 0.5, 1.0, 0.75, 0.5, 0.25]),
+        (lambda of: WarmupCosineLR(of, 4, 0.0, 2, 0.0, "linear"), [0, 0, 0.5, 0.5, 0, 0, 0]),
+    ],
+)
+def test_schedulers_have_deepspeeds_rates(make: Callable[[Any], Any], expected: list[float]) -> None:
+    assert rates(make, 6) == pytest.approx(expected)
+
+
+def test_a_scheduler_has_a_rate_for_each_group() -> None:
+    params = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = SGD([{"params": [param]} for param in params], lr=1.0)
+    scheduler = WarmupLR(optimizer, warmup_max_lr=[1.0, 2.0], warmup_num_steps=2)
+    scheduler.load_state_dict({"last_batch_iteration": 9})
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 2.0]
+    with pytest.raises(ValueError, match=r"warmup_max_lr: expected a number for each of 2 groups, found 3"):
+        WarmupLR(optimizer, warmup_max_lr=[1.0, 2.0, 3.0])
+
+
+def stepped(make: Callable[[Any], Any]) -> torch.Tensor:
+    param = nn.Parameter(torch.linspace(-1, 1, 7))
+    optimizer = make([param])
+    for step in range(3):
+        param.grad = torch.linspace(1, -2, 7) * (step + 1)
+        optimizer.step()
+    return param.detach()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "torchs"),
+    [
+        (FusedAdam, lambda p: torch.optim.AdamW(p, weight_decay=0.0)),
+        (lambda p: FusedAdam(p, weight_decay=0.1), lambda p: torch.optim.AdamW(p, weight_decay=0.1)),
+        (
+            lambda p: FusedAdam(p, adam_w_mode=False, weight_decay=0.1),
+            lambda p: torch.optim.Adam(p, weight_decay=0.1),
+        ),
+        (lambda p: DeepSpeedCPUAdam(p, lr=0.1), lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.0)),
+        (DeepSpeedCPUAdagrad, torch.optim.Adagrad),
+        (DeepSpeedCPULion, FusedLion),
+    ],
+)
+def test_optimizers_do_what_torchs_do(theirs: Callable[[Any], Any], torchs: Callable[[Any], Any]) -> None:
+    assert torch.equal(stepped(theirs), stepped(torchs))
+
+
+def test_a_topology_has_the_last_axis_fastest() -> None:
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
+    assert topology.get_rank(pipe=1, data=0, model=1) == 5
+    assert topology.get_coord(6)._asdict() == {"pipe": 1, "data": 1, "model": 0}
+    assert topology.get_axis_comm_lists("pipe") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert topology.filter_match(pipe=0, model=1) == topology.filter_match(model=1, pipe=0) == [1, 3]
+    assert topology.get_rank_repr(5) == "model_01"
+    assert PipeDataParallelTopology(2, 3).get_axis_list("data", 1) == [1, 4]
+    assert (topology.get_dim("expert"), topology.world_size()) == (0, 8)
+    with pytest.raises(
+        ValueError, match=r"expected a number for each of \['pipe', 'data', 'model'\], found \['pipe'\]"
+    ):
+        topology.get_rank(pipe=0)
+
+
+def layers_alone() -> None:
+    def head(module: Any, x: torch.Tensor) -> Any:
+        return x @ module.weight.T
+
+    model = PipelineModule(
+        [
+            TiedLayerSpec("embedding", nn.Embedding, 10, 6),
+            LayerSpec(nn.Linear, 6, 6),
+            torch.tanh,
+            TiedLayerSpec("embedding", nn.Embedding, 10, 6, forward_fn=head),
+        ],
+        num_stages=1,
+        activation_checkpoint_interval=2,
+    )
+    first: Any = model[0].module
+    last: Any = model[2].module
+    assert first.weight is last.weight and len(list(model.parameters())) == 3
+    ids = torch.arange(4)
+    assert torch.equal(model(ids), torch.tanh(model[1](first(ids))) @ first.weight.T)
+    with pytest.raises(ValueError, match=r"expected microbatches of \(inputs, labels\), found a tuple of 3"):
+        PipelineModule.batch_of((1, 2, 3))
+    with pytest.raises(RuntimeError, match="expected num_stages or a topology, found neither"):
+        PipelineModule([nn.Linear(2, 2)])
+    with pytest.raises(RuntimeError, match=r"num_stages\(2\) x data\(\?\) = world size\(1\) does not hold"):
+        PipelineModule([nn.Linear(2, 2)], num_stages=2)
+    with pytest.raises(RuntimeError, match=r"expected a class of nn.Module"):
+        LayerSpec(torch.tanh)
+
+
+def test_layers_run_one_after_the_other(ranks: RankPool) -> None:
+    ranks(1, layers_alone)
+
+
+def test_checkpointed_functions_have_the_same_gradients() -> None:
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
+    configure(None, checkpoint_in_cpu=True)
+    assert is_configured()
+    checkpoint(layer, x).square().sum().backward()
+    found = x.grad
+    x.grad = None
+    reset()
+    layer(x).square().sum().backward()
+    assert torch.equal(found, x.grad)  # type: ignore[arg-type]  # both are there
+
+
+def test_the_config_has_deepspeeds_defaults() -> None:
+    found = DeepSpeedConfig({"train_batch_size": 8, "optimizer": {"type": "AdamW"}}, world_size=2)
+    assert (found.train_micro_batch_size_per_gpu, found.gradient_accumulation_steps) == (4, 1)
+    assert found.checked.optimizer is not None
+    assert found.gradient_clipping == 1.0 and found.checked.optimizer.options["weight_decay"] == 0.0
+    assert found.section("optimizer", "type") == "AdamW" and found.section("fp16", "enabled") is None
+    lion = DeepSpeedConfig({"train_batch_size": 8, "optimizer": {"type": "Lion", "params": {"lr": 0.5}}}, world_size=2)
+    assert lion.checked.optimizer is not None
+    assert lion.checked.optimizer.options == {"lr": 0.5, "betas": (0.9, 0.999), "weight_decay": 0.0}
+    assert lion.optimizer_params == {"lr": 0.5} and found.optimizer_params is None  # as they are written
+    assert (found.dynamic_loss_scale, found.zero_overlap_comm, found.zero_offload_param) == (True, False, None)
+    assert found.get_data_types == (torch.float32, torch.float32)
+    with pytest.raises(AttributeError, match="DeepSpeedConfig: no 'nothing'"):
+        _ = found.nothing
+
+
+def test_leaf_modules_are_remembered() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    assert set_z3_leaf_modules(model, ["Linear"]) == get_z3_leaf_modules(model) == [model[0], model[1][0]]
+    assert z3_leaf_module(model[0]) and not z3_leaf_module(model)
+    unset_z3_leaf_modules(model, [nn.Linear])
+    assert get_z3_leaf_modules(model) == []
+    with pytest.raises(ValueError, match="found none in the model"):
+        set_z3_leaf_modules(model, [nn.Conv1d])
+
+
+def test_small_helpers() -> None:
+    device = get_accelerator()
+    assert device.device_name() == device.current_device_name() == "cpu"
+    assert (device.communication_backend_name(), device.memory_allocated(), device.device_count()) == ("gloo", 0, 1)
+    assert torch.equal(device.LongTensor([1]), torch.tensor([1]))
+    with pytest.raises(AttributeError, match=r"get_accelerator\(\): no 'nothing' here"):
+        _ = device.nothing
+    looped = RepeatingLoader([1, 2])
+    assert [next(looped) for _ in range(5)] == [1, 2, 1, 2, 1] and len(looped) == 2
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    recursive_setattr(model, "0.0.bias", None)
+    assert recursive_getattr(model, "0.0.bias") is None
+    whole = torch.arange(6)
+    copied = deepspeed.checkpoint.utils.clone_tensors_for_torch_save({"a": whole[:2], "b": [(whole[2:3],), 7]})
+    assert copied["a"].tolist() == [0, 1] and copied["a"].untyped_storage().nbytes() == 16
+    assert copied["b"] == [(torch.tensor(2),), 7]
+    tracker = CudaRNGStatesTracker()
+    tracker.add("a", 5)
+    torch.manual_seed(5)
+    expected, before = torch.randn(3), torch.get_rng_state()
+    with tracker.fork("a"):
+        assert torch.equal(torch.randn(3), expected)
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(ValueError, match=r"random state 'b': expected one of \['a'\]"), tracker.fork("b"):
+        pass

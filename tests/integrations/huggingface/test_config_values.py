@@ -1,0 +1,187 @@
+"""What of a config a Trainer's arguments fill, and what the two cannot say together."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from lowtide import Config, ConfigError
+from lowtide.huggingface import Accelerator, TrainingArguments
+from lowtide.huggingface.trainer_config import config_of, fill_steps
+from tests.integrations.huggingface.trainings import arguments
+
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "fp16": {"enabled": "auto"},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
+    },
+    "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto", "reduce_bucket_size": "auto"},
+}
+OPTIONS: dict[str, Any] = {
+    "per_device_train_batch_size": 3,
+    "gradient_accumulation_steps": 4,
+    "learning_rate": 2e-3,
+    "adam_beta2": 0.95,
+    "adam_epsilon": 1e-6,
+    "weight_decay": 0.02,
+    "max_grad_norm": 0.7,
+    "warmup_steps": 5,
+    "bf16": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def args(tmp_path: Path, **options: Any) -> TrainingArguments:
+    return TrainingArguments(**arguments(str(tmp_path), **options))
+
+
+def test_auto_is_what_the_arguments_say(tmp_path: Path) -> None:
+    given = args(tmp_path, **OPTIONS)
+    config = config_of(AUTO, given)
+    fill_steps(config, given, 40)
+    values = config.filled()
+    assert values["train_batch_size"] == 12
+    assert values["train_micro_batch_size_per_gpu"] == 3
+    assert values["gradient_accumulation_steps"] == 4
+    assert values["gradient_clipping"] == 0.7
+    assert (values["bf16"], values["fp16"]) == ({"enabled": True}, {"enabled": False})
+    params = {"lr": 2e-3, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.02}
+    assert values["optimizer"]["params"] == params
+    steps = {"warmup_min_lr": 0, "warmup_max_lr": 2e-3, "warmup_num_steps": 5, "total_num_steps": 40}
+    assert values["scheduler"]["params"] == steps
+    assert config.of_training()["gradient_accumulation_steps"] == 1  # the Trainer weighs its losses itself
+    assert values["device"] == "cpu"
+
+
+def test_auto_is_filled_under_any_name_of_a_key_and_the_log_says_so(tmp_path: Path) -> None:
+    config = config_of({"bfloat16": {"enabled": "auto"}}, args(tmp_path, **OPTIONS))
+    assert config.is_on("bf16")
+    assert Config.load(config.of_training(), fill=config.fill).notes == (
+        'bf16.enabled: "auto" is true: it was given as `fill`',
+    )
+
+
+def test_a_missing_learning_rate_is_that_of_the_arguments(tmp_path: Path) -> None:
+    config = config_of({"optimizer": {"type": "AdamW", "params": {}}}, args(tmp_path, **OPTIONS))
+    assert config.values["optimizer"]["params"] == {"lr": 2e-3, "weight_decay": 0.02}
+
+
+def test_of_a_preset_only_how_it_is_divided_and_computed_is_taken(tmp_path: Path) -> None:
+    config = config_of("zero3-bf16", args(tmp_path))
+    assert config.values["zero_optimization"] == {"stage": 3}
+    assert config.is_on("bf16")
+    assert not config.has("optimizer")
+    assert not config.has("gradient_clipping")
+
+
+def test_the_config_may_be_given_on_the_command_line(tmp_path: Path) -> None:
+    given = args(tmp_path, lowtide='{"zero_optimization": {"stage": 2}}')
+    assert given.lowtide == {"zero_optimization": {"stage": 2}}
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "path", "text"),
+    [
+        (
+            {"train_micro_batch_size_per_gpu": 8},
+            {},
+            "train_micro_batch_size_per_gpu",
+            'expected "auto" or 4, which is what per_device_train_batch_size says, found 8; change one of them',
+        ),
+        ({"gradient_accumulation_steps": 2}, {}, "gradient_accumulation_steps", "gradient_accumulation_steps says"),
+        ({"pipeline": {"microbatches": 2}}, {}, "pipeline.microbatches", "gradient_accumulation_steps says, found 2"),
+        ({"gradient_clipping": 1.0}, {}, "gradient_clipping", "which is what max_grad_norm says, found 1.0"),
+        ({"seed": 1}, {}, "seed", "which is what seed says, found 1"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1.0, "betas": [0, 0], "eps": 1, "weight_decay": 1}}},
+            {},
+            "optimizer.params.betas",
+            "which is what adam_beta1 and adam_beta2 says, found [0, 0]",
+        ),
+        ({"fp16": {"enabled": True}}, {"bf16": True}, "fp16.enabled", "there is one compute type, change one"),
+        ({"device": "cuda"}, {}, "device", "which is what the trainer's device says"),
+        ({"parallel": {"tensor": 2}}, {}, "parallel.tensor", "tensor(2) x data(?) = world size (1) does not hold"),
+        ({"parallel": {"pipeline": 2}}, {}, "parallel.pipeline", "a loop that calls forward and backward itself"),
+        ({"zero_optimisation": {}}, {}, "zero_optimisation", "did you mean"),
+    ],
+)
+def test_a_contradiction_is_an_error_that_names_both(
+    tmp_path: Path, config: dict[str, Any], options: dict[str, Any], path: str, text: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        config_of(config, args(tmp_path, **options))
+    assert path in [fault.path for fault in error.value.faults]
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "text"),
+    [
+        ("zero3", {"fsdp": "full_shard"}, "expected no fsdp under lowtide"),
+        ("zero3", {"ddp_broadcast_buffers": True}, "expected no ddp_broadcast_buffers under lowtide"),
+        ("zero3", {"optim": "galore_adamw_layerwise"}, "found optim=OptimizerNames.GALORE_ADAMW_LAYERWISE: it updates"),
+        ("zero3", {"bf16_full_eval": True}, "expected bf16_full_eval with bf16 alone under lowtide"),
+        (AUTO, {"optim": "sgd"}, "found optim=sgd: the config has an optimizer"),
+        (AUTO, {"lr_scheduler_type": "cosine"}, "found lr_scheduler_type=cosine: the config has a scheduler"),
+        ({"zero_optimization": {"update_in_backward": True}}, {}, "expected max_grad_norm=0 with update_in_backward"),
+    ],
+)
+def test_an_argument_that_cannot_hold_is_an_error(
+    tmp_path: Path, config: Any, options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        config_of(config, args(tmp_path, **options))
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("deepspeed", "ds.json", "expected no deepspeed under lowtide, found deepspeed=ds.json: there is one engine"),
+        (
+            "_n_gpu",
+            2,
+            "expected no n_gpu under lowtide, found n_gpu=2: start a process for each GPU, by `low",
+        ),
+        ("save_on_each_node", True, "found save_on_each_node=True: all hosts write one checkpoint"),
+    ],
+)
+def test_an_argument_of_other_machines_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: Any, text: str
+) -> None:
+    given = args(tmp_path)
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    setattr(given, name, value)
+    with pytest.raises(ValueError) as error:
+        config_of("zero3", given)
+    assert text in str(error.value)
+
+
+def test_on_a_host_without_accelerators_processes_join_on_the_cpu(tmp_path: Path) -> None:
+    options = {key: value for key, value in arguments(str(tmp_path)).items() if key != "use_cpu"}
+    assert TrainingArguments(**options).use_cpu is not torch.accelerator.is_available()
+
+
+def test_processes_that_accelerate_does_not_see_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError) as error:
+        Accelerator(lowtide="zero3", cpu=False)
+    assert "expected the 2 processes that the launcher has started, found 1 in accelerate: each would" in str(
+        error.value
+    )

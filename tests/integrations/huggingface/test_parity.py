@@ -1,0 +1,198 @@
+"""A Trainer over an engine trains as transformers' own does over DistributedDataParallel, whatever its arguments."""
+
+import copy
+import json
+import warnings
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from tests.integrations.huggingface.trainings import Outcome, closed, llama, outcome_of, stage, trainer
+from tests.ranks import RankPool
+
+STAGES = (0, 1, 2, 3)
+OF_COMPILER = "The .grad attribute of a Tensor that is not a leaf"  # says torch's compiler when it looks at an input
+
+
+class Doubles:
+    """A loss of one's own, beside the model's; the Trainer is told that it is a mean over the microbatch."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        loss = outputs.loss + outputs.logits.square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class FailsOnce:
+    """Runs out of memory with batches of four."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        found: Any = super()
+        if len(inputs["input_ids"]) > 2 and self.state.global_step == 1:  # type: ignore[attr-defined]  # the Trainer's
+            found.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            raise RuntimeError("CUDA out of memory.")
+        return found.training_step(model, inputs, num_items_in_batch)
+
+
+def summed_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    loss = nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+    return loss / num_items_in_batch
+
+
+def adapted() -> nn.Module:
+    warnings.filterwarnings(  # of transformers, for what peft still asks it by the older name
+        "ignore",
+        "`is_gradient_checkpointing` is deprecated",
+        FutureWarning,
+        "peft.peft_model|transformers.modeling_utils",
+    )
+    return peft.get_peft_model(llama(), peft.LoraConfig(r=3, target_modules=["q_proj", "up_proj"], lora_dropout=0.2))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "accumulation": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.3},
+    "sums in each microbatch": {
+        "gradient_accumulation_steps": 2,
+        "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
+    },
+    "no clipping": {"max_grad_norm": 0.0},
+    "schedule": {"lr_scheduler_type": "cosine", "warmup_steps": 2, "optim": "sgd", "optim_args": "momentum=0.9"},
+    "label smoothing": {"label_smoothing_factor": 0.1, "average_tokens_across_devices": False},
+    "checkpointing": {"activation_checkpointing": True},
+    "neftune": {"neftune_noise_alpha": 5.0},
+    "lengths": {"train_sampling_strategy": "group_by_length", "seed": 7},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
+    "own loss": {"kind": Doubles, "gradient_accumulation_steps": 2},
+    "loss function": {"compute_loss_func": summed_loss, "gradient_accumulation_steps": 2},
+    "batch size": {"kind": FailsOnce, "auto_find_batch_size": True},
+    "lora": {"model": adapted},
+}
+GIVEN = ("kind", "compute_loss_func", "model")  # to the Trainer itself
+
+
+def train(folder: str, config: Any, case: dict[str, Any]) -> Outcome:
+    case = copy.deepcopy(case)  # accelerate writes into its part
+    if "torch_compile" in case:
+        warnings.filterwarnings("ignore", OF_COMPILER, UserWarning)
+        if config is None:  # torch's compiler fails on what DistributedDataParallel returns here
+            case = {key: value for key, value in case.items() if not key.startswith("torch_compile")}
+    given = {key: case[key] for key in GIVEN if key in case}
+    if "model" in given:
+        given["model"] = given["model"]()
+    made = trainer(folder, config, {key: value for key, value in case.items() if key not in GIVEN}, **given)
+    outcome = outcome_of(made, made.train())
+    closed(made)
+    return outcome
+
+
+def train_all(folder: str, names: list[str], stages: tuple[int, ...]) -> dict[str, list[Outcome]]:
+    configs = [None, *map(stage, stages)]
+    return {name: [train(folder, config, {"max_steps": 3, **CASES[name]}) for config in configs] for name in names}
+
+
+def differences(one: Outcome, other: Outcome) -> float:
+    """The largest in losses, norms and learning rates of the log, and in the weights."""
+    keys = ("loss", "grad_norm", "learning_rate", "train_loss", "total_flos")
+    numbers = [abs(a - b) for key in keys for a, b in zip(one.logged(key), other.logged(key), strict=True)]
+    assert one.logged("loss")
+    assert one.state.keys() == other.state.keys()
+    return max([*numbers, *(float((one.state[key] - other.state[key]).abs().max()) for key in one.state)])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_trains_as_over_ddp_at_every_stage(ranks: RankPool, tmp_path: Any, name: str) -> None:
+    stages = STAGES if "gradient_accumulation_steps" in CASES[name] else (0, 3)
+    plain, *ours = ranks(2, train_all, str(tmp_path), [name], stages)[0][name]
+    assert max(differences(plain, one) for one in ours) < 1e-6
+    if (
+        len(ours) == 4
+    ):  # gradients of microbatches are added up before the ranks' at stages 0 and 1, after it at 2 and 3
+        assert differences(ours[0], ours[1]) == 0
+    assert differences(ours[-2] if len(ours) == 4 else ours[0], ours[-1]) == 0
+
+
+class Graphs(transformers.TrainerCallback):
+    """How many graphs there were after each step, and how often one broke."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.seen.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
+
+
+def train_compiled(folder: str, number: int) -> tuple[list[tuple[int, int]], bool]:
+    warnings.filterwarnings("ignore", OF_COMPILER, UserWarning)
+    torch._dynamo.reset()
+    counters.clear()
+    graphs = Graphs()
+    options = {"torch_compile": True, "torch_compile_backend": "eager", "num_train_epochs": 2, "eval_strategy": "epoch"}
+    made = trainer(folder, stage(number), options, callbacks=[graphs])
+    made.train()
+    blocks = made.engine.config.compile.blocks
+    closed(made)
+    return graphs.seen, blocks
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_torch_compile_is_that_of_blocks_and_makes_nothing_anew(ranks: RankPool, tmp_path: Any, number: int) -> None:
+    seen, blocks = ranks(2, train_compiled, str(tmp_path), number)[0]
+    assert blocks
+    assert len(seen) == 6
+    assert {one[1] for one in seen} == {0}
+    assert seen[1:3] == [seen[0]] * 2  # the evaluation behind the third step makes a graph of its own
+    assert seen[3:] == [seen[3]] * 3
+
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def train_in(folder: str, precision: str) -> list[Outcome]:
+    return [train(folder, stage(number), {precision: True, "num_train_epochs": 3}) for number in (0, 3)]
+
+
+@pytest.mark.parametrize("precision", HALF)
+def test_stages_agree_in_16_bits(ranks: RankPool, tmp_path: Any, precision: str) -> None:
+    first, other = ranks(2, train_in, str(tmp_path), precision)[0]
+    assert first.logged("loss")[-1] < first.logged("loss")[0]
+    assert differences(first, other) == 0
+    assert {value.dtype for value in first.state.values()} == {HALF[precision]}
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "sockets": {"communication": {"route": "sockets"}},
+    "states in files": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "{}"}}},
+    "parameters in files": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "{}"}}},
+    "updates in the backward": {"zero_optimization": {"stage": 3, "update_in_backward": True}},
+    "the config clips": {"gradient_clipping": "auto"},
+}
+
+
+def train_ways(folder: str, way: dict[str, Any]) -> list[Outcome]:
+    config = {**stage(3), **json.loads(json.dumps(way).replace("{}", folder))}
+    case = {"max_grad_norm": 0.0} if "update_in_backward" in str(way) else {}
+    return [train(folder, config, case), train(folder, stage(3), case)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_trains_alike_on_every_way(ranks: RankPool, tmp_path: Any, way: str) -> None:
+    assert differences(*ranks(2, train_ways, str(tmp_path), WAYS[way])[0]) == 0
+
+
+def train_by_shape(folder: str) -> None:
+    train(folder, stage(3), {"optim": "adafactor"})
+
+
+def test_an_optimizer_that_cannot_be_divided_is_refused_before_the_first_step(ranks: RankPool, tmp_path: Any) -> None:
+    (failed,) = ranks.fails(1, train_by_shape, str(tmp_path))
+    assert "expected a torch optimizer that updates each element by itself, found Adafactor" in failed.text

@@ -1,0 +1,208 @@
+"""Weights stream from a Hugging Face folder into the shards: the ordinary model, and no rank ever holds it."""
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.engine.deferred import DeferredModel
+from lowtide.huggingface import from_pretrained, streaming
+from tests.engine.adapted import base, with_peft
+from tests.engine.test_hugging_face import bert, gpt2, llama, mixtral
+from tests.integrations.huggingface.test_parity import differences
+from tests.integrations.huggingface.trainings import Outcome, closed, outcome_of, stage, trainer
+from tests.integrations.huggingface.trainings import llama as tiny_llama
+from tests.ranks import RankPool
+from tests.resident import own_bytes
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+transformers = pytest.importorskip("transformers")
+
+SGD = {"train_batch_size": 2, "optimizer": {"type": "sgd", "params": {"lr": 0.1}}}
+MODELS: dict[str, Callable[[], Any]] = {"llama": llama, "gpt2 (tied)": gpt2, "mixtral (experts)": mixtral, "bert": bert}
+
+
+def save(build: Callable[[], Any], folder: Path, **options: Any) -> Any:
+    torch.manual_seed(1)
+    model = build()
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def loaded(
+    folder: str, number: int, config: dict[str, Any], kind: str = "AutoModel", **options: Any
+) -> dict[str, Tensor]:
+    def build() -> Any:
+        return from_pretrained(getattr(transformers, kind), folder, **options)
+
+    with lowtide.initialize(build, SGD | stage(number) | config) as engine:
+        return engine.state_dict()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_values_are_those_of_from_pretrained(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    model = save(MODELS[name], tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    expected = type(model).from_pretrained(tmp_path).state_dict()
+    for number, config in ((3, {"communication": {"route": "sockets"}}), (1, {})):
+        found = ranks(2, loaded, str(tmp_path), number, config, kind=type(model).__name__)[0]
+        assert found.keys() == expected.keys()
+        assert [key for key, value in expected.items() if not torch.equal(value, found[key])] == []
+
+
+@pytest.mark.parametrize("dtype", ["auto", torch.bfloat16, "float64"])
+def test_the_dtype_is_as_transformers_has_it(tmp_path: Path, dtype: Any) -> None:
+    save(llama, tmp_path)
+    expected = transformers.LlamaModel.from_pretrained(tmp_path, dtype=dtype).state_dict()
+    found = loaded(str(tmp_path), 0, {}, dtype=dtype)
+    assert all(value.dtype == found[key].dtype and torch.equal(value, found[key]) for key, value in expected.items())
+
+
+def test_what_is_missing_is_initialized_alike_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    model = save(bert, tmp_path)
+    config = {"communication": {"route": "sockets"}}
+    found = ranks(2, loaded, str(tmp_path), 3, config, kind="BertForSequenceClassification")[0]
+    assert torch.equal(found["bert.embeddings.word_embeddings.weight"], model.bert.embeddings.word_embeddings.weight)
+    assert 0.01 < found["classifier.weight"].std() < 0.03
+
+
+@pytest.mark.parametrize("name", ["head", "adapters", "drawn by hand"])
+def test_what_is_missing_has_the_bits_of_plain_from_pretrained(tmp_path: Path, name: str) -> None:
+    """And what is drawn behind it."""
+    kinds = {"head": transformers.BertForSequenceClassification, "drawn by hand": DrawnByHand}
+    save({"head": bert, "adapters": base}.get(name, lambda: DrawnByHand(bert().config)), tmp_path)
+    kind: Any = kinds.get(name, transformers.LlamaForCausalLM)
+    change: Any = with_lora if name == "adapters" else lambda model: model
+    torch.manual_seed(7)
+    expected = {name: value.clone() for name, value in change(kind.from_pretrained(tmp_path)).named_parameters()}
+    behind = torch.rand(3)
+    torch.manual_seed(7)
+    deferred = DeferredModel(lambda: change(from_pretrained(kind, tmp_path)))
+    names = {id(param): name for name, param in deferred.module.named_parameters()}
+    found = {names[id(param)]: values.clone() for param, values in deferred.values()}
+    assert found.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
+    assert torch.equal(torch.rand(3), behind)
+
+
+class DrawnByHand(transformers.BertForSequenceClassification):  # type: ignore[misc, name-defined]  # no types
+    """Its constructor draws without torch.nn.init, as some models' do."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.noise = nn.Parameter(torch.randn(5).normal_())
+
+
+def with_lora(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    return with_peft(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+
+def adapted(folder: str) -> Any:
+    with streaming():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    return with_lora(model)
+
+
+def test_adapters_are_put_on_a_model_that_streams(ranks: RankPool, tmp_path: Path) -> None:
+    expected = save(base, tmp_path).state_dict()
+    found = ranks(2, values_of_adapted, str(tmp_path))[0]
+    for name, value in expected.items():
+        own = [v for key, v in found.items() if key.replace(".base_layer", "") == f"base_model.model.{name}"]
+        assert torch.equal(own[0], value), name
+
+
+def values_of_adapted(folder: str) -> dict[str, Tensor]:
+    config = SGD | {"zero_optimization": {"stage": 3}, "communication": {"route": "sockets"}}
+    with lowtide.initialize(lambda: adapted(folder), config) as engine:
+        return engine.state_dict()
+
+
+def test_no_more_than_a_parameter_is_held(tmp_path: Path) -> None:
+    """Beside mapped files: nothing where values are as in these, a parameter and its parts where they are made."""
+    largest = max(param.nbytes for param in save(mixtral, tmp_path).parameters())
+    save(llama, tmp_path / "llama")
+    deferred = DeferredModel(lambda: from_pretrained(transformers.LlamaForCausalLM, tmp_path / "llama"))
+    names = {id(param): name for name, param in deferred.module.named_parameters()}
+    assert {names[id(param)] for param, _ in deferred.values()} == set(names.values())
+    assert deferred.peak_bytes <= 4 * 61 * 32 + 200  # room for one, not touched; the angles of the rotary embedding
+    deferred = DeferredModel(lambda: from_pretrained(transformers.MixtralForCausalLM, tmp_path))
+    assert len(list(deferred.values())) == len(list(deferred.module.parameters()))
+    assert deferred.peak_bytes <= 3 * largest
+
+
+def large() -> Any:
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=512, **sizes))
+
+
+def test_the_kernel_counts_no_model_either(tmp_path: Path) -> None:
+    total = sum(param.nbytes for param in save(large, tmp_path).parameters())
+    deferred = DeferredModel(lambda: from_pretrained(transformers.LlamaForCausalLM, tmp_path))
+    before, shards, counts = own_bytes(), [], []
+    for _, values in deferred.values():
+        shards.append(values.reshape(-1)[: values.numel() // 8].clone())  # what a rank of eight takes
+        counts.append(own_bytes() - before)
+    assert total > 40 << 20
+    assert max(counts) < total // 8 + (4 << 20)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"device_map": "auto"}, "expected no device_map, found one"),
+        ({"use_safetensors": False}, r"expected safetensors files, found .*pytorch_model.bin"),
+    ],
+)
+def test_what_cannot_stream(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    model = save(llama, tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError, match=text):
+            loaded(str(tmp_path), 0, {}, **options)
+
+
+def test_outside_of_initialize_it_is_refused(tmp_path: Path) -> None:
+    save(llama, tmp_path)
+    with pytest.raises(ValueError, match="found one that would be read at once; call it in the callable"):
+        from_pretrained(transformers.LlamaModel, tmp_path)
+
+
+def test_the_package_is_left_as_it_was(tmp_path: Path) -> None:
+    before: Any = transformers.PreTrainedModel._load_pretrained_model
+    save(llama, tmp_path)
+    loaded(str(tmp_path), 0, {})
+    assert transformers.PreTrainedModel._load_pretrained_model is before
+    assert isinstance(transformers.LlamaModel.from_pretrained(tmp_path), nn.Module)
+
+
+def train_streaming(folder: str, streams: bool, with_adapters: bool) -> Outcome:
+    """An evaluation and a training; streams: by lowtide's `from_pretrained`."""
+    own = transformers.LlamaForCausalLM
+
+    def build() -> Any:
+        model = from_pretrained(own, folder) if streams else own.from_pretrained(folder)
+        return with_lora(model) if with_adapters else model
+
+    made = trainer(f"{folder}/out", stage(3), {"max_steps": 2}, model_init=build)
+    torch.rand(3)  # what a script draws between the model and its engine
+    made.evaluate()
+    made.train()
+    outcome = outcome_of(made)
+    closed(made)
+    return outcome
+
+
+@pytest.mark.parametrize("with_adapters", [False, True])
+def test_the_model_of_a_trainer_streams_in_model_init(ranks: RankPool, tmp_path: Path, with_adapters: bool) -> None:
+    save(tiny_llama, tmp_path)
+    read, streamed = (ranks(2, train_streaming, str(tmp_path), streams, with_adapters)[0] for streams in (False, True))
+    assert differences(read, streamed) == 0
+    assert streamed.logged("eval_loss") == read.logged("eval_loss")

@@ -1,0 +1,143 @@
+"""Weights in bfloat16 without masters: what is drawn is unbiased and by number, and all tiers round alike."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowtide.kernels.optimizer_states import new_states
+from lowtide.kernels.optimizer_step import update_runs, update_shard
+from lowtide.kernels.weight_rounding import Rounding, rounded_weights
+from lowtide.optimizers.table import OPTIMIZERS
+from tests.kernels.cpu_kernel import ADAM, CASES, STATE_DTYPES, bits, needs_compiler
+from tests.kernels.test_triton_optimizer_step_bits import EXACT, assert_same, powers_of_two
+
+CPU = torch.device("cpu")
+NUM_DRAWS = 10_000
+SGD: dict[str, Any] = {"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
+FORMS = ["drawn", "with a remainder"]
+
+
+def draws(kind: str, seed: int = 3) -> Tensor:
+    """NUM_DRAWS words of random bits, of successive elements or of successive steps of one."""
+    rounding = Rounding.of(seed, "unit blocks.0 (bfloat16)", 1024)
+    if kind == "elements":
+        return rounding.noise(NUM_DRAWS, 1, CPU)
+    return torch.cat([rounding.noise(1, step, CPU) for step in range(1, NUM_DRAWS + 1)])
+
+
+@pytest.mark.parametrize("kind", ["elements", "steps"])
+@pytest.mark.parametrize("part", [0.03, 0.5, 0.9])
+def test_a_draw_is_one_of_two_neighbours_and_right_in_the_mean(kind: str, part: float) -> None:
+    low, high = 1.0, 1.0 + 2.0**-7
+    value = low + part * (high - low)
+    found = rounded_weights(torch.full((NUM_DRAWS,), value), draws(kind))
+    assert set(found.tolist()) == {low, high}
+    deviation = (part * (1 - part) / NUM_DRAWS) ** 0.5
+    assert abs((float((found == high).double().mean()) - part) / deviation) < 4.5
+
+
+@pytest.mark.parametrize("kind", ["elements", "steps"])
+def test_each_bit_is_set_half_of_the_time_and_says_nothing_of_the_next_word(kind: str) -> None:
+    words = torch.stack([draws(kind) >> bit & 1 for bit in range(32)]).double() * 2 - 1
+    bound = 5.0 * NUM_DRAWS**-0.5  # of a mean of so many independent signs; 32 x 32 of them are looked at
+    assert words.mean(1).abs().max() < bound
+    assert (words[:, :-1] @ words[:, 1:].T / NUM_DRAWS).abs().max() < bound
+    assert (words @ words.T / NUM_DRAWS).fill_diagonal_(0).abs().max() < bound
+
+
+def test_bits_are_of_the_number_the_step_and_the_seed_alone() -> None:
+    first = 2**32 - 500  # the upper word of the number changes on the way
+    whole = Rounding(7, first).noise(1000, 3, CPU)
+    parts = [Rounding(7, first).at(low).noise(high - low, 3, CPU) for low, high in ((0, 300), (300, 500), (500, 1000))]
+    assert torch.equal(torch.cat(parts), whole)
+    wrapped = Rounding(7, 2**64 - 500).noise(1000, 3, CPU)
+    assert torch.equal(wrapped[500:], Rounding(7, 0).noise(500, 3, CPU))
+    for other in (Rounding(8, first).noise(1000, 3, CPU), Rounding(7, first).noise(1000, 4, CPU), wrapped):
+        assert int((other == whole).sum()) <= 1
+
+
+@pytest.mark.parametrize("values", [[0.0, -0.0, 1.5, -3.0, torch.inf, -torch.inf]])
+def test_what_bfloat16_has_stays_as_it_is(values: list[float]) -> None:
+    given = torch.tensor(values * 100)
+    assert torch.equal(bits(rounded_weights(given, draws("elements")[: given.numel()])), bits(given))
+    assert rounded_weights(torch.tensor([torch.nan]), draws("elements")[:1]).isnan().all()
+
+
+def steps_of(form: str, name: str, options: dict[str, Any], weight: Tensor, gradients: list[Tensor], **how: Any) -> Any:
+    rule, state_dtype, backend = CASES[name][0], how["state_dtype"], how["backend"]
+    master = weight.bfloat16()
+    rounding = Rounding(5, 2**32 - 700) if form == "drawn" else None
+    remainder = None if rounding is not None else torch.zeros_like(master)
+    states = list(new_states(rule, master, options, state_dtype).values())
+    for step, gradient in enumerate(gradients, start=1):
+        update_shard(
+            rule, master, gradient.clone(), states, step, options, 0.5, None,
+            rounding=rounding, remainder=remainder, backend=backend,
+        )  # fmt: skip
+    return [master, *states, *([] if remainder is None else [remainder])]
+
+
+@needs_compiler
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="torch has another order of operations"
+)
+@pytest.mark.parametrize(
+    ("name", "state_dtype", "form"),
+    [(name, STATE_DTYPES[(at + turn) % 3], form) for at, name in enumerate(CASES) for turn, form in enumerate(FORMS)],
+    ids=str,
+)
+def test_the_kernels_have_the_bits_of_the_reference(
+    name: str, state_dtype: torch.dtype, form: str, generator: torch.Generator
+) -> None:
+    """Where every product is exact, as Triton's interpreter has no fused multiply-add; a rest is no vector."""
+    _, options = CASES[name]
+    options = options | {key: value for key, value in EXACT.items() if options.get(key)}
+    if name in ("adam", "adagrad"):
+        options["weight_decay"] = 0.0
+    weight = torch.randn(1219, generator=generator)
+    gradients = [powers_of_two(1219, -8, 4, generator) for _ in range(2)]
+    expected, *found = (
+        steps_of(form, name, options, weight, gradients, state_dtype=state_dtype, backend=backend)
+        for backend in ("reference", "auto", "triton")
+    )
+    for one in found:
+        assert_same(one, expected)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_small_updates_are_lost_to_the_nearest_and_not_otherwise(backend: Any) -> None:
+    """1 + 400 x 2^-12: an update is a 32nd of the distance between neighbours."""
+    masters = {}
+    for form in ("nearest", *FORMS):
+        master = torch.ones(4096, dtype=torch.bfloat16)
+        remainder = torch.zeros_like(master) if form == "with a remainder" else None
+        for step in range(1, 401):
+            update_shard(
+                OPTIMIZERS["sgd"], master, torch.full((4096,), -(2.0**-12)), [], step, SGD, 1.0, None,
+                rounding=Rounding(0, 0) if form == "drawn" else None, remainder=remainder, backend=backend,
+            )  # fmt: skip
+        masters[form] = master.double() + (0.0 if remainder is None else remainder.double())
+    exact = 1 + 400 * 2.0**-12
+    assert torch.equal(masters["nearest"], torch.ones(4096).double())
+    # A draw's variance is below a 32nd of the square of the distance; 400 of them, of 4096 elements.
+    deviation = 2.0**-7 * (400 / 32 / 4096) ** 0.5
+    assert abs(float(masters["drawn"].mean()) - exact) < 4.5 * deviation
+    assert masters["drawn"].std() > 2.0**-7
+    assert torch.equal(masters["with a remainder"], torch.full((4096,), exact).double())
+
+
+def test_what_is_not_used_keeps_weight_and_remainder() -> None:
+    """Also where the two stand for a number half way between two values, which has another form too."""
+    rule, options = OPTIMIZERS["adamw"], ADAM
+    master = torch.tensor([1.0078125, 1.0, 3.0]).bfloat16()
+    remainder = torch.tensor([2.0**-8, -(2.0**-9), 2.0**-20]).bfloat16()
+    for backend in ("auto", "reference"):
+        found, rest = master.clone(), remainder.clone()
+        states = list(new_states(rule, master, options).values())
+        update_runs(
+            rule, found, torch.zeros(3), states, 4, [(3, options)], 1.0, None, steps=[0], remainder=rest,
+            backend=backend,
+        )  # fmt: skip
+        assert_same([found, rest], [master, remainder])

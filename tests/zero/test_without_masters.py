@@ -1,0 +1,274 @@
+"""bf16 without master weights: the same bits wherever a parameter lies, and as few bytes as it says."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowtide
+from lowtide.kernels.weight_rounding import Rounding, rounded_weights
+from lowtide.optimizers.table import OPTIMIZERS
+from lowtide.zero.gradient import GroupGradient
+from tests.engine.test_optimizer_offload import Wide, offloaded
+from tests.engine.test_speculative_update import speculative
+from tests.models import mlp, tied_gpt, tiny_gpt, token_batch, vector_batch
+from tests.ranks import RankPool
+from tests.zero.apart import apart
+from tests.zero.training import ADAMW, Case, Outcome, share_of, train, train_all
+
+FORMS: list[Any] = [False, "kahan"]
+NARROW = {**ADAMW, "params": {**ADAMW["params"], "state_dtype": "bf16"}}
+SGD = {"type": "sgd", "params": {"lr": 0.125}}
+
+
+def case_of(masters: bool | str, **config: Any) -> Case:
+    bf16 = {"enabled": True, "masters": masters}
+    return Case(tiny_gpt, token_batch, clip=0.5, config={"bf16": bf16, "optimizer": NARROW, "seed": 5, **config})
+
+
+def routed(case: Case, route: str) -> Case:
+    return case.at(case.stage, config={"communication": {"route": route}})
+
+
+def places(case: Case, folder: Path) -> list[Case]:
+    """Every stage and route, and each place where parameters and states may rest, at one stage or another."""
+    zero = {"offload_param": {"device": "nvme", "nvme_path": str(folder)}}
+    in_files = offloaded(case.at(3, config={"zero_optimization": zero, "communication": {"route": "auto"}}), folder)
+    return [
+        *(routed(case.at(stage), route) for stage in range(4) for route in ("sockets", "shared_memory")),
+        *(offloaded(case.at(stage), folder) for stage in (0, 3)),
+        case.at(2, config={"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}),
+        in_files,
+        speculative(case.at(1), "cpu", folder),
+        speculative(case.at(3), "nvme", folder),
+    ]
+
+
+def assert_alike(outcomes: Sequence[Outcome], what: object) -> None:
+    first, *others = outcomes
+    for number, other in enumerate(others):
+        assert other.differences(first) == [], (what, number)
+
+
+@pytest.mark.parametrize("masters", FORMS)
+def test_stages_routes_and_places_have_the_same_bits(ranks: RankPool, tmp_path: Path, masters: bool | str) -> None:
+    assert_alike(ranks(2, train_all, places(case_of(masters), tmp_path))[0], masters)
+
+
+@pytest.mark.parametrize("masters", FORMS)
+def test_so_have_updates_in_the_backward_on_the_host_and_those_that_are_late(
+    ranks: RankPool, tmp_path: Path, masters: bool | str
+) -> None:
+    case = case_of(masters).at(1, clip=0.0)
+    in_backward = {"zero_optimization": {"update_in_backward": True}}
+    late = {"device": "cpu", "overlap": "delayed"}
+    delayed = [case.at(stage, config={"zero_optimization": {"offload_optimizer": late}}) for stage in (1, 2)]
+    on_host = offloaded(case.at(2), tmp_path)
+    plain, early, *after = ranks(2, train_all, [case, case.at(3, config=in_backward), *delayed])[0]
+    assert_alike([plain, early], "in backward")
+    assert_alike(after, "delayed")
+    assert_alike([plain, *ranks(2, apart, train_all, [on_host])[0]], "on the host")
+    assert_alike([after[0], *ranks(2, apart, train_all, delayed)[0]], "delayed, on the host")
+
+
+def same_rows(step: int, rows: int) -> tuple[Tensor, ...]:
+    """Each rank has the same two rows: the mean of their gradients is exact."""
+    return tuple(torch.cat([one] * (rows // 2)) for one in token_batch(step, 2))
+
+
+@pytest.mark.parametrize("masters", FORMS)
+def test_any_number_of_ranks_has_the_same_bits(ranks: RankPool, masters: bool | str) -> None:
+    case = Case(tiny_gpt, same_rows, config=case_of(masters).config)
+    found = [ranks(size, train_all, [case.at(stage)])[0][0] for size, stage in ((1, 0), (2, 3), (4, 2))]
+    for other in found[1:]:
+        other.norms = found[0].norms  # whose sums are of other parts
+    assert_alike(found, masters)
+
+
+def test_every_optimizer(ranks: RankPool) -> None:
+    cases = [case_of(False, optimizer={"type": name}).at(stage) for name in OPTIMIZERS for stage in (1, 3)]
+    outcomes = ranks(2, train_all, cases)[0]
+    for name, first, other in zip(OPTIMIZERS, outcomes[::2], outcomes[1::2], strict=True):
+        assert_alike([first, other], name)
+
+
+def go_on(case: Case, folder: Path, first: int, end: int) -> dict[str, Tensor]:
+    """Takes the steps from a checkpoint on, where there is one; all values in the end, on rank 0."""
+    torch.manual_seed(0)
+    with lowtide.initialize(case.build(), case.as_config()) as engine:
+        if first:
+            engine.load_checkpoint(folder)
+        for step in range(first, end):
+            engine.train_step(share_of(case.global_batch(step, engine.data_size)))
+        engine.save_checkpoint(folder)
+        states = ("exp_avg", "exp_avg_sq", *(["remainder"] if case.config["bf16"]["masters"] == "kahan" else []))
+        names = [name for name, _ in engine.named_parameters()]
+        found = {f"{name} {state}": engine.full(name, state) for name in names for state in (None, *states)}
+        return {key: value for key, value in found.items() if engine.rank == 0}
+
+
+@pytest.mark.parametrize("masters", FORMS)
+def test_a_resume_on_other_ranks_draws_what_the_run_would_have_drawn(
+    ranks: RankPool, tmp_path: Path, masters: bool | str
+) -> None:
+    case = Case(tiny_gpt, same_rows, config=case_of(masters).config)
+    expected = ranks(1, go_on, case.at(0), tmp_path / "whole", 0, 4)[0]
+    ranks(4, go_on, case.at(3), tmp_path / "parts", 0, 2)
+    found = ranks(2, go_on, offloaded(case.at(1), tmp_path), tmp_path / "parts", 2, 4)[0]
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
+def values_of(gradient: GroupGradient) -> Tensor:
+    assert gradient.shard is not None
+    return gradient.shard.clone()
+
+
+def step_by_hand() -> None:
+    torch.manual_seed(0)
+    config = Case(mlp, vector_batch, config=case_of(False, optimizer=SGD).config).as_config()
+    with lowtide.initialize(mlp(), config) as engine:
+        for step in (1, 2):
+            before = [shard.group.shard.float() for shard in engine.optimizer.shards]
+            engine.backward(engine(*share_of(vector_batch(step, 2 * engine.world_size))))
+            gradients = [values_of(shard.gradient) for shard in engine.optimizer.shards]
+            engine.step()
+            for shard, weight, gradient in zip(engine.optimizer.shards, before, gradients, strict=True):
+                group = shard.group
+                noise = Rounding.of(5, group.name, group.own.start).noise(weight.numel(), step, weight.device)
+                exact = weight - 0.125 / engine.world_size * gradient
+                assert torch.equal(group.shard.float(), rounded_weights(exact, noise))
+
+
+def test_a_step_is_the_update_in_float32_rounded_by_number(ranks: RankPool) -> None:
+    ranks(2, step_by_hand)
+
+
+def bytes_of_each(masters: bool | str, state_dtype: str, sums: str | None) -> float:
+    config = {
+        "steps_per_print": 0,
+        "bf16": {"enabled": True, "masters": masters},
+        "optimizer": {"type": "adamw", "params": {"state_dtype": state_dtype}},
+        "data_types": {"grad_accum_dtype": sums},
+        "zero_optimization": {"stage": 2},
+    }
+    with lowtide.initialize(Wide(64), config) as engine:
+        engine.backward(engine(*share_of(vector_batch(0, 2 * engine.world_size))))
+        engine.step()
+        engine.backward(engine(*share_of(vector_batch(1, 2 * engine.world_size))))
+        memory = engine.memory()
+        shards = sum(shard.group.layout.shard_numel for shard in engine.optimizer.shards)
+        engine.step()
+        return (memory.gradient_bytes + memory.optimizer_bytes) / shards + 2
+
+
+def test_bytes_of_a_parameter(ranks: RankPool) -> None:
+    """Gradient and states, of a shard's element; and the parameter's own two."""
+    expected = {(True, "fp32", None): 18, (False, "bf16", "bf16"): 8, ("kahan", "bf16", "bf16"): 10}
+    for arguments, nbytes in expected.items():
+        assert ranks(2, bytes_of_each, *arguments) == [nbytes] * 2, arguments
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(True, False), (False, True), (True, "kahan"), ("kahan", False)])
+def test_a_checkpoint_goes_on_with_another_form(
+    ranks: RankPool, tmp_path: Path, saved: bool | str, loaded: bool | str
+) -> None:
+    """Values of bfloat16 are exact, others the nearest; states are as they were."""
+    ranks(2, go_on, case_of(saved).at(1), tmp_path, 0, 2)
+    expected = ranks(2, go_on, case_of(saved).at(1), tmp_path, 2, 2)[0]
+    found = ranks(2, go_on, case_of(loaded).at(3), tmp_path, 2, 2)[0]
+    for name, value in expected.items():
+        if name.endswith("None"):
+            assert torch.equal(found[name], value.bfloat16().float()), name
+        elif not name.endswith("remainder"):
+            assert torch.equal(found[name], value), name
+    assert not any(value.any() for name, value in found.items() if name.endswith("remainder"))
+
+
+def write_and_look(place: dict[str, Any]) -> None:
+    config = case_of("kahan", zero_optimization={"stage": 3, **place}).at(3).as_config()
+    with lowtide.initialize(tiny_gpt(), config) as engine:
+        for step in range(2):
+            engine.train_step(share_of(token_batch(step, 2 * engine.world_size)))
+        names = [name for name, _ in engine.named_parameters()]
+        written, changed, kept = names[1], names[2], names[3]
+        assert all(engine.full(name, "remainder").any() for name in (written, changed, kept))
+        with pytest.raises(ValueError, match="the parameter's shape"):
+            engine.set_full(kept, torch.zeros(1))  # changes nothing
+        engine.set_full(written, torch.full_like(engine.full(written), 0.5))
+        parameter = dict(engine.module.named_parameters())[changed]
+        with torch.no_grad(), engine.gathered(parameter, modify=True):
+            parameter.fill_(0.25)
+        assert [engine.full(name, "remainder").any().item() for name in (written, changed, kept)] == [
+            False,
+            False,
+            True,
+        ]
+        assert (engine.full(written) == 0.5).all() and engine.full(written).dtype == torch.float32
+
+
+def test_values_that_are_written_lack_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, write_and_look, {})
+    ranks(2, write_and_look, {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}})
+
+
+def weights_here(masters: bool | str) -> dict[str, Tensor]:
+    """What this rank computes with, after three steps of a pipeline whose first and last stage share a weight."""
+    config = case_of(masters, parallel={"pipeline": 2}, gradient_accumulation_steps=2).config
+    torch.manual_seed(0)
+    with lowtide.initialize(
+        tied_gpt(), Case(tied_gpt, token_batch, accumulation=2, config=config).as_config()
+    ) as engine:
+        for step in range(3):
+            engine.train_step(token_batch(step, 4))
+        groups = [shard.group for shard in engine.optimizer.shards]
+        return {
+            name: param.detach().clone() for one in groups for name, param in zip(one.names, one.params, strict=True)
+        }
+
+
+@pytest.mark.parametrize("masters", FORMS)
+def test_copies_on_two_stages_stay_equal(ranks: RankPool, masters: bool | str) -> None:
+    first, last = ranks(2, weights_here, masters)
+    (name,) = first.keys() & last.keys()
+    assert torch.equal(first[name], last[name])
+
+
+def averages_shown() -> None:
+    with lowtide.initialize(tiny_gpt(), case_of(False).at(2).as_config()) as engine:
+        engine.ema(0.9)
+        for step in range(3):
+            engine.train_step(share_of(token_batch(step, 2 * engine.world_size)))
+        shards, averages = engine.optimizer.shards, engine.optimizer.averages
+        assert averages is not None
+        kept = [averages.of(s, p).clone() for s in shards for p in s.pieces]
+        weights = [s.group.shard.clone() for s in shards]
+        assert all(one.dtype == torch.float32 for one in kept)
+        with engine.ema_weights():
+            shown = [s.group.shard[p.offset_in_shard :][: p.numel].float() for s in shards for p in s.pieces]
+            for average, value in zip(kept, shown, strict=True):
+                assert ((average - value).abs() <= average.abs() * 2.0**-8).all()
+        assert all(map(torch.equal, [s.group.shard for s in shards], weights))
+        assert all(map(torch.equal, [averages.of(s, p) for s in shards for p in s.pieces], kept))
+
+
+def test_averages_are_in_float32_and_come_back_bit_by_bit(ranks: RankPool) -> None:
+    ranks(2, averages_shown)
+
+
+def train_own(cases: Sequence[Case]) -> list[Outcome]:
+    return [train(case, optimizer=torch.optim.Rprop) for case in cases]
+
+
+def test_a_class_of_the_callers_own_is_rounded_alike(ranks: RankPool) -> None:
+    case = case_of(False, optimizer=None)
+    outcomes = ranks(2, train_own, [routed(case.at(stage), "sockets") for stage in (0, 2, 3)])[0]
+    assert_alike(outcomes, "Rprop")
+    assert outcomes[0].losses != ranks(2, train_own, [case_of(True, optimizer=None)])[0][0].losses
+
+
+def test_remainders_need_an_optimizer_that_is_known() -> None:
+    with pytest.raises(ValueError, match=r'bf16.masters: "kahan" needs an optimizer .*, found Rprop; name one'):
+        train_own([case_of("kahan", optimizer=None)])

@@ -1,0 +1,201 @@
+"""The update of a shard by an optimizer that looks at whole parameters, of which a shard has parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.exact_sum import NUM_LIMBS, add_limbs, from_limbs
+from ..kernels.optimizer_step import update_shards
+from ..kernels.shard_update import ShardUpdate
+from ..optimizers.optimizer import Optimizer, Options, Whole
+from .fused_update import FusedUpdate, Terms
+from .layout import BLOCK_NUMEL, Piece
+from .matrix_trip import MatrixTrip
+from .shard_state import ShardState, StatePart
+
+Ratios = Mapping[int, float]
+"""Index of a parameter in its group -> what its direction is scaled by; none of those that stay as they are."""
+
+
+@dataclass(frozen=True)
+class WholeUpdate(FusedUpdate):
+    """Three passes over a shard, with what the ranks that divide it tell each other in the middle.
+
+        elements      weight, gradient, states -> direction     `optimizer.apply`; a shard of float32 for a while
+        parameters    norms of weight and direction, summed over the ranks, make the ratio
+        elements      weight, direction, ratio -> weight         `optimizer.whole.finish`, with its rounding
+
+    Norms are sums of blocks of 1024 elements in float64, added up exactly, so that all stages have the same bits.
+    States that rest elsewhere come twice in a step.
+    """
+
+    has_rule = True
+    waits_for_norm = True
+
+    def lacks_state(self, options: Options) -> bool:
+        return False
+
+    def takes(self, options: Options) -> bool:
+        return not self.by_group and super().takes(options)
+
+    def can_take(self, kind: str, states: Collection[str]) -> bool:
+        if not self.by_group:
+            return super().can_take(kind, states)
+        return not states or set(states) == {s.name for one in self.by_group for s in self.optimizer.states_for(one)}
+
+    def update(
+        self, shard: ShardState, parts: Callable[[], Iterable[StatePart]], gradient: Tensor, terms: Terms
+    ) -> None:
+        if self._beside is not None and shard.group.params and not terms.options[shard.options_index(0)]["is_matrix"]:
+            self._beside.update(shard, parts, gradient, terms)
+            return
+        shard.make_states()
+        numel, dtype = gradient.numel(), torch.promote_types(shard.master_dtype, torch.float32)
+        direction = torch.empty(numel, dtype=dtype, device=gradient.device)
+        norms = _Norms(shard)
+        for low, one in _with_offsets(self._updates(shard, parts(), gradient, terms)):
+            part = direction[low : low + one.numel]
+            part.copy_(one.master)
+            if one.remainder is not None:
+                part += one.remainder
+            norms.add(0, part, low)
+            moments = dataclasses.replace(one, master=part, out=None, rounding=None, remainder=None)
+            self._run(self.optimizer, moments, terms, terms.gradient_scale)
+            norms.add(1, part, low)
+        if self._whole.matrix is not None:
+            ratios = self._orthogonalise(shard, direction, terms)
+        else:
+            ratios = self._ratios(shard, norms, terms)
+        for low, one in _with_offsets(self._updates(shard, parts(), direction, terms)):
+            runs = list(_runs(shard, ratios, terms, low, one.numel))
+            ends, steps = [(end, options) for end, options, _ in runs], [step for _, _, step in runs]
+            finish = dataclasses.replace(one, states=(), runs=ends, steps=steps)
+            self._run(self._finish, finish, terms, 1.0)
+
+    def update_together(
+        self, due: Iterable[tuple[ShardState, Tensor]], terms: Terms, on_updated: Callable[[ShardState], None]
+    ) -> None:
+        for shard, gradient in due:
+            self.update(shard, shard.as_parts, gradient, terms)
+            on_updated(shard)
+
+    # -- pieces of it ---------------------------------------------------------------------------------------------
+
+    @property
+    def _whole(self) -> Whole:
+        assert self.optimizer.whole is not None
+        return self.optimizer.whole
+
+    @cached_property
+    def _finish(self) -> Optimizer:
+        """The last pass, as an optimizer without states."""
+        return Optimizer(self.optimizer.title, self.optimizer.params, (), self._whole.finish, keeps_step=False)
+
+    @cached_property
+    def _beside(self) -> FusedUpdate | None:
+        """What updates the parameters that are no matrices."""
+        if self._whole.beside is None:
+            return None
+        fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        return FusedUpdate(**{**fields, "optimizer": self._whole.beside, "by_group": ()})
+
+    def _orthogonalise(self, shard: ShardState, direction: Tensor, terms: Terms) -> Ratios:
+        """Every matrix becomes whole on its owner, once, and comes back. A collective."""
+        group, used = shard.group, {i for i, p in enumerate(shard.group.params) if terms.step_of(id(p))}
+        trip = MatrixTrip.of(group)
+        owned = trip.bring(direction)
+        matrix = self._whole.matrix
+        assert matrix is not None
+        for index in used & owned.keys():
+            shape = group.layout.slots[index].shape
+            options = terms.options[shard.options_index(index)]
+            owned[index] = matrix(owned[index].view(shape), options).reshape(-1)
+        trip.take_back(owned, direction)
+        return dict.fromkeys(used, 1.0)
+
+    def _run(self, optimizer: Optimizer, one: ShardUpdate, terms: Terms, scale: float | Tensor) -> None:
+        if one.is_used:
+            update_shards(
+                optimizer, [one], terms.step, scale, backend="auto" if self.backend == "triton" else self.backend
+            )
+
+    def _ratios(self, shard: ShardState, norms: _Norms, terms: Terms) -> Ratios:
+        found = norms.summed()
+        ratios: dict[int, float] = {}
+        for index, param in enumerate(shard.group.params):
+            if terms.step_of(id(param)):
+                options = terms.options[shard.options_index(index)]
+                assert self._whole.ratio is not None
+                ratios[index] = self._whole.ratio(options, *(math.sqrt(one[index]) for one in found))
+        return ratios
+
+
+class _Norms:
+    """Squares of weights and of directions, by parameter of a group."""
+
+    def __init__(self, shard: ShardState) -> None:
+        self._shard = shard
+        self._num_params = len(shard.group.params)
+        device = shard.group.shard.device
+        # The last one says whether any was not finite.
+        self._sums = torch.zeros(2 * self._num_params * NUM_LIMBS + 1, dtype=torch.int64, device=device)
+
+    def add(self, kind: int, values: Tensor, low: int) -> None:
+        """values: (n,) of the shard's elements from `low` on, a multiple of 1024. kind: 0 or 1."""
+        for piece in self._shard.pieces:
+            start, end = piece.offset_in_shard - low, piece.offset_in_shard + piece.numel - low
+            if start < 0 or end > values.numel():
+                continue
+            row = (kind * self._num_params + piece.index) * NUM_LIMBS
+            squares = values[start:end].double().square().to(self._sums.device)
+            add_limbs(self._sums, _by_block(squares, start), row, self._sums.numel() - 1)
+
+    def summed(self) -> list[list[float]]:
+        """[kind][parameter], of all ranks that divide the group. A collective."""
+        axis = self._shard.group.state_axis
+        sums = self._sums
+        if axis.size > 1:
+            sums = axis.route.sum_small(sums, f"norms of {self._shard.group.name}")
+        *limbs, flag = sums.tolist()
+        parts = [limbs[at : at + NUM_LIMBS] for at in range(0, len(limbs), NUM_LIMBS)]
+        values = [math.nan if flag else from_limbs(part) for part in parts]
+        return [values[: self._num_params], values[self._num_params :]]
+
+
+def _by_block(values: Tensor, start: int) -> Tensor:
+    """Sums of values, (n,), by block of 1024 elements of the shard; the first has the number `start` there."""
+    before = start % BLOCK_NUMEL
+    after = -(before + values.numel()) % BLOCK_NUMEL
+    return torch.nn.functional.pad(values, (before, after)).view(-1, BLOCK_NUMEL).sum(1)
+
+
+def _with_offsets(updates: Iterator[ShardUpdate]) -> Iterator[tuple[int, ShardUpdate]]:
+    """Each with the number of its first element in the shard."""
+    low = 0
+    for one in updates:
+        yield low, one
+        low += one.numel
+
+
+def _runs(
+    shard: ShardState, ratios: Ratios, terms: Terms, low: int, numel: int
+) -> Iterator[tuple[int, Mapping[str, Any], int]]:
+    """(end, options, step) of each parameter in elements [low, low + numel) of the shard, which covers them all."""
+    pieces: Sequence[Piece] = [one for one in shard.pieces if low <= one.offset_in_shard < low + numel]
+    if not pieces:
+        return
+    ends = [one.offset_in_shard - low for one in pieces[1:]] + [numel]
+    if pieces[0].offset_in_shard > low:  # padding
+        yield pieces[0].offset_in_shard - low, terms.options[0], 0
+    for piece, end in zip(pieces, ends, strict=True):
+        options = terms.options[shard.options_index(piece.index)]
+        is_updated = piece.index in ratios
+        yield end, {**options, "ratio": ratios.get(piece.index, 0.0)}, terms.step if is_updated else 0

@@ -56,7 +56,7 @@ def test_gradients_are_sent_in_the_communication_data_type(ranks: RankPool) -> N
 
 
 def test_gradients_accumulate_in_grad_accum_dtype(ranks: RankPool) -> None:
-    # By an update of the same bits on every processor: one of the last bit flips a rounding to bfloat16 in a later step.
+    # By an update of the same bits on every processor: its last bit flips a rounding to bfloat16 in a later step.
     config = {"data_types": {"grad_accum_dtype": "bf16"}, "optimizer": {"type": "sgd", "params": {"lr": 2**-4}}}
     case = Case(models.mlp, models.vector_batch, accumulation=3, config=config)
 

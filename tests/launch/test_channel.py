@@ -183,10 +183,11 @@ def test_silence_is_a_loss_and_tells_since_when(loop: Loop) -> None:
     got: list[Any] = []
     start = time.monotonic()
     receiver = channel(loop, right, got, silence_seconds=1.0, sends_beats=True)
+    made = time.monotonic()
     with left:
-        assert loop.run(lambda: bool(got), timeout=6)
+        assert loop.run(lambda: bool(got), timeout=60)
     assert got == [("lost", "nothing was heard from it for 1 s")]
-    assert receiver.lost_at - start < 0.5 < time.monotonic() - start
+    assert start <= receiver.lost_at <= made <= time.monotonic() - 0.9
 
 
 def test_two_that_beat_are_not_silent_and_know_their_clocks(loop: Loop) -> None:

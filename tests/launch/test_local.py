@@ -149,4 +149,4 @@ def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
     time.sleep(0.3)
     assert job.process.poll() is None
     job.process.terminate()
-    assert job.finish(timeout=10)[0] == 128 + signal.SIGTERM
+    assert job.finish(timeout=60)[0] == 128 + signal.SIGTERM

@@ -197,7 +197,8 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         """
         self._steps.check_trains("engine.train_step")
         try:
-            self._driver.train(self._steps, self._steps.microbatches_of(batch))
+            with self._mesh.raised.call():
+                self._driver.train(self._steps, self._steps.microbatches_of(batch))
         except BaseException:
             self._steps.forget()
             raise
@@ -207,7 +208,8 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, with inputs on the device and in the compute dtype."""
         refuse_to_be_traced("an engine")
-        return self._driver.forward(self._steps, args, kwargs)
+        with self._mesh.raised.call():
+            return self._driver.forward(self._steps, args, kwargs)
 
     @in_turn
     def backward(self, loss: Tensor) -> None:
@@ -263,7 +265,8 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
             was_training = self.module.training
             self.module.eval()
             try:
-                losses = self._driver.evaluate(self._steps, batch)
+                with self._mesh.raised.call():
+                    losses = self._driver.evaluate(self._steps, batch)
             finally:
                 self.module.train(was_training)
             with self._join.together(Call.EVALUATION) as num_ranks:

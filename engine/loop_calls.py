@@ -54,7 +54,8 @@ class LoopCalls:
                 f"engine.run(): expected a config without parallel.{found}, whose ranks have parts of the inputs, "
                 "found it; call engine(...) with the inputs of the model"
             )
-        return self._driver.run(self._steps, function, args, kwargs)
+        with self._mesh.raised.call():
+            return self._driver.run(self._steps, function, args, kwargs)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss, whose `backward()` is that of the engine: with float16's loss scale from the loss on, and with the

@@ -294,6 +294,7 @@ class Steps:
 
     def abort_backward(self, error: BaseException) -> None:
         """Forgets the step of a backward that `error` has ended."""
+        self._mesh.raised.tell(error)
         self._passes.abort(error)
         self.forget()
 

@@ -73,6 +73,7 @@ _COMPILED_BY_CALL = "DeepSpeed compiles where engine.compile() is called; here e
 _FROM_ZERO = "training starts at step 0, and goes on where a checkpoint was saved; remove the key"
 _NO_SCALE = "bf16 has the range of fp32, losses are not scaled"
 _APEX = "it is a word of Apex, for the section `amp`"
+_NEOX = "it is a word of GPT-NeoX; set bf16.enabled or fp16.enabled"
 _READ_BY_NOBODY = "DeepSpeed reads no such key either; the sections stand by themselves"
 
 _OF_FP16 = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
@@ -233,6 +234,9 @@ RULES: dict[str, Rule] = {
     "bf16.consecutive_hysteresis": _no_effect(_NO_SCALE),
     "bf16.opt_level": _no_effect(_APEX, "a string"),
     "fp16.opt_level": _no_effect(_APEX, "a string"),
+    "fp16.fp16": _only(True, _NEOX),
+    "fp16.type": _only("fp16", _NEOX, "a string"),
+    "fp32_allreduce": _only(False, 'set communication_data_type to "fp32" instead'),
     **{key: _no_effect(_READ_BY_NOBODY, "any value") for key in _NOBODYS},
 }
 for _name in (

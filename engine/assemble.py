@@ -101,10 +101,11 @@ def assemble(
     host = host_update(config, blueprint.homes, world)
     memories = GroupMemories(
         mesh,
-        blueprint.policy.reduces_every_backward,
+        blueprint.reduces_every_backward,
         rest,
         shares_gradients=blueprint.shares_gradients,
         delays_updates=blueprint.timing is Timing.DELAYED,
+        keeps_sums=not blueprint.is_layered,
     )
     hosts = {} if host is None else dict.fromkeys(blueprint.homes.updated_apart(own.updated), host)
     units = memories.units(own, hosts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from ..comm import Activity, Mesh
 from ..model.ledger import Ledger
 from ..pipe.executor import Executor
-from ..pipe.schedules.action import Action, Op
 from ..pipe.schedules.schedule import Schedule
 from ..pipe.stage import make_stages
 from ..zero.scheduled_units import ScheduledUnits
@@ -46,13 +44,13 @@ class Pipeline:
         self._mesh = mesh
         self._module = module
         stages = dict(zip(plan.stages, make_stages(module, plan.split, plan.stages, ledger), strict=True))
-        self.passes = ScheduledUnits(units, {stage: plan.members(units, stage) for stage in plan.stages}, mesh)
+        self.passes = ScheduledUnits(units, {stage: plan.members(units, stage) for stage in plan.stages}, mesh, not plan.is_layered)
         self._call = model_call
         self._same = SameBatch(mesh, module)
         self._failure: str | None = None  # of an earlier step, in the middle of its schedule
         self._training, self._evaluation = (
             Executor(
-                plan.completed(schedule),
+                schedule,
                 plan.place,
                 stages,
                 self.passes,
@@ -62,7 +60,7 @@ class Pipeline:
                 lambda output, ready: model_call.loss(self._marked(output), ready),
                 ledger,
             )
-            for schedule in (plan.schedule, _evaluation(plan.schedule))
+            for schedule in (plan.training, plan.evaluation)
         )
 
     @property
@@ -231,16 +229,3 @@ class Pipeline:
 def _is_void(executor: Executor) -> bool:
     """Whether nothing of the last run may count."""
     return executor.difference is not None or executor.has_failed
-
-
-def _evaluation(schedule: Schedule) -> Schedule:
-    """One microbatch forward through all stages."""
-    return replace(
-        schedule,
-        name=f"{schedule.name}, evaluation",
-        num_microbatches=1,
-        actions=tuple(
-            tuple(Action(Op.F, stage, 0) for stage in schedule.stages_of_rank(rank))
-            for rank in range(schedule.num_ranks)
-        ),
-    )

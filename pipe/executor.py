@@ -36,7 +36,12 @@ def _as_it_is(loss: Tensor) -> Tensor:
 class StageMemory(Protocol):
     """What happens to parameters and gradients of a stage at the moments that a schedule names."""
 
-    def gather(self, stage: int) -> None: ...
+    def gather(self, stage: int) -> None:
+        """Its parameters are needed soon."""
+
+    def use(self, stage: int) -> None:
+        """Something of the stage is computed next, here or on the ranks with other data."""
+
     def release(self, stage: int) -> None: ...
 
     def collect(self, stage: int) -> None:
@@ -162,7 +167,9 @@ class Executor:
         for action in self._actions:
             if action.op in _OF_MEMORY:
                 _TABLE[action.op](self, action)
-            elif action.op in (Op.B, Op.W):
+            elif action.op in _COMPUTED:
+                self._memory.use(action.stage)
+            if action.op in (Op.B, Op.W):
                 self._end_weights(action.stage)
         return []
 
@@ -178,6 +185,8 @@ class Executor:
             weights.forget()
 
     def _do(self, action: Action) -> None:
+        if action.op in _COMPUTED:
+            self._memory.use(action.stage)
         self.has_failed = self.has_failed or self.messages.lacks_any
         if action.op in _COMPUTED and not self.has_failed:
             try:

@@ -51,6 +51,11 @@ class ZeroConfig(Section):
     """Update each unit as soon as its gradient is reduced, so that all gradients are never held together. Needs
     gradient_clipping 0, gradient_accumulation_steps 1 and no fp16."""
 
+    layered_gradient_accumulation: Bool = False
+    """Layer by layer: all microbatches of a step go through a block before the next block does, and back through it
+    before the one before it. Parameters are gathered, or read, twice a step and not twice a microbatch, and gradients
+    are reduced once. What blocks give each other is held for all microbatches: see docs/fewer-bytes.md."""
+
     stage3_prefetch_bucket_size: Natural | None = None
     """Stage 3: the number of parameter elements that may be gathered ahead of their use; one unit always may. null: two
     units. 0: no prefetch. The name without `stage3_` works too."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +19,7 @@ from ..zero.unit import Unit
 from .axes import PIPE
 from .batch import replace_tensors
 from .join import NO_JOIN, Call
+from .microbatch_turns import MicrobatchTurns
 from .model_call import ModelCall
 from .pipeline_plan import PipelinePlan
 from .same_batch import Differs, SameBatch
@@ -37,14 +38,18 @@ class Pipeline:
         units: Sequence[Unit],
         model_call: ModelCall,
         ledger: Ledger,
+        turns: MicrobatchTurns | None = None,
     ) -> None:
-        """module: the whole model; what other ranks have is taken out of it."""
+        """module: the whole model; what other ranks have is taken out of it. turns: layer by layer."""
         self.whole = plan.whole
         self._plan = plan
         self._mesh = mesh
         self._module = module
-        stages = dict(zip(plan.stages, make_stages(module, plan.split, plan.stages, ledger), strict=True))
-        self.passes = ScheduledUnits(units, {stage: plan.members(units, stage) for stage in plan.stages}, mesh, not plan.is_layered)
+        streams = None if turns is None else turns.streams
+        stages = dict(zip(plan.stages, make_stages(module, plan.split, plan.stages, ledger, streams), strict=True))
+        members = {stage: plan.members(units, stage) for stage in plan.stages}
+        self.passes = ScheduledUnits(units, members, mesh, adds_in_place=not plan.is_layered)
+        self._turns = turns
         self._call = model_call
         self._same = SameBatch(mesh, module)
         self._failure: str | None = None  # of an earlier step, in the middle of its schedule
@@ -59,8 +64,9 @@ class Pipeline:
                 model_call.output,
                 lambda output, ready: model_call.loss(self._marked(output), ready),
                 ledger,
+                *around,
             )
-            for schedule in (plan.training, plan.evaluation)
+            for schedule, around in ((plan.training, [turns.around] if turns else []), (plan.evaluation, []))
         )
 
     @property
@@ -100,7 +106,10 @@ class Pipeline:
         steps.doubt(found, lambda: self._tell(self._training, differ))
 
         def run() -> list[Tensor]:
-            return self._training.pass_by() if differ else self._training.run(ready, steps.scale.apply)
+            if differ:
+                return self._training.pass_by()
+            with self._turns.of_step(len(ready)) if self._turns is not None else nullcontext():
+                return self._training.run(ready, steps.scale.apply)
 
         with self._remembers_failure():
             losses = steps.backward(run, len(given))

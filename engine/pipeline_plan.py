@@ -17,7 +17,9 @@ from ..pipe.schedules.schedule import Schedule
 from ..pipe.split.blocks import find_blocks
 from ..pipe.split.split import SplitPlan, plan_split
 from ..zero.domain import Copies
+from ..zero.plan import GroupPlan
 from ..zero.policy import ZeroPolicy
+from ..zero.scheduled_units import reduction_order
 from ..zero.unit import Unit
 from ..zero.units import UnitPlan
 from .archive.named_state import Whole
@@ -28,6 +30,7 @@ from .config.parallel import schedule_of
 from .config.sections import ZeroConfig
 
 LossFn = Callable[[Any, Any], Tensor] | None
+Groups = tuple[GroupPlan, ...]
 _TIED = "(tied {})"
 
 
@@ -88,6 +91,15 @@ class PipelinePlan:
     def stages(self) -> tuple[int, ...]:
         """The stages of this place."""
         return self.schedule.stages_of_rank(self.place)
+
+    def in_layers(self, units: Sequence[tuple[UnitPlan, Groups]]) -> list[tuple[UnitPlan, Groups]]:
+        """Units with their groups, layer by layer in the order in which they are reduced."""
+        names = [{name for group in groups for name, _ in group.params} for _, groups in units]
+        stages = [
+            [number for number, found in enumerate(names) if found & set(of_stage)]
+            for of_stage in self.split.parameters
+        ]
+        return [units[number] for number in reduction_order(range(len(units)), dict(enumerate(stages)))]
 
     def members(self, units: Sequence[Unit], stage: int) -> list[Unit]:
         """Those of this place's units of which the stage needs parameters."""

@@ -41,7 +41,9 @@ class GroupGradient:
         host: HostUpdate | None = None,
         keeps_sum: bool = True,
     ) -> None:
-        """common, is_handed_over: as of `ShardMemory`. keeps_sum: as of `LocalSum`. host: where the update is made, if not where parameters are."""
+        """common, is_handed_over: as of `ShardMemory`. keeps_sum: as of `LocalSum`.
+
+        host: where the update is made, if not where parameters are."""
         self.group = group
         self.accumulation_dtype = accumulation_dtype
         self.reduces_every_backward = reduces_every_backward

@@ -6,7 +6,8 @@ without a canonical one; `sequence.py` is for ranks that go through a whole mode
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -19,6 +20,8 @@ from .unit import Unit
 # Above those of the schedule's messages. Ranks come to the tied weights that they share in the same order, whichever
 # others each of them has, so the order of messages tells them apart.
 _TIED_TAG = 1 << 19
+
+U = TypeVar("U", bound=Hashable)
 
 
 class ScheduledUnits:
@@ -156,13 +159,10 @@ class ScheduledUnits:
         gradient.replace(total)
 
 
-def reduction_order(units: Sequence[Unit], stages: Mapping[int, Sequence[Unit]]) -> list[Unit]:
+def reduction_order(units: Sequence[U], stages: Mapping[int, Sequence[U]]) -> list[U]:
     """In which stages, the last one first, have all gradients of each unit; at the end what none of them has."""
-    first_stage = {id(unit): stage for stage in sorted(stages, reverse=True) for unit in stages[stage]}
+    first_stage = {unit: stage for stage in sorted(stages, reverse=True) for unit in stages[stage]}
     order = [
-        unit
-        for stage in sorted(stages, reverse=True)
-        for unit in reversed(stages[stage])
-        if first_stage[id(unit)] == stage
+        unit for stage in sorted(stages, reverse=True) for unit in reversed(stages[stage]) if first_stage[unit] == stage
     ]
-    return [*order, *(unit for unit in units if id(unit) not in first_stage)]
+    return [*order, *(unit for unit in units if unit not in first_stage)]

@@ -219,6 +219,11 @@ class Pipeline:
             raise
 
     def _lacks_whole(self, what: str, instead: str) -> ValueError:
+        if self._plan.is_layered:
+            return ValueError(
+                f"{what}: expected a config without zero_optimization.layered_gradient_accumulation, found it, with "
+                f"which all microbatches of a step go through a block before the next block does; use {instead}"
+            )
         return ValueError(
             f"{what}: expected a rank with the whole model, found stages {list(self._plan.stages)} of "
             f"{self._plan.split.num_stages} (parallel.pipeline); use {instead}, which works at every split"

@@ -197,7 +197,13 @@ def split_of(config: Config, module: nn.Module, sample_batch: Any, loss_fn: Loss
     """Which stage has which blocks. sample_batch: of the model's own loss; None: the model is not run."""
     has_values = all(param.untyped_storage().nbytes() >= param.nbytes for param in module.parameters())
     if config.zero_optimization.layered_gradient_accumulation:
-        return plan_split(module, len(find_blocks(module)), sample=_sample_of(sample_batch, loss_fn))
+        try:
+            return plan_split(module, len(find_blocks(module)), sample=_sample_of(sample_batch, loss_fn))
+        except ValueError as error:
+            raise ValueError(
+                "zero_optimization.layered_gradient_accumulation: expected a model whose blocks can be gone through "
+                f"one by one, each as a stage of a pipeline on this rank; found one that cannot: {error}"
+            ) from error
     if config.pipeline.balance == "time" and not has_values:
         raise ValueError(
             'pipeline.balance: "time" needs a constructed model to measure, found a callable that builds one, which no '

@@ -20,8 +20,8 @@ from tests.ranks import RankPool
 from tests.zero.training import ADAMW, Case, Outcome, train, train_all
 
 LAYERED = {"layered_gradient_accumulation": True}
-BF16 = {"bf16": {"enabled": True}}
-FP16 = {"fp16": {"enabled": True, "loss_scale": 64}}
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+FP16: dict[str, Any] = {"fp16": {"enabled": True, "loss_scale": 64}}
 
 
 def zero(**settings: Any) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def test_one_rank(tmp_path: Path) -> None:
 
 def test_update_in_backward(tmp_path: Path) -> None:
     """Which the plain order does not have with several microbatches."""
-    file = {"device": "nvme", "nvme_path": str(tmp_path)}
+    file: dict[str, Any] = {"device": "nvme", "nvme_path": str(tmp_path)}
     plain, layered = (case.at(3, clip=0.0) for case in pair(3))
     updates = {"update_in_backward": True, "offload_param": file, "offload_optimizer": file}
     assert not train(plain).differences(train(layered.at(3, config=zero(**LAYERED, **updates))))
@@ -73,8 +73,8 @@ def test_update_in_backward(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("world_size", "route"), [(2, "sockets"), (4, "shared_memory")])
 def test_several_ranks_have_the_sums_of_stage_1(ranks: RankPool, tmp_path: Path, world_size: int, route: str) -> None:
     """Which adds up microbatches first, and then ranks; stages 2 and 3 in the plain order reduce each microbatch."""
-    by = {"communication": {"route": route}}
-    file = {"device": "nvme", "nvme_path": str(tmp_path)}
+    by: dict[str, Any] = {"communication": {"route": route}}
+    file: dict[str, Any] = {"device": "nvme", "nvme_path": str(tmp_path)}
     cases = [*pair(1, **by), *pair(2, plain_stage=1, **by, **BF16), *pair(3, plain_stage=1, **by)]
     if world_size == 2:
         plain, layered = pair(3, plain_stage=1, **by)
@@ -277,6 +277,12 @@ def test_models_that_cannot_be_cut() -> None:
     config = Case(chain, rows_of, 3, accumulation=2, config=zero(**LAYERED)).as_config()
     with pytest.raises(ValueError, match=r"one by one, .*: pipeline: Linear has no repeated blocks"):
         lowtide.initialize(nn.Linear(3, 3), config)
+
+
+def test_it_is_not_planned() -> None:
+    config = Case(chain, rows_of, 3, accumulation=2, config=zero(**LAYERED)).as_config()
+    with pytest.raises(ValueError, match="a step layer by layer is not planned; plan without it"):
+        lowtide.plan(chain(), config, world_size=2, sample_batch=rows_of(0, 2))
 
 
 def test_loops_by_hand() -> None:

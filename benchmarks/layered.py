@@ -2,15 +2,19 @@
 
     python benchmarks/layered.py --folder /mnt/nvme --width 1024 --blocks 8 --microbatches 8
 
-One rank. The ratio of step rates is that of medians; each round has a step of both, one after the other. What is read
-and written is counted where the store is asked for it.
+One rank. A drive is as fast beside a GPU as a slower one is beside a CPU: `--drive-mb-per-second` makes it so, by
+waiting where blocks are read and written. The ratio of step rates is that of medians; each round has a step of both,
+one after the other. What is read and written is counted where the store is asked for it.
 """
 
 import argparse
 import statistics
 import tempfile
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -63,6 +67,36 @@ def config_of(arguments: argparse.Namespace, folder: str, is_layered: bool) -> d
     }
 
 
+class Drive:
+    """A drive of a given speed: blocks that are read and written pass one after the other, and take their time."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._speed = bytes_per_second
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        load, save = FileStore._load_block, FileStore._save_block
+
+        def slow_load(store: FileStore, entry: Any, block: memoryview, *rest: Any) -> None:
+            self._pass(block.nbytes)
+            load(store, entry, block, *rest)
+
+        def slow_save(store: FileStore, entry: Any, block: memoryview, *rest: Any) -> None:
+            self._pass(block.nbytes)
+            save(store, entry, block, *rest)
+
+        with patch.object(FileStore, "_load_block", slow_load), patch.object(FileStore, "_save_block", slow_save):
+            yield
+
+    def _pass(self, nbytes: int) -> None:
+        with self._lock:
+            self._free_at = max(self._free_at, time.perf_counter()) + nbytes / self._speed
+            until = self._free_at
+        time.sleep(max(0.0, until - time.perf_counter()))
+
+
 class Traffic:
     """Bytes that a step reads and writes."""
 
@@ -93,9 +127,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16, help="of a microbatch")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--states-in-memory", action="store_true")
+    parser.add_argument("--drive-mb-per-second", type=float, help="simulate a drive that is no faster")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        run(arguments, folder)
+        speed = arguments.drive_mb_per_second
+        with Drive(speed * 1e6).in_use() if speed else nullcontext():
+            run(arguments, folder)
 
 
 def run(arguments: argparse.Namespace, folder: str) -> None:

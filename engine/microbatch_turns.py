@@ -8,8 +8,8 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from ..offload import ActivationOffload
-from ..pipe.random_streams import RandomStreams
 from ..pipe.schedules.action import Action
+from ..pipe.split.random_streams import RandomStreams
 
 
 class MicrobatchTurns:

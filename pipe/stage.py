@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..model.ledger import Ledger
-from .random_streams import RandomStreams
 from .split.absent import is_missing, resolved
 from .split.carried import Carried, CarriedSpec, run_lengths
 from .split.outer_values import OuterValues
 from .split.probe import Needs, Probe
+from .split.random_streams import RandomStreams
 from .split.replay import Leave, Replay
 from .split.replayed_model import ReplayedModel
 from .split.split import SplitPlan

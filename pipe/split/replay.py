@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..random_streams import RandomStreams
 from .absent import Absent, is_missing, resolved
 from .carried import Carried, CarriedSpec, description
 from .outer_values import OuterValues
+from .random_streams import RandomStreams
 from .split import SplitPlan
 from .trees import TensorShape, leaves, map_leaves
 

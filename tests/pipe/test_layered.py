@@ -13,7 +13,7 @@ import lowtide
 from lowtide.comm.sockets import SocketRoute
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.offload.file_store import FileStore
-from lowtide.pipe.random_streams import seeds_behind
+from lowtide.pipe.split.random_streams import seeds_behind
 from tests import models
 from tests.engine.test_hugging_face import MODELS, batch_of
 from tests.ranks import RankPool

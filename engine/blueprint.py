@@ -100,7 +100,7 @@ class Blueprint:
         units = tuple(units or plan_units(model, None if zero.units == "auto" else zero.units))
         chosen = optimizer if isinstance(optimizer, OptimizerPlan) else OptimizerPlan.of(config, model, optimizer)
         pipeline = None
-        if config.parallel.pipeline > 1:
+        if config.has_stages:
             known = split if isinstance(split, PipelinePlan) else PipelinePlan.of(config, model, split)
             pipeline = known.for_stage(config)
         tensor_degree, expert_degree = config.parallel.tensor, config.parallel.expert
@@ -211,6 +211,16 @@ class Blueprint:
         Not of an update in backward, which gives them back at once, nor of a delayed one, beside which the next lie.
         """
         return not self.policy.shards_states and self.timing not in (Timing.IN_BACKWARD, Timing.DELAYED)
+
+    @property
+    def is_layered(self) -> bool:
+        """Whether all microbatches go through a block before the next block."""
+        return self.pipeline is not None and self.pipeline.is_layered
+
+    @property
+    def reduces_every_backward(self) -> bool:
+        """Whether gradients of each microbatch are reduced, and not those of a step."""
+        return self.policy.reduces_every_backward and not self.is_layered
 
     @property
     def prefetch_numel(self) -> int:

@@ -19,7 +19,6 @@ from ..zero.host_update import MAX_LEAVING
 from ..zero.layout import round_up
 from ..zero.offloaded_states import ChunkLayout
 from ..zero.plan import GroupPlan, ModelPlan, Role
-from ..zero.policy import ZeroPolicy
 from ..zero.shard_state import MASTER, Kinds, kinds_of_block, scaled
 from .axes import SEQUENCE, TENSOR
 from .blueprint import Blueprint
@@ -34,7 +33,7 @@ class Moment(Enum):
     """When bytes are counted, in a training that has made its first steps and uses every parameter."""
 
     BETWEEN_STEPS = "between two steps"
-    ACCUMULATING = "between two microbatches of a step"
+    ACCUMULATING = "between two microbatches of a step"  # layer by layer: of the first block, which comes last
     REDUCED = "after the last microbatch, before the step: gradients are final, and only now updated after the norm"
 
 
@@ -69,9 +68,9 @@ class Shares:
     states: int
 
     @classmethod
-    def of(cls, policy: ZeroPolicy, states: int, parameters: int) -> Shares:
+    def of(cls, reduces_every_backward: bool, states: int, parameters: int) -> Shares:
         """states, parameters: the ranks over which a domain divides them."""
-        return cls(parameters, states if policy.reduces_every_backward else 1, states)
+        return cls(parameters, states if reduces_every_backward else 1, states)
 
 
 def bytes_of(blueprint: Blueprint, rank: int = 0, moment: Moment = Moment.REDUCED) -> RankBytes:
@@ -207,15 +206,19 @@ class Footprint:
         |               | flat memory of full ones is kept        |                                        |
         | between steps | as before the step, but for shards that are given back: left, delayed, of shared memory,  |
         |               | on an accelerator                                                                |
+
+        Layer by layer full gradients of a block are added up, and its flat memory given back, at every stage.
         """
         blueprint, shard = self._blueprint, _sum_bytes(group)
+        if moment is Moment.ACCUMULATING and not self._is_last_to_come(group):
+            moment = Moment.REDUCED
         shares_memory = blueprint.route == "shared_memory"
         sizes = self._sizes(group.domain)
         is_common = blueprint.shares_gradients and shares_memory and sizes.replicas > 1 and not group.domain.tied
         common, own = (shard // sizes.replicas, 0) if is_common else (0, shard)
         leaves = self._leaves(group)
         if moment is Moment.ACCUMULATING and not self.adds_in_place(group):
-            if not blueprint.policy.reduces_every_backward:
+            if not blueprint.reduces_every_backward:
                 return common + self._local(group)
             waits = bool(group.domain.tied) or sizes.replicas > 1  # for the sum over these
             whole = group.layout.padded_numel * group.accumulation_dtype.itemsize
@@ -226,9 +229,18 @@ class Footprint:
         is_given_back = leaves or blueprint.timing is Timing.DELAYED or is_one_copy or self._is_on_accelerator
         if moment is Moment.BETWEEN_STEPS and is_given_back:
             own = 0
-        has_local = self._accumulates and not blueprint.policy.reduces_every_backward
+        has_local = self._accumulates and not blueprint.reduces_every_backward
         is_kept = has_local and not self.adds_in_place(group) and group.accumulation_dtype != group.dtype
+        is_kept = is_kept and not blueprint.is_layered
         return common + own + (self._local(group) if is_kept else 0)
+
+    def _is_last_to_come(self, group: GroupPlan) -> bool:
+        """Whether its gradients are added up at the moment that counts: layer by layer those of others are reduced."""
+        pipeline = self._blueprint.pipeline
+        if pipeline is None or not pipeline.is_layered:
+            return True
+        first = set(pipeline.split.parameters[0])
+        return any(name in first for name, _ in group.params)
 
     def _leaves(self, group: GroupPlan) -> bool:
         """Whether it is updated on the host, with gradients that go there."""
@@ -242,7 +254,7 @@ class Footprint:
         """Of a sum that an accelerator does not have any more."""
         if not self._is_on_accelerator or not self._leaves(group) or moment is Moment.BETWEEN_STEPS:
             return 0
-        is_full = moment is Moment.ACCUMULATING and not self._blueprint.policy.reduces_every_backward
+        is_full = moment is Moment.ACCUMULATING and not self._blueprint.reduces_every_backward
         return 0 if is_full or self._blueprint.timing is Timing.IN_BACKWARD else _sum_bytes(group)
 
     def _leaving(self) -> int:
@@ -260,7 +272,8 @@ class Footprint:
         """Whether autograd adds up a step's gradients in the shard: see `GroupGradient.accumulate_in_place`."""
         sizes = self._sizes(group.domain)
         is_alone = sizes.states == sizes.replicas == 1
-        return self._in_pipeline and is_alone and not self._leaves(group) and group.accumulation_dtype == group.dtype
+        is_added = is_alone and not self._leaves(group) and group.accumulation_dtype == group.dtype
+        return self._in_pipeline and not self._blueprint.is_layered and is_added
 
     def _staging(self) -> int:
         trained, route = self._plan.trained, self._blueprint.route
@@ -285,6 +298,9 @@ class Footprint:
         is_trained = {id(one) for one in trained}
         units = list(reversed(self._plan.units))
         units.sort(key=lambda one: one[0].is_rest)
+        pipeline = self._blueprint.pipeline
+        if pipeline is not None and pipeline.is_layered:
+            units = pipeline.in_layers(self._plan.units)
         return (group for _, groups in units for group in groups if id(group) in is_trained)
 
     def _slots(self, parts: Sequence[tuple[torch.dtype, int, int]], num_ranks: int) -> int:
@@ -292,14 +308,14 @@ class Footprint:
 
         How stages of a pipeline take turns is known of three groups alone.
         """
-        is_known = len(parts) == _SLOTS_IN_TURN or not self._in_pipeline
+        is_known = len(parts) == _SLOTS_IN_TURN or not self._in_pipeline or self._blueprint.is_layered
         if is_known and len(parts) % _SLOTS_IN_TURN == 0:
             return sum(_exchanged(parts[turn::_SLOTS_IN_TURN], num_ranks) for turn in range(_SLOTS_IN_TURN))
         return _SLOTS_IN_TURN * _exchanged(parts, num_ranks)
 
     def _sends_others_alone(self, group: GroupPlan) -> bool:
         """Whether a slot has no room for a rank's own part: see `Move`. Beside earlier microbatches' sum it has."""
-        has_sum = self._accumulates and self._blueprint.policy.reduces_every_backward
+        has_sum = self._accumulates and self._blueprint.reduces_every_backward
         is_gone = self._leaves(group) and self._sizes(group.domain).replicas == 1
         return group.reduce_dtype == group.accumulation_dtype and (not has_sum or is_gone)
 
@@ -371,7 +387,7 @@ def _sizes(blueprint: Blueprint, domain: Domain) -> _Sizes:
     states = size(domain.states)
     has_one_copy = blueprint.route == "shared_memory" and states > 1
     parameters = states if has_one_copy else size(domain.parameters)
-    return _Sizes(states, size(domain.replicas), Shares.of(blueprint.policy, states, parameters))
+    return _Sizes(states, size(domain.replicas), Shares.of(blueprint.reduces_every_backward, states, parameters))
 
 
 def _ring_bytes(plan: ModelPlan, arrangement: Arrangement) -> int:

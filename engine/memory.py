@@ -40,7 +40,7 @@ def predict(
     """
     policy = ZeroPolicy.from_stage(stage)
     shares = Shares.of(
-        policy,
+        policy.reduces_every_backward,
         states=shard_size if policy.shards_states else 1,
         parameters=shard_size if policy.frees_parameters else 1,
     )

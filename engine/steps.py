@@ -302,8 +302,9 @@ class Steps:
         """Raises ValueError where so many microbatches do not end a step, though a schedule has all of it."""
         if not self._is_boundary(num_microbatches):
             raise ValueError(
-                "engine.accumulate(last=False): expected an engine without parallel.pipeline, found one with it, whose "
-                "train_step has all microbatches of a step; set gradient_accumulation_steps"
+                "engine.accumulate(last=False): expected an engine without parallel.pipeline and "
+                "zero_optimization.layered_gradient_accumulation, found one with it, whose train_step has all "
+                "microbatches of a step; set gradient_accumulation_steps"
             )
 
     def _is_boundary(self, num_microbatches: int) -> bool:

@@ -36,16 +36,19 @@ class GroupMemories:
         rest: ShardRest | None = None,
         shares_gradients: bool = False,
         delays_updates: bool = False,
+        keeps_sums: bool = True,
     ) -> None:
         """rest: where shards are while nobody needs them, with room for all; None: in memory. shares_gradients:
         replicas that share memory have one sum of their gradients, and nobody changes it; but of tied ones, to which
         other stages add. delays_updates: the gradients of a step are used while the next ones come.
+        keeps_sums: see `LocalSum`.
         """
         self._mesh = mesh
         self._reduces_every_backward = reduces_every_backward
         self._rest = rest
         self._shares_gradients = shares_gradients
         self._delays_updates = delays_updates
+        self._keeps_sums = keeps_sums
         self._slot_bytes: dict[tuple[str, ...], int] = {}  # by axes
 
     def units(self, plan: ModelPlan, hosts: Hosts) -> list[Unit]:
@@ -83,6 +86,7 @@ class GroupMemories:
                 common.get(plan.name),
                 self._delays_updates,
                 hosts.get(plan.name),
+                self._keeps_sums,
             )
             for plan, group in trained
         ]

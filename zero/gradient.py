@@ -39,8 +39,11 @@ class GroupGradient:
         common: Tensor | None = None,
         is_handed_over: bool = False,
         host: HostUpdate | None = None,
+        keeps_sum: bool = True,
     ) -> None:
-        """common, is_handed_over: as of `ShardMemory`. host: where the update is made, if not where parameters are."""
+        """common, is_handed_over: as of `ShardMemory`. keeps_sum: as of `LocalSum`.
+
+        host: where the update is made, if not where parameters are."""
         self.group = group
         self.accumulation_dtype = accumulation_dtype
         self.reduces_every_backward = reduces_every_backward
@@ -50,7 +53,7 @@ class GroupGradient:
         self.inspection = Inspection(group)
         self._move = Move(group, codec, accumulation_dtype, self.inspection)
         self._is_tied = bool(group.domain.tied)  # what others have is added after the move
-        self._local = LocalSum(group, accumulation_dtype)
+        self._local = LocalSum(group, accumulation_dtype, keeps_sum)
         self._memory = ShardMemory(group, accumulation_dtype, common, is_handed_over or host is not None)
         self._host = None if host is None else HostSum(host)
         self._has_shard = False  # of earlier microbatches

@@ -25,6 +25,7 @@ from .errors import ConfigError, Fault, FaultKind, shown, unknown_key
 from .fill import Fill, filled
 from .idle import checkpoint_notes, no_effect, precision_notes, report_notes, zero_notes
 from .kernels import KernelsConfig, idle_kernel_settings
+from .layered import layered_faults
 from .monitors import CsvMonitorConfig, ProfileConfig, TensorboardConfig, WandbConfig
 from .offload import ActivationOffloadConfig, AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from .offload_checks import offload_faults, offload_notes
@@ -189,6 +190,11 @@ class Config(Section):
         return config
 
     @property
+    def has_stages(self) -> bool:
+        """Whether a schedule takes the model's blocks through a step: those of a pipeline, or layer by layer."""
+        return self.parallel.pipeline > 1 or self.zero_optimization.layered_gradient_accumulation
+
+    @property
     def planned_keys(self) -> tuple[str, ...]:
         """Those whose "auto" is chosen from the model and the machine: `as_planned`."""
         return self._planned_keys
@@ -294,7 +300,8 @@ def _kept_batch(config: Config, first_world_size: int) -> KeptBatch | None:
 
     @cache
     def can_accumulate(count: int) -> bool:
-        is_whole = count == 1 or not config.zero_optimization.update_in_backward
+        zero = config.zero_optimization
+        is_whole = count == 1 or not zero.update_in_backward or zero.layered_gradient_accumulation
         return is_whole and not schedule_faults(config.parallel, config.pipeline, count)
 
     zero = config.zero_optimization
@@ -455,6 +462,7 @@ def _conflicts(config: Config) -> list[Fault]:
     faults += offload_faults(config.zero_optimization, config.activation_checkpointing)
     faults += accumulation_faults(config.pipeline, config.gradient_accumulation_steps)
     faults += pipeline_faults(config.parallel, config.zero_optimization, config.activation_checkpointing.offload)
+    faults += layered_faults(config.zero_optimization, config.parallel, config.torch_autocast)
     return faults + _checkpoint_faults(config.checkpoint) + _update_in_backward_faults(config)
 
 
@@ -489,7 +497,8 @@ def _update_in_backward_faults(config: Config) -> list[Fault]:
     reasons = []
     if config.gradient_clipping > 0:
         reasons.append(f"gradient_clipping 0 (found {config.gradient_clipping}: the norm is known after all gradients)")
-    if (config.gradient_accumulation_steps or 1) > 1:
+    is_layered = config.zero_optimization.layered_gradient_accumulation  # then a unit is reduced once a step
+    if (config.gradient_accumulation_steps or 1) > 1 and not is_layered:
         steps = config.gradient_accumulation_steps
         reasons.append(f"gradient_accumulation_steps 1 (found {steps}: a gradient is whole after the last microbatch)")
     if config.fp16.enabled:

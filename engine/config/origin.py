@@ -23,6 +23,7 @@ _OWN = """
     compile.blocks compile.mode compile.dynamic compile.fullgraph
     pipeline.schedule pipeline.chunks pipeline.microbatches pipeline.balance
     zero_optimization.shard_size zero_optimization.units zero_optimization.update_in_backward
+    zero_optimization.layered_gradient_accumulation
     zero_optimization.offload_optimizer.overlap zero_optimization.offload_optimizer.delay_after_steps bf16.auto_cast
     bf16.masters
     activation_checkpointing.every activation_checkpointing.offload aio.verify optimizer.params.state_dtype

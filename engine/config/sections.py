@@ -49,7 +49,12 @@ class ZeroConfig(Section):
 
     update_in_backward: Bool = False
     """Update each unit as soon as its gradient is reduced, so that all gradients are never held together. Needs
-    gradient_clipping 0, gradient_accumulation_steps 1 and no fp16."""
+    gradient_clipping 0, no fp16, and gradient_accumulation_steps 1 or layered_gradient_accumulation."""
+
+    layered_gradient_accumulation: Bool = False
+    """All microbatches of a step go through a block before the next block does. At stage 3 parameters are gathered, or
+    read, twice a step and not twice a microbatch, and gradients are reduced once; what blocks give each other is held
+    for all microbatches. It is for train_step: see docs/fewer-bytes.md."""
 
     stage3_prefetch_bucket_size: Natural | None = None
     """Stage 3: the number of parameter elements that may be gathered ahead of their use; one unit always may. null: two

@@ -133,7 +133,7 @@ def train(engine: lowtide.Engine, step: int, look: Any) -> None:
     accumulation = engine.config.gradient_accumulation_steps or 1
     rows = 2 * engine.data_size * accumulation
     batch = [one.chunk(engine.data_size)[engine.data_rank] for one in models.token_batch(step, rows)]
-    if engine.config.parallel.pipeline > 1:
+    if engine.config.has_stages:
         engine.train_step(tuple(batch))
         return
     for number, part in enumerate(zip(*(one.chunk(accumulation) for one in batch), strict=True), 1):
@@ -257,6 +257,31 @@ def test_two_ranks(ranks: RankPool) -> None:
 def test_one_rank() -> None:
     cases = {f"{stage}": config_of(stage, 2, "auto", **(BF16 if stage % 2 else FP32)) for stage in range(4)}
     assert_equal([compare(cases)])
+
+
+def layered_cases(folder: Path) -> dict[str, dict[str, Any]]:
+    """Each stage with every dtype, route and place of parameters, though not with every pair of them."""
+    nvme: dict[str, Any] = {"device": "nvme", "nvme_path": str(folder)}
+    layered = {"layered_gradient_accumulation": True}
+    cases = {}
+    for stage in range(4):
+        for number, dtypes in enumerate([FP32, BF16, NARROW][stage % 2 :]):
+            route = ("sockets", "shared_memory")[(stage + number) % 2]
+            cases[f"{stage} {number} {route}"] = config_of(stage, 3, route, zero=layered, **dtypes)
+    cases["no prefetch"] = config_of(3, 2, zero={**layered, "stage3_prefetch_bucket_size": 0})
+    cases["in backward"] = config_of(3, 4, zero={**layered, "update_in_backward": True}, **BF16)
+    delayed = {"device": "cpu", "overlap": "delayed", "delay_after_steps": 1}
+    cases["delayed"] = config_of(3, 2, zero={**layered, "offload_optimizer": delayed})
+    cases["files"] = config_of(3, 3, zero={**layered, "offload_param": nvme, "offload_optimizer": nvme}, **BF16)
+    return cases
+
+
+def test_layer_by_layer(ranks: RankPool, tmp_path: Path) -> None:
+    assert_equal(ranks(2, compare, layered_cases(tmp_path)))
+
+
+def test_layer_by_layer_alone(tmp_path: Path) -> None:
+    assert_equal([compare(layered_cases(tmp_path))])
 
 
 def test_several_axes(ranks: RankPool) -> None:

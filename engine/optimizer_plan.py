@@ -22,7 +22,7 @@ from ..zero.whole_update import WholeUpdate
 from .config.config import Config
 from .fusing import optimizer_backend
 
-_MASTERS = {True: Masters.WIDER, False: Masters.NONE, "kahan": Masters.KAHAN}
+_MASTERS = {True: Masters.WIDER, False: Masters.NONE, "kahan": Masters.KAHAN, "int8": Masters.SPLIT}
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 OptimizerChoice = torch.optim.Optimizer | type[torch.optim.Optimizer] | Callable[[Any], torch.optim.Optimizer] | None
@@ -95,9 +95,9 @@ class OptimizerPlan:
         if record is not None:
             update = FusedUpdate(record, dict(own.param_groups[0]), torch.float32, backend, masters, seed)
             return cls(own.param_groups, own.defaults, update, None, masters, seed)
-        if masters is Masters.KAHAN:
+        if masters.remainder is not None:
             raise ValueError(
-                f'bf16.masters: "kahan" needs an optimizer whose states are known beforehand, found '
+                f'bf16.masters: "{masters.value}" needs an optimizer whose states are known beforehand, found '
                 f"{type(own).__name__}; name one in the config, or set false or true"
             )
         factory = partial(another, own)

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..kernels.exact_sum import NUM_LIMBS, add_limbs, from_limbs
 from ..kernels.optimizer_step import update_shards
 from ..kernels.shard_update import ShardUpdate
+from ..kernels.weight_rounding import with_remainder
 from ..optimizers.optimizer import Optimizer, Options, Whole
 from .fused_update import FusedUpdate, Terms
 from .layout import BLOCK_NUMEL, Piece
@@ -63,9 +64,7 @@ class WholeUpdate(FusedUpdate):
         norms = _Norms(shard)
         for low, one in _with_offsets(self._updates(shard, parts(), gradient, terms)):
             part = direction[low : low + one.numel]
-            part.copy_(one.master)
-            if one.remainder is not None:
-                part += one.remainder
+            part.copy_(one.master if one.remainder is None else with_remainder(one.master, one.remainder))
             norms.add(0, part, low)
             moments = dataclasses.replace(one, master=part, out=None, rounding=None, remainder=None)
             self._run(self.optimizer, moments, terms, terms.gradient_scale)

@@ -131,6 +131,8 @@ class ShardState:
         self._own_master = huge_zeros(self.resident_numel, torch.float32, device) if self.is_mixed else None
         self.states: dict[str, Tensor] = {}
         self._has_states = False  # of which there may be none
+        self.factors: dict[int, dict[str, Tensor]] = {}
+        """Index in the group of a matrix that this rank owns -> its states that are not elementwise, by name."""
         self.update: ShardUpdate | None = None
         """What an update of all that is in memory needs, as of the last one; None where other states came since."""
         first = options_index_of[id(self.group.params[0])] if self.group.params else 0
@@ -191,6 +193,7 @@ class ShardState:
     def forget_states(self) -> None:
         """Gives the memory of `make_states` back."""
         self.states.clear()
+        self.factors.clear()
         self._has_states, self.update = False, None
 
     def fill_chunks(self) -> None:

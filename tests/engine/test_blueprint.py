@@ -253,6 +253,8 @@ def plain_cases() -> dict[str, dict[str, Any]]:
     cases["split, in backward"] = config_of(3, zero={"update_in_backward": True}, **SPLIT)
     cases["matrices"] = config_of(1, optimizer={"type": "muon"})
     cases["matrices, no masters"] = config_of(3, **{**DRAWN, "optimizer": {"type": "muon"}})
+    cases["rows and columns"] = config_of(2, optimizer={"type": "adafactor"})
+    cases["rows and columns, no masters"] = config_of(0, **{**DRAWN, "optimizer": {"type": "adafactor"}})
     cases["8 bits"] = config_of(1, optimizer={"type": "adamw", "params": {"state_dtype": "int8"}})
     return cases
 
@@ -290,7 +292,9 @@ def offload_cases(folder: Path, device: str) -> dict[str, dict[str, Any]]:
         cases[f"{overlap} bf16"] = config_of(2, 2, zero={"offload_optimizer": {**section, "ratio": 0.5}}, **BF16)
         form = KAHAN if overlap == "speculative" else DRAWN
         if overlap == "none":
-            cases["split"] = config_of(2, zero={"offload_optimizer": section}, **SPLIT)
+            zero = {"offload_optimizer": section}
+            cases["split"] = config_of(2, zero=zero, **SPLIT)
+            cases["rows and columns"] = config_of(2, zero=zero, optimizer={"type": "adafactor"})
         cases[f"{overlap}, no masters"] = config_of(1, zero={"offload_optimizer": {**section, "ratio": 0.5}}, **form)
     cases["parameters"] = config_of(3, 2, zero={"offload_param": nvme, "offload_optimizer": nvme}, **BF16)
     return cases

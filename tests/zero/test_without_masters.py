@@ -1,8 +1,12 @@
 """bf16 without master weights: the same bits wherever a parameter lies, and as few bytes as it says."""
 
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ from torch import Tensor
 
 import lowtide
 from lowtide.kernels.weight_rounding import Rounding, rounded_weights
+from lowtide.offload import FileStore
 from lowtide.optimizers.table import OPTIMIZERS
 from lowtide.zero.gradient import GroupGradient
 from tests.engine.test_optimizer_offload import Wide, offloaded
@@ -173,6 +178,41 @@ def test_bytes_of_a_parameter(ranks: RankPool) -> None:
     expected["int8", "int8", "bf16"] = 7 + 2 * 4 / 256  # a scale for 256 elements of each state
     for arguments, nbytes in expected.items():
         assert ranks(2, bytes_of_each, *arguments) == [nbytes] * 2, arguments
+
+
+def traffic_of_each(masters: bool | str, state_dtype: str, path: str) -> dict[str, float]:
+    """Bytes of a shard's element that go from and to files in a step."""
+    config = {
+        "steps_per_print": 0,
+        "bf16": {"enabled": True, "masters": masters},
+        "optimizer": {"type": "adamw", "params": {"state_dtype": state_dtype}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": path}},
+    }
+    moved: Counter[str] = Counter()
+    plain = {"load": FileStore.load, "save": FileStore.save}
+
+    def counted(verb: str, store: FileStore, key: str, values: Tensor) -> Any:
+        moved[verb] += values.nbytes
+        return plain[verb](store, key, values)
+
+    with lowtide.initialize(Wide(256), config) as engine:
+        batch = share_of(vector_batch(0, 2 * engine.world_size))
+        engine.train_step(batch)
+        with ExitStack() as stack:
+            for verb in plain:
+                stack.enter_context(patch.object(FileStore, verb, partialmethod(partial(counted, verb))))
+            engine.train_step(batch)
+        shards = sum(shard.group.layout.shard_numel for shard in engine.optimizer.shards)
+        return {verb: moved[verb] / shards for verb in plain}
+
+
+def test_bytes_from_and_to_files(ranks: RankPool, tmp_path: Path) -> None:
+    expected: dict[tuple[bool | str, str], float]
+    expected = {(True, "fp32"): 12, (False, "bf16"): 4, ("int8", "int8"): 3 + 2 * 4 / 256}
+    for arguments, nbytes in expected.items():
+        for moved in ranks(2, traffic_of_each, *arguments, str(tmp_path)):
+            assert moved["load"] == moved["save"], arguments
+            assert 0 <= moved["load"] - nbytes < 0.005, arguments  # tensors of a chunk begin at multiples
 
 
 @pytest.mark.parametrize(

@@ -153,13 +153,13 @@ def test_a_step_is_the_update_in_float32_rounded_by_number(ranks: RankPool) -> N
     ranks(2, step_by_hand)
 
 
-def bytes_of_each(masters: bool | str, state_dtype: str, sums: str | None) -> float:
+def bytes_of_each(masters: bool | str, state_dtype: str, sums: str | None, in_backward: bool = False) -> float:
     config = {
         "steps_per_print": 0,
         "bf16": {"enabled": True, "masters": masters},
         "optimizer": {"type": "adamw", "params": {"state_dtype": state_dtype}},
         "data_types": {"grad_accum_dtype": sums},
-        "zero_optimization": {"stage": 2},
+        "zero_optimization": {"stage": 2, "update_in_backward": in_backward},
     }
     with lowtide.initialize(Wide(64), config) as engine:
         engine.backward(engine(*share_of(vector_batch(0, 2 * engine.world_size))))
@@ -173,9 +173,10 @@ def bytes_of_each(masters: bool | str, state_dtype: str, sums: str | None) -> fl
 
 def test_bytes_of_a_parameter(ranks: RankPool) -> None:
     """Gradient and states, of a shard's element; and the parameter's own two."""
-    expected: dict[tuple[bool | str, str, str | None], float]
+    expected: dict[tuple[Any, ...], float]
     expected = {(True, "fp32", None): 18, (False, "bf16", "bf16"): 8, ("kahan", "bf16", "bf16"): 10}
     expected["int8", "int8", "bf16"] = 7 + 2 * 4 / 256  # a scale for 256 elements of each state
+    expected["int8", "int8", "bf16", True] = 5 + 2 * 4 / 256
     for arguments, nbytes in expected.items():
         assert ranks(2, bytes_of_each, *arguments) == [nbytes] * 2, arguments
 

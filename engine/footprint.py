@@ -17,6 +17,7 @@ from ..offload import FileStore
 from ..zero.domain import Domain
 from ..zero.host_update import MAX_LEAVING
 from ..zero.layout import round_up
+from ..zero.matrix_trip import REPLICATED, SHARDED, owners_of
 from ..zero.offloaded_states import ChunkLayout
 from ..zero.plan import GroupPlan, ModelPlan, Role
 from ..zero.shard_state import MASTER, Kinds, kinds_of_block, scaled
@@ -326,12 +327,23 @@ class Footprint:
         return self._kinds_of(group.dtype, self._blueprint.optimizer.options_index(group))
 
     def _states(self, group: GroupPlan, moment: Moment) -> int:
-        total = _bytes(scaled(self._kinds(group), self._resident[id(group)]))
+        total = _bytes(scaled(self._kinds(group), self._resident[id(group)])) + self._factors(group)
         if self._blueprint.timing is Timing.DELAYED:
             total += self._second(group)
         if self._blueprint.timing is Timing.SPECULATIVE and moment is Moment.REDUCED:
             total += total + self._second(group) + sum(self._copied_chunks(group))
         return total - sum(self._second_on_host(group, moment))
+
+    def _factors(self, group: GroupPlan) -> int:
+        """Of the group's matrices, those that are this rank's: states that are not elementwise."""
+        blueprint = self._blueprint
+        if not group.params or not blueprint.optimizer.is_matrix(group.params[0][1]):
+            return 0
+        axes = SHARDED if self._sizes(group.domain).states > 1 else REPLICATED
+        owners = owners_of(group.layout, blueprint.arrangement.size(axes))
+        place = blueprint.arrangement.place(self._rank, axes)
+        own = (slot.shape for slot, owner in zip(group.layout.slots, owners, strict=True) if owner == place)
+        return sum(map(blueprint.optimizer.factor_numel, own)) * max(4, group.dtype.itemsize)
 
     def directions(self) -> tuple[int, int]:
         """(model, host): the most that an update of whole parameters takes for a moment, which no moment has.
@@ -341,8 +353,8 @@ class Footprint:
         optimizer, found = self._blueprint.optimizer, [0, 0]
         for group in self._plan.updated if optimizer.looks_at_whole else ():
             is_matrix = optimizer.is_matrix(group.params[0][1]) if group.params else False
-            if optimizer.moves_matrices and not is_matrix:
-                continue  # AdamW updates it
+            if optimizer.rule_beside_matrices is not None and not is_matrix:
+                continue  # that updates it
             nbytes = group.layout.shard_numel * max(4, group.dtype.itemsize) * (1 + is_matrix)
             place = int(self._is_on_accelerator and self._leaves(group))
             found[place] = max(found[place], nbytes)

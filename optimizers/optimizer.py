@@ -52,15 +52,21 @@ class Whole:
     """What of an update is no matter of one element: it comes between two passes over elements.
 
     finish(weight, direction, (), step, options): updates the weight in place; `options["ratio"]` is of its parameter.
-    ratio(options, norm of the weight, norm of the direction): of a parameter.
-    matrix(direction, options): what becomes of the direction of a parameter that is a matrix, (rows, columns). Such
-    parameters are in a group of options with `is_matrix`; in the other group is what `beside` updates.
+    ratio(options, step, numel, norm of the weight, norm of the direction): of a parameter.
+    matrix(direction, step, options, factors): what becomes of the direction of a parameter that is a matrix, (...,
+    rows, columns). Such parameters are in a group of options with `is_matrix`; in the other group is what `beside`
+    updates, where there is one.
+    factors(shape): the states of such a matrix that are not elementwise, by name, with their shapes: float32 or wider,
+    zero before the first step. They are kept by who owns the matrix, and change in place.
+    takes_all: whether every parameter of two dimensions or more is a matrix, embeddings and heads too.
     """
 
     finish: Apply
-    ratio: Callable[[Options, float, float], float] | None = None
-    matrix: Callable[[Tensor, Options], Tensor] | None = None
+    ratio: Callable[[Options, int, int, float, float], float] | None = None
+    matrix: Callable[[Tensor, int, Options, Mapping[str, Tensor]], Tensor] | None = None
     beside: Optimizer | None = None
+    factors: Callable[[Sequence[int]], Mapping[str, tuple[int, ...]]] = lambda shape: {}
+    takes_all: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from .adadelta import ADADELTA
+from .adafactor import ADAFACTOR
 from .adagrad import ADAGRAD
 from .adam import ADAM, ADAMW
 from .adamax import ADAMAX
@@ -15,6 +16,6 @@ from .radam import RADAM
 from .rmsprop import RMSPROP
 from .sgd import SGD
 
-_ALL = (ADAMW, ADAM, SGD, LION, ADAGRAD, RMSPROP, ADAMAX, NADAM, RADAM, ADADELTA, LAMB, MUON)
+_ALL = (ADAMW, ADAM, SGD, LION, ADAGRAD, RMSPROP, ADAMAX, NADAM, RADAM, ADADELTA, LAMB, MUON, ADAFACTOR)
 OPTIMIZERS: Mapping[str, Optimizer] = {one.name: one for one in _ALL}
 """By name."""

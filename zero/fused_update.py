@@ -18,7 +18,7 @@ from ..optimizers.optimizer import Optimizer, Options
 from .layout import Piece
 from .masters import Masters
 from .optimizer_choice import takes_options
-from .shard_state import REMAINDER, Run, ShardState, StatePart
+from .shard_state import Run, ShardState, StatePart
 
 ScalarStates = Mapping[int | str, Mapping[str, Any] | None]
 """By name of a parameter, or by index in param_groups of all that are not named: states that are not elementwise, by
@@ -83,8 +83,9 @@ class FusedUpdate:
         """The states of master weights, (n,), before the first step, by name. options_index: in param_groups."""
         options = self.by_group[options_index] if self.by_group else self.options
         states = new_states(self.optimizer, master, options, self.state_dtype)
-        if self.masters is Masters.KAHAN and master.dtype == torch.bfloat16:
-            states[REMAINDER] = torch.zeros_like(master)
+        if self.masters.remainder is not None and master.dtype == torch.bfloat16:
+            name, dtype = self.masters.remainder
+            states[name] = torch.zeros_like(master, dtype=dtype)
         return states
 
     def update(

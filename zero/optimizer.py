@@ -353,9 +353,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def scalar_states(self) -> ScalarStates:
         """What is kept beside elementwise states: the steps that a parameter was not used in, or what torch keeps."""
         missed = {name: count for name, param in self._named_params() if (count := self._missed[id(param)])}
-        if self._update.has_rule:
-            return {name: {MISSED_STEPS: count} for name, count in missed.items()}
         kept = {key: states for shard in self.shards for key, states in self._update.scalar_states(shard).items()}
+        if self._update.has_rule:
+            said = {name: {MISSED_STEPS: count} for name, count in missed.items()}
+            return {key: {**(kept.get(key) or {}), **said.get(str(key), {})} for key in kept.keys() | said.keys()}
         for key in kept.keys() & missed.keys():  # a rank has those of which it has a part
             if missed[str(key)] < self.num_steps:
                 kept[key] = {**(kept[key] or {}), MISSED_STEPS: missed[str(key)]}

@@ -13,8 +13,8 @@ from ...checkpoint.errors import CheckpointError
 from ...checkpoint.fragment import TensorInfo
 from ...checkpoint.names import shortened
 from ...checkpoint.reader import CheckpointReader
+from ...zero.masters import REMAINDERS
 from ...zero.optimizer import ShardedOptimizer
-from ...zero.shard_state import REMAINDER
 from .named_state import NamedState
 from .run_state import check_options
 from .weights import kind_of
@@ -64,7 +64,7 @@ def states_in(checkpoint: Checkpoint) -> dict[str, dict[str, torch.dtype]]:
     found: dict[str, dict[str, torch.dtype]] = {}
     for full_name, info in checkpoint.states.tensors.items():
         name, _, state = full_name.rpartition(".")
-        if state == REMAINDER:
+        if state in REMAINDERS:
             continue
         found.setdefault(name, {})[state] = info.dtype
     return found
@@ -72,7 +72,7 @@ def states_in(checkpoint: Checkpoint) -> dict[str, dict[str, torch.dtype]]:
 
 def is_new_remainder(name: str, states: CheckpointReader) -> bool:
     """Whether that state is a remainder which the checkpoint does not have: the weights that were read lack nothing."""
-    return name.rpartition(".")[2] == REMAINDER and name not in states.tensors
+    return name.rpartition(".")[2] in REMAINDERS and name not in states.tensors
 
 
 def _differences(found: Mapping[str, TensorInfo], expected: Mapping[str, TensorInfo]) -> list[str]:

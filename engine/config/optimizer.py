@@ -53,7 +53,6 @@ _BITS = "gradients are sent in their own types"
 NOT_DONE = {  # why it is not
     **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), _BITS),
     **dict.fromkeys(("muadam", "muadamw", "musgd"), "its learning rates follow from shapes that the model must say"),
-    "adafactor": "its second moment is of whole rows and columns, and a shard has parts of them",
     "lbfgs": "it calls the model several times in a step",
     "sparseadam": "gradients are dense here",
     "asgd": "it averages the weights, which engine.ema() does beside any optimizer",

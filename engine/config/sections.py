@@ -79,9 +79,9 @@ class ZeroConfig(Section):
 
 
 def _masters(value: object) -> object:
-    if isinstance(value, bool) or value == "kahan":
+    if isinstance(value, bool) or value in ("kahan", "int8"):
         return value
-    raise PydanticCustomError("value_error", 'expected true, false or "kahan"')
+    raise PydanticCustomError("value_error", 'expected true, false, "kahan" or "int8"')
 
 
 class BF16Config(Section):
@@ -90,12 +90,13 @@ class BF16Config(Section):
     enabled: Bool = False
     """Turns bf16 on."""
 
-    masters: Annotated[bool | Literal["kahan"], BeforeValidator(_masters)] = Field(
-        default=True, json_schema_extra={"enum": [True, False, "kahan"]}
+    masters: Annotated[bool | Literal["kahan", "int8"], BeforeValidator(_masters)] = Field(
+        default=True, json_schema_extra={"enum": [True, False, "kahan", "int8"]}
     )
     """true: the optimizer has fp32 master parameters, 4 bytes each. false: the bf16 parameters are the only copy, and
     an update is computed in fp32 and rounded to them at random, by bits drawn from `seed`, the step and the place of
-    the element. "kahan": nothing is random, and a second bf16 number keeps what each parameter lacks, 2 bytes each."""
+    the element. "kahan": nothing is random, and a second bf16 number keeps what each parameter lacks, 2 bytes each.
+    "int8": 8 more bits of each parameter, 1 byte, and what is below these is rounded at random."""
 
     auto_cast: Bool = True
     """Cast floating-point inputs of the model to bf16, and of its blocks where it has fp32 buffers."""

@@ -34,6 +34,11 @@ BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 NARROW: dict[str, Any] = {**BF16, "data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "bf16"}
 DRAWN: dict[str, Any] = {**NARROW, "bf16": {"enabled": True, "masters": False}}
 KAHAN: dict[str, Any] = {**NARROW, "bf16": {"enabled": True, "masters": "kahan"}}
+SPLIT: dict[str, Any] = {
+    **NARROW,
+    "bf16": {"enabled": True, "masters": "int8"},
+    "optimizer": {"type": "adamw", "params": {"state_dtype": "int8"}},
+}
 FROZEN = 3
 STEPS = 3  # until the largest gradient has been in each of the buffers that take turns
 
@@ -244,8 +249,12 @@ def plain_cases() -> dict[str, dict[str, Any]]:
     cases["in backward"] = config_of(2, zero={"update_in_backward": True})
     cases["without masters"] = config_of(3, **DRAWN)
     cases["with remainders"] = config_of(2, 2, "shared_memory", **KAHAN)
+    cases["split"] = config_of(1, 2, **SPLIT)
+    cases["split, in backward"] = config_of(3, zero={"update_in_backward": True}, **SPLIT)
     cases["matrices"] = config_of(1, optimizer={"type": "muon"})
     cases["matrices, no masters"] = config_of(3, **{**DRAWN, "optimizer": {"type": "muon"}})
+    cases["rows and columns"] = config_of(2, optimizer={"type": "adafactor"})
+    cases["rows and columns, no masters"] = config_of(0, **{**DRAWN, "optimizer": {"type": "adafactor"}})
     cases["8 bits"] = config_of(1, optimizer={"type": "adamw", "params": {"state_dtype": "int8"}})
     return cases
 
@@ -307,6 +316,10 @@ def offload_cases(folder: Path, device: str) -> dict[str, dict[str, Any]]:
         cases[f"{overlap} fp32"] = config_of(1, 2, zero={"offload_optimizer": section})
         cases[f"{overlap} bf16"] = config_of(2, 2, zero={"offload_optimizer": {**section, "ratio": 0.5}}, **BF16)
         form = KAHAN if overlap == "speculative" else DRAWN
+        if overlap == "none":
+            zero = {"offload_optimizer": section}
+            cases["split"] = config_of(2, zero=zero, **SPLIT)
+            cases["rows and columns"] = config_of(2, zero=zero, optimizer={"type": "adafactor"})
         cases[f"{overlap}, no masters"] = config_of(1, zero={"offload_optimizer": {**section, "ratio": 0.5}}, **form)
     cases["parameters"] = config_of(3, 2, zero={"offload_param": nvme, "offload_optimizer": nvme}, **BF16)
     return cases

@@ -59,7 +59,13 @@ class OuterState:
 
     @property
     def nbytes(self) -> int:
-        return sum(values.nbytes for kept in self._values.values() for values in kept.values())
+        """With the model."""
+        return self._bytes(on_host=False)
+
+    @property
+    def host_nbytes(self) -> int:
+        """In host memory, where the model is elsewhere."""
+        return self._bytes(on_host=True)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -145,6 +151,12 @@ class OuterState:
         is_here = not (self._on_host or shard.is_apart)
         device = shard.group.shard.device if is_here else torch.device("cpu")
         return huge_zeros(shard.group.layout.shard_numel, dtype, device)
+
+    def _bytes(self, on_host: bool) -> int:
+        shards = [shard for fragment in self.fragments for shard in fragment]
+        pairs = ((shard.group.shard.device, kept.get(id(shard))) for kept in self._values.values() for shard in shards)
+        found = ((device != values.device, values.nbytes) for device, values in pairs if values is not None)
+        return sum(nbytes for is_elsewhere, nbytes in found if is_elsewhere is on_host)
 
     def _together(self, kind: str, fragment: int) -> Tensor:
         return torch.cat([torch.empty(0), *(self._values[kind][id(one)].cpu() for one in self.fragments[fragment])])

@@ -69,11 +69,14 @@ class OuterConfig(Section):
         return self.alpha if self.alpha is not None else 0.5 if self.overlap else 0.0
 
 
-def outer_faults(outer: OuterConfig) -> list[Fault]:
-    """What contradicts itself in the section."""
+def outer_faults(outer: OuterConfig, masters: bool | Literal["kahan"]) -> list[Fault]:
+    """What contradicts itself in the section, or bf16.masters."""
     if outer.every is None:
         return []
     found = []
+    if masters == "kahan":
+        message = 'needs bf16.masters true or false, found "kahan": what remainders hold is not exchanged'
+        found.append(Fault("outer.every", "conflict", message))
     if outer.overlap >= outer.every:
         message = (
             f"must be less than outer.every ({outer.every}), found {outer.overlap}: the next exchange has begun then"

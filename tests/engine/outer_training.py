@@ -158,3 +158,36 @@ def go_on(case: Case, outer: dict[str, Any], folder: str, **config: Any) -> dict
         for step in range(engine.global_step, case.steps):
             engine.train_step(batch_of(engine, case, step))
         return engine.state_dict()
+
+
+def meets(case: Case, outer: dict[str, Any], averages: bool = False, **config: Any) -> dict[str, Tensor]:
+    """Parameters of this rank's island after the last step, which is one of an exchange."""
+    torch.manual_seed(0)
+    with lowtide.initialize(case.build(), {**case.as_config(), "outer": outer, **config}) as engine:
+        if averages:
+            engine.ema(0.9)
+        for step in range(case.steps):
+            engine.train_step(batch_of(engine, case, step))
+        island = engine._mesh.world.islands
+        assert engine.data_size == 4 // engine.config.parallel.ranks_of_sample and island is not None
+        assert engine.data_rank // (engine.data_size // 2) == island.island
+        assert engine.config.train_batch_size == 2 * case.accumulation * engine.data_size
+        return engine.state_dict()
+
+
+def loaded(case: Case, outer: dict[str, Any] | None, folder: str, tag: str | None = None) -> Any:
+    """What an engine has after it has loaded: step, parameters, and sums of what islands keep, of this rank's."""
+    config = {**case.as_config(), **({"outer": outer} if outer is not None else {})}
+    torch.manual_seed(1)
+    with lowtide.initialize(case.build(), config) as engine:
+        try:
+            engine.load_checkpoint(folder, tag)
+        except lowtide.NoCheckpointError as error:
+            return str(error)
+        state = engine.state_dict()
+        kept = dict.fromkeys(("synced", "momentum"), 0.0)
+        for kind in kept if outer is not None else ():
+            kept[kind] = sum(
+                fragment.values.double().square().sum().item() for fragment in engine._archive.named.outer(kind)
+            )
+        return engine.global_step, state, kept

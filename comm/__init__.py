@@ -16,13 +16,13 @@ Every route but the native one sums in rank order, so that the result does not d
 from ..watch.progress import Activity, Progress
 from .arrangement import Arrangement
 from .axis import Axis
-from .errors import CollectiveError
+from .errors import CollectiveError, LeftOutError
 from .exchange import EXCHANGE_SLOTS, Arriving, Exchange, exchange_slot_bytes
 from .islands import Islands, ranks_of_an_island
 from .mesh import Mesh, route_for
 from .peers import Peers
 from .pending import Numels, Pending, Terms, regions_of
-from .ring import Agreed, Combine, LeftOutError, Ring
+from .ring import Agreed, Combine, Ring
 from .world import World
 
 __all__ = [

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..watch.log import logger
-from .errors import CollectiveError
+from .errors import CollectiveError, LeftOutError
 from .island_links import LinkError, Links
 from .islands import Islands
 from .votes import Votes
@@ -40,10 +40,6 @@ class Combine(Enum):
 
     MEAN = "mean"
     FIRST = "first"  # those of the first member
-
-
-class LeftOutError(CollectiveError):
-    """The other islands go on without this one."""
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ NOT_PUBLIC = {  # error: why nobody has to catch it by its name
     "EndOfFileError": "becomes a CheckpointError",
     "HandshakeError": "the command says it",
     "LaunchError": "the command says it",
+    "LinkError": "another attempt, without whoever is gone",
     "MeasuringError": "the command says it",
     "ScheduleError": "becomes a ConfigError; the command says it",
     "StateError": "the script is wrong, not the run",

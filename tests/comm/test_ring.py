@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from lowtide.comm import CollectiveError, island_links, votes
+from lowtide.comm import CollectiveError, LeftOutError, island_links, votes
 from lowtide.comm import ring as ring_module
 from lowtide.comm.islands import Islands, gone_key
-from lowtide.comm.ring import Combine, LeftOutError, Ring
+from lowtide.comm.ring import Combine, Ring
 
 COUNT, SIZE = 3, 2  # islands, and ranks of each
 NUMEL = 1001

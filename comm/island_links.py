@@ -20,11 +20,44 @@ from .islands import Islands
 _TOKEN_BYTES = 32
 _HEADER = struct.Struct(f"!{_TOKEN_BYTES}s32si")  # token, name of the attempt, island
 _LOOK_SECONDS = 0.1  # between two looks at whether an exchange is over elsewhere
+_TOLD_IN_TIME = 10  # as often is it told that something moves, in the time after which nobody would wait
 _BACKLOG = 128
 
 
 class LinkError(Exception):
     """An exchange cannot be completed with these members: one is gone, late, or has given up."""
+
+
+class Watch:
+    """Over one attempt of this rank: whether it is over elsewhere, and for how long nothing has moved.
+
+    A link may be slow: what counts is the time without a byte. Others, who may have all they need, are told of it.
+    """
+
+    def __init__(self, is_over: Callable[[], bool], tell_moved: Callable[[], None], timeout_seconds: float) -> None:
+        self._is_over = is_over
+        self._tell_moved = tell_moved
+        self._timeout_seconds = timeout_seconds
+        self._moved_at = self._told_at = time.monotonic()
+
+    @property
+    def seconds_left(self) -> float:
+        return max(0.1, self._moved_at + self._timeout_seconds - time.monotonic())
+
+    def moved(self) -> None:
+        """Bytes came or went."""
+        self._moved_at = time.monotonic()
+        if self._moved_at - self._told_at > self._timeout_seconds / _TOLD_IN_TIME:
+            self._told_at = self._moved_at
+            self._tell_moved()
+            self.look("an island is late")
+
+    def look(self, why: str) -> None:
+        """Raises LinkError where there is nothing to wait for."""
+        if self._is_over():
+            raise LinkError("the attempt is over elsewhere, or an island is gone")
+        if time.monotonic() - self._moved_at > self._timeout_seconds:
+            raise LinkError(why)
 
 
 class Links:
@@ -42,12 +75,12 @@ class Links:
         port = self._listener.getsockname()[1]
         islands.store.set(self._key(islands.island), f"{islands.address} {port} {self._token.hex()}")
 
-    def connect(self, name: str, members: Sequence[int], is_over: Callable[[], bool], deadline: float) -> None:
+    def connect(self, name: str, members: Sequence[int], watch: Watch) -> None:
         """To the other members, for as long as nobody leaves. name: of this attempt. Raises LinkError."""
         own = self._islands.island
         for island in members:
             if island < own:
-                self._links[island] = self._dial(island, name, is_over, deadline)
+                self._links[island] = self._dial(island, name, watch)
         awaited = {island for island in members if island > own}
         while awaited:
             for island in list(awaited):
@@ -56,14 +89,13 @@ class Links:
                     awaited.discard(island)
             if awaited:
                 self._accept()
-                _check(is_over, deadline, "an island has not come")
+                watch.look("an island has not come")
 
     def swap(
         self,
         sent: Mapping[int, memoryview],
         received: Mapping[int, memoryview],
-        is_over: Callable[[], bool],
-        deadline: float,
+        watch: Watch,
     ) -> None:
         """Sends to and receives from members at the same time. Raises LinkError."""
         left_to_send = {island: view for island, view in sent.items() if len(view)}
@@ -73,8 +105,7 @@ class Links:
                 selector.register(self._links[island], _events(island, left_to_send, left_to_receive), island)
             while left_to_send or left_to_receive:
                 ready = selector.select(_LOOK_SECONDS)
-                if not ready:
-                    _check(is_over, deadline, "an island is late")
+                watch.moved() if ready else watch.look("an island is late")
                 for key, events in ready:
                     island, link = key.data, self._links[key.data]
                     before = _events(island, left_to_send, left_to_receive)
@@ -115,19 +146,19 @@ class Links:
     def _key(self, island: int) -> str:
         return f"address/{island}/{self._rank}"
 
-    def _dial(self, island: int, name: str, is_over: Callable[[], bool], deadline: float) -> socket.socket:
+    def _dial(self, island: int, name: str, watch: Watch) -> socket.socket:
         key = self._key(island)
         while not self._islands.store.check([key]):
-            _check(is_over, deadline, f"island {island} has not come")
+            watch.look(f"island {island} has not come")
             time.sleep(_LOOK_SECONDS / 2)
         address, port, token = self._islands.store.get(key).decode().split()
         while True:
             try:
-                link = socket.create_connection((address, int(port)), timeout=max(0.1, deadline - time.monotonic()))
+                link = socket.create_connection((address, int(port)), timeout=watch.seconds_left)
                 link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 link.sendall(_HEADER.pack(bytes.fromhex(token), name.encode(), self._islands.island))
             except OSError:
-                _check(is_over, deadline, f"island {island} does not answer")
+                watch.look(f"island {island} does not answer")
                 time.sleep(_LOOK_SECONDS)
                 continue
             link.setblocking(False)
@@ -158,13 +189,6 @@ class Links:
             if before is not None:
                 before.close()
             self._early[name.rstrip(b"\0").decode(), island] = link
-
-
-def _check(is_over: Callable[[], bool], deadline: float, what: str) -> None:
-    if is_over():
-        raise LinkError("the attempt is over elsewhere, or an island is gone")
-    if time.monotonic() > deadline:
-        raise LinkError(what)
 
 
 def _events(island: int, sends: Mapping[int, memoryview], receives: Mapping[int, memoryview]) -> int:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..watch.log import logger
 from .errors import CollectiveError, LeftOutError
-from .island_links import LinkError, Links
+from .island_links import LinkError, Links, Watch
 from .islands import Islands
 from .votes import Votes
 
@@ -187,24 +187,25 @@ class Ring:
 
     def _exchange(self, name: str, votes: Votes, values: Tensor, combine: Combine) -> Tensor:
         """(n,) in the dtype of `values`. Raises LinkError."""
-        deadline, members = time.monotonic() + self._timeout_seconds, self.members
+        members = self.members
 
         def is_over() -> bool:
             return self._stop.is_set() or votes.is_over()
 
+        watch = Watch(is_over, votes.tell_moved, self._timeout_seconds)
         if not self._links.are_open:
-            self._links.connect(name, members, is_over, deadline)
+            self._links.connect(name, members, watch)
         own = members.index(self.islands.island)
         result = values.clone()
         parts, mine = values.tensor_split(len(members)), result.tensor_split(len(members))
         terms = {island: torch.empty_like(parts[own]) for island in members if island != members[own]}
         sent = {island: _bytes(parts[at]) for at, island in enumerate(members) if at != own}
-        self._links.swap(sent, {island: _bytes(one) for island, one in terms.items()}, is_over, deadline)
+        self._links.swap(sent, {island: _bytes(one) for island, one in terms.items()}, watch)
         terms[members[own]] = parts[own]
         mine[own].copy_(_combined([terms[island] for island in members], combine))
         sent = {island: _bytes(mine[own]) for island in terms if island != members[own]}
         received = {island: _bytes(mine[at]) for at, island in enumerate(members) if at != own}
-        self._links.swap(sent, received, is_over, deadline)
+        self._links.swap(sent, received, watch)
         own_bytes = len(_bytes(parts[own]))
         self.bytes_sent += values.nbytes - own_bytes + (len(members) - 1) * own_bytes
         return result

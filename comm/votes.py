@@ -38,9 +38,14 @@ class Votes:
         self._store = islands.store
         self._verdict = f"{name}/verdict"
         self._members_key = f"{name}/members"
+        self._moves = f"{name}/moves"
         self._name = name
         self._members = members
         self._timeout_seconds = timeout_seconds
+
+    def tell_moved(self) -> None:
+        """This rank still sends or receives: who waits for its vote goes on waiting."""
+        self._asked(lambda: self._store.add(self._moves, 1))
 
     def is_over(self) -> bool:
         """Whether there is a verdict already, or a member is known to be gone."""
@@ -61,24 +66,29 @@ class Votes:
         elif self._store.add(f"{self._name}/done", 1) == everyone:
             self._store.compare_set(self._verdict, "", DONE.decode())
 
-        def give_up() -> None:
+        moves = [0]
+
+        def has_moved() -> bool:
             if self._islands.gone(self._members):
                 self._store.compare_set(self._verdict, "", AGAIN.decode())
+            before, moves[0] = moves[0], self._store.add(self._moves, 0)
+            return moves[0] != before
 
-        if not self._wait_for(self._verdict, give_up):
+        if not self._wait_for(self._verdict, has_moved):
             self._store.compare_set(self._verdict, "", AGAIN.decode())
         return bool(self._store.get(self._verdict) == DONE)
 
     def _call_roll(self) -> tuple[int, ...]:
         self._store.add(self._there(self._islands.island), 1)
 
-        def settle(is_late: bool = False) -> None:
+        def settle(is_late: bool = False) -> bool:
             num_ranks = self._islands.num_ranks
             there = [one for one in self._members if self._store.add(self._there(one), 0) == num_ranks]
             gone = self._islands.gone(self._members)
             if is_late or all(one in there or one in gone for one in self._members):
                 left = json.dumps([one for one in there if one not in gone])
                 self._store.compare_set(self._members_key, "", left)
+            return False
 
         if not self._wait_for(self._members_key, settle):
             settle(is_late=True)
@@ -87,11 +97,12 @@ class Votes:
     def _there(self, island: int) -> str:
         return f"{self._name}/there/{island}"
 
-    def _wait_for(self, key: str, look: Callable[[], None]) -> bool:
-        """Until the key is there; False when that takes too long. look: called now and then meanwhile."""
+    def _wait_for(self, key: str, look: Callable[[], bool]) -> bool:
+        """Until the key is there; False when that takes too long. look: whether the time counts anew."""
         deadline, pause = time.monotonic() + self._timeout_seconds, _SHORTEST_PAUSE
         while not self._store.check([key]):
-            look()
+            if look():
+                deadline = time.monotonic() + self._timeout_seconds
             if time.monotonic() > deadline:
                 return False
             time.sleep(pause)

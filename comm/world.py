@@ -143,6 +143,11 @@ class World:
         return backends.get(self.device.type) in _HOST_BACKENDS
 
     @property
+    def is_first(self) -> bool:
+        """Whether it is rank 0, of the first island where there are some."""
+        return self.rank == 0 and (self.islands is None or self.islands.island == 0)
+
+    @property
     def store(self) -> Any:
         """The rendezvous store that all ranks share."""
         return dist.distributed_c10d._get_default_store()

@@ -27,6 +27,7 @@ def test_the_public_names_are_these_and_exist() -> None:
         "Config",
         "ConfigError",
         "Engine",
+        "LeftOutError",
         "LossScaleError",
         "NoCheckpointError",
         "NonFiniteGradientError",

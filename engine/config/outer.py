@@ -49,8 +49,9 @@ class OuterConfig(Section):
     """Keep the parameters of the last exchange and the momentum in host memory, where the model is elsewhere."""
 
     timeout_seconds: Float = Field(default=600.0, gt=0)
-    """How long an exchange waits for the other islands, and, after a failure, for those that are left to say so. Who
-    does not come in that time is left out; of ranks that `lowtide launch` has seen die everyone knows at once."""
+    """How long an exchange waits for other islands without a byte of theirs, and, after a failure, for those that are
+    left to say so. Who does not come in that time is left out; of ranks that `lowtide launch` has seen die everyone
+    knows at once."""
 
     @property
     def has_islands(self) -> bool:

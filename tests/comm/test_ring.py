@@ -193,3 +193,33 @@ def test_an_island_that_makes_another_call_than_the_others_is_told() -> None:
     assert {found[island, rank].members for island in (0, 1) for rank in range(SIZE)} == {(0, 1)}
     text = "expected the same calls on all islands (steps, load_weights, load_checkpoint), found mean of 6 numbers in "
     assert all(isinstance(found[2, rank], CollectiveError) and text in str(found[2, rank]) for rank in range(SIZE))
+
+
+def test_a_slow_link_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes later than the last by most of the time that is given: the exchange takes many times that."""
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+    monkeypatch.setattr(island_links, "time", clock)
+    told: list[float] = []
+    watch = island_links.Watch(lambda: False, lambda: told.append(now[0]), 60.0)
+    for _ in range(10):
+        now[0] += 50.0
+        watch.look("late")
+        watch.moved()
+    assert len(told) == 10 and watch.seconds_left == 60.0
+    now[0] += 61.0
+    with pytest.raises(island_links.LinkError, match="late"):
+        watch.look("late")
+
+
+def test_who_has_everything_waits_for_those_that_still_receive(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, store = [0.0], HashStore()
+    monkeypatch.setattr(votes, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: others()))
+    found = [votes.Votes(Islands(island, 2, 1, store, store, "127.0.0.1"), "0.0", (0, 1), 60.0) for island in (0, 1)]
+    steps = iter(range(20))
+
+    def others() -> None:
+        now[0] += 50.0
+        found[1].tell_moved() if next(steps) < 9 else store.set("0.0/verdict", "done")
+
+    assert found[0].cast(has_all=True) and now[0] == 500.0

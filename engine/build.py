@@ -216,7 +216,7 @@ def alone_note(world: World) -> list[str]:
 
 def _log_notes(world: World, notes: Sequence[str]) -> None:
     """What of the config has no effect here, and what an "auto" is."""
-    if world.is_first:
+    if world.rank == 0:
         configure()
-        for note in notes:
-            logger.info("%s", note)
+    for note in notes if world.is_first else ():
+        logger.info("%s", note)

@@ -16,29 +16,37 @@ Every route but the native one sums in rank order, so that the result does not d
 from ..watch.progress import Activity, Progress
 from .arrangement import Arrangement
 from .axis import Axis
-from .errors import CollectiveError
+from .errors import CollectiveError, LeftOutError
 from .exchange import EXCHANGE_SLOTS, Arriving, Exchange, exchange_slot_bytes
+from .islands import Islands, ranks_of_an_island
 from .mesh import Mesh, route_for
 from .peers import Peers
 from .pending import Numels, Pending, Terms, regions_of
+from .ring import Agreed, Combine, Ring
 from .world import World
 
 __all__ = [
     "EXCHANGE_SLOTS",
     "Activity",
+    "Agreed",
     "Arrangement",
     "Arriving",
     "Axis",
     "CollectiveError",
+    "Combine",
     "Exchange",
+    "Islands",
+    "LeftOutError",
     "Mesh",
     "Numels",
     "Peers",
     "Pending",
     "Progress",
+    "Ring",
     "Terms",
     "World",
     "exchange_slot_bytes",
+    "ranks_of_an_island",
     "regions_of",
     "route_for",
 ]

@@ -19,6 +19,10 @@ class CollectiveError(RuntimeError):
     """A collective could not complete. Says which rank waited for which rank, in what, and for how long."""
 
 
+class LeftOutError(CollectiveError):
+    """The other islands of the job go on without this rank's, which did not come in time."""
+
+
 def no_answer(rank: int, what: str, peers: Sequence[int], waited_seconds: float, error: RuntimeError) -> str:
     """For a backend that does not say whether the others died, left, or are late."""
     named = ", ".join(map(str, peers))

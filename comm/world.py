@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -36,6 +36,7 @@ from ..watch.progress import Activity, Progress
 from ..watch.record import NUM_CHANNELS
 from ..watch.watchdog import Watchdog
 from .errors import CollectiveError, no_answer
+from .islands import Islands, own_address
 from .loopback_store import loopback_store
 from .objects import gather_objects
 from .overdue import Overdue, leave_errors_to_us
@@ -47,6 +48,9 @@ _USERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 # The launcher's variables -> the store that they lead to, and how many groups were made in it. One entry, as global as
 # the default process group; see [Note: one store, many groups].
 _STORES: dict[tuple[str, ...], tuple[Any, int]] = {}
+
+# The islands of a process group that `join` made for one of them, and how many worlds were told of them.
+_ISLANDS: weakref.WeakKeyDictionary[Any, tuple[Islands, int]] = weakref.WeakKeyDictionary()
 
 _CHANNEL = NUM_CHANNELS - 1  # of the record of the progress; the others are those of axes
 _HOST_BACKENDS = ("gloo", "mpi", "fake")  # whose `wait` returns when the result is there
@@ -70,17 +74,19 @@ class World:
     owns_process_group: bool
     timeout_seconds: float
     began_alone: bool = False
+    islands: Islands | None = field(default=None, compare=False)  # of which this world is one, where that was asked for
     progress: Progress = field(default_factory=Progress, compare=False)
     watchdog: Watchdog = field(default_factory=Watchdog, compare=False)
     overdue: Overdue = field(default_factory=Overdue, compare=False)
 
     @classmethod
-    def join(cls, device: str = "auto", timeout_seconds: float = 300.0) -> World:
+    def join(cls, device: str = "auto", timeout_seconds: float = 300.0, ranks_of_island: int | None = None) -> World:
         """Uses the default process group that exists, or makes one from the launcher's environment variables.
 
-        With neither it is a world of one, for which a process group without network is made.
-        Raises ValueError where some of the launcher's variables are set and others are missing, CollectiveError where
-        another rank does not come.
+        With neither it is a world of one, for which a process group without network is made. ranks_of_island: so many
+        ranks of the job are the world: see [Note: islands] in islands.py.
+        Raises ValueError where some of the launcher's variables are set and others are missing, or a group exists that
+        is not of an island, CollectiveError where another rank does not come.
         """
         chosen = _choose_device(device)
         progress = Progress.of_this_process()
@@ -91,7 +97,7 @@ class World:
                 leave_errors_to_us()
             progress.identify(int(os.environ.get("RANK", "0")), num_ranks)
             with progress.waiting("the meeting of all ranks at the start", _CHANNEL, num_ranks):
-                _make_process_group(chosen, timeout_seconds)
+                _make_process_group(chosen, timeout_seconds, ranks_of_island)
             _USERS[dist.group.WORLD] = 0
         owned = dist.group.WORLD in _USERS
         if owned:
@@ -100,7 +106,8 @@ class World:
             torch.accelerator.set_device_index(chosen)
         rank, size = dist.get_rank(), dist.get_world_size()
         progress.identify(rank, size)
-        world = cls(rank, size, chosen, str(dist.get_backend()), owned, timeout_seconds, began_alone, progress)
+        islands = _islands(ranks_of_island) if ranks_of_island is not None else None
+        world = cls(rank, size, chosen, str(dist.get_backend()), owned, timeout_seconds, began_alone, islands, progress)
         if size > 1 and not world.waits_on_host:
             world.overdue.start(rank, chosen, timeout_seconds)
         return world
@@ -134,6 +141,11 @@ class World:
         """Whether `wait` of the backend for `device` returns when the result is there; else it orders a stream."""
         backends = dict(part.split(":", 1) for part in dist.get_backend_config().split(","))
         return backends.get(self.device.type) in _HOST_BACKENDS
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is rank 0, of the first island where there are some."""
+        return self.rank == 0 and (self.islands is None or self.islands.island == 0)
 
     @property
     def store(self) -> Any:
@@ -291,7 +303,7 @@ def _is_launched() -> bool:
     return "RANK" in os.environ or "WORLD_SIZE" in os.environ
 
 
-def _make_process_group(device: torch.device, timeout_seconds: float) -> None:
+def _make_process_group(device: torch.device, timeout_seconds: float, ranks_of_island: int | None) -> None:
     backend = _backend_of(device)
     timeout = timedelta(seconds=timeout_seconds)
     if not _is_launched():
@@ -306,8 +318,13 @@ def _make_process_group(device: torch.device, timeout_seconds: float) -> None:
         )
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     started = time.monotonic()
+    store, num_islands, island = _next_store(timeout), 1, 0
+    if ranks_of_island is not None and ranks_of_island < size:
+        num_islands, size = size // ranks_of_island, ranks_of_island
+        island, rank = divmod(rank, size)
+    own = store if num_islands == 1 else PrefixStore(f"island{island}", store)
     try:
-        dist.init_process_group(backend, store=_next_store(timeout), rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
     except dist.DistError as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise CollectiveError(
@@ -315,6 +332,17 @@ def _make_process_group(device: torch.device, timeout_seconds: float) -> None:
             f"({str(error).splitlines()[0]}). A rank died or has left, another program listens there, or the ranks "
             "make different numbers of engines; a slow rank needs a larger communication.timeout_seconds."
         ) from error
+    if num_islands > 1:
+        address = own_address(os.environ["MASTER_ADDR"])
+        _ISLANDS[dist.group.WORLD] = Islands(island, num_islands, size, store, _job_store(), address), 0
+
+
+def _job_store() -> Any:
+    """The whole store that the launcher's variables lead to; torchrun's ranks have a part of it for each restart."""
+    store, _ = _STORES[tuple(os.environ[name] for name in _LAUNCHER_VARIABLES)]
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def _next_store(timeout: timedelta) -> Any:
@@ -327,6 +355,30 @@ def _next_store(timeout: timedelta) -> Any:
     _STORES[variables] = store, number + 1
     store.set_timeout(timeout)
     return PrefixStore(f"lowtide/group{number}", store)
+
+
+def _islands(num_ranks: int) -> Islands:
+    """The islands of this process group, with a part of the store for whoever asks. Raises ValueError."""
+    group = dist.group.WORLD
+    if group not in _ISLANDS:
+        size = dist.get_world_size()
+        if size != num_ranks:
+            raise ValueError(
+                f"outer: expected a process group of this island's {num_ranks} ranks, or none, found one of {size} "
+                "that was made before; leave torch.distributed.init_process_group out, and make this engine first"
+            )
+        store = dist.distributed_c10d._get_default_store()
+        _ISLANDS[group] = Islands(0, 1, size, store, store, "127.0.0.1"), 0
+    islands, number = _ISLANDS[group]
+    if islands.num_ranks != num_ranks:
+        raise ValueError(
+            f"outer.ranks: expected {islands.num_ranks}, as an engine before this one had it, found {num_ranks}; close "
+            "that one first"
+        )
+    _ISLANDS[group] = islands, number + 1
+    # Of its own connection: the thread that exchanges may not wait for what another one asks.
+    store, job_store = islands.store.clone(), islands.job_store.clone()
+    return replace(islands, store=PrefixStore(f"outer{number}", store), job_store=job_store)
 
 
 def _host_identity() -> str:

@@ -54,6 +54,7 @@ from .microbatch_turns import MicrobatchTurns
 from .model_call import ModelCall
 from .model_flops import ModelFlops
 from .offload import activation_store, host_update, offloaded_states, shard_rest
+from .outer import Outer
 from .parts import Parts
 from .pipeline import Pipeline
 from .pipeline_plan import LossFn
@@ -148,6 +149,7 @@ def assemble(
             join=join,
             optimizer=optimizer,
             late_groups=LateGroups(blueprint, mesh, memories, driver, optimizer, rest, host),
+            outer=_outer(blueprint, mesh, units, optimizer),
             loss_scaler=_loss_scaler(config),
             input_dtype=blueprint.dtypes.compute if casts_inputs else None,
             schedule=None if config.scheduler is None else partial(learning_rate_at, config.scheduler),
@@ -162,6 +164,15 @@ def assemble(
             trial=trial,
         )
     )
+
+
+def _outer(blueprint: Blueprint, mesh: Mesh, units: Sequence[Unit], optimizer: ShardedOptimizer) -> Outer | None:
+    """Where the world is an island, and something is trained."""
+    if mesh.world.islands is None or not blueprint.optimizer.trains:
+        return None
+    outer = Outer(blueprint.config.outer, mesh.world.islands, mesh, units, optimizer)
+    optimizer.outer = outer.state
+    return outer
 
 
 def _connect(blueprint: Blueprint, world: World) -> Mesh:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..comm import World
+from ..comm import World, ranks_of_an_island
 from ..model.compiled import Compiled
 from ..model.ledger import Ledger
 from ..offload import keep_heap
@@ -75,7 +75,8 @@ def initialize(
     """
     trial = Trial.asked(config, optimizer, fill)
     checked = Config.load(config, fill=fill) if trial is None else trial.taken(config, fill)
-    world = World.join(checked.device, checked.communication.timeout_seconds)
+    ranks_of_island = ranks_of_an_island(checked.outer.ranks) if checked.outer.has_islands else None
+    world = World.join(checked.device, checked.communication.timeout_seconds, ranks_of_island)
     ledger = Ledger()
     try:
         if trial is not None:
@@ -153,7 +154,8 @@ def _prepare_process(config: Config, world: World) -> Config:
     """What the config says of the process itself; returns the config for this world."""
     if world.device.type == "cpu":
         keep_heap()
-    resolved = config.resolve(world.size, first_world_size(os.environ, world.size))
+    num_islands = world.islands.count if world.islands is not None else 1
+    resolved = config.resolve(world.size, first_world_size(os.environ, world.size), num_islands)
     world.watch(resolved.communication.step_timeout_seconds)
     if resolved.seed is not None:
         torch.manual_seed(resolved.seed)
@@ -216,5 +218,5 @@ def _log_notes(world: World, notes: Sequence[str]) -> None:
     """What of the config has no effect here, and what an "auto" is."""
     if world.rank == 0:
         configure()
-        for note in notes:
-            logger.info("%s", note)
+    for note in notes if world.is_first else ():
+        logger.info("%s", note)

@@ -17,6 +17,7 @@ from ..checkpoint.errors import CheckpointError
 from ..comm import Activity, Progress
 from ..model.compiled import refuse_to_be_traced
 from ..watch.log import logger
+from ..zero.sequence import StateError
 from .archive.archive import Archive
 from .archive.frozen import FrozenValues
 from .averaged_weights import AveragedWeights
@@ -76,6 +77,10 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         parts.driver.listen(self._steps, self._turn)
         self._frozen = FrozenValues()
         self._take_up_groups()
+        self._outer = parts.outer
+        if self._outer is not None:
+            self._outer.begin(self._archive.named)
+            self._steps.guard.remember()
         self._late_groups = parts.late_groups
         parts.optimizer.listen(self._add_param_group)
         self._last = StepResult(torch.zeros(()), torch.zeros(()), self.lr, parts.loss_scaler.scale, False)
@@ -99,6 +104,8 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         if parts.config.checkpoint.on_sigterm:
             self._preemption.arm(says_so=self.rank == 0)
         self._closing = ExitStack()  # the last one first
+        if self._outer is not None:
+            self._closing.callback(self._outer.leave)
         for close in (self._mesh.close, *reversed(parts.close_last), self.optimizer.close, parts.ledger.close):
             self._closing.callback(close)
         self._closing.callback(self._reports.abort)
@@ -140,13 +147,16 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
 
     @property
     def data_size(self) -> int:
-        """The number of data-parallel ranks: by which data are divided. Without a pipeline, that is the world size."""
-        return self._mesh.data_size
+        """The number of data-parallel ranks, of all islands: by which data are divided. Without islands and splits that
+        is the world size."""
+        islands = self._mesh.world.islands
+        return self._mesh.data_size * (islands.count if islands is not None else 1)
 
     @property
     def data_rank(self) -> int:
         """Whose share of the data this rank takes; ranks of one pipeline take the same."""
-        return self._mesh.data_rank
+        islands = self._mesh.world.islands
+        return self._mesh.data_rank + (islands.island * self._mesh.data_size if islands is not None else 0)
 
     @property
     def device(self) -> torch.device:
@@ -244,6 +254,9 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         if not self._last.skipped:
             self._learning_rates.advance()
         self.global_step += 1
+        if self._outer is not None and self._outer.is_due(self.global_step):
+            with self._steps.exchange():
+                self._outer.after_step(self.global_step, self._archive.named)
         self._progress.end_step(self.global_step)
         self._log.after_step(self.global_step, self._last, self.config.train_batch_size or 0)
         self._observe_step()
@@ -321,6 +334,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         self._steps.forget()
         with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
             self._archive.load_state_dict(state_dict, strict)
+            self._restart_outer()
 
     @in_turn
     def export(
@@ -363,6 +377,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         self._steps.forget()
         with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
             self._archive.load_weights(path, strict)
+            self._restart_outer()
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -408,7 +423,15 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
             self._monitors.flush()  # a job that goes on from here does not write this step again
         with self._steps.apart(Activity.SAVING, Access.READS):
             state = {**self.client_state, **(client_state or {})}
-            return self._archive.checkpoints.save(folder, tag, state, self.global_step, self._training_state(), latest)
+            if self._outer is None:
+                return self._archive.checkpoints.save(
+                    folder, tag, state, self.global_step, self._training_state(), latest
+                )
+            training, own = {**self._training_state(), "outer": self._outer.described()}, self._outer.own_folder(folder)
+            try:
+                return self._archive.checkpoints.save(own, tag, state, self.global_step, training, latest)
+            finally:
+                self._outer.saved()
 
     @in_turn
     def load_checkpoint(self, folder: str | os.PathLike[str], tag: str | None = None) -> dict[str, Any]:
@@ -423,8 +446,12 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         """
         self._steps.forget()
         with self._steps.apart(Activity.LOADING, Access.REPLACES):
+            if self._outer is not None:
+                folder, tag = self._outer.chosen(folder, tag)
             restored = self._archive.checkpoints.load(folder, tag, self.client_state, self.lr_scheduler)
             self._restore_training_state(restored.training, restored.config)
+            if self._outer is not None:
+                self._outer.restore(restored.training["outer"], self._archive.named)
         self._observe_other_step()
         for key, value in restored.client_state.items():
             if key in self.client_state and not hasattr(self.client_state[key], "load_state_dict"):
@@ -445,6 +472,8 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
     def _close(self) -> None:
         with self._closing:
             self._closing.callback(self._archive.checkpoints.wait)
+            if self._outer is not None:
+                self._outer.close()
             self._steps.update.close()
             self._mesh.world.settle()
 
@@ -469,7 +498,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         if self._profiler is not None:
             raise ValueError("engine.profile(): expected no profile that is being made, found one; it ends by itself")
         units = self._driver.passes.units
-        workload = Workload.of(units, self._mesh.world.rank, self.data_size)
+        workload = Workload.of(units, self._mesh.world.rank, self._mesh.data_size)
         self._profiler = StepProfile(workload, self._module, self._progress, self.global_step, steps)
         return self._profiler
 
@@ -487,6 +516,11 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         with self._turn.of(ADDING):
             self._steps.check_trains(ADDING)
             self._steps.check_between(ADDING)
+            if self._outer is not None:
+                raise StateError(
+                    f"{ADDING}: expected an engine without `outer`, found one whose islands have agreed on the "
+                    "parameters that they exchange; give all groups to lowtide.initialize"
+                )
             with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
                 self._archive.checkpoints.wait()  # what is being saved is of the groups of before
                 self._late_groups.add(param_group, self._learning_rates.check_takes)
@@ -531,6 +565,10 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
             if self.rank == 0:
                 logger.info("%s", profiler.table(wanted.module_depth, wanted.top_modules))
 
+    def _restart_outer(self) -> None:
+        if self._outer is not None:
+            self._outer.restart(self._archive.named)
+
     @property
     def _progress(self) -> Progress:
         return self._mesh.world.progress
@@ -567,6 +605,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
             "learning_rates": self._learning_rates.state_dict(),
             "loss_scaler": self._steps.scale.loss_scaler.state_dict(),
             "averages": self._averages_state(),
+            "outer": None,
         }
 
     def _restore_training_state(self, saved: Mapping[str, Any], config: Mapping[str, Any]) -> None:

@@ -62,7 +62,7 @@ class Monitors:
         if flops is None:
             return None
         with no_rank_alone(world, "lowtide.initialize"):
-            writers = writers_for(config, COLUMNS) if world.rank == 0 else []
+            writers = writers_for(config, COLUMNS) if world.is_first else []
         if not writers:
             return None
         if not flops.attention_width:

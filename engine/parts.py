@@ -20,6 +20,7 @@ from .join import Join
 from .late_groups import LateGroups
 from .learning_rates import Betas, Schedule
 from .model_flops import ModelFlops
+from .outer import Outer
 from .trial import Trial
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Parts:
     join: Join
     optimizer: ShardedOptimizer
     late_groups: LateGroups
+    outer: Outer | None  # None: there are no islands
     loss_scaler: LossScaler
     input_dtype: torch.dtype | None  # of floating-point inputs; None: as they are
     schedule: Schedule | None

@@ -487,6 +487,16 @@ class Steps:
             if access in (Access.CHANGES, Access.REPLACES):
                 self.guard.remember()
 
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Around what all ranks change in the parameters at the end of a step. A collective."""
+        with self._mesh.world.progress.during(Activity.EXCHANGE):
+            if self.update.is_under_way:
+                self.guard.expect_update()
+            self.update.settle()
+            yield
+            self.guard.remember()
+
     def check_averages_hidden(self, what: str) -> None:
         if self._optimizer.averages is not None:
             self._optimizer.averages.check_hidden(what)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .checkpoint.errors import CheckpointError, NoCheckpointError
-    from .comm.errors import CollectiveError
+    from .comm.errors import CollectiveError, LeftOutError
     from .engine.build import initialize
     from .engine.config.config import Config
     from .engine.config.errors import ConfigError
@@ -27,6 +27,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Engine",
+    "LeftOutError",
     "LossScaleError",
     "NoCheckpointError",
     "NonFiniteGradientError",
@@ -44,6 +45,7 @@ _HOME = {
     "Config": ".engine.config.config",
     "ConfigError": ".engine.config.errors",
     "Engine": ".engine.engine",
+    "LeftOutError": ".comm.errors",
     "LossScaleError": ".zero.loss_scale",
     "NoCheckpointError": ".checkpoint.errors",
     "NonFiniteGradientError": ".engine.errors",

@@ -19,6 +19,7 @@ from .gradient import GroupGradient
 from .host_update import HostUpdate
 from .layout import Piece
 from .offloaded_states import OffloadedStates
+from .outer_state import OuterState
 from .sequence import StateError
 from .shard_rest import ShardRest
 from .shard_state import ShardState, Version
@@ -83,6 +84,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.delayed = DelayedUpdate(gradients[0].group.full.device if gradients else torch.device("cpu"))
         self.averages: Averages | None = None
         """Of the master weights, where somebody wants them."""
+        self.outer: OuterState | None = None
+        """Where there are islands."""
         self._offloaded = offloaded
         self._rest = rest
         self._host = host
@@ -390,12 +393,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._fill_chunks()
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer states, master weights, their averages, and what updates keep beside them, in memory.
+        """Bytes of optimizer states, master weights, averages, what islands keep and what updates keep, in memory.
 
         Waits for an update in the background, whose gradients are given back then.
         """
         self.delayed.wait()
-        total = self.speculation.nbytes + (0 if self.averages is None else self.averages.nbytes)
+        total = self.speculation.nbytes + sum(one.nbytes for one in (self.averages, self.outer) if one is not None)
         return total + sum(map(self.bytes_of, self.shards))
 
     def bytes_of(self, shard: ShardState) -> int:

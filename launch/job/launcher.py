@@ -10,7 +10,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..agent.process_tree import adopt_orphans, kill_descendants, reap_all
 from ..hosts.host import Allocation, LaunchError
@@ -19,6 +19,7 @@ from ..transports.link import Transport
 from ..wire.loop import Loop
 from ..wire.messages import (
     Ended,
+    GiveUp,
     Job,
     Kill,
     Leave,
@@ -34,7 +35,8 @@ from ..wire.messages import (
     Stopped,
 )
 from .display import Display, say
-from .obituary import Failure, first_of
+from .islands import Islands
+from .obituary import Failure, first_of, how_it_ended, obituary
 from .peers import Peer, Peers
 from .preparation import Preparation, plan_of
 from .request import Request
@@ -95,6 +97,7 @@ class Launcher:
         self._lost_hosts: list[str] = []
         self._is_leaving = False
         self._plan: Plan | None = None
+        self._islands: Islands | None = None
         self._pids: dict[int, int] = {}
         self._display: Display | None = None
         self._stall: StallWatch | None = None
@@ -152,6 +155,8 @@ class Launcher:
         prepared = preparation.run()
         if prepared is not None:
             self._plan, self._port, self._interfaces = prepared.plan, prepared.port, prepared.interfaces
+            if self._request.islands is not None:
+                self._islands = Islands(self._plan, self._request.islands)
             for note in self._plan.notes:
                 if note not in self._allocation.notes:  # those were said before
                     self._say(note)
@@ -182,7 +187,8 @@ class Launcher:
             peer.running = {rank.rank for rank in host.ranks}
             interface = self._interfaces.get(peer.index)
             defaults = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
-            peer.send(Start(host, job, self._environment(), defaults))
+            keeps_store = self._islands is not None and host.index == 0
+            peer.send(Start(host, job, self._environment(), defaults, keeps_store, is_local=len(plan.hosts) == 1))
         self._stall = StallWatch(
             self._loop, self._peers, hosts, request.step_limit_seconds, self._say, self._take_stall
         )
@@ -197,7 +203,8 @@ class Launcher:
             "TORCHELASTIC_RESTART_COUNT": str(self._restarts),
             "TORCHELASTIC_RUN_ID": self._identity,
             # Inside of a job of torchrun it is set, and rank 0 would look for torchrun's store instead of opening one.
-            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "TORCHELASTIC_USE_AGENT_STORE": str(self._islands is not None),
+            **({} if self._islands is None else {"LOWTIDE_ISLAND_RANKS": str(self._islands.num_ranks)}),
         }
 
     def _watch(self) -> None:
@@ -250,39 +257,59 @@ class Launcher:
             self._stall.gone(message.rank, message.status == 0)
         if message.status == 0 and not self._failures:
             self._ended.append(message.rank)
-        if message.status != 0:
-            assert peer.channel is not None
-            self._failures.append(
-                Failure(
-                    clock=message.clock - peer.channel.clock_offset,
-                    uncertainty=peer.channel.clock_uncertainty,
-                    status=message.status,
-                    host=peer.name,
-                    rank=message.rank,
-                    pid=self._pids.get(message.rank, 0),
-                    last_lines=message.last_lines,
-                )
-            )
+        if message.status == 0:
+            return
+        assert peer.channel is not None
+        failure = Failure(
+            clock=message.clock - peer.channel.clock_offset,
+            uncertainty=peer.channel.clock_uncertainty,
+            status=message.status,
+            host=peer.name,
+            rank=message.rank,
+            pid=self._pids.get(message.rank, 0),
+            last_lines=message.last_lines,
+        )
+        if not self._goes_on_without({message.rank}, failure):
+            self._failures.append(failure)
+
+    def _goes_on_without(self, ranks: set[int], failure: Failure) -> bool:
+        """Whether other islands are left. Theirs are given up then, and everyone is told, once."""
+        if self._islands is None or self._plan is None or self._is_cut_short:
+            return False
+        islands = {self._islands.of(rank) for rank in ranks}
+        new = {island for island in islands if not self._islands.is_lost(island)}
+        if not self._islands.lose(new):
+            return False
+        for island in sorted(new):
+            why = failure.text if failure.rank is None else f"rank {failure.rank} {how_it_ended(failure.status)}"
+            self._peers.send(GiveUp(island, self._islands.ranks(island), why))
+        if new:
+            what = ", ".join(self._islands.named(island) for island in sorted(new))
+            has_many_hosts = self._allocation.transport != "local"
+            text = obituary(failure, self._plan.world_size, has_many_hosts, lost=what)
+            self._say(text if failure.rank is not None else f"{text}; {what} is lost, and the others go on")
+        return True
 
     def _lose(self, peer: Peer, reason: str) -> None:
         if self._is_leaving:
             return
         self._lost_hosts.append(peer.name)
         assert peer.channel is not None
-        many = len(self._peers.all) > 1
-        count = len(peer.running)
-        ranks = (
-            f"; its {count} rank{'s' if count > 1 else ''} are given up, and the others were stopped" if many else ""
-        )
         what = "the agent of this host" if self._allocation.transport == "local" else f"host {peer.name}"
-        text = f"lost {what}: {reason}{ranks}"
+        text, running = f"lost {what}: {reason}", set(peer.running)
         for rank in peer.running:
             if self._stall is not None:
                 self._stall.gone(rank, has_ended=False)
         peer.running.clear()
         if self._display is not None:  # the ranks were started
             self._sweeps.begin(peer.index, peer.name, peer.channel.was_silent)
-        self._failures.append(Failure(peer.channel.lost_at, 1, peer.name, text=text))
+        failure = Failure(peer.channel.lost_at, 1, peer.name, text=text)
+        if peer.index and self._goes_on_without(running, failure):  # the first host has the store
+            return
+        many, count = len(self._peers.all) > 1, len(running)
+        if many:
+            text += f"; its {count} rank{'s' if count > 1 else ''} are given up, and the others were stopped"
+        self._failures.append(replace(failure, text=text))
 
     def _take_stall(self, late: Sequence[int]) -> None:
         if self._request.on_stall == "stop":

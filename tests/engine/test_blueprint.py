@@ -154,7 +154,8 @@ def bytes_outside(engine: lowtide.Engine) -> Found:
     files = [os.fstat(store._file._descriptor).st_size for store in stores if hasattr(store, "_file")]
     pools = [store.pool for store in stores if hasattr(store, "pool")]
     pools += [optimizer._offloaded._pool] if optimizer._offloaded._buffers else []
-    return {"file": sum(files), "host": sum(pool.bytes_in_use for pool in pools), "staging": staging_bytes(engine)}
+    host = sum(pool.bytes_in_use for pool in pools) + (optimizer.outer.host_nbytes if optimizer.outer else 0)
+    return {"file": sum(files), "host": host, "staging": staging_bytes(engine)}
 
 
 def staging_bytes(engine: lowtide.Engine) -> int:
@@ -255,6 +256,8 @@ def plain_cases() -> dict[str, dict[str, Any]]:
     cases["matrices, no masters"] = config_of(3, **{**DRAWN, "optimizer": {"type": "muon"}})
     cases["rows and columns"] = config_of(2, optimizer={"type": "adafactor"})
     cases["rows and columns, no masters"] = config_of(0, **{**DRAWN, "optimizer": {"type": "adafactor"}})
+    cases["islands"] = config_of(2, outer={"every": 2, "ranks": 2, "overlap": 1})
+    cases["islands, plain mean"] = config_of(1, outer={"every": 2, "ranks": 2, "optimizer": "average"}, **DRAWN)
     cases["8 bits"] = config_of(1, optimizer={"type": "adamw", "params": {"state_dtype": "int8"}})
     return cases
 
@@ -322,6 +325,8 @@ def offload_cases(folder: Path, device: str) -> dict[str, dict[str, Any]]:
             cases["rows and columns"] = config_of(2, zero=zero, optimizer={"type": "adafactor"})
         cases[f"{overlap}, no masters"] = config_of(1, zero={"offload_optimizer": {**section, "ratio": 0.5}}, **form)
     cases["parameters"] = config_of(3, 2, zero={"offload_param": nvme, "offload_optimizer": nvme}, **BF16)
+    islands = {"every": 2, "ranks": 2, "fragments": 2}
+    cases["islands"] = config_of(1, zero={"offload_optimizer": {**nvme, "ratio": 0.5}}, outer=islands, **BF16)
     return cases
 
 

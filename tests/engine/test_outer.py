@@ -1,0 +1,165 @@
+"""Islands train as DiLoCo says, at every stage, and every island has the same bits where they have met."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowtide
+from tests import models
+from tests.engine.outer_training import Plan, batch_of, by_torch, loaded, meets, resumed, train_islands
+from tests.ranks import RankPool
+from tests.zero.training import ADAMW, Case
+
+CASE = Case(models.tiny_gpt_float64, models.token_batch, clip=0.5, steps=9)
+UNITS = [[""], ["blocks.0."], ["blocks.1."], ["blocks.2."]]
+PLANS = [
+    Plan(),
+    Plan(optimizer="sgd", momentum=0.0, lr=0.5),
+    Plan(optimizer="average", every=3),
+    Plan(overlap=2, alpha=0.5),
+    Plan(every=6, fragments=3, overlap=1, alpha=0.25),
+]
+
+
+def train_all(cases: list[tuple[Case, dict[str, Any]]]) -> list[Any]:
+    return [train_islands(case, outer) for case, outer in cases]
+
+
+@pytest.mark.parametrize(("num_islands", "size"), [(2, 1), (2, 2), (3, 1)])
+def test_islands_train_as_one_process_that_simulates_them(ranks: RankPool, num_islands: int, size: int) -> None:
+    stages = (0, 3, 2, 1, 3)
+    cases = [(CASE.at(stage), plan.as_config(size)) for stage, plan in zip(stages, PLANS, strict=True)]
+    found = ranks(num_islands * size, train_all, cases, process_group=False)
+    for index, plan in enumerate(PLANS):
+        expected = by_torch(CASE, plan, num_islands, size, UNITS)
+        for island, (losses, state) in enumerate(expected):
+            own_losses, own = found[island * size][index]
+            torch.testing.assert_close(own_losses, losses, rtol=1e-11, atol=1e-11, msg=f"{plan}: {{}}".format)
+            for name, value in state.items():
+                torch.testing.assert_close(own[name], value, rtol=1e-9, atol=1e-11, msg=f"{plan} {name}: {{}}".format)
+
+
+def save_and_go_on(cases: list[tuple[Case, dict[str, Any], str, int]]) -> list[Any]:
+    return [resumed(*case) for case in cases]
+
+
+def test_checkpoints_go_on_bit_by_bit_with_an_exchange_under_way_too(ranks: RankPool, tmp_path: Path) -> None:
+    streaming = Plan(every=6, fragments=3, overlap=3, alpha=0.25).as_config(2)
+    cases = [(CASE.at(3), Plan().as_config(2), str(tmp_path / "plain"), 6)]
+    cases += [(CASE.at(1), streaming, str(tmp_path / f"step{step}"), step) for step in (6, 7, 8)]
+    ranks(4, save_and_go_on, cases, process_group=False)
+
+
+OUTER = Plan(every=2).as_config(2)
+BF16 = {"bf16": {"enabled": True}}
+FORMS: dict[str, tuple[int, dict[str, Any], str]] = {  # stage, more of the config, and whose bits it has
+    "fp32": (0, {}, ""),
+    "shards": (3, {"communication": {"route": "sockets"}}, "fp32"),
+    "host": (2, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "fp32"),
+    "parameters too": (
+        3,
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
+        "fp32",
+    ),
+    "speculative": (
+        1,
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu", "overlap": "speculative"}}},
+        "fp32",
+    ),
+    "averages": (1, {"averages": True}, "fp32"),
+    "hybrid": (2, {"zero_optimization": {"shard_size": 1}}, "fp32"),
+    "bf16": (0, BF16, ""),
+    "bf16 shards": (3, BF16, "bf16"),
+    "no masters": (0, {"bf16": {"enabled": True, "masters": False}, "seed": 1}, ""),
+    "no masters, shards": (2, {"bf16": {"enabled": True, "masters": False}, "seed": 1}, "no masters"),
+    "fp16": (1, {"fp16": {"enabled": True, "initial_scale_power": 20}}, ""),
+    "in backward": (2, {"zero_optimization": {"update_in_backward": True}, "gradient_clipping": 0.0}, ""),
+    "delayed": (
+        1,
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu", "overlap": "delayed", "delay_after_steps": 1}}},
+        "",
+    ),
+    "bf16 on the wire": (1, {"outer": {**OUTER, "dtype": "bf16"}}, ""),
+    "stages": (1, {"parallel": {"pipeline": 2}, "gradient_accumulation_steps": 2}, ""),
+    "split layers": (1, {"parallel": {"tensor": 2}}, ""),
+}
+
+
+def meet_all(forms: list[tuple[int, dict[str, Any]]]) -> list[Any]:
+    found = []
+    for stage, config in forms:
+        case = Case(models.tiny_gpt, models.token_batch, clip=0.5, steps=4, stage=stage)
+        more = {**config}
+        outer = more.pop("outer", OUTER)
+        zero = {"stage": stage, **more.pop("zero_optimization", {})}
+        case = replace(case, accumulation=more.get("gradient_accumulation_steps", 1))
+        found.append(meets(case, outer, zero_optimization=zero, **more))
+    return found
+
+
+def test_islands_meet_in_every_form_of_training_bit_by_bit(ranks: RankPool) -> None:
+    found = ranks(4, meet_all, [(stage, config) for stage, config, _ in FORMS.values()], process_group=False)
+    first, second = (dict(zip(FORMS, states, strict=True)) for states in (found[0], found[2]))
+    for name, (_, _, base) in FORMS.items():
+        assert first[name], name
+        for key, value in first[name].items():
+            assert torch.equal(value, second[name][key]), f"{name}: islands differ in {key}"
+            assert not base or torch.equal(value, first[base][key]), f"{name}: {key} differs from {base}"
+
+
+def save_and_load(case: Case, folder: str) -> list[Any]:
+    """On 2 islands of 2 ranks, then on 4 of one rank, and on one of all four."""
+    two = Plan().as_config(2)
+    torch.manual_seed(0)
+    with lowtide.initialize(case.build(), {**case.as_config(), "outer": two}) as engine:
+        for step in range(6):
+            engine.train_step(batch_of(engine, case, step))
+        engine.save_checkpoint(folder)
+        own = engine.state_dict()
+    same, four, one = (loaded(case, {**two, "ranks": size}, folder) for size in (2, 1, 4))
+    plain, nothing = loaded(case, None, folder + "/island1"), loaded(case, None, folder)
+    missing = loaded(case, two, folder, "unknown")
+    return [own, same, four, one, plain, nothing, missing]
+
+
+def test_checkpoints_load_on_other_islands_with_other_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    found = ranks(4, save_and_load, CASE.at(2), str(tmp_path), process_group=False)
+    saved = [found[0][0], found[2][0]]
+    assert any(not torch.equal(saved[0][name], saved[1][name]) for name in saved[0])  # between two exchanges
+    kept = [found[rank][1][2] for rank in (0, 1)]
+    sums = {kind: kept[0][kind] + kept[1][kind] for kind in kept[0]}
+    for rank in range(4):
+        step, state, own = found[rank][2]
+        assert step == 6 and all(torch.equal(value, saved[rank % 2][name]) for name, value in state.items())
+        assert all(own[kind] == pytest.approx(sums[kind], rel=1e-12) and sums[kind] > 0 for kind in sums)
+    assert all(torch.equal(value, saved[0][name]) for name, value in found[0][3][1].items())
+    assert all(torch.equal(value, saved[1][name]) for name, value in found[0][4][1].items())
+    assert "what is there was saved by islands (outer): name the folder of one, such as island0" in found[0][5]
+    assert (
+        "expected a checkpoint with the tag 'unknown' that all islands see, of one step, found island 0: none"
+        in (found[0][6])
+    )
+
+
+def mean_of_all(case: Case, outers: list[dict[str, Any]]) -> list[Any]:
+    return [train_islands(case, outer, optimizer=optimizer) for outer in outers for optimizer in (ADAMW, SGD)]
+
+
+SGD = {"type": "sgd", "params": {"lr": 0.1}}
+
+
+def test_each_step_the_plain_mean_is_data_parallelism_bit_by_bit(ranks: RankPool) -> None:
+    """As the config says it. What is exchanged instead is the same up to the order of sums where updates are linear."""
+    case = Case(models.tiny_gpt_float64, models.token_batch, steps=3, stage=1)
+    plain: dict[str, Any] = {"every": 1, "optimizer": "average", "ranks": 2}
+    exchanged = {"every": 1, "optimizer": "sgd", "lr": 1.0, "momentum": 0.0, "ranks": 2}
+    found = ranks(4, mean_of_all, case, [{}, plain, exchanged], process_group=False)[0]
+    adamw, sgd, plain_adamw, plain_sgd, other_adamw, other_sgd = found
+    assert plain_adamw[0] == adamw[0] and plain_sgd[0] == sgd[0]
+    for name, value in adamw[1].items():
+        assert torch.equal(plain_adamw[1][name], value) and torch.equal(plain_sgd[1][name], sgd[1][name])
+        torch.testing.assert_close(other_sgd[1][name], sgd[1][name], rtol=1e-11, atol=1e-12)
+    assert any(not torch.allclose(other_adamw[1][name], value, rtol=1e-6) for name, value in adamw[1].items())

@@ -105,6 +105,8 @@ def assemble(
         rest,
         shares_gradients=blueprint.shares_gradients,
         delays_updates=blueprint.timing is Timing.DELAYED,
+        seed=config.seed or 0,
+        num_steps=lambda: optimizer.num_steps,
     )
     hosts = {} if host is None else dict.fromkeys(blueprint.homes.updated_apart(own.updated), host)
     units = memories.units(own, hosts)

@@ -113,6 +113,8 @@ class FullValues:
         for group in found:
             group.gather()
             group.keep(as_long_as)
+        for group in chosen:
+            group.make_exact()
         try:
             yield chosen, wanted
         finally:
@@ -131,6 +133,7 @@ class FullValues:
             exchange = self._mesh.exchange((*group.domain.portioned, *self._mesh.arrangement.layers))
             was_sharded = group.residence is not Residence.FULL
             group.gather()
+            group.make_exact()
             for slot, param in zip(group.layout.slots, group.params, strict=True):
                 whole = param.detach()
                 if group.domain.portioned or not slot.portion.is_all:  # one expert of a list is whole on its rank

@@ -42,8 +42,8 @@ class GroupMemories:
     ) -> None:
         """rest: where shards are while nobody needs them, with room for all; None: in memory. shares_gradients:
         replicas that share memory have one sum of their gradients, and nobody changes it; but of tied ones, to which
-        other stages add. delays_updates: the gradients of a step are used while the next ones come. seed, num_steps: as
-        of `Draws`.
+        other stages add. delays_updates: the gradients of a step are used while the next ones come. seed: of random
+        bits. num_steps: as of `Draws`.
         """
         self._mesh = mesh
         self._reduces_every_backward = reduces_every_backward

@@ -96,7 +96,7 @@ class Draws:
     """The random bits of what a rank sends of one group over one axis: of no other message, and of no other rank's."""
 
     def __init__(self, seed: int, name: str, num_steps: Callable[[], int]) -> None:
-        """name: of group, axis and rank. num_steps: made so far in the training."""
+        """name: of group, axis and rank. num_steps: of the training, without the one whose gradients come."""
         self._rounding = Rounding.of(seed, name, 0)
         self._num_steps = num_steps
         self._count = 0  # of messages of this step

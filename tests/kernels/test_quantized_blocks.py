@@ -71,6 +71,10 @@ def test_what_is_drawn_is_right_in_the_mean(bits: int, over: str) -> None:
     assert bool((error <= 4.5 * deviation + 1e-6).all()), (error / deviation).max()
 
 
+def test_an_element_of_4_bits_takes_at_most_27_hundredths_of_float16() -> None:
+    assert quantized_bytes(NUMEL, 4) / (2 * NUMEL) < 0.27 and quantized_bytes(NUMEL, 8) / (2 * NUMEL) < 0.52
+
+
 def test_messages_of_parts_are_those_of_the_whole(generator: torch.Generator) -> None:
     values, cut = torch.randn(NUMEL, generator=generator), 128 * 7
     whole = read(message_of(values, 4, DRAWN), 4)

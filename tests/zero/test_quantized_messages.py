@@ -1,5 +1,6 @@
 """Messages of few bits: one training at every stage and on every route that sends; errors do not add up."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +75,15 @@ OTHER_FORMS: dict[str, Case] = {
 
 
 def test_other_forms_train_as_they_do_with_whole_messages(ranks: RankPool) -> None:
-    """Within the noise of four bits; and twice alike, to the last bit."""
+    """Within the noise of four bits."""
     whole = dict.fromkeys(("weight_bits", "gradient_bits", "ranks_of_host"))
     work = []
     for case in OTHER_FORMS.values():
         section = {**case.config["communication"], **whole}
         section.pop("gradient_bits_in_host", None)
-        work += [case, case, case.at(case.stage, config={"communication": section})]
+        work += [case.at(case.stage, steps=2), case.at(case.stage, steps=2, config={"communication": section})]
     outcomes: list[Outcome] = ranks(4, train_all, work)[0]
-    for name, one, again, plain in zip(OTHER_FORMS, outcomes[::3], outcomes[1::3], outcomes[2::3], strict=True):
-        assert again.differences(one) == [], name
+    for name, one, plain in zip(OTHER_FORMS, outcomes[::2], outcomes[1::2], strict=True):
         assert one.differences(plain) != [], name
         assert one.losses == pytest.approx(plain.losses, rel=0.03), name
 
@@ -151,6 +151,32 @@ def shown_and_exported(case: Case) -> list[bool]:
 def test_what_is_shown_is_exact(ranks: RankPool) -> None:
     for stage in (2, 3):
         assert ranks(2, shown_and_exported, at(stage, weight_bits=4)) == [[True, True]] * 2
+
+
+# -- where nothing is sent --------------------------------------------------------------------------------------------
+
+
+def notes_at_start(case: Case) -> list[str]:
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lowtide")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    lowtide.initialize(case.build(), case.as_config()).close()
+    logger.removeHandler(handler)
+    logger.setLevel(before)
+    return [text for text in found if "_bits" in text]
+
+
+def test_ranks_that_share_memory_send_nothing_and_are_told_so(ranks: RankPool) -> None:
+    case = at(2, "shared_memory", weight_bits=8)
+    why = "has no effect here: ranks of one host share memory, and send each other nothing"
+    said = [f"config: communication.weight_bits: 8 {why}", f"config: communication.gradient_bits: 4 {why}"]
+    assert ranks(2, notes_at_start, case) == [said, []]
+    plain, same = ranks(2, train_all, [at(2, "shared_memory", gradient_bits=None), case])[0]
+    assert same.differences(plain) == []
 
 
 # -- values that are not finite ---------------------------------------------------------------------------------------

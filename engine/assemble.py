@@ -108,6 +108,8 @@ def assemble(
         shares_gradients=blueprint.shares_gradients,
         delays_updates=blueprint.timing is Timing.DELAYED,
         keeps_sums=not blueprint.is_layered,
+        seed=config.seed or 0,
+        num_steps=lambda: optimizer.num_steps_before,
     )
     hosts = {} if host is None else dict.fromkeys(blueprint.homes.updated_apart(own.updated), host)
     units = memories.units(own, hosts)
@@ -189,6 +191,12 @@ def _connect(blueprint: Blueprint, world: World) -> Mesh:
     if partition > 1 and mesh.over(blueprint.domain.states).route.copies_are_shared and not world.rank:
         why = "its ranks share the memory of one host, which has one copy of the parameters that nobody gathers"
         logger.info("config: zero_optimization.zero_hpz_partition_size: %d has no effect here: %s", partition, why)
+    wire = blueprint.config.communication
+    if world.size > 1 and blueprint.route == "shared_memory" and not world.rank:
+        for key in ("weight_bits", "frozen_weight_bits", "gradient_bits"):
+            if (bits := getattr(wire, key)) is not None:
+                why = "ranks of one host share memory, and send each other nothing"
+                logger.info("config: communication.%s: %d has no effect here: %s", key, bits, why)
     return mesh
 
 

@@ -19,6 +19,7 @@ from ..zero.gather_ring import MAX_PREFETCHED
 from ..zero.plan import Dtypes, ModelPlan, Share, Shares
 from ..zero.policy import ZeroPolicy
 from ..zero.units import UnitPlan, plan_units
+from ..zero.wire import PLAIN, Wire
 from .alike_places import AlikePlaces
 from .axes import EXPERT, PIPE, REPLICA, SEQUENCE, SHARD, TENSOR, arrangement_of, domain_of
 from .config.config import Config
@@ -95,10 +96,19 @@ class Blueprint:
         """
         zero = config.zero_optimization
         policy, dtypes = ZeroPolicy.from_stage(zero.stage), dtypes or _dtypes(config, model)
-        arrangement = arrangement_of(config.parallel, zero, policy, num_ranks)
-        domain = domain_of(policy, arrangement)
-        units = tuple(units or plan_units(model, None if zero.units == "auto" else zero.units))
         chosen = optimizer if isinstance(optimizer, OptimizerPlan) else OptimizerPlan.of(config, model, optimizer)
+        homes = Homes.of(config, device, chosen.fused is not None)
+        rests_in_pages = homes.parameters is Home.FILE and not homes.is_apart and num_ranks > 1
+        wanted = "sockets" if rests_in_pages else config.communication.route
+        route = route_for(wanted, device, num_ranks, num_hosts)
+        wire = _wire(config, num_ranks // num_hosts) if route in ("sockets", "native") else PLAIN
+        in_levels = wire.gradients is not None
+        arrangement = arrangement_of(
+            config.parallel, zero, policy, num_ranks, wire.ranks_of_host if in_levels else None
+        )
+        domain = domain_of(policy, arrangement, zero.partition_size > 1, in_levels)
+        dtypes = replace(dtypes, wire=wire)
+        units = tuple(units or plan_units(model, None if zero.units == "auto" else zero.units))
         pipeline = None
         if config.has_stages:
             known = split if isinstance(split, PipelinePlan) else PipelinePlan.of(config, model, split)
@@ -146,9 +156,6 @@ class Blueprint:
                 for part in range(tensor_degree)
             )
         chosen.check_states([group for place in {id(one): one for one in places}.values() for group in place.updated])
-        homes = Homes.of(config, device, chosen.fused is not None)
-        rests_in_pages = homes.parameters is Home.FILE and not homes.is_apart and num_ranks > 1
-        wanted = "sockets" if rests_in_pages else config.communication.route
         return cls(
             config=config,
             policy=policy,
@@ -164,7 +171,7 @@ class Blueprint:
             homes=homes,
             timing=Timing.of(config),
             wanted_route=wanted,
-            route=route_for(wanted, device, num_ranks, num_hosts),
+            route=route,
             device=device,
             moves_pages=device == "cpu" and PagePool.is_possible(),
         )
@@ -252,6 +259,18 @@ def _dtypes(config: Config, module: nn.Module) -> Dtypes:
     compute = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
     reduce, accumulate = _DTYPES[config.communication_data_type], _DTYPES[config.data_types.grad_accum_dtype]
     return Dtypes(compute, reduce, accumulate, frozenset(map(id, _beside_statistics(module))))
+
+
+def _wire(config: Config, ranks_of_host: int) -> Wire:
+    """ranks_of_host: where the config does not say it."""
+    given = config.communication
+    return Wire(
+        weights=given.weight_bits,
+        frozen=given.frozen_weight_bits,
+        gradients=given.gradient_bits,
+        gradients_in_host=given.gradient_bits_in_host,
+        ranks_of_host=given.ranks_of_host or max(ranks_of_host, 1),
+    )
 
 
 def _beside_statistics(module: nn.Module) -> Iterator[nn.Parameter]:

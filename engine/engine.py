@@ -422,6 +422,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         if self._monitors is not None:
             self._monitors.flush()  # a job that goes on from here does not write this step again
         with self._steps.apart(Activity.SAVING, Access.READS):
+            self._archive.values.make_copies_exact()  # so that who goes on from here has the bits of this training
             state = {**self.client_state, **(client_state or {})}
             if self._outer is None:
                 return self._archive.checkpoints.save(
@@ -507,7 +508,10 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
     def _take_up_groups(self) -> None:
         """What knows the groups of parameters as they are now."""
         units, whole = self._driver.passes.units, self._driver.whole
-        self._archive = Archive(self.config, self._mesh, self._module, units, self.optimizer, whole, self._frozen)
+        remember = self._steps.guard.remember_values
+        self._archive = Archive(
+            self.config, self._mesh, self._module, units, self.optimizer, whole, self._frozen, remember
+        )
         self._parameter_values = self._archive.parameters
         self._gradients = StepGradients(self.config, self._mesh, self._steps, self._archive.parameters, self._join)
 

@@ -188,13 +188,16 @@ class Footprint:
     def _at_rest(self, group: GroupPlan) -> int:
         if self._blueprint.homes.parameters is not Home.MODEL:
             return 0
-        return group.full_bytes // self._sizes(group.domain).shares.parameters
+        own = group.shard_bytes if group.sends_differences else 0  # beside what the others have of it
+        return group.full_bytes // self._sizes(group.domain).shares.parameters + own
 
     def gathered(self, group: GroupPlan) -> int:
         """What full parameters take beside those at rest, which lie among them where pages move."""
         rest = group.full_bytes // self._sizes(group.domain).shares.parameters
-        is_beside = not self._blueprint.moves_pages and rest < group.full_bytes
-        return group.full_bytes + rest * is_beside - self._at_rest(group)
+        is_rounded = group.weight_bits is not None and not group.sends_differences
+        is_beside = (not self._blueprint.moves_pages or is_rounded) and rest < group.full_bytes
+        own = group.shard_bytes if group.sends_differences else 0
+        return group.full_bytes + rest * is_beside + own - self._at_rest(group)
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -286,13 +289,19 @@ class Footprint:
         # By the axes of an exchange, of which each has buffers of its own: (dtype, of a slot, that this rank sums).
         parts: dict[tuple[str, ...], list[tuple[torch.dtype, int, int]]] = {}
         for one in self._in_backward(trained):
-            states, replicas = one.domain.states, one.domain.replicas
             numel, shard = one.layout.padded_numel, one.layout.shard_numel
             sent = numel - shard if self._sends_others_alone(one) else numel
-            parts.setdefault(states, []).append((one.reduce_dtype, sent, shard))
+            for number, (axes, bits) in enumerate(one.levels):  # what has few bits is received elsewhere
+                numel //= self._size(axes)
+                dtype = one.accumulation_dtype if number else one.reduce_dtype
+                parts.setdefault(axes, []).append((dtype, 0 if number else sent, numel if bits is None else 0))
+            replicas, bits = one.replicas
             place = self._blueprint.arrangement.place(self._rank, replicas)
             summed = _numel(regions_of(shard, self._size(replicas))[place])
-            parts.setdefault(replicas, []).append((one.reduce_dtype, shard, summed))
+            if bits is None:
+                parts.setdefault(replicas, []).append((one.reduce_dtype, shard, summed))
+            elif shard == one.layout.padded_numel:
+                parts.setdefault(replicas, []).append((one.reduce_dtype, shard, 0))
         return sum(self._slots(own, self._size(axes)) for axes, own in parts.items() if self._size(axes) > 1)
 
     def _in_backward(self, trained: Sequence[GroupPlan]) -> Iterable[GroupPlan]:
@@ -317,6 +326,8 @@ class Footprint:
 
     def _sends_others_alone(self, group: GroupPlan) -> bool:
         """Whether a slot has no room for a rank's own part: see `Move`. Beside earlier microbatches' sum it has."""
+        if len(group.levels) > 1 or group.levels[0][1] is not None:
+            return False
         has_sum = self._accumulates and self._blueprint.reduces_every_backward
         is_gone = self._leaves(group) and self._sizes(group.domain).replicas == 1
         return group.reduce_dtype == group.accumulation_dtype and (not has_sum or is_gone)

@@ -125,12 +125,12 @@ class StepUpdate:
         elif self.timing is Timing.IN_BACKWARD or self._optimizer.speculation.is_open:
             self._update_postponed(unused)
             self._optimizer.accept()
-            pending.extend(shard.group.refresh() for shard in self._optimizer.shards)
+            pending.extend(shard.group.refresh(is_update=True) for shard in self._optimizer.shards)
         else:
 
             def send(shard: ShardState) -> None:
                 if shard.group.is_refreshed:
-                    pending.append(shard.group.refresh())
+                    pending.append(shard.group.refresh(is_update=True))
 
             self._optimizer.update_all(factor, send, skip)
         for one in pending:
@@ -209,7 +209,7 @@ class StepUpdate:
         pending = []
         for shard in self._optimizer.shards:
             shard.put(shard.ahead)
-            pending.append(shard.group.refresh())
+            pending.append(shard.group.refresh(is_update=True))
         return pending
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -33,7 +33,8 @@ class GroupGradient:
     def __init__(
         self,
         group: ShardedGroup,
-        codec: Codec,
+        levels: Sequence[Codec],
+        replicas: Codec,
         accumulation_dtype: torch.dtype,
         reduces_every_backward: bool,
         common: Tensor | None = None,
@@ -41,9 +42,10 @@ class GroupGradient:
         host: HostUpdate | None = None,
         keeps_sum: bool = True,
     ) -> None:
-        """common, is_handed_over: as of `ShardMemory`. keeps_sum: as of `LocalSum`.
+        """levels, replicas: as of `Move`. common, is_handed_over: as of `ShardMemory`. keeps_sum: as of `LocalSum`.
 
-        host: where the update is made, if not where parameters are."""
+        host: where the update is made, if not where parameters are.
+        """
         self.group = group
         self.accumulation_dtype = accumulation_dtype
         self.reduces_every_backward = reduces_every_backward
@@ -51,7 +53,7 @@ class GroupGradient:
         self.used: set[int] = set()
         """Parameters of the group that got a gradient on this rank, in any backward of the step so far."""
         self.inspection = Inspection(group)
-        self._move = Move(group, codec, accumulation_dtype, self.inspection)
+        self._move = Move(group, levels, replicas, accumulation_dtype, self.inspection)
         self._is_tied = bool(group.domain.tied)  # what others have is added after the move
         self._local = LocalSum(group, accumulation_dtype, keeps_sum)
         self._memory = ShardMemory(group, accumulation_dtype, common, is_handed_over or host is not None)
@@ -142,6 +144,7 @@ class GroupGradient:
     def reset(self) -> None:
         """Forgets the gradient after an optimizer step."""
         self.inspection.forget()
+        self._move.reset()
         self.used.clear()
         self._staging = None
         self._early.clear()

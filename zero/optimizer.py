@@ -74,6 +74,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.__setstate__({"defaults": defaults, "state": {}, "param_groups": param_groups})
         self._group_sizes = [len(group["params"]) for group in param_groups]
         self.num_steps = 0
+        self._is_in_step = False  # counted, of which not all shards are updated yet
         self.unused: frozenset[int] = frozenset()
         """Identities of the parameters that the step under way, or the last one, leaves as they are: without a gradient
         on any rank."""
@@ -94,6 +95,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.shards = self.make_shards(gradients, dict(enumerate(param_groups)))
         self._are_here = self._find_where()
         self._fill_chunks()
+
+    @property
+    def num_steps_before(self) -> int:
+        """Without one whose gradients may still come: an update in the backward is counted when that begins."""
+        return self.num_steps - self._is_in_step
 
     @property
     def lr(self) -> float:
@@ -233,6 +239,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def count(self) -> None:
         """What was updated in the step that was begun counts."""
+        self._is_in_step = False
         if self.unused:
             self._missed.update(self.unused)
         self._average()
@@ -240,6 +247,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def uncount(self) -> None:
         """In the step that was begun nothing has changed."""
         self.num_steps -= 1
+        self._is_in_step = False
 
     def start_delayed(self, gradient_scale: float) -> None:
         """As `update_all`, in the background, with options as they are now; the next gradients may come meanwhile.
@@ -254,6 +262,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         now = self._terms(gradient_scale)
         terms = now._replace(options=[dict(group) for group in now.options], missed=dict(now.missed))
         self._missed.update(self.unused)
+        self._is_in_step = False
 
         def update() -> None:
             self._update_all(due, terms, self._update_ahead)
@@ -275,6 +284,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "engine.optimizer.add_param_group"
             )
         self.num_steps += 1
+        self._is_in_step = True
         self._opt_called = True  # what a scheduler of torch, over this, takes for a call of `step`
         self.settle()
         self._window.put_back()
@@ -308,6 +318,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         was_open = self.speculation.is_open
         if was_open:
             self.num_steps -= 1
+            self._is_in_step = False
             self.speculation.roll_back()
         return was_open
 

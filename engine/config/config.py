@@ -23,7 +23,7 @@ from .elastic import KeptBatch, nothing_kept
 from .elasticity import ElasticityConfig, elastic_batch, elastic_note, elasticity_faults, elasticity_notes
 from .errors import ConfigError, Fault, FaultKind, shown, unknown_key
 from .fill import Fill, filled
-from .idle import checkpoint_notes, no_effect, precision_notes, report_notes, zero_notes
+from .idle import checkpoint_notes, no_effect, precision_notes, report_notes, wire_notes, zero_notes
 from .kernels import KernelsConfig, idle_kernel_settings
 from .layered import layered_faults
 from .monitors import CsvMonitorConfig, ProfileConfig, TensorboardConfig, WandbConfig
@@ -518,7 +518,7 @@ def _update_in_backward_faults(config: Config) -> list[Fault]:
 def _idle_settings(config: Config) -> list[str]:
     """Notes on our own keys that were given and have no effect with the rest of this config."""
     zero = config.zero_optimization
-    notes = zero_notes(zero) + precision_notes(config.bf16, config.fp16)
+    notes = zero_notes(zero) + precision_notes(config.bf16, config.fp16) + wire_notes(config.communication, zero)
     if config.prescale_gradients and config.gradient_predivide_factor != 1:
         reason = "prescale_gradients divides by the ranks before the sum"
         notes.append(no_effect("gradient_predivide_factor", config.gradient_predivide_factor, reason))

@@ -85,7 +85,7 @@ _SWITCHES = (True, False, 10485760)  # of which nobody asks for anything while d
 _TENSOR = "set parallel.tensor to the number of ranks; remove the key"
 _SPLITS = "set tensor_parallel.plan; remove the key"
 _VOCABULARY = "a head over the vocabulary is split, and the loss over its logits with it"
-_QUANTIZED = "parameters and gradients are sent in their own types; remove the key"
+_LOCO = "quantized gradients are rounded at random, without bias and without feedback; remove the section"
 
 RULES: dict[str, Rule] = {
     "zero_allow_untested_optimizer": _no_effect("any elementwise optimizer works with every stage"),
@@ -198,10 +198,7 @@ RULES: dict[str, Rule] = {
     "zero_optimization.legacy_stage1": _only(False, "there is one stage 1; remove the key"),
     "zero_optimization.round_robin_gradients": _no_effect("every rank copies its own shard of each gradient"),
     "zero_optimization.parameter_alignment": _no_effect("the layout of the flat buffers is the engine's choice"),
-    "zero_optimization.zero_quantized_weights": _only(False, _QUANTIZED),
-    "zero_optimization.zero_quantized_nontrainable_weights": _only(False, _QUANTIZED),
-    "zero_optimization.zero_quantized_gradients": _only(False, _QUANTIZED),
-    "zero_optimization.zeropp_loco_param": _section(_QUANTIZED),
+    "zero_optimization.zeropp_loco_param": _section(_LOCO),
     "zero_optimization.mics_hierarchical_params_gather": _no_effect(_COLLECTIVES, "true or false", False),
     "zero_optimization.memory_efficient_linear": _no_effect("modules are used as they are"),
     "zero_optimization.pipeline_loading_checkpoint": _no_effect(_OWN_RANGES, "true or false", False),

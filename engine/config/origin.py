@@ -16,7 +16,7 @@ from .errors import shown
 from .optimizer import OptimizerConfig
 from .read import join
 from .scheduler import SCHEDULERS
-from .translate import BF16_MASTERS, BF16_STATES, CPU_SWITCHES, MICS, PIN_SWITCH
+from .translate import BF16_MASTERS, BF16_STATES, CPU_SWITCHES, MICS, PIN_SWITCH, QUANTIZED
 
 _OWN = """
     device seed parallel tensor_parallel sequence_parallel kernels communication
@@ -32,7 +32,7 @@ _OWN = """
     checkpoint.exclude_frozen_parameters
 """
 OWN_KEYS = frozenset(_OWN.split())
-_THEIR_KEYS = frozenset([*RULES, *CPU_SWITCHES, PIN_SWITCH, MICS, BF16_MASTERS, BF16_STATES])
+_THEIR_KEYS = frozenset([*RULES, *CPU_SWITCHES, PIN_SWITCH, MICS, BF16_MASTERS, BF16_STATES, *QUANTIZED])
 _SIZES = {"train_batch_size", "train_micro_batch_size_per_gpu"}  # DeepSpeed refuses a file with neither
 
 

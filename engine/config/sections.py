@@ -174,12 +174,40 @@ class ActivationCheckpointingConfig(Section):
     offload: ActivationOffloadConfig = ActivationOffloadConfig()
 
 
+def _bits(value: object) -> object:
+    if value is None or (value in (4, 8) and not isinstance(value, bool)):
+        return value
+    raise PydanticCustomError("value_error", "expected 8, 4 or null: the bits of a value in messages")
+
+
+Bits = Annotated[Literal[4, 8] | None, BeforeValidator(_bits)]
+
+
 class CommunicationConfig(Section):
     """How bytes go between the ranks."""
 
     route: Literal["auto", "shared_memory", "sockets", "native"] = "auto"
     """"auto" chooses for each message; "shared_memory" between the CPU ranks of one host; "sockets" is
     point-to-point; "native" is the backend's own collectives."""
+
+    weight_bits: Bits = None
+    """8 or 4: weights go to other ranks in so many bits, in blocks of 128 with a scale. At stage 3 that is what they
+    are computed with (qwZ of ZeRO++); at stages 1 and 2, and between the groups of `zero_hpz_partition_size`, it is
+    what an update has changed, and what is rounded away goes with the next one. Shards, of which updates are made and
+    which checkpoints have, are exact. null: as they are."""
+
+    frozen_weight_bits: Bits = None
+    """Stage 3: the same of weights that are not trained. null: as weight_bits."""
+
+    gradient_bits: Bits = None
+    """8 or 4: gradients go to other hosts in so many bits, rounded at random so that the mean is exact (qgZ of ZeRO++),
+    after they were summed over the ranks of a host. null: in `communication_data_type`."""
+
+    gradient_bits_in_host: Bits = 8
+    """With gradient_bits: the same of gradients between the ranks of a host. null: in `communication_data_type`."""
+
+    ranks_of_host: Positive | None = None
+    """With gradient_bits: how many ranks, next to each other, count as those of a host. null: those of a host."""
 
     timeout_seconds: Float = Field(default=300.0, gt=0)
     """A collective that takes longer than this is an error, not a hang."""

@@ -296,12 +296,30 @@ def test_layer_by_layer_alone(tmp_path: Path) -> None:
     assert_equal([compare(layered_cases(tmp_path))])
 
 
+def quantized_cases() -> dict[str, dict[str, Any]]:
+    """Messages in few bits, in one level and in two, with every kind of weights that are sent."""
+    return {
+        "quantized 0": config_of(0, communication=in_few_bits(weight_bits=4)),
+        "quantized 1": config_of(1, 2, communication=in_few_bits(weight_bits=8), **BF16),
+        "quantized 2, exact in a host": config_of(2, communication=in_few_bits(gradient_bits_in_host=None)),
+        "quantized 3": config_of(3, 2, communication=in_few_bits(weight_bits=4, frozen_weight_bits=8), **BF16),
+        "quantized hybrid": config_of(3, zero={"shard_size": 2}, communication=in_few_bits(weight_bits=8)),
+        "quantized hpZ": config_of(3, zero={"zero_hpz_partition_size": 2}, communication=in_few_bits(weight_bits=4)),
+    }
+
+
+def in_few_bits(**more: Any) -> dict[str, Any]:
+    """The section, for four ranks that stand for two hosts."""
+    return {"route": "sockets", "gradient_bits": 4, "ranks_of_host": 2, **more}
+
+
 def test_several_axes(ranks: RankPool) -> None:
     pipeline: dict[str, Any] = {"parallel": {"pipeline": 2}}
     cases = {
         "hybrid 1": config_of(1, 2, "shared_memory", zero={"shard_size": 2}, **BF16),
         "hybrid 3": config_of(3, 2, zero={"shard_size": 2}),
         "hpZ": config_of(3, zero={"zero_hpz_partition_size": 2}, **BF16),
+        **quantized_cases(),
         "hpZ, one copy": config_of(3, 1, "shared_memory", zero={"zero_hpz_partition_size": 2}),
         "pipeline 0": config_of(0, 4, "shared_memory", **pipeline),
         "pipeline 2": config_of(2, 4, "shared_memory", **pipeline, **BF16),

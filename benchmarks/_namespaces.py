@@ -16,6 +16,7 @@ from types import TracebackType
 
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "mount": "mount"}
+PROGRAMS["setpriv"] = "util-linux"
 START_SECONDS = 10.0
 CABLE = "cable"
 _HOST = "hostname {name} && mount -t tmpfs tmpfs /dev/shm && ip link set lo up && echo made && read -r line"
@@ -83,8 +84,9 @@ class Hosts:
                     stream.close()
 
     def command(self, number: int, command: Sequence[str]) -> list[str]:
-        """That runs a command on a host."""
-        return ["nsenter", "--target", str(self._hosts[number].pid), "--net", "--uts", "--mount", *command]
+        """That runs a command on a host, and ends it with this process."""
+        with_this = ["setpriv", "--pdeathsig", "KILL", "--"]
+        return [*with_this, "nsenter", "--target", str(self._hosts[number].pid), "--net", "--uts", "--mount", *command]
 
     def _run(self, number: int, *command: str) -> None:
         done = subprocess.run(self.command(number, command), capture_output=True, text=True, env=_environment())

@@ -66,8 +66,8 @@ def build_ddp(model: nn.Module, rows: int, options: dict[str, Any]) -> Step:
     from torch.nn.parallel import DistributedDataParallel
 
     # One bucket: the hook starts sums of several in the order in which earlier ones end, which differs between ranks.
-    options_of_buckets = {"bucket_cap_mb": 1000} if options["hook"] == "powersgd" else {}
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, **options_of_buckets)
+    cap = 1000 if options["hook"] == "powersgd" else 25
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=cap)
     if options["hook"] == "powersgd":
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

@@ -105,6 +105,7 @@ def assemble(
         rest,
         shares_gradients=blueprint.shares_gradients,
         delays_updates=blueprint.timing is Timing.DELAYED,
+        low_rank=blueprint.low_rank,
     )
     hosts = {} if host is None else dict.fromkeys(blueprint.homes.updated_apart(own.updated), host)
     units = memories.units(own, hosts)

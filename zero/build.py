@@ -15,6 +15,7 @@ from .gradient import GroupGradient
 from .group import ShardedGroup
 from .group_memory import PagedMemory, ResizedMemory
 from .host_update import HostUpdate
+from .low_rank import LowRank
 from .plan import GroupPlan, ModelPlan, rings_for
 from .shard_rest import ShardRest
 from .unit import Unit
@@ -36,16 +37,19 @@ class GroupMemories:
         rest: ShardRest | None = None,
         shares_gradients: bool = False,
         delays_updates: bool = False,
+        low_rank: LowRank | None = None,
     ) -> None:
         """rest: where shards are while nobody needs them, with room for all; None: in memory. shares_gradients:
         replicas that share memory have one sum of their gradients, and nobody changes it; but of tied ones, to which
-        other stages add. delays_updates: the gradients of a step are used while the next ones come.
+        other stages add. delays_updates: the gradients of a step are used while the next ones come. low_rank: they go
+        between ranks as thin matrices.
         """
         self._mesh = mesh
         self._reduces_every_backward = reduces_every_backward
         self._rest = rest
         self._shares_gradients = shares_gradients
         self._delays_updates = delays_updates
+        self._low_rank = low_rank
         self._slot_bytes: dict[tuple[str, ...], int] = {}  # by axes
 
     def units(self, plan: ModelPlan, hosts: Hosts) -> list[Unit]:
@@ -83,6 +87,7 @@ class GroupMemories:
                 common.get(plan.name),
                 self._delays_updates,
                 hosts.get(plan.name),
+                self._low_rank,
             )
             for plan, group in trained
         ]

@@ -84,6 +84,7 @@ _SWITCHES = (True, False, 10485760)  # of which nobody asks for anything while d
 _TENSOR = "set parallel.tensor to the number of ranks; remove the key"
 _SPLITS = "set tensor_parallel.plan; remove the key"
 _VOCABULARY = "a head over the vocabulary is split, and the loss over its logits with it"
+_SIGNS_GO = "signs go by communication.route, as everything does"
 _QUANTIZED = "parameters and gradients are sent in their own types; remove the key"
 
 RULES: dict[str, Rule] = {
@@ -225,6 +226,9 @@ RULES: dict[str, Rule] = {
     "optimizer.params.amsgrad": _only(False, "set false; or pass your own torch optimizer class to initialize"),
     "optimizer.params.maximize": _only(False, "negate the loss instead"),
     "optimizer.params.max_grad_norm": _only(0, "set gradient_clipping at the top level instead", "a number"),
+    "optimizer.params.cuda_aware": _no_effect(_SIGNS_GO),
+    "optimizer.params.comm_backend_name": _no_effect(_SIGNS_GO, "a string"),
+    "optimizer.params.eps_inside_sqrt": _only(False, "eps is added to the root; set false"),
     "scheduler.params.last_batch_iteration": _only(-1, _FROM_ZERO, "an integer"),
     "scheduler.params.last_epoch": _only(-1, _FROM_ZERO, "an integer"),
     "scheduler.params.verbose": _no_effect("steps_per_print logs the learning rate", "any value"),

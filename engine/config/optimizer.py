@@ -89,10 +89,9 @@ def canonical_optimizer(section: dict[str, object]) -> tuple[dict[str, object] |
         del params["muon_lr"]
         return {**section, "type": name, "params": params}, [], []
     if isinstance(params, dict) and OPTIMIZERS[name].signs is not None and "bias_correction" in params:
+        why = "1-bit optimizers correct no moments, here and in DeepSpeed"
+        note = f"optimizer.params.bias_correction: {shown(params['bias_correction'])} has no effect here: {why}"
         params = {key: value for key, value in params.items() if key != "bias_correction"}
-        note = (
-            "optimizer.params.bias_correction has no effect: 1-bit optimizers correct no moments, here and in DeepSpeed"
-        )
         return {**section, "type": name, "params": params}, [note], []
     if not isinstance(params, dict) or name not in ("adam", "adamw"):
         return {"params": {}, **section, "type": name}, [], []

@@ -15,6 +15,24 @@ FILES = Path(__file__).parent / "data" / "real_configs"
 
 # "z." stands for "zero_optimization.", "o." for "optimizer.params.", "s." for "scheduler.params.".
 LOADS = {  # file: the keys that a note explains, in order
+    "DeepSpeedExamples__training__BingBertSquad__1-bit_adam__mpi_infiniband__deepspeed_onebitadam_bsz96_config.json": (
+        "o.cuda_aware o.comm_backend_name o.bias_correction"
+    ),
+    "DeepSpeedExamples__training__bing_bert__01_adam__mpi_ethernet__deepspeed_bsz4k_01adam_config_seq128_mpi_ethernet.json": (  # noqa: E501
+        "o.cuda_aware o.comm_backend_name o.bias_correction"
+    ),
+    "DeepSpeedExamples__training__bing_bert__1-bit_adam__mpi_ethernet__deepspeed_bsz4k_onebitadam_config_seq128_mpi_ethernet.json": (  # noqa: E501
+        "o.cuda_aware o.comm_backend_name o.bias_correction"
+    ),
+    "DeepSpeedExamples__training__bing_bert__1-bit_adam__mpi_infiniband__deepspeed_bsz4k_onebitadam_config_seq128_mpi_infiniband.json": (  # noqa: E501
+        "o.cuda_aware o.comm_backend_name o.bias_correction"
+    ),
+    "DeepSpeedExamples__training__bing_bert__1-bit_lamb__mpi_ethernet__deepspeed_bsz64k_onebitlamb_config_seq128_mpi_ethernet.json": (  # noqa: E501
+        "o.cuda_aware o.comm_backend_name o.bias_correction"
+    ),
+    "DeepSpeedExamples__training__bing_bert__1-bit_lamb__nccl__deepspeed_bsz64k_onebitlamb_config_seq128_nccl.json": (
+        "o.cuda_aware o.comm_backend_name o.bias_correction"
+    ),
     "DeepSpeedExamples__compression__bert__config__ds_config.json": "",
     "DeepSpeedExamples__compression__gpt2__config__ds_config.json": "optimizer.type",
     "DeepSpeedExamples__inference__sglang__ds_offload_cpu.json": (

@@ -119,8 +119,8 @@ class Oracle:
     def ZeroOneAdam(self, step: int, key: str, w: Tensor, own: list[Tensor], g: Tensor) -> None:
         if step in (1, 2, 4):  # the distance doubles after one update
             self.adam(key, w, g)
-            for one in self.local_m:
-                one[key] = self.m[key]
+            for momenta in self.local_m:
+                momenta[key] = self.m[key]
             return
         for rank, one in enumerate(own):
             self.local_m[rank][key] = 0.9 * self.local_m[rank][key] + 0.1 * one
@@ -207,7 +207,7 @@ def groups_of(**more: Any) -> list[list[tuple[str, int]]]:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_they_are_the_papers_formulas(ranks: RankPool, size: int) -> None:
-    routes = [{}, {"communication": {"route": "sockets"}}] if size > 1 else [{}]
+    routes: list[Any] = [{}, {"communication": {"route": "sockets"}}] if size > 1 else [{}]
     groups = ranks(1, groups_of)[0]
     found = iter(ranks(size, train_all, [case_of(name, **route) for name in PARAMS for route in routes])[0])
     for name in PARAMS:
@@ -224,7 +224,7 @@ def assert_close_to(outcome: Outcome, expected: Outcome, what: str) -> None:
 
 
 def test_they_are_so_with_accumulation_and_pipelines(ranks: RankPool) -> None:
-    piped = {"parallel": {"pipeline": 2}}
+    piped: Any = {"parallel": {"pipeline": 2}}
     of_ranks = ranks(4, groups_of, **piped)
     groups = of_ranks[0] + of_ranks[2]  # the first rank of each stage
     found = ranks(4, train_all, [case_of(name, accumulation=2, **piped) for name in PARAMS])[0]
@@ -265,7 +265,7 @@ def planned_bytes(case: Case, rank: int, size: int) -> RankBytes:
 
 def held(name: str, dtype: str) -> tuple[int, int, int]:
     """(gradients and states as they are, as they are planned, and of these the errors)."""
-    case = case_of(name, tiny_gpt, **({"bf16": {"enabled": True}} if dtype == "bf16" else {}))
+    case = case_of(name, tiny_gpt, bf16={"enabled": dtype == "bf16"})
     engine = lowtide.initialize(tiny_gpt(), case.as_config())
     rank, size = rank_and_world()
     for step in range(7):

@@ -110,6 +110,7 @@ def assemble(
         keeps_sums=not blueprint.is_layered,
         seed=config.seed or 0,
         num_steps=lambda: optimizer.num_steps_before,
+        low_rank=blueprint.low_rank,
     )
     hosts = {} if host is None else dict.fromkeys(blueprint.homes.updated_apart(own.updated), host)
     units = memories.units(own, hosts)

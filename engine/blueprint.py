@@ -16,6 +16,7 @@ from ..parallel.plan import TensorPlan
 from ..pipe.split.split import SplitPlan
 from ..zero.domain import Copies, Domain
 from ..zero.gather_ring import MAX_PREFETCHED
+from ..zero.low_rank import LowRank
 from ..zero.plan import Dtypes, ModelPlan, Share, Shares
 from ..zero.policy import ZeroPolicy
 from ..zero.units import UnitPlan, plan_units
@@ -207,16 +208,21 @@ class Blueprint:
     @property
     def inner(self) -> tuple[str, ...]:
         """Axes with several ranks on which models exchange while gradients are on their way."""
-        # Directions go along these to who makes whole matrices of them.
-        moved = ((SHARD if self.policy.shards_states else REPLICA),) if self.optimizer.moves_matrices else ()
+        # Directions go along these to who makes whole matrices of them, and signs and
+        # thin matrices to who adds them up.
+        moves = self.optimizer.moves_matrices or self.optimizer.signs is not None or self.low_rank is not None
+        moved = ((SHARD if self.policy.shards_states else REPLICA),) if moves else ()
         return self.arrangement.wide((*moved, EXPERT, SEQUENCE))
 
     @property
     def shares_gradients(self) -> bool:
         """Whether replicas that share memory have one sum of their gradients.
 
-        Not of an update in backward, which gives them back at once, nor of a delayed one, beside which the next lie.
+        Not of an update in backward, which gives them back at once, nor of a delayed one, beside which the next lie;
+        and not where each updates with its own, or makes the sum of thin matrices.
         """
+        if self.optimizer.signs is not None or self.low_rank is not None:
+            return False
         return not self.policy.shards_states and self.timing not in (Timing.IN_BACKWARD, Timing.DELAYED)
 
     @property
@@ -228,6 +234,22 @@ class Blueprint:
     def reduces_every_backward(self) -> bool:
         """Whether gradients of each microbatch are reduced, and not those of a step."""
         return self.policy.reduces_every_backward and not self.is_layered
+
+    @property
+    def low_rank(self) -> LowRank | None:
+        """How gradients go between ranks, if as thin matrices."""
+        wanted = self.config.communication.power_sgd
+        if not wanted.rank:
+            return None
+        seed = self.config.seed or 0
+        return LowRank(
+            wanted.rank,
+            wanted.start_step,
+            wanted.min_compression_rate,
+            wanted.error_feedback,
+            wanted.warm_start,
+            seed,
+        )
 
     @property
     def prefetch_numel(self) -> int:

@@ -17,10 +17,13 @@ from ..offload import FileStore
 from ..zero.domain import Domain
 from ..zero.host_update import MAX_LEAVING
 from ..zero.layout import round_up
+from ..zero.low_rank import ThinLayout
 from ..zero.matrix_trip import REPLICATED, SHARDED, owners_of
 from ..zero.offloaded_states import ChunkLayout
 from ..zero.plan import GroupPlan, ModelPlan, Role
 from ..zero.shard_state import MASTER, Kinds, kinds_of_block, scaled
+from ..zero.sign_mean import SignLayout
+from ..zero.sign_update import extra_numel
 from .axes import SEQUENCE, TENSOR
 from .blueprint import Blueprint
 from .gathered import peak_gathered_bytes
@@ -160,7 +163,7 @@ class Footprint:
         left += [nbytes for group in plan.updated for nbytes in self._second_on_host(group, moment)]
         return RankBytes(
             parameters=sum(map(self._at_rest, plan.groups)),
-            gradients=sum(self.gradient(group, moment) for group in plan.trained),
+            gradients=sum(self.gradient(group, moment) + self._thin(group, moment) for group in plan.trained),
             optimizer=sum(self._states(group, moment) for group in plan.updated) + self.outer()[0],
             gathered=peak_gathered_bytes(blueprint, self._place, self.gathered) if gathers and self.frees_memory else 0,
             staging=self._staging() + self._leaving(),
@@ -339,7 +342,8 @@ class Footprint:
         return self._kinds_of(group.dtype, self._blueprint.optimizer.options_index(group))
 
     def _states(self, group: GroupPlan, moment: Moment) -> int:
-        total = _bytes(scaled(self._kinds(group), self._resident[id(group)])) + self._factors(group)
+        resident = scaled(self._kinds(group), self._resident[id(group)])
+        total = _bytes(resident) + self._factors(group) + self._beside_signs(group)
         if self._blueprint.timing is Timing.DELAYED:
             total += self._second(group)
         if self._blueprint.timing is Timing.SPECULATIVE and moment is Moment.REDUCED:
@@ -365,6 +369,27 @@ class Footprint:
             is_on_host = self._is_on_accelerator and (outer.offload or self._leaves(group))
             found[is_on_host] += kinds * group.layout.shard_numel * max(4, group.dtype.itemsize)
         return found[0], found[1]
+
+    def _beside_signs(self, group: GroupPlan) -> int:
+        """What a group remembers of what signs did not say, and of its steps since ranks have met."""
+        signs = self._blueprint.optimizer.signs
+        if signs is None:
+            return 0
+        is_mixed = MASTER in self._kinds(group)
+        dtype = torch.float32 if is_mixed else group.dtype
+        layout = SignLayout.of(group.layout, self._sizes(group.domain).replicas, dtype)
+        place = self._blueprint.arrangement.place(self._rank, group.domain.replicas)
+        return extra_numel(signs, layout, place, is_mixed) * dtype.itemsize
+
+    def _thin(self, group: GroupPlan, moment: Moment) -> int:
+        """What a group remembers of what thin matrices did not say: until a step counts, of two of them."""
+        low_rank, sizes = self._blueprint.low_rank, self._sizes(group.domain)
+        if low_rank is None or sizes.states == sizes.replicas == 1:
+            return 0
+        layout = ThinLayout.of(group.layout, low_rank)
+        itemsize = max(4, group.accumulation_dtype.itemsize)
+        tried = layout.num_thin + layout.num_second if moment is Moment.REDUCED else 0
+        return (layout.kept_numel(low_rank) + tried) * itemsize
 
     def directions(self) -> tuple[int, int]:
         """(model, host): the most that an update of whole parameters takes for a moment, which no moment has.

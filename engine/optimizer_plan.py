@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.dispatch import Backend
-from ..optimizers.optimizer import Optimizer, OptimizerParams, Options
+from ..optimizers.optimizer import Optimizer, OptimizerParams, Options, Signs
 from ..optimizers.table import OPTIMIZERS
 from ..zero.fused_update import FusedUpdate
 from ..zero.masters import Masters
 from ..zero.optimizer_choice import OptimizerFactory, another, check_elementwise, record_like
 from ..zero.plan import GroupPlan, Role
+from ..zero.sign_update import SignUpdate
 from ..zero.torch_update import TorchUpdate
 from ..zero.whole_update import WholeUpdate
 from .config.config import Config
@@ -83,7 +84,7 @@ class OptimizerPlan:
         if record.whole is not None and record.whole.matrix is not None:
             param_groups = _divided(module, trained, options, record)
         state_dtype = _STATE_DTYPES[config.optimizer.state_dtype]
-        kind = FusedUpdate if record.whole is None else WholeUpdate
+        kind = WholeUpdate if record.whole is not None else SignUpdate if record.signs is not None else FusedUpdate
         by_group = tuple(param_groups) if len(param_groups) > 1 else ()
         update = kind(record, options, state_dtype, backend, masters, seed, by_group)
         return cls(param_groups, dict(options), update, None, masters, seed)
@@ -173,6 +174,11 @@ class OptimizerPlan:
         """Elements of the states of a matrix that are not elementwise."""
         whole = None if self.fused is None else self.fused.optimizer.whole
         return 0 if whole is None else sum(math.prod(one) for one in whole.factors(shape).values())
+
+    @property
+    def signs(self) -> Signs | None:
+        """What ranks tell each other in the place of gradients."""
+        return None if self.fused is None else self.fused.optimizer.signs
 
     @cached_property
     def _matrices(self) -> frozenset[int]:

@@ -15,6 +15,7 @@ from .gradient import GroupGradient
 from .group import ShardedGroup
 from .group_memory import PagedMemory, PagesBesideOwn, ResizedMemory
 from .host_update import HostUpdate
+from .low_rank import LowRank
 from .plan import GroupPlan, ModelPlan, rings_for
 from .shard_rest import ShardRest
 from .unit import Unit
@@ -40,11 +41,13 @@ class GroupMemories:
         keeps_sums: bool = True,
         seed: int = 0,
         num_steps: Callable[[], int] = lambda: 0,
+        low_rank: LowRank | None = None,
     ) -> None:
         """rest: where shards are while nobody needs them, with room for all; None: in memory. shares_gradients:
         replicas that share memory have one sum of their gradients, and nobody changes it; but of tied ones, to which
         other stages add. delays_updates: the gradients of a step are used while the next ones come.
-        keeps_sums: see `LocalSum`. seed: of random bits. num_steps: as of `Draws`.
+        keeps_sums: see `LocalSum`. seed: of random bits. num_steps: as of `Draws`. low_rank: gradients go between ranks
+        as thin matrices.
         """
         self._mesh = mesh
         self._reduces_every_backward = reduces_every_backward
@@ -54,6 +57,7 @@ class GroupMemories:
         self._keeps_sums = keeps_sums
         self._seed = seed
         self._num_steps = num_steps
+        self._low_rank = low_rank
         self._slot_bytes: dict[tuple[str, ...], int] = {}  # by axes
 
     def units(self, plan: ModelPlan, hosts: Hosts) -> list[Unit]:
@@ -96,6 +100,7 @@ class GroupMemories:
                 self._delays_updates,
                 hosts.get(plan.name),
                 self._keeps_sums,
+                self._low_rank,
             )
             for plan, group in trained
         ]

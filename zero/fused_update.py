@@ -145,6 +145,24 @@ class FusedUpdate:
     def scalar_states(self, shard: ShardState) -> ScalarStates:
         return {}
 
+    def sums_gradients(self, step: int) -> bool:
+        """Whether a step, counted from 1, is made with the gradients of all ranks; else with each rank's own."""
+        return True
+
+    def is_apart(self, shard: ShardState) -> bool:
+        """Whether ranks have other parameters than each other, until they `meet`."""
+        return False
+
+    def meet(self, shard: ShardState, options: Sequence[Options]) -> None: ...
+
+    def rank_states(self, shard: ShardState) -> Iterable[tuple[Piece, str, Tensor]]:
+        """(piece, name, values) of elementwise states that this rank alone has."""
+        return ()
+
+    def rank_state_names(self, shard: ShardState) -> Sequence[str]:
+        """Of all ranks."""
+        return ()
+
     def state_bytes(self, shard: ShardState) -> int:
         """Of those in memory."""
         return sum(state.nbytes for state in shard.states.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -42,13 +42,15 @@ class Move:
         self._replicas = replicas
         self._inspection = inspection
         self._name = f"reduction of {group.name}"
+        self.sums: Callable[[], bool] = _always
+        """Whether gradients are summed over replicas in this step; else each updates with its own, and counts it."""
 
     def staging_axis(self, boundary: bool, has_shard: bool) -> Axis | None:
         """The axis in whose message a backward's gradients are staged; None: they go into the shard."""
         if self._group.state_axis.size > 1:
             return self._group.state_axis
         replica_axis = self._group.replica_axis
-        return replica_axis if replica_axis.size > 1 and boundary and not has_shard else None
+        return replica_axis if replica_axis.size > 1 and boundary and not has_shard and self.sums() else None
 
     @property
     def adds_exactly(self) -> bool:
@@ -106,7 +108,7 @@ class Move:
         ranks. counts: its squares are counted then.
         """
         states, replicas = self._group.state_axis, self._group.replica_axis
-        is_last = replicas.size == 1
+        is_last = replicas.size == 1 or not self.sums()
         if message is None and is_last:
             self._inspection.look(states, 0, shard, (), counts)
         if axis is states and message is not None:
@@ -171,6 +173,10 @@ class Move:
         if spread is not None:
             yield spread
             spread.wait()
+
+
+def _always() -> bool:
+    return True
 
 
 def _part(tensor: Tensor, region: slice) -> Tensor:

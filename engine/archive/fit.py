@@ -16,6 +16,7 @@ from ...checkpoint.reader import CheckpointReader
 from ...zero.masters import REMAINDERS
 from ...zero.optimizer import ShardedOptimizer
 from ...zero.outer_state import SYNCED
+from ...zero.sign_update import is_rank_state
 from .named_state import NamedState
 from .run_state import check_options
 from .weights import kind_of
@@ -70,11 +71,13 @@ def check_fits(
 
 
 def states_in(checkpoint: Checkpoint) -> dict[str, dict[str, torch.dtype]]:
-    """Parameter -> the dtypes of its states, but for remainders, which belong to the form of the weights."""
+    """Parameter -> the dtypes of its states, but for remainders, which belong to the form of the weights, and for
+    what one rank alone had.
+    """
     found: dict[str, dict[str, torch.dtype]] = {}
     for full_name, info in checkpoint.states.tensors.items():
         name, _, state = full_name.rpartition(".")
-        if state in REMAINDERS:
+        if state in REMAINDERS or is_rank_state(state):
             continue
         found.setdefault(name, {})[state] = info.dtype
     return found

@@ -19,6 +19,7 @@ from ...configs.section import Bool, Dtype, Float, Int, Natural, Positive, Secti
 from ...optimizers.table import OPTIMIZERS
 from .batch import Batch, fill_batch, nearest_divisors
 from .compiling import CompileConfig, compile_notes
+from .compressed import compression_faults
 from .elastic import KeptBatch, nothing_kept
 from .elasticity import ElasticityConfig, elastic_batch, elastic_note, elasticity_faults, elasticity_notes
 from .errors import ConfigError, Fault, FaultKind, shown, unknown_key
@@ -54,6 +55,7 @@ from .sections import (
     DataTypesConfig,
     FP16Config,
     MemoryReportConfig,
+    PowerSGDConfig,
     TorchAutocastConfig,
     ZeroConfig,
 )
@@ -435,6 +437,7 @@ def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:
         "aio": AioConfig,
         "kernels": KernelsConfig,
         "communication": CommunicationConfig,
+        "communication.power_sgd": PowerSGDConfig,
         "outer": OuterConfig,
         "checkpoint": CheckpointConfig,
         "memory_report": MemoryReportConfig,
@@ -463,6 +466,9 @@ def _conflicts(config: Config) -> list[Fault]:
         faults += whole_faults(config.optimizer, config.zero_optimization, config.parallel)
         conflicts = config.optimizer.params.conflicts()
         faults += [Fault(f"optimizer.params.{key}", "conflict", message) for key, message in conflicts]
+    faults += compression_faults(
+        config.optimizer, config.communication.power_sgd, config.zero_optimization, config.parallel, config.bf16
+    )
     faults += elasticity_faults(config.elasticity, config.parallel.ranks_of_sample, _batch_keys(config))
     faults += offload_faults(config.zero_optimization, config.activation_checkpointing)
     faults += accumulation_faults(config.pipeline, config.gradient_accumulation_steps)

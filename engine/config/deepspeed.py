@@ -86,6 +86,7 @@ _TENSOR = "set parallel.tensor to the number of ranks; remove the key"
 _SPLITS = "set tensor_parallel.plan; remove the key"
 _VOCABULARY = "a head over the vocabulary is split, and the loss over its logits with it"
 _LOCO = "quantized gradients are rounded at random, without bias and without feedback; remove the section"
+_SIGNS_GO = "signs go by communication.route, as everything does"
 
 RULES: dict[str, Rule] = {
     "zero_allow_untested_optimizer": _no_effect("any elementwise optimizer works with every stage"),
@@ -223,6 +224,9 @@ RULES: dict[str, Rule] = {
     "optimizer.params.amsgrad": _only(False, "set false; or pass your own torch optimizer class to initialize"),
     "optimizer.params.maximize": _only(False, "negate the loss instead"),
     "optimizer.params.max_grad_norm": _only(0, "set gradient_clipping at the top level instead", "a number"),
+    "optimizer.params.cuda_aware": _no_effect(_SIGNS_GO),
+    "optimizer.params.comm_backend_name": _no_effect(_SIGNS_GO, "a string"),
+    "optimizer.params.eps_inside_sqrt": _only(False, "eps is added to the root; set false"),
     "scheduler.params.last_batch_iteration": _only(-1, _FROM_ZERO, "an integer"),
     "scheduler.params.last_epoch": _only(-1, _FROM_ZERO, "an integer"),
     "scheduler.params.verbose": _no_effect("steps_per_print logs the learning rate", "any value"),

@@ -183,6 +183,25 @@ def _bits(value: object) -> object:
 Bits = Annotated[Literal[4, 8] | None, BeforeValidator(_bits)]
 
 
+class PowerSGDConfig(Section):
+    """PowerSGD: a matrix of gradients is sent as two thin ones, whose product is near it. Stages 0 and 1."""
+
+    rank: Natural = 0
+    """Columns of the thin matrices. 0: off, gradients are sent as they are."""
+
+    start_step: Natural = 1000
+    """Gradients of so many steps are sent as they are first."""
+
+    min_compression_rate: Float = Field(default=2.0, ge=1)
+    """A parameter whose thin matrices, times this, have as many elements as it has, is sent as it is."""
+
+    error_feedback: Bool = True
+    """What the product lacks is added to the gradient of the next step."""
+
+    warm_start: Bool = True
+    """The product begins with the thin matrix of the step before, else with a random one in each step."""
+
+
 class CommunicationConfig(Section):
     """How bytes go between the ranks."""
 
@@ -216,6 +235,8 @@ class CommunicationConfig(Section):
     """A step, with the loading of its data, that takes longer than this is reported: `lowtide launch` says which rank
     waits for which, with the stacks of all (and then stops, with --on-stall stop); started otherwise, each rank says
     for itself what it does. Training goes on. null: no limit."""
+
+    power_sgd: PowerSGDConfig = PowerSGDConfig()
 
 
 class CheckpointConfig(Section):

@@ -98,6 +98,8 @@ class Bounds:
             block = self._block(choice.rows, choice.every)
             seconds, peak = block.seconds(choice), block.nbytes(choice, keeps)
             if machine.device == "cuda":
+                if policy.reduces_every_backward:
+                    seconds = max(seconds, (choice.accumulation - 1) * self._collected(choice, sizes))
                 seconds += self._exposed(choice, policy, sizes)
                 if frees:
                     nbytes += self._parameters / choice.pipeline * (1 - (choice.offload_param == "none") / parameters)
@@ -136,6 +138,12 @@ class Bounds:
         if policy.frees_parameters:
             total += self._parameters * self._seconds_per_byte(sizes, (SHARD, SEQUENCE)) / num_chunks(choice)
         return total / choice.pipeline
+
+    def _collected(self, choice: Choice, sizes: _Sizes) -> float:
+        """Seconds in which a rank of a pipeline with the mean of all gradients reduces those of a microbatch."""
+        if choice.expert > 1:
+            return 0.0
+        return self._reduced * self._seconds_per_byte(sizes, (SECONDARY, SHARD, SEQUENCE)) / choice.pipeline
 
     def _wire(self, choice: Choice, policy: ZeroPolicy, sizes: _Sizes) -> float:
         """Seconds of all collectives, one after the other, without a pipeline."""

@@ -318,13 +318,12 @@ def _make_process_group(device: torch.device, timeout_seconds: float, ranks_of_i
         )
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     started = time.monotonic()
-    store, num_islands, island = _next_store(timeout), 1, 0
-    if ranks_of_island is not None and ranks_of_island < size:
-        num_islands, size = size // ranks_of_island, ranks_of_island
-        island, rank = divmod(rank, size)
-    own = store if num_islands == 1 else PrefixStore(f"island{island}", store)
+    of_island = min(size, ranks_of_island or size)
+    num_islands, island = size // of_island, rank // of_island
     try:
-        dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
+        store = _next_store(timeout)
+        own = store if num_islands == 1 else PrefixStore(f"island{island}", store)
+        dist.init_process_group(backend, store=own, rank=rank % of_island, world_size=of_island, timeout=timeout)
     except dist.DistError as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise CollectiveError(
@@ -334,7 +333,7 @@ def _make_process_group(device: torch.device, timeout_seconds: float, ranks_of_i
         ) from error
     if num_islands > 1:
         address = own_address(os.environ["MASTER_ADDR"])
-        _ISLANDS[dist.group.WORLD] = Islands(island, num_islands, size, store, _job_store(), address), 0
+        _ISLANDS[dist.group.WORLD] = Islands(island, num_islands, of_island, store, _job_store(), address), 0
 
 
 def _job_store() -> Any:

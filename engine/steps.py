@@ -123,9 +123,9 @@ class Steps:
         optimizer, passes, mesh = self._optimizer, self._passes, self._mesh
         self.gradients = [gradient for unit in passes.units for gradient in unit.gradients]
         self._shown = ShownGradients(self.gradients)
-        for gradient in self.gradients:
-            if gradient.low_rank is not None:
-                gradient.low_rank.step, gradient.low_rank.unit = lambda: optimizer.num_steps, lambda: self.rest
+        self._thin = [gradient.low_rank for gradient in self.gradients if gradient.low_rank is not None]
+        for one in self._thin:
+            one.step, one.unit = lambda: optimizer.num_steps, lambda: self.rest
         timing = Timing.of(self._config)
         shares = any(group.copies_are_shared for unit in passes.units for group in unit.groups)
         self.guard = ModelGuard(self._module, passes.units, shares, only_steps_change=timing is not Timing.DELAYED)
@@ -304,10 +304,11 @@ class Steps:
     def check_whole(self, num_microbatches: int) -> None:
         """Raises ValueError where so many microbatches do not end a step, though a schedule has all of it."""
         if not self._is_boundary(num_microbatches):
+            is_layered = self._config.zero_optimization.layered_gradient_accumulation
+            key = "zero_optimization.layered_gradient_accumulation" if is_layered else "parallel.pipeline"
             raise ValueError(
-                "engine.accumulate(last=False): expected an engine without parallel.pipeline and "
-                "zero_optimization.layered_gradient_accumulation, found one with it, whose train_step has all "
-                "microbatches of a step; set gradient_accumulation_steps"
+                f"engine.accumulate(last=False): expected an engine without {key}, found one with it, whose train_step "
+                "has all microbatches of a step; set gradient_accumulation_steps"
             )
 
     def _is_boundary(self, num_microbatches: int) -> bool:
@@ -398,8 +399,8 @@ class Steps:
             self._update_or_skip(sums, norm, number)
         if not result.skipped:
             self.guard.mark_updated()
-            for gradient in self.gradients:
-                gradient.accept(rest)
+            for one in self._thin:
+                one.accept(rest)
         self.guard.remember_values()
         if self.guard.shares_values:  # else a rank that is ahead may change what this one remembers
             self._mesh.fence(f"the end of step {number}")

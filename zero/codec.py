@@ -40,6 +40,9 @@ class Codec:
     Each group has a codec of its own for each axis. What one that loses something has to remember is its state.
     """
 
+    counts_messages = False
+    """Whether it must be told when a step ends."""
+
     def __init__(self, axis: Axis, dtype: torch.dtype, parts: Parts | None = None) -> None:
         """dtype: in which gradients are staged."""
         self.axis = axis
@@ -74,22 +77,21 @@ class Codec:
             by_place = sorted(range(self.axis.size), key=self.axis.places.__getitem__)
             order = [index for rank in by_place for index in self._parts[rank]]
             staged = staged.view(len(order), -1)[order].view(-1)
-        return self._coming(self.axis.route.reduce_scatter(staged, spare, what))
+        terms = self.axis.route.reduce_scatter(staged, spare, what)
+        return Coming(terms.arrived, terms.region, partial(self._sum_up, terms), terms.summed)
 
     def all_reduce(self, staged: Tensor, out: Tensor, what: str) -> Coming:
         """Of out = the sum over ranks of what is staged, what this rank sums."""
-        return self._coming(self.axis.route.all_reduce(staged, out, what))
+        terms = self.axis.route.all_reduce(staged, out, what)
+        return Coming(terms.arrived, terms.region, partial(self._sum_up, terms), terms.summed)
 
     def reset(self) -> None:
         """The next gradient is of another step."""
 
-    def _coming(self, terms: Terms) -> Coming:
-        def add_up(out: Tensor, held: slice, accumulate: bool) -> Sequence[Tensor]:
-            of_ranks = terms.read()
-            sum_with_held(of_ranks, self.axis.rank, out, held, accumulate)
-            return of_ranks if self.axis.route.sums_here else ()
-
-        return Coming(terms.arrived, terms.region, add_up, terms.summed)
+    def _sum_up(self, terms: Terms, out: Tensor, held: slice, accumulate: bool) -> Sequence[Tensor]:
+        of_ranks = terms.read()
+        sum_with_held(of_ranks, self.axis.rank, out, held, accumulate)
+        return of_ranks if self.axis.route.sums_here else ()
 
 
 class Draws:
@@ -121,6 +123,8 @@ class QuantizedCodec(Codec):
     all have the same. Nothing is remembered of what was rounded away: it averages out, over elements and over steps.
     Source: ZeRO++, arXiv 2306.10209, section 3.3.
     """
+
+    counts_messages = True
 
     def __init__(self, axis: Axis, dtype: torch.dtype, bits: int, draws: Draws, parts: Parts | None = None) -> None:
         super().__init__(axis, dtype, parts)

@@ -88,11 +88,6 @@ class GroupGradient:
         """What sends it as thin matrices, if it is sent so."""
         return self._move if isinstance(self._move, LowRankMove) else None
 
-    def accept(self, unit: float) -> None:
-        """The step counts, of which it is the gradient, and whose gradients were multiplied by `unit`."""
-        if self.low_rank is not None:
-            self.low_rank.accept(unit)
-
     def held(self) -> Iterator[Tensor]:
         """Tensors that `held_bytes` counts and that operations of a step make."""
         tensors = (self.shard, self._local.flat, *(param.grad for param in self.group.params))
@@ -163,7 +158,8 @@ class GroupGradient:
     def reset(self) -> None:
         """Forgets the gradient after an optimizer step."""
         self.inspection.forget()
-        self._move.reset()
+        if self._move.has_steps:
+            self._move.reset()
         self.used.clear()
         self._staging = None
         self._early.clear()

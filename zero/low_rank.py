@@ -114,6 +114,7 @@ class LowRankMove(Move):
     ) -> None:
         super().__init__(group, levels, replicas, dtype, inspection)
         self._low_rank = low_rank
+        self.has_steps = True
         self.step: Callable[[], int] = _zero
         """The number of steps before the one that is made."""
         self._layout = ThinLayout.of(group.layout, low_rank)
@@ -195,6 +196,7 @@ class LowRankMove(Move):
         self._tried = {}
 
     def reset(self) -> None:
+        """See `Move`; what was tried in it is thrown away, if it did not count."""
         super().reset()
         self._tried = {}
 
@@ -247,7 +249,7 @@ class LowRankMove(Move):
 
     def _summed(self, values: Tensor) -> Tensor:
         """The sum over ranks, on all of them, in the dtype in which gradients are sent."""
-        return self._exchange.sum(values.to(self._stager(self._axis).dtype), self._name).to(self._wide)
+        return self._exchange.sum(values.to(self._stager.dtype), self._name).to(self._wide)
 
     @cached_property
     def _exchange(self) -> Exchange:

@@ -40,6 +40,10 @@ class Move:
         self._dtype = dtype
         self._levels = levels
         self._replicas = replicas
+        self._stager = levels[0] if group.state_axis.size > 1 else replicas  # in whose message a gradient is staged
+        self._counting = [codec for codec in (*levels, replicas) if codec.counts_messages]
+        self.has_steps = bool(self._counting)
+        """Whether `reset` has something to do."""
         self._inspection = inspection
         self._name = f"reduction of {group.name}"
         self.sums: Callable[[], bool] = _always
@@ -59,23 +63,19 @@ class Move:
 
     def reset(self) -> None:
         """The next gradient is of another step."""
-        for codec in (*self._levels, self._replicas):
+        for codec in self._counting:
             codec.reset()
-
-    def _stager(self, axis: Axis) -> Codec:
-        """In whose message a gradient is staged."""
-        return self._replicas if axis is self._group.replica_axis else self._levels[0]
 
     def next_message(self, axis: Axis, has_shard: bool) -> Tensor | None:
         """What `open_message` will give, to be written already; None where it is not free yet."""
         lacks = self._not_there(axis, has_shard) if axis.route.slots_may_lack_own else 0
-        return self._stager(axis).next_message(self._group.layout.padded_numel - lacks)
+        return self._stager.next_message(self._group.layout.padded_numel - lacks)
 
     def open_message(self, axis: Axis, has_shard: bool) -> Tensor:
         """Memory to stage the next gradient in, (padded_numel,), or without the part of it that is summed in place;
         may wait for other ranks."""
         lacks = self._not_there(axis, has_shard) if axis.route.slots_may_lack_own else 0
-        return self._stager(axis).open_message(self._group.layout.padded_numel - lacks, self._name)
+        return self._stager.open_message(self._group.layout.padded_numel - lacks, self._name)
 
     def _not_there(self, axis: Axis, has_shard: bool) -> int:
         """Elements for which a message of `axis` has no room: what is summed in place, on the axis of the states."""
@@ -152,8 +152,10 @@ class Move:
         On the replica axis whole parameters, which then lie in one piece and can be made there (see `Staging.place`);
         on the shard axis, where memory counts more, all of it, so that less of the message is ever touched, or there.
         """
+        if has_shard or not axis.route.sums_here:
+            return NOTHING
         is_one_sum = axis is self._group.replica_axis or len(self._levels) == 1
-        if has_shard or not is_one_sum or not self._stager(axis).may_lack_own(self._dtype):
+        if not is_one_sum or not self._stager.may_lack_own(self._dtype):
             return NOTHING
         own = regions_of(self._group.layout.padded_numel, axis.size)[axis.place]
         if axis is self._group.state_axis:

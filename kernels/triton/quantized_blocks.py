@@ -13,7 +13,8 @@ from .launch import launch
 from .optimizer_states import nearest_bfloat16, numbered_noise
 
 BLOCK_NUMEL = 128
-ROWS = 16  # blocks of a program
+ROWS = 16  # blocks of a program that quantizes
+ROWS_BACK = 32  # of one that reads: 16 bytes of codes a thread
 
 
 @triton.jit
@@ -129,8 +130,8 @@ def dequantize(message: Tensor, bits: int, out: Tensor, adds: bool) -> None:
     n_blocks = out.numel() // BLOCK_NUMEL
     codes, scales = parts(message, n_blocks, bits)
     launch(
-        _dequantize_kernel, (-(-n_blocks // ROWS),), num_warps=4, CODES_ptr=codes, SCALES_ptr=scales, OUT_ptr=out,
-        n_blocks=n_blocks, BITS=bits, ADDS=adds, BLOCK_NUMEL=BLOCK_NUMEL, ROWS=ROWS, enable_fp_fusion=False,
+        _dequantize_kernel, (-(-n_blocks // ROWS_BACK),), num_warps=4, CODES_ptr=codes, SCALES_ptr=scales, OUT_ptr=out,
+        n_blocks=n_blocks, BITS=bits, ADDS=adds, BLOCK_NUMEL=BLOCK_NUMEL, ROWS=ROWS_BACK, enable_fp_fusion=False,
     )  # fmt: skip
 
 

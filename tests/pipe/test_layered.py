@@ -24,6 +24,13 @@ BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 FP16: dict[str, Any] = {"fp16": {"enabled": True, "loss_scale": 64}}
 
 
+LATE = {"delay_after_steps": 1}
+SPLIT: dict[str, Any] = {
+    "parallel": {"tensor": 2},
+    "tensor_parallel": {"plan": {"blocks.*.up": "column", "blocks.*.down": "row"}},
+}
+
+
 def zero(**settings: Any) -> dict[str, Any]:
     return {"zero_optimization": settings}
 
@@ -35,31 +42,49 @@ def pair(stage: int, build: Any = models.tiny_gpt, plain_stage: int | None = Non
     return [case.at(stage if plain_stage is None else plain_stage), case.at(stage, config=zero(**layered))]
 
 
-def differences(outcomes: list[Outcome]) -> list[str]:
-    return [
-        f"{at}: {found}" for at in range(0, len(outcomes), 2) if (found := outcomes[at].differences(outcomes[at + 1]))
-    ]
+Law = tuple[Case, ...]  # a training in the plain order, and others that have its bits
 
 
-def everywhere(folder: Path) -> list[Case]:
+def also(case: Case, stage: int = 3, **settings: Any) -> Case:
+    """Layer by layer, with other settings of ZeRO."""
+    return case.at(stage, config=zero(**LAYERED, **settings))
+
+
+def differences(laws: list[Law], outcomes: list[Outcome]) -> list[str]:
+    found, at = [], 0
+    for number, law in enumerate(laws):
+        plain, *others = outcomes[at : at + len(law)]
+        found += [f"{number}: {these}" for other in others if (these := plain.differences(other))]
+        at += len(law)
+    return found
+
+
+def cases_of(laws: list[Law]) -> list[Case]:
+    return [case for law in laws for case in law]
+
+
+def everywhere(folder: Path) -> list[Law]:
     """Places of parameters, states and activations, dtypes and times of updates, though not every pair of them."""
     file: dict[str, Any] = {"device": "nvme", "nvme_path": str(folder)}
     host: dict[str, Any] = {"device": "cpu"}
     activations = {"offload": {**file, "min_bytes": 64, "budget_bytes": 20_000}}
-    delayed = {**host, "overlap": "delayed", "delay_after_steps": 1}
+    plain, layered = pair(3)
     return [
-        *pair(1, **BF16),
-        *pair(2, **FP16),
-        *pair(3, activation_checkpointing={"every": 1, **activations}),
-        *pair(3, **zero(offload_param=file, offload_optimizer=file), **BF16),
-        *pair(3, **zero(offload_param=host, offload_optimizer={**file, "overlap": "speculative"})),
-        *pair(3, **zero(offload_param=host, offload_optimizer=delayed)),
-        *pair(3, **zero(stage3_prefetch_bucket_size=0)),
+        (*pair(1, **BF16), also(layered.at(3, config=BF16), offload_param=file, offload_optimizer=file)),
+        tuple(pair(2, **FP16)),
+        (
+            plain,
+            also(layered, offload_param=host, offload_optimizer={**file, "overlap": "speculative"}),
+            also(layered, stage3_prefetch_bucket_size=0),
+            layered.at(3, config={"activation_checkpointing": {"every": 1, **activations}}),
+        ),
+        tuple(pair(3, **zero(offload_param=host, offload_optimizer={**host, "overlap": "delayed", **LATE}))),
     ]
 
 
 def test_one_rank(tmp_path: Path) -> None:
-    assert not differences([train(case) for case in everywhere(tmp_path)])
+    laws = everywhere(tmp_path)
+    assert not differences(laws, train_all(cases_of(laws)))
 
 
 def test_update_in_backward(tmp_path: Path) -> None:
@@ -75,16 +100,30 @@ def test_several_ranks_have_the_sums_of_stage_1(ranks: RankPool, tmp_path: Path,
     """Which adds up microbatches first, and then ranks; stages 2 and 3 in the plain order reduce each microbatch."""
     by: dict[str, Any] = {"communication": {"route": route}}
     file: dict[str, Any] = {"device": "nvme", "nvme_path": str(tmp_path)}
-    cases = [*pair(1, **by), *pair(2, plain_stage=1, **by, **BF16), *pair(3, plain_stage=1, **by)]
+    plain, layered = pair(1, **by)
+    split = pair(1, **by, **SPLIT)
+    laws: list[Law]
+    whole: Law
     if world_size == 2:
-        plain, layered = pair(3, plain_stage=1, **by)
-        both = {**LAYERED, "offload_param": file, "offload_optimizer": file}
-        cases += [plain, layered.at(3, config=zero(**both))]
+        whole = (plain, layered, also(layered), also(layered, offload_param=file, offload_optimizer=file))
+        laws = [whole, tuple(pair(2, plain_stage=1, **by, **BF16)), (*split, also(split[1]))]
     else:
         hybrid = pair(3, plain_stage=1, **by, **zero(shard_size=2))
-        hpz = pair(3, plain_stage=1, **by)
-        cases += [*hybrid, hpz[0], hpz[1].at(3, config=zero(**LAYERED, zero_hpz_partition_size=2))]
-    assert not differences(ranks(world_size, train_all, cases)[0])
+        whole = (plain, also(layered, 2), also(layered, zero_hpz_partition_size=2))
+        laws = [whole, tuple(hybrid), (split[0], also(split[1]))]
+    assert not differences(laws, ranks(world_size, train_all, cases_of(laws))[0])
+
+
+def test_what_is_updated_or_sent_otherwise(ranks: RankPool) -> None:
+    """Updates that need whole matrices or all of a tensor; messages of few bits, of one microbatch: they round each."""
+    laws: list[Law] = [
+        tuple(pair(3, plain_stage=1, optimizer={"type": name, "params": {"lr": 1e-2}}))
+        for name in ("lamb", "muon", "adafactor")
+    ]
+    laws.append(tuple(pair(1, communication={"power_sgd": {"rank": 2}})))
+    few_bits = {"route": "sockets", "weight_bits": 8, "gradient_bits": 8}
+    laws.append(tuple(case.at(3, accumulation=1) for case in pair(3, communication=few_bits)))
+    assert not differences(laws, ranks(2, train_all, cases_of(laws))[0])
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
@@ -203,6 +242,37 @@ def test_a_loss_fn_and_an_evaluation() -> None:
             losses = [engine.train_step(models.vector_batch(step, 4)).loss.item() for step in range(2)]
             found.append([*losses, engine.eval_step(models.vector_batch(5, 7)).item()])
     assert found[0] == found[1]
+
+
+def test_a_step_that_fp16_skips() -> None:
+    cases = pair(2, fp16={"enabled": True, "initial_scale_power": 18, "hysteresis": 1})
+    plain, layered = train_all(cases)
+    assert plain.skipped == layered.skipped == [True, False]
+    assert plain.differences(layered) == ["norms"] and plain.norms[1] == layered.norms[1], "the first one is NaN"
+
+
+def test_an_error_in_the_middle_and_an_evaluation_leave_nothing_behind(tmp_path: Path) -> None:
+    """Nor does a save, from which another engine goes on."""
+    config = Case(models.tiny_gpt, models.token_batch, 3, accumulation=3, config=zero(**LAYERED)).as_config()
+    ids, targets = models.token_batch(1, 6)
+    wrong = torch.where(torch.arange(6)[:, None] == 3, models.VOCAB, targets)  # of the second microbatch
+    losses = []
+    for is_disturbed in (False, True):
+        torch.manual_seed(0)
+        engine = lowtide.initialize(models.tiny_gpt(), config)
+        found = [engine.train_step(models.token_batch(0, 6)).loss.item()]
+        if is_disturbed:
+            with pytest.raises(IndexError, match="out of bounds"):
+                engine.train_step((ids, wrong))
+            engine.eval_step((ids, targets))
+            engine.save_checkpoint(tmp_path)
+            engine.close()
+            engine = lowtide.initialize(models.tiny_gpt(), config)
+            engine.load_checkpoint(tmp_path)
+        found += [engine.train_step(models.token_batch(step, 6)).loss.item() for step in (1, 2)]
+        engine.close()
+        losses.append(found)
+    assert losses[0] == losses[1]
 
 
 def test_each_microbatch_draws_what_a_forward_draws_behind_its_seed() -> None:

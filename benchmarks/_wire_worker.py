@@ -1,4 +1,4 @@
-"""One rank of the comparison on the wire: all contenders in one process, a few steps of each in turn.
+"""One rank of the comparison on the wire: all contenders of a job in one process, a few steps of each in turn.
 
 Called by `wire.py` as `_wire_worker.py JOB.json` on its host, with torchrun's environment variables.
 """
@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from _model import build_batches, build_model
 from _namespaces import sent_bytes, set_speed
-from _wire_contenders import CONTENDERS
+from _wire_contenders import CONTENDERS, LEARNING_RATE
 from torch import Tensor, nn
 
-LEARNING_RATE = 1e-3
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -112,14 +111,19 @@ def measured(job: dict[str, Any], rank: int, ranks: int) -> list[dict[str, Any]]
             set_speed(speed)
         for number in range(job["rounds"]):
             for name, step in steps.items():
+                period = CONTENDERS[name].period
+                if number and period > job["steps"]:
+                    continue
+                num_steps = -(-job["steps"] // period) * period
                 dist.barrier()
-                before, started = sent_bytes(), time.perf_counter()
-                for count in range(job["steps"]):
+                before, worked, started = sent_bytes(), time.process_time(), time.perf_counter()
+                for count in range(num_steps):
                     loss = step(*batches[count % len(batches)])
                 dist.barrier()  # a packet that waits still counts as the step's
                 seconds, sent = time.perf_counter() - started, sent_bytes() - before
-                each = {"seconds": seconds / job["steps"], "bytes": sent / job["steps"], "loss": float(loss)}
-                found.append({"contender": name, "speed": speed, "round": number, **each})
+                each = {"seconds": seconds / num_steps, "bytes": sent / num_steps, "loss": float(loss)}
+                each["processor_seconds"] = (time.process_time() - worked) / num_steps
+                found.append({"contender": name, "speed": speed, "round": number, "steps": num_steps, **each})
     return found
 
 
@@ -127,9 +131,13 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if not any(CONTENDERS[name].has_islands for name in job["contenders"]):
+        dist.init_process_group("gloo")
     found = measured(job, rank, ranks)
-    Path(sys.argv[1]).with_name(f"rank{rank}.json").write_text(json.dumps(found))
+    everyone = [Path(sys.argv[1]).with_name(f"rank{one}.json") for one in range(ranks)]
+    everyone[rank].write_text(json.dumps(found))
+    while not all(one.exists() for one in everyone):  # islands need rank 0's store to the end
+        time.sleep(0.05)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # as `_worker.py` does: see its [Note: Leaving]

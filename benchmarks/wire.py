@@ -3,9 +3,14 @@
 Hosts are network namespaces of this machine, two ranks on each, and the cable has the speed that is asked for (tc tbf).
 All contenders train in the same processes, a few steps of each in turn, so that they meet the same machine; rows are
 compared by the median of their ratios to `plain` in the same round. Bytes are what the kernel has counted on one end of
-the cable, headers included. Needs root:
+the cable, headers included. A record has rank 0's processor seconds of a step too, which say what a loaded machine
+leaves of its time. Needs root:
 
-    python benchmarks/wire.py --json wire.json --image wire.png
+    python benchmarks/wire.py --json wire.json --markdown wire.md --image wire.png
+
+A contender that sends something only every so many steps (DiLoCo) has one turn of so many at each speed, so that its
+bytes and its time are those of a step on average. Where hosts are islands it has processes of its own, after the
+others.
 """
 
 from __future__ import annotations
@@ -23,11 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from _namespaces import CABLE, Hosts, fault
-from _wire_contenders import CONTENDERS, REFERENCE
+from _wire_contenders import CONTENDERS, RANKS_OF_HOST, REFERENCE, SETTLED
 
 WORKER = Path(__file__).with_name("_wire_worker.py")
 SPEEDS = {"10 Gbit/s": 1e10, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
-RANKS_OF_HOST = 2
 
 
 def run(job: dict[str, Any], timeout_seconds: float) -> list[dict[str, Any]]:
@@ -38,7 +42,8 @@ def run(job: dict[str, Any], timeout_seconds: float) -> list[dict[str, Any]]:
         description.write_text(json.dumps(job))
         ranks = 2 * RANKS_OF_HOST
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": CABLE, "WORLD_SIZE": str(ranks)}
-        environment |= {"MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "2"}
+        environment |= {"MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": "29500"}
+        environment["LOCAL_WORLD_SIZE"] = str(RANKS_OF_HOST)
         processes, logs = [], []
         for rank in range(ranks):
             ranked = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank % RANKS_OF_HOST)}
@@ -133,11 +138,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--speeds", nargs="+", choices=list(SPEEDS), default=list(SPEEDS))
     parser.add_argument("--size", choices=["tiny", "10M"], default="10M", help="of the model (default: 10M)")
     parser.add_argument("--rows", type=int, default=1, help="pieces of text of a rank (default: 1)")
-    parser.add_argument("--warmup", type=int, default=4, help="steps before anything is measured (default: 4)")
+    warmup = f"steps before anything is measured (default: {SETTLED})"
+    parser.add_argument("--warmup", type=int, default=SETTLED, help=warmup)
     parser.add_argument("--steps", type=int, default=2, help="of a contender in its turn (default: 2)")
     parser.add_argument("--rounds", type=int, default=3, help="turns at each speed (default: 3)")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds (default: 3600)")
     parser.add_argument("--json", type=Path, help="a file for the numbers")
+    parser.add_argument("--markdown", type=Path, help="a file for the table")
     parser.add_argument("--image", type=Path, help="a file for the picture")
     options = parser.parse_args(argv)
     if why := fault():
@@ -148,11 +155,16 @@ def main(argv: list[str] | None = None) -> None:
         "speeds": list(speeds.values()),
         **{key: getattr(options, key) for key in ("size", "rows", "warmup", "steps", "rounds")},
     }
-    records = run(job, options.timeout)
+    islands = [name for name in options.contenders if CONTENDERS[name].has_islands]
+    together = [name for name in options.contenders if name not in islands]
+    jobs = [together, *([name] for name in islands)]
+    records = [record for names in jobs if names for record in run({**job, "contenders": names}, options.timeout)]
     rows = summary(records, list(speeds.values()))
     print(table(rows, speeds))
     if options.json is not None:
         options.json.write_text(json.dumps({"job": job, "records": records, "rows": rows}, indent=1) + "\n")
+    if options.markdown is not None:
+        options.markdown.write_text(table(rows, speeds) + "\n")
     if options.image is not None:
         draw(rows, speeds, options.image)
 

@@ -15,12 +15,12 @@ def test_fewer_bits_are_fewer_bytes_on_the_cable(script: Helper, helper: Helper,
     if why := helper("_namespaces").fault():
         pytest.skip(why)
     record, image = tmp_path / "wire.json", tmp_path / "wire.png"
-    names = ["plain", "hpz4"]
+    names = ["plain", "hpz4", "onebit", "power_sgd"]
     options = ["--size", "tiny", "--warmup", "3", "--steps", "1", "--rounds", "1", "--speeds", "1 Gbit/s"]
     script("wire").main(["--contenders", *names, *options, "--json", str(record), "--image", str(image)])
     rows = {row["contender"]: row for row in json.loads(record.read_text())["rows"]}
     assert list(rows) == names and image.stat().st_size > 0
-    assert 0 < rows["hpz4"]["megabytes"] < 0.35 * rows["plain"]["megabytes"]
+    assert all(0 < rows[name]["megabytes"] < 0.35 * rows["plain"]["megabytes"] for name in names[1:])
 
 
 def test_rates_are_compared_round_by_round(script: Helper) -> None:
@@ -35,6 +35,23 @@ def test_rates_are_compared_round_by_round(script: Helper) -> None:
     assert (
         wire.table([plain, hpz], {"1 Gbit/s": 1e9}).splitlines()[-1] == "| lowtide stage 3, hpZ | 2.0 | 6000 (2.00 x) |"
     )
+
+
+def test_islands_have_processes_of_their_own(script: Helper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wire, jobs = script("wire"), list[dict[str, Any]]()
+
+    def run(job: dict[str, Any], timeout_seconds: float) -> list[dict[str, Any]]:
+        jobs.append(job)
+        each = {"speed": 1e9, "round": 0, "seconds": 0.5, "bytes": 2e6}
+        return [{"contender": name, **each} for name in job["contenders"]]
+
+    monkeypatch.setattr(wire, "fault", lambda: None)
+    monkeypatch.setattr(wire, "run", run)
+    found = tmp_path / "wire.md"
+    wire.main(["--contenders", "diloco", "plain", "hpz", "--speeds", "1 Gbit/s", "--markdown", str(found)])
+    assert [job["contenders"] for job in jobs] == [["plain", "hpz"], ["diloco"]]
+    labels = [line.split(" | ")[0] for line in found.read_text().splitlines()[2:]]
+    assert labels == ["| lowtide stage 3", "| lowtide stage 3, hpZ", "| lowtide stage 3 in a host, DiLoCo every 50"]
 
 
 def test_a_machine_without_namespaces_is_told_so(

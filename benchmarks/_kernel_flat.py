@@ -10,12 +10,15 @@ from torch import Tensor
 
 from lowtide.kernels.optimizer_states import StoredState, new_state, stored_states
 from lowtide.kernels.optimizer_step import update_shard
+from lowtide.kernels.quantized_blocks import QUANTIZED_BLOCK_NUMEL, dequantize, quantize, quantized_bytes
 from lowtide.kernels.sum_of_squares import squares_by_block
+from lowtide.kernels.weight_rounding import Rounding
 from lowtide.optimizers.table import OPTIMIZERS
 
 NUMELS = ((1 << 20,), (1 << 24,), (1 << 27,))
 TINY = (1300,)
 BLOCK_NUMEL = 1024
+MESSAGE_BITS = 4
 
 STEP = 10
 LR, BETA1, BETA2, ADAM_EPS, DECAY = 1e-2, 0.9, 0.999, 1e-8, 0.1
@@ -147,6 +150,27 @@ def plain_squares(t: Tensors) -> Tensors:
     return {"squares": squares, "non_finite": t["non_finite"].masked_fill_(~squares.isfinite().all(), 1)}
 
 
+def draw_message(size: Size, dtype: torch.dtype, draw: Draw) -> Tensors:
+    (numel,) = size
+    message = torch.zeros(quantized_bytes(numel, MESSAGE_BITS), dtype=torch.uint8, device=draw.device)
+    return {"values": draw.normal(numel, dtype=dtype), "message": message, "sum": draw.normal(numel)}
+
+
+def our_message(t: Tensors) -> Tensors:
+    quantize(t["values"], MESSAGE_BITS, t["message"], rounding=Rounding(1, 0), step=STEP, backend="triton")
+    dequantize(t["message"], MESSAGE_BITS, t["sum"], adds=True, backend="triton")
+    return {"sum": t["sum"]}
+
+
+def plain_message(t: Tensors) -> Tensors:
+    return {"sum": t["sum"] + t["values"]}
+
+
+def allowed_for_message(t: Tensors) -> Tensors:
+    """A value is rounded up or down, by less than a scale."""
+    return {"sum": largest_of_blocks(t["values"], QUANTIZED_BLOCK_NUMEL) / 7}
+
+
 FLAT_CASES = (
     step_case("optimizer_step", torch.float32, {"torch": torch_step, "compile": plain_step}),
     step_case("optimizer_step bf16 states", torch.bfloat16, {"compile": plain_step}),
@@ -160,5 +184,16 @@ FLAT_CASES = (
         moved=lambda t, results: {"forward": nbytes(t["values"], results["squares"])},
         sizes=NUMELS,
         tiny=TINY,
+    ),
+    Case(
+        name="quantized_blocks",
+        file="quantized_blocks",
+        draw=draw_message,
+        forms={"lowtide": our_message},
+        exact=plain_message,
+        moved=lambda t, results: {"forward": nbytes(t["values"], t["message"], t["message"], t["sum"], t["sum"])},
+        sizes=NUMELS,
+        tiny=(1280,),
+        allowed=allowed_for_message,
     ),
 )

@@ -31,7 +31,7 @@ class OverBudget(JobError):
     """A rank has stopped because the model needs more memory than the rank may take."""
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -101,7 +101,7 @@ def run_ranks(
     Raises JobError when a rank fails or the time is over, OverBudget when one needs too much memory; no process is
     left behind.
     """
-    environment = environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    environment = environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment |= {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         folder = Path(name)

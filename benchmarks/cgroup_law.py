@@ -126,6 +126,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", type=Path, default=default_path(), help="what `lowtide env --measure` has written")
     parser.add_argument("--cases", type=int, default=50, help="each both ways (50)")
+    parser.add_argument("--first", type=int, default=1, help="of them, to go on where a run was ended (1)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4], help="(1 2 3 4)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=4, help="of each run (4)")
@@ -133,7 +134,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds of a run (300)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    for name in ("cases", "steps"):
+    for name in ("cases", "first", "steps"):
         if getattr(options, name) < 1:
             parser.error(f"--{name}: expected at least 1, found {getattr(options, name)}")
     return options
@@ -151,6 +152,8 @@ def main() -> None:
             raise SystemExit(f"cgroup_law: {options.machine} does not say what a process takes; measure it on Linux")
         for number in range(options.cases):
             case = drawn(generator, options.ranks[number % len(options.ranks)])
+            if number + 1 < options.first:
+                continue
             outcomes.append(judged(case, planned_bytes(case, measured), options))
             print(_line(outcomes[-1], options.unlimited), flush=True)
     except (NoCgroup, ValueError) as error:

@@ -27,7 +27,10 @@ CONTENDERS: dict[str, tuple[bool | str, str, dict[str, Any]]] = {  # masters, st
     "no masters": (False, "fp32", {}),
     "no masters, bf16 states": (False, "bf16", {}),
     "no masters, all bf16": (False, "bf16", NARROW),
+    "kahan": ("kahan", "fp32", {}),
     "kahan, all bf16": ("kahan", "bf16", NARROW),
+    "split": ("int8", "fp32", {}),
+    "split, states of 8 bits": ("int8", "int8", NARROW),
 }
 
 

@@ -45,6 +45,14 @@ class Arrangement:
         sizes = dict(self.sizes)
         return math.prod(sizes[name] for name in names)
 
+    def reach(self, names: Sequence[str]) -> int:
+        """How far apart the first and the last of the ranks are that differ on these axes alone."""
+        found, stride = 0, 1
+        for name, size in reversed(self.sizes):
+            found += (size - 1) * stride if name in names else 0
+            stride *= size
+        return found
+
     def wide(self, names: Sequence[str]) -> tuple[str, ...]:
         """Those of the axes that have several ranks."""
         sizes = dict(self.sizes)

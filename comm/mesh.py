@@ -12,17 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..watch.record import NUM_CHANNELS
 from .arrangement import Arrangement
 from .axis import Axis, Route
 from .exchange import Exchange
 from .native import NativeRoute
 from .objects import gather_objects
 from .peers import Peers
+from .raised import Raised
 from .shared_memory import SharedMemoryRoute, shared_memory_fault
 from .sockets import SocketRoute
 from .solo import SoloRoute
-from .trail import Channel, Trail
+from .trail import NUM_RECORDED, Channel, Trail
 from .works import Works
 from .world import World
 
@@ -30,7 +30,6 @@ logger = logging.getLogger("lowtide")
 
 _TAGS_PER_CHANNEL = 1 << 21
 _NUM_TAGGED = 512  # channels at a time; tags are numbers of 31 bits
-_NUM_RECORDED = NUM_CHANNELS - 1  # channels at a time in the record of the progress; the last one is the world's
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,7 @@ class Mesh:
     peers: Peers
     _lines: Mapping[tuple[str, ...], Axis]  # each axis, those that are folded of several, and one of this rank alone
     inner: Mapping[str, Axis]  # those of `create`, with several ranks
+    raised: Raised  # what ranks tell each other of errors in the middle of a call
 
     @classmethod
     def create(
@@ -69,7 +69,7 @@ class Mesh:
         lines = arrangement.lines(folds)
         inside = arrangement.wide(inner)
         first = _take_numbers(world, len(lines) + 2 + len(inside))
-        trail = Trail(world, first)
+        trail, raised = Trail(world, first), Raised(world, first)
         works = Works(world, trail.compare)
         axes, groups = {}, {}
 
@@ -77,7 +77,7 @@ class Mesh:
             by_place = arrangement.ranks(world.rank, names)
             ranks, places = tuple(sorted(by_place)), tuple(sorted(range(len(by_place)), key=by_place.__getitem__))
             rank = ranks.index(world.rank)
-            channel = Channel(trail, world.progress, number % _NUM_RECORDED, ranks)
+            channel = Channel(trail, raised, world.progress, number, ranks)
             made = _make_route(world, route, rank, ranks, places, group, _first_tag(number), channel, works)
             return Axis(" x ".join(names), rank, ranks, places, made)
 
@@ -94,12 +94,12 @@ class Mesh:
         ways = groups.get(along), groups.get(along)
         if not world.waits_on_host:  # no tags: see `Peers`
             ways = _new_group(world, arrangement, along), _new_group(world, arrangement, along)
-            on_host = _make_host_route(world, arrangement, along, number + 1, trail)
+            on_host = _make_host_route(world, arrangement, along, number + 1, trail, raised)
         places = arrangement.ranks(world.rank, along)
-        peers = Peers(places, ways, _first_tag(number), world, trail, works, number % _NUM_RECORDED, on_host)
+        peers = Peers(places, ways, _first_tag(number), world, trail, works, number % NUM_RECORDED, on_host)
         alone = Axis("", 0, (world.rank,), (0,), SoloRoute(world.device))
         single = {name: axes.get((name,), alone) for name, _ in arrangement.sizes}
-        return cls(world, arrangement, single, peers, {**axes, (): alone}, own)
+        return cls(world, arrangement, single, peers, {**axes, (): alone}, own, raised)
 
     def over(self, names: Sequence[str]) -> Axis:
         """The axis of all ranks that differ on these axes alone, the first of them dividing first."""
@@ -170,6 +170,7 @@ class Mesh:
         for axis in (*self._lines.values(), *self.inner.values()):
             axis.route.close()
         self.peers.close()
+        self.raised.close()
         self.world.leave()
 
 
@@ -226,13 +227,15 @@ def _make_group(world: World, arrangement: Arrangement, names: Sequence[str]) ->
     return _new_group(world, arrangement, names)
 
 
-def _make_host_route(world: World, arrangement: Arrangement, names: Sequence[str], number: int, trail: Trail) -> Route:
+def _make_host_route(
+    world: World, arrangement: Arrangement, names: Sequence[str], number: int, trail: Trail, raised: Raised
+) -> Route:
     """For values of the CPU, beside the routes of a device. Messages of gloo, which need no buffers of their own."""
     ranks = tuple(sorted(arrangement.ranks(world.rank, names)))
     group = _new_group(world, arrangement, names, backend="gloo")
     if group is None:
         return SoloRoute(torch.device("cpu"))
-    channel = Channel(trail, world.progress, number % _NUM_RECORDED, ranks)
+    channel = Channel(trail, raised, world.progress, number, ranks)
     rank, places = ranks.index(world.rank), tuple(range(len(ranks)))
     return SocketRoute(rank, ranks, places, group, _first_tag(number), world.timeout_seconds, channel)
 

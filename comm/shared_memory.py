@@ -392,6 +392,8 @@ class SharedMemoryRoute:
             gone = ", ".join(str(rank) for rank, found in late.items() if found is fate)
             if gone:
                 raise CollectiveError(f"{here}: rank {gone} {fate.value}")
+        if late and (found := self._channel.alone(list(late))):
+            raise CollectiveError(f"{here}: {found}")
         if late and waited_seconds > self._timeout_seconds:
             raise CollectiveError(
                 f"{here}: waited {waited_seconds:.0f} s for rank {', '.join(map(str, late))}, which is alive but "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -22,7 +23,8 @@ from .pending import Numels, Pending, Terms, regions_of
 from .trail import Channel
 
 _TAGS_PER_NAME = 1 << 11
-_NUM_NAMES = 1 << 10
+_NUM_NAMES = (1 << 10) - 1
+_NO_TAG = _NUM_NAMES * _TAGS_PER_NAME  # that no operation has
 
 
 class SocketRoute:
@@ -56,6 +58,7 @@ class SocketRoute:
         self._timeout_seconds = timeout_seconds
         self._channel = channel
         self._scratch: dict[str, Tensor] = {}
+        channel.raised.watch()
 
     def allocate(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
         """One zero-filled buffer of this process for each (numel, dtype)."""
@@ -218,15 +221,27 @@ class SocketRoute:
     def _wait(self, works: Sequence[dist.Work], what: str, sequence: int) -> None:
         self._channel.wait(what, sequence)
         started = time.monotonic()
+        self._channel.raised.wait(self._channel.begun, self._break)
         try:
             for work in works:
                 work.wait(timedelta(seconds=self._timeout_seconds))
         except RuntimeError as error:
             raise self._error(what, time.monotonic() - started, error) from error
         finally:
+            self._channel.raised.go_on()
             self._channel.go_on()
+
+    def _break(self) -> None:
+        """Ends the connections of this axis, and with them what waits for them: gloo does after a wait in vain."""
+        for peer in self._peers:
+            with suppress(RuntimeError):
+                nothing = dist.irecv(torch.empty(1), self.ranks[peer], self._group, self._first_tag + _NO_TAG)
+                if nothing is not None:
+                    nothing.wait(timedelta(milliseconds=1))
 
     def _error(self, what: str, waited_seconds: float, error: RuntimeError) -> CollectiveError:
         peers = [self.ranks[peer] for peer in self._peers]
+        if found := self._channel.raised.found or self._channel.alone(peers):
+            return CollectiveError(f"rank {self.ranks[self.rank]} in {what}: {found}")
         text = no_answer(self.ranks[self.rank], what, peers, waited_seconds, error)
         return CollectiveError(text + self._channel.compare(peers))

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from ..watch.progress import Progress
+from ..watch.record import NUM_CHANNELS
+from .raised import Raised
 from .world import World
 
+NUM_RECORDED = NUM_CHANNELS - 1  # channels at a time in the record of the progress; the last one is the world's
 _LENGTH = 4
 _WAIT_SECONDS = 0.5
 
@@ -45,16 +48,19 @@ class Trail:
 class Channel:
     """The collectives of one axis: in the trail and, numbered, in the record of this rank's progress."""
 
-    def __init__(self, trail: Trail, progress: Progress, number: int, ranks: Sequence[int]) -> None:
+    def __init__(self, trail: Trail, raised: Raised, progress: Progress, number: int, ranks: Sequence[int]) -> None:
         """number: of the channel, the same on all `ranks`, which lie at equal distances of each other."""
         self._trail = trail
+        self.raised = raised
         self.progress = progress
-        self._number = number
+        self.begun = raised.channel(number, ranks)
+        self._number = number % NUM_RECORDED
         self._ranks = (ranks[0], ranks[1] - ranks[0] if len(ranks) > 1 else 1, len(ranks))
 
     def begin(self, what: str) -> int:
         """A collective begins: gives its number, which is the same on every rank."""
         self._trail.note(what)
+        self.begun.count += 1
         return self.progress.begin(self._number, what) if self.progress.is_on else 0
 
     def note(self, what: str) -> None:
@@ -67,6 +73,10 @@ class Channel:
 
     def go_on(self) -> None:
         self.progress.go_on()
+
+    def alone(self, ranks: Sequence[int]) -> str:
+        """As `Raised.alone`."""
+        return self.raised.alone(self.begun, ranks)
 
     def compare(self, ranks: Sequence[int]) -> str:
         """As `Trail.compare`."""

@@ -50,6 +50,7 @@ from .late_groups import LateGroups
 from .learning_rates import scheduler_for
 from .lr_schedule import betas_at, learning_rate_at
 from .memory_report import meta_run_of
+from .microbatch_turns import MicrobatchTurns
 from .model_call import ModelCall
 from .model_flops import ModelFlops
 from .offload import activation_store, host_update, offloaded_states, shard_rest
@@ -102,10 +103,14 @@ def assemble(
     host = host_update(config, blueprint.homes, world)
     memories = GroupMemories(
         mesh,
-        blueprint.policy.reduces_every_backward,
+        blueprint.reduces_every_backward,
         rest,
         shares_gradients=blueprint.shares_gradients,
         delays_updates=blueprint.timing is Timing.DELAYED,
+        keeps_sums=not blueprint.is_layered,
+        seed=config.seed or 0,
+        num_steps=lambda: optimizer.num_steps_before,
+        low_rank=blueprint.low_rank,
     )
     hosts = {} if host is None else dict.fromkeys(blueprint.homes.updated_apart(own.updated), host)
     units = memories.units(own, hosts)
@@ -187,6 +192,12 @@ def _connect(blueprint: Blueprint, world: World) -> Mesh:
     if partition > 1 and mesh.over(blueprint.domain.states).route.copies_are_shared and not world.rank:
         why = "its ranks share the memory of one host, which has one copy of the parameters that nobody gathers"
         logger.info("config: zero_optimization.zero_hpz_partition_size: %d has no effect here: %s", partition, why)
+    wire = blueprint.config.communication
+    if world.size > 1 and blueprint.route == "shared_memory" and not world.rank:
+        for key in ("weight_bits", "frozen_weight_bits", "gradient_bits"):
+            if (bits := getattr(wire, key)) is not None:
+                why = "ranks of one host share memory, and send each other nothing"
+                logger.info("config: communication.%s: %d has no effect here: %s", key, bits, why)
     return mesh
 
 
@@ -214,7 +225,8 @@ def _driver(
     """What runs the model: hooks on it say when units are used, or the schedule of a pipeline does."""
     if blueprint.pipeline is not None:
         plan = blueprint.pipeline.at(mesh.place(PIPE))
-        return Pipeline(plan, mesh, module, units, model_call, ledger)
+        turns = MicrobatchTurns(mesh.world.device, activation_offload) if plan.is_layered else None
+        return Pipeline(plan, mesh, module, units, model_call, ledger, turns)
     sequence = UnitSequence(units, blueprint.prefetch_numel, mesh.world.progress, join.before_pass)
     on_block = activation_offload.begin_block if activation_offload else None
     hooks = UnitHooks(sequence, blueprint.policy.frees_parameters, ledger, on_block)

@@ -16,9 +16,11 @@ from ..parallel.plan import TensorPlan
 from ..pipe.split.split import SplitPlan
 from ..zero.domain import Copies, Domain
 from ..zero.gather_ring import MAX_PREFETCHED
+from ..zero.low_rank import LowRank
 from ..zero.plan import Dtypes, ModelPlan, Share, Shares
 from ..zero.policy import ZeroPolicy
 from ..zero.units import UnitPlan, plan_units
+from ..zero.wire import PLAIN, Wire
 from .alike_places import AlikePlaces
 from .axes import EXPERT, PIPE, REPLICA, SEQUENCE, SHARD, TENSOR, arrangement_of, domain_of
 from .config.config import Config
@@ -95,12 +97,21 @@ class Blueprint:
         """
         zero = config.zero_optimization
         policy, dtypes = ZeroPolicy.from_stage(zero.stage), dtypes or _dtypes(config, model)
-        arrangement = arrangement_of(config.parallel, zero, policy, num_ranks)
-        domain = domain_of(policy, arrangement)
-        units = tuple(units or plan_units(model, None if zero.units == "auto" else zero.units))
         chosen = optimizer if isinstance(optimizer, OptimizerPlan) else OptimizerPlan.of(config, model, optimizer)
+        homes = Homes.of(config, device, chosen.fused is not None)
+        rests_in_pages = homes.parameters is Home.FILE and not homes.is_apart and num_ranks > 1
+        wanted = "sockets" if rests_in_pages else config.communication.route
+        route = route_for(wanted, device, num_ranks, num_hosts)
+        wire = _wire(config, num_ranks // num_hosts) if route in ("sockets", "native") else PLAIN
+        in_levels = wire.gradients is not None
+        arrangement = arrangement_of(
+            config.parallel, zero, policy, num_ranks, wire.ranks_of_host if in_levels else None
+        )
+        domain = domain_of(policy, arrangement, zero.partition_size > 1, in_levels)
+        dtypes = replace(dtypes, wire=wire)
+        units = tuple(units or plan_units(model, None if zero.units == "auto" else zero.units))
         pipeline = None
-        if config.parallel.pipeline > 1:
+        if config.has_stages:
             known = split if isinstance(split, PipelinePlan) else PipelinePlan.of(config, model, split)
             pipeline = known.for_stage(config)
         tensor_degree, expert_degree = config.parallel.tensor, config.parallel.expert
@@ -146,9 +157,6 @@ class Blueprint:
                 for part in range(tensor_degree)
             )
         chosen.check_states([group for place in {id(one): one for one in places}.values() for group in place.updated])
-        homes = Homes.of(config, device, chosen.fused is not None)
-        rests_in_pages = homes.parameters is Home.FILE and not homes.is_apart and num_ranks > 1
-        wanted = "sockets" if rests_in_pages else config.communication.route
         return cls(
             config=config,
             policy=policy,
@@ -164,7 +172,7 @@ class Blueprint:
             homes=homes,
             timing=Timing.of(config),
             wanted_route=wanted,
-            route=route_for(wanted, device, num_ranks, num_hosts),
+            route=route,
             device=device,
             moves_pages=device == "cpu" and PagePool.is_possible(),
         )
@@ -200,17 +208,48 @@ class Blueprint:
     @property
     def inner(self) -> tuple[str, ...]:
         """Axes with several ranks on which models exchange while gradients are on their way."""
-        # Directions go along these to who makes whole matrices of them.
-        moved = ((SHARD if self.policy.shards_states else REPLICA),) if self.optimizer.moves_matrices else ()
+        # Directions go along these to who makes whole matrices of them, and signs and
+        # thin matrices to who adds them up.
+        moves = self.optimizer.moves_matrices or self.optimizer.signs is not None or self.low_rank is not None
+        moved = ((SHARD if self.policy.shards_states else REPLICA),) if moves else ()
         return self.arrangement.wide((*moved, EXPERT, SEQUENCE))
 
     @property
     def shares_gradients(self) -> bool:
         """Whether replicas that share memory have one sum of their gradients.
 
-        Not of an update in backward, which gives them back at once, nor of a delayed one, beside which the next lie.
+        Not of an update in backward, which gives them back at once, nor of a delayed one, beside which the next lie;
+        and not where each updates with its own, or makes the sum of thin matrices.
         """
+        if self.optimizer.signs is not None or self.low_rank is not None:
+            return False
         return not self.policy.shards_states and self.timing not in (Timing.IN_BACKWARD, Timing.DELAYED)
+
+    @property
+    def is_layered(self) -> bool:
+        """Whether all microbatches go through a block before the next block."""
+        return self.pipeline is not None and self.pipeline.is_layered
+
+    @property
+    def reduces_every_backward(self) -> bool:
+        """Whether gradients of each microbatch are reduced, and not those of a step."""
+        return self.policy.reduces_every_backward and not self.is_layered
+
+    @property
+    def low_rank(self) -> LowRank | None:
+        """How gradients go between ranks, if as thin matrices."""
+        wanted = self.config.communication.power_sgd
+        if not wanted.rank:
+            return None
+        seed = self.config.seed or 0
+        return LowRank(
+            wanted.rank,
+            wanted.start_step,
+            wanted.min_compression_rate,
+            wanted.error_feedback,
+            wanted.warm_start,
+            seed,
+        )
 
     @property
     def prefetch_numel(self) -> int:
@@ -242,6 +281,18 @@ def _dtypes(config: Config, module: nn.Module) -> Dtypes:
     compute = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
     reduce, accumulate = _DTYPES[config.communication_data_type], _DTYPES[config.data_types.grad_accum_dtype]
     return Dtypes(compute, reduce, accumulate, frozenset(map(id, _beside_statistics(module))))
+
+
+def _wire(config: Config, ranks_of_host: int) -> Wire:
+    """ranks_of_host: where the config does not say it."""
+    given = config.communication
+    return Wire(
+        weights=given.weight_bits,
+        frozen=given.frozen_weight_bits,
+        gradients=given.gradient_bits,
+        gradients_in_host=given.gradient_bits_in_host,
+        ranks_of_host=given.ranks_of_host or max(ranks_of_host, 1),
+    )
 
 
 def _beside_statistics(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -207,7 +207,8 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         """
         self._steps.check_trains("engine.train_step")
         try:
-            self._driver.train(self._steps, self._steps.microbatches_of(batch))
+            with self._mesh.raised.call():
+                self._driver.train(self._steps, self._steps.microbatches_of(batch))
         except BaseException:
             self._steps.forget()
             raise
@@ -217,7 +218,8 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, with inputs on the device and in the compute dtype."""
         refuse_to_be_traced("an engine")
-        return self._driver.forward(self._steps, args, kwargs)
+        with self._mesh.raised.call():
+            return self._driver.forward(self._steps, args, kwargs)
 
     @in_turn
     def backward(self, loss: Tensor) -> None:
@@ -276,7 +278,8 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
             was_training = self.module.training
             self.module.eval()
             try:
-                losses = self._driver.evaluate(self._steps, batch)
+                with self._mesh.raised.call():
+                    losses = self._driver.evaluate(self._steps, batch)
             finally:
                 self.module.train(was_training)
             with self._join.together(Call.EVALUATION) as num_ranks:
@@ -419,6 +422,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         if self._monitors is not None:
             self._monitors.flush()  # a job that goes on from here does not write this step again
         with self._steps.apart(Activity.SAVING, Access.READS):
+            self._archive.values.make_copies_exact()  # so that who goes on from here has the bits of this training
             state = {**self.client_state, **(client_state or {})}
             if self._outer is None:
                 return self._archive.checkpoints.save(
@@ -504,7 +508,10 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
     def _take_up_groups(self) -> None:
         """What knows the groups of parameters as they are now."""
         units, whole = self._driver.passes.units, self._driver.whole
-        self._archive = Archive(self.config, self._mesh, self._module, units, self.optimizer, whole, self._frozen)
+        remember = self._steps.guard.remember_values
+        self._archive = Archive(
+            self.config, self._mesh, self._module, units, self.optimizer, whole, self._frozen, remember
+        )
         self._parameter_values = self._archive.parameters
         self._gradients = StepGradients(self.config, self._mesh, self._steps, self._archive.parameters, self._join)
 

@@ -17,10 +17,13 @@ from ..offload import FileStore
 from ..zero.domain import Domain
 from ..zero.host_update import MAX_LEAVING
 from ..zero.layout import round_up
+from ..zero.low_rank import ThinLayout
+from ..zero.matrix_trip import REPLICATED, SHARDED, owners_of
 from ..zero.offloaded_states import ChunkLayout
 from ..zero.plan import GroupPlan, ModelPlan, Role
-from ..zero.policy import ZeroPolicy
 from ..zero.shard_state import MASTER, Kinds, kinds_of_block, scaled
+from ..zero.sign_mean import SignLayout
+from ..zero.sign_update import extra_numel
 from .axes import SEQUENCE, TENSOR
 from .blueprint import Blueprint
 from .gathered import peak_gathered_bytes
@@ -34,7 +37,7 @@ class Moment(Enum):
     """When bytes are counted, in a training that has made its first steps and uses every parameter."""
 
     BETWEEN_STEPS = "between two steps"
-    ACCUMULATING = "between two microbatches of a step"
+    ACCUMULATING = "between two microbatches of a step"  # layer by layer: of the first block, which comes last
     REDUCED = "after the last microbatch, before the step: gradients are final, and only now updated after the norm"
 
 
@@ -69,9 +72,9 @@ class Shares:
     states: int
 
     @classmethod
-    def of(cls, policy: ZeroPolicy, states: int, parameters: int) -> Shares:
+    def of(cls, reduces_every_backward: bool, states: int, parameters: int) -> Shares:
         """states, parameters: the ranks over which a domain divides them."""
-        return cls(parameters, states if policy.reduces_every_backward else 1, states)
+        return cls(parameters, states if reduces_every_backward else 1, states)
 
 
 def bytes_of(blueprint: Blueprint, rank: int = 0, moment: Moment = Moment.REDUCED) -> RankBytes:
@@ -160,7 +163,7 @@ class Footprint:
         left += [nbytes for group in plan.updated for nbytes in self._second_on_host(group, moment)]
         return RankBytes(
             parameters=sum(map(self._at_rest, plan.groups)),
-            gradients=sum(self.gradient(group, moment) for group in plan.trained),
+            gradients=sum(self.gradient(group, moment) + self._thin(group, moment) for group in plan.trained),
             optimizer=sum(self._states(group, moment) for group in plan.updated) + self.outer()[0],
             gathered=peak_gathered_bytes(blueprint, self._place, self.gathered) if gathers and self.frees_memory else 0,
             staging=self._staging() + self._leaving(),
@@ -188,13 +191,16 @@ class Footprint:
     def _at_rest(self, group: GroupPlan) -> int:
         if self._blueprint.homes.parameters is not Home.MODEL:
             return 0
-        return group.full_bytes // self._sizes(group.domain).shares.parameters
+        own = group.shard_bytes if group.sends_differences else 0  # beside what the others have of it
+        return group.full_bytes // self._sizes(group.domain).shares.parameters + own
 
     def gathered(self, group: GroupPlan) -> int:
         """What full parameters take beside those at rest, which lie among them where pages move."""
         rest = group.full_bytes // self._sizes(group.domain).shares.parameters
-        is_beside = not self._blueprint.moves_pages and rest < group.full_bytes
-        return group.full_bytes + rest * is_beside - self._at_rest(group)
+        is_rounded = group.weight_bits is not None and not group.sends_differences
+        is_beside = (not self._blueprint.moves_pages or is_rounded) and rest < group.full_bytes
+        own = group.shard_bytes if group.sends_differences else 0
+        return group.full_bytes + rest * is_beside + own - self._at_rest(group)
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -208,15 +214,19 @@ class Footprint:
         |               | flat memory of full ones is kept        |                                        |
         | between steps | as before the step, but for shards that are given back: left, delayed, of shared memory,  |
         |               | on an accelerator                                                                |
+
+        Layer by layer full gradients of a block are added up, and its flat memory given back, at every stage.
         """
         blueprint, shard = self._blueprint, _sum_bytes(group)
+        if moment is Moment.ACCUMULATING and not self._is_last_to_come(group):
+            moment = Moment.REDUCED
         shares_memory = blueprint.route == "shared_memory"
         sizes = self._sizes(group.domain)
         is_common = blueprint.shares_gradients and shares_memory and sizes.replicas > 1 and not group.domain.tied
         common, own = (shard // sizes.replicas, 0) if is_common else (0, shard)
         leaves = self._leaves(group)
         if moment is Moment.ACCUMULATING and not self.adds_in_place(group):
-            if not blueprint.policy.reduces_every_backward:
+            if not blueprint.reduces_every_backward:
                 return common + self._local(group)
             waits = bool(group.domain.tied) or sizes.replicas > 1  # for the sum over these
             whole = group.layout.padded_numel * group.accumulation_dtype.itemsize
@@ -227,9 +237,18 @@ class Footprint:
         is_given_back = leaves or blueprint.timing is Timing.DELAYED or is_one_copy or self._is_on_accelerator
         if moment is Moment.BETWEEN_STEPS and is_given_back:
             own = 0
-        has_local = self._accumulates and not blueprint.policy.reduces_every_backward
+        has_local = self._accumulates and not blueprint.reduces_every_backward
         is_kept = has_local and not self.adds_in_place(group) and group.accumulation_dtype != group.dtype
+        is_kept = is_kept and not blueprint.is_layered
         return common + own + (self._local(group) if is_kept else 0)
+
+    def _is_last_to_come(self, group: GroupPlan) -> bool:
+        """Whether its gradients are added up at the moment that counts: layer by layer those of others are reduced."""
+        pipeline = self._blueprint.pipeline
+        if pipeline is None or not pipeline.is_layered:
+            return True
+        first = set(pipeline.split.parameters[0])
+        return any(name in first for name, _ in group.params)
 
     def _leaves(self, group: GroupPlan) -> bool:
         """Whether it is updated on the host, with gradients that go there."""
@@ -243,7 +262,7 @@ class Footprint:
         """Of a sum that an accelerator does not have any more."""
         if not self._is_on_accelerator or not self._leaves(group) or moment is Moment.BETWEEN_STEPS:
             return 0
-        is_full = moment is Moment.ACCUMULATING and not self._blueprint.policy.reduces_every_backward
+        is_full = moment is Moment.ACCUMULATING and not self._blueprint.reduces_every_backward
         return 0 if is_full or self._blueprint.timing is Timing.IN_BACKWARD else _sum_bytes(group)
 
     def _leaving(self) -> int:
@@ -261,7 +280,8 @@ class Footprint:
         """Whether autograd adds up a step's gradients in the shard: see `GroupGradient.accumulate_in_place`."""
         sizes = self._sizes(group.domain)
         is_alone = sizes.states == sizes.replicas == 1
-        return self._in_pipeline and is_alone and not self._leaves(group) and group.accumulation_dtype == group.dtype
+        is_added = is_alone and not self._leaves(group) and group.accumulation_dtype == group.dtype
+        return self._in_pipeline and not self._blueprint.is_layered and is_added
 
     def _staging(self) -> int:
         trained, route = self._plan.trained, self._blueprint.route
@@ -272,13 +292,19 @@ class Footprint:
         # By the axes of an exchange, of which each has buffers of its own: (dtype, of a slot, that this rank sums).
         parts: dict[tuple[str, ...], list[tuple[torch.dtype, int, int]]] = {}
         for one in self._in_backward(trained):
-            states, replicas = one.domain.states, one.domain.replicas
             numel, shard = one.layout.padded_numel, one.layout.shard_numel
             sent = numel - shard if self._sends_others_alone(one) else numel
-            parts.setdefault(states, []).append((one.reduce_dtype, sent, shard))
+            for number, (axes, bits) in enumerate(one.levels):  # what has few bits is received elsewhere
+                numel //= self._size(axes)
+                dtype = one.accumulation_dtype if number else one.reduce_dtype
+                parts.setdefault(axes, []).append((dtype, 0 if number else sent, numel if bits is None else 0))
+            replicas, bits = one.replicas
             place = self._blueprint.arrangement.place(self._rank, replicas)
             summed = _numel(regions_of(shard, self._size(replicas))[place])
-            parts.setdefault(replicas, []).append((one.reduce_dtype, shard, summed))
+            if bits is None:
+                parts.setdefault(replicas, []).append((one.reduce_dtype, shard, summed))
+            elif shard == one.layout.padded_numel:
+                parts.setdefault(replicas, []).append((one.reduce_dtype, shard, 0))
         return sum(self._slots(own, self._size(axes)) for axes, own in parts.items() if self._size(axes) > 1)
 
     def _in_backward(self, trained: Sequence[GroupPlan]) -> Iterable[GroupPlan]:
@@ -286,6 +312,9 @@ class Footprint:
         is_trained = {id(one) for one in trained}
         units = list(reversed(self._plan.units))
         units.sort(key=lambda one: one[0].is_rest)
+        pipeline = self._blueprint.pipeline
+        if pipeline is not None and pipeline.is_layered:
+            units = pipeline.in_layers(self._plan.units)
         return (group for _, groups in units for group in groups if id(group) in is_trained)
 
     def _slots(self, parts: Sequence[tuple[torch.dtype, int, int]], num_ranks: int) -> int:
@@ -293,14 +322,16 @@ class Footprint:
 
         How stages of a pipeline take turns is known of three groups alone.
         """
-        is_known = len(parts) == _SLOTS_IN_TURN or not self._in_pipeline
+        is_known = len(parts) == _SLOTS_IN_TURN or not self._in_pipeline or self._blueprint.is_layered
         if is_known and len(parts) % _SLOTS_IN_TURN == 0:
             return sum(_exchanged(parts[turn::_SLOTS_IN_TURN], num_ranks) for turn in range(_SLOTS_IN_TURN))
         return _SLOTS_IN_TURN * _exchanged(parts, num_ranks)
 
     def _sends_others_alone(self, group: GroupPlan) -> bool:
         """Whether a slot has no room for a rank's own part: see `Move`. Beside earlier microbatches' sum it has."""
-        has_sum = self._accumulates and self._blueprint.policy.reduces_every_backward
+        if len(group.levels) > 1 or group.levels[0][1] is not None:
+            return False
+        has_sum = self._accumulates and self._blueprint.reduces_every_backward
         is_gone = self._leaves(group) and self._sizes(group.domain).replicas == 1
         return group.reduce_dtype == group.accumulation_dtype and (not has_sum or is_gone)
 
@@ -311,12 +342,24 @@ class Footprint:
         return self._kinds_of(group.dtype, self._blueprint.optimizer.options_index(group))
 
     def _states(self, group: GroupPlan, moment: Moment) -> int:
-        total = _bytes(scaled(self._kinds(group), self._resident[id(group)]))
+        resident = scaled(self._kinds(group), self._resident[id(group)])
+        total = _bytes(resident) + self._factors(group) + self._beside_signs(group)
         if self._blueprint.timing is Timing.DELAYED:
             total += self._second(group)
         if self._blueprint.timing is Timing.SPECULATIVE and moment is Moment.REDUCED:
             total += total + self._second(group) + sum(self._copied_chunks(group))
         return total - sum(self._second_on_host(group, moment))
+
+    def _factors(self, group: GroupPlan) -> int:
+        """Of the group's matrices, those that are this rank's: states that are not elementwise."""
+        blueprint = self._blueprint
+        if not group.params or not blueprint.optimizer.is_matrix(group.params[0][1]):
+            return 0
+        axes = SHARDED if self._sizes(group.domain).states > 1 else REPLICATED
+        owners = owners_of(group.layout, blueprint.arrangement.size(axes))
+        place = blueprint.arrangement.place(self._rank, axes)
+        own = (slot.shape for slot, owner in zip(group.layout.slots, owners, strict=True) if owner == place)
+        return sum(map(blueprint.optimizer.factor_numel, own)) * max(4, group.dtype.itemsize)
 
     def outer(self) -> tuple[int, int]:
         """(model, host): what islands remember between exchanges, float32 or wider: see `OuterState`."""
@@ -327,6 +370,27 @@ class Footprint:
             found[is_on_host] += kinds * group.layout.shard_numel * max(4, group.dtype.itemsize)
         return found[0], found[1]
 
+    def _beside_signs(self, group: GroupPlan) -> int:
+        """What a group remembers of what signs did not say, and of its steps since ranks have met."""
+        signs = self._blueprint.optimizer.signs
+        if signs is None:
+            return 0
+        is_mixed = MASTER in self._kinds(group)
+        dtype = torch.float32 if is_mixed else group.dtype
+        layout = SignLayout.of(group.layout, self._sizes(group.domain).replicas, dtype)
+        place = self._blueprint.arrangement.place(self._rank, group.domain.replicas)
+        return extra_numel(signs, layout, place, is_mixed) * dtype.itemsize
+
+    def _thin(self, group: GroupPlan, moment: Moment) -> int:
+        """What a group remembers of what thin matrices did not say: until a step counts, of two of them."""
+        low_rank, sizes = self._blueprint.low_rank, self._sizes(group.domain)
+        if low_rank is None or sizes.states == sizes.replicas == 1:
+            return 0
+        layout = ThinLayout.of(group.layout, low_rank)
+        itemsize = max(4, group.accumulation_dtype.itemsize)
+        tried = layout.num_thin + layout.num_second if moment is Moment.REDUCED else 0
+        return (layout.kept_numel(low_rank) + tried) * itemsize
+
     def directions(self) -> tuple[int, int]:
         """(model, host): the most that an update of whole parameters takes for a moment, which no moment has.
 
@@ -335,8 +399,8 @@ class Footprint:
         optimizer, found = self._blueprint.optimizer, [0, 0]
         for group in self._plan.updated if optimizer.looks_at_whole else ():
             is_matrix = optimizer.is_matrix(group.params[0][1]) if group.params else False
-            if optimizer.moves_matrices and not is_matrix:
-                continue  # AdamW updates it
+            if optimizer.rule_beside_matrices is not None and not is_matrix:
+                continue  # that updates it
             nbytes = group.layout.shard_numel * max(4, group.dtype.itemsize) * (1 + is_matrix)
             place = int(self._is_on_accelerator and self._leaves(group))
             found[place] = max(found[place], nbytes)
@@ -381,7 +445,7 @@ def _sizes(blueprint: Blueprint, domain: Domain) -> _Sizes:
     states = size(domain.states)
     has_one_copy = blueprint.route == "shared_memory" and states > 1
     parameters = states if has_one_copy else size(domain.parameters)
-    return _Sizes(states, size(domain.replicas), Shares.of(blueprint.policy, states, parameters))
+    return _Sizes(states, size(domain.replicas), Shares.of(blueprint.reduces_every_backward, states, parameters))
 
 
 def _ring_bytes(plan: ModelPlan, arrangement: Arrangement) -> int:

@@ -94,7 +94,7 @@ def _run_microbatch(sequence: UnitSequence) -> None:
 def _run_schedule(plan: PipelinePlan, units: list[Unit]) -> None:
     stages = {stage: plan.members(units, stage) for stage in plan.stages}
     scheduled = ScheduledUnits(units, stages, cast(Mesh, None))  # it is for sums of tied weights alone
-    for action in plan.completed(plan.schedule).actions[plan.place]:
+    for action in plan.training.actions[plan.place]:
         if action.op is Op.GATHER:
             scheduled.gather(action.stage)
         elif action.op is Op.RELEASE:

@@ -40,6 +40,12 @@ NO_JOIN = (
     "share"
 )
 
+NO_JOIN_BY_LAYERS = (
+    "engine.join(): expected an engine without zero_optimization.layered_gradient_accumulation, found one with it: the "
+    "microbatches of a step go through each block together, so there is no step with fewer of them. Let the loader end "
+    "with the shortest share"
+)
+
 NO_JOIN_OF_EXPERTS = (
     "engine.join(): expected an engine without parallel.expert, found one with it: a rank that has run out of data "
     "would not come to the exchange of tokens in the forwards of others. Let the loader end with the shortest share"

@@ -199,6 +199,7 @@ class LateGroups:
     def _move(self, old: ShardedGroup, new: Sequence[ShardedGroup]) -> None:
         """The values of a group go into others, which its parameters are views of then."""
         old.gather()
+        old.make_exact()
         for group in new:
             for piece in group.pieces:
                 group.place(piece, group.params[piece.index].data)

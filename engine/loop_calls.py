@@ -14,7 +14,7 @@ from ..model.compiled import refuse_to_be_traced
 from .axes import EXPERT, SEQUENCE
 from .config.config import Config
 from .driver import Driver
-from .join import NO_JOIN, NO_JOIN_OF_EXPERTS, Call, Join
+from .join import NO_JOIN, NO_JOIN_BY_LAYERS, NO_JOIN_OF_EXPERTS, Call, Join
 from .step_gradients import StepGradients
 from .step_result import StepResult
 from .steps import Steps
@@ -54,7 +54,8 @@ class LoopCalls:
                 f"engine.run(): expected a config without parallel.{found}, whose ranks have parts of the inputs, "
                 "found it; call engine(...) with the inputs of the model"
             )
-        return self._driver.run(self._steps, function, args, kwargs)
+        with self._mesh.raised.call():
+            return self._driver.run(self._steps, function, args, kwargs)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss, whose `backward()` is that of the engine: with float16's loss scale from the loss on, and with the
@@ -124,14 +125,16 @@ class LoopCalls:
         Ranks without data take part in the steps of the others until all have run out. Gradient and loss are the mean
         over the microbatches that there were. All ranks must enter it; `train_step`, forward, `backward`,
         `clip_grad_norm_`, `step`, `eval_step` and `agree` may be in it, and what the config saves. Raises ValueError
-        over a pipeline, or where ranks share layers, sequences or experts, StateError for other calls of all ranks in
-        it, for those of other engines, and where another engine's is open.
+        over a pipeline, layer by layer, or where ranks share layers, sequences or experts, StateError for other calls
+        of all ranks in it, for those of other engines, and where another engine's is open.
         """
         self._turn.check("engine.join()")
         if not self._mesh.has_whole or self._mesh.axes[SEQUENCE].size > 1:
             raise ValueError(NO_JOIN)
         if self._mesh.axes[EXPERT].size > 1:
             raise ValueError(NO_JOIN_OF_EXPERTS)
+        if self.config.zero_optimization.layered_gradient_accumulation:
+            raise ValueError(NO_JOIN_BY_LAYERS)
         with self._join.opened():
             yield
             with self._turn.of("engine.join()"):

@@ -40,7 +40,7 @@ def predict(
     """
     policy = ZeroPolicy.from_stage(stage)
     shares = Shares.of(
-        policy,
+        policy.reduces_every_backward,
         states=shard_size if policy.shards_states else 1,
         parameters=shard_size if policy.frees_parameters else 1,
     )
@@ -70,8 +70,7 @@ def measure(units: Sequence[Unit], optimizer: ShardedOptimizer) -> ModelStateByt
     for unit in units:
         for group in unit.groups:
             parameters += group.full_bytes // (group.state_axis.size if group.copies_are_shared else 1)
-            if group.shard.untyped_storage().data_ptr() != group.full.untyped_storage().data_ptr():
-                parameters += group.shard.untyped_storage().nbytes()
+            parameters += group.bytes_beside
         for gradient in unit.gradients:
             gradients += gradient.held_bytes
     return ModelStateBytes(parameters, gradients, optimizer.state_bytes())

@@ -281,6 +281,8 @@ def meta_run_of(blueprint: Blueprint, module: nn.Module, loss_fn: Any, rank: int
     from .planning.splits import Splits
 
     config = blueprint.config
+    if blueprint.is_layered:
+        return "a step layer by layer is not predicted"
     if config.tiles.mlp or config.tiles.loss:
         return "tiles stand on the model already; `lowtide plan` counts them"
     if config.parallel.tensor_sequence and config.parallel.tensor > 1 and config.parallel.pipeline > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -11,18 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.dispatch import Backend
-from ..optimizers.optimizer import Optimizer, OptimizerParams, Options
+from ..optimizers.optimizer import Optimizer, OptimizerParams, Options, Signs
 from ..optimizers.table import OPTIMIZERS
 from ..zero.fused_update import FusedUpdate
 from ..zero.masters import Masters
 from ..zero.optimizer_choice import OptimizerFactory, another, check_elementwise, record_like
 from ..zero.plan import GroupPlan, Role
+from ..zero.sign_update import SignUpdate
 from ..zero.torch_update import TorchUpdate
 from ..zero.whole_update import WholeUpdate
 from .config.config import Config
 from .fusing import optimizer_backend
 
-_MASTERS = {True: Masters.WIDER, False: Masters.NONE, "kahan": Masters.KAHAN}
+_MASTERS = {True: Masters.WIDER, False: Masters.NONE, "kahan": Masters.KAHAN, "int8": Masters.SPLIT}
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 OptimizerChoice = torch.optim.Optimizer | type[torch.optim.Optimizer] | Callable[[Any], torch.optim.Optimizer] | None
@@ -80,9 +82,9 @@ class OptimizerPlan:
         options, record = config.optimizer.options, OPTIMIZERS[config.optimizer.type]
         param_groups: list[dict[str, Any]] = [{"params": trained, **options}]
         if record.whole is not None and record.whole.matrix is not None:
-            param_groups = _divided(module, trained, options)
+            param_groups = _divided(module, trained, options, record)
         state_dtype = _STATE_DTYPES[config.optimizer.state_dtype]
-        kind = FusedUpdate if record.whole is None else WholeUpdate
+        kind = WholeUpdate if record.whole is not None else SignUpdate if record.signs is not None else FusedUpdate
         by_group = tuple(param_groups) if len(param_groups) > 1 else ()
         update = kind(record, options, state_dtype, backend, masters, seed, by_group)
         return cls(param_groups, dict(options), update, None, masters, seed)
@@ -95,9 +97,9 @@ class OptimizerPlan:
         if record is not None:
             update = FusedUpdate(record, dict(own.param_groups[0]), torch.float32, backend, masters, seed)
             return cls(own.param_groups, own.defaults, update, None, masters, seed)
-        if masters is Masters.KAHAN:
+        if masters.remainder is not None:
             raise ValueError(
-                f'bf16.masters: "kahan" needs an optimizer whose states are known beforehand, found '
+                f'bf16.masters: "{masters.value}" needs an optimizer whose states are known beforehand, found '
                 f"{type(own).__name__}; name one in the config, or set false or true"
             )
         factory = partial(another, own)
@@ -162,6 +164,22 @@ class OptimizerPlan:
         """Whether ranks tell each other what they have of whole matrices."""
         return self.fused is not None and bool(self.fused.by_group)
 
+    @property
+    def rule_beside_matrices(self) -> Optimizer | None:
+        """What updates the parameters that are no matrices, where that is another rule."""
+        whole = None if self.fused is None else self.fused.optimizer.whole
+        return None if whole is None else whole.beside
+
+    def factor_numel(self, shape: Sequence[int]) -> int:
+        """Elements of the states of a matrix that are not elementwise."""
+        whole = None if self.fused is None else self.fused.optimizer.whole
+        return 0 if whole is None else sum(math.prod(one) for one in whole.factors(shape).values())
+
+    @property
+    def signs(self) -> Signs | None:
+        """What ranks tell each other in the place of gradients."""
+        return None if self.fused is None else self.fused.optimizer.signs
+
     @cached_property
     def _matrices(self) -> frozenset[int]:
         return frozenset(id(param) for param in self.param_groups[0]["params"])
@@ -174,8 +192,14 @@ class OptimizerPlan:
         return TorchUpdate(self.factory, self.masters, self.seed)
 
 
-def _divided(module: nn.Module, trained: list[nn.Parameter], options: dict[str, Any]) -> list[dict[str, Any]]:
-    """The matrices, and what the optimizer beside updates: embeddings, heads, vectors, and what says so itself."""
+def _divided(
+    module: nn.Module, trained: list[nn.Parameter], options: dict[str, Any], record: Optimizer
+) -> list[dict[str, Any]]:
+    """The matrices, and the others: vectors; embeddings, heads and what says so itself, unless these are taken too."""
+    assert record.whole is not None
+    if record.whole.takes_all:
+        by_kind = [[param for param in trained if (param.dim() >= 2) is wanted] for wanted in (True, False)]
+        return [{"params": by_kind[i], **options, "is_matrix": i == 0, "is_other": i == 1} for i in (0, 1)]
     others = {id(p) for part in module.modules() if isinstance(part, nn.Embedding) for p in part.parameters(False)}
     for name, param in module.named_parameters(remove_duplicate=False):
         parts = name.lower().split(".")

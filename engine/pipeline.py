@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from ..comm import Activity, Mesh
 from ..model.ledger import Ledger
 from ..pipe.executor import Executor
-from ..pipe.schedules.action import Action, Op
 from ..pipe.schedules.schedule import Schedule
 from ..pipe.stage import make_stages
 from ..zero.scheduled_units import ScheduledUnits
@@ -21,6 +19,7 @@ from ..zero.unit import Unit
 from .axes import PIPE
 from .batch import replace_tensors
 from .join import NO_JOIN, Call
+from .microbatch_turns import MicrobatchTurns
 from .model_call import ModelCall
 from .pipeline_plan import PipelinePlan
 from .same_batch import Differs, SameBatch
@@ -39,20 +38,24 @@ class Pipeline:
         units: Sequence[Unit],
         model_call: ModelCall,
         ledger: Ledger,
+        turns: MicrobatchTurns | None = None,
     ) -> None:
-        """module: the whole model; what other ranks have is taken out of it."""
+        """module: the whole model; what other ranks have is taken out of it. turns: layer by layer."""
         self.whole = plan.whole
         self._plan = plan
         self._mesh = mesh
         self._module = module
-        stages = dict(zip(plan.stages, make_stages(module, plan.split, plan.stages, ledger), strict=True))
-        self.passes = ScheduledUnits(units, {stage: plan.members(units, stage) for stage in plan.stages}, mesh)
+        streams = None if turns is None else turns.streams
+        stages = dict(zip(plan.stages, make_stages(module, plan.split, plan.stages, ledger, streams), strict=True))
+        members = {stage: plan.members(units, stage) for stage in plan.stages}
+        self.passes = ScheduledUnits(units, members, mesh, adds_in_place=not plan.is_layered)
+        self._turns = turns
         self._call = model_call
         self._same = SameBatch(mesh, module)
         self._failure: str | None = None  # of an earlier step, in the middle of its schedule
         self._training, self._evaluation = (
             Executor(
-                plan.completed(schedule),
+                schedule,
                 plan.place,
                 stages,
                 self.passes,
@@ -61,8 +64,9 @@ class Pipeline:
                 model_call.output,
                 lambda output, ready: model_call.loss(self._marked(output), ready),
                 ledger,
+                *around,
             )
-            for schedule in (plan.schedule, _evaluation(plan.schedule))
+            for schedule, around in ((plan.training, [turns.around] if turns else []), (plan.evaluation, []))
         )
 
     @property
@@ -102,7 +106,10 @@ class Pipeline:
         steps.doubt(found, lambda: self._tell(self._training, differ))
 
         def run() -> list[Tensor]:
-            return self._training.pass_by() if differ else self._training.run(ready, steps.scale.apply)
+            if differ:
+                return self._training.pass_by()
+            with self._turns.of_step(len(ready)) if self._turns is not None else nullcontext():
+                return self._training.run(ready, steps.scale.apply)
 
         with self._remembers_failure():
             losses = steps.backward(run, len(given))
@@ -212,6 +219,11 @@ class Pipeline:
             raise
 
     def _lacks_whole(self, what: str, instead: str) -> ValueError:
+        if self._plan.is_layered:
+            return ValueError(
+                f"{what}: expected a config without zero_optimization.layered_gradient_accumulation, found it, with "
+                f"which all microbatches of a step go through a block before the next block does; use {instead}"
+            )
         return ValueError(
             f"{what}: expected a rank with the whole model, found stages {list(self._plan.stages)} of "
             f"{self._plan.split.num_stages} (parallel.pipeline); use {instead}, which works at every split"
@@ -231,16 +243,3 @@ class Pipeline:
 def _is_void(executor: Executor) -> bool:
     """Whether nothing of the last run may count."""
     return executor.difference is not None or executor.has_failed
-
-
-def _evaluation(schedule: Schedule) -> Schedule:
-    """One microbatch forward through all stages."""
-    return replace(
-        schedule,
-        name=f"{schedule.name}, evaluation",
-        num_microbatches=1,
-        actions=tuple(
-            tuple(Action(Op.F, stage, 0) for stage in schedule.stages_of_rank(rank))
-            for rank in range(schedule.num_ranks)
-        ),
-    )

@@ -109,7 +109,7 @@ class StepGradients:
     def _norm_on_device(self) -> Tensor:
         """The L2 norm without waiting for it, as torch's."""
         steps = self._steps
-        norm = self._summed().norm() * steps.rest
+        norm = self._summed().norm() * (steps.rest * steps.norm_factor)
         dtypes = {loss.dtype for loss in steps.losses} | {gradient.accumulation_dtype for gradient in steps.gradients}
         return norm.to(torch.float64 if torch.float64 in dtypes else torch.float32)
 
@@ -123,7 +123,7 @@ class StepGradients:
         if sums.num_bad:
             return math.nan, sums.loss_dtype
         if norm_type == 2.0:
-            return math.sqrt(sums.square_norm) * self._steps.rest, sums.loss_dtype
+            return math.sqrt(sums.square_norm) * self._steps.rest * self._steps.norm_factor, sums.loss_dtype
         shards = [gradient.shard for gradient in gradients if gradient.shard is not None]
         largest = max((float(torch.linalg.vector_norm(shard, math.inf)) for shard in shards), default=0.0)
         return max(self._mesh.world.gather_objects(largest)) * self._steps.rest, sums.loss_dtype

@@ -125,12 +125,12 @@ class StepUpdate:
         elif self.timing is Timing.IN_BACKWARD or self._optimizer.speculation.is_open:
             self._update_postponed(unused)
             self._optimizer.accept()
-            pending.extend(shard.group.refresh() for shard in self._optimizer.shards)
+            pending.extend(shard.group.refresh(is_update=True) for shard in self._optimizer.shards)
         else:
 
             def send(shard: ShardState) -> None:
                 if shard.group.is_refreshed:
-                    pending.append(shard.group.refresh())
+                    pending.append(shard.group.refresh(is_update=True))
 
             self._optimizer.update_all(factor, send, skip)
         for one in pending:
@@ -154,7 +154,7 @@ class StepUpdate:
     @property
     def is_under_way(self) -> bool:
         """Whether there is one, of which the parameters do not know yet."""
-        return self._optimizer.delayed.is_pending
+        return self._optimizer.delayed.is_pending or self._optimizer.is_apart
 
     def has_failed(self) -> bool:
         """Waits for an update in the background, on this rank alone. True where it could not be made."""
@@ -196,6 +196,12 @@ class StepUpdate:
         """All that an update writes was loaded anew."""
         self._failure = ""
 
+    def meet(self) -> None:
+        """What ranks have updated each for itself becomes the same. A collective, where anything was."""
+        if self._optimizer.is_apart:
+            self._optimizer.meet()
+            self._mesh.fence("parameters that all ranks have alike")
+
     def close(self) -> None:
         """As `settle`, but says nothing of a failure that was told before."""
         if not self._failure:
@@ -209,7 +215,7 @@ class StepUpdate:
         pending = []
         for shard in self._optimizer.shards:
             shard.put(shard.ahead)
-            pending.append(shard.group.refresh())
+            pending.append(shard.group.refresh(is_update=True))
         return pending
 
     @property

@@ -123,6 +123,9 @@ class Steps:
         optimizer, passes, mesh = self._optimizer, self._passes, self._mesh
         self.gradients = [gradient for unit in passes.units for gradient in unit.gradients]
         self._shown = ShownGradients(self.gradients)
+        for gradient in self.gradients:
+            if gradient.low_rank is not None:
+                gradient.low_rank.step, gradient.low_rank.unit = lambda: optimizer.num_steps, lambda: self.rest
         timing = Timing.of(self._config)
         shares = any(group.copies_are_shared for unit in passes.units for group in unit.groups)
         self.guard = ModelGuard(self._module, passes.units, shares, only_steps_change=timing is not Timing.DELAYED)
@@ -294,6 +297,7 @@ class Steps:
 
     def abort_backward(self, error: BaseException) -> None:
         """Forgets the step of a backward that `error` has ended."""
+        self._mesh.raised.tell(error)
         self._passes.abort(error)
         self.forget()
 
@@ -301,8 +305,9 @@ class Steps:
         """Raises ValueError where so many microbatches do not end a step, though a schedule has all of it."""
         if not self._is_boundary(num_microbatches):
             raise ValueError(
-                "engine.accumulate(last=False): expected an engine without parallel.pipeline, found one with it, whose "
-                "train_step has all microbatches of a step; set gradient_accumulation_steps"
+                "engine.accumulate(last=False): expected an engine without parallel.pipeline and "
+                "zero_optimization.layered_gradient_accumulation, found one with it, whose train_step has all "
+                "microbatches of a step; set gradient_accumulation_steps"
             )
 
     def _is_boundary(self, num_microbatches: int) -> bool:
@@ -381,7 +386,7 @@ class Steps:
         if update_failed:
             self.forget()
             self.update.raise_failure()
-        norm = math.sqrt(sums.square_norm) * rest if not sums.num_bad else math.nan
+        norm = math.sqrt(sums.square_norm) * rest * self.norm_factor if not sums.num_bad else math.nan
         result = StepResult(
             torch.scalar_tensor(sums.loss, dtype=sums.loss_dtype),
             torch.scalar_tensor(norm, dtype=sums.loss_dtype),
@@ -393,6 +398,8 @@ class Steps:
             self._update_or_skip(sums, norm, number)
         if not result.skipped:
             self.guard.mark_updated()
+            for gradient in self.gradients:
+                gradient.accept(rest)
         self.guard.remember_values()
         if self.guard.shares_values:  # else a rank that is ahead may change what this one remembers
             self._mesh.fence(f"the end of step {number}")
@@ -404,6 +411,12 @@ class Steps:
     def rest(self) -> float:
         """What the sum of the step's gradients is multiplied by for their mean over the microbatches there were."""
         return self.scale.rest * self._weight
+
+    @property
+    def norm_factor(self) -> float:
+        """Of the root of all squares that were counted: of gradients that are not summed it makes the root mean square
+        of the ranks' norms."""
+        return 1.0 if self._optimizer.sums_gradients else math.sqrt(self._mesh.data_size)
 
     @property
     def _weight(self) -> float:
@@ -475,6 +488,7 @@ class Steps:
                     if self.update.is_under_way:
                         self.guard.expect_update()
                     self.update.settle()
+                    self.update.meet()
             except OffloadError as error:
                 if access is not Access.REPLACES:
                     raise

@@ -11,15 +11,21 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
+logger = logging.getLogger("lowtide")
+Made = TypeVar("Made")
+
+ENVIRONMENT = "LOWTIDE_CPU_KERNEL"
 COMPILERS = ("c++", "g++", "clang++")
 NATIVE = ("-march=native",)
 # Contracted multiply-adds would make the bits depend on the processor and on the compiler's mood.
@@ -29,6 +35,33 @@ _TIMEOUT_SECONDS = 120.0
 
 class BuildError(Exception):
     """A library cannot be built or loaded here; the text says why."""
+
+
+def made_as_wanted(make: Callable[[tuple[str, ...]], Made], what: str, form: str, instead: str) -> Made | None:
+    """What `make` gives with the instructions that LOWTIDE_CPU_KERNEL asks for, or None; the log says which, and why.
+
+    make: takes flags, as `load_library` does, and raises BuildError. what, form, instead: as the log names them.
+    Raises ValueError where that variable has none of the values that `cpu_optimizer.cpu_kernel` lists.
+    """
+    wanted = os.environ.get(ENVIRONMENT, "native")
+    if wanted not in ("native", "portable", "torch"):
+        raise ValueError(f"{ENVIRONMENT}: expected native, portable or torch, found {wanted!r}")
+    if wanted == "torch":
+        logger.info("%s: %s, because %s is torch", what, instead, ENVIRONMENT)
+        return None
+    attempts: list[tuple[str, tuple[str, ...]]] = [("all instructions of this processor", NATIVE)]
+    attempts.append(("portable instructions", ()))
+    reason = ""
+    for instructions, flags in attempts if wanted == "native" else attempts[1:]:
+        try:
+            made = make(flags)
+        except BuildError as error:
+            reason = reason or str(error)
+            continue
+        logger.info("%s: %s, with %s", what, form, instructions)
+        return made
+    logger.warning("%s: %s, because %s", what, instead, reason)
+    return None
 
 
 def load_library(source: Path, flags: Sequence[str] = NATIVE) -> ctypes.CDLL:

@@ -43,7 +43,7 @@ struct Job {
     void *out;                   // (n,) of out_kind, or null
     void *states[2];             // (n,) of state_kind each
     float *scales[2];            // (ceil(n / BLOCK),) each, for int8
-    uint16_t *remainder;         // (n,) bfloat16 of what master weights in bfloat16 lack, or null
+    void *remainder;             // (n,) of what master weights in bfloat16 lack, or null: bfloat16; bytes, where drawn
     const int64_t *run_ends;     // (runs,) ascending, the last is n
     const float *coefficients;   // (runs, MAX_COEFFICIENTS)
     int64_t n;
@@ -259,16 +259,31 @@ INLINE vu rounded_at_random(vf x, vu noise) {
     return x == x ? rounded : vu{} + 0x7FC0;
 }
 
+INLINE int64_t remainder_bytes(const Job &job) { return job.is_drawn ? 1 : 2; }
+INLINE char *remainder_at(const Job &job, int64_t at) { return (char *)job.remainder + at * remainder_bytes(job); }
+
+// What a weight in bfloat16 and its remainder stand for.
+INLINE vf with_remainder(const Job &job, int64_t at, vf w) {
+    if (!job.is_drawn) return w + widened_bfloat16(load_halves(remainder_at(job, at)));
+    const vi rest = (vi)(load_bytes(remainder_at(job, at)) << 24) >> 16;  // 256 times a signed byte
+    return (vf)((vu)w + (vu)rest);
+}
+
 // w: after the update; before: the weight as it was read, remainder included; noise: of numbers, or unused.
 INLINE void store_weight(const Job &job, int64_t at, vf w, vf before, vu noise) {
     if (job.master_kind == FLOAT32) return store((float *)job.master + at, w);
     uint16_t *place = (uint16_t *)job.master + at;
+    if (job.remainder && job.is_drawn) {  // see [Note: Split weights] in weight_rounding.py
+        const vu drawn = ((vu)w + (noise >> 24)) & ~0xFFu, near = (drawn + 0x8000) >> 16;
+        store_halves(place, w == w ? near : vu{} + 0x7FC0, false);
+        return store_bytes(remainder_at(job, at), w == w ? (drawn >> 8) & 0xFF : vu{});
+    }
     if (job.remainder) {  // what has not changed stays as it is: a sum between two values has two forms
-        const vu old = load_halves(place), old_rest = load_halves(job.remainder + at);
+        const vu old = load_halves(place), old_rest = load_halves(remainder_at(job, at));
         const vu near = w == before ? old : to_bfloat16(w);
         const vu rest = w == before ? old_rest : to_bfloat16(w - widened_bfloat16(near));
         store_halves(place, near, false);
-        return store_halves(job.remainder + at, rest, false);
+        return store_halves(remainder_at(job, at), rest, false);
     }
     store_halves(place, rounded_at_random(w, noise >> 16), false);
 }
@@ -279,7 +294,7 @@ INLINE void update_vector(const Job &job, const float *c, int64_t at, float *s0,
                           bool stream) {
     const vf g = load_values(job.gradient, job.gradient_kind, at) * job.gradient_scale;
     vf w = load_values(job.master, job.master_kind, at), first = {}, second = {};
-    if (job.remainder) w = w + widened_bfloat16(load_halves(job.remainder + at));
+    if (job.remainder) w = with_remainder(job, at, w);
     if (Rule::STATES > 0) first = load<vf>(s0);
     if (Rule::STATES > 1) second = load<vf>(s1);
     vu random = {};
@@ -307,14 +322,14 @@ static void update_rest(const Job &job, const float *c, int64_t at, int64_t coun
     char *const master = (char *)job.master + at * bytes_of(job.master_kind);
     Job part = job;
     part.master = w, part.gradient = g, part.out = out, part.first += at;
-    if (job.remainder) part.remainder = (uint16_t *)memcpy(remainder, job.remainder + at, count * 2);
+    if (job.remainder) part.remainder = memcpy(remainder, remainder_at(job, at), count * remainder_bytes(job));
     memcpy(w, master, count * bytes_of(job.master_kind));
     memcpy(g, (const char *)job.gradient + at * bytes_of(job.gradient_kind), count * bytes_of(job.gradient_kind));
     if (Rule::STATES > 0) memcpy(first, s0, count * 4);
     if (Rule::STATES > 1) memcpy(second, s1, count * 4);
     update_vector<Rule>(part, c, 0, first, second, noise ? bits : nullptr, false);
     memcpy(master, w, count * bytes_of(job.master_kind));
-    if (job.remainder) memcpy(job.remainder + at, remainder, count * 2);
+    if (job.remainder) memcpy(remainder_at(job, at), remainder, count * remainder_bytes(job));
     if (Rule::STATES > 0) memcpy(s0, first, count * 4);
     if (Rule::STATES > 1) memcpy(s1, second, count * 4);
     if (noise) memcpy(noise, bits, count * 4);

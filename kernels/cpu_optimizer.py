@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from ..optimizers.optimizer import MAX_COEFFICIENTS, Optimizer
-from .cpu_build import NATIVE, BuildError, load_library
+from .cpu_build import NATIVE, load_library, made_as_wanted
 from .optimizer_states import step_seed
 from .shard_update import ShardUpdate
 from .weight_rounding import step_key
 
-logger = logging.getLogger("lowtide")
-
 SOURCE = Path(__file__).with_suffix(".cpp")
-ENVIRONMENT = "LOWTIDE_CPU_KERNEL"
 _KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.int8: 4, torch.uint8: 4}
 
 
@@ -134,22 +129,4 @@ def cpu_kernel() -> CpuKernel | None:
     LOWTIDE_CPU_KERNEL: "native" (the default) uses what this processor can do, "portable" what all of its family can,
     "torch" builds nothing. Raises ValueError for anything else.
     """
-    wanted = os.environ.get(ENVIRONMENT, "native")
-    if wanted not in ("native", "portable", "torch"):
-        raise ValueError(f"{ENVIRONMENT}: expected native, portable or torch, found {wanted!r}")
-    if wanted == "torch":
-        logger.info("CPU optimizer: torch's kernels, chunk by chunk, because %s is torch", ENVIRONMENT)
-        return None
-    attempts: list[tuple[str, tuple[str, ...]]] = [("all instructions of this processor", NATIVE)]
-    attempts.append(("portable instructions", ()))
-    reason = ""
-    for what, flags in attempts if wanted == "native" else attempts[1:]:
-        try:
-            kernel = CpuKernel(flags)
-        except BuildError as error:
-            reason = reason or str(error)
-            continue
-        logger.info("CPU optimizer: one C++ pass a shard, with %s", what)
-        return kernel
-    logger.warning("CPU optimizer: torch's kernels, chunk by chunk, because %s", reason)
-    return None
+    return made_as_wanted(CpuKernel, "CPU optimizer", "one C++ pass a shard", "torch's kernels, chunk by chunk")

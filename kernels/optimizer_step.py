@@ -20,7 +20,7 @@ from .cpu_optimizer import cpu_kernel
 from .dispatch import Backend, uses_triton
 from .optimizer_states import other_noise, rounding_noise, stored_states
 from .shard_update import KERNEL, ShardUpdate
-from .weight_rounding import Rounding, rounded_weights
+from .weight_rounding import Rounding, rounded_weights, split_weights, with_remainder
 
 CHUNK_NUMEL = 1 << 18  # 1 MiB of float32 a stream: weight, gradient and two moments fit into a second-level cache
 LAUNCH_NUMEL = 1 << 26  # elements: half a millisecond, and what follows an update (the others get it) begins so soon
@@ -46,7 +46,7 @@ def update_shard(
     master: (n,) any float dtype; gradient: (n,) any float dtype, used up; states: as `new_states` orders them;
     out: (n,) or None where the parameters are the master weights themselves.
     rounding, remainder: of master weights in bfloat16, which are rounded at random, or have a second part, (n,)
-    bfloat16; without either to the nearest. See `weight_rounding.py`.
+    bfloat16, or both, and that part is int8; without either to the nearest. See `weight_rounding.py`.
     gradient_scale, skip: tensors of one element, on the device of master, which are read there, so that the host need
     not wait; where skip is not 0, nothing changes.
     Raises ValueError where tensors do not fit together, or the backend is not possible.
@@ -222,9 +222,10 @@ def _update_chunk(
     gradient_scale: float | Tensor,
 ) -> None:
     """runs: (start, end, options, step) within the chunk."""
-    weight = chunk.master.to(torch.promote_types(chunk.master.dtype, torch.float32))  # itself, where it is wide
     if chunk.remainder is not None:
-        weight += chunk.remainder
+        weight = with_remainder(chunk.master, chunk.remainder)
+    else:
+        weight = chunk.master.to(torch.promote_types(chunk.master.dtype, torch.float32))  # itself, where it is wide
     before = weight if chunk.remainder is None else weight.clone()
     gradient = chunk.gradient.to(weight.dtype)
     if isinstance(gradient_scale, Tensor):
@@ -250,7 +251,10 @@ def _update_chunk(
 
 def _store_weight(chunk: ShardUpdate, weight: Tensor, before: Tensor, noise: Tensor | None) -> None:
     """weight: (n,) the updated master weights, those of the chunk itself where these are wide. before: as they were."""
-    if chunk.rounding is not None and noise is not None:
+    if noise is not None and chunk.rounding is not None and chunk.remainder is not None:
+        for place, part in zip((chunk.master, chunk.remainder), split_weights(weight, noise), strict=True):
+            place.copy_(part)
+    elif noise is not None and chunk.rounding is not None:
         chunk.master.copy_(rounded_weights(weight, noise))
     elif chunk.remainder is not None:  # what has not changed stays as it is: a sum between two values has two forms
         nearest = torch.where(weight == before, chunk.master, weight.to(chunk.master.dtype))

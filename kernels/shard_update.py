@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from ..optimizers.optimizer import Options
@@ -28,7 +29,7 @@ class ShardUpdate:
     steps: Sequence[int]
     out: Tensor | None
     rounding: Rounding | None = None  # of master weights in bfloat16: at random
-    remainder: Tensor | None = None  # (n,) bfloat16: what master weights in bfloat16 lack
+    remainder: Tensor | None = None  # (n,) what master weights in bfloat16 lack: bfloat16, or int8 beside a rounding
     numel: int = field(init=False)
     kind: Hashable = field(init=False)
     """Shards that agree in it can be updated by one launch, or none of them can."""
@@ -74,6 +75,12 @@ class ShardUpdate:
                     f"{KERNEL}: expected floating-point {name} ({numel},) like master, found {tuple(tensor.shape)} "
                     f"{tensor.dtype}"
                 )
+        remainder, expected = self.remainder, torch.bfloat16 if self.rounding is None else torch.int8
+        if remainder is not None and (remainder.shape != shape or remainder.dtype != expected):
+            raise ValueError(
+                f"{KERNEL}: expected remainder ({numel},) {expected} like master, found {tuple(remainder.shape)} "
+                f"{remainder.dtype}"
+            )
         for index, state in enumerate(self.states):
             num_blocks = -(-numel // STATE_BLOCK_NUMEL)
             if state.payload.shape != shape or (state.scale is not None and state.scale.shape != (num_blocks,)):

@@ -18,6 +18,17 @@ The weight is rounded with the upper 16 of its 32 bits, the first state with the
 With a second number of bfloat16 for each weight, what the nearest bfloat16 lacks, nothing is drawn: the two stand for
 their sum, which has some 16 bits of mantissa. An update below 2^-18 of the weight is lost. Sources: Kahan, CACM 8(1),
 1965; arXiv 2010.06192, section 4.2.
+
+[Note: Split weights]
+A weight of 24 bits, a float32 without its last 8, lies in two places: the nearest bfloat16, which is computed with, and
+what its bits lack, as a signed byte. Bits of floats are ordered as their magnitudes are, so both parts are found and
+put together by adding integers, at every exponent alike, and a weight has one form:
+
+    24 bits   s eeeeeeee mmmmmmm cccccccc        weight = 256 bfloat16 + byte,  -128 <= byte <= 127
+
+The 8 bits of the float32 that have no place are rounded at random by the upper 8 bits of the element's draw, so that a
+small update is right in the mean. FlashOptim (arXiv 2602.23349, section 3.1) keeps the byte as a fraction of half a
+unit in the last place, to the nearest.
 """
 
 from __future__ import annotations
@@ -69,6 +80,26 @@ def step_key(seed: int, step: int) -> tuple[int, int]:
 def rounded_weights(values: Tensor, noise: Tensor) -> Tensor:
     """values, (n,) float32, as values of bfloat16, (n,) float32, by the upper half of the noise, (n,) int32."""
     return rounded_at_random(values, noise >> 16)
+
+
+def split_weights(values: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """values, (n,) float32 -> the nearest, (n,) bfloat16, and what it lacks, (n,) int8. See [Note: Split weights].
+
+    noise: (n,) int32 random bits.
+    """
+    drawn = values.view(torch.int32) + (noise >> 24 & 0xFF) & ~0xFF
+    nearest = (drawn + 0x8000) >> 16
+    rest = (drawn >> 8) - (nearest << 8)
+    is_nan = values.isnan()
+    nearest, rest = nearest.masked_fill(is_nan, 0x7FC0), rest.masked_fill(is_nan, 0)
+    return nearest.to(torch.int16).view(torch.bfloat16), rest.to(torch.int8)
+
+
+def with_remainder(master: Tensor, remainder: Tensor) -> Tensor:
+    """What both stand for, (n,) float32. master: (n,) bfloat16; remainder: (n,) bfloat16, or int8 of split weights."""
+    if remainder.dtype != torch.int8:
+        return master.float() + remainder
+    return ((master.view(torch.int16).int() << 16) + (remainder.int() << 8)).view(torch.float32)
 
 
 def signed_long(number: int) -> int:

@@ -23,6 +23,10 @@ from torch import nn
 MIN_SHARE_OF_PARAMETERS = 0.05
 
 
+class Layers(nn.Sequential):
+    """Of which each element with parameters is a block, whatever their classes are."""
+
+
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The elements of the outermost `ModuleList`s and `Sequential`s that repeat one class, in order of registration.
 
@@ -33,7 +37,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     blocks: dict[int, tuple[str, nn.Module]] = {}
 
     def visit(name: str, module: nn.Module) -> None:
-        is_list = _repeats_one_class(module) and numel(module) >= MIN_SHARE_OF_PARAMETERS * total
+        is_list = _has_blocks(module) and numel(module) >= MIN_SHARE_OF_PARAMETERS * total
         for child_name, child in _named_children(name, module):
             if not is_list:
                 visit(child_name, child)
@@ -79,9 +83,12 @@ def _named_children(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Modu
         yield f"{name}.{child_name}" if name else child_name, child
 
 
-def _repeats_one_class(module: nn.Module) -> bool:
+def _has_blocks(module: nn.Module) -> bool:
+    """A list or sequence of which half the elements with parameters, two at least, have one class; or `Layers`."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return False
+    if isinstance(module, Layers):
+        return True
     elements = [child for child in module._modules.values() if child is not None]  # a list may hold None
     classes = Counter(type(child) for child in elements if any(True for _ in child.parameters()))
     return bool(classes) and max(classes.values()) >= 2 and 2 * max(classes.values()) >= sum(classes.values())

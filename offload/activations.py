@@ -26,6 +26,7 @@ _LOGGER = logging.getLogger("lowtide")
 _PART_OF_STORAGE = 8  # a view of less than 1/8 of its storage is saved by itself: a few rows of a data set, say
 _BLOCKS_IN_MEMORY = 3  # without a budget: one that is computed, one that is kept for backward, one on its way
 _MIN_RETURNED_BYTES = 128 << 10  # smaller blocks of host memory stay with the C library when they are freed
+_BITS_OF_COUNT = 48  # of a position: more is never saved in a training
 _ALIGNMENT_BYTES = 64  # of what is saved: the last bit of a result may depend on where a tensor lies in a cache line
 
 
@@ -68,6 +69,7 @@ class ActivationOffload:
         self._residency = Residency(store)
         self._of_storage: dict[int, list[SavedMemory]] = {}  # by identity of the storage
         self._positions = itertools.count()
+        self._first_position = 0
         self._lock = threading.Lock()
         self._freed: deque[SavedMemory] = deque()  # of saved tensors that died, until the lock is free
         self._entered: list[saved_tensors_hooks | None] = []
@@ -130,6 +132,13 @@ class ActivationOffload:
         self._largest_block_bytes = max(self._largest_block_bytes, self._block_bytes or 0)
         self._block_bytes = 0
 
+    def begin_part(self, order: int) -> None:
+        """What is saved from now on is needed in backward after all parts of a higher order, however late they come.
+
+        Without such calls backward goes the way of the forward back.
+        """
+        self._first_position = order << _BITS_OF_COUNT
+
     def close(self) -> None:
         """Waits for what runs and gives everything back; a graph that is still there cannot run backward any more."""
         with self._locked():
@@ -176,19 +185,22 @@ class ActivationOffload:
     def _find(self, tensor: Tensor, start: int, end: int) -> SavedMemory | None:
         for memory in self._of_storage.get(tensor.untyped_storage()._cdata, ()):
             if memory.has(tensor, start, end):
-                self._residency.move_to_end(memory, next(self._positions), self._num_passes)
+                self._residency.move_to_end(memory, self._next_position(), self._num_passes)
                 return memory
         return None
 
     def _add(self, tensor: Tensor, start: int, end: int) -> SavedMemory:
         self._note_size(end - start)
         self._residency.prepare_for(end - start, self._limit)
-        position = next(self._positions)
+        position = self._next_position()
         memory = SavedMemory(f"activation-{id(self):x}-{position}", tensor, start, end)
         memory.position, memory.pass_number = position, self._num_passes
         self._of_storage.setdefault(memory.origin.cdata, []).append(memory)
         self._residency.add(memory)
         return memory
+
+    def _next_position(self) -> int:
+        return self._first_position + next(self._positions)
 
     @property
     def _limit(self) -> int:

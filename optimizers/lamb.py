@@ -52,7 +52,7 @@ def _direction(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step:
     weight.mul_(options["weight_decay"]).addcdiv_(mean, root, value=1 / first)
 
 
-def _ratio(options: Options, weight_norm: float, direction_norm: float) -> float:
+def _ratio(options: Options, step: int, numel: int, weight_norm: float, direction_norm: float) -> float:
     if not weight_norm or not direction_norm:
         return 1.0
     return float(min(max(weight_norm / direction_norm, options["min_coeff"]), options["max_coeff"]))

@@ -5,7 +5,7 @@ kellerjordan.github.io/posts/muon, and the code of github.com/KellerJordan/Muon,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -61,7 +61,7 @@ def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
     return result
 
 
-def _matrix(direction: Tensor, options: Options) -> Tensor:
+def _matrix(direction: Tensor, step: int, options: Options, factors: Mapping[str, Tensor]) -> Tensor:
     rows, columns = direction.shape
     scale: float = max(1.0, rows / max(columns, 1)) ** 0.5  # a matrix may be empty
     return orthogonalised(direction, options["ns_steps"]) * scale

@@ -52,15 +52,42 @@ class Whole:
     """What of an update is no matter of one element: it comes between two passes over elements.
 
     finish(weight, direction, (), step, options): updates the weight in place; `options["ratio"]` is of its parameter.
-    ratio(options, norm of the weight, norm of the direction): of a parameter.
-    matrix(direction, options): what becomes of the direction of a parameter that is a matrix, (rows, columns). Such
-    parameters are in a group of options with `is_matrix`; in the other group is what `beside` updates.
+    ratio(options, step, numel, norm of the weight, norm of the direction): of a parameter.
+    matrix(direction, step, options, factors): what becomes of the direction of a parameter that is a matrix, (...,
+    rows, columns). Such parameters are in a group of options with `is_matrix`; in the other group is what `beside`
+    updates, where there is one.
+    factors(shape): the states of such a matrix that are not elementwise, by name, with their shapes: float32 or wider,
+    zero before the first step. They are kept by who owns the matrix, and change in place.
+    takes_all: whether every parameter of two dimensions or more is a matrix, embeddings and heads too.
     """
 
     finish: Apply
-    ratio: Callable[[Options, float, float], float] | None = None
-    matrix: Callable[[Tensor, Options], Tensor] | None = None
+    ratio: Callable[[Options, int, int, float, float], float] | None = None
+    matrix: Callable[[Tensor, int, Options, Mapping[str, Tensor]], Tensor] | None = None
     beside: Optimizer | None = None
+    factors: Callable[[Sequence[int]], Mapping[str, tuple[int, ...]]] = lambda shape: {}
+    takes_all: bool = False
+
+
+SignScale = Callable[["Tensor"], "Tensor"]
+"""Values, (n,) -> (): what their signs are multiplied by."""
+
+
+@dataclass(frozen=True)
+class Signs:
+    """Of an optimizer whose ranks send signs of momenta, once its warm-up is over, and no gradients before that.
+
+    sums_gradients(options, step): whether gradients are summed in a step, counted from 1, as with other optimizers;
+    else each rank's own gradient is updated with. meets(options, step): whether ranks tell each other their momenta in
+    such a step. scale: of the signs. is_scaled: whether a step is as large as its parameter; sums_steps: momenta are
+    sent times the learning rates of all steps since the last meeting, and parameters move on each rank alone between.
+    """
+
+    sums_gradients: Callable[[Options, int], bool]
+    scale: SignScale
+    meets: Callable[[Options, int], bool] = lambda options, step: True
+    is_scaled: bool = False
+    sums_steps: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +108,7 @@ class Optimizer:
     coefficients: Coefficients | None = None
     idle: tuple[float, ...] = ()
     whole: Whole | None = None
+    signs: Signs | None = None
     keeps_step: bool = True  # whether torch's state dict of such an optimizer has a step
     torch_class: str | None = None  # in torch.optim: the class that does the same
     torch_options: Options = field(default_factory=dict)  # what that class must have for it, beside our own options

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from .adadelta import ADADELTA
+from .adafactor import ADAFACTOR
 from .adagrad import ADAGRAD
 from .adam import ADAM, ADAMW
 from .adamax import ADAMAX
@@ -10,11 +11,13 @@ from .lamb import LAMB
 from .lion import LION
 from .muon import MUON
 from .nadam import NADAM
+from .onebit import ONEBIT_ADAM, ONEBIT_LAMB, ZERO_ONE_ADAM
 from .optimizer import Optimizer
 from .radam import RADAM
 from .rmsprop import RMSPROP
 from .sgd import SGD
 
-_ALL = (ADAMW, ADAM, SGD, LION, ADAGRAD, RMSPROP, ADAMAX, NADAM, RADAM, ADADELTA, LAMB, MUON)
+_SIGNS = (ONEBIT_ADAM, ZERO_ONE_ADAM, ONEBIT_LAMB)
+_ALL = (ADAMW, ADAM, SGD, LION, ADAGRAD, RMSPROP, ADAMAX, NADAM, RADAM, ADADELTA, LAMB, MUON, ADAFACTOR, *_SIGNS)
 OPTIMIZERS: Mapping[str, Optimizer] = {one.name: one for one in _ALL}
 """By name."""

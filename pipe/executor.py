@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..comm import CollectiveError, Peers
 from ..model.ledger import Ledger
+from .entry import Entry
 from .messages import Key, Messages, described
 from .schedules.action import Action, Op
 from .schedules.schedule import Schedule
@@ -33,10 +34,19 @@ def _as_it_is(loss: Tensor) -> Tensor:
     return loss
 
 
+def _nothing_around(action: Action) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 class StageMemory(Protocol):
     """What happens to parameters and gradients of a stage at the moments that a schedule names."""
 
-    def gather(self, stage: int) -> None: ...
+    def gather(self, stage: int) -> None:
+        """Its parameters are needed soon."""
+
+    def use(self, stage: int) -> None:
+        """Something of the stage is computed next, here or on the ranks with other data."""
+
     def release(self, stage: int) -> None: ...
 
     def collect(self, stage: int) -> None:
@@ -49,7 +59,7 @@ class StageMemory(Protocol):
 class _Run:
     """What a run of a schedule holds, by stage and microbatch.
 
-    input               from its arrival until its gradient has gone back
+    input               from its arrival until F, and the entry of its gradient until B (or I)
     output              from F until it is sent; the graph, which needs it or not, from F until B (or I)
     gradient of output  from its arrival until B (or I)
     gradient of input   from B (or I) until it is sent
@@ -61,6 +71,7 @@ class _Run:
         self.scaled = scaled
         self.losses: dict[int, Tensor] = {}  # by microbatch
         self.inputs: dict[Key, Carried] = {}
+        self.entries: dict[Key, Entry] = {}
         self.graphs: dict[Key, list[GradientEdge]] = {}
         self.gradients: dict[Key, list[Tensor]] = {}
         self.outputs_to_send: dict[Key, Carried] = {}
@@ -70,7 +81,8 @@ class _Run:
     @property
     def is_over(self) -> bool:
         """Whether all that was made has been used."""
-        return not (self.inputs or self.graphs or self.gradients or self.outputs_to_send or self.gradients_to_send)
+        is_used = not (self.inputs or self.entries or self.graphs or self.gradients)
+        return is_used and not (self.outputs_to_send or self.gradients_to_send)
 
 
 class Executor:
@@ -90,10 +102,11 @@ class Executor:
         forward: Callable[[nn.Module, Any], Any],
         loss: Callable[[Any, Any], Tensor],
         ledger: Ledger,
+        around: Callable[[Action], AbstractContextManager[None]] = _nothing_around,
     ) -> None:
         """place: this rank's on the pipe axis. forward(module, microbatch) -> output; loss(output, microbatch).
 
-        ledger: of what stands on the stages' modules.
+        ledger: of what stands on the stages' modules. around: entered for each F.
         """
         self.schedule = schedule
         # (action, start, end), in seconds; it starts when what it needs of other ranks is there.
@@ -105,6 +118,7 @@ class Executor:
         self._progress = peers.progress
         self._forward = forward
         self._loss = loss
+        self._around = around
         splits = schedule.has_any(Op.I)
         self._weights = {
             index: WeightGradients(_modules_with_parameters(stage), ledger) for index, stage in stages.items() if splits
@@ -162,7 +176,9 @@ class Executor:
         for action in self._actions:
             if action.op in _OF_MEMORY:
                 _TABLE[action.op](self, action)
-            elif action.op in (Op.B, Op.W):
+            elif action.op in _COMPUTED:
+                self._memory.use(action.stage)
+            if action.op in (Op.B, Op.W):
                 self._end_weights(action.stage)
         return []
 
@@ -178,6 +194,8 @@ class Executor:
             weights.forget()
 
     def _do(self, action: Action) -> None:
+        if action.op in _COMPUTED:
+            self._memory.use(action.stage)
         self.has_failed = self.has_failed or self.messages.lacks_any
         if action.op in _COMPUTED and not self.has_failed:
             try:
@@ -212,11 +230,13 @@ class Executor:
         key, run = _key_of(action), self._run
         stage, microbatch = self._stages[action.stage], run.microbatches[key[1]]
         received = self.messages.take_output(key) or run.inputs.pop(key, None)
-        output = stage.run(lambda module: self._forward(module, microbatch), received)
-        if stage.is_last:
-            output = self._loss(output, microbatch)
         if received is not None and not self.schedule.is_forward_only:
-            run.inputs[key] = received
+            run.entries[key] = Entry(received)
+            received = run.entries[key].opened(received)
+        with self._around(action):
+            output = stage.run(lambda module: self._forward(module, microbatch), received)
+            if stage.is_last:
+                output = self._loss(output, microbatch)
         if stage.is_last:
             if not (output.requires_grad or self.schedule.is_forward_only):
                 raise ValueError(
@@ -254,11 +274,10 @@ class Executor:
             if graph:
                 torch.autograd.backward(graph, gradients)
         del graph, gradients
-        received = run.inputs.pop(key, None)
-        if received is None:
+        entry = run.entries.pop(key, None)
+        if entry is None:
             return
-        wanted = [tensor for tensor, needs in zip(received.tensors, received.spec.needs_grad, strict=True) if needs]
-        found = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in wanted]
+        found = entry.gradients()
         if self.schedule.crosses(action.stage - 1):
             run.gradients_to_send[key] = found
         else:

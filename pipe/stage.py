@@ -14,6 +14,7 @@ from .split.absent import is_missing, resolved
 from .split.carried import Carried, CarriedSpec, run_lengths
 from .split.outer_values import OuterValues
 from .split.probe import Needs, Probe
+from .split.random_streams import RandomStreams
 from .split.replay import Leave, Replay
 from .split.replayed_model import ReplayedModel
 from .split.split import SplitPlan
@@ -28,11 +29,21 @@ class Stage:
     `module` is the given model, from which the parameters of other stages have been taken: names are unchanged, and
     `module.parameters()` are the stage's own (those of all stages of this rank, where it has several). Every stage is
     given the same batch. Loss and gradients are those of the whole model, bit by bit in float32 at one microbatch;
-    dropout draws other numbers than in the whole model, because a stage does not draw those of the stages before.
+    dropout draws other numbers than in the whole model, because a stage does not draw those of the stages before; but
+    with `streams`.
     """
 
-    def __init__(self, model: nn.Module, plan: SplitPlan, index: int, replayed: ReplayedModel | None = None) -> None:
-        """replayed: what the stages of one rank share; by default the rank has this stage alone, for good."""
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: SplitPlan,
+        index: int,
+        replayed: ReplayedModel | None = None,
+        streams: RandomStreams | None = None,
+    ) -> None:
+        """replayed: what the stages of one rank share; by default the rank has this stage alone, for good. streams:
+        where all stages are on the rank; None: each draws as it comes."""
+        self._streams = streams
         self.plan = plan
         self.index = index
         self._replayed = replayed if replayed is not None else ReplayedModel(model, plan, [index], Ledger())
@@ -72,7 +83,10 @@ class Stage:
         """
         self._check_received(received)
         outputs = _expanded(received.spec) if received is not None else []
-        replay = Replay(self.plan, self.index, received, outputs, self._replayed.device, self._values(received))
+        values = self._values(received)
+        replay = Replay(self.plan, self.index, received, outputs, self._replayed.device, values, self._streams)
+        if self._streams is not None:
+            self._streams.begin_forward()
         with _without_caches(self._configs):
             result = self._replayed.run(replay, call)
             if isinstance(result, Leave):
@@ -157,10 +171,12 @@ class Stage:
             )
 
 
-def make_stages(model: nn.Module, plan: SplitPlan, indices: Sequence[int], ledger: Ledger) -> tuple[Stage, ...]:
+def make_stages(
+    model: nn.Module, plan: SplitPlan, indices: Sequence[int], ledger: Ledger, streams: RandomStreams | None = None
+) -> tuple[Stage, ...]:
     """The stages of one rank, in the order of `indices`: one module with the parameters of them all."""
     replayed = ReplayedModel(model, plan, indices, ledger)
-    return tuple(Stage(model, plan, index, replayed) for index in indices)
+    return tuple(Stage(model, plan, index, replayed, streams) for index in indices)
 
 
 def _expanded(spec: CarriedSpec) -> list[Any]:

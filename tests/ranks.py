@@ -38,6 +38,7 @@ from unittest import mock
 MAX_RANKS = 8
 START_TIMEOUT = 120.0  # seconds until a new worker is ready; the first waits for torch
 GRACE = 5.0  # seconds that the other ranks get to finish after one has failed
+MAX_SLOWNESS = 6.0
 POLL = 0.1  # seconds between two looks at whether a worker is still alive
 SHOWN_LINES = 30  # lines of a dead worker's own output in the error
 WORKER_VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
@@ -256,13 +257,19 @@ class Call:
         A rank that has returned keeps its process group until all have, so that nobody loses a peer. A rank that
         fails gives it up at once, so that those who wait for it fail too and do not hang.
         """
-        while self._running and time.monotonic() < self._deadline:
-            self._hear(POLL)
+        self._hear_until_deadline()
+        if self._running and not self.failed:  # a machine on which others compute too is slow, and not a hang
+            self._deadline += (slowness() - 1) * self._timeout
+            self._hear_until_deadline()
         for rank in sorted(self._running):
             self._lost = True
             why = "after another rank failed" if self.failed else f"after {self._timeout:g} s"
             stack = self._workers[rank].python_stack()
             self._fail(rank, "Hang", f"still running {why}; its Python stack:\n{stack}", 0.0)
+
+    def _hear_until_deadline(self) -> None:
+        while self._running and time.monotonic() < self._deadline:
+            self._hear(POLL)
 
     def print_output(self) -> None:
         """Prints what the ranks have printed, each line with its rank in front; pytest shows it for a failing test."""
@@ -309,11 +316,11 @@ class Call:
             self._leaving.discard(rank)
 
     def _fail(self, rank: int, kind: str, text: str, patience: float) -> None:
-        """Notes that `rank` failed; the others get `patience` seconds more."""
+        """Notes that `rank` failed; the others get `patience` seconds more, of an idle machine."""
         self._running.discard(rank)
         self.results[rank] = RankError(rank, kind, text)
         self.failed.append(rank)
-        self._deadline = min(self._deadline, time.monotonic() + patience)
+        self._deadline = min(self._deadline, time.monotonic() + slowness() * patience)
 
     def _bury(self, rank: int) -> None:
         worker = self._workers[rank]
@@ -325,6 +332,15 @@ class Call:
         output = "\n".join(worker.output_since(self._offsets[rank]).splitlines()[-SHOWN_LINES:])
         self._fail(rank, "Died", f"the process {how}; the last lines of its output:\n{output}", 1.0)
         self.failed.insert(0, self.failed.pop())  # others may have missed it, and failed, before it was found dead
+
+
+def slowness() -> float:
+    """How much longer than on an idle machine something takes now, from 1 to MAX_SLOWNESS: as work for 20 ms does."""
+    started, end = time.monotonic(), time.thread_time() + 0.02
+    while time.thread_time() < end:
+        pass
+    waiting = os.getloadavg()[0] / len(os.sched_getaffinity(0))
+    return min(MAX_SLOWNESS, max(1.0, waiting, (time.monotonic() - started) / 0.02))
 
 
 def free_port() -> int:

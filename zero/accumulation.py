@@ -20,8 +20,10 @@ class LocalSum:
     (padded_numel,) of the accumulation dtype.
     """
 
-    def __init__(self, group: ShardedGroup, dtype: torch.dtype) -> None:
+    def __init__(self, group: ShardedGroup, dtype: torch.dtype, is_kept: bool = True) -> None:
+        """is_kept: the flat memory stays for the next step, and is not given back with each sum."""
         self._group = group
+        self._is_kept = is_kept
         self.is_flat = dtype != group.dtype
         self._dtype = dtype
         self._flat: Tensor | None = None
@@ -65,7 +67,7 @@ class LocalSum:
         for start, end, memory in regions:
             memory.add_(self._flat[start:end]) if adds else memory.copy_(self._flat[start:end])
         self.has_values = False
-        if not self.is_flat:
+        if not (self.is_flat and self._is_kept):
             self._flat = None
 
 

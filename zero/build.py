@@ -9,15 +9,17 @@ from torch import Tensor
 
 from ..comm import Mesh
 from ..offload import PagedBuffer, PagePool, huge_zeros
-from .codec import Codec
+from .codec import Codec, Draws, Parts, QuantizedCodec
 from .domain import Domain
 from .gradient import GroupGradient
 from .group import ShardedGroup
-from .group_memory import PagedMemory, ResizedMemory
+from .group_memory import PagedMemory, PagesBesideOwn, ResizedMemory
 from .host_update import HostUpdate
+from .low_rank import LowRank
 from .plan import GroupPlan, ModelPlan, rings_for
 from .shard_rest import ShardRest
 from .unit import Unit
+from .weight_codec import QuantizedWeights, WeightCodec
 
 Hosts = Mapping[str, HostUpdate]
 """By name of the group, what updates parameters that are on a device."""
@@ -36,16 +38,26 @@ class GroupMemories:
         rest: ShardRest | None = None,
         shares_gradients: bool = False,
         delays_updates: bool = False,
+        keeps_sums: bool = True,
+        seed: int = 0,
+        num_steps: Callable[[], int] = lambda: 0,
+        low_rank: LowRank | None = None,
     ) -> None:
         """rest: where shards are while nobody needs them, with room for all; None: in memory. shares_gradients:
         replicas that share memory have one sum of their gradients, and nobody changes it; but of tied ones, to which
         other stages add. delays_updates: the gradients of a step are used while the next ones come.
+        keeps_sums: see `LocalSum`. seed: of random bits. num_steps: as of `Draws`. low_rank: gradients go between ranks
+        as thin matrices.
         """
         self._mesh = mesh
         self._reduces_every_backward = reduces_every_backward
         self._rest = rest
         self._shares_gradients = shares_gradients
         self._delays_updates = delays_updates
+        self._keeps_sums = keeps_sums
+        self._seed = seed
+        self._num_steps = num_steps
+        self._low_rank = low_rank
         self._slot_bytes: dict[tuple[str, ...], int] = {}  # by axes
 
     def units(self, plan: ModelPlan, hosts: Hosts) -> list[Unit]:
@@ -65,7 +77,10 @@ class GroupMemories:
         take_memory = self._memory_for(plans)
         groups = []
         for plan in plans:
-            group = ShardedGroup(plan.name, plan.params, plan.dtype, plan.layout, self._mesh, plan.domain, plan.role)
+            codec = WeightCodec() if plan.weight_bits is None else QuantizedWeights(plan.weight_bits)
+            group = ShardedGroup(
+                plan.name, plan.params, plan.dtype, plan.layout, self._mesh, plan.domain, plan.role, codec
+            )
             take_memory(group)
             groups.append(group)
         return groups
@@ -77,17 +92,32 @@ class GroupMemories:
         return [
             GroupGradient(
                 group,
-                Codec(plan.reduce_dtype),
+                [self._codec(plan, *level) for level in plan.levels],
+                self._codec(plan, *plan.replicas),
                 plan.accumulation_dtype,
                 self._reduces_every_backward,
                 common.get(plan.name),
                 self._delays_updates,
                 hosts.get(plan.name),
+                self._keeps_sums,
+                self._low_rank,
             )
             for plan, group in trained
         ]
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
+
+    def _codec(self, plan: GroupPlan, axes: tuple[str, ...], bits: int | None) -> Codec:
+        """Of the gradient of a group over these axes."""
+        axis, arrangement = self._mesh.over(axes), self._mesh.arrangement
+        parts: Parts | None = None
+        if axes == plan.domain.first and len(plan.levels) > 1:
+            states, last = plan.domain.states, plan.domain.last
+            parts = [[arrangement.place(one, states) for one in arrangement.ranks(rank, last)] for rank in axis.ranks]
+        if bits is None or axis.size == 1:
+            return Codec(axis, plan.reduce_dtype, parts)
+        name = f"{plan.name} over {axis.name} from rank {self._mesh.world.rank}"
+        return QuantizedCodec(axis, plan.reduce_dtype, bits, Draws(self._seed, name, self._num_steps), parts)
 
     def _reserve_slots(self, trained: Sequence[GroupPlan]) -> None:
         """Makes the rings anew where these groups need larger slots than those before."""
@@ -132,7 +162,9 @@ class GroupMemories:
 
             def adopt_pages(group: ShardedGroup) -> None:
                 pages = PagedBuffer(self._pages, group.layout.padded_numel, group.dtype)
-                group.adopt_memory(PagedMemory(pages, group.at_rest), rest)
+                rest_numel = group.at_rest.stop - group.at_rest.start
+                memory = PagesBesideOwn(pages, rest_numel) if group.rests_beside else PagedMemory(pages, group.at_rest)
+                group.adopt_memory(memory, rest)
 
             return adopt_pages
 

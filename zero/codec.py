@@ -2,39 +2,235 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ..comm import Axis
+from ..comm import Axis, Pending, Terms, regions_of
+from ..kernels.quantized_blocks import dequantize, quantize, quantized_bytes
+from ..kernels.weight_rounding import Rounding
 from .summation import sum_with_held
 
 
-class Codec:
-    """Gradients go as they are, in `dtype`, and are added up in the dtype of the sum, in the order of the ranks.
+class Coming(NamedTuple):
+    """A started sum over the ranks of an axis, whose messages a codec can read.
 
-    Each group has a codec of its own. What one that loses something (blocks of int8, signs, low rank) has to remember,
-    as the error that goes with the next gradient, is its state.
+    arrived.wait()  ->  add_up(out[region], ...)  ->  pending = summed()  ->  pending.wait()
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    arrived: Pending
+    region: slice  # of the result: what this rank sums
+    add_up: Callable[[Tensor, slice, bool], Sequence[Tensor]]
+    """(out, held, accumulate): out = (out +) what the ranks say; see `sum_with_held`. Returns what each has said, where
+    a value that is not finite can be looked for."""
+    summed: Callable[[], Pending | None]  # as of `Terms`
+
+
+Parts = Sequence[Sequence[int]]
+"""Of each rank of an axis, the pieces of what is staged, all of one size, that it sums, in the order in which it has
+them. Where it is not said, there is one for each rank, by its place."""
+
+
+class Codec:
+    """Gradients go over an axis as they are, in `dtype`, and are added up in the dtype of the sum, in rank order.
+
+    Each group has a codec of its own for each axis. What one that loses something has to remember is its state.
+    """
+
+    def __init__(self, axis: Axis, dtype: torch.dtype, parts: Parts | None = None) -> None:
+        """dtype: in which gradients are staged."""
+        self.axis = axis
         self.dtype = dtype
+        self._parts = parts
 
     def is_exact(self, dtype: torch.dtype) -> bool:
-        """Whether a message has the very values of a gradient of that dtype, and of sums that are rounded to it."""
+        """Whether what is staged has the very values of a gradient of that dtype, and of sums rounded to it."""
         return torch.promote_types(self.dtype, dtype) == self.dtype
 
-    def may_lack_own(self, axis: Axis, dtype: torch.dtype) -> bool:
-        """Whether this rank's own term may lie in the sum, of that dtype, and not in its message: it has those bits."""
-        return axis.route.sums_here and self.dtype == dtype
+    def may_lack_own(self, dtype: torch.dtype) -> bool:
+        """Whether this rank's own term may lie in the sum, of that dtype, and not in what is staged: it has those."""
+        return self.axis.route.sums_here and self.dtype == dtype
 
-    def next_message(self, axis: Axis, numel: int) -> Tensor | None:
+    def next_message(self, numel: int) -> Tensor | None:
         """What `open_message` will give, to be written already; None where it is not free yet."""
-        return axis.route.next_slot(numel, self.dtype)
+        return self.axis.route.next_slot(numel, self.dtype)
 
-    def open_message(self, axis: Axis, numel: int, what: str) -> Tensor:
-        """Memory for the gradient that is sent next, (numel,); may wait for other ranks."""
-        return axis.route.open_slot(numel, self.dtype, what)
+    def open_message(self, numel: int, what: str) -> Tensor:
+        """Memory to stage the gradient in that is sent next, (numel,); may wait for other ranks."""
+        return self.axis.route.open_slot(numel, self.dtype, what)
 
-    def add_up(self, terms: list[Tensor], own: int, out: Tensor, held: slice, accumulate: bool) -> None:
-        """out = (out +) what the messages of the ranks say; see `sum_with_held`."""
-        sum_with_held(terms, own, out, held, accumulate)
+    def staged(self, shard: Tensor, what: str) -> Tensor:
+        """What is sent of a shard that `all_reduce` sums, and that it writes to: a copy in a message."""
+        message = self.open_message(shard.numel(), what)
+        message.copy_(shard)
+        return message
+
+    def reduce_scatter(self, staged: Tensor, spare: Tensor | None, what: str) -> Coming:
+        """Of the sum over ranks of what is staged, this rank's part; see `Route.reduce_scatter`."""
+        if self._parts is not None:
+            by_place = sorted(range(self.axis.size), key=self.axis.places.__getitem__)
+            order = [index for rank in by_place for index in self._parts[rank]]
+            staged = staged.view(len(order), -1)[order].view(-1)
+        return self._coming(self.axis.route.reduce_scatter(staged, spare, what))
+
+    def all_reduce(self, staged: Tensor, out: Tensor, what: str) -> Coming:
+        """Of out = the sum over ranks of what is staged, what this rank sums."""
+        return self._coming(self.axis.route.all_reduce(staged, out, what))
+
+    def reset(self) -> None:
+        """The next gradient is of another step."""
+
+    def _coming(self, terms: Terms) -> Coming:
+        def add_up(out: Tensor, held: slice, accumulate: bool) -> Sequence[Tensor]:
+            of_ranks = terms.read()
+            sum_with_held(of_ranks, self.axis.rank, out, held, accumulate)
+            return of_ranks if self.axis.route.sums_here else ()
+
+        return Coming(terms.arrived, terms.region, add_up, terms.summed)
+
+
+class Draws:
+    """The random bits of what a rank sends of one group over one axis: of no other message, and of no other rank's."""
+
+    def __init__(self, seed: int, name: str, num_steps: Callable[[], int]) -> None:
+        """name: of group, axis and rank. num_steps: of the training, without the one whose gradients come."""
+        self._rounding = Rounding.of(seed, name, 0)
+        self._num_steps = num_steps
+        self._count = 0  # of messages of this step
+
+    def next(self) -> tuple[Rounding, int]:
+        """For the next message: `rounding` and `step` of `quantize`."""
+        self._count += 1
+        return self._rounding, (self._num_steps() << 20) + self._count
+
+    def reset(self) -> None:
+        """The next message is the first one of a step."""
+        self._count = 0
+
+
+class QuantizedCodec(Codec):
+    """Gradients go over an axis in blocks of few bits, rounded at random so that the mean is exact.
+
+        staged  --quantize-->  messages, to each of the others its part  --dequantize-->  the sum, in its dtype
+
+    A rank's own term is never rounded: it is added from where it was staged, before the others', which follow in rank
+    order. In an all-reduce the sum is quantized once more, and whoever has made it takes what the others get, so that
+    all have the same. Nothing is remembered of what was rounded away: it averages out, over elements and over steps.
+    Source: ZeRO++, arXiv 2306.10209, section 3.3.
+    """
+
+    def __init__(self, axis: Axis, dtype: torch.dtype, bits: int, draws: Draws, parts: Parts | None = None) -> None:
+        super().__init__(axis, dtype, parts)
+        self._bits = bits
+        self._draws = draws
+        self._pieces = [[place] for place in axis.places] if parts is None else parts
+
+    def may_lack_own(self, dtype: torch.dtype) -> bool:
+        return False
+
+    def staged(self, shard: Tensor, what: str) -> Tensor:
+        return shard
+
+    def reset(self) -> None:
+        self._draws.reset()
+
+    def reduce_scatter(self, staged: Tensor, spare: Tensor | None, what: str) -> Coming:
+        pieces = staged.view(sum(map(len, self._pieces)), -1)
+        of_ranks = [[pieces[index] for index in part] for part in self._pieces]
+        arrived, messages = self._exchanged(of_ranks, what)
+        numel = len(of_ranks[0]) * pieces.shape[1]
+
+        def add_up(out: Tensor, held: slice, accumulate: bool) -> Sequence[Tensor]:
+            self._add_up(of_ranks[self.axis.rank], messages, list(out.view(-1, pieces.shape[1])), accumulate)
+            return ()
+
+        return Coming(arrived, slice(0, numel), add_up, lambda: None)
+
+    def all_reduce(self, staged: Tensor, out: Tensor, what: str) -> Coming:
+        regions = regions_of(out.numel(), self.axis.size)
+        mine = regions[self.axis.rank]
+        arrived, messages = self._exchanged([[staged[region]] for region in regions], what)
+        sums = [torch.empty(self._bytes([out[region]]), dtype=torch.uint8, device=out.device) for region in regions]
+
+        def add_up(total: Tensor, held: slice, accumulate: bool) -> Sequence[Tensor]:
+            self._add_up([staged[mine]], messages, [total], accumulate)
+            rounding, step = self._draws.next()
+            quantize(total, self._bits, sums[self.axis.rank], rounding=rounding.at(mine.start), step=step)
+            dequantize(sums[self.axis.rank], self._bits, total)
+            return ()
+
+        def summed() -> Pending:
+            given = [sums[self.axis.rank] if rank != self.axis.rank else None for rank in range(self.axis.size)]
+            spread = self._swap(given, sums, what)
+            return Pending(partial(self._read_sums, spread, sums, [out[region] for region in regions]))
+
+        return Coming(arrived, mine, add_up, summed)
+
+    # -- pieces of it ---------------------------------------------------------------------------------------------
+
+    def _bytes(self, pieces: Sequence[Tensor]) -> int:
+        return sum(quantized_bytes(piece.numel(), self._bits) for piece in pieces)
+
+    def _exchanged(self, of_ranks: Sequence[Sequence[Tensor]], what: str) -> tuple[Pending, list[Tensor]]:
+        """Sends each of the others its pieces. Returns each rank's message for this one, which `arrived` fills."""
+        own = self.axis.rank
+        rounding, step = self._draws.next()
+        offset, given = 0, list[Tensor | None]()
+        for rank, pieces in enumerate(of_ranks):
+            message = torch.empty(self._bytes(pieces), dtype=torch.uint8, device=pieces[0].device)
+            at = 0
+            for piece in pieces if rank != own else ():
+                nbytes = self._bytes([piece])
+                quantize(piece, self._bits, message[at : at + nbytes], rounding=rounding.at(offset), step=step)
+                at, offset = at + nbytes, offset + piece.numel()
+            given.append(message if rank != own else None)
+        nbytes = self._bytes(of_ranks[own])
+        got = [torch.empty(nbytes, dtype=torch.uint8, device=of_ranks[own][0].device) for _ in of_ranks]
+        return self._swap(given, got, what), got
+
+    def _swap(self, given: Sequence[Tensor | None], got: Sequence[Tensor], what: str) -> Pending:
+        """given: to each rank, None to itself. got: of each rank; that of this one stays as it is."""
+        own, size = self.axis.rank, self.axis.size
+        sent = [0 if one is None else one.numel() for one in given]
+        taken = [0 if rank == own else one.numel() for rank, one in enumerate(got)]
+        # Of the others' rows a route reads what they have for this rank alone.
+        numels = [[0] * size for _ in range(size)]
+        numels[own] = sent
+        for rank in range(size):
+            numels[rank][own] = taken[rank]
+        numels[own][own] = 0
+        whole = torch.empty(sum(taken), dtype=torch.uint8, device=got[own].device)
+        pending = self.axis.route.swap(whole, torch.cat([one for one in given if one is not None]), numels, what)
+
+        def collect() -> None:
+            pending.wait()
+            for one, part in zip(got, torch.split(whole, taken), strict=True):
+                if part.numel():
+                    one.copy_(part)
+
+        return Pending(collect)
+
+    def _add_up(
+        self, own: Sequence[Tensor], messages: Sequence[Tensor], out: Sequence[Tensor], accumulate: bool
+    ) -> None:
+        """out: the pieces of the sum."""
+        for piece, total in zip(own, out, strict=True):
+            if accumulate:
+                total.add_(piece)
+            elif piece.data_ptr() != total.data_ptr():
+                total.copy_(piece)
+        for rank, message in enumerate(messages):
+            start = 0
+            for total in out if rank != self.axis.rank else ():
+                end = start + self._bytes([total])
+                dequantize(message[start:end], self._bits, total, adds=True)
+                start = end
+
+    def _read_sums(self, spread: Pending, sums: Sequence[Tensor], regions: Sequence[Tensor]) -> None:
+        spread.wait()
+        for rank, (message, region) in enumerate(zip(sums, regions, strict=True)):
+            if rank != self.axis.rank:
+                dequantize(message, self._bits, region)

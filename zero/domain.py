@@ -49,6 +49,7 @@ class Domain:
     summed: tuple[str, ...]  # the gradient: data differ there
     copies: tuple[Copies, ...] = ()
     portioned: tuple[str, ...] = ()  # data differ there, and so does what the ranks have of each tensor: experts
+    last: tuple[str, ...] = ()  # those of `states` over which a gradient is summed after the others: between hosts
 
     def within(self, axes: tuple[str, ...]) -> Domain:
         """Of what the ranks of these axes have different portions of: nothing is divided or summed over them."""
@@ -62,6 +63,7 @@ class Domain:
             parameters=without(self.parameters),
             summed=without(self.summed),
             portioned=axes,
+            last=without(self.last),
         )
 
     @property
@@ -77,7 +79,12 @@ class Domain:
     @property
     def folds(self) -> tuple[tuple[str, ...], ...]:
         """Axes that are taken together: each is one line of ranks."""
-        return self.states, self.parameters, self.replicas, self.refreshed
+        return self.states, self.parameters, self.replicas, self.refreshed, self.first
+
+    @property
+    def first(self) -> tuple[str, ...]:
+        """Axes of `states` over which a gradient is summed before it is over `last`; none where that is one sum."""
+        return tuple(name for name in self.states if name not in self.last) if self.last else ()
 
     @property
     def refreshed(self) -> tuple[str, ...]:

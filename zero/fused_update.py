@@ -18,7 +18,7 @@ from ..optimizers.optimizer import Optimizer, Options
 from .layout import Piece
 from .masters import Masters
 from .optimizer_choice import takes_options
-from .shard_state import REMAINDER, Run, ShardState, StatePart
+from .shard_state import Run, ShardState, StatePart
 
 ScalarStates = Mapping[int | str, Mapping[str, Any] | None]
 """By name of a parameter, or by index in param_groups of all that are not named: states that are not elementwise, by
@@ -83,8 +83,9 @@ class FusedUpdate:
         """The states of master weights, (n,), before the first step, by name. options_index: in param_groups."""
         options = self.by_group[options_index] if self.by_group else self.options
         states = new_states(self.optimizer, master, options, self.state_dtype)
-        if self.masters is Masters.KAHAN and master.dtype == torch.bfloat16:
-            states[REMAINDER] = torch.zeros_like(master)
+        if self.masters.remainder is not None and master.dtype == torch.bfloat16:
+            name, dtype = self.masters.remainder
+            states[name] = torch.zeros_like(master, dtype=dtype)
         return states
 
     def update(
@@ -143,6 +144,24 @@ class FusedUpdate:
 
     def scalar_states(self, shard: ShardState) -> ScalarStates:
         return {}
+
+    def sums_gradients(self, step: int) -> bool:
+        """Whether a step, counted from 1, is made with the gradients of all ranks; else with each rank's own."""
+        return True
+
+    def is_apart(self, shard: ShardState) -> bool:
+        """Whether ranks have other parameters than each other, until they `meet`."""
+        return False
+
+    def meet(self, shard: ShardState, options: Sequence[Options]) -> None: ...
+
+    def rank_states(self, shard: ShardState) -> Iterable[tuple[Piece, str, Tensor]]:
+        """(piece, name, values) of elementwise states that this rank alone has."""
+        return ()
+
+    def rank_state_names(self, shard: ShardState) -> Sequence[str]:
+        """Of all ranks."""
+        return ()
 
     def state_bytes(self, shard: ShardState) -> int:
         """Of those in memory."""

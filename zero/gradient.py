@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from .codec import Codec
 from .group import ShardedGroup
 from .host_update import HostUpdate
 from .inspection import Inspection, NonFinite
+from .low_rank import LowRank, LowRankMove
 from .move import Move
 from .staging import Staging
 
@@ -33,14 +34,20 @@ class GroupGradient:
     def __init__(
         self,
         group: ShardedGroup,
-        codec: Codec,
+        levels: Sequence[Codec],
+        replicas: Codec,
         accumulation_dtype: torch.dtype,
         reduces_every_backward: bool,
         common: Tensor | None = None,
         is_handed_over: bool = False,
         host: HostUpdate | None = None,
+        keeps_sum: bool = True,
+        low_rank: LowRank | None = None,
     ) -> None:
-        """common, is_handed_over: as of `ShardMemory`. host: where the update is made, if not where parameters are."""
+        """levels, replicas: as of `Move`. common, is_handed_over: as of `ShardMemory`. keeps_sum: as of `LocalSum`.
+
+        host: where the update is made, if not where parameters are. low_rank: how what is moved is made smaller.
+        """
         self.group = group
         self.accumulation_dtype = accumulation_dtype
         self.reduces_every_backward = reduces_every_backward
@@ -48,9 +55,11 @@ class GroupGradient:
         self.used: set[int] = set()
         """Parameters of the group that got a gradient on this rank, in any backward of the step so far."""
         self.inspection = Inspection(group)
-        self._move = Move(group, codec, accumulation_dtype, self.inspection)
+        self._move = Move(group, levels, replicas, accumulation_dtype, self.inspection)
+        if low_rank is not None:
+            self._move = LowRankMove(group, levels, replicas, accumulation_dtype, self.inspection, low_rank)
         self._is_tied = bool(group.domain.tied)  # what others have is added after the move
-        self._local = LocalSum(group, accumulation_dtype)
+        self._local = LocalSum(group, accumulation_dtype, keeps_sum)
         self._memory = ShardMemory(group, accumulation_dtype, common, is_handed_over or host is not None)
         self._host = None if host is None else HostSum(host)
         self._has_shard = False  # of earlier microbatches
@@ -70,6 +79,20 @@ class GroupGradient:
         """Whether it is updated with on the host, and made elsewhere."""
         return self._host is not None
 
+    def sum_if(self, sums: Callable[[], bool]) -> None:
+        """Sums over ranks that share nothing but data are made only in steps of which `sums` says so."""
+        self._move.sums = sums
+
+    @property
+    def low_rank(self) -> LowRankMove | None:
+        """What sends it as thin matrices, if it is sent so."""
+        return self._move if isinstance(self._move, LowRankMove) else None
+
+    def accept(self, unit: float) -> None:
+        """The step counts, of which it is the gradient, and whose gradients were multiplied by `unit`."""
+        if self.low_rank is not None:
+            self.low_rank.accept(unit)
+
     def held(self) -> Iterator[Tensor]:
         """Tensors that `held_bytes` counts and that operations of a step make."""
         tensors = (self.shard, self._local.flat, *(param.grad for param in self.group.params))
@@ -80,7 +103,8 @@ class GroupGradient:
         """This rank's part of the memory that gradients take now, those of the parameters themselves included."""
         params = () if self._is_in_place else self.group.params
         of_params = sum(param.grad.nbytes for param in params if param.grad is not None)
-        return self._memory.nbytes(self.shard) + of_params + self._local.nbytes
+        kept = 0 if self.low_rank is None else self.low_rank.nbytes
+        return self._memory.nbytes(self.shard) + of_params + self._local.nbytes + kept
 
     @property
     def non_finite(self) -> NonFinite | None:
@@ -139,6 +163,7 @@ class GroupGradient:
     def reset(self) -> None:
         """Forgets the gradient after an optimizer step."""
         self.inspection.forget()
+        self._move.reset()
         self.used.clear()
         self._staging = None
         self._early.clear()
@@ -258,7 +283,7 @@ class GroupGradient:
             if replica:
                 self.shard.zero_()
             return
-        if replica == 0:  # the shard may be one that all replicas write to
+        if replica == 0 or not self._move.sums():  # else the shard may be one that all replicas write to
             self._local.take_back(self.shard)
         self._has_shard = False
 
@@ -287,7 +312,7 @@ class GroupGradient:
             return
         axis, shard = self.group.replica_axis, self.shard
         assert shard is not None
-        region = regions_of(shard.numel(), axis.size)[axis.rank]
+        region = regions_of(shard.numel(), axis.size)[axis.rank] if self._move.sums() else slice(0, shard.numel())
         self.inspection.look(axis, region.start, shard[region], (), counts=True)
 
     def _may_stage_early(self, boundary: bool) -> bool:

@@ -17,6 +17,7 @@ from .plan import Role
 from .released import mark_present, mark_released
 from .shard_rest import ShardRest
 from .transforms import untransformed
+from .weight_codec import WeightCodec
 
 
 def _always() -> bool:
@@ -51,6 +52,9 @@ class ShardedGroup:
 
     Where states are divided over more axes than parameters are (hpZ), the shard is a part of what stays, and `refresh`
     brings the other parts of that after an update.
+
+    Where weights lose something on their way (`WeightCodec.is_exact`), `full` has on all ranks what has come, the
+    rank's own part too, and the shard has memory of its own: it alone is exact.
     """
 
     def __init__(
@@ -62,8 +66,11 @@ class ShardedGroup:
         mesh: Mesh,
         domain: Domain,
         role: Role,
+        codec: WeightCodec,
     ) -> None:
-        """params: (name, parameter) in the order of the layout. dtype: what they are computed in."""
+        """params: (name, parameter) in the order of the layout. dtype: what they are computed in. codec: of what goes
+        to other ranks.
+        """
         self.name = name
         self.names = [name for name, _ in params]
         self.params = [param for _, param in params]
@@ -81,6 +88,7 @@ class ShardedGroup:
         """The same of those that have the same stage of a pipeline."""
         self.frees_parameters = bool(domain.parameters)
         self.role = role
+        self._codec = codec
         self.residence = Residence.FULL
         self.full = torch.empty(0)
         self._resting = torch.empty(0)  # of `full`, or beside it
@@ -122,6 +130,15 @@ class ShardedGroup:
         return self._resting.nbytes if has_own else 0
 
     @property
+    def bytes_beside(self) -> int:
+        """Bytes that what rests here takes, where it is no part of `full`."""
+        memory = {
+            one.data_ptr(): one.nbytes() for one in (self._resting.untyped_storage(), self.shard.untyped_storage())
+        }
+        memory.pop(self.full.untyped_storage().data_ptr(), None)
+        return sum(memory.values())
+
+    @property
     def pieces(self) -> list[Piece]:
         """What this rank's shard holds."""
         return self.layout.pieces(self.state_axis.place)
@@ -131,7 +148,7 @@ class ShardedGroup:
         assert full.numel() == self.layout.padded_numel and full.dtype == self.dtype
         self.full = full
         self._resting = full[self.at_rest]
-        self.shard = full[self.own]
+        self.shard = full[self.own] if self._codec.is_exact else torch.zeros_like(full[self.own])
 
     def adopt_memory(self, memory: GroupMemory, rest: ShardRest | None = None) -> None:
         """Takes addresses for all parameters, with memory for what is at rest alone, all zero.
@@ -145,6 +162,8 @@ class ShardedGroup:
         memory.take_own()
         first = self.own.start - self.at_rest.start
         self.shard = self._resting[first : first + self.layout.shard_numel]  # torch makes no view without memory
+        if self.sends_differences:
+            self.shard = torch.zeros_like(self.shard)
         self._resting.zero_()
         if rest is None:
             return
@@ -254,14 +273,40 @@ class ShardedGroup:
         self.keeper = None
         self.release()
 
-    def refresh(self) -> Pending:
-        """Brings updated shards of other ranks to where parameters are at rest, views of which stay as they are."""
+    def refresh(self, is_update: bool = False) -> Pending:
+        """Brings updated shards of other ranks to where parameters are at rest, views of which stay as they are.
+
+        is_update: of values there that were brought before; else they come exactly.
+        """
         if not self.is_refreshed:
             return _NOTHING_PENDING
-        return self._refreshed_axis.route.gather(self._resting, self.shard, f"gather of {self.name}")
+        if is_update:
+            return self._codec.refresh(self._refreshed_axis, self._resting, self.shard, self._gather_name)
+        return self._refreshed_axis.route.gather(self._resting, self.shard, self._gather_name)
+
+    @property
+    def rests_beside(self) -> bool:
+        """Whether a gather puts something else into `full` than what this rank has at rest."""
+        return not self.is_refreshed and not self._codec.is_exact
+
+    @property
+    def sends_differences(self) -> bool:
+        """Whether what an update has changed of this copy loses something on its way."""
+        return self.is_refreshed and not self._codec.is_exact
+
+    def make_exact(self) -> None:
+        """Full parameters get the very values of all ranks' shards, where they have something else. A collective."""
+        assert self.residence is Residence.FULL
+        if self._codec.is_exact:
+            return
+        self.refresh().wait()
+        if self.axis.size > 1:
+            untransformed(lambda: self.axis.route.gather(self.full, self._resting, self._gather_name).wait())
 
     def _exchange(self) -> Pending:
-        return self.axis.route.gather(self.full, self._resting, self._gather_name)
+        if self.is_refreshed:
+            return self.axis.route.gather(self.full, self._resting, self._gather_name)
+        return self._codec.gather(self.axis, self.full, self._resting, self._gather_name)
 
     def _take_gathered(self) -> None:
         self._pending.wait()

@@ -57,6 +57,30 @@ class PagedMemory(GroupMemory):
         self._pages.vacate(self._own.stop, self.full.numel())
 
 
+class PagesBesideOwn(GroupMemory):
+    """Pages of `full`, all of which come and go, and `own` in memory for itself: `full` gets other values than it."""
+
+    own_is_in_full = False
+
+    def __init__(self, pages: PagedBuffer, own_numel: int) -> None:
+        own = torch.empty(own_numel, dtype=pages.tensor.dtype)
+        super().__init__(pages.tensor, own)
+        self._pages = pages
+        own.untyped_storage().resize_(0)
+
+    def take_own(self) -> None:
+        self.own.untyped_storage().resize_(self.own.nbytes)
+
+    def take_others(self) -> None:
+        self._pages.populate(0, self.full.numel())
+
+    def give_own(self) -> None:
+        self.own.untyped_storage().resize_(0)
+
+    def give_others(self) -> None:
+        self._pages.vacate(0, self.full.numel())
+
+
 class ResizedMemory(GroupMemory):
     """Storages that are resized, on any device. `own` has one for itself, but where it is all of `full`."""
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ..comm import Axis, Pending, Terms, regions_of
-from .codec import Codec
+from ..comm import Axis, Pending, regions_of
+from .codec import Codec, Coming
 from .group import ShardedGroup
 from .inspection import Inspection
 from .staging import Region
@@ -16,44 +16,66 @@ from .summation import NOTHING
 
 
 class Move:
-    """Sums a group's gradient over the ranks of its domain: a codec, and the route of each axis.
+    """Sums a group's gradient over the ranks of its domain: a codec for each axis.
 
         staged --copy--> message --reduce-scatter over `states`--> shard --all-reduce over `replicas`--> shard
+
+    The sum over `states` may be made in levels: over ranks of a host first, and of hosts then. What is not yet the sum
+    of all lies in memory of its own between them.
 
     What a rank has for its own part of the sum need not be in its message: it is summed where it was staged. Where no
     other rank reads it there either, the message has no room for it.
     """
 
-    def __init__(self, group: ShardedGroup, codec: Codec, dtype: torch.dtype, inspection: Inspection) -> None:
-        """dtype: of the sum."""
+    def __init__(
+        self,
+        group: ShardedGroup,
+        levels: Sequence[Codec],
+        replicas: Codec,
+        dtype: torch.dtype,
+        inspection: Inspection,
+    ) -> None:
+        """levels: of the sum over the ranks among which states are divided. replicas: over these. dtype: of the sum."""
         self._group = group
         self._dtype = dtype
-        self._codec = codec
+        self._levels = levels
+        self._replicas = replicas
         self._inspection = inspection
         self._name = f"reduction of {group.name}"
+        self.sums: Callable[[], bool] = _always
+        """Whether gradients are summed over replicas in this step; else each updates with its own, and counts it."""
 
     def staging_axis(self, boundary: bool, has_shard: bool) -> Axis | None:
         """The axis in whose message a backward's gradients are staged; None: they go into the shard."""
         if self._group.state_axis.size > 1:
             return self._group.state_axis
         replica_axis = self._group.replica_axis
-        return replica_axis if replica_axis.size > 1 and boundary and not has_shard else None
+        return replica_axis if replica_axis.size > 1 and boundary and not has_shard and self.sums() else None
 
     @property
     def adds_exactly(self) -> bool:
         """Whether a gradient that comes to a message in two parts has the bits of one that autograd has added up."""
-        return self._codec.is_exact(self._group.dtype)
+        return self._levels[0].is_exact(self._group.dtype)
+
+    def reset(self) -> None:
+        """The next gradient is of another step."""
+        for codec in (*self._levels, self._replicas):
+            codec.reset()
+
+    def _stager(self, axis: Axis) -> Codec:
+        """In whose message a gradient is staged."""
+        return self._replicas if axis is self._group.replica_axis else self._levels[0]
 
     def next_message(self, axis: Axis, has_shard: bool) -> Tensor | None:
         """What `open_message` will give, to be written already; None where it is not free yet."""
         lacks = self._not_there(axis, has_shard) if axis.route.slots_may_lack_own else 0
-        return self._codec.next_message(axis, self._group.layout.padded_numel - lacks)
+        return self._stager(axis).next_message(self._group.layout.padded_numel - lacks)
 
     def open_message(self, axis: Axis, has_shard: bool) -> Tensor:
         """Memory to stage the next gradient in, (padded_numel,), or without the part of it that is summed in place;
         may wait for other ranks."""
         lacks = self._not_there(axis, has_shard) if axis.route.slots_may_lack_own else 0
-        return self._codec.open_message(axis, self._group.layout.padded_numel - lacks, self._name)
+        return self._stager(axis).open_message(self._group.layout.padded_numel - lacks, self._name)
 
     def _not_there(self, axis: Axis, has_shard: bool) -> int:
         """Elements for which a message of `axis` has no room: what is summed in place, on the axis of the states."""
@@ -86,15 +108,17 @@ class Move:
         ranks. counts: its squares are counted then.
         """
         states, replicas = self._group.state_axis, self._group.replica_axis
-        is_last = replicas.size == 1
+        is_last = replicas.size == 1 or not self.sums()
         if message is None and is_last:
             self._inspection.look(states, 0, shard, (), counts)
         if axis is states and message is not None:
+            for codec in self._levels[:-1]:
+                message = yield from self._sum_first(codec, message)
             held = self._held(axis, has_shard)
-            terms = states.route.reduce_scatter(message, None if has_shard else shard, self._name)
+            coming = self._levels[-1].reduce_scatter(message, None if has_shard else shard, self._name)
             if boundary and not is_last:  # what follows at once opens a message there
-                terms = terms._replace(arrived=self._when_free(replicas, terms.arrived, shard.numel()))
-            yield from self._add_up(states, terms, slice(0, shard.numel()), shard, held, has_shard, counts and is_last)
+                coming = coming._replace(arrived=self._when_free(coming.arrived, shard.numel()))
+            yield from self._add_up(states, coming, slice(0, shard.numel()), shard, held, has_shard, counts and is_last)
         if is_last or not boundary:
             return
         mine = regions_of(shard.numel(), replicas.size)[replicas.rank]
@@ -102,15 +126,25 @@ class Move:
         if axis is replicas and message is not None:
             held = self._held(axis, has_shard)
         else:
-            message = self._codec.open_message(replicas, shard.numel(), self._name)
-            message.copy_(shard)
-            held = held if self._codec.may_lack_own(replicas, self._dtype) else NOTHING
-        terms = replicas.route.all_reduce(message, shard, self._name)
-        yield from self._add_up(replicas, terms, mine, shard, held, False, counts)
+            message = self._replicas.staged(shard, self._name)
+            held = held if self._replicas.may_lack_own(self._dtype) else NOTHING
+        coming = self._replicas.all_reduce(message, shard, self._name)
+        yield from self._add_up(replicas, coming, mine, shard, held, False, counts)
 
-    def _when_free(self, axis: Axis, pending: Pending, numel: int) -> Pending:
-        """As `pending`, but not done before the next message of an axis is free."""
-        return Pending(pending.wait, lambda: pending.is_done and self._codec.next_message(axis, numel) is not None)
+    def _sum_first(self, codec: Codec, message: Tensor) -> Generator[Pending, None, Tensor]:
+        """A level that is not the last. Returns its sum, which is staged for the next one."""
+        coming = codec.reduce_scatter(message, None, self._name)
+        yield coming.arrived
+        coming.arrived.wait()
+        numel = coming.region.stop - coming.region.start
+        total = torch.empty(numel, dtype=self._dtype, device=message.device)
+        coming.add_up(total, NOTHING, False)
+        coming.summed()
+        return total
+
+    def _when_free(self, pending: Pending, numel: int) -> Pending:
+        """As `pending`, but not done before the next message to replicas is free."""
+        return Pending(pending.wait, lambda: pending.is_done and self._replicas.next_message(numel) is not None)
 
     def _held(self, axis: Axis, has_shard: bool) -> slice:
         """What of its own region this rank need not put into the message that it stages in.
@@ -118,7 +152,8 @@ class Move:
         On the replica axis whole parameters, which then lie in one piece and can be made there (see `Staging.place`);
         on the shard axis, where memory counts more, all of it, so that less of the message is ever touched, or there.
         """
-        if has_shard or not axis.route.sums_here or not self._codec.may_lack_own(axis, self._dtype):
+        is_one_sum = axis is self._group.replica_axis or len(self._levels) == 1
+        if has_shard or not is_one_sum or not self._stager(axis).may_lack_own(self._dtype):
             return NOTHING
         own = regions_of(self._group.layout.padded_numel, axis.size)[axis.place]
         if axis is self._group.state_axis:
@@ -127,18 +162,21 @@ class Move:
         return slice(start - own.start, end - own.start) if start < end else NOTHING
 
     def _add_up(
-        self, axis: Axis, terms: Terms, mine: slice, shard: Tensor, held: slice, accumulate: bool, counts: bool
+        self, axis: Axis, coming: Coming, mine: slice, shard: Tensor, held: slice, accumulate: bool, counts: bool
     ) -> Iterator[Pending]:
         """mine: what this rank looks at, of what is then the same on all ranks of the axis."""
-        yield terms.arrived
-        terms.arrived.wait()
-        of_ranks = terms.read()
-        self._codec.add_up(of_ranks, axis.rank, _part(shard, terms.region), held, accumulate)
-        self._inspection.look(axis, mine.start, _part(shard, mine), of_ranks if axis.route.sums_here else (), counts)
-        spread = terms.summed()
+        yield coming.arrived
+        coming.arrived.wait()
+        of_ranks = coming.add_up(_part(shard, coming.region), held, accumulate)
+        self._inspection.look(axis, mine.start, _part(shard, mine), of_ranks, counts)
+        spread = coming.summed()
         if spread is not None:
             yield spread
             spread.wait()
+
+
+def _always() -> bool:
+    return True
 
 
 def _part(tensor: Tensor, region: slice) -> Tensor:

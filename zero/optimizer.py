@@ -29,6 +29,8 @@ from .widened_states import WidenedStates
 
 StateKey = tuple[int, torch.dtype]
 """Index in param_groups, dtype of the master weights: parameters that agree in both have the same states."""
+FACTOR = "low_rank_factor"
+"""Among them, of PowerSGD."""
 MISSED_STEPS = "missed_steps"
 """Among the scalar states of a parameter: in how many steps nobody used it."""
 
@@ -74,6 +76,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.__setstate__({"defaults": defaults, "state": {}, "param_groups": param_groups})
         self._group_sizes = [len(group["params"]) for group in param_groups]
         self.num_steps = 0
+        self._is_in_step = False  # counted, of which not all shards are updated yet
         self.unused: frozenset[int] = frozenset()
         """Identities of the parameters that the step under way, or the last one, leaves as they are: without a gradient
         on any rank."""
@@ -94,6 +97,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.shards = self.make_shards(gradients, dict(enumerate(param_groups)))
         self._are_here = self._find_where()
         self._fill_chunks()
+
+    @property
+    def num_steps_before(self) -> int:
+        """Without one whose gradients may still come: an update in the backward is counted when that begins."""
+        return self.num_steps - self._is_in_step
 
     @property
     def lr(self) -> float:
@@ -182,6 +190,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for gradient, numel in zip(gradients, numels, strict=True)
         ]
         offloaded.reserve()
+        if isinstance(update, FusedUpdate):
+            for one in gradients:
+                one.sum_if(self._sums_now)
         return shards
 
     def take_up(self, param_group: dict[str, Any], shards: Sequence[ShardState]) -> None:
@@ -203,6 +214,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._window.put_back()
 
     # -- updates --------------------------------------------------------------------------------------------------
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether the step that comes is made with a sum of gradients."""
+        return not isinstance(self._update, FusedUpdate) or self._update.sums_gradients(self.num_steps + 1)
+
+    def _sums_now(self) -> bool:
+        return self.sums_gradients
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether ranks have other parameters than each other, until they `meet`."""
+        update = self._update
+        return isinstance(update, FusedUpdate) and any(map(update.is_apart, self.shards))
+
+    def meet(self) -> None:
+        """All ranks have the same parameters from now on. A collective, where they have not."""
+        if isinstance(self._update, FusedUpdate):
+            for shard in self.shards:
+                self._update.meet(shard, self.param_groups)
 
     @property
     def can_be_skipped(self) -> bool:
@@ -233,6 +264,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def count(self) -> None:
         """What was updated in the step that was begun counts."""
+        self._is_in_step = False
         if self.unused:
             self._missed.update(self.unused)
         self._average()
@@ -240,6 +272,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def uncount(self) -> None:
         """In the step that was begun nothing has changed."""
         self.num_steps -= 1
+        self._is_in_step = False
 
     def start_delayed(self, gradient_scale: float) -> None:
         """As `update_all`, in the background, with options as they are now; the next gradients may come meanwhile.
@@ -254,6 +287,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         now = self._terms(gradient_scale)
         terms = now._replace(options=[dict(group) for group in now.options], missed=dict(now.missed))
         self._missed.update(self.unused)
+        self._is_in_step = False
 
         def update() -> None:
             self._update_all(due, terms, self._update_ahead)
@@ -275,6 +309,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "engine.optimizer.add_param_group"
             )
         self.num_steps += 1
+        self._is_in_step = True
         self._opt_called = True  # what a scheduler of torch, over this, takes for a call of `step`
         self.settle()
         self._window.put_back()
@@ -308,6 +343,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         was_open = self.speculation.is_open
         if was_open:
             self.num_steps -= 1
+            self._is_in_step = False
             self.speculation.roll_back()
         return was_open
 
@@ -349,6 +385,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if (states := self.states_of(shard, piece))
         }
 
+    def rank_states(self) -> Iterator[tuple[ShardState, Piece, str, Tensor]]:
+        """Elementwise states that this rank alone has, with their names."""
+        for shard in self.shards if self.num_steps else ():
+            found = [] if not isinstance(self._update, FusedUpdate) else list(self._update.rank_states(shard))
+            low_rank = shard.gradient.low_rank
+            for piece, name, values in [*found, *(() if low_rank is None else low_rank.rank_states())]:
+                yield shard, piece, name, values
+
+    def rank_state_dtypes(self) -> dict[str, dict[str, torch.dtype]]:
+        """Such states of all ranks by name, of each parameter of which this one has any."""
+        found: dict[str, dict[str, torch.dtype]] = {}
+        for shard, piece, _, values in self.rank_states():
+            names = self._update.rank_state_names(shard) if isinstance(self._update, FusedUpdate) else ()
+            low_rank = shard.gradient.low_rank
+            names = [*names, *(() if low_rank is None else low_rank.rank_state_names(piece.index))]
+            found[shard.group.names[piece.index]] = dict.fromkeys(names, values.dtype)
+        return found
+
     def missed_steps(self, param: nn.Parameter) -> int:
         """In how many steps nobody used a parameter, so that it stayed as it was."""
         return self._missed[id(param)]
@@ -356,13 +410,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def scalar_states(self) -> ScalarStates:
         """What is kept beside elementwise states: the steps that a parameter was not used in, or what torch keeps."""
         missed = {name: count for name, param in self._named_params() if (count := self._missed[id(param)])}
-        if self._update.has_rule:
-            return {name: {MISSED_STEPS: count} for name, count in missed.items()}
         kept = {key: states for shard in self.shards for key, states in self._update.scalar_states(shard).items()}
+        if self._update.has_rule:
+            said = {name: {MISSED_STEPS: count} for name, count in missed.items()}
+            both = {key: {**(kept.get(key) or {}), **said.get(str(key), {})} for key in kept.keys() | said.keys()}
+            return self._with_factors(both)
         for key in kept.keys() & missed.keys():  # a rank has those of which it has a part
             if missed[str(key)] < self.num_steps:
                 kept[key] = {**(kept[key] or {}), MISSED_STEPS: missed[str(key)]}
-        return kept
+        return self._with_factors(kept)
+
+    def _with_factors(self, scalars: dict[int | str, Any]) -> ScalarStates:
+        """With the thin matrices that the next ones begin with."""
+        for shard in self.shards:
+            low_rank = shard.gradient.low_rank
+            for index, factor in () if low_rank is None else low_rank.factors.items():
+                name = shard.group.names[index]
+                scalars[name] = {**(scalars.get(name) or {}), FACTOR: factor.cpu()}
+        return scalars
+
+    def _take_factors(self, scalars: ScalarStates) -> None:
+        for shard in self.shards:
+            low_rank = shard.gradient.low_rank
+            if low_rank is not None:
+                low_rank.make_errors(self.num_steps)
+                kept = [(i, (scalars.get(name) or {}).get(FACTOR)) for i, name in enumerate(shard.group.names)]
+                low_rank.factors = {i: one.to(shard.group.full.device) for i, one in kept if isinstance(one, Tensor)}
 
     def make_states(
         self,
@@ -381,8 +454,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         missed = {id(param): self._missed_in(scalars[name]) for name, param in params.items() if name in scalars}
         self._missed = Counter({key: count for key, count in missed.items() if count})
         own = {
-            key: states and {n: v for n, v in states.items() if n != MISSED_STEPS} for key, states in scalars.items()
+            key: states and {n: v for n, v in states.items() if n not in (MISSED_STEPS, FACTOR)}
+            for key, states in scalars.items()
         }
+        self._take_factors(scalars)
         for shard in self.shards:
             if dtypes or scalars:
                 self._update.make_states(shard, dtypes, own)

@@ -14,6 +14,7 @@ from ..offload import Portion
 from .domain import Copies, Domain
 from .layout import FlatLayout
 from .units import UnitPlan
+from .wire import PLAIN, Wire
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Dtypes:
     reduce: torch.dtype | None
     accumulate: torch.dtype | None
     kept: Collection[int] = ()  # identities of parameters that are computed in their own dtype
+    wire: Wire = PLAIN  # what messages have in fewer bits
 
     def of(self, param: Tensor) -> torch.dtype:
         """The dtype in which a parameter is computed."""
@@ -57,6 +59,8 @@ class Share:
 
 
 Shares = Callable[[nn.Parameter], Share]
+Level = tuple[tuple[str, ...], int | None]
+"""Axes over which a gradient is summed, and the bits of what is sent of it; None: those of the reduce dtype."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,10 @@ class GroupPlan:
     layout: FlatLayout
     domain: Domain
     role: Role
+    levels: tuple[Level, ...]  # of the sum of gradients over `domain.states`
+    replicas: Level  # of that over `domain.replicas`
+    weight_bits: int | None  # of weights that go to other ranks; None: they go as they are
+    sends_differences: bool  # what goes there is what an update has changed of their copies, and nothing else
 
     @property
     def full_bytes(self) -> int:
@@ -186,17 +194,28 @@ def plan_group(
     share_of: Shares = Share.all_of,
 ) -> GroupPlan:
     """A group of its own of these parameters, which are computed in `dtype`."""
+    reduce, wire = _at_least_float32(dtypes.reduce, dtype), dtypes.wire
+
+    def level(axes: tuple[str, ...]) -> Level:
+        return axes, wire.gradient_bits(arrangement, axes, reduce)
+
+    weight_bits = wire.weight_bits(arrangement, domain, dtype, role is Role.FROZEN)
+    in_two = arrangement.size(domain.first) > 1 and arrangement.size(domain.last) > 1
     return GroupPlan(
         name=name,
         params=tuple(params),
         dtype=dtype,
-        reduce_dtype=_at_least_float32(dtypes.reduce, dtype),
+        reduce_dtype=reduce,
         accumulation_dtype=_at_least_float32(dtypes.accumulate, dtype),
         layout=FlatLayout.of_portions(
             [(name, share_of(param).portion) for name, param in params], arrangement.size(domain.states)
         ),
         domain=domain,
         role=role,
+        levels=tuple(map(level, (domain.first, domain.last) if in_two else (domain.states,))),
+        replicas=level(domain.replicas),
+        weight_bits=weight_bits,
+        sends_differences=weight_bits is not None and arrangement.size(domain.refreshed) > 1,
     )
 
 

@@ -18,15 +18,13 @@ from .gradient import GroupGradient
 from .group import part_of, values_of
 from .host_update import HostUpdate
 from .layout import Piece
-from .masters import Masters
+from .masters import REMAINDERS, Masters
 from .offloaded_states import Chunk, OffloadedStates
 from .shard_rest import ShardRest
 from .speculation import Speculation
 from .widened_states import WidenedStates
 
 MASTER = "master"
-REMAINDER = "remainder"
-"""Among the states of parameters in bfloat16: what they lack, where they have no masters and nothing is random."""
 NewStates = Callable[[Tensor], dict[str, Tensor]]
 """Master weights, (n,) -> the states before the first step, by name."""
 Kinds = Mapping[str, tuple[torch.dtype, int]]
@@ -117,9 +115,9 @@ class ShardState:
         self.master_dtype = torch.float32 if self.is_mixed else self.group.dtype
         self.rounding: Rounding | None = None
         """What the parameters are rounded with, where that is at random."""
-        if masters is Masters.NONE and self.group.dtype == torch.bfloat16:
+        if masters.is_drawn and self.group.dtype == torch.bfloat16:
             self.rounding = Rounding.of(kept.seed, self.group.name, self.group.own.start)
-        self.has_remainder = masters is Masters.KAHAN and self.group.dtype == torch.bfloat16
+        self.has_remainder = masters.remainder is not None and self.group.dtype == torch.bfloat16
         """Whether the last of the states is what the parameters lack."""
         self._options_index_of = options_index_of
         self.param_ids = frozenset(id(self.group.params[piece.index]) for piece in self.group.pieces)
@@ -133,6 +131,8 @@ class ShardState:
         self._own_master = huge_zeros(self.resident_numel, torch.float32, device) if self.is_mixed else None
         self.states: dict[str, Tensor] = {}
         self._has_states = False  # of which there may be none
+        self.factors: dict[int, dict[str, Tensor]] = {}
+        """Index in the group of a matrix that this rank owns -> its states that are not elementwise, by name."""
         self.update: ShardUpdate | None = None
         """What an update of all that is in memory needs, as of the last one; None where other states came since."""
         first = options_index_of[id(self.group.params[0])] if self.group.params else 0
@@ -193,6 +193,7 @@ class ShardState:
     def forget_states(self) -> None:
         """Gives the memory of `make_states` back."""
         self.states.clear()
+        self.factors.clear()
         self._has_states, self.update = False, None
 
     def fill_chunks(self) -> None:
@@ -301,8 +302,9 @@ class ShardState:
         """Before the master weights of `pieces` are written: what they are then lacks nothing."""
         if self.has_remainder and (self.states or self.chunks):
             for piece in pieces:
-                if REMAINDER in (states := self.states_of(piece, changes=True)):
-                    values_of(states[REMAINDER]).zero_()
+                states = self.states_of(piece, changes=True)
+                for name in states.keys() & REMAINDERS:
+                    values_of(states[name]).zero_()
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from ..kernels.exact_sum import NUM_LIMBS, add_limbs, from_limbs
 from ..kernels.optimizer_step import update_shards
 from ..kernels.shard_update import ShardUpdate
+from ..kernels.weight_rounding import with_remainder
 from ..optimizers.optimizer import Optimizer, Options, Whole
-from .fused_update import FusedUpdate, Terms
+from .fused_update import FusedUpdate, ScalarStates, Terms
 from .layout import BLOCK_NUMEL, Piece
 from .matrix_trip import MatrixTrip
 from .shard_state import ShardState, StatePart
@@ -30,7 +31,8 @@ class WholeUpdate(FusedUpdate):
     """Three passes over a shard, with what the ranks that divide it tell each other in the middle.
 
         elements      weight, gradient, states -> direction     `optimizer.apply`; a shard of float32 for a while
-        parameters    norms of weight and direction, summed over the ranks, make the ratio
+        parameters    norms of weight and direction, summed over the ranks, make the ratio; and matrices are brought
+                      together on one rank each, which may keep states of them
         elements      weight, direction, ratio -> weight         `optimizer.whole.finish`, with its rounding
 
     Norms are sums of blocks of 1024 elements in float64, added up exactly, so that all stages have the same bits.
@@ -49,6 +51,8 @@ class WholeUpdate(FusedUpdate):
     def can_take(self, kind: str, states: Collection[str]) -> bool:
         if not self.by_group:
             return super().can_take(kind, states)
+        if self._whole.factors((1, 1)) and kind != self.name:
+            return False  # whose names these are, elementwise states do not say
         return not states or set(states) == {s.name for one in self.by_group for s in self.optimizer.states_for(one)}
 
     def update(
@@ -57,23 +61,23 @@ class WholeUpdate(FusedUpdate):
         if self._beside is not None and shard.group.params and not terms.options[shard.options_index(0)]["is_matrix"]:
             self._beside.update(shard, parts, gradient, terms)
             return
+        moves = self._moves(shard)
         shard.make_states()
         numel, dtype = gradient.numel(), torch.promote_types(shard.master_dtype, torch.float32)
         direction = torch.empty(numel, dtype=dtype, device=gradient.device)
         norms = _Norms(shard)
         for low, one in _with_offsets(self._updates(shard, parts(), gradient, terms)):
             part = direction[low : low + one.numel]
-            part.copy_(one.master)
-            if one.remainder is not None:
-                part += one.remainder
-            norms.add(0, part, low)
+            part.copy_(one.master if one.remainder is None else with_remainder(one.master, one.remainder))
+            if self._whole.ratio is not None:
+                norms.add(0, part, low)
             moments = dataclasses.replace(one, master=part, out=None, rounding=None, remainder=None)
             self._run(self.optimizer, moments, terms, terms.gradient_scale)
-            norms.add(1, part, low)
-        if self._whole.matrix is not None:
-            ratios = self._orthogonalise(shard, direction, terms)
-        else:
-            ratios = self._ratios(shard, norms, terms)
+            if not moves:
+                norms.add(1, part, low)
+        if moves:
+            self._change_matrices(shard, direction, terms)
+        ratios = self._ratios(shard, norms, terms)
         for low, one in _with_offsets(self._updates(shard, parts(), direction, terms)):
             runs = list(_runs(shard, ratios, terms, low, one.numel))
             ends, steps = [(end, options) for end, options, _ in runs], [step for _, _, step in runs]
@@ -86,6 +90,31 @@ class WholeUpdate(FusedUpdate):
         for shard, gradient in due:
             self.update(shard, shard.as_parts, gradient, terms)
             on_updated(shard)
+
+    # -- states of matrices that are not elementwise ---------------------------------------------------------------
+
+    def make_states(
+        self, shard: ShardState, dtypes: Mapping[str, Mapping[str, torch.dtype]], scalars: ScalarStates
+    ) -> None:
+        super().make_states(shard, dtypes, scalars)
+        shard.factors.clear()
+        if not self._moves(shard):
+            return
+        group, trip = shard.group, MatrixTrip.of(shard.group)
+        device = torch.device("cpu") if shard.is_apart else group.shard.device
+        for index, name in enumerate(group.names):
+            kept = scalars.get(name) or {}
+            shapes = self._whole.factors(group.layout.slots[index].shape)
+            if trip.owners[index] == trip.exchange.place and shapes.keys() <= kept.keys():
+                dtype = torch.promote_types(shard.master_dtype, torch.float32)
+                shard.factors[index] = {one: kept[one].to(device, dtype).clone() for one in shapes}
+
+    def scalar_states(self, shard: ShardState) -> ScalarStates:
+        return {shard.group.names[index]: factors for index, factors in shard.factors.items()}
+
+    def state_bytes(self, shard: ShardState) -> int:
+        factors = (one.nbytes for by_name in shard.factors.values() for one in by_name.values())
+        return super().state_bytes(shard) + sum(factors)
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
@@ -107,7 +136,11 @@ class WholeUpdate(FusedUpdate):
         fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         return FusedUpdate(**{**fields, "optimizer": self._whole.beside, "by_group": ()})
 
-    def _orthogonalise(self, shard: ShardState, direction: Tensor, terms: Terms) -> Ratios:
+    def _moves(self, shard: ShardState) -> bool:
+        """Whether the parameters of the shard, of which one is enough to say it, are matrices that become whole."""
+        return bool(self._whole.matrix is not None and shard.group.params and not shard.options_index(0))
+
+    def _change_matrices(self, shard: ShardState, direction: Tensor, terms: Terms) -> None:
         """Every matrix becomes whole on its owner, once, and comes back. A collective."""
         group, used = shard.group, {i for i, p in enumerate(shard.group.params) if terms.step_of(id(p))}
         trip = MatrixTrip.of(group)
@@ -116,10 +149,17 @@ class WholeUpdate(FusedUpdate):
         assert matrix is not None
         for index in used & owned.keys():
             shape = group.layout.slots[index].shape
-            options = terms.options[shard.options_index(index)]
-            owned[index] = matrix(owned[index].view(shape), options).reshape(-1)
+            options, step = terms.options[shard.options_index(index)], terms.step_of(id(group.params[index]))
+            factors = self._factors_of(shard, index, direction)
+            owned[index] = matrix(owned[index].view(shape), step, options, factors).reshape(-1)
         trip.take_back(owned, direction)
-        return dict.fromkeys(used, 1.0)
+
+    def _factors_of(self, shard: ShardState, index: int, like: Tensor) -> dict[str, Tensor]:
+        """Of a matrix that this rank owns, made where there are none yet, where the update is computed."""
+        if index not in shard.factors:
+            shapes = self._whole.factors(shard.group.layout.slots[index].shape)
+            shard.factors[index] = {name: like.new_zeros(shape) for name, shape in shapes.items()}
+        return shard.factors[index]
 
     def _run(self, optimizer: Optimizer, one: ShardUpdate, terms: Terms, scale: float | Tensor) -> None:
         if one.is_used:
@@ -128,14 +168,20 @@ class WholeUpdate(FusedUpdate):
             )
 
     def _ratios(self, shard: ShardState, norms: _Norms, terms: Terms) -> Ratios:
+        params, slots, ratio = shard.group.params, shard.group.layout.slots, self._whole.ratio
+        steps = {index: step for index, param in enumerate(params) if (step := terms.step_of(id(param)))}
+        if ratio is None:
+            return dict.fromkeys(steps, 1.0)
         found = norms.summed()
-        ratios: dict[int, float] = {}
-        for index, param in enumerate(shard.group.params):
-            if terms.step_of(id(param)):
-                options = terms.options[shard.options_index(index)]
-                assert self._whole.ratio is not None
-                ratios[index] = self._whole.ratio(options, *(math.sqrt(one[index]) for one in found))
-        return ratios
+        return {
+            index: ratio(
+                terms.options[shard.options_index(index)],
+                step,
+                slots[index].numel,
+                *(math.sqrt(one[index]) for one in found),
+            )
+            for index, step in steps.items()
+        }
 
 
 class _Norms:

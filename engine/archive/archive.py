@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,9 +35,12 @@ class Archive:
         optimizer: ShardedOptimizer,
         whole: Whole,
         frozen: FrozenValues,
+        note_exact: Callable[[], None],
     ) -> None:
-        """units: of this rank. whole: what `module` is, or has a part of. frozen: of this engine, kept by it."""
-        self.values = FullValues(module, units, optimizer, mesh, frozen.note_changed)
+        """units: of this rank. whole: what `module` is, or has a part of. frozen: of this engine, kept by it.
+        note_exact: as of `FullValues`.
+        """
+        self.values = FullValues(module, units, optimizer, mesh, frozen.note_changed, note_exact)
         self.named = NamedState(module, units, optimizer, mesh, whole)
         self.parameters = ParameterValues(units, optimizer, mesh, self.named, frozen.note_changed)
         self.checkpoints = Checkpointer(config, mesh, module, optimizer, self.named, Frozen(self.named, mesh, frozen))

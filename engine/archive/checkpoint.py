@@ -30,6 +30,7 @@ from ...offload import HostPool, host_is_pinned
 from ...optimizers.table import OPTIMIZERS
 from ...watch.log import logger
 from ...zero.optimizer import ShardedOptimizer, StateKey
+from ...zero.sign_update import is_rank_state
 from ..config.config import Config
 from .agreement import all_or_none, raise_together, shown
 from .fit import check_fits, is_new_remainder, states_in
@@ -252,6 +253,7 @@ class Checkpointer:
             self._read_buffers(weights)
             own_states = self._named.states(changes=True)
             states.read([one for one in own_states if not is_new_remainder(one.name, states)], shared)
+            self._read_rank_states(states)
             checkpoint.averages.read(self._named.averages() if checkpoint.averages.tensors else [], shared)
             self._read_outer(checkpoint, training["outer"], shared)
         self._named.publish()
@@ -277,6 +279,7 @@ class Checkpointer:
         """This rank's part of everything but these parameters, by full name."""
         weights = [fragment for fragment in self._named.weights(saves=True) if fragment.name not in left_out]
         states = self._named.states(saves=True)
+        states += self._named.rank_states()
         found = [_prefixed(MODEL, fragment) for fragment in weights] + [_prefixed(STATE, state) for state in states]
         found += [_prefixed(AVERAGE, fragment) for fragment in self._named.averages(saves=True)]
         for kind in self._outer_kinds:
@@ -322,7 +325,12 @@ class Checkpointer:
         found: dict[StateKey, dict[str, torch.dtype]] = {}
         for one in self._world.gather_objects(self._optimizer.state_dtypes()):
             found.update(one)
-        return {name: found[key] for name, key in self._named.catalog.state_keys.items() if key in found}
+        keys = self._named.catalog.state_keys
+        by_name = {name: dict(found[key]) for name, key in keys.items() if key in found}
+        for of_rank in self._world.gather_objects(self._optimizer.rank_state_dtypes()):
+            for name, dtypes in of_rank.items():
+                by_name[name].update(dtypes)
+        return by_name
 
     def _manifest(
         self,
@@ -397,6 +405,19 @@ class Checkpointer:
             if flat.data_ptr() != buffer.data_ptr():
                 buffer.detach().copy_(flat.view(buffer.shape))
 
+    def _read_rank_states(self, states: CheckpointReader) -> None:
+        """What each rank alone had, for the same number of ranks; others begin with nothing of it."""
+        own, dtypes = self._named.rank_states(), self._optimizer.rank_state_dtypes()
+        split = [name.rpartition(".") for name in states.tensors]
+        saved = {f"{param}.{state}" for param, _, state in split if is_rank_state(state) and param in dtypes}
+        if saved == {f"{param}.{state}" for param, found in dtypes.items() for state in found}:
+            states.read(own, False)
+            return
+        for one in own:
+            one.values.zero_()
+        if not self._world.rank:
+            logger.warning("%s", _ERRORS_LEFT)
+
     def _read_outer(self, checkpoint: Checkpoint, saved: Mapping[str, Any] | None, shared: bool) -> None:
         """saved: what the checkpoint says of its island; None: it is of none."""
         outer = self._optimizer.outer
@@ -434,6 +455,10 @@ class Checkpointer:
             )
 
 
+_ERRORS_LEFT = (
+    "the checkpoint has what signs of momenta, or thin matrices of gradients, have not said on another number of "
+    "ranks, or nothing of it: these errors begin with zero"
+)
 _AVERAGES_LEFT = (
     "the checkpoint has moving averages of the weights, which were not loaded, and will not be in the next one: call "
     "engine.ema(decay) before engine.load_checkpoint to go on with them"

@@ -13,9 +13,10 @@ from ...checkpoint.errors import CheckpointError
 from ...checkpoint.fragment import TensorInfo
 from ...checkpoint.names import shortened
 from ...checkpoint.reader import CheckpointReader
+from ...zero.masters import REMAINDERS
 from ...zero.optimizer import ShardedOptimizer
 from ...zero.outer_state import SYNCED
-from ...zero.shard_state import REMAINDER
+from ...zero.sign_update import is_rank_state
 from .named_state import NamedState
 from .run_state import check_options
 from .weights import kind_of
@@ -70,11 +71,13 @@ def check_fits(
 
 
 def states_in(checkpoint: Checkpoint) -> dict[str, dict[str, torch.dtype]]:
-    """Parameter -> the dtypes of its states, but for remainders, which belong to the form of the weights."""
+    """Parameter -> the dtypes of its states, but for remainders, which belong to the form of the weights, and for
+    what one rank alone had.
+    """
     found: dict[str, dict[str, torch.dtype]] = {}
     for full_name, info in checkpoint.states.tensors.items():
         name, _, state = full_name.rpartition(".")
-        if state == REMAINDER:
+        if state in REMAINDERS or is_rank_state(state):
             continue
         found.setdefault(name, {})[state] = info.dtype
     return found
@@ -82,7 +85,7 @@ def states_in(checkpoint: Checkpoint) -> dict[str, dict[str, torch.dtype]]:
 
 def is_new_remainder(name: str, states: CheckpointReader) -> bool:
     """Whether that state is a remainder which the checkpoint does not have: the weights that were read lack nothing."""
-    return name.rpartition(".")[2] == REMAINDER and name not in states.tensors
+    return name.rpartition(".")[2] in REMAINDERS and name not in states.tensors
 
 
 def _differences(found: Mapping[str, TensorInfo], expected: Mapping[str, TensorInfo]) -> list[str]:

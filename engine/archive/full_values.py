@@ -28,14 +28,18 @@ class FullValues:
         optimizer: ShardedOptimizer,
         mesh: Mesh,
         note_changed: Callable[[Iterable[str]], None] = lambda names: None,
+        note_exact: Callable[[], None] = lambda: None,
     ) -> None:
-        """note_changed: is told the names of parameters without states that the caller has changed."""
+        """note_changed: is told the names of parameters without states that the caller has changed. note_exact: is told
+        that copies of shards are what these are, where they had lost something on their way.
+        """
         self._module = module
         self.units = units
         self._groups = [group for unit in units for group in unit.groups]
         self._shards = {id(shard.group): shard for shard in optimizer.shards}
         self._mesh = mesh
         self._note_changed = note_changed
+        self._note_exact = note_exact
 
     def write(self, group: ShardedGroup, index: int, values: Tensor) -> None:
         """Puts a parameter's values, whole and of any float dtype, into this rank's shard and master weights."""
@@ -64,6 +68,14 @@ class FullValues:
         for one in pending:
             one.wait()
         self._mesh.fence("the end of an update")
+
+    def make_copies_exact(self) -> None:
+        """Copies of shards that other ranks have, and that lost something on their way, are what the shards are."""
+        pending = [group.refresh() for group in self._groups if group.sends_differences]
+        for one in pending:
+            one.wait()
+        if pending:
+            self._note_exact()
 
     @contextmanager
     def gathered(self, params: Sequence[nn.Parameter], num_changes: Callable[[], int]) -> Iterator[None]:
@@ -113,6 +125,10 @@ class FullValues:
         for group in found:
             group.gather()
             group.keep(as_long_as)
+        for group in chosen:
+            group.make_exact()
+        if any(group.sends_differences for group in chosen):
+            self._note_exact()
         try:
             yield chosen, wanted
         finally:
@@ -127,10 +143,12 @@ class FullValues:
         """Of the whole model, on rank 0. names: of its state_dict, in its order."""
         is_writer = self._mesh.is_first
         values: dict[int, Tensor] = {}
+        self.make_copies_exact()
         for group in self._groups:
             exchange = self._mesh.exchange((*group.domain.portioned, *self._mesh.arrangement.layers))
             was_sharded = group.residence is not Residence.FULL
             group.gather()
+            group.make_exact()
             for slot, param in zip(group.layout.slots, group.params, strict=True):
                 whole = param.detach()
                 if group.domain.portioned or not slot.portion.is_all:  # one expert of a list is whole on its rank

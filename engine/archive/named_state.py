@@ -145,6 +145,14 @@ class NamedState:
             for fragment in fragments_of(shard.group, piece, f".{name}", memory, saves)
         ]
 
+    def rank_states(self) -> list[Fragment]:
+        """As `states`, of those that no other rank has."""
+        return [
+            fragment
+            for shard, piece, name, values in self._optimizer.rank_states()
+            for fragment in fragments_of(shard.group, piece, f".{name}", values, saves=False)
+        ]
+
     def averages(self, saves: bool = False) -> list[Fragment]:
         """What this rank holds of the averages of master weights, named as these; none where there are none."""
         averages = self._optimizer.averages

@@ -19,12 +19,14 @@ from ...configs.section import Bool, Dtype, Float, Int, Natural, Positive, Secti
 from ...optimizers.table import OPTIMIZERS
 from .batch import Batch, fill_batch, nearest_divisors
 from .compiling import CompileConfig, compile_notes
+from .compressed import compression_faults
 from .elastic import KeptBatch, nothing_kept
 from .elasticity import ElasticityConfig, elastic_batch, elastic_note, elasticity_faults, elasticity_notes
 from .errors import ConfigError, Fault, FaultKind, shown, unknown_key
 from .fill import Fill, filled
-from .idle import checkpoint_notes, no_effect, precision_notes, report_notes, zero_notes
+from .idle import checkpoint_notes, no_effect, precision_notes, report_notes, wire_notes, zero_notes
 from .kernels import KernelsConfig, idle_kernel_settings
+from .layered import layered_faults
 from .monitors import CsvMonitorConfig, ProfileConfig, TensorboardConfig, WandbConfig
 from .offload import ActivationOffloadConfig, AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from .offload_checks import offload_faults, offload_notes
@@ -53,6 +55,7 @@ from .sections import (
     DataTypesConfig,
     FP16Config,
     MemoryReportConfig,
+    PowerSGDConfig,
     TorchAutocastConfig,
     ZeroConfig,
 )
@@ -191,6 +194,11 @@ class Config(Section):
         return config
 
     @property
+    def has_stages(self) -> bool:
+        """Whether a schedule takes the model's blocks through a step: those of a pipeline, or layer by layer."""
+        return self.parallel.pipeline > 1 or self.zero_optimization.layered_gradient_accumulation
+
+    @property
     def planned_keys(self) -> tuple[str, ...]:
         """Those whose "auto" is chosen from the model and the machine: `as_planned`."""
         return self._planned_keys
@@ -298,7 +306,8 @@ def _kept_batch(config: Config, first_world_size: int) -> KeptBatch | None:
 
     @cache
     def can_accumulate(count: int) -> bool:
-        is_whole = count == 1 or not config.zero_optimization.update_in_backward
+        zero = config.zero_optimization
+        is_whole = count == 1 or not zero.update_in_backward or zero.layered_gradient_accumulation
         return is_whole and not schedule_faults(config.parallel, config.pipeline, count)
 
     zero = config.zero_optimization
@@ -428,6 +437,7 @@ def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:
         "aio": AioConfig,
         "kernels": KernelsConfig,
         "communication": CommunicationConfig,
+        "communication.power_sgd": PowerSGDConfig,
         "outer": OuterConfig,
         "checkpoint": CheckpointConfig,
         "memory_report": MemoryReportConfig,
@@ -456,11 +466,15 @@ def _conflicts(config: Config) -> list[Fault]:
         faults += whole_faults(config.optimizer, config.zero_optimization, config.parallel)
         conflicts = config.optimizer.params.conflicts()
         faults += [Fault(f"optimizer.params.{key}", "conflict", message) for key, message in conflicts]
+    faults += compression_faults(
+        config.optimizer, config.communication.power_sgd, config.zero_optimization, config.parallel, config.bf16
+    )
     faults += elasticity_faults(config.elasticity, config.parallel.ranks_of_sample, _batch_keys(config))
     faults += offload_faults(config.zero_optimization, config.activation_checkpointing)
     faults += accumulation_faults(config.pipeline, config.gradient_accumulation_steps)
     faults += outer_faults(config.outer, config.bf16.masters)
     faults += pipeline_faults(config.parallel, config.zero_optimization, config.activation_checkpointing.offload)
+    faults += layered_faults(config.zero_optimization, config.parallel, config.torch_autocast)
     return faults + _checkpoint_faults(config.checkpoint) + _update_in_backward_faults(config)
 
 
@@ -495,7 +509,8 @@ def _update_in_backward_faults(config: Config) -> list[Fault]:
     reasons = []
     if config.gradient_clipping > 0:
         reasons.append(f"gradient_clipping 0 (found {config.gradient_clipping}: the norm is known after all gradients)")
-    if (config.gradient_accumulation_steps or 1) > 1:
+    is_layered = config.zero_optimization.layered_gradient_accumulation  # then a unit is reduced once a step
+    if (config.gradient_accumulation_steps or 1) > 1 and not is_layered:
         steps = config.gradient_accumulation_steps
         reasons.append(f"gradient_accumulation_steps 1 (found {steps}: a gradient is whole after the last microbatch)")
     if config.fp16.enabled:
@@ -509,7 +524,7 @@ def _update_in_backward_faults(config: Config) -> list[Fault]:
 def _idle_settings(config: Config) -> list[str]:
     """Notes on our own keys that were given and have no effect with the rest of this config."""
     zero = config.zero_optimization
-    notes = zero_notes(zero) + precision_notes(config.bf16, config.fp16)
+    notes = zero_notes(zero) + precision_notes(config.bf16, config.fp16) + wire_notes(config.communication, zero)
     if config.prescale_gradients and config.gradient_predivide_factor != 1:
         reason = "prescale_gradients divides by the ranks before the sum"
         notes.append(no_effect("gradient_predivide_factor", config.gradient_predivide_factor, reason))

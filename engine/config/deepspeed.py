@@ -73,6 +73,7 @@ _COMPILED_BY_CALL = "DeepSpeed compiles where engine.compile() is called; here e
 _FROM_ZERO = "training starts at step 0, and goes on where a checkpoint was saved; remove the key"
 _NO_SCALE = "bf16 has the range of fp32, losses are not scaled"
 _APEX = "it is a word of Apex, for the section `amp`"
+_NEOX = "it is a word of GPT-NeoX; set bf16.enabled or fp16.enabled"
 _READ_BY_NOBODY = "DeepSpeed reads no such key either; the sections stand by themselves"
 
 _OF_FP16 = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
@@ -84,7 +85,8 @@ _SWITCHES = (True, False, 10485760)  # of which nobody asks for anything while d
 _TENSOR = "set parallel.tensor to the number of ranks; remove the key"
 _SPLITS = "set tensor_parallel.plan; remove the key"
 _VOCABULARY = "a head over the vocabulary is split, and the loss over its logits with it"
-_QUANTIZED = "parameters and gradients are sent in their own types; remove the key"
+_LOCO = "quantized gradients are rounded at random, without bias and without feedback; remove the section"
+_SIGNS_GO = "signs go by communication.route, as everything does"
 
 RULES: dict[str, Rule] = {
     "zero_allow_untested_optimizer": _no_effect("any elementwise optimizer works with every stage"),
@@ -197,10 +199,7 @@ RULES: dict[str, Rule] = {
     "zero_optimization.legacy_stage1": _only(False, "there is one stage 1; remove the key"),
     "zero_optimization.round_robin_gradients": _no_effect("every rank copies its own shard of each gradient"),
     "zero_optimization.parameter_alignment": _no_effect("the layout of the flat buffers is the engine's choice"),
-    "zero_optimization.zero_quantized_weights": _only(False, _QUANTIZED),
-    "zero_optimization.zero_quantized_nontrainable_weights": _only(False, _QUANTIZED),
-    "zero_optimization.zero_quantized_gradients": _only(False, _QUANTIZED),
-    "zero_optimization.zeropp_loco_param": _section(_QUANTIZED),
+    "zero_optimization.zeropp_loco_param": _section(_LOCO),
     "zero_optimization.mics_hierarchical_params_gather": _no_effect(_COLLECTIVES, "true or false", False),
     "zero_optimization.memory_efficient_linear": _no_effect("modules are used as they are"),
     "zero_optimization.pipeline_loading_checkpoint": _no_effect(_OWN_RANGES, "true or false", False),
@@ -225,6 +224,9 @@ RULES: dict[str, Rule] = {
     "optimizer.params.amsgrad": _only(False, "set false; or pass your own torch optimizer class to initialize"),
     "optimizer.params.maximize": _only(False, "negate the loss instead"),
     "optimizer.params.max_grad_norm": _only(0, "set gradient_clipping at the top level instead", "a number"),
+    "optimizer.params.cuda_aware": _no_effect(_SIGNS_GO),
+    "optimizer.params.comm_backend_name": _no_effect(_SIGNS_GO, "a string"),
+    "optimizer.params.eps_inside_sqrt": _only(False, "eps is added to the root; set false"),
     "scheduler.params.last_batch_iteration": _only(-1, _FROM_ZERO, "an integer"),
     "scheduler.params.last_epoch": _only(-1, _FROM_ZERO, "an integer"),
     "scheduler.params.verbose": _no_effect("steps_per_print logs the learning rate", "any value"),
@@ -233,6 +235,9 @@ RULES: dict[str, Rule] = {
     "bf16.consecutive_hysteresis": _no_effect(_NO_SCALE),
     "bf16.opt_level": _no_effect(_APEX, "a string"),
     "fp16.opt_level": _no_effect(_APEX, "a string"),
+    "fp16.fp16": _only(True, _NEOX),
+    "fp16.type": _only("fp16", _NEOX, "a string"),
+    "fp32_allreduce": _only(False, 'set communication_data_type to "fp32" instead'),
     **{key: _no_effect(_READ_BY_NOBODY, "any value") for key in _NOBODYS},
 }
 for _name in (

@@ -10,7 +10,7 @@ from .deepspeed import RULES
 from .errors import ConfigError, Fault, did_you_mean, shown
 from .read import join
 from .scheduler import SCHEDULER_PARAMS
-from .translate import ALIASES, BF16_MASTERS, BF16_STATES, CPU_SWITCHES, MICS, PIN_SWITCH
+from .translate import ALIASES, BF16_MASTERS, BF16_STATES, CPU_SWITCHES, MICS, PIN_SWITCH, QUANTIZED
 
 Fill = Mapping[str, object]
 """Path of a key, in this project's words or DeepSpeed's -> its value where the file says "auto"."""
@@ -74,7 +74,7 @@ def _with(section: dict[str, object], path: str, values: Fill, notes: list[str])
 
 def _known_paths(fields: type[Section]) -> set[str]:
     """Every key that a config may have, by the name that it has here."""
-    switches = {*CPU_SWITCHES, PIN_SWITCH, MICS, BF16_MASTERS, BF16_STATES}
+    switches = {*CPU_SWITCHES, PIN_SWITCH, MICS, BF16_MASTERS, BF16_STATES, *QUANTIZED}
     paths = {*_paths(fields, ""), *RULES, *switches, "optimizer.params.adam_w_mode"}
     for kind, sections in (
         ("optimizer", [one.params for one in OPTIMIZERS.values()]),

@@ -2,7 +2,7 @@
 
 from ...configs.section import Section
 from .errors import shown
-from .sections import BF16Config, CheckpointConfig, FP16Config, MemoryReportConfig, ZeroConfig
+from .sections import BF16Config, CheckpointConfig, CommunicationConfig, FP16Config, MemoryReportConfig, ZeroConfig
 
 _DYNAMIC_SCALING = (
     "initial_scale_power",
@@ -37,6 +37,23 @@ def zero_notes(zero: ZeroConfig) -> list[str]:
         everywhere, not_ahead = f"{reason}, every rank holds all of them", f"{reason}, so nothing is gathered ahead"
         notes += idle("zero_optimization", zero, everywhere, only=("zero_hpz_partition_size",))
         notes += idle("zero_optimization", zero, not_ahead, only=("stage3_prefetch_bucket_size",))
+    return notes
+
+
+_OF_GRADIENTS = ("gradient_bits_in_host", "ranks_of_host")
+
+
+def wire_notes(communication: CommunicationConfig, zero: ZeroConfig) -> list[str]:
+    """Bits of messages that are never sent."""
+    notes = []
+    if communication.gradient_bits is None:
+        notes += idle("communication", communication, "communication.gradient_bits is null", only=_OF_GRADIENTS)
+    if zero.stage < 3:
+        reason = f"stage {zero.stage} sends what an update has changed, and these are not updated"
+        notes += idle("communication", communication, reason, only=("frozen_weight_bits",))
+    if zero.stage == 0:
+        reason = "stage 0 sends no weights, every rank updates all of them"
+        notes += idle("communication", communication, reason, only=("weight_bits",))
     return notes
 
 

@@ -49,11 +49,8 @@ class OptimizerConfig(Section):
         return OPTIMIZERS[self.type].states_for(self.options)
 
 
-_BITS = "gradients are sent in their own types"
 NOT_DONE = {  # why it is not
-    **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), _BITS),
     **dict.fromkeys(("muadam", "muadamw", "musgd"), "its learning rates follow from shapes that the model must say"),
-    "adafactor": "its second moment is of whole rows and columns, and a shard has parts of them",
     "lbfgs": "it calls the model several times in a step",
     "sparseadam": "gradients are dense here",
     "asgd": "it averages the weights, which engine.ema() does beside any optimizer",
@@ -90,6 +87,11 @@ def canonical_optimizer(section: dict[str, object]) -> tuple[dict[str, object] |
         params = {"adam_lr": params.get("lr"), **params, "lr": params["muon_lr"]}
         del params["muon_lr"]
         return {**section, "type": name, "params": params}, [], []
+    if isinstance(params, dict) and OPTIMIZERS[name].signs is not None and "bias_correction" in params:
+        why = "1-bit optimizers correct no moments, here and in DeepSpeed"
+        note = f"optimizer.params.bias_correction: {shown(params['bias_correction'])} has no effect here: {why}"
+        params = {key: value for key, value in params.items() if key != "bias_correction"}
+        return {**section, "type": name, "params": params}, [note], []
     if not isinstance(params, dict) or name not in ("adam", "adamw"):
         return {"params": {}, **section, "type": name}, [], []
     params = dict(params)

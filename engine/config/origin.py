@@ -16,13 +16,14 @@ from .errors import shown
 from .optimizer import OptimizerConfig
 from .read import join
 from .scheduler import SCHEDULERS
-from .translate import BF16_MASTERS, BF16_STATES, CPU_SWITCHES, MICS, PIN_SWITCH
+from .translate import BF16_MASTERS, BF16_STATES, CPU_SWITCHES, MICS, PIN_SWITCH, QUANTIZED
 
 _OWN = """
     device seed parallel tensor_parallel sequence_parallel kernels communication
     compile.blocks compile.mode compile.dynamic compile.fullgraph
     pipeline.schedule pipeline.chunks pipeline.microbatches pipeline.balance
     zero_optimization.shard_size zero_optimization.units zero_optimization.update_in_backward
+    zero_optimization.layered_gradient_accumulation
     zero_optimization.offload_optimizer.overlap zero_optimization.offload_optimizer.delay_after_steps bf16.auto_cast
     bf16.masters
     activation_checkpointing.every activation_checkpointing.offload aio.verify optimizer.params.state_dtype
@@ -31,7 +32,7 @@ _OWN = """
     checkpoint.exclude_frozen_parameters
 """
 OWN_KEYS = frozenset(_OWN.split())
-_THEIR_KEYS = frozenset([*RULES, *CPU_SWITCHES, PIN_SWITCH, MICS, BF16_MASTERS, BF16_STATES])
+_THEIR_KEYS = frozenset([*RULES, *CPU_SWITCHES, PIN_SWITCH, MICS, BF16_MASTERS, BF16_STATES, *QUANTIZED])
 _SIZES = {"train_batch_size", "train_micro_batch_size_per_gpu"}  # DeepSpeed refuses a file with neither
 
 

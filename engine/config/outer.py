@@ -70,7 +70,7 @@ class OuterConfig(Section):
         return self.alpha if self.alpha is not None else 0.5 if self.overlap else 0.0
 
 
-def outer_faults(outer: OuterConfig, masters: bool | Literal["kahan"]) -> list[Fault]:
+def outer_faults(outer: OuterConfig, masters: bool | Literal["kahan", "int8"]) -> list[Fault]:
     """What contradicts itself in the section, or bf16.masters."""
     if outer.every is None:
         return []

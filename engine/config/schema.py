@@ -1,6 +1,7 @@
 """The JSON schema of the config, for editors: the fields, "auto", comments, and DeepSpeed's other keys."""
 
 import json
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import create_model
@@ -25,6 +26,7 @@ from .translate import (
     MICS,
     NULL_IS_DEFAULT,
     PIN_SWITCH,
+    QUANTIZED,
 )
 
 _HOMES = {  # section: the definitions that describe it
@@ -93,6 +95,7 @@ def json_schema() -> dict[str, Any]:
     for path, meaning in (
         (BF16_MASTERS, 'masters false, and data_types.grad_accum_dtype "bf16".'),
         (BF16_STATES, 'optimizer.params.state_dtype "bf16".'),
+        *((path, _bits_of(bits)) for path, bits in QUANTIZED.items()),
     ):
         _add(schema, path, {"type": ["boolean", "null"], "description": f"true: {meaning}"})
     _allow(schema, "zero_optimization", {"type": "boolean"})
@@ -106,6 +109,11 @@ def json_schema() -> dict[str, Any]:
         for home in _properties(schema, alias):
             home[alias.rpartition(".")[2]] = home[path.rpartition(".")[2]]
     return schema
+
+
+def _bits_of(bits: Mapping[str, int]) -> str:
+    """What a switch of ZeRO++ means."""
+    return "at stage 3 " + " and ".join(f"communication.{key} {count}" for key, count in bits.items()) + "."
 
 
 def _add_profilers(schema: dict[str, Any]) -> None:

@@ -49,7 +49,12 @@ class ZeroConfig(Section):
 
     update_in_backward: Bool = False
     """Update each unit as soon as its gradient is reduced, so that all gradients are never held together. Needs
-    gradient_clipping 0, gradient_accumulation_steps 1 and no fp16."""
+    gradient_clipping 0, no fp16, and gradient_accumulation_steps 1 or layered_gradient_accumulation."""
+
+    layered_gradient_accumulation: Bool = False
+    """All microbatches of a step go through a block before the next block does. At stage 3 parameters are gathered, or
+    read, twice a step and not twice a microbatch, and gradients are reduced once; what blocks give each other is held
+    for all microbatches. It is for train_step: see docs/fewer-bytes.md."""
 
     stage3_prefetch_bucket_size: Natural | None = None
     """Stage 3: the number of parameter elements that may be gathered ahead of their use; one unit always may. null: two
@@ -74,9 +79,9 @@ class ZeroConfig(Section):
 
 
 def _masters(value: object) -> object:
-    if isinstance(value, bool) or value == "kahan":
+    if isinstance(value, bool) or value in ("kahan", "int8"):
         return value
-    raise PydanticCustomError("value_error", 'expected true, false or "kahan"')
+    raise PydanticCustomError("value_error", 'expected true, false, "kahan" or "int8"')
 
 
 class BF16Config(Section):
@@ -85,12 +90,13 @@ class BF16Config(Section):
     enabled: Bool = False
     """Turns bf16 on."""
 
-    masters: Annotated[bool | Literal["kahan"], BeforeValidator(_masters)] = Field(
-        default=True, json_schema_extra={"enum": [True, False, "kahan"]}
+    masters: Annotated[bool | Literal["kahan", "int8"], BeforeValidator(_masters)] = Field(
+        default=True, json_schema_extra={"enum": [True, False, "kahan", "int8"]}
     )
     """true: the optimizer has fp32 master parameters, 4 bytes each. false: the bf16 parameters are the only copy, and
     an update is computed in fp32 and rounded to them at random, by bits drawn from `seed`, the step and the place of
-    the element. "kahan": nothing is random, and a second bf16 number keeps what each parameter lacks, 2 bytes each."""
+    the element. "kahan": nothing is random, and a second bf16 number keeps what each parameter lacks, 2 bytes each.
+    "int8": 8 more bits of each parameter, 1 byte, and what is below these is rounded at random."""
 
     auto_cast: Bool = True
     """Cast floating-point inputs of the model to bf16, and of its blocks where it has fp32 buffers."""
@@ -168,12 +174,59 @@ class ActivationCheckpointingConfig(Section):
     offload: ActivationOffloadConfig = ActivationOffloadConfig()
 
 
+def _bits(value: object) -> object:
+    if value is None or (value in (4, 8) and not isinstance(value, bool)):
+        return value
+    raise PydanticCustomError("value_error", "expected 8, 4 or null: the bits of a value in messages")
+
+
+Bits = Annotated[Literal[4, 8] | None, BeforeValidator(_bits)]
+
+
+class PowerSGDConfig(Section):
+    """PowerSGD: a matrix of gradients is sent as two thin ones, whose product is near it. Stages 0 and 1."""
+
+    rank: Natural = 0
+    """Columns of the thin matrices. 0: off, gradients are sent as they are."""
+
+    start_step: Natural = 1000
+    """Gradients of so many steps are sent as they are first."""
+
+    min_compression_rate: Float = Field(default=2.0, ge=1)
+    """A parameter whose thin matrices, times this, have as many elements as it has, is sent as it is."""
+
+    error_feedback: Bool = True
+    """What the product lacks is added to the gradient of the next step."""
+
+    warm_start: Bool = True
+    """The product begins with the thin matrix of the step before, else with a random one in each step."""
+
+
 class CommunicationConfig(Section):
     """How bytes go between the ranks."""
 
     route: Literal["auto", "shared_memory", "sockets", "native"] = "auto"
     """"auto" chooses for each message; "shared_memory" between the CPU ranks of one host; "sockets" is
     point-to-point; "native" is the backend's own collectives."""
+
+    weight_bits: Bits = None
+    """8 or 4: weights go to other ranks in so many bits, in blocks of 128 with a scale. At stage 3 that is what they
+    are computed with (qwZ of ZeRO++); at stages 1 and 2, and between the groups of `zero_hpz_partition_size`, it is
+    what an update has changed, and what is rounded away goes with the next one. Shards, of which updates are made and
+    which checkpoints have, are exact. null: as they are."""
+
+    frozen_weight_bits: Bits = None
+    """Stage 3: the same of weights that are not trained. null: as weight_bits."""
+
+    gradient_bits: Bits = None
+    """8 or 4: gradients go to other hosts in so many bits, rounded at random so that the mean is exact (qgZ of ZeRO++),
+    after they were summed over the ranks of a host. null: in `communication_data_type`."""
+
+    gradient_bits_in_host: Bits = 8
+    """With gradient_bits: the same of gradients between the ranks of a host. null: in `communication_data_type`."""
+
+    ranks_of_host: Positive | None = None
+    """With gradient_bits: how many ranks, next to each other, count as those of a host. null: those of a host."""
 
     timeout_seconds: Float = Field(default=300.0, gt=0)
     """A collective that takes longer than this is an error, not a hang."""
@@ -182,6 +235,8 @@ class CommunicationConfig(Section):
     """A step, with the loading of its data, that takes longer than this is reported: `lowtide launch` says which rank
     waits for which, with the stacks of all (and then stops, with --on-stall stop); started otherwise, each rank says
     for itself what it does. Training goes on. null: no limit."""
+
+    power_sgd: PowerSGDConfig = PowerSGDConfig()
 
 
 class CheckpointConfig(Section):

@@ -28,6 +28,11 @@ _OLD_SWITCHES = tuple(path.rpartition(".")[2] for path in CPU_SWITCHES)
 MICS = "zero_optimization.mics_shard_size"  # shard_size, where it is above 0
 PIN_SWITCH = "zero_optimization.cpu_offload_use_pin_memory"  # pin_memory of what the two before it offload
 BF16_MASTERS = "bf16.bf16_master_weights_and_grads"  # masters false, and gradients that accumulate in bf16
+QUANTIZED: dict[str, dict[str, int]] = {  # ZeRO++, whose stage is 3 -> keys of the section `communication`
+    "zero_optimization.zero_quantized_weights": {"weight_bits": 8},
+    "zero_optimization.zero_quantized_nontrainable_weights": {"frozen_weight_bits": 8},
+    "zero_optimization.zero_quantized_gradients": {"gradient_bits": 4, "gradient_bits_in_host": 4},
+}
 BF16_STATES = "bf16.bf16_optimizer_states"  # state_dtype "bf16"
 _OFFLOAD = tuple(dict.fromkeys(CPU_SWITCHES.values()))
 NULL_IS_DEFAULT = ("aio", "elasticity", *_OFFLOAD, *(f"{section}.device" for section in _OFFLOAD))
@@ -81,7 +86,7 @@ class Translation:
 def known_rule_keys(section: str) -> list[str]:
     """The keys below a section ("" for the top level) that are DeepSpeed's and no fields of Config."""
     prefix = f"{section}." if section else ""
-    paths = [*RULES, *ALIASES, *CPU_SWITCHES, PIN_SWITCH, MICS, BF16_MASTERS, BF16_STATES]
+    paths = [*RULES, *ALIASES, *CPU_SWITCHES, PIN_SWITCH, MICS, BF16_MASTERS, BF16_STATES, *QUANTIZED]
     names = {path.removeprefix(prefix).split(".")[0] for path in paths if path.startswith(prefix)}
     return sorted(name for name in names if f"{prefix}{name}" in paths)
 
@@ -92,6 +97,7 @@ def translate(raw: dict[str, object]) -> Translation:
     out.values = _walk(raw, "", out)
     _take_profilers(out)
     _take_bf16_switches(out)
+    _take_quantized(out)
     optimizer = out.values.pop("optimizer", None)
     if isinstance(optimizer, dict):
         section, notes, faults = canonical_optimizer(optimizer)
@@ -205,6 +211,32 @@ def _take_bf16_switches(out: Translation) -> None:
             out.faults.append(Fault(BF16_STATES, "conflict", message))
         else:
             params.setdefault("state_dtype", "bf16")
+
+
+def _take_quantized(out: Translation) -> None:
+    """The switches of ZeRO++ are bits of messages here, in the section `communication`."""
+    section = out.values.get("zero_optimization")
+    if not isinstance(section, dict):
+        return
+    for path, bits in QUANTIZED.items():
+        value = section.pop(path.rpartition(".")[2], None)
+        if value is not None and not isinstance(value, bool):
+            out.faults.append(Fault(path, "type", f"expected true or false, found {shown(value)}"))
+        if value is not True:
+            continue
+        said = ", ".join(f"communication.{key} {count}" for key, count in bits.items())
+        if section.get("stage") != 3:
+            reason = f"it is of stage 3; {said} acts at every stage"
+            out.notes.append(f"{path}: true has no effect here: {reason}")
+            continue
+        communication = out.values.setdefault("communication", {})
+        given = [key for key in bits if isinstance(communication, dict) and communication.get(key) is not None]
+        if given:
+            message = f"means {said}, and communication.{given[0]} is given too; keep one of them"
+            out.faults.append(Fault(path, "conflict", message))
+        elif isinstance(communication, dict):
+            communication |= bits
+            out.notes.append(f"{path}: true is {said} here")
 
 
 FLOPS_WORDS = {"profile_step": "step", "module_depth": "module_depth", "top_modules": "top_modules"}

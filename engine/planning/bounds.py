@@ -56,6 +56,9 @@ class Bounds:
         padded, numel = sum(one.layout.shard_numel for one in updated), _bytes(updated, lambda one: 1)
         self._states = Footprint(first, 0).at(Moment.BETWEEN_STEPS, gathers=False).optimizer * numel / max(1, padded)
         slots = [max(_bytes([one], lambda one: one.reduce_dtype.itemsize) for one in of_unit) for of_unit in in_blocks]
+        wire = first.config.communication
+        bits = wire.weight_bits, wire.frozen_weight_bits, wire.gradient_bits
+        self._is_quantized = any(bits)  # messages are smaller than this arithmetic knows
         self._least_slot = min(slots, default=0)
         least = min((_bytes(of_unit, lambda one: 1) for of_unit in in_blocks), default=0)
         # Then a pipeline's backward keeps its gradients: see `_Place`.
@@ -95,6 +98,8 @@ class Bounds:
             block = self._block(choice.rows, choice.every)
             seconds, peak = block.seconds(choice), block.nbytes(choice, keeps)
             if machine.device == "cuda":
+                if policy.reduces_every_backward:
+                    seconds = max(seconds, (choice.accumulation - 1) * self._collected(choice, sizes))
                 seconds += self._exposed(choice, policy, sizes)
                 if frees:
                     nbytes += self._parameters / choice.pipeline * (1 - (choice.offload_param == "none") / parameters)
@@ -122,7 +127,7 @@ class Bounds:
 
     def _exposed(self, choice: Choice, policy: ZeroPolicy, sizes: _Sizes) -> float:
         """Seconds that a pipeline waits for collectives, of a rank with as much as the mean of all."""
-        if choice.expert > 1:  # experts are gathered by fewer ranks
+        if choice.expert > 1 or self._is_quantized:  # experts are gathered by fewer ranks
             return 0.0
         of_states = (SECONDARY, SHARD, SEQUENCE)
         total = 0.0
@@ -134,9 +139,15 @@ class Bounds:
             total += self._parameters * self._seconds_per_byte(sizes, (SHARD, SEQUENCE)) / num_chunks(choice)
         return total / choice.pipeline
 
+    def _collected(self, choice: Choice, sizes: _Sizes) -> float:
+        """Seconds in which a rank of a pipeline with the mean of all gradients reduces those of a microbatch."""
+        if choice.expert > 1:
+            return 0.0
+        return self._reduced * self._seconds_per_byte(sizes, (SECONDARY, SHARD, SEQUENCE)) / choice.pipeline
+
     def _wire(self, choice: Choice, policy: ZeroPolicy, sizes: _Sizes) -> float:
         """Seconds of all collectives, one after the other, without a pipeline."""
-        if choice.expert > 1:  # experts are gathered by fewer ranks
+        if choice.expert > 1 or self._is_quantized:  # experts are gathered by fewer ranks
             return 0.0
         total = 0.0
         if policy.frees_parameters:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...comm import Arrangement, regions_of
+from ...kernels.quantized_blocks import quantized_bytes
 from ...zero.plan import GroupPlan
 from ..blueprint import Blueprint
 from ..offload import Home
@@ -24,6 +25,10 @@ class Message:
     inter: int = 0
     seconds: float = 0.0
 
+    def and_then(self, other: Message) -> Message:
+        """Both, one after the other."""
+        return Message(self.intra + other.intra, self.inter + other.inter, self.seconds + other.seconds)
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -36,7 +41,8 @@ class Exchange:
     | then        | domain.replicas   | (r - 1) / r of its shard, and as much of the sum                |
     | refresh     | domain.refreshed  | (r - 1) / r n elements of the parameters' dtype                 |
 
-    Where ranks share memory nothing is sent: they read it.
+    Or messages of as many elements in fewer bits, with their scales; a sum in levels is a sum over each, of what the
+    one before has left. Where ranks share memory nothing is sent: they read it.
     """
 
     blueprint: Blueprint
@@ -44,7 +50,9 @@ class Exchange:
 
     def gather(self, group: GroupPlan) -> Message:
         """Of full parameters, with what brings the shard from where it rests."""
-        message, machine = self._spread("gather", group.domain.parameters, group.full_bytes), self.machine
+        bits = None if group.sends_differences else group.weight_bits
+        nbytes = _weight_bytes(group, group.layout.padded_numel, bits)
+        message, machine = self._spread("gather", group.domain.parameters, nbytes), self.machine
         home = self.blueprint.homes.parameters
         if home is Home.MODEL:
             return message
@@ -55,27 +63,36 @@ class Exchange:
 
     def reduce(self, group: GroupPlan) -> Message:
         """Of a gradient, over the ranks among which states are divided."""
-        return self._spread("reduce", group.domain.states, group.layout.padded_numel * group.reduce_dtype.itemsize)
+        total, numel = Message(), group.layout.padded_numel
+        for axes, bits in group.levels:
+            total = total.and_then(self._spread("reduce", axes, _gradient_bytes(group, numel, bits)))
+            numel //= self.blueprint.arrangement.size(axes)
+        return total
 
     def all_reduce(self, group: GroupPlan, rank: int = 0) -> Message:
         """Of a shard of the gradient, over replicas."""
-        names, numel = group.domain.replicas, group.layout.shard_numel
+        (names, bits), numel = group.replicas, group.layout.shard_numel
         size = self.blueprint.arrangement.size(names)
         if size == 1:
             return Message()
         wide, narrow = group.accumulation_dtype.itemsize, group.reduce_dtype.itemsize
-        if self.blueprint.route == "sockets":  # a rank gets what it sums in the reduce dtype, and sends the sum
+        if bits is not None:  # a rank gets what it sums, and sends the sum, in as many bits
+            mine = regions_of(numel, size)[self.blueprint.arrangement.place(rank, names)]
+            own = mine.stop - mine.start
+            sent = quantized_bytes(numel - own, bits) + (size - 1) * quantized_bytes(own, bits)
+        elif self.blueprint.route == "sockets":  # a rank gets what it sums in the reduce dtype, and sends the sum
             mine = regions_of(numel, size)[self.blueprint.arrangement.place(rank, names)]
             own = mine.stop - mine.start
             sent = (numel - own) * narrow + (size - 1) * own * wide
         else:
             sent = 2 * numel * narrow * (size - 1) // size
-        once = self.machine.collective(numel * narrow, size, self._on_host(names))
+        once = self.machine.collective(_gradient_bytes(group, numel, bits), size, self._on_host(names))
         return self._message("reduce", names, sent, 2 * once)
 
     def refresh(self, group: GroupPlan) -> Message:
         """Of updated parameters."""
-        nbytes = group.full_bytes // self.blueprint.arrangement.size(group.domain.parameters)
+        numel = group.layout.padded_numel // self.blueprint.arrangement.size(group.domain.parameters)
+        nbytes = _weight_bytes(group, numel, group.weight_bits)
         return self._spread("gather", group.domain.refreshed, nbytes)
 
     def _spread(self, what: str, names: Sequence[str], nbytes: int) -> Message:
@@ -96,6 +113,14 @@ class Exchange:
 
     def _on_host(self, names: Sequence[str]) -> int:
         return self.machine.ranks_on_host(self.blueprint.arrangement, names)
+
+
+def _weight_bytes(group: GroupPlan, numel: int, bits: int | None) -> int:
+    return numel * group.dtype.itemsize if bits is None else quantized_bytes(numel, bits)
+
+
+def _gradient_bytes(group: GroupPlan, numel: int, bits: int | None) -> int:
+    return numel * group.reduce_dtype.itemsize if bits is None else quantized_bytes(numel, bits)
 
 
 @dataclass(frozen=True)

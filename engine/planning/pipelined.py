@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -140,12 +140,13 @@ class Run:
     """A schedule with its costs: of so many microbatches, of which some are simulated."""
 
     recurrence: Recurrence
+    costs: Costs
     outcome: Outcome
     num_microbatches: int
 
     @classmethod
     def of(cls, recurrence: Recurrence, costs: Costs, num_microbatches: int) -> Run:
-        return cls(recurrence, recurrence.outcome(costs), num_microbatches)
+        return cls(recurrence, costs, recurrence.outcome(costs), num_microbatches)
 
     @property
     def work_seconds(self) -> float:
@@ -156,6 +157,19 @@ class Run:
         """Seconds of `work_seconds` in which that rank waits for those that share its layers or sequences."""
         busiest = max(range(len(self.outcome.busy)), key=self.outcome.busy.__getitem__)
         return self.num_microbatches * sum(map(stages.exchanging, self.recurrence.stages[busiest]))
+
+    def collecting(self, collect: Sequence[float]) -> float:
+        """By how many seconds a step is longer where so many, by stage, follow each backward but the last."""
+        if not any(collect):
+            return 0.0
+        outcome = self.recurrence.outcome(replace(self.costs, collect=tuple(collect)))
+        simulated = self.recurrence.num_microbatches
+        each = [busy / simulated for busy in self.outcome.busy]
+        longer = [
+            busy + sum(collect[stage] for stage in own) for busy, own in zip(each, self.recurrence.stages, strict=True)
+        ]
+        others = self.num_microbatches - simulated
+        return outcome.makespan - self.outcome.makespan + others * (max(longer) - max(each))
 
     @property
     def seconds(self) -> float:
@@ -181,11 +195,14 @@ class PipelineParts:
         self.split = blueprint.pipeline.split
         # Those that share one plan are looked at once: a first and a last place, and few between.
         known: dict[int, _Place] = {}
+        self._all: list[tuple[int, _Place]] = []
+        self._overlaps = machine.overlaps
         self._places: list[tuple[int, _Place]] = []  # with the place in the pipeline
         for place, plan in enumerate(blueprint.places):
             if id(plan) not in known:
                 known[id(plan)] = _Place(blueprint, machine, place)
             one = (blueprint.stage_place_of(place), known[id(plan)])
+            self._all.append(one)
             if [one] != self._places[-1:]:
                 self._places.append(one)
         self._kinds = list(known.values())
@@ -196,11 +213,13 @@ class PipelineParts:
         kinds, peak = max(self.memory(stages, run), key=lambda found: found[1])
         slowest = max(self._kinds, key=lambda place: sum(place.seconds.values()))
         exchanging = run.exchanging(stages)
+        collecting = run.collecting(self.collecting(run))
         seconds = {
             "compute": run.work_seconds - exchanging,
             "exchange exposed": exchanging,
             "bubble": run.seconds - run.work_seconds,
             **slowest.seconds,
+            "reduce exposed": slowest.seconds["reduce exposed"] + collecting,
             "host": slowest.host_seconds(run.num_microbatches),
         }
         return Estimate(
@@ -214,6 +233,21 @@ class PipelineParts:
             num_samples=samples,
             num_tokens=samples * profile.tokens // profile.rows,
         )
+
+    def collecting(self, run: Run) -> list[float]:
+        """By stage, seconds in which its rank waits after each backward but the last, for reductions of its gradients.
+
+        What is reduced beside what computes is waited for where the next reductions begin.
+        """
+        found = [0.0] * len(run.costs.forward)
+        for number, place in self._all:
+            own, each = run.recurrence.stages[number], place.reducing
+            if self._overlaps:
+                computing = run.outcome.busy[number] / run.recurrence.num_microbatches
+                each = [max(0.0, sum(each) - computing) / len(own)] * len(own)
+            for stage, seconds in zip(own, each, strict=True):
+                found[stage] = max(found[stage], seconds)
+        return found
 
     def sent(self, stages: Stages, run: Run) -> list[dict[str, int]]:
         """By place that differs from the one before it: bytes that a rank sends in a step, by link."""
@@ -257,6 +291,9 @@ class _Place:
             "refresh exposed": sum(one.seconds for one in refreshes),
         }
         self._members = _members(blueprint.pipeline.at(blueprint.stage_place_of(place)), plan.trained)
+        again = reduces if blueprint.policy.reduces_every_backward else []  # after each microbatch
+        taken = {group.name: message.seconds for group, message in zip(plan.trained, again, strict=False)}
+        self.reducing = [sum(taken.get(group.name, 0.0) for group in groups) for groups in self._members]  # by stage
         flat = any(group.accumulation_dtype != group.dtype for group in plan.trained)
         self._takes_each = blueprint.policy.reduces_every_backward or flat
         self._adds_in_place = all(footprint.adds_in_place(group) for group in plan.trained)
@@ -271,7 +308,6 @@ class _Place:
             for copies in group.domain.tied
             if copies.are_added
         )
-        again = reduces if blueprint.policy.reduces_every_backward else []  # after each microbatch
         self._sent, self._sent_again = (
             {link: sum(getattr(one, link) for one in some) for link in ("intra", "inter")} for some in (messages, again)
         )

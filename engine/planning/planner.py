@@ -201,6 +201,8 @@ class Planner:
 
     def fault(self, degrees: Choice) -> str | None:
         """Why layers, sequences and experts cannot be split so, or why that is not planned; None where they can."""
+        if (self._base.get("zero_optimization") or {}).get("layered_gradient_accumulation"):
+            return LAYERS
         parallel: Any = self._base.get("parallel") or {}
         if parallel.get("tensor_sequence") and degrees.pipeline > 1 and degrees.tensor > 1:
             return PARTS_OVER_STAGES
@@ -266,6 +268,11 @@ class Planner:
 PARTS_OVER_STAGES = (
     "parallel.tensor_sequence: over a pipeline each stage has whole tokens at both ends, which is not planned; set it "
     "to false, or train without a plan"
+)
+
+LAYERS = (
+    "zero_optimization.layered_gradient_accumulation: a step layer by layer is not planned; plan without it, and set "
+    "it in the config that is written"
 )
 
 

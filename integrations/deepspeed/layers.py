@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..model.blocks import Layers
 from . import comm
 from .checkpointing import checkpoint
 from .messages import set_random_seed, warning_once
@@ -71,7 +72,7 @@ class _TiedLayer(nn.Module):
         return self.module(inputs) if self._forward_fn is None else self._forward_fn(self.module, inputs)
 
 
-class PipelineModule(nn.Sequential):
+class PipelineModule(Layers):
     """Layers one after the other, over the stages of a pipeline. Without an engine it is the whole model.
 
     layers: modules, specs, and functions without parameters. num_stages, or a topology with an axis "pipe". loss_fn:

@@ -104,7 +104,7 @@ REASONS = {
     "runtime.config": "it is a constant of DeepSpeed's own files; lowtide.Config says what is understood",
     "runtime.constants": "it is a constant of DeepSpeed's own files",
     "runtime.data_pipeline": "sample the data in your script",
-    "runtime.fp16.onebit": "there is no 1-bit optimizer here yet",
+    "runtime.fp16.onebit": '1-bit optimizers are named in the config: type "OneBitAdam", "ZeroOneAdam", "OneBitLamb"',
     "runtime.pipe.dualpipev": 'set pipeline.schedule in the config ("zb-v", ...)',
     "runtime.pipe.schedule": "schedules are named by pipeline.schedule in the config; `lowtide schedule` draws them",
     "runtime.swap_tensor": "offloading is set in the config",

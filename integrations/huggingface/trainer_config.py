@@ -108,6 +108,12 @@ def _refuse_with(args: Any, config: Config) -> None:
             f"TrainingArguments: expected max_grad_norm=0 with update_in_backward, found {args.max_grad_norm:g}: the "
             "norm is known after all gradients; set one of them to 0 or false"
         )
+    if config.parallel.sequence > 1 and args.neftune_noise_alpha:
+        raise ValueError(
+            "TrainingArguments: expected no neftune_noise_alpha with parallel.sequence, found "
+            f"{args.neftune_noise_alpha:g}: the noise would be scaled by the length of a part of each sequence, and be "
+            "the same in all parts; leave it out"
+        )
     if config.parallel.sequence > 1 and args.label_smoothing_factor:
         raise ValueError(
             "TrainingArguments: expected label_smoothing_factor=0 with parallel.sequence, found "

@@ -50,6 +50,21 @@ def nearest_bfloat16(x):
 
 
 @triton.jit
+def with_byte(w, rest):
+    """What a weight, float32, and the int8 that it lacks stand for: [Note: Split weights] in weight_rounding.py."""
+    return (w.to(tl.int32, bitcast=True) + (rest.to(tl.int32) << 8)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def split_at_random(x, noise):
+    """x, float32, as the nearest bfloat16 and the int8 that it lacks. noise: 8 random bits."""
+    drawn = (x.to(tl.uint32, bitcast=True) + noise) & 0xFFFFFF00
+    halves = tl.where(x == x, (drawn + 0x8000) >> 16, 0x7FC0)
+    rest = tl.where(x == x, drawn >> 8, 0)
+    return halves.to(tl.uint16).to(tl.bfloat16, bitcast=True), rest.to(tl.uint8).to(tl.int8, bitcast=True)
+
+
+@triton.jit
 def load_state(S_ptr, at, ok, SCALE_ptr, block, block_ok):
     """Values, float32, of elements at, (NUM_BLOCKS, 256), where ok. block: the number of each block; SCALE_ptr or None.
 

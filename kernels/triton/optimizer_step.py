@@ -28,7 +28,9 @@ from .optimizer_states import (
     other_noise,
     rounded_at_random,
     rounding_noise,
+    split_at_random,
     store_state,
+    with_byte,
 )
 from .option_runs import OptionRuns, coefficient_table, run_table, stream_of
 from .shard_table import NUM_FIELDS, Row, shard_of_program, shard_table
@@ -95,8 +97,8 @@ def _update_tile(
     old = tl.load(W_ptr + start + at, mask=ok, other=0.0)
     w = old.to(tl.float32)
     if REST_ptr is not None:
-        old_rest = tl.load(REST_ptr + start + at, mask=ok, other=0.0)
-        w = w + old_rest.to(tl.float32)
+        old_rest = tl.load(REST_ptr + start + at, mask=ok, other=0)
+        w = with_byte(w, old_rest) if IS_DRAWN else w + old_rest.to(tl.float32)
     before = w
     s = tl.zeros_like(w)
     v = tl.zeros_like(w)
@@ -106,6 +108,7 @@ def _update_tile(
         v = load_state(V_ptr + start, at, ok, V_SCALE_ptr, at_block, block_ok)
     noise = numbered_noise(number + start + at, low_key, high_key) if IS_DRAWN else rounding_noise(g, w, seed)
     of_weight = noise >> 16
+    of_split = noise >> 24
     if C_ptr is None:
         w, s, v = _updated(g, w, s, v, c0, c1, c2, c3, c4, c5, c6, c7, RULE, S_ptr is not None)
     else:
@@ -128,7 +131,10 @@ def _update_tile(
         noise = other_noise(noise)
     if V_ptr is not None:
         store_state(V_ptr + start, at, ok, V_SCALE_ptr, at_block, block_ok, v, noise)
-    if IS_DRAWN:
+    if IS_DRAWN and REST_ptr is not None:
+        stored, rest = split_at_random(w, of_split)
+        tl.store(REST_ptr + start + at, rest, mask=ok)
+    elif IS_DRAWN:
         stored = rounded_at_random(w, of_weight)
     elif REST_ptr is not None:  # what has not changed stays as it is: a sum between two values has two forms
         stored = tl.where(w == before, old, nearest_bfloat16(w))

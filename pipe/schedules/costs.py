@@ -20,10 +20,13 @@ class Costs:
     kept_bytes: tuple[float, ...]  # what of it is held on from I to W
     parameter_bytes: tuple[float, ...]  # of the stage's full parameters
     send: float = 0.0  # time from the end of an action to when another rank has what it made
+    collect: tuple[float, ...] = ()  # time after B or W of all microbatches but the last: gradients go to other ranks
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self)[:-1]:
+        for field in dataclasses.fields(self):
             values = getattr(self, field.name)
+            if field.name == "send" or (field.name == "collect" and not values):
+                continue
             if len(values) != self.num_stages:
                 raise ValueError(
                     f"{field.name} has {len(values)} values, expected one for each of {self.num_stages} stages"
@@ -70,7 +73,7 @@ class Costs:
         )
 
     def time(self, action: Action) -> float:
-        """How long `action` keeps its rank busy: 0 but for F, B, I and W."""
+        """How long `action` keeps its rank busy, without what is collected after it: 0 but for F, B, I and W."""
         if action.op is Op.F:
             return self.forward[action.stage]
         if action.op is Op.B:

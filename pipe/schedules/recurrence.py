@@ -66,7 +66,6 @@ class Recurrence:
         self._before = table.before[order].astype(np.int32)
         self._needs = table.needs[order].astype(np.int32)
         self._is_sent = table.is_sent[order]
-        self._kinds = table.kinds[order].astype(np.int32)
         self._table, self._num_stages = table, schedule.num_stages
 
     @cached_property
@@ -77,6 +76,14 @@ class Recurrence:
     @cached_property
     def _counts(self) -> _Numbers:
         return _counts(self._table, self._num_stages)
+
+    @cached_property
+    def _collections(self) -> _Numbers:
+        """(num_ranks, num_stages) how often a rank collects gradients of each stage."""
+        table = self._table
+        rows = [slice(low, high) for low, high in zip(table.first, table.first[1:], strict=False)]
+        own = [table.stage[row][table.is_collected[row]] for row in rows]
+        return np.array([np.bincount(stages, minlength=self._num_stages) for stages in own])
 
     @cached_property
     def _held(self) -> list[_Numbers]:
@@ -90,23 +97,35 @@ class Recurrence:
         for stages, counts in zip(self.stages, self._held, strict=True):
             own = list(stages)
             most.append(float((counts @ np.concatenate([whole[own] - kept[own], kept[own]])).max()))
-        return Outcome(max(ends), tuple((self._counts @ _by_kind(costs)).tolist()), tuple(most))
+        busy = self._counts @ _by_kind(costs) + self._collections @ _collecting(costs)
+        return Outcome(max(ends), tuple(busy.tolist()), tuple(most))
 
     def starts(self, costs: Costs) -> list[float]:
         """When each action starts, one rank's actions behind those of the one before it."""
-        found: list[float] = (np.array(self._ends(costs)[:-1]) - _by_kind(costs)[self._table.kinds]).tolist()
+        found: list[float] = (np.array(self._ends(costs)[:-1]) - self._times(costs)).tolist()
+        return found
+
+    def _times(self, costs: Costs) -> NDArray[np.float64]:
+        """(actions,) in which each keeps its rank busy."""
+        found: NDArray[np.float64] = _by_kind(costs)[self._table.kinds]
+        if costs.collect:
+            found = found + self._table.is_collected * _collecting(costs)[self._table.stage]
         return found
 
     def _ends(self, costs: Costs) -> list[float]:
         """As `starts`, and 0 for what is there from the start."""
-        of_kind = _by_kind(costs)
-        times, delays = of_kind[self._kinds].tolist(), (self._is_sent * costs.send).tolist()
+        times, delays = self._times(costs)[self._order].tolist(), (self._is_sent * costs.send).tolist()
         ends = [0.0] * (len(times) + 1)  # the last one stands for what is there from the start: _NOTHING
         lists = (self._order.tolist(), self._before.tolist(), self._needs.tolist(), times, delays)
         for place, before, need, time, delay in zip(*lists, strict=True):
             start, arrival = ends[before], ends[need] + delay
             ends[place] = (arrival if arrival > start else start) + time
         return ends
+
+
+def _collecting(costs: Costs) -> NDArray[np.float64]:
+    """(num_stages,) seconds."""
+    return np.array(costs.collect or (0.0,) * costs.num_stages)
 
 
 def _by_kind(costs: Costs) -> NDArray[np.float64]:
@@ -126,6 +145,10 @@ class _Table:
         self.kinds = codes * schedule.num_stages + self.stage
         places = np.arange(len(actions))
         self.before = np.where(np.isin(places, self.first), _NOTHING, places - 1)
+        whole = (codes == 1) | (codes == 3)
+        self.is_collected = whole.copy()  # but the last of a stage
+        for stage in range(schedule.num_stages):
+            self.is_collected[np.flatnonzero(whole & (self.stage == stage))[-1]] = False
         made = np.full((2, schedule.num_stages + 2, schedule.num_microbatches), _NOTHING)  # a stage on either side
         for direction, some in ((0, codes == 0), (1, (codes == 1) | (codes == 2))):
             made[direction, self.stage[some] + 1, microbatch[some]] = places[some]

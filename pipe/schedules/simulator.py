@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -116,6 +116,8 @@ class _Run:
         self._stuck: set[int] = set()  # ranks that wait
         self._clock = [0.0] * schedule.num_ranks
         self._order = 0
+        whole = (action for row in schedule.actions for action in row if action.op in (Op.B, Op.W))
+        self._num_left = Counter(action.stage for action in whole)
         self.timeline: list[list[Slot]] = [[] for _ in range(schedule.num_ranks)]
 
     def to_the_end(self) -> None:
@@ -141,11 +143,18 @@ class _Run:
             start = self._clock[rank]
             if event is not None:
                 start = max(start, self._happened[event])
-            end = start + self._costs.time(action)
+            end = start + (self._costs.time(action) + self._collecting(action))
             self._clock[rank] = end
             slots.append(Slot(action, start, end, self._order))
             self._order += 1
             self._happen_at_end(action, end, ready)
+
+    def _collecting(self, action: Action) -> float:
+        """Before its rank sends on what it made: see `Executor`."""
+        if action.op not in (Op.B, Op.W):
+            return 0.0
+        self._num_left[action.stage] -= 1
+        return self._costs.collect[action.stage] if self._costs.collect and self._num_left[action.stage] else 0.0
 
     def _needed(self, action: Action) -> _Event | None:
         """The event that `action` cannot come before; what must stand before it in the same list is there."""

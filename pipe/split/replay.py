@@ -27,6 +27,7 @@ from torch import Tensor
 from .absent import Absent, is_missing, resolved
 from .carried import Carried, CarriedSpec, description
 from .outer_values import OuterValues
+from .random_streams import RandomStreams
 from .split import SplitPlan
 from .trees import TensorShape, leaves, map_leaves
 
@@ -46,7 +47,7 @@ class Replay:
     """The state of one forward on one stage.
 
     outputs: descriptions of what the blocks before the stage returned.  values: where tensors outside the blocks are
-    kept under their names, or None where no stage needs them.
+    kept under their names, or None where no stage needs them.  streams: see `RandomStreams`.
     """
 
     def __init__(
@@ -57,7 +58,9 @@ class Replay:
         outputs: Sequence[Any],
         device: torch.device,
         values: OuterValues | None,
+        streams: RandomStreams | None = None,
     ) -> None:
+        self._streams = streams
         self.stage = stage
         self.blocks = plan.blocks_of(stage)
         self.values = values
@@ -88,6 +91,8 @@ class Replay:
             raise Leave(number, (args, kwargs))
         if number < self.blocks.start:
             output = skipped_output(self._outputs[number], self._names[number], self._device, self)
+            if active and self._streams is not None:
+                self._streams.skipped(number)
         else:
             output = self._call_own(number, inner, args, kwargs, active)
         if active and self.values is not None:
@@ -103,6 +108,8 @@ class Replay:
         args, kwargs = map_leaves(resolved, (args, kwargs))
         self._check_complete(number, "takes", (args, kwargs))
         output = inner(*args, **kwargs)
+        if active and self._streams is not None:
+            self._streams.computed(number)
         self._check_complete(number, "returns", output)
         if active and not self._is_last:
             self.returned[number] = description(output, self._names[number])

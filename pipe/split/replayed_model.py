@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -57,10 +57,14 @@ class ReplayedModel:
         device: torch.device = getattr(owner, attribute).device
         return device
 
-    def run(self, replay: Replay | Probe, call: Callable[[nn.Module], Any]) -> Any:
+    def run(self, replay: Replay, call: Callable[[nn.Module], Any]) -> Any:
         """What `call` returns, or the `Leave` with which it ended."""
+        return self._run(replay, call, set(self._plan.parameters[replay.stage]))
+
+    def _run(self, replay: Replay | Probe, call: Callable[[nn.Module], Any], own: Collection[str]) -> Any:
+        """own: names of the parameters outside of blocks that have values."""
         assert self._active is None, "a stage runs within another"
-        with self._without_parameters_of_others(replay), replay.values or nullcontext():
+        with self._without_parameters_of_others(replay, own), replay.values or nullcontext():
             self._active = replay
             try:
                 return call(self.module)
@@ -70,7 +74,11 @@ class ReplayedModel:
                 self._active = None
 
     def probe(self, probe: Probe, call: Callable[[nn.Module], Any]) -> None:
-        """Runs a probe until the model returns; random state is as it was before."""
+        """Runs a probe until the model returns; random state is as it was before.
+
+        Parameters outside of blocks that the next stage alone has may be released at this time: they have no values.
+        """
+        now, following = (set(self._plan.parameters[stage]) for stage in (probe.stage - 1, probe.stage))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             raise Leave(len(self._plan.blocks), ((), {}))
@@ -79,7 +87,7 @@ class ReplayedModel:
         devices = [self.device] if self.device.type != "cpu" else []
         try:
             with torch.random.fork_rng(devices, device_type=self.device.type):
-                self.run(probe, call)
+                self._run(probe, call, now & following)
         except Exception:
             if probe.arguments is None:
                 raise
@@ -102,9 +110,8 @@ class ReplayedModel:
         )
 
     @contextmanager
-    def _without_parameters_of_others(self, replay: Replay | Probe) -> Iterator[None]:
+    def _without_parameters_of_others(self, replay: Replay | Probe, own: Collection[str]) -> Iterator[None]:
         """An attribute in `__dict__` hides the parameter of that name."""
-        own = set(self._plan.parameters[replay.stage])
         hidden = [outer for outer in self._outer if outer.parameter not in own]
         dtypes = {dtype: getattr(owner, attribute).dtype for dtype, (owner, attribute) in self._examples.items()}
         device = self.device

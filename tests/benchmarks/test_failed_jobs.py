@@ -44,13 +44,13 @@ def test_the_error_of_a_rank_is_told_and_the_others_are_ended(run: Run, helper: 
     with pytest.raises(helper("_ranks").JobError) as failed:
         run(
             f"pid = pathlib.Path({str(pids)!r})\n"
-            "if rank == '0': pid.write_text(str(os.getpid())); time.sleep(60)\n"
+            "if rank == '0': pid.write_text(str(os.getpid())); time.sleep(600)\n"
             "while not pid.exists() or not pid.read_text(): time.sleep(0.01)\n"
             "sys.stderr.write('ValueError: an earlier line\\n')\n"
             "raise ValueError('stage: expected 0, 1, 2 or 3, found 4')\n"
         )
     assert str(failed.value) == "rank 1 ended with status 1: ValueError: stage: expected 0, 1, 2 or 3, found 4"
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 300
     with pytest.raises(ProcessLookupError):
         os.kill(int(pids.read_text()), 0)
 
@@ -70,7 +70,7 @@ def test_a_rank_that_names_no_error_is_told_by_its_status(run: Run, helper: Help
 
 def test_a_job_that_takes_too_long_is_ended(run: Run, helper: Helper) -> None:
     with pytest.raises(helper("_ranks").JobError) as failed:
-        run("if rank == '1': time.sleep(60)\n", timeout_seconds=1.5)
+        run("if rank == '1': time.sleep(600)\n", timeout_seconds=1.5)
     assert str(failed.value) == "not done after 2 s (--timeout); ranks [1] still ran"
 
 
@@ -80,7 +80,7 @@ def test_a_rank_over_its_budget_counts_before_those_that_lose_it(run: Run, helpe
     with pytest.raises(ranks.OverBudget, match=r"^rank 1 needs more memory than it may take$"):
         ranks._wait(ended, [], 30.0)
     with pytest.raises(ranks.OverBudget, match=r"^rank 0 needs more memory than it may take$"):
-        run("sys.exit(75) if rank == '0' else time.sleep(60)\n")
+        run("sys.exit(75) if rank == '0' else time.sleep(600)\n")
 
 
 def test_settings_of_the_allocator_are_the_jobs_own(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,11 @@ BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 NARROW: dict[str, Any] = {**BF16, "data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "bf16"}
 DRAWN: dict[str, Any] = {**NARROW, "bf16": {"enabled": True, "masters": False}}
 KAHAN: dict[str, Any] = {**NARROW, "bf16": {"enabled": True, "masters": "kahan"}}
+SPLIT: dict[str, Any] = {
+    **NARROW,
+    "bf16": {"enabled": True, "masters": "int8"},
+    "optimizer": {"type": "adamw", "params": {"state_dtype": "int8"}},
+}
 FROZEN = 3
 STEPS = 3  # until the largest gradient has been in each of the buffers that take turns
 
@@ -133,7 +138,7 @@ def train(engine: lowtide.Engine, step: int, look: Any) -> None:
     accumulation = engine.config.gradient_accumulation_steps or 1
     rows = 2 * engine.data_size * accumulation
     batch = [one.chunk(engine.data_size)[engine.data_rank] for one in models.token_batch(step, rows)]
-    if engine.config.parallel.pipeline > 1:
+    if engine.config.has_stages:
         engine.train_step(tuple(batch))
         return
     for number, part in enumerate(zip(*(one.chunk(accumulation) for one in batch), strict=True), 1):
@@ -245,8 +250,12 @@ def plain_cases() -> dict[str, dict[str, Any]]:
     cases["in backward"] = config_of(2, zero={"update_in_backward": True})
     cases["without masters"] = config_of(3, **DRAWN)
     cases["with remainders"] = config_of(2, 2, "shared_memory", **KAHAN)
+    cases["split"] = config_of(1, 2, **SPLIT)
+    cases["split, in backward"] = config_of(3, zero={"update_in_backward": True}, **SPLIT)
     cases["matrices"] = config_of(1, optimizer={"type": "muon"})
     cases["matrices, no masters"] = config_of(3, **{**DRAWN, "optimizer": {"type": "muon"}})
+    cases["rows and columns"] = config_of(2, optimizer={"type": "adafactor"})
+    cases["rows and columns, no masters"] = config_of(0, **{**DRAWN, "optimizer": {"type": "adafactor"}})
     cases["islands"] = config_of(2, outer={"every": 2, "ranks": 2, "overlap": 1})
     cases["islands, plain mean"] = config_of(1, outer={"every": 2, "ranks": 2, "optimizer": "average"}, **DRAWN)
     cases["8 bits"] = config_of(1, optimizer={"type": "adamw", "params": {"state_dtype": "int8"}})
@@ -262,12 +271,55 @@ def test_one_rank() -> None:
     assert_equal([compare(cases)])
 
 
+def layered_cases(folder: Path) -> dict[str, dict[str, Any]]:
+    """Each stage with every dtype, route and place of parameters, though not with every pair of them."""
+    nvme: dict[str, Any] = {"device": "nvme", "nvme_path": str(folder)}
+    layered = {"layered_gradient_accumulation": True}
+    cases = {}
+    for stage in range(4):
+        for number, dtypes in enumerate([FP32, BF16, NARROW][stage % 2 :]):
+            route = ("sockets", "shared_memory")[(stage + number) % 2]
+            cases[f"{stage} {number} {route}"] = config_of(stage, 3, route, zero=layered, **dtypes)
+    cases["no prefetch"] = config_of(3, 2, zero={**layered, "stage3_prefetch_bucket_size": 0})
+    cases["in backward"] = config_of(3, 4, zero={**layered, "update_in_backward": True}, **BF16)
+    delayed = {"device": "cpu", "overlap": "delayed", "delay_after_steps": 1}
+    cases["delayed"] = config_of(3, 2, zero={**layered, "offload_optimizer": delayed})
+    cases["files"] = config_of(3, 3, zero={**layered, "offload_param": nvme, "offload_optimizer": nvme}, **BF16)
+    return cases
+
+
+def test_layer_by_layer(ranks: RankPool, tmp_path: Path) -> None:
+    assert_equal(ranks(2, compare, layered_cases(tmp_path)))
+
+
+def test_layer_by_layer_alone(tmp_path: Path) -> None:
+    assert_equal([compare(layered_cases(tmp_path))])
+
+
+def quantized_cases() -> dict[str, dict[str, Any]]:
+    """Messages in few bits, in one level and in two, with every kind of weights that are sent."""
+    return {
+        "quantized 0": config_of(0, communication=in_few_bits(weight_bits=4)),
+        "quantized 1": config_of(1, 2, communication=in_few_bits(weight_bits=8), **BF16),
+        "quantized 2, exact in a host": config_of(2, communication=in_few_bits(gradient_bits_in_host=None)),
+        "quantized 3": config_of(3, 2, communication=in_few_bits(weight_bits=4, frozen_weight_bits=8), **BF16),
+        "quantized hybrid": config_of(3, zero={"shard_size": 2}, communication=in_few_bits(weight_bits=8)),
+        "quantized hpZ": config_of(3, zero={"zero_hpz_partition_size": 2}, communication=in_few_bits(weight_bits=4)),
+    }
+
+
+def in_few_bits(**more: Any) -> dict[str, Any]:
+    """The section, for four ranks that stand for two hosts."""
+    return {"route": "sockets", "gradient_bits": 4, "ranks_of_host": 2, **more}
+
+
 def test_several_axes(ranks: RankPool) -> None:
     pipeline: dict[str, Any] = {"parallel": {"pipeline": 2}}
     cases = {
         "hybrid 1": config_of(1, 2, "shared_memory", zero={"shard_size": 2}, **BF16),
         "hybrid 3": config_of(3, 2, zero={"shard_size": 2}),
         "hpZ": config_of(3, zero={"zero_hpz_partition_size": 2}, **BF16),
+        **quantized_cases(),
         "hpZ, one copy": config_of(3, 1, "shared_memory", zero={"zero_hpz_partition_size": 2}),
         "pipeline 0": config_of(0, 4, "shared_memory", **pipeline),
         "pipeline 2": config_of(2, 4, "shared_memory", **pipeline, **BF16),
@@ -285,6 +337,10 @@ def offload_cases(folder: Path, device: str) -> dict[str, dict[str, Any]]:
         cases[f"{overlap} fp32"] = config_of(1, 2, zero={"offload_optimizer": section})
         cases[f"{overlap} bf16"] = config_of(2, 2, zero={"offload_optimizer": {**section, "ratio": 0.5}}, **BF16)
         form = KAHAN if overlap == "speculative" else DRAWN
+        if overlap == "none":
+            zero = {"offload_optimizer": section}
+            cases["split"] = config_of(2, zero=zero, **SPLIT)
+            cases["rows and columns"] = config_of(2, zero=zero, optimizer={"type": "adafactor"})
         cases[f"{overlap}, no masters"] = config_of(1, zero={"offload_optimizer": {**section, "ratio": 0.5}}, **form)
     cases["parameters"] = config_of(3, 2, zero={"offload_param": nvme, "offload_optimizer": nvme}, **BF16)
     islands = {"every": 2, "ranks": 2, "fragments": 2}

@@ -246,8 +246,8 @@ def test_without_a_launcher_a_rank_whose_peer_has_died_leaves_at_once(tmp_path: 
     ]
     ranks[1].communicate(timeout=90)
     start = time.monotonic()
-    _, err = ranks[0].communicate(timeout=30)
-    assert time.monotonic() - start < 10, err
+    _, err = ranks[0].communicate(timeout=90)
+    assert time.monotonic() - start < 50, err  # for one that is alive elsewhere it would be 60
     assert "CollectiveError saving checkpoint 'global_step1' to checkpoints: rank 0 in an exchange of objects" in err
     assert "could not be completed: ranks [1] died before their parts were written" in err
     assert CheckpointFolder(tmp_path / "checkpoints").latest() is None
@@ -273,8 +273,9 @@ def test_a_part_whose_process_has_died_is_not_waited_for_unless_it_is_there(tmp_
 def test_a_part_from_elsewhere_is_given_up_after_the_script_soon_where_ranks_were_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    monkeypatch.setattr(save_job, "_SECONDS_AFTER_EXIT", 0.6)
-    monkeypatch.setattr(save_job, "_SECONDS_AFTER_LOST_RANKS", 0.0)
+    were_lost = isinstance(error, CollectiveError)
+    monkeypatch.setattr(save_job, "_SECONDS_AFTER_EXIT", 3600.0 if were_lost else 0.6)
+    monkeypatch.setattr(save_job, "_SECONDS_AFTER_LOST_RANKS", 0.0 if were_lost else 3600.0)
     ended = threading.Thread()
     monkeypatch.setattr(threading, "main_thread", lambda: ended)
     monkeypatch.setattr(sys, "last_value", error, raising=False)
@@ -282,7 +283,7 @@ def test_a_part_from_elsewhere_is_given_up_after_the_script_soon_where_ranks_wer
     job = job_of(tmp_path, WritingProcess("another host", 1, 0.0))
     job.wait_committed()
     assert str(job.commit_error) == "the parts of ranks [1] never came"
-    assert (time.monotonic() - start > 0.6) == isinstance(error, KeyError)
+    assert were_lost or time.monotonic() - start > 0.6
 
 
 def test_an_error_in_the_with_block_waits_for_the_part_of_this_rank(tmp_path: Path) -> None:
@@ -291,7 +292,7 @@ def test_an_error_in_the_with_block_waits_for_the_part_of_this_rank(tmp_path: Pa
         engine.save_checkpoint(tmp_path, "a")
         threading.Timer(0.2, disk.go_on.set).start()
         raise KeyError("mine")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while CheckpointFolder(tmp_path).latest() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     CheckpointFolder(tmp_path).open().verify()

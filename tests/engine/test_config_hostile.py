@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -159,14 +160,16 @@ SLOW: dict[str, tuple[Callable[[], str], str]] = {  # what took long, or crashed
 @pytest.mark.parametrize("name", SLOW)
 def test_a_file_of_a_megabyte_is_read_or_refused_in_50_ms(path: Path, name: str) -> None:
     make, fault = SLOW[name]
-    text, seconds = make(), []
-    for _ in range(3):
+    text, least = make(), math.inf
+    for _ in range(10):  # what else runs can only add to one
         start = time.process_time()
         faults = load(path, text)
-        seconds.append(time.process_time() - start)
+        least = min(least, time.process_time() - start)
+        if least <= MAX_CPU_SECONDS:
+            break
     assert (faults or [""])[0].startswith(fault)
     assert all(len(line) < 1000 for line in faults)
-    assert min(seconds) <= MAX_CPU_SECONDS
+    assert least <= MAX_CPU_SECONDS
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ ADAM: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"weight_decay"
 THEIRS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
 
-@pytest.mark.parametrize("value", [True, False, "kahan"])
-def test_there_are_three_forms(value: bool | str) -> None:
+@pytest.mark.parametrize("value", [True, False, "kahan", "int8"])
+def test_there_are_four_forms(value: bool | str) -> None:
     config = Config.load({"bf16": {"enabled": True, "masters": value}})
     assert config.bf16.masters == value and config.notes == ()
     assert Config.load(config.as_dict()) == config
@@ -36,8 +36,8 @@ def test_words_of_deepspeed_are_parameters_sums_and_states_of_bf16() -> None:
 @pytest.mark.parametrize(
     ("config", "path", "words"),
     [
-        ({"bf16": {"masters": "none"}}, "bf16.masters", 'expected true, false or "kahan", found "none"'),
-        ({"bf16": {"masters": 0}}, "bf16.masters", 'expected true, false or "kahan", found 0'),
+        ({"bf16": {"masters": "none"}}, "bf16.masters", 'expected true, false, "kahan" or "int8", found "none"'),
+        ({"bf16": {"masters": 0}}, "bf16.masters", 'expected true, false, "kahan" or "int8", found 0'),
         (
             {"bf16": {"enabled": True, "bf16_master_weights_and_grads": 2}},
             "bf16.bf16_master_weights_and_grads",

@@ -10,6 +10,7 @@ LOADS = {  # text of a file: the start of a note of it, or nothing
     '{"zero_optimization": false, "train_batch_size": 4, "fp16": {"enabled": true}}': "",
     '{"bf16": {"enabled": true, "loss_scale": 1.0, "initial_scale_power": 10}}': "bf16.loss_scale: 1.0 has no effect",
     '{"fp16": {"enabled": true, "opt_level": "O2"}}': 'fp16.opt_level: "O2" has no effect here: it is a word of Apex',
+    '{"fp16": {"enabled": true, "fp16": true, "type": "fp16"}, "fp32_allreduce": false}': "",
     '{"fp16": {"enabled": true, "min_loss_scale": 0, "loss_scale": 512}}': "",
     '{"activation_checkpointing": {"partition_activations": true, "number_checkpoints": false}}': (
         "activation_checkpointing.partition_activations: true has no effect here: it divides"
@@ -47,6 +48,14 @@ def test_it_loads(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        (
+            '{"fp16": {"enabled": true, "type": "bfloat16"}}',
+            'fp16.type: "bfloat16" is not supported yet; it is',
+        ),
+        (
+            '{"fp32_allreduce": true}',
+            "fp32_allreduce: true is not supported yet; set communication_data_type",
+        ),
         ('{"amp": {"enabled": true}}', "amp: not supported yet; set bf16.enabled or fp16.enabled"),
         ('{"compile": {"deepcompile": true}}', "compile.deepcompile: true is not supported yet; set compile.blocks"),
         ('{"max_grad_norm": 0.5}', 'max_grad_norm: unknown key "max_grad_norm"'),  # nothing says that it is DeepSpeed's

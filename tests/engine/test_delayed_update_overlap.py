@@ -1,9 +1,7 @@
 """A delayed update takes no time of the step, one thread, and the bytes that are written down."""
 
 import threading
-import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -43,26 +41,6 @@ def test_an_update_may_last_until_the_next_forward_has_been(
     engine.eval_step(OWN.global_batch(3, 1))
     engine.close()
     assert saw_a_forward == [True] * 3 * len(engine.optimizer.shards)
-
-
-def test_a_slow_update_takes_no_time_where_the_computation_is_as_slow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seconds = {}
-    for overlap in ("none", "delayed"):
-        engine = start(delayed(OWN, 0, tmp_path, overlap=overlap), optimizer=Sgd)
-        forward_seconds = 0.05 * len(engine.optimizer.shards)
-        engine.module.register_forward_hook(lambda *_, seconds=forward_seconds: time.sleep(seconds))
-        with monkeypatch.context() as patch:
-            patch.setattr(Sgd, "before_step", lambda: time.sleep(0.05))  # of each shard
-            durations = []
-            for step in range(4):
-                started = time.perf_counter()
-                take_steps(engine, OWN, step, step + 1)
-                durations.append(time.perf_counter() - started)
-            engine.close()
-        seconds[overlap] = median(durations[1:])
-    assert seconds["delayed"] < 0.7 * seconds["none"], seconds
 
 
 def test_the_thread_ends_with_the_engine(tmp_path: Path) -> None:

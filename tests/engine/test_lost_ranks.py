@@ -5,19 +5,21 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
 
 import lowtide
 from tests.models import Chain, linear_chain
 from tests.ranks import RankError, RankPool, environment, free_port
 
 ROUTES = ["shared_memory", "sockets"]
-TIMEOUT_SECONDS = 1.5
+TIMEOUT_SECONDS = 2.5
 
 
 def train_until_rank_1_is_lost(stage: int, route: str, how: str) -> tuple[str, str, float]:
@@ -39,13 +41,16 @@ def train_until_rank_1_is_lost(stage: int, route: str, how: str) -> tuple[str, s
         if how == "closes":
             engine.close()
             return "closed", "", 0.0
-        time.sleep(TIMEOUT_SECONDS + 1)
+        _get_default_store().wait(["rank 0 has given up"], timedelta(seconds=50))
         return "late", "", 0.0
     started = time.monotonic()
     try:
         engine.train_step((torch.ones(2, 8),))
     except RuntimeError as error:
         return type(error).__name__, str(error), time.monotonic() - started
+    finally:
+        if how == "late":
+            _get_default_store().set("rank 0 has given up", "")
     return "nothing", "", 0.0
 
 
@@ -55,7 +60,7 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(ranks: RankPool
     kind, text, seconds = ranks.fails(2, train_until_rank_1_is_lost, stage, route, "late")[0]
     assert kind == "CollectiveError" and text.startswith("rank 0 in ") and "rank 1" in text
     assert "communication.timeout_seconds" in text
-    assert TIMEOUT_SECONDS - 0.1 <= seconds < TIMEOUT_SECONDS + 1
+    assert TIMEOUT_SECONDS - 0.1 <= seconds < 45  # while rank 1 would still not come
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -64,7 +69,7 @@ def test_a_rank_that_died_is_an_error_at_once(ranks: RankPool, route: str) -> No
     assert isinstance(dead, RankError) and dead.kind == "Died"
     kind, text, seconds = survivor
     assert kind == "CollectiveError" and text.startswith("rank 0 in ") and "rank 1" in text and "died" in text
-    assert seconds < 5
+    assert seconds < 45  # of 60
 
 
 @pytest.mark.parametrize(
@@ -85,7 +90,7 @@ def test_a_rank_that_left_is_an_error_at_once(ranks: RankPool, route: str, how: 
     kind, text, seconds = found
     assert kind == "CollectiveError" and text.startswith("rank 0 in ") and told in text
     assert ("end all ranks at the smallest number of batches." in text) == (how == "closes")
-    assert "GLHF" not in text and seconds < 5
+    assert "GLHF" not in text and seconds < 45
 
 
 SCRIPT = """

@@ -16,7 +16,7 @@ from lowtide.engine.planning.meta_run import MetaRun
 from lowtide.engine.planning.pipelined import PipelineParts, Run, Stages, recurrence_of
 from lowtide.engine.planning.splits import Splits
 from tests import models
-from tests.engine.test_blueprint import config_of, frozen_gpt
+from tests.engine.test_blueprint import config_of, frozen_gpt, quantized_cases
 from tests.engine.test_planned_splits import ExpertGPT
 from tests.engine.test_planned_splits import batch as batch_of_experts
 from tests.ranks import RankPool
@@ -73,6 +73,7 @@ def test_several_axes(ranks: RankPool) -> None:
         "hybrid 1": config_of(1, 2, zero={"shard_size": 2}, **BF16),
         "hybrid 3": config_of(3, 2, zero={"shard_size": 2}),
         "hpZ": config_of(3, 2, zero={"zero_hpz_partition_size": 2}, **BF16),
+        **quantized_cases(),
     }
     assert ranks(4, compare, cases) == [[]] * 4
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lowtide.kernels.optimizer_states import new_states
 from lowtide.kernels.optimizer_step import update_runs, update_shard
-from lowtide.kernels.weight_rounding import Rounding, rounded_weights
+from lowtide.kernels.weight_rounding import Rounding, rounded_weights, split_weights, with_remainder
 from lowtide.optimizers.table import OPTIMIZERS
 from tests.kernels.cpu_kernel import ADAM, CASES, STATE_DTYPES, bits, needs_compiler
 from tests.kernels.test_triton_optimizer_step_bits import EXACT, assert_same, powers_of_two
@@ -16,7 +16,7 @@ from tests.kernels.test_triton_optimizer_step_bits import EXACT, assert_same, po
 CPU = torch.device("cpu")
 NUM_DRAWS = 10_000
 SGD: dict[str, Any] = {"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
-FORMS = ["drawn", "with a remainder"]
+FORMS = ["drawn", "with a remainder", "split"]
 
 
 def draws(kind: str, seed: int = 3) -> Tensor:
@@ -65,11 +65,16 @@ def test_what_bfloat16_has_stays_as_it_is(values: list[float]) -> None:
     assert rounded_weights(torch.tensor([torch.nan]), draws("elements")[:1]).isnan().all()
 
 
+def remainder_of(form: str, master: Tensor) -> Tensor | None:
+    dtypes = {"with a remainder": torch.bfloat16, "split": torch.int8}
+    return torch.zeros_like(master, dtype=dtypes[form]) if form in dtypes else None
+
+
 def steps_of(form: str, name: str, options: dict[str, Any], weight: Tensor, gradients: list[Tensor], **how: Any) -> Any:
     rule, state_dtype, backend = CASES[name][0], how["state_dtype"], how["backend"]
     master = weight.bfloat16()
-    rounding = Rounding(5, 2**32 - 700) if form == "drawn" else None
-    remainder = None if rounding is not None else torch.zeros_like(master)
+    rounding = None if form == "with a remainder" else Rounding(5, 2**32 - 700)
+    remainder = remainder_of(form, master)
     states = list(new_states(rule, master, options, state_dtype).values())
     for step, gradient in enumerate(gradients, start=1):
         update_shard(
@@ -112,20 +117,21 @@ def test_small_updates_are_lost_to_the_nearest_and_not_otherwise(backend: Any) -
     masters = {}
     for form in ("nearest", *FORMS):
         master = torch.ones(4096, dtype=torch.bfloat16)
-        remainder = torch.zeros_like(master) if form == "with a remainder" else None
+        remainder = remainder_of(form, master)
         for step in range(1, 401):
             update_shard(
                 OPTIMIZERS["sgd"], master, torch.full((4096,), -(2.0**-12)), [], step, SGD, 1.0, None,
-                rounding=Rounding(0, 0) if form == "drawn" else None, remainder=remainder, backend=backend,
+                rounding=Rounding(0, 0) if form in ("drawn", "split") else None, remainder=remainder, backend=backend,
             )  # fmt: skip
-        masters[form] = master.double() + (0.0 if remainder is None else remainder.double())
+        masters[form] = (master if remainder is None else with_remainder(master, remainder)).double()
     exact = 1 + 400 * 2.0**-12
     assert torch.equal(masters["nearest"], torch.ones(4096).double())
     # A draw's variance is below a 32nd of the square of the distance; 400 of them, of 4096 elements.
     deviation = 2.0**-7 * (400 / 32 / 4096) ** 0.5
     assert abs(float(masters["drawn"].mean()) - exact) < 4.5 * deviation
     assert masters["drawn"].std() > 2.0**-7
-    assert torch.equal(masters["with a remainder"], torch.full((4096,), exact).double())
+    for form in ("with a remainder", "split"):  # both have the bits for each of the sums
+        assert torch.equal(masters[form], torch.full((4096,), exact).double())
 
 
 def test_what_is_not_used_keeps_weight_and_remainder() -> None:
@@ -141,3 +147,38 @@ def test_what_is_not_used_keeps_weight_and_remainder() -> None:
             backend=backend,
         )  # fmt: skip
         assert_same([found, rest], [master, remainder])
+
+
+def test_a_split_weight_is_the_nearest_bfloat16_and_what_24_bits_have_beside(generator: torch.Generator) -> None:
+    words = torch.randint(-(2**31), 2**31, (NUM_DRAWS,), generator=generator, dtype=torch.int64).int()
+    values = torch.where(words.view(torch.float32).isfinite(), words, 0).view(torch.float32)
+    exact = (values.view(torch.int32) & ~0xFF).view(torch.float32)
+    for given in (exact, torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 1.00390625, -3.4e38]).repeat(100)):
+        given = (given.view(torch.int32) & ~0xFF).view(torch.float32)
+        nearest, rest = split_weights(given, draws("elements")[: given.numel()])
+        assert torch.equal(bits(with_remainder(nearest, rest)), bits(given))  # whatever is drawn
+        is_tie = rest == -128
+        assert torch.equal(nearest[~is_tie], given.bfloat16()[~is_tie])
+    nearest, rest = split_weights(torch.tensor([torch.nan, -torch.nan]), draws("elements")[:2])
+    assert nearest.isnan().all() and not rest.any()
+
+
+@pytest.mark.parametrize("kind", ["elements", "steps"])
+def test_what_24_bits_lack_is_right_in_the_mean(kind: str) -> None:
+    part, step = 0.3046875, 2.0**-15  # 78 of 256
+    value = torch.full((NUM_DRAWS,), 1.0 + 5 * step + part * step)
+    found = with_remainder(*split_weights(value, draws(kind)))
+    assert set(found.tolist()) == {1.0 + 5 * step, 1.0 + 6 * step}
+    deviation = (part * (1 - part) / NUM_DRAWS) ** 0.5
+    assert abs((float((found == 1.0 + 6 * step).double().mean()) - part) / deviation) < 4.5
+
+
+@pytest.mark.parametrize(
+    ("rounding", "remainder"), [(Rounding(0, 0), torch.zeros(8).bfloat16()), (None, torch.zeros(8).char())]
+)
+def test_a_remainder_of_another_form_is_refused(rounding: Rounding | None, remainder: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"expected remainder \(8,\) torch\..* like master, found \(8,\) torch\."):
+        update_shard(
+            OPTIMIZERS["sgd"], torch.zeros(8).bfloat16(), torch.zeros(8), [], 1, SGD, 1.0, None,
+            rounding=rounding, remainder=remainder,
+        )  # fmt: skip

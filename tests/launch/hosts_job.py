@@ -119,7 +119,7 @@ class HostsJob:
         """Everything that runs on any of the hosts, zombies too."""
         return [process for host in self.network.hosts.values() for process in host.processes()]
 
-    def wait_until_gone(self, limit: float = 5.0, besides: Sequence[psutil.Process] = ()) -> None:
+    def wait_until_gone(self, limit: float = 30.0, besides: Sequence[psutil.Process] = ()) -> None:
         """Returns when no process is left on any host; fails after `limit` seconds. besides: those that may stay."""
         start = time.monotonic()
         while left := [process for process in self.processes() if process not in besides]:

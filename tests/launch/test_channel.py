@@ -138,7 +138,7 @@ def test_a_full_line_blocks_nobody_and_loses_nothing(loop: Loop) -> None:
         sender.send(Note(text))
     assert not sender.is_flushed
     receiver = channel(loop, right, got)
-    assert loop.run(lambda: len(got) == 50, timeout=20)
+    assert loop.run(lambda: len(got) == 50, timeout=60)
     assert [message.text for message in got] == texts and sender.is_flushed
     sender.close()
     receiver.close()
@@ -151,7 +151,7 @@ def test_the_end_of_the_peer_is_told_after_its_last_words(loop: Loop) -> None:
     sender = channel(loop, left, [])
     sender.send(Note("last"))
     sender.close()
-    assert loop.run(lambda: len(got) == 2, timeout=5)
+    assert loop.run(lambda: len(got) == 2, timeout=60)
     assert got == [Note("last"), ("lost", "the connection ended")] and not receiver.is_open
     receiver.send(Note("to nobody"))
 
@@ -162,7 +162,7 @@ def test_a_stranger_is_told_apart(loop: Loop) -> None:
     channel(loop, right, got)
     with left:
         left.sendall(b"GET / HTTP/1.1\r\n")
-        assert loop.run(lambda: bool(got), timeout=5)
+        assert loop.run(lambda: bool(got), timeout=60)
     assert "it does not speak this launcher's protocol" in got[0][1] and "of the same version?" in got[0][1]
 
 
@@ -173,7 +173,7 @@ def test_talk_before_the_mark_is_no_message(loop: Loop) -> None:
     receiver = channel(loop, right, got, talk=talk.append)
     with left:
         left.sendall(b"Last login: today\r\nWelcome" + b"\n" + MAGIC + b"\n" + encode(Note("hello")) + b"\n")
-        assert loop.run(lambda: bool(got), timeout=5)
+        assert loop.run(lambda: bool(got), timeout=60)
         assert talk == ["Last login: today", "Welcome"] and got == [Note("hello")]
         receiver.close()
 
@@ -183,19 +183,20 @@ def test_silence_is_a_loss_and_tells_since_when(loop: Loop) -> None:
     got: list[Any] = []
     start = time.monotonic()
     receiver = channel(loop, right, got, silence_seconds=1.0, sends_beats=True)
+    made = time.monotonic()
     with left:
-        assert loop.run(lambda: bool(got), timeout=6)
+        assert loop.run(lambda: bool(got), timeout=60)
     assert got == [("lost", "nothing was heard from it for 1 s")]
-    assert receiver.lost_at - start < 0.5 < time.monotonic() - start
+    assert start <= receiver.lost_at <= made <= time.monotonic() - 0.9
 
 
 def test_two_that_beat_are_not_silent_and_know_their_clocks(loop: Loop) -> None:
     left, right = socket.socketpair()
     got: list[Any] = []
-    launcher = channel(loop, left, got, silence_seconds=1.0, sends_beats=True)
-    agent = channel(loop, right, got, silence_seconds=1.0)
+    launcher = channel(loop, left, got, silence_seconds=2.0, sends_beats=True)
+    agent = channel(loop, right, got, silence_seconds=2.0)
     assert launcher.clock_uncertainty == float("inf")
-    loop.run(lambda: False, timeout=2.2)
+    loop.run(lambda: False, timeout=4.2)
     assert got == []
     assert abs(launcher.clock_offset) <= launcher.clock_uncertainty < 1
     launcher.close()
@@ -211,7 +212,7 @@ def test_a_beat_is_answered_with_the_clock(loop: Loop) -> None:
         heard: list[bytes] = []
         peer = left.fileno()
         loop.on_readable(peer, lambda: heard.append(os.read(peer, 4096)))
-        assert loop.run(lambda: bool(heard), timeout=5)
+        assert loop.run(lambda: bool(heard), timeout=60)
         answer = decode(heard[0])
         loop.forget(peer)
     assert isinstance(answer, Beat) and answer.sent == 5.0 and answer.clock is not None

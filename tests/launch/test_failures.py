@@ -100,7 +100,7 @@ def test_a_host_that_is_silent_is_lost(tmp_path: Path) -> None:
     job = started(tmp_path, *options, variables=variables)
     stopped = next(process for process in agents(job) if process.environ()["FAKE_HOST"] == "b")
     os.kill(stopped.pid, signal.SIGSTOP)
-    status, _, err = job.finish(timeout=10)
+    status, _, err = job.finish(timeout=60)
     assert status == 1 and "lost host b: nothing was heard from it for 2 s" in err
 
 
@@ -115,7 +115,7 @@ while not all(pathlib.Path(f"ready{other}").exists() for other in range(4)):
 if rank == "2":
     print("the cause", flush=True)
     os._exit(7)
-time.sleep(0.5)
+time.sleep(3)
 os._exit(30)
 """
     variables = fakes.install(tmp_path / "bin", "ssh", fakes.SSH)
@@ -135,7 +135,7 @@ def test_a_command_that_cannot_run_is_explained(tmp_path: Path) -> None:
 
 MISSES_RANK_1 = """
 import os, sys, time
-time.sleep(0.5 * (os.environ["RANK"] == "0"))
+time.sleep(2 * (os.environ["RANK"] == "0"))
 sys.exit(os.environ["RANK"] == "0")
 """
 

@@ -121,7 +121,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_time(tmp_path: Pa
     start = time.monotonic()
     status, _, err = Job(tmp_path, IGNORES_SIGTERM, "--nproc", "2", "--grace", "0.5").finish()
     assert status == 9 and "rank 0 of 2" in err
-    assert 0.5 <= time.monotonic() - start < 10
+    assert 0.5 <= time.monotonic() - start < 60  # of 600
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -149,4 +149,4 @@ def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
     time.sleep(0.3)
     assert job.process.poll() is None
     job.process.terminate()
-    assert job.finish(timeout=10)[0] == 128 + signal.SIGTERM
+    assert job.finish(timeout=60)[0] == 128 + signal.SIGTERM

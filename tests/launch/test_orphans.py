@@ -43,7 +43,7 @@ def test_all_of_the_job_and_none_of_another_is_killed(start: Start) -> None:
     job, other = str(uuid.uuid4()), str(uuid.uuid4())
     mine, others = [start(job), start(job)], [start(other), start(job + "0"), start("")]
     assert set(orphans.kill_orphans(job)) == {process.pid for process in mine}
-    assert [process.wait(5) for process in mine] == [-9, -9]
+    assert [process.wait(60) for process in mine] == [-9, -9]
     assert [process.poll() for process in others] == [None] * 3
 
 
@@ -128,6 +128,6 @@ def test_a_host_that_is_not_reached_is_told_with_the_reason() -> None:
 
 @pytest.mark.parametrize(("was_silent", "limit"), [(True, 1.0), (False, 3.0)])
 def test_all_hosts_have_the_same_time(was_silent: bool, limit: float) -> None:
-    said, seconds = swept(SLEEP, SLEEP, SLEEP, was_silent=was_silent)
-    assert limit <= seconds < limit + 2
-    assert len(said) == 3 and all(f"no answer within {limit:g} s" in line for line in said)
+    said, seconds = swept(*[SLEEP] * 8, was_silent=was_silent)
+    assert limit <= seconds < 4 * limit
+    assert len(said) == 8 and all(f"no answer within {limit:g} s" in line for line in said)

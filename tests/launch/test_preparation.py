@@ -88,7 +88,7 @@ def test_no_answer_in_time_names_the_hosts(loop: Loop, monkeypatch: pytest.Monke
     start = time.monotonic()
     with pytest.raises(LaunchError, match=r"^no answer within 0\.3 s from n1; nothing was started$"):
         prepared(loop, silent, [])
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 25  # of the 30 that it would be
 
 
 def test_the_limit_for_an_answer_is_half_a_minute() -> None:

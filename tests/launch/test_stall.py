@@ -10,11 +10,14 @@ from tests.launch.jobs import Job
 
 # What the engine records of a rank; rank 1 stays away from the collective that rank 0 waits in.
 STALLS = """
-import os, sys, time
+import os, pathlib, sys, time
 import lowtide
 from lowtide.watch.progress import Activity, Progress
 
 rank = int(os.environ["RANK"])
+pathlib.Path(f"ready{rank}").touch()
+while not all(pathlib.Path(f"ready{other}").exists() for other in range(2)):
+    time.sleep(0.01)
 progress = Progress.of_this_process()
 progress.identify(rank, 2)
 progress.end_step(12)

@@ -35,11 +35,11 @@ def test_ctrl_c_reaches_every_rank_once_and_leaves_them_time(tmp_path: Path) -> 
         command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, cwd=tmp_path
     ) as process:
         os.close(theirs)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 90
         while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
             assert time.monotonic() < deadline
             time.sleep(0.02)
         os.write(ours, b"\x03")
-        assert process.wait(20) == 0
+        assert process.wait(90) == 0
     os.close(ours)
     assert [(tmp_path / f"count{rank}").read_text() for rank in range(2)] == ["1", "1"]

@@ -84,7 +84,7 @@ def test_a_second_interrupt_kills_at_once_on_other_hosts_too(tmp_path: Path) -> 
     time.sleep(0.3)
     assert job.process.poll() is None
     job.process.send_signal(signal.SIGINT)
-    assert job.finish(timeout=10)[0] == 128 + signal.SIGINT
+    assert job.finish(timeout=60)[0] == 128 + signal.SIGINT
 
 
 def test_a_killed_launcher_leaves_nothing_on_the_hosts_of_srun(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_an_agent_obeys_nobody_who_listens_at_the_meeting_port_before_the_launch
 def test_an_agent_without_a_token_connects_to_nobody() -> None:
     environ = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
     agent = agent_command("--connect", "127.0.0.1:1", "--wait", "0.5")
-    done = subprocess.run(agent, env=environ, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(agent, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "expected one in LOWTIDE_TOKEN, found nothing; what starts the agents (srun, mpirun) must" in done.stderr
 
@@ -218,10 +218,10 @@ def test_clients_of_ssh_that_hang_are_ended_together(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     loop, events = Loop(), Mock()
     transport = SshTransport(SshOptions(), 4.0)
-    transport.start(loop, ["a", "b", "c"], events)
+    transport.start(loop, list("abcdefghij"), events)
     start = time.monotonic()
     transport.close()
-    assert time.monotonic() - start < 2 * END_SECONDS
+    assert time.monotonic() - start < 5 * END_SECONDS  # of ten one after the other
     loop.close()
     for call in events.linked.call_args_list:
         os.close(call.args[0].read_fd)
@@ -231,7 +231,7 @@ def test_clients_of_ssh_that_hang_are_ended_together(monkeypatch: pytest.MonkeyP
 def test_an_agent_gives_up_where_no_launcher_listens() -> None:
     agent = agent_command("--connect", "127.0.0.1:1", "--wait", "0.5")
     environ = {**os.environ, TOKEN_VARIABLE: "token"}
-    done = subprocess.run(agent, env=environ, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(agent, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "there is no launcher at 127.0.0.1:1 after 0.5 s" in done.stderr
     assert "has it been started on the first host" in done.stderr

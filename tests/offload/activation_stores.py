@@ -43,6 +43,8 @@ class MemoryStore:
         self.refusing: set[str] = set()  # of "save", "load": fail when they are asked for
         self.kept: dict[str, Tensor] = {}
         self.num_saves = self.num_loads = 0
+        self.may_run = threading.Event()  # no transfer does before
+        self.may_run.set()
         self._thread = ThreadPoolExecutor(1)
         self._lock = threading.Lock()
 
@@ -90,6 +92,7 @@ class MemoryStore:
 
     def _take_time(self, verb: str) -> None:
         time.sleep(self.seconds)
+        assert self.may_run.wait(30), "somebody waits for a transfer that may not run yet"
         if verb in self.failing:
             raise OffloadError(f"the disk of the test is full ({verb})")
 

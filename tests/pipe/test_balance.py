@@ -59,9 +59,9 @@ def test_costs_whose_sums_round_find_a_partition() -> None:
 
 def test_two_hundred_blocks_on_sixty_four_stages_take_no_time() -> None:
     chance = random.Random(0)
-    begin = time.perf_counter()
+    begin = time.process_time()
     assert sum(partition([chance.random() for _ in range(200)], 64)) == 200
-    assert time.perf_counter() - begin < 20
+    assert time.process_time() - begin < 20
 
 
 @pytest.mark.parametrize("num_stages", [0, 4])

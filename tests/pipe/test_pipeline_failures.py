@@ -293,7 +293,7 @@ def test_an_error_in_the_model_names_the_action(ranks: RankPool) -> None:
     assert first.startswith(
         "RuntimeError: pipeline: a stage of rank 1 failed: KeyError: 'no such expert' (pipeline: in"
     )
-    assert waited < 2
+    assert waited < 30  # and not when 60 s are over
 
 
 def goes_on(number: int, block: int, config: dict[str, Any]) -> list[Any]:
@@ -335,14 +335,14 @@ def test_a_stage_that_fails_ends_the_step_on_all_ranks_and_training_goes_on(rank
     for found, (whole,) in zip(ranks(num_ranks, goes_on, number, block, config), right, strict=True):
         step, waited, evaluation, also_waited, values = found
         assert "KeyError: 'no such expert'" in step and "KeyError: 'no such expert'" in evaluation
-        assert max(waited, also_waited) < 2
+        assert max(waited, also_waited) < 30  # where the timeout is longer than the test may take
         assert all(torch.equal(values[key], value) for key, value in whole.items())
 
 
 def test_a_rank_that_dies_in_mid_schedule(ranks: RankPool) -> None:
     text, waited = ranks.fails(2, train_broken, "dies", 60.0)[0]
     assert text.startswith("CollectiveError: rank 0 in pipeline action ") and "no answer from rank 1" in text
-    assert "(stage 0, microbatch " in text and waited < 10
+    assert "(stage 0, microbatch " in text and waited < 30
 
 
 def train_a_part_of_a_step(case: Case) -> str:

@@ -40,9 +40,9 @@ def test_the_table_says_what_a_schedule_is(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_64_ranks_and_512_microbatches_are_made_in_seconds(name: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     make_schedule(name, 64, 512)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_an_unknown_name_is_refused_with_the_name_that_may_be_meant() -> None:

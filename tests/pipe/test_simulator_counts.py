@@ -1,5 +1,7 @@
 """The simulator's times and bytes are those that one works out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from lowtide.pipe.schedules.action import Action
@@ -49,6 +51,15 @@ def test_a_message_takes_its_time_only_between_ranks() -> None:
     ]
     one_rank = make_schedule("zb-v", 1, 4)
     assert simulate(one_rank, Costs.uniform(2, send=100.0)).makespan == 2 * 4 * 3
+
+
+def test_what_is_collected_after_all_backwards_but_the_last_comes_before_what_is_sent() -> None:
+    assert two_ranks(replace(Costs.uniform(2), collect=(1.0, 0.5))) == [
+        [("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 4.5, 7.5), ("0B1", 7.5, 9.5)],
+        [("1F0", 1, 2), ("1B0", 2, 4.5), ("1F1", 4.5, 5.5), ("1B1", 5.5, 7.5)],
+    ]
+    with pytest.raises(ValueError, match="collect has 1 values, expected one for each of 2 stages"):
+        replace(Costs.uniform(2), collect=(1.0,))
 
 
 def test_messages_in_the_lists_are_under_way_while_ranks_compute_unless_they_block() -> None:

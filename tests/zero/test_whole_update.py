@@ -23,7 +23,7 @@ def case_of(**config: Any) -> Case:
     return Case(tiny_gpt, token_batch, clip=0.5, config={**LAMB, **config})
 
 
-@pytest.mark.parametrize("masters", [True, False, "kahan"])
+@pytest.mark.parametrize("masters", [True, False, "kahan", "int8"])
 def test_stages_and_places_have_the_same_bits(ranks: RankPool, tmp_path: Path, masters: bool | str) -> None:
     case = case_of(bf16={"enabled": True, "masters": masters})
     half = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}

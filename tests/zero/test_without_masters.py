@@ -1,8 +1,12 @@
 """bf16 without master weights: the same bits wherever a parameter lies, and as few bytes as it says."""
 
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ from torch import Tensor
 
 import lowtide
 from lowtide.kernels.weight_rounding import Rounding, rounded_weights
+from lowtide.offload import FileStore
 from lowtide.optimizers.table import OPTIMIZERS
 from lowtide.zero.gradient import GroupGradient
 from tests.engine.test_optimizer_offload import Wide, offloaded
@@ -19,7 +24,8 @@ from tests.ranks import RankPool
 from tests.zero.apart import apart
 from tests.zero.training import ADAMW, Case, Outcome, share_of, train, train_all
 
-FORMS: list[Any] = [False, "kahan"]
+FORMS: list[Any] = [False, "kahan", "int8"]
+REMAINDERS = {"kahan": "remainder", "int8": "correction"}
 NARROW = {**ADAMW, "params": {**ADAMW["params"], "state_dtype": "bf16"}}
 SGD = {"type": "sgd", "params": {"lr": 0.125}}
 
@@ -104,7 +110,8 @@ def go_on(case: Case, folder: Path, first: int, end: int) -> dict[str, Tensor]:
         for step in range(first, end):
             engine.train_step(share_of(case.global_batch(step, engine.data_size)))
         engine.save_checkpoint(folder)
-        states = ("exp_avg", "exp_avg_sq", *(["remainder"] if case.config["bf16"]["masters"] == "kahan" else []))
+        rest = REMAINDERS.get(case.config["bf16"]["masters"])
+        states = ("exp_avg", "exp_avg_sq", *([rest] if rest else []))
         names = [name for name, _ in engine.named_parameters()]
         found = {f"{name} {state}": engine.full(name, state) for name in names for state in (None, *states)}
         return {key: value for key, value in found.items() if engine.rank == 0}
@@ -146,13 +153,13 @@ def test_a_step_is_the_update_in_float32_rounded_by_number(ranks: RankPool) -> N
     ranks(2, step_by_hand)
 
 
-def bytes_of_each(masters: bool | str, state_dtype: str, sums: str | None) -> float:
+def bytes_of_each(masters: bool | str, state_dtype: str, sums: str | None, in_backward: bool = False) -> float:
     config = {
         "steps_per_print": 0,
         "bf16": {"enabled": True, "masters": masters},
         "optimizer": {"type": "adamw", "params": {"state_dtype": state_dtype}},
         "data_types": {"grad_accum_dtype": sums},
-        "zero_optimization": {"stage": 2},
+        "zero_optimization": {"stage": 2, "update_in_backward": in_backward},
     }
     with lowtide.initialize(Wide(64), config) as engine:
         engine.backward(engine(*share_of(vector_batch(0, 2 * engine.world_size))))
@@ -166,12 +173,53 @@ def bytes_of_each(masters: bool | str, state_dtype: str, sums: str | None) -> fl
 
 def test_bytes_of_a_parameter(ranks: RankPool) -> None:
     """Gradient and states, of a shard's element; and the parameter's own two."""
+    expected: dict[tuple[Any, ...], float]
     expected = {(True, "fp32", None): 18, (False, "bf16", "bf16"): 8, ("kahan", "bf16", "bf16"): 10}
+    expected["int8", "int8", "bf16"] = 7 + 2 * 4 / 256  # a scale for 256 elements of each state
+    expected["int8", "int8", "bf16", True] = 5 + 2 * 4 / 256
     for arguments, nbytes in expected.items():
         assert ranks(2, bytes_of_each, *arguments) == [nbytes] * 2, arguments
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(True, False), (False, True), (True, "kahan"), ("kahan", False)])
+def traffic_of_each(masters: bool | str, state_dtype: str, path: str) -> dict[str, float]:
+    """Bytes of a shard's element that go from and to files in a step."""
+    config = {
+        "steps_per_print": 0,
+        "bf16": {"enabled": True, "masters": masters},
+        "optimizer": {"type": "adamw", "params": {"state_dtype": state_dtype}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": path}},
+    }
+    moved: Counter[str] = Counter()
+    plain = {"load": FileStore.load, "save": FileStore.save}
+
+    def counted(verb: str, store: FileStore, key: str, values: Tensor) -> Any:
+        moved[verb] += values.nbytes
+        return plain[verb](store, key, values)
+
+    with lowtide.initialize(Wide(256), config) as engine:
+        batch = share_of(vector_batch(0, 2 * engine.world_size))
+        engine.train_step(batch)
+        with ExitStack() as stack:
+            for verb in plain:
+                stack.enter_context(patch.object(FileStore, verb, partialmethod(partial(counted, verb))))
+            engine.train_step(batch)
+        shards = sum(shard.group.layout.shard_numel for shard in engine.optimizer.shards)
+        return {verb: moved[verb] / shards for verb in plain}
+
+
+def test_bytes_from_and_to_files(ranks: RankPool, tmp_path: Path) -> None:
+    expected: dict[tuple[bool | str, str], float]
+    expected = {(True, "fp32"): 12, (False, "bf16"): 4, ("int8", "int8"): 3 + 2 * 4 / 256}
+    for arguments, nbytes in expected.items():
+        for moved in ranks(2, traffic_of_each, *arguments, str(tmp_path)):
+            assert moved["load"] == moved["save"], arguments
+            assert 0 <= moved["load"] - nbytes < 0.005, arguments  # tensors of a chunk begin at multiples
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [(True, False), (False, True), (True, "kahan"), ("kahan", False), ("kahan", "int8"), ("int8", True)],
+)
 def test_a_checkpoint_goes_on_with_another_form(
     ranks: RankPool, tmp_path: Path, saved: bool | str, loaded: bool | str
 ) -> None:
@@ -182,26 +230,28 @@ def test_a_checkpoint_goes_on_with_another_form(
     for name, value in expected.items():
         if name.endswith("None"):
             assert torch.equal(found[name], value.bfloat16().float()), name
-        elif not name.endswith("remainder"):
+        elif not name.endswith(tuple(REMAINDERS.values())):
             assert torch.equal(found[name], value), name
-    assert not any(value.any() for name, value in found.items() if name.endswith("remainder"))
+    assert not any(value.any() for name, value in found.items() if name.endswith(tuple(REMAINDERS.values())))
 
 
-def write_and_look(place: dict[str, Any]) -> None:
-    config = case_of("kahan", zero_optimization={"stage": 3, **place}).at(3).as_config()
+def write_and_look(masters: str, place: dict[str, Any], state_dtype: str) -> None:
+    params = {**ADAMW["params"], "state_dtype": state_dtype}
+    optimizer, rest = {**ADAMW, "params": params}, REMAINDERS[masters]
+    config = case_of(masters, optimizer=optimizer, zero_optimization={"stage": 3, **place}).at(3).as_config()
     with lowtide.initialize(tiny_gpt(), config) as engine:
         for step in range(2):
             engine.train_step(share_of(token_batch(step, 2 * engine.world_size)))
         names = [name for name, _ in engine.named_parameters()]
         written, changed, kept = names[1], names[2], names[3]
-        assert all(engine.full(name, "remainder").any() for name in (written, changed, kept))
+        assert all(engine.full(name, rest).any() for name in (written, changed, kept))
         with pytest.raises(ValueError, match="the parameter's shape"):
             engine.set_full(kept, torch.zeros(1))  # changes nothing
         engine.set_full(written, torch.full_like(engine.full(written), 0.5))
         parameter = dict(engine.module.named_parameters())[changed]
         with torch.no_grad(), engine.gathered(parameter, modify=True):
             parameter.fill_(0.25)
-        assert [engine.full(name, "remainder").any().item() for name in (written, changed, kept)] == [
+        assert [engine.full(name, rest).any().item() for name in (written, changed, kept)] == [
             False,
             False,
             True,
@@ -210,8 +260,10 @@ def write_and_look(place: dict[str, Any]) -> None:
 
 
 def test_values_that_are_written_lack_nothing(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2, write_and_look, {})
-    ranks(2, write_and_look, {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}})
+    in_files = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    for masters, place, state_dtype in (("kahan", {}, "bf16"), ("kahan", in_files, "bf16"), ("int8", {}, "int8")):
+        ranks(2, write_and_look, masters, place, state_dtype)
+    ranks(2, write_and_look, "int8", in_files, "int8")
 
 
 def weights_here(masters: bool | str) -> dict[str, Tensor]:
@@ -269,6 +321,7 @@ def test_a_class_of_the_callers_own_is_rounded_alike(ranks: RankPool) -> None:
     assert outcomes[0].losses != ranks(2, train_own, [case_of(True, optimizer=None)])[0][0].losses
 
 
-def test_remainders_need_an_optimizer_that_is_known() -> None:
-    with pytest.raises(ValueError, match=r'bf16.masters: "kahan" needs an optimizer .*, found Rprop; name one'):
-        train_own([case_of("kahan", optimizer=None)])
+@pytest.mark.parametrize("masters", REMAINDERS)
+def test_remainders_need_an_optimizer_that_is_known(masters: str) -> None:
+    with pytest.raises(ValueError, match=rf'bf16.masters: "{masters}" needs an optimizer .*, found Rprop; name one'):
+        train_own([case_of(masters, optimizer=None)])

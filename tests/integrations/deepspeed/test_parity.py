@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import lowtide.deepspeed as deepspeed
+from lowtide.deepspeed.pipe import LayerSpec, PipelineModule
 from lowtide.deepspeed.utils import RepeatingLoader
 from tests.integrations.deepspeed.scripts import DATA, ROWS, batches, engine_of, layers, train
 from tests.ranks import RankPool
@@ -82,3 +84,25 @@ def in_order() -> list[float]:
 def test_a_pipeline_draws_its_training_data_in_order(ranks: RankPool) -> None:
     for found in ranks(2, in_order):
         assert found[:2] == found[2:]
+
+
+def of_many_classes(num_stages: int) -> list[float]:
+    """Losses of a list of layers of which no class is the most frequent."""
+    torch.manual_seed(0)
+    stem = [LayerSpec(nn.Conv2d, 3, 4, 3), nn.PReLU(), nn.Flatten(), LayerSpec(nn.Linear, 16, 6), torch.tanh]
+    model = PipelineModule(
+        [*stem, LayerSpec(nn.LayerNorm, 6), LayerSpec(nn.Linear, 6, 5)], num_stages, loss_fn=nn.CrossEntropyLoss()
+    )
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "optimizer": {"type": "Adam"}}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    generator = torch.Generator().manual_seed(1)
+    data = [(torch.randn(2, 3, 4, 4, generator=generator), torch.arange(2)) for _ in range(2)]
+    found = [engine.train_batch(iter(data)).item() for _ in range(3)]
+    engine.destroy()
+    return found
+
+
+def test_every_layer_of_a_pipeline_module_may_begin_a_stage(ranks: RankPool) -> None:
+    whole = ranks(1, of_many_classes, 1)[0]
+    assert all(found == pytest.approx(whole, abs=1e-6) for found in ranks(2, of_many_classes, 2))
+    assert whole[2] < whole[0]

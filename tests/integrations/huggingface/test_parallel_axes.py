@@ -175,6 +175,7 @@ def refusal(folder: str, parallel: dict[str, int], options: dict[str, Any], give
 
 DISPATCH = {"accelerator_config": {"dispatch_batches": True}}
 REFUSED: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any], str]] = {
+    "noise": ({"sequence": 2}, {"neftune_noise_alpha": 5.0}, {}, "expected no neftune_noise_alpha with parallel.seq"),
     "smoothing": ({"sequence": 2}, {"label_smoothing_factor": 0.1}, {}, "expected label_smoothing_factor=0 with para"),
     "loss function": ({"sequence": 2}, {}, {"compute_loss_func": summed_loss}, "expected labels among the inputs, or"),
     "dispatch": ({"tensor": 2}, DISPATCH, {}, "expected no dispatch_batches where 2 ranks are given the same batches"),

@@ -41,8 +41,8 @@ def update(
     runs = [(numel * (i + 1) // num_runs, OPTIONS | {"weight_decay": 0.1 * i}) for i in range(num_runs)]
     out = meta(out_dtype) if out_dtype is not None else None
     scale, skip = meta(torch.float32, 1), meta(torch.bool, 1)
-    rounding = Rounding(1, 2**40) if form == "drawn" else None
-    remainder = meta(BFLOAT16) if form == "with a remainder" else None
+    rounding = Rounding(1, 2**40) if form in ("drawn", "split") else None
+    remainder = {"with a remainder": meta(BFLOAT16), "split": meta(INT8)}.get(form)
     shard = ShardUpdate(master, meta(dtype), states, runs, [3] * num_runs, out, rounding, remainder)
     optimizer_step.update(OPTIMIZERS[rule_name], [shard, shard], 3, scale, skip)
 
@@ -57,6 +57,7 @@ CASES = {
     "adamw, all in 16 bits": lambda dtype: update(dtype, "adamw", BFLOAT16, BFLOAT16, None),
     "adamw, drawn": lambda dtype: update(dtype, "adamw", BFLOAT16, BFLOAT16, None, form="drawn"),
     "adamw, remainder": lambda dtype: update(dtype, "adamw", BFLOAT16, BFLOAT16, None, form="with a remainder"),
+    "adamw, split": lambda dtype: update(dtype, "adamw", INT8, BFLOAT16, None, form="split"),
     "adam, to float16": lambda dtype: update(dtype, "adam", INT8, out_dtype=torch.float16),
     "lion": lambda dtype: update(dtype, "lion", INT8),
     "adagrad": lambda dtype: update(dtype, "adagrad", INT8, num_runs=3),
@@ -65,4 +66,4 @@ CASES = {
 # Three programs of 256 threads side by side: with 16 bytes of each tensor a thread, enough to hide memory's latency.
 REGISTERS = dict.fromkeys(CASES, 80)
 # Programs of 128 threads with 8 elements each: four of them side by side have more elements than three of the others.
-REGISTERS |= {"adamw, drawn": 112, "adamw, remainder": 112}
+REGISTERS |= {"adamw, drawn": 112, "adamw, remainder": 112, "adamw, split": 112}

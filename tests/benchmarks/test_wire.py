@@ -1,0 +1,46 @@
+"""Contenders on a cable between two hosts: a rehearsal at a small size, and what is made of its numbers."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+Helper = Callable[[str], ModuleType]
+
+
+def test_fewer_bits_are_fewer_bytes_on_the_cable(script: Helper, helper: Helper, tmp_path: Path) -> None:
+    if why := helper("_namespaces").fault():
+        pytest.skip(why)
+    record, image = tmp_path / "wire.json", tmp_path / "wire.png"
+    names = ["plain", "hpz4"]
+    options = ["--size", "tiny", "--warmup", "3", "--steps", "1", "--rounds", "1", "--speeds", "1 Gbit/s"]
+    script("wire").main(["--contenders", *names, *options, "--json", str(record), "--image", str(image)])
+    rows = {row["contender"]: row for row in json.loads(record.read_text())["rows"]}
+    assert list(rows) == names and image.stat().st_size > 0
+    assert 0 < rows["hpz4"]["megabytes"] < 0.35 * rows["plain"]["megabytes"]
+
+
+def test_rates_are_compared_round_by_round(script: Helper) -> None:
+    wire = script("wire")
+    records: list[dict[str, Any]] = [
+        {"contender": name, "speed": 1e9, "round": number, "seconds": seconds, "bytes": 2e6}
+        for number, slow in enumerate((1.0, 10.0, 3.0))  # of the machine
+        for name, seconds in (("plain", 4 * slow), ("hpz", 2 * slow))
+    ]
+    plain, hpz = wire.summary(records, [1e9])
+    assert plain["times at 1000000000"] == 1.0 and hpz["times at 1000000000"] == 2.0
+    assert (
+        wire.table([plain, hpz], {"1 Gbit/s": 1e9}).splitlines()[-1] == "| lowtide stage 3, hpZ | 2.0 | 6000 (2.00 x) |"
+    )
+
+
+def test_a_machine_without_namespaces_is_told_so(
+    script: Helper, helper: Helper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire = script("wire")
+    monkeypatch.setattr(wire, "fault", lambda: "network namespaces need root")
+    with pytest.raises(SystemExit, match="expected a machine on which two hosts can be made, found none: network"):
+        wire.main([])

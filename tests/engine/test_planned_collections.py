@@ -1,0 +1,108 @@
+"""Under a pipeline, stages 2 and 3 reduce the gradients of each microbatch: what is planned of it is what is done."""
+
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import lowtide
+from lowtide.engine.blueprint import Blueprint
+from lowtide.engine.config.config import Config
+from lowtide.engine.planning.estimate import Estimate, Work
+from lowtide.engine.planning.machine import Machine
+from lowtide.engine.planning.meta_run import MetaRun
+from lowtide.engine.planning.pipelined import PipelineParts, Run, Stages, recurrence_of
+from lowtide.pipe.messages import Messages
+from lowtide.pipe.schedules.action import Action, Op
+from lowtide.pipe.schedules.registry import make_schedule
+from lowtide.zero.scheduled_units import ScheduledUnits
+from tests import models
+from tests.engine.test_blueprint import config_of
+from tests.ranks import RankPool
+
+MICROBATCHES = 4
+
+
+def done(schedule: str) -> list[str]:
+    """What a rank does after its backwards, in a step of stage 2."""
+    found: list[str] = []
+    collect, reduce, send = ScheduledUnits.collect, ScheduledUnits.reduce, Messages.send
+
+    def collected(self: ScheduledUnits, stage: int) -> None:
+        found.append(f"collect {stage}")
+        collect(self, stage)
+
+    def reduced(self: ScheduledUnits, stage: int) -> None:
+        found.append(f"reduce {stage}")
+        reduce(self, stage)
+
+    def sent(self: Messages, action: Action, tensors: list[torch.Tensor]) -> None:
+        found.extend([f"send {action.stage}"] * (action.op is Op.SEND_B))
+        send(self, action, tensors)
+
+    config = config_of(2, MICROBATCHES, parallel={"pipeline": 2}, pipeline={"schedule": schedule})
+    with (
+        lowtide.initialize(models.tied_gpt(), config) as engine,
+        patch.object(ScheduledUnits, "collect", collected),
+        patch.object(ScheduledUnits, "reduce", reduced),
+        patch.object(Messages, "send", sent),
+    ):
+        engine.train_step(models.token_batch(0, 2 * MICROBATCHES))
+    return found
+
+
+def simulated(schedule: str, rank: int) -> list[str]:
+    """The same by the schedule: whoever waits for a gradient waits for what is collected before it is sent too."""
+    plan = make_schedule(schedule, 2, MICROBATCHES)
+    actions = plan.actions[rank]
+    left, found = Counter(action.stage for action in actions if action.op in (Op.B, Op.W)), []
+    for action in actions:
+        if action.op in (Op.B, Op.W):
+            left[action.stage] -= 1
+            found += [f"collect {action.stage}"] if left[action.stage] else []
+        if action.op is Op.B and action.stage and plan.crosses(action.stage - 1):
+            found.append(f"send {action.stage}")
+        if action.op in (Op.B, Op.W) and not left[action.stage]:
+            found.append(f"reduce {action.stage}")
+    return found
+
+
+def test_gradients_are_collected_before_they_are_sent_and_reduced_behind(ranks: RankPool) -> None:
+    assert ranks(2, done, "1f1b") == [simulated("1f1b", rank) for rank in range(2)]
+
+
+def estimated(stage: int, machine: Machine) -> tuple[Estimate, PipelineParts, Run]:
+    config: dict[str, Any] = config_of(stage, MICROBATCHES, parallel={"pipeline": 2})
+    with torch.device("meta"):
+        model = models.tied_gpt()
+    blueprint = Blueprint.of(Config.load(config).resolve(4), model, 4)
+    assert blueprint.pipeline is not None
+    profile = MetaRun(model, blueprint.units, blueprint.dtypes, "cpu").profile(models.token_batch(0, 2), 2, 0)
+    stages = Stages(blueprint.pipeline.split, profile, Work(profile, machine))
+    run = Run.of(recurrence_of(blueprint.pipeline.schedule), stages.costs(0.0), MICROBATCHES)
+    parts = PipelineParts(blueprint, machine)
+    return parts.estimate(blueprint.config, stages, run), parts, run
+
+
+def test_what_sends_is_what_computes_on_processors() -> None:
+    machine = Machine(devices_per_host=4, device="cpu")
+    (once, parts, run), (each, parts_of_each, _) = (estimated(stage, machine) for stage in (1, 2))
+    assert parts.collecting(run) == [0.0, 0.0]
+    collecting = parts_of_each.collecting(run)
+    more = each.seconds["reduce exposed"] - once.seconds["reduce exposed"]
+    least, most = min(collecting), max(collecting)
+    # Three on the rank that ends last, and the first of the other one, for which it waits.
+    assert 0 < MICROBATCHES * least <= more * (1 + 1e-9) and more <= MICROBATCHES * most * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("speed", "is_exposed"), [(1e15, False), (1e3, True)])
+def test_reductions_beside_the_next_microbatch_are_waited_for_where_they_take_longer(
+    speed: float, is_exposed: bool
+) -> None:
+    machine = Machine(devices_per_host=4, intra=speed, intra_latency=0.0)
+    _, parts, run = estimated(2, machine)
+    collecting = parts.collecting(run)
+    assert [seconds > 0 for seconds in collecting] == [is_exposed] * 2
+    assert (run.collecting(collecting) > 0) == is_exposed

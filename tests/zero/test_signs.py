@@ -1,0 +1,417 @@
+"""1-bit Adam, 0/1 Adam and 1-bit LAMB are their papers' formulas, and send a bit for each element."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowtide
+from lowtide.comm import regions_of
+from lowtide.engine.blueprint import Blueprint
+from lowtide.engine.config.config import Config, ConfigError
+from lowtide.engine.footprint import Moment, RankBytes, bytes_of
+from lowtide.kernels.sign_bits import packed_signs, unpacked_signs
+from lowtide.optimizers.onebit import _meets, updates_variance
+from lowtide.watch.log import logger
+from lowtide.zero.layout import FlatLayout, round_up
+from lowtide.zero.sign_mean import SignLayout
+from tests.engine.saving import Trip, load_trips, save_trips
+from tests.models import tiny_gpt, tiny_gpt_float64, token_batch
+from tests.ranks import RankPool
+from tests.zero.training import Case, Outcome, one_thread, rank_and_world, share_of, train_all
+
+ADAM: dict[str, Any] = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}
+PARAMS: dict[str, dict[str, Any]] = {
+    "OneBitAdam": {**ADAM, "freeze_step": 2},
+    "ZeroOneAdam": {
+        **ADAM,
+        "var_freeze_step": 4,
+        "var_update_scaler": 1,
+        "local_step_scaler": 2,
+        "local_step_clipper": 2,
+    },
+    "OneBitLamb": {**ADAM, "freeze_step": 2, "max_coeff": 0.5},
+}
+STEPS = 10
+
+
+def config_of(name: str, **more: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": name, "params": PARAMS[name]}, **more}
+
+
+def case_of(name: str, build: Callable[[], Any] = tiny_gpt_float64, accumulation: int = 1, **more: Any) -> Case:
+    return Case(build, token_batch, accumulation=accumulation, steps=STEPS, config=config_of(name, **more))
+
+
+class Oracle:
+    """The algorithms as the papers have them, of all ranks in one process, parameter by parameter.
+
+    layouts: for each parameter the unit it is in is one flat vector, of which each rank serves a region: an element's
+    scale is that of its parameter's part in the region.
+    """
+
+    def __init__(self, name: str, weights: dict[str, Tensor], parts: dict[str, list[slice]], size: int) -> None:
+        self.name, self.size, self.parts = name, size, parts
+        self.options = PARAMS[name]
+        self.weights = weights
+        self.m = {k: torch.zeros_like(v) for k, v in weights.items()}
+        self.v = {k: torch.zeros_like(v) for k, v in weights.items()}
+        self.fresh = {k: torch.zeros_like(v) for k, v in weights.items()}
+        self.local_m = [dict(self.m) for _ in range(size)]
+        self.u = [{k: torch.zeros_like(v) for k, v in weights.items()} for _ in range(size)]
+        self.worker = [{k: torch.zeros_like(v) for k, v in weights.items()} for _ in range(size)]
+        self.server = {k: torch.zeros_like(v) for k, v in weights.items()}
+        self.c = dict.fromkeys(weights, (0.0, 1.0))
+        self.lr_sum = 0.0
+
+    def compressed(self, key: str, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for part in self.parts[key]:
+            y = x[part]
+            mean = y.abs().mean() if self.name == "ZeroOneAdam" else y.norm() / math.sqrt(y.numel())
+            out[part] = torch.where(y >= 0, mean, -mean)
+        return out
+
+    def all_reduced(self, key: str, xs: Sequence[Tensor]) -> Tensor:
+        if self.size == 1:
+            return xs[0]
+        total = torch.zeros_like(xs[0])
+        for rank, x in enumerate(xs):
+            said = self.compressed(key, x + self.worker[rank][key])
+            self.worker[rank][key] = x + self.worker[rank][key] - said
+            total += said
+        total = total / self.size + self.server[key]
+        said = self.compressed(key, total)
+        self.server[key] = total - said
+        return said
+
+    def direction(self, key: str, m: Tensor, w: Tensor | None) -> Tensor:
+        found = torch.where(self.v[key] == 0, 0.0, m / (self.v[key].sqrt() + 1e-6))
+        return found if w is None else found + 0.1 * w
+
+    def weights_of(self, rank: int) -> dict[str, Tensor]:
+        """What a rank computes with."""
+        return {k: w - self.direction(k, self.u[rank][k], None) for k, w in self.weights.items()}
+
+    def step(self, step: int, gradients: Sequence[dict[str, Tensor]]) -> None:
+        for key, w in self.weights.items():
+            own = [one[key] for one in gradients]
+            getattr(self, self.name)(step, key, w, own, sum(own[1:], own[0]) / self.size)
+
+    def adam(self, key: str, w: Tensor, g: Tensor) -> None:
+        self.m[key] = 0.9 * self.m[key] + 0.1 * g
+        self.v[key] = 0.95 * self.v[key] + 0.05 * g * g
+        self.weights[key] = w - 1e-3 * self.direction(key, self.m[key], w)
+
+    def OneBitAdam(self, step: int, key: str, w: Tensor, own: list[Tensor], g: Tensor) -> None:
+        if step <= 2:
+            self.adam(key, w, g)
+            return
+        self.m[key] = self.all_reduced(key, [0.9 * self.m[key] + 0.1 * one for one in own])
+        self.weights[key] = w - 1e-3 * self.direction(key, self.m[key], w)
+
+    def ZeroOneAdam(self, step: int, key: str, w: Tensor, own: list[Tensor], g: Tensor) -> None:
+        if step in (1, 2, 4):  # the distance doubles after one update
+            self.adam(key, w, g)
+            for momenta in self.local_m:
+                momenta[key] = self.m[key]
+            return
+        for rank, one in enumerate(own):
+            self.local_m[rank][key] = 0.9 * self.local_m[rank][key] + 0.1 * one
+            self.u[rank][key] = self.u[rank][key] + 1e-3 * self.local_m[rank][key]
+        if step in (3, 5, 6, 8, 10):
+            lr_sum = 2e-3 if step in (8, 10) else 1e-3
+            u = self.all_reduced(key, [one[key] for one in self.u])
+            self.weights[key] = w * (1 - 0.1 * lr_sum) - self.direction(key, u, None)
+            self.m[key] = u / lr_sum
+            for rank in range(self.size):
+                self.local_m[rank][key] = self.m[key]
+                self.u[rank][key] = torch.zeros_like(u)
+
+    def OneBitLamb(self, step: int, key: str, w: Tensor, own: list[Tensor], g: Tensor) -> None:
+        mean, last = self.c[key]
+        if step <= 2:
+            self.m[key] = 0.9 * self.m[key] + 0.1 * g
+            self.v[key] = 0.95 * self.v[key] + 0.05 * g * g
+            self.fresh[key] = self.v[key]
+            d = self.direction(key, self.m[key], w)
+            c = min(max(float(w.norm() / d.norm()), 0.01), 0.5) if w.norm() and d.norm() else 1.0
+            self.c[key] = 0.9 * mean + 0.1 * c, last
+            self.weights[key] = w - 1e-3 * c * d
+            return
+        before = self.m[key]
+        self.m[key] = self.all_reduced(key, [0.9 * before + 0.1 * one for one in own])
+        g = (self.m[key] - 0.9 * before) / 0.1
+        self.fresh[key] = 0.95 * self.fresh[key] + 0.05 * g * g
+        d, plain = self.direction(key, self.m[key], w), self.direction(key, self.m[key], None)
+        r = float(((self.v[key].sqrt() + 1e-6) / (self.fresh[key].sqrt() + 1e-6)).max())
+        share = min(1.0, float(plain.norm() / d.norm()))
+        r = min(max(r * share + 1 - share, 0.5), 4.0)
+        r = min(max(r, 0.9 * last), 1.1 * last)
+        self.c[key] = mean, r
+        self.weights[key] = w - 1e-3 * mean * r * d
+
+
+def parts_of(groups: list[list[tuple[str, int]]], size: int) -> dict[str, list[slice]]:
+    """(name, elements) of each unit's parameters -> the parts that lie in one rank's region."""
+    found: dict[str, list[slice]] = {}
+    for group in groups:
+        offset, places = 0, {}
+        for name, numel in group:
+            places[name] = (offset, offset + numel)
+            offset += round_up(numel, 16)
+        regions = regions_of(round_up(offset, 1024), size)
+        for name, (low, high) in places.items():
+            cut = [(max(low, one.start), min(high, one.stop)) for one in regions]
+            found[name] = [slice(a - low, b - low) for a, b in cut if a < b]
+    return found
+
+
+@one_thread()
+def by_hand(name: str, size: int, groups: list[list[tuple[str, int]]], accumulation: int = 1) -> Outcome:
+    torch.manual_seed(0)
+    model = tiny_gpt_float64()
+    named = dict(model.named_parameters())
+    start = {key: param.detach().reshape(-1).clone() for key, param in named.items()}
+    oracle, outcome = Oracle(name, start, parts_of(groups, size), size), Outcome()
+    for step in range(1, STEPS + 1):
+        batch = token_batch(step - 1, 2 * accumulation * size)
+        gradients, losses = [], []
+        for rank in range(size):
+            for key, value in oracle.weights_of(rank).items():
+                named[key].data = value.view(named[key].shape)
+            model.zero_grad()
+            loss = model(*(tensor.chunk(size)[rank] for tensor in batch))
+            loss.backward()
+            gradients.append({key: param.grad.reshape(-1).clone() for key, param in named.items()})  # type: ignore[union-attr]
+            losses.append(loss.item())
+        oracle.step(step, gradients)
+        outcome.losses.append(sum(losses) / size)
+    outcome.state = {key: value.view(named[key].shape) for key, value in oracle.weights.items()}
+    return outcome
+
+
+def groups_of(**more: Any) -> list[list[tuple[str, int]]]:
+    """The parameters of each unit that this rank has, in order."""
+    engine = lowtide.initialize(tiny_gpt_float64(), case_of("OneBitAdam", **more).as_config())
+    found = [[(slot.name, slot.numel) for slot in shard.group.layout.slots] for shard in engine.optimizer.shards]
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_they_are_the_papers_formulas(ranks: RankPool, size: int) -> None:
+    routes: list[Any] = [{}, {"communication": {"route": "sockets"}}] if size > 1 else [{}]
+    groups = ranks(1, groups_of)[0]
+    found = iter(ranks(size, train_all, [case_of(name, **route) for name in PARAMS for route in routes])[0])
+    for name in PARAMS:
+        expected = by_hand(name, size, groups)
+        for _ in routes:
+            outcome = next(found)
+            assert_close_to(outcome, expected, name)
+
+
+def assert_close_to(outcome: Outcome, expected: Outcome, what: str) -> None:
+    torch.testing.assert_close(outcome.losses, expected.losses, rtol=1e-9, atol=0, msg=what)
+    for key, value in expected.state.items():
+        torch.testing.assert_close(outcome.state[key], value, rtol=1e-7, atol=1e-9, msg=f"{what} {key}: {{}}".format)
+
+
+def test_they_are_so_with_accumulation_and_pipelines(ranks: RankPool) -> None:
+    piped: Any = {"parallel": {"pipeline": 2}}
+    of_ranks = ranks(4, groups_of, **piped)
+    groups = of_ranks[0] + of_ranks[2]  # the first rank of each stage
+    found = ranks(4, train_all, [case_of(name, accumulation=2, **piped) for name in PARAMS])[0]
+    for name, outcome in zip(PARAMS, found, strict=True):
+        assert_close_to(outcome, by_hand(name, 2, groups, accumulation=2), name)
+
+
+def sent(name: str) -> tuple[list[int], list[int], list[int]]:
+    """(bytes that this rank sends in each step, what the layouts say, elements of each group)."""
+    engine = lowtide.initialize(tiny_gpt(), case_of(name, tiny_gpt).as_config())
+    rank, size = rank_and_world()
+    exchange = engine.optimizer.shards[0].group.exchange_along(("replica",))
+    found, before = [], 0
+    for step in range(STEPS):
+        engine.train_step(share_of(token_batch(step, 2 * size)))
+        found.append(exchange.bytes_sent - before)
+        before = exchange.bytes_sent
+    layouts = [SignLayout.of(one.group.layout, size, torch.float32) for one in engine.optimizer.shards]
+    numels = [one.group.layout.padded_numel for one in engine.optimizer.shards]
+    engine.close()
+    return found, [one.bytes_sent(rank) for one in layouts], numels
+
+
+@pytest.mark.parametrize(
+    ("name", "meets"), [("OneBitAdam", range(2, 10)), ("OneBitLamb", range(2, 10)), ("ZeroOneAdam", (2, 4, 5, 7, 9))]
+)
+def test_a_bit_is_sent_for_each_element(ranks: RankPool, name: str, meets: Sequence[int]) -> None:
+    for found, of_groups, numels in ranks(2, sent, name):
+        assert found == [sum(of_groups) if step in meets else 0 for step in range(STEPS)]
+        # Signs of the other's region, and of the own one to it; fp32 all-reduces send 4 bytes of each.
+        assert sum(numels) / 8 <= sum(of_groups) < sum(numels) / 8 * 1.35
+
+
+def planned_bytes(case: Case, rank: int, size: int) -> RankBytes:
+    blueprint = Blueprint.of(Config.load(case.as_config()).resolve(size), case.build(), size)
+    return bytes_of(blueprint, rank, Moment.BETWEEN_STEPS)
+
+
+def held(name: str, dtype: str) -> tuple[int, int, int]:
+    """(gradients and states as they are, as they are planned, and of these the errors)."""
+    case = case_of(name, tiny_gpt, bf16={"enabled": dtype == "bf16"})
+    engine = lowtide.initialize(tiny_gpt(), case.as_config())
+    rank, size = rank_and_world()
+    for step in range(7):
+        engine.train_step(share_of(token_batch(step, 2 * size)))
+    memory, planned = engine.memory(), planned_bytes(case, rank, size)
+    errors = sum(
+        4 * SignLayout.of(one.group.layout, size, torch.float32).error_numel(rank) for one in engine.optimizer.shards
+    )
+    engine.close()
+    return memory.optimizer_bytes + memory.gradient_bytes, planned.optimizer + planned.gradients, errors
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", list(PARAMS))
+def test_errors_are_in_the_planned_bytes(ranks: RankPool, name: str, dtype: str) -> None:
+    for found, planned, errors in ranks(2, held, name, dtype):
+        assert found == planned
+        assert errors > 0
+
+
+def one_batch(step: int, rows: int) -> tuple[Tensor, ...]:
+    return token_batch(0, rows)
+
+
+def assert_skips_change_nothing(ranks: RankPool, case: Case) -> None:
+    """The scale of float16 comes down in steps that are skipped, or was there from the start."""
+
+    def at(power: int, steps: int) -> Outcome:
+        fp16 = {"enabled": True, "initial_scale_power": power, "hysteresis": 1}
+        found: Outcome = ranks(2, train_all, [replace(case, config={**case.config, "fp16": fp16}, steps=steps)])[0][0]
+        return found
+
+    outcome = at(36, 40)
+    first = outcome.skipped.index(False)
+    assert first and outcome.skipped.count(False) > 10
+    expected = at(int(math.log2(outcome.scales[first])), 40 - first)
+    assert outcome.skipped[first:] == expected.skipped
+    found = [(one, norm) for one, norm in zip(outcome.losses, outcome.norms, strict=True) if math.isfinite(norm)]
+    assert found == [pair for pair in zip(expected.losses, expected.norms, strict=True) if math.isfinite(pair[1])]
+    assert all(torch.equal(value, expected.state[name]) for name, value in outcome.state.items())
+
+
+@pytest.mark.parametrize("name", list(PARAMS))
+def test_a_step_that_is_skipped_is_not_remembered(ranks: RankPool, name: str) -> None:
+    assert_skips_change_nothing(ranks, replace(case_of(name, tiny_gpt), batch=one_batch))
+
+
+@pytest.mark.parametrize("name", list(PARAMS))
+def test_a_checkpoint_goes_on_with_the_same_bits(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    trips = [
+        Trip(case_of(name, tiny_gpt, bf16=bf16), case_of(name, tiny_gpt, bf16=bf16), steps_before=7)
+        for bf16 in ({"enabled": True}, {"enabled": False})
+    ]
+    before = ranks(2, save_trips, trips, tmp_path, 2)[0]
+    after = ranks(2, load_trips, trips, tmp_path, 2)[0]
+    for one, other in zip(before, after, strict=True):
+        assert other.differences(one) == []
+
+
+def load_elsewhere(case: Case, folder: Path) -> tuple[float, list[str], dict[str, Tensor]]:
+    """(largest error after the load, warnings, parameters)."""
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    engine = lowtide.initialize(case.build(), case.as_config())
+    engine.load_checkpoint(folder)
+    found = [float(values.abs().max()) for *_, values in engine.optimizer.rank_states()]
+    state = engine.state_dict()
+    engine.close()
+    logger.removeHandler(handler)
+    return max(found), warnings, state
+
+
+def save_here(case: Case, folder: Path) -> dict[str, Tensor]:
+    engine = lowtide.initialize(case.build(), case.as_config())
+    for step in range(5):
+        engine.train_step(share_of(token_batch(step, 2 * engine.world_size)))
+    engine.save_checkpoint(folder)
+    state = engine.state_dict()
+    engine.close()
+    return state
+
+
+def test_errors_are_zero_at_another_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    case = case_of("OneBitAdam", tiny_gpt)
+    saved = ranks(2, save_here, case, tmp_path)[0]
+    largest, warnings, state = ranks(4, load_elsewhere, case, tmp_path)[0]
+    assert largest == 0 and any("these errors begin with zero" in one for one in warnings)
+    assert all(torch.equal(value, saved[name]) for name, value in state.items())
+    assert ranks(2, load_elsewhere, case, tmp_path)[0][0] > 0
+
+
+def test_the_rules_of_zero_one_adam() -> None:
+    options = {"var_freeze_step": 40, "var_update_scaler": 4, "local_step_scaler": 6, "local_step_clipper": 4}
+    updates = [step for step in range(1, 60) if updates_variance(options, step)]
+    assert updates == [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 40]
+    meets = [step for step in range(41, 70) if _meets(options, step)]
+    assert meets == [41, 42, 43, 44, 45, 46, 48, 50, 52, 56, 60, 64, 68]
+    assert all(_meets(options, step) for step in range(1, 41))
+
+
+def test_signs_are_packed() -> None:
+    values = torch.randn(4096)
+    values[:3] = torch.tensor([0.0, -0.0, math.inf])
+    packed = packed_signs(values)
+    assert packed.dtype == torch.uint8 and packed.numel() == 512
+    assert torch.equal(unpacked_signs(packed, torch.float32), torch.where(values >= 0, 1.0, -1.0))
+    first = packed_signs(torch.tensor([1.0] + [-1.0] * 7))
+    assert first.tolist() == [128]
+
+
+def test_every_element_has_a_place() -> None:
+    layout = FlatLayout.of([("a", (40, 50)), ("b", (7,)), ("c", (1000,))], 1)
+    for size in (1, 2, 3, 4):
+        signs = SignLayout.of(layout, size, torch.float32)
+        lengths = [0, 0, 0]
+        for stretches in signs.stretches:
+            for index, low, high in stretches:
+                lengths[index] += high - low
+        assert lengths == [2000, 7, 1000]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"zero_optimization": {"stage": 1}}, 'zero_optimization.stage: optimizer.type "onebitadam" needs 0, found 1'),
+        ({"parallel": {"tensor": 2}}, 'parallel.tensor: optimizer.type "onebitadam" needs 1, found 2'),
+        ({"parallel": {"sequence": 2}}, 'parallel.sequence: optimizer.type "onebitadam" needs 1, found 2'),
+        ({"parallel": {"expert": 2}}, 'parallel.expert: optimizer.type "onebitadam" needs 1, found 2'),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, 'needs "none", found "cpu"'),
+        ({"zero_optimization": {"update_in_backward": True}}, "needs false, found true"),
+        ({"bf16": {"enabled": True, "masters": False}}, "bf16.masters: .* needs true, found false"),
+        ({"communication": {"power_sgd": {"rank": 1}}}, "power_sgd.rank: needs 0 beside .*, found 1"),
+    ],
+)
+def test_what_does_not_go_together(more: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Config.load(config_of("OneBitAdam", **more))
+
+
+def test_deepspeeds_other_keys_are_taken() -> None:
+    params = {"lr": 1e-3, "freeze_step": 5, "cuda_aware": False, "comm_backend_name": "nccl", "bias_correction": False}
+    config = Config.load({"optimizer": {"type": "OneBitAdam", "params": params}})
+    assert config.optimizer is not None and config.optimizer.type == "onebitadam"
+    for key in ("cuda_aware", "comm_backend_name", "bias_correction"):
+        assert any(f"optimizer.params.{key}" in note and "no effect" in note for note in config.notes), key
+    with pytest.raises(ConfigError, match="factor_min: expected at most factor_max"):
+        Config.load({"optimizer": {"type": "OneBitLamb", "params": {"factor_min": 5}}})

@@ -1,0 +1,269 @@
+"""Gradients that go as products of two thin matrices. Source: PowerSGD, arXiv 1905.13727, algorithms 1 and 2.
+
+    M = gradient + error      P = M Q  --sum-->  orthogonalised      Q = M^T P  --sum-->      sum of gradients ~ P Q^T
+
+What the product lacks of M is the error, which goes with the next gradient. Vectors, and what would hardly be smaller,
+go as they are, in the same message as P.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..comm import Axis, Exchange, Pending, regions_of
+from .codec import Codec
+from .group import ShardedGroup
+from .inspection import Inspection
+from .layout import FlatLayout, Piece
+from .move import Move
+from .staging import Region
+
+LOW_RANK_ERROR = "low_rank_error"
+"""Among the states of a checkpoint, with the number of the rank that has it."""
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What the config says of it."""
+
+    rank: int
+    start_step: int
+    min_compression_rate: float
+    error_feedback: bool
+    warm_start: bool
+    seed: int
+
+
+@dataclass(frozen=True)
+class Thin:
+    """A parameter as a matrix, and its two factors."""
+
+    index: int
+    start: int  # in the flat buffer
+    rows: int
+    columns: int
+    rank: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.rows * self.columns
+
+
+@dataclass(frozen=True)
+class ThinLayout:
+    """Which parameters of a group go as thin matrices, and what goes as it is."""
+
+    thin: tuple[Thin, ...]
+    plain: tuple[slice, ...]  # of the flat buffer, padding too
+
+    @classmethod
+    def of(cls, layout: FlatLayout, low_rank: LowRank) -> ThinLayout:
+        thin = []
+        for index, slot in enumerate(layout.slots):
+            if len(slot.shape) < 2 or not slot.numel:
+                continue
+            rows, columns = slot.shape[0], slot.numel // slot.shape[0]
+            rank = min(low_rank.rank, rows, columns)
+            if (rows + columns) * rank * low_rank.min_compression_rate < slot.numel:
+                thin.append(Thin(index, slot.offset_in_flat, rows, columns, rank))
+        edges = [0, *(edge for one in thin for edge in (one.start, one.end)), layout.padded_numel]
+        plain = (slice(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True))
+        return cls(tuple(thin), tuple(one for one in plain if one.start < one.stop))
+
+    @property
+    def num_first(self) -> int:
+        """Elements of the first message: P of each, and what goes as it is."""
+        return sum(one.rows * one.rank for one in self.thin) + sum(int(one.stop - one.start) for one in self.plain)
+
+    @property
+    def num_second(self) -> int:
+        """Of the second message: Q of each."""
+        return sum(one.columns * one.rank for one in self.thin)
+
+    @property
+    def num_thin(self) -> int:
+        """Elements of the matrices."""
+        return sum(one.rows * one.columns for one in self.thin)
+
+    def kept_numel(self, low_rank: LowRank) -> int:
+        """Elements that are kept from step to step: the errors, and Q."""
+        errors = self.num_thin if low_rank.error_feedback else 0
+        return errors + (self.num_second if low_rank.warm_start else 0)
+
+
+class LowRankMove(Move):
+    """As `Move`, over the one axis on which the data differ; but what is staged is this rank's own memory.
+
+    Errors and Q are those of the last step that counted: one that was skipped, or thrown away, has changed neither.
+    """
+
+    def __init__(
+        self,
+        group: ShardedGroup,
+        levels: Sequence[Codec],
+        replicas: Codec,
+        dtype: torch.dtype,
+        inspection: Inspection,
+        low_rank: LowRank,
+    ) -> None:
+        super().__init__(group, levels, replicas, dtype, inspection)
+        self._low_rank = low_rank
+        self.step: Callable[[], int] = _zero
+        """The number of steps before the one that is made."""
+        self._layout = ThinLayout.of(group.layout, low_rank)
+        self._wide = dtype if dtype == torch.float64 else torch.float32  # of what is computed and kept
+        self.errors: dict[int, Tensor] = {}
+        """By index of a parameter, (rows, columns); none before the first step."""
+        self.factors: dict[int, Tensor] = {}
+        """Q of the last step, (columns, rank)."""
+        self.unit: Callable[[], float] = _one
+        """By which the gradients of the step that is made will be multiplied."""
+        self._tried: dict[int, tuple[Tensor, Tensor]] = {}  # error and Q after the step, if it counts
+
+    @property
+    def nbytes(self) -> int:
+        tried = (one for pair in self._tried.values() for one in pair)
+        return sum(one.nbytes for one in (*self.errors.values(), *self.factors.values(), *tried))
+
+    @property
+    def _is_thin(self) -> bool:
+        axis = self._axis
+        return axis.size > 1 and bool(self._layout.thin) and self.step() >= self._low_rank.start_step
+
+    @property
+    def _axis(self) -> Axis:
+        group = self._group
+        return group.state_axis if group.state_axis.size > 1 else group.replica_axis
+
+    def next_message(self, axis: Axis, has_shard: bool) -> Tensor | None:
+        return None if self._is_thin else super().next_message(axis, has_shard)
+
+    def open_message(self, axis: Axis, has_shard: bool) -> Tensor:
+        if not self._is_thin:
+            return super().open_message(axis, has_shard)
+        return torch.empty(self._group.layout.padded_numel, dtype=self._wide, device=self._group.full.device)
+
+    def places(self, axis: Axis | None, message: Tensor | None, shard: Tensor, has_shard: bool) -> list[Region]:
+        if axis is None or message is None or not self._is_thin:
+            return super().places(axis, message, shard, has_shard)
+        return [(0, message.numel(), message)]
+
+    def sum(
+        self, axis: Axis | None, message: Tensor | None, shard: Tensor, has_shard: bool, boundary: bool, counts: bool
+    ) -> Iterator[Pending]:
+        if axis is None or message is None or not self._is_thin:
+            yield from super().sum(axis, message, shard, has_shard, boundary, counts)
+            return
+        matrices = self._matrices(message)
+        factors = [self._factor(one) for one in self._layout.thin]
+        first = [(matrix @ q).reshape(-1) for matrix, q in zip(matrices, factors, strict=True)]
+        sent = torch.cat([*first, *(message[one] for one in self._layout.plain)])
+        low = 0
+        summed = self._summed(sent)
+        bases = []
+        for one in self._layout.thin:
+            bases.append(orthogonal(summed[low : low + one.rows * one.rank].view(one.rows, one.rank)))
+            low += one.rows * one.rank
+        for region in self._layout.plain:
+            message[region] = summed[low : low + region.stop - region.start]
+            low += region.stop - region.start
+        second = [(matrix.T @ p).reshape(-1) for matrix, p in zip(matrices, bases, strict=True)]
+        summed = self._summed(torch.cat(second))
+        low = 0
+        for one, matrix, p in zip(self._layout.thin, matrices, bases, strict=True):
+            q = summed[low : low + one.columns * one.rank].view(one.columns, one.rank)
+            low += one.columns * one.rank
+            product = p @ q.T
+            # What a rank's own matrix has beside the mean is an error too: as in the paper's algorithm 2.
+            self._tried[one.index] = matrix.sub_(product, alpha=1 / axis.size), q.clone()
+            message[one.start : one.end] = product.reshape(-1)
+        self._finish(axis, message, shard, counts)
+
+    def accept(self, unit: float) -> None:
+        """The step of what was sent counts. unit: by which its gradients were multiplied: errors are kept in that."""
+        for index, (error, factor) in self._tried.items():
+            if self._low_rank.error_feedback:
+                self.errors[index] = error.mul_(unit)
+            if self._low_rank.warm_start:
+                self.factors[index] = factor
+        self._tried = {}
+
+    def reset(self) -> None:
+        super().reset()
+        self._tried = {}
+
+    def make_errors(self, num_steps: int) -> None:
+        """Memory for the errors of a run that has made so many steps, all zero."""
+        self._tried = {}
+        self.errors, self.factors = {}, {}
+        if self._axis.size > 1 and num_steps > self._low_rank.start_step and self._low_rank.error_feedback:
+            device = self._group.full.device
+            self.errors = {
+                one.index: torch.zeros(one.rows, one.columns, dtype=self._wide, device=device)
+                for one in self._layout.thin
+            }
+
+    def rank_states(self) -> Iterator[tuple[Piece, str, Tensor]]:
+        for index, error in self.errors.items():
+            yield Piece(index, 0, 0, error.numel()), f"{LOW_RANK_ERROR}_{self._axis.rank}", error.view(-1)
+
+    def rank_state_names(self, index: int) -> list[str]:
+        return [f"{LOW_RANK_ERROR}_{rank}" for rank in range(self._axis.size)] if index in self.errors else []
+
+    # -- pieces of it ---------------------------------------------------------------------------------------------
+
+    def _matrices(self, message: Tensor) -> list[Tensor]:
+        found = []
+        for one in self._layout.thin:
+            matrix = message[one.start : one.end].view(one.rows, one.columns)
+            error = self.errors.get(one.index)
+            found.append(matrix.clone() if error is None else torch.add(matrix, error, alpha=1 / self.unit()))
+        return found
+
+    def _factor(self, one: Thin) -> Tensor:
+        """Q to begin with, (columns, rank), the same on all ranks."""
+        if one.index in self.factors:
+            return orthogonal(self.factors[one.index])
+        name = zlib.crc32(self._group.names[one.index].encode())  # whatever lies beside it in its group
+        drawn = torch.Generator().manual_seed(self._low_rank.seed + self.step() * 1_000_003 + name)
+        q = torch.randn(one.columns, one.rank, generator=drawn, dtype=torch.float64)
+        return orthogonal(q).to(self._group.full.device, self._wide)
+
+    def _finish(self, axis: Axis, total: Tensor, shard: Tensor, counts: bool) -> None:
+        """total: (padded_numel,)."""
+        if axis is self._group.state_axis:
+            shard.copy_(total[self._group.own])
+            mine = slice(0, shard.numel())
+        else:
+            shard.copy_(total)
+            mine = regions_of(shard.numel(), axis.size)[axis.rank]
+        self._inspection.look(axis, mine.start, shard[mine], (), counts)
+
+    def _summed(self, values: Tensor) -> Tensor:
+        """The sum over ranks, on all of them, in the dtype in which gradients are sent."""
+        return self._exchange.sum(values.to(self._stager(self._axis).dtype), self._name).to(self._wide)
+
+    @cached_property
+    def _exchange(self) -> Exchange:
+        """Apart from what other groups have under way: the second message is begun when the first is there."""
+        return self._group.exchange_along(("shard",) if self._group.state_axis.size > 1 else ("replica",))
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """(rows, rank) -> an orthonormal basis of its columns, and of more where it lacks some."""
+    basis: Tensor = torch.linalg.qr(matrix).Q
+    return basis
+
+
+def _zero() -> int:
+    return 0
+
+
+def _one() -> float:
+    return 1.0

@@ -27,6 +27,7 @@ class SlowStore:
         self.seconds = seconds
         self.trail: list[str] = []
         self.ended: set[str] = set()
+        self.allowed: set[str] | None = None  # what may end; None: everything
         self.failing: set[str] = set()  # "save KEY" or "load KEY"
         self.num_running = 0
         self._turn = threading.Lock()
@@ -36,6 +37,17 @@ class SlowStore:
         """Waits until all of these transfers have."""
         with self._changed:
             return self._changed.wait_for(lambda: whats <= self.ended, seconds)
+
+    def allow(self, whats: set[str]) -> None:
+        """From now on these transfers may end, where not all may."""
+        with self._changed:
+            self.allowed = (self.allowed or set()) | whats
+            self._changed.notify_all()
+
+    def is_allowed(self, what: str, seconds: float = 20.0) -> bool:
+        """Waits until this transfer may end."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.allowed is None or what in self.allowed, seconds)
 
     def reserve(self, sizes: Iterable[int]) -> None:
         pass
@@ -71,7 +83,9 @@ class SlowTransfer:
     def _run(self) -> None:
         with self._store._turn:
             time.sleep(self._store.seconds)
-            if self._what in self._store.failing:
+            if not self._store.is_allowed(self._what):
+                self._error = OffloadError(f"{self._what} is waited for before the work that should hide it")
+            elif self._what in self._store.failing:
                 self._error = OffloadError(f"{self._what} failed")
             else:
                 self._action()
@@ -188,14 +202,16 @@ def test_a_slot_has_one_load_and_one_save_beside_the_work() -> None:
 
 
 def test_transfers_are_hidden_behind_the_work() -> None:
-    """Each piece of work ends after the next load and the save before it have."""
+    """The next load, and the save before, cannot end until this work has begun, and have ended before it ends."""
     store = SlowStore()
     filled(store)
     store.ended.clear()
+    store.allow({f"load {KEYS[0]}", f"save {KEYS[-1]}"})  # the two that nothing hides
     hidden = []
 
     def compute(index: int, buffer: Tensor) -> bool:
         beside = {f"load {key}" for key in KEYS[index + 1 : index + 2]} | {f"save {key}" for key in KEYS[:index][-1:]}
+        store.allow(beside)
         hidden.append(store.is_ended(beside))
         return True
 

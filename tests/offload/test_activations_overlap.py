@@ -40,7 +40,9 @@ def test_loads_are_started_before_they_are_asked_for() -> None:
         @staticmethod
         def backward(ctx: object, gradient: Tensor) -> Tensor:
             loads.append(store.num_loads)
+            store.may_run.set()
             store.settle()  # what is asked for next does not depend on how fast the machine is
+            store.may_run.clear()  # nor is any waited for that was not on its way already
             return gradient
 
     with offload:

@@ -83,6 +83,25 @@ FORMS: dict[str, tuple[int, dict[str, Any], str]] = {  # stage, more of the conf
         "",
     ),
     "bf16 on the wire": (1, {"outer": {**OUTER, "dtype": "bf16"}}, ""),
+    "few bits, gathered": (3, {"communication": {"weight_bits": 8, "gradient_bits": 8, "route": "sockets"}}, ""),
+    "few bits, differences": (1, {"communication": {"weight_bits": 4, "gradient_bits": 4, "route": "sockets"}}, ""),
+    "thin matrices": (1, {"communication": {"power_sgd": {"rank": 2, "start_step": 1}}}, ""),
+    "signs": (0, {"optimizer": {"type": "onebitadam", "params": {"lr": 1e-3, "freeze_step": 2}}}, ""),
+    "signs, local steps": (
+        0,
+        {
+            "optimizer": {
+                "type": "zerooneadam",
+                "params": {"lr": 1e-3, "var_freeze_step": 0, "local_step_scaler": 1, "eps": 1e-2},
+            }
+        },
+        "",
+    ),
+    "layered": (
+        3,
+        {"zero_optimization": {"layered_gradient_accumulation": True}, "gradient_accumulation_steps": 2},
+        "",
+    ),
     "stages": (1, {"parallel": {"pipeline": 2}, "gradient_accumulation_steps": 2}, ""),
     "split layers": (1, {"parallel": {"tensor": 2}}, ""),
 }

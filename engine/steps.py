@@ -506,6 +506,7 @@ class Steps:
             if self.update.is_under_way:
                 self.guard.expect_update()
             self.update.settle()
+            self.update.meet()
             yield
             self.guard.remember()
 

@@ -75,8 +75,8 @@ def outer_faults(outer: OuterConfig, masters: bool | Literal["kahan", "int8"]) -
     if outer.every is None:
         return []
     found = []
-    if masters == "kahan":
-        message = 'needs bf16.masters true or false, found "kahan": what remainders hold is not exchanged'
+    if isinstance(masters, str):
+        message = f'needs bf16.masters true or false, found "{masters}": what remainders hold is not exchanged'
         found.append(Fault("outer.every", "conflict", message))
     if outer.overlap >= outer.every:
         message = (

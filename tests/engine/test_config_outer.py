@@ -26,9 +26,10 @@ def test_what_contradicts_itself(outer: dict[str, Any], text: str) -> None:
     assert text in str(caught.value)
 
 
-def test_remainders_are_not_exchanged() -> None:
-    with pytest.raises(ConfigError, match=r"needs bf16\.masters true or false, found"):
-        Config.load({"outer": {"every": 2}, "bf16": {"enabled": True, "masters": "kahan"}})
+@pytest.mark.parametrize("masters", ["kahan", "int8"])
+def test_remainders_are_not_exchanged(masters: str) -> None:
+    with pytest.raises(ConfigError, match=rf'needs bf16\.masters true or false, found "{masters}"'):
+        Config.load({"outer": {"every": 2}, "bf16": {"enabled": True, "masters": masters}})
 
 
 @pytest.mark.parametrize(

@@ -132,10 +132,10 @@ class LowRankMove(Move):
         tried = (one for pair in self._tried.values() for one in pair)
         return sum(one.nbytes for one in (*self.errors.values(), *self.factors.values(), *tried))
 
-    @property
-    def _is_thin(self) -> bool:
+    def _goes_thin(self, has_shard: bool) -> bool:
+        """What comes to a sum that is there goes as it is: errors are said once in a step."""
         axis = self._axis
-        return axis.size > 1 and bool(self._layout.thin) and self.step() >= self._low_rank.start_step
+        return not has_shard and axis.size > 1 and bool(self._layout.thin) and self.step() >= self._low_rank.start_step
 
     @property
     def _axis(self) -> Axis:
@@ -143,22 +143,22 @@ class LowRankMove(Move):
         return group.state_axis if group.state_axis.size > 1 else group.replica_axis
 
     def next_message(self, axis: Axis, has_shard: bool) -> Tensor | None:
-        return None if self._is_thin else super().next_message(axis, has_shard)
+        return None if self._goes_thin(has_shard) else super().next_message(axis, has_shard)
 
     def open_message(self, axis: Axis, has_shard: bool) -> Tensor:
-        if not self._is_thin:
+        if not self._goes_thin(has_shard):
             return super().open_message(axis, has_shard)
         return torch.empty(self._group.layout.padded_numel, dtype=self._wide, device=self._group.full.device)
 
     def places(self, axis: Axis | None, message: Tensor | None, shard: Tensor, has_shard: bool) -> list[Region]:
-        if axis is None or message is None or not self._is_thin:
+        if axis is None or message is None or not self._goes_thin(has_shard):
             return super().places(axis, message, shard, has_shard)
         return [(0, message.numel(), message)]
 
     def sum(
         self, axis: Axis | None, message: Tensor | None, shard: Tensor, has_shard: bool, boundary: bool, counts: bool
     ) -> Iterator[Pending]:
-        if axis is None or message is None or not self._is_thin:
+        if axis is None or message is None or not self._goes_thin(has_shard):
             yield from super().sum(axis, message, shard, has_shard, boundary, counts)
             return
         matrices = self._matrices(message)

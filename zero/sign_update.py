@@ -261,7 +261,8 @@ def _warm_lamb(
     step = direction(weight, mean, squares, options)
     norms = float(weight.norm()), float(step.norm())
     scale = min(max(norms[0] / norms[1], options["min_coeff"]), options["max_coeff"]) if all(norms) else 1.0
-    known[0] = options["coeff_beta"] * known[0] + (1 - options["coeff_beta"]) * scale
+    if scale != 1.0:  # as of a parameter that is zero yet
+        known[0] = options["coeff_beta"] * known[0] + (1 - options["coeff_beta"]) * scale
     return step, scale
 
 

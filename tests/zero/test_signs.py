@@ -142,7 +142,7 @@ class Oracle:
             self.fresh[key] = self.v[key]
             d = self.direction(key, self.m[key], w)
             c = min(max(float(w.norm() / d.norm()), 0.01), 0.5) if w.norm() and d.norm() else 1.0
-            self.c[key] = 0.9 * mean + 0.1 * c, last
+            self.c[key] = (0.9 * mean + 0.1 * c if c != 1.0 else mean), last
             self.weights[key] = w - 1e-3 * c * d
             return
         before = self.m[key]

@@ -95,9 +95,10 @@ def test_any_number_of_ranks_has_the_same_bits(ranks: RankPool, masters: bool | 
 
 
 def test_every_optimizer(ranks: RankPool) -> None:
-    cases = [case_of(False, optimizer={"type": name}).at(stage) for name in OPTIMIZERS for stage in (1, 3)]
+    names = [name for name, record in OPTIMIZERS.items() if record.signs is None]  # the others need masters
+    cases = [case_of(False, optimizer={"type": name}).at(stage) for name in names for stage in (1, 3)]
     outcomes = ranks(2, train_all, cases)[0]
-    for name, first, other in zip(OPTIMIZERS, outcomes[::2], outcomes[1::2], strict=True):
+    for name, first, other in zip(names, outcomes[::2], outcomes[1::2], strict=True):
         assert_alike([first, other], name)
 
 

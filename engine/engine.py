@@ -595,6 +595,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         if wanted.folder is not None and (is_due or is_preempted):
             self._save_checkpoint(wanted.folder)
         if is_preempted:
+            self._preemption.leave()
             self._close()
             name = "SIGINT" if is_interrupted else "SIGTERM"
             logger.info("%s: step %d is saved in %s, leaving", name, self.global_step, wanted.folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
@@ -21,6 +22,7 @@ class Preemption:
         self._before: dict[int, signal._HANDLER] = {}
         self._is_armed = False
         self._says_so = False
+        self._is_leaving = False
 
     @property
     def is_requested(self) -> bool:
@@ -48,18 +50,34 @@ class Preemption:
                 self._before[number] = signal.signal(number, self._note)
         self._is_armed = True
 
+    def leave(self) -> None:
+        """Before all ranks leave: where the signal has come to others alone, the one that may be on its way is theirs.
+
+        It is taken whenever it comes, also while the interpreter ends; a launcher would see a rank that was killed.
+        """
+        if self._is_armed:
+            self._says_so, self._is_leaving = False, True
+            atexit.register(self._ignore)
+
     def disarm(self) -> None:
         """Gives the signals back to whoever had them, unless somebody has taken them since."""
-        if self._is_armed:
+        if self._is_armed and not self._is_leaving:
             self._is_armed = False
             for number, before in self._before.items():
                 if signal.getsignal(number) == self._note:
                     signal.signal(number, signal.SIG_DFL if before is None else before)
 
+    def _ignore(self) -> None:
+        """The interpreter gives its handlers up before the process ends, and keeps what is ignored."""
+        if self._is_armed:
+            for number in self._before:
+                signal.signal(number, signal.SIG_IGN)
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         before = self._before[number]
         if self._is_armed:
             self.noted = number
+            self._is_leaving = False
             self.disarm()
             if self._says_so:  # not by the logger: it may be in the middle of a line
                 name = signal.Signals(number).name

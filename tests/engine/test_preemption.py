@@ -78,6 +78,28 @@ def test_a_signal_to_the_launcher_ends_the_job_with_a_checkpoint(
     assert_goes_on(tmp_path / "run")
 
 
+# What a module holds goes when Python has given its handlers up.
+LATE = """
+import os, signal, sys
+from lowtide.engine.preemption import Preemption
+
+class Sends:
+    def __del__(self, kill=os.kill, process=os.getpid(), write=os.write):
+        kill(process, 15)
+        write(1, b"left")
+
+preemption = Preemption()
+preemption.arm()
+if "noted" in sys.argv:
+    signal.raise_signal(15)
+preemption.leave()
+preemption.disarm()
+sends = Sends()
+if "at once" in sys.argv:
+    del sends
+"""
+
+
 def preempted_case(folder: Path) -> Case:
     return CASE.at(0, config={"checkpoint": {"folder": str(folder), "on_sigterm": True, "every_steps": 3}})
 
@@ -171,6 +193,16 @@ def test_a_process_without_other_handlers_is_ended_by_the_second_signal() -> Non
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "one\n" and done.returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("when", ["at once", "while Python ends"])
+@pytest.mark.parametrize("noted", [False, True])
+def test_a_rank_that_leaves_by_the_signal_of_others_takes_its_own_later(when: str, noted: bool) -> None:
+    """A launcher signals its ranks one after the other: the last may have left with the first by then."""
+    arguments = [when, "noted"] if noted else [when]
+    done = subprocess.run([sys.executable, "-c", LATE, *arguments], capture_output=True, text=True)
+    expected = (-signal.SIGTERM, "") if noted else (0, "left")
+    assert (done.returncode, done.stdout) == expected, done.stderr
 
 
 def test_two_that_are_armed_give_the_signal_back_in_any_order() -> None:

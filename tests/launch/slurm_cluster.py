@@ -103,6 +103,10 @@ class SlurmCluster:
         shown = self.run("scontrol", "show", "job", job).stdout
         return next(word.partition("=")[2] for word in shown.split() if word.startswith("JobState="))
 
+    def is_idle(self) -> bool:
+        """Whether no job is on the nodes, also none that ends."""
+        return self.run("sinfo", "--noheader", "--format=%T %D", checks=False).stdout.split() == ["idle", "2"]
+
     def close(self) -> None:
         """Ends all jobs and daemons."""
         if (self.folder / "slurmctld.pid").exists():
@@ -115,7 +119,7 @@ class SlurmCluster:
     def _wait_for_nodes(self) -> None:
         deadline = time.monotonic() + _STARTED_SECONDS
         while time.monotonic() < deadline:
-            if self.run("sinfo", "--noheader", "--format=%T %D", checks=False).stdout.split() == ["idle", "2"]:
+            if self.is_idle():
                 return
             time.sleep(0.2)
         logs = "\n".join(path.read_text() for path in sorted(self.folder.glob("*.log")))

@@ -17,8 +17,12 @@ JOB_SECONDS = 120.0
 TELL = """
 import json, os, pathlib, sys, time
 told = {name: os.environ[name] for name in ("LOCAL_RANK", "WORLD_SIZE", "SLURMD_NODENAME")}
-pathlib.Path(f"told{os.environ['RANK']}").write_text(json.dumps(told))
-if len(sys.argv) > 1 and os.environ["RANK"] == sys.argv[1]:
+written = pathlib.Path(f"written{os.environ['RANK']}")
+written.write_text(json.dumps(told))
+written.rename(f"told{os.environ['RANK']}")
+if len(sys.argv) > 1 and os.environ["RANK"] == sys.argv[1]:  # the others are stopped then
+    while len(list(pathlib.Path().glob("told?"))) < int(told["WORLD_SIZE"]):
+        time.sleep(0.05)
     sys.exit(int(sys.argv[2]))
 """
 
@@ -118,8 +122,10 @@ def test_a_job_saves_and_goes_on_where_it_was(cluster: SlurmCluster, tmp_path: P
     wait_for(tmp_path / "out", "is saved in")
     deadline = time.monotonic() + JOB_SECONDS
     while cluster.state(job) != "COMPLETED" and time.monotonic() < deadline:
-        if cluster.state(job) == "PENDING":  # it would wait for two minutes
-            cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        if cluster.state(job) == "PENDING" and cluster.is_idle():  # it would wait for two minutes
+            # Nodes refuse a job that was made ready in the second in which they ended it before.
+            cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+3")
+            wait_for(tmp_path / "out", "goes on")
         time.sleep(0.5)
     assert cluster.state(job) == "COMPLETED", (tmp_path / "out").read_text()
     assert "goes on" in (tmp_path / "out").read_text()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -26,15 +25,14 @@ from .join import Call
 from .late_groups import ADDING
 from .learning_rates import LearningRates
 from .loop_calls import LoopCalls
-from .memory import ModelStateBytes, measure
-from .memory_report import MemoryReport, MemoryReports
-from .monitors import Monitors, tokens_of
+from .memory import ModelStateBytes
+from .memory_report import MemoryReport
+from .observers import Observers
 from .parameter_access import ParameterAccess
 from .parts import Parts
 from .preemption import Preemption
 from .step_gradients import StepGradients
-from .step_log import StepLog
-from .step_profile import StepProfile, Workload
+from .step_profile import StepProfile
 from .step_result import StepResult
 from .steps import Access, Steps
 from .turn import Turn, in_turn
@@ -84,22 +82,8 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         self._late_groups = parts.late_groups
         parts.optimizer.listen(self._add_param_group)
         self._last = StepResult(torch.zeros(()), torch.zeros(()), self.lr, parts.loss_scaler.scale, False)
-        self._reports = MemoryReports(
-            parts.blueprint,
-            parts.mesh,
-            parts.module,
-            parts.driver.passes.units,
-            parts.optimizer,
-            parts.meta_run,
-        )
-        self._log = StepLog(parts.config.steps_per_print if self.rank == 0 else 0)
         self._trial = parts.trial
-        self._monitors = Monitors.of(parts.config, self._mesh.world, parts.model_flops)
-        if self._monitors is not None:
-            self._steps.tokens = {}
-        self._profiler: StepProfile | None = None
-        self._due_profile: StepProfile | None = None  # the config's
-        self._profile_if_due()
+        self._observers = Observers(parts, self._steps, self.data_size)
         self._preemption = Preemption()
         if parts.config.checkpoint.on_sigterm:
             self._preemption.arm(says_so=self.rank == 0)
@@ -108,10 +92,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
             self._closing.callback(self._outer.leave)
         for close in (self._mesh.close, *reversed(parts.close_last), self.optimizer.close, parts.ledger.close):
             self._closing.callback(close)
-        self._closing.callback(self._reports.abort)
-        self._closing.callback(_call, weakref.WeakMethod(self._end_profile))
-        if self._monitors is not None:
-            self._closing.callback(self._monitors.close)
+        self._closing.callback(self._observers.close)
         self._closing.callback(self._preemption.disarm)
         self._closing.callback(self._turn.close)
         parts.ledger.belongs_to(self, self._closing.close)
@@ -179,7 +160,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
 
     def memory(self) -> ModelStateBytes:
         """Bytes of parameters, gradients and optimizer states on this rank, as they are now."""
-        return measure(self._driver.passes.units, self.optimizer)
+        return self._observers.memory()
 
     def record_memory(self) -> AbstractContextManager[None]:
         """A context whose steps are recorded, operation by operation, for `memory_report`; of several the last one.
@@ -187,14 +168,14 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         Enter and leave it between steps. A recorded step takes several times as long, and computes the same.
         Raises ValueError at its end where there was no step in it.
         """
-        return self._reports.recording()
+        return self._observers.reports.recording()
 
     def memory_report(self) -> MemoryReport:
         """What this rank holds now, and of a recorded step the most, when, and who held it, beside what was predicted.
 
         A step is recorded by `record_memory`, or by the section `memory_report` of the config.
         """
-        return self._reports.report(self.global_step)
+        return self._observers.reports.report(self.global_step)
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -258,9 +239,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
             with self._steps.exchange():
                 self._outer.after_step(self.global_step, self._archive.named)
         self._progress.end_step(self.global_step)
-        self._log.after_step(self.global_step, self._last, self.config.train_batch_size or 0)
-        self._observe_step()
-        self._reports.after_step(self.global_step)
+        self._observers.after_step(self.global_step, self._last)
         self._save_if_due(*counts)
         if self._trial is not None:
             self._trial.after_step(self._close)
@@ -419,8 +398,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         if self._trial is not None:
             self._trial.note_unwritten("checkpoint")
             return tag or f"global_step{self.global_step}"
-        if self._monitors is not None:
-            self._monitors.flush()  # a job that goes on from here does not write this step again
+        self._observers.flush()
         with self._steps.apart(Activity.SAVING, Access.READS):
             self._archive.values.make_copies_exact()  # so that who goes on from here has the bits of this training
             state = {**self.client_state, **(client_state or {})}
@@ -453,7 +431,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
             self._restore_training_state(restored.training, restored.config)
             if self._outer is not None:
                 self._outer.restore(restored.training["outer"], self._archive.named)
-        self._observe_other_step()
+        self._observers.go_on_at(self.global_step)
         for key, value in restored.client_state.items():
             if key in self.client_state and not hasattr(self.client_state[key], "load_state_dict"):
                 self.client_state[key] = value
@@ -496,12 +474,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         They take several times as long. The result has `is_done` after them, `table()` and `save(folder)`. Raises
         ValueError where a profile is being made.
         """
-        if self._profiler is not None:
-            raise ValueError("engine.profile(): expected no profile that is being made, found one; it ends by itself")
-        units = self._driver.passes.units
-        workload = Workload.of(units, self._mesh.world.rank, self._mesh.data_size)
-        self._profiler = StepProfile(workload, self._module, self._progress, self.global_step, steps)
-        return self._profiler
+        return self._observers.profile(self.global_step, steps)
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
@@ -531,43 +504,6 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
                 self._steps.take_up_groups()
                 self._take_up_groups()
                 self._learning_rates.add(param_group)
-
-    def _observe_step(self) -> None:
-        """For monitors and profiles, where there are some."""
-        if self._monitors is not None:
-            tokens = tokens_of(self._steps.tokens, self.data_size, self.config.parallel.sequence)
-            samples = self.config.train_batch_size or 0
-            self._monitors.after_step(self.global_step, self._last, samples, tokens, self.memory)
-            self._steps.tokens = {}
-        if self._profiler is not None and self._profiler.after_step(self.global_step):
-            self._end_profile()
-        self._profile_if_due()
-
-    def _observe_other_step(self) -> None:
-        """The training goes on at another step: what is written and profiled is of that one."""
-        if self._monitors is not None:
-            self._monitors.flush()
-        if self._profiler is not None and self._profiler is self._due_profile:
-            self._end_profile()
-        self._profile_if_due()
-
-    def _profile_if_due(self) -> None:
-        wanted = self.config.profile
-        if wanted.enabled and self._profiler is None and self.global_step == wanted.step - 1:
-            self._due_profile = self.profile(wanted.steps)
-
-    def _end_profile(self) -> None:
-        """Of the config's profile it says what was found."""
-        profiler, self._profiler = self._profiler, None
-        if profiler is None:
-            return
-        profiler.stop()
-        wanted = self.config.profile
-        if profiler is self._due_profile and profiler.is_done:
-            if wanted.folder is not None:
-                profiler.save(wanted.folder)
-            if self.rank == 0:
-                logger.info("%s", profiler.table(wanted.module_depth, wanted.top_modules))
 
     def _restart_outer(self) -> None:
         if self._outer is not None:
@@ -618,10 +554,3 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         self._steps.scale.loss_scaler.load_state_dict(saved["loss_scaler"])
         then, now = ((values.get("optimizer") or {}).get("params", {}) for values in (config, self.config.as_dict()))
         self._learning_rates.load_state_dict(saved["learning_rates"], then, now)
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Where its object is still there: what closes an engine does not hold it."""
-    found = method()
-    if found is not None:
-        found()

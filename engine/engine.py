@@ -24,6 +24,8 @@ from .facade import ModuleFacade
 from .join import Call
 from .late_groups import ADDING
 from .learning_rates import LearningRates
+from .lent import PARAMETERS
+from .lent_states import LentStates
 from .loop_calls import LoopCalls
 from .memory import ModelStateBytes
 from .memory_report import MemoryReport
@@ -38,7 +40,7 @@ from .steps import Access, Steps
 from .turn import Turn, in_turn
 
 
-class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
+class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFacade):
     """Trains one model as its config says.
 
         train_step(batch) = [forward, backward] x gradient_accumulation_steps, then step
@@ -253,6 +255,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         All ranks must call it. One rank alone evaluates by `engine(...)` under torch.no_grad(), at stage 3 inside of
         `with engine.gathered():`.
         """
+        self._steps.lent.check("engine.eval_step()", (PARAMETERS,))
         with self._progress.during(Activity.EVALUATION):
             was_training = self.module.training
             self.module.eval()
@@ -387,7 +390,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         client_state: Mapping[str, Any] | None = None,
         latest: bool = True,
     ) -> str:
-        self._steps.check_averages_hidden("engine.save_checkpoint()")
+        self._steps.check_at_hand("engine.save_checkpoint()")
         self._steps.forget_cleared("engine.save_checkpoint()")
         if self._steps.num_microbatches:
             raise ValueError(
@@ -444,7 +447,8 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, ModuleFacade):
         CheckpointError or OffloadError if it failed.
         """
         if not self._turn.is_over:
-            self._steps.check_averages_hidden("engine.close()")  # else the model would keep them
+            self._steps.lent.take_back()
+            self._steps.check_at_hand("engine.close()")  # else the model would keep averages
             with self._turn.of("engine.close()"):
                 self._close()
 

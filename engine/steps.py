@@ -26,6 +26,7 @@ from .config.config import Config
 from .gradient_scale import GradientScale
 from .guard import ModelGuard
 from .join import Call, Join, weighted
+from .lent import KINDS, PARAMETERS, Lent
 from .shown_gradients import ShownGradients, refuse_differences
 from .step_result import StepResult
 from .step_sums import StepSums, SummedStep, Uses, non_finite_error, sum_step
@@ -114,6 +115,7 @@ class Steps:
         self._rows_per_microbatch = rows_per_microbatch
         self._is_apart = False  # other ranks may still have what an error has interrupted
         own = (param for unit in passes.units for group in unit.groups for param in group.params)
+        self.lent = Lent()
         self.scale = GradientScale(config, mesh.data_size, loss_scaler, own)
         self._module = module
         self.take_up_groups()
@@ -133,6 +135,10 @@ class Steps:
         delay_after_steps = self._config.zero_optimization.offload_optimizer.delay_after_steps
         order = passes.reduction_order
         self.update = StepUpdate(optimizer, order, mesh, timing, lambda: self.rest, delay_after_steps)
+
+    @property
+    def device(self) -> torch.device:
+        return self._mesh.world.device
 
     def check_trains(self, call: str) -> None:
         """Raises ValueError in an engine without an optimizer."""
@@ -211,6 +217,7 @@ class Steps:
 
     def begin_use(self) -> None:
         """Parameters are used outside of a backward: what is tried in them goes. A collective where something was."""
+        self.lent.check("a forward", (PARAMETERS,))
         if self.is_complete:
             self.take_back()
         if self._is_apart:
@@ -263,7 +270,7 @@ class Steps:
 
     def begin_backward(self, num_microbatches: int = 1) -> None:
         """As `backward`, until `end_backward` or `abort_backward`."""
-        self.check_averages_hidden("backward")
+        self.check_at_hand("backward")
         self.refuse_more("another backward")  # a sum that was final was not
         cleared, are_all = self._shown.take_final()
         if are_all:
@@ -358,7 +365,7 @@ class Steps:
 
         Returns also on how many ranks each of the events has happened.
         """
-        self.check_averages_hidden("engine.step()")
+        self.check_at_hand("engine.step()")
         self._mesh.world.progress.enter(Activity.UPDATE)
         self.guard.expect_update()
         events = (self.update.has_failed(), *events)
@@ -480,7 +487,9 @@ class Steps:
         gradients = "engine.gradient(), set_gradient() or clip_grad_value_()"
         self._join.check_outside(gradients if access is Access.NOTHING else activity.value)
         if access in (Access.CHANGES, Access.REPLACES):
-            self.check_averages_hidden("a change of the weights")
+            self.check_at_hand("a change of the weights")
+        elif access is not Access.NOTHING:
+            self.lent.check(activity.value, (PARAMETERS,) if access is Access.LOOKS else KINDS)
         with self._mesh.world.progress.during(activity):
             try:
                 if access is Access.LOOKS:
@@ -511,7 +520,9 @@ class Steps:
             yield
             self.guard.remember()
 
-    def check_averages_hidden(self, what: str) -> None:
+    def check_at_hand(self, what: str) -> None:
+        """Raises StateError where something is in the place of the weights, or states are lent."""
+        self.lent.check(what)
         if self._optimizer.averages is not None:
             self._optimizer.averages.check_hidden(what)
 

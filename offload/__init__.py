@@ -8,6 +8,7 @@ from .file_store import AioOptions, FileStore
 from .host_copies import HostCopies, OnHost, StreamCopies, sent
 from .host_memory import allocate_host, host_is_pinned, keep_heap, trim_heap
 from .host_pool import HostPool
+from .lent_memory import LentMemory, bytes_in_memory
 from .pages import PagedBuffer, PagePool, TransientBuffer, huge_zeros
 from .resident import OldVersion, Resident
 from .sequential_file import SequentialFile
@@ -25,6 +26,7 @@ __all__ = [
     "HostCopies",
     "HostPool",
     "HostStore",
+    "LentMemory",
     "Memory",
     "OffloadError",
     "OldVersion",
@@ -42,6 +44,7 @@ __all__ = [
     "TransientBuffer",
     "Window",
     "allocate_host",
+    "bytes_in_memory",
     "host_is_pinned",
     "huge_zeros",
     "in_storages_of",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..offload import huge_zeros
+from ..offload import bytes_in_memory, huge_zeros
 from .layout import Piece
 from .sequence import StateError
 from .shard_state import ShardState
@@ -45,9 +45,13 @@ class Averages:
         for start, master in shard.masters():
             self._values[id(shard)][start : start + master.numel()].copy_(master)
 
+    def held(self) -> Iterator[Tensor]:
+        """In memory, wherever."""
+        return iter(self._values.values())
+
     @property
     def nbytes(self) -> int:
-        return sum(values.nbytes for values in self._values.values())
+        return sum(map(bytes_in_memory, self.held()))
 
     def reset(self) -> None:
         """They are the master weights of now, and the next update copies."""

@@ -163,9 +163,9 @@ class FusedUpdate:
         """Of all ranks."""
         return ()
 
-    def state_bytes(self, shard: ShardState) -> int:
-        """Of those in memory."""
-        return sum(state.nbytes for state in shard.states.values())
+    def held(self, shard: ShardState) -> Iterator[Tensor]:
+        """States, and what else it keeps, in memory."""
+        yield from shard.states.values()
 
 
 _NOTHING = torch.empty(0)

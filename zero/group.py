@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
 from ..comm import Mesh, Pending
-from ..offload import Memory, Resident, StoredRange
+from ..offload import Memory, Resident, StoredRange, bytes_in_memory
 from .domain import Domain
 from .group_memory import GroupMemory
 from .layout import FlatLayout, Piece
@@ -127,7 +127,12 @@ class ShardedGroup:
         if not self._memory.own_is_in_full:
             return 0
         has_own = self._rest is None or self._rest.window.holds(self.resident)
-        return self._resting.nbytes if has_own else 0
+        return bytes_in_memory(self._resting) if has_own else 0
+
+    def held_at_rest(self) -> Iterator[Tensor]:
+        """What is in memory of parameters that nobody uses, where that is another memory than of those in use."""
+        if self.frees_memory and self.residence is Residence.SHARDED and self._rest is None:
+            yield from (self._resting, self.shard)
 
     @property
     def bytes_beside(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..offload import Memory, Window
+from ..offload import Memory, Window, bytes_in_memory
 from .averages import Averages
 from .delayed_update import DelayedUpdate
 from .fused_update import FusedUpdate, ScalarStates, Terms
@@ -477,8 +477,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def bytes_of(self, shard: ShardState) -> int:
         """Of one shard's states, master weights and second version of the parameters, in memory."""
-        master = shard.master.nbytes if shard.is_mixed else 0
-        return shard.ahead.values.nbytes + master + self._update.state_bytes(shard)
+        return sum(map(bytes_in_memory, self._held_of(shard)))
+
+    def held(self) -> Iterator[Tensor]:
+        """Tensors of states, master weights, averages and what islands keep, in memory of a device or of the host."""
+        for shard in self.shards:
+            yield from self._held_of(shard)
+        for others in (self.averages, self.outer):
+            if others is not None:
+                yield from others.held()
 
     @property
     def offloaded_bytes(self) -> int:
@@ -503,6 +510,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _find_where(self) -> bool:
         """Whether all shards rest where they are computed with, their states too."""
         return self._rest is None and not any(shard.is_apart or shard.chunks for shard in self.shards)
+
+    def _held_of(self, shard: ShardState) -> Iterator[Tensor]:
+        yield shard.ahead.values
+        if shard.is_mixed:
+            yield shard.master
+        yield from self._update.held(shard)
 
     def _named_params(self) -> Iterator[tuple[str, nn.Parameter]]:
         for shard in self.shards:

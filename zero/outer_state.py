@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..offload import huge_zeros
+from ..offload import bytes_in_memory, huge_zeros
 from .layout import Piece
 from .shard_state import ShardState
 
@@ -56,6 +56,10 @@ class OuterState:
         self._values = {SYNCED: {id(shard): self._memory_for(shard) for shard in shards}}
         if rule.momentum:
             self._values[MOMENTUM] = {id(shard): self._memory_for(shard) for shard in shards}
+
+    def held(self) -> Iterator[Tensor]:
+        """With the model, or on the host."""
+        return (values for kept in self._values.values() for values in kept.values() if values is not None)
 
     @property
     def nbytes(self) -> int:
@@ -155,7 +159,7 @@ class OuterState:
     def _bytes(self, on_host: bool) -> int:
         shards = [shard for fragment in self.fragments for shard in fragment]
         pairs = ((shard.group.shard.device, kept.get(id(shard))) for kept in self._values.values() for shard in shards)
-        found = ((device != values.device, values.nbytes) for device, values in pairs if values is not None)
+        found = ((device != values.device, bytes_in_memory(values)) for device, values in pairs if values is not None)
         return sum(nbytes for is_elsewhere, nbytes in found if is_elsewhere is on_host)
 
     def _together(self, kind: str, fragment: int) -> Tensor:

@@ -39,9 +39,9 @@ class Memory:
     coefficients: dict[int, list[float]] = field(default_factory=dict)
     """Index of a parameter -> of 1-bit LAMB: the running mean of its scale, and the last factor beside it."""
 
-    @property
-    def nbytes(self) -> int:
-        return self.mean.nbytes + sum(one.nbytes for one in (self.moved, self.met_at) if one is not None)
+    def held(self) -> Iterator[Tensor]:
+        tensors = (self.mean.worker_error, self.mean.server_error, self.moved, self.met_at)
+        return (one for one in tensors if one is not None)
 
 
 @dataclass(frozen=True)
@@ -209,9 +209,10 @@ class SignUpdate(FusedUpdate):
         shard.forget_states()
         self._memories.pop(id(shard), None)
 
-    def state_bytes(self, shard: ShardState) -> int:
-        memory = self._memories.get(id(shard))
-        return super().state_bytes(shard) + (0 if memory is None else memory.nbytes)
+    def held(self, shard: ShardState) -> Iterator[Tensor]:
+        yield from super().held(shard)
+        if id(shard) in self._memories:
+            yield from self._memories[id(shard)].held()
 
     def scalar_states(self, shard: ShardState) -> ScalarStates:
         memory = self._memories.get(id(shard))

@@ -199,9 +199,10 @@ class TorchUpdate:
             found[key] = kept if state or flat.parameter is None else None
         return found
 
-    def state_bytes(self, shard: ShardState) -> int:
+    def held(self, shard: ShardState) -> Iterator[Tensor]:
+        """Scalars are counted nowhere."""
         states = self._inner[id(shard)].optimizer.state.values() if id(shard) in self._inner else ()
-        return sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor) and v.dim())
+        return (v for state in states for v in state.values() if isinstance(v, Tensor) and v.dim())
 
     @cached_property
     def _first_dtypes(self) -> dict[str, torch.dtype]:

@@ -112,9 +112,10 @@ class WholeUpdate(FusedUpdate):
     def scalar_states(self, shard: ShardState) -> ScalarStates:
         return {shard.group.names[index]: factors for index, factors in shard.factors.items()}
 
-    def state_bytes(self, shard: ShardState) -> int:
-        factors = (one.nbytes for by_name in shard.factors.values() for one in by_name.values())
-        return super().state_bytes(shard) + sum(factors)
+    def held(self, shard: ShardState) -> Iterator[Tensor]:
+        yield from super().held(shard)
+        for by_name in shard.factors.values():
+            yield from by_name.values()
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ _IN_FILES = {
     "get_model_parallel_rank get_model_parallel_world_size get_tensor_model_parallel_group "
     "get_tensor_model_parallel_rank get_tensor_model_parallel_world_size",
     "layers": "PipelineModule LayerSpec TiedLayerSpec PipelineError",
+    "lent": "OffloadStateTypeEnum",
     "lr_keys": "LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE LR_RANGE_TEST_STAIRCASE "
     "EDGE_VALUE MID_VALUE CYCLE_FIRST_STEP_SIZE CYCLE_FIRST_STAIR_COUNT CYCLE_SECOND_STEP_SIZE "
     "CYCLE_SECOND_STAIR_COUNT DECAY_STEP_SIZE CYCLE_MIN_LR CYCLE_MAX_LR DECAY_LR_RATE CYCLE_MIN_MOM "
@@ -225,8 +226,6 @@ def refused_attribute(owner: str, name: str) -> AttributeError:
 
 
 ENGINE_REASONS = {
-    "offload_states": "set offload_optimizer and offload_param in the config",
-    "reload_states": "set offload_optimizer and offload_param in the config",
     "coalesce_grad_reduction": "use gradient_accumulation_steps, or set_gradient_accumulation_boundary",
     "register_compile_pass": "use engine.compile()",
     "get_wall_clock_timers": "use torch.profiler",

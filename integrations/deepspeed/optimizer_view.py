@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
 from ..engine.engine import Engine
+from .lent import OffloadStateTypeEnum, offload_states
+from .parameters import OffloadDeviceEnum
 
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
@@ -56,6 +58,20 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """With the loss scale, without a division by the accumulation steps."""
         torch.autograd.backward(self._engine.scale(loss), retain_graph=retain_graph)
+
+    def offload_states(
+        self,
+        include: Collection[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """As the engine's."""
+        offload_states(self._engine, include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """As the engine's."""
+        self._engine.reload_states()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._engine.optimizer.add_param_group(param_group)

@@ -10,6 +10,7 @@ from torch import nn
 
 import lowtide.deepspeed as deepspeed
 from lowtide.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from lowtide.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from lowtide.deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -51,6 +52,29 @@ def boundaries(stage: int) -> None:
     with pytest.raises(ValueError, match=r"expected a multiple of microbatch\(4\) x ranks\(2\) = 8, found 12"):
         engine.set_train_batch_size(12)
     engine.destroy()
+
+
+def lent(stage: int) -> list[str]:
+    """What the engine is asked for, as scripts of reinforcement learning ask."""
+    engine = engine_of(stage)
+    asked: list[str] = []
+    engine.lowtide.offload_states = lambda kinds, pin_memory: asked.append(f"{sorted(kinds or ())} {pin_memory}")
+    some = [OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.lp_grads]
+    engine.optimizer.offload_states(include=some, device=OffloadDeviceEnum.cpu, pin_memory=False, non_blocking=True)
+    engine.offload_states()
+    engine.offload_states(device=OffloadDeviceEnum.none)
+    del engine.lowtide.offload_states
+    engine.offload_states(include=["optim_states", "lp_grads"])
+    engine.optimizer.reload_states(non_blocking=True)
+    engine.reload_states()
+    (x, y), *_ = batches(0)
+    engine.backward(engine(x, y))
+    engine.destroy()
+    return asked
+
+
+def test_states_leave_the_device_in_its_words(ranks: RankPool) -> None:
+    assert ranks(2, lent, 3)[0] == ["['gradients', 'optimizer'] False", "[] True"]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -200,8 +224,10 @@ def refusals() -> None:
     engine, *_ = deepspeed.initialize(model=model, config={"train_batch_size": 4})
     with pytest.raises(AssertionError, match=r"engine.backward\(\): expected an optimizer"):
         engine.backward(engine(*batches(0)[0]))
-    with pytest.raises(AttributeError, match=r"offload_states is not in lowtide.deepspeed: set offload_optimizer"):
-        _ = engine.offload_states
+    with pytest.raises(AttributeError, match=r"register_compile_pass is not in lowtide.deepspeed: use engine.compile"):
+        _ = engine.register_compile_pass
+    with pytest.raises(ValueError, match="offload_states: expected device 'cpu', found 'nvme'; what is always to rest"):
+        engine.offload_states(device=OffloadDeviceEnum.nvme)
     with pytest.raises(AttributeError, match="'DeepSpeedEngine' object has no attribute 'nothing'"):
         _ = engine.nothing
     with pytest.raises(NotImplementedError, match="custom_load_fn: expected none"):

@@ -1,0 +1,168 @@
+"""`engine.offload_states`: what it frees is free, nothing that needs it runs, and the training goes on bit by bit."""
+
+import gc
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+import lowtide
+from lowtide.zero.sequence import StateError
+from tests import models
+from tests.engine.test_blueprint import BF16, FP32, config_of
+from tests.pretend.group import register
+from tests.ranks import RankPool
+
+HOST = {"device": "cpu"}
+ALL, TRAINING = ("optimizer", "gradients", "parameters"), ("optimizer", "gradients")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training. zero: more of its section; more: other sections. kinds: that are taken off the device."""
+
+    stage: int
+    more: dict[str, Any]
+    zero: dict[str, Any] = field(default_factory=dict)
+    kinds: tuple[str, ...] | None = None
+    has_averages: bool = False
+
+
+CASES = {
+    **{f"stage {stage}, bf16": Case(stage, BF16) for stage in range(4)},
+    "stage 3, fp32": Case(3, FP32, kinds=ALL),
+    "stage 2, fp16": Case(2, {"fp16": {"enabled": True, "initial_scale_power": 4}}, kinds=TRAINING),
+    "parameters alone": Case(3, BF16, kinds=("parameters",)),
+    "averages": Case(1, BF16, has_averages=True),
+    "no masters": Case(3, {"bf16": {"enabled": True, "masters": "int8"}}),
+    "8-bit states": Case(2, {**BF16, "optimizer": {"type": "adamw", "params": {"state_dtype": "int8"}}}),
+    "muon": Case(1, {**BF16, "optimizer": {"type": "muon", "params": {"lr": 0.01}}}),
+    "torch's own": Case(2, {**BF16, "optimizer": {"type": "rmsprop", "params": {"lr": 0.01}}}),
+    "states on the host": Case(3, BF16, {"offload_optimizer": HOST}),
+    "speculative": Case(2, BF16, {"offload_optimizer": {**HOST, "overlap": "speculative"}}),
+    "delayed": Case(3, BF16, {"offload_optimizer": {**HOST, "overlap": "delayed", "delay_after_steps": 1}}),
+    "parameters on the host": Case(3, BF16, {"offload_param": HOST}),
+    "in the backward": Case(3, BF16, {"update_in_backward": True}),
+}
+
+
+def allocated() -> int:
+    torch.accelerator.synchronize()
+    gc.collect(), gc.collect()
+    return int(torch.accelerator.memory_allocated())
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(StateError) as caught:
+        call()
+    return str(caught.value)
+
+
+def trained(case: Case, lends: bool) -> tuple[list[float], dict[str, torch.Tensor], list[str]]:
+    """Losses, weights, and what is wrong with what was lent."""
+    torch.manual_seed(0)
+    wrong, losses = [], []
+    config = config_of(case.stage, 1, "auto", zero=case.zero, **case.more)
+    with lowtide.initialize(models.TinyGPT(width=16, layers=2), config) as engine:
+        if case.has_averages:
+            engine.ema(0.9)
+        for step in range(4):
+            batch = models.token_batch(step, 2 * engine.data_size)
+            own = tuple(one.chunk(engine.data_size)[engine.data_rank] for one in batch)
+            losses.append(engine.train_step(own).loss.item())
+            if step % 2:
+                continue
+            if not lends:
+                engine.state_dict()  # what is under way ends there too
+                continue
+            held, before = allocated(), engine.memory()
+            freed = engine.offload_states(case.kinds)
+            again = engine.offload_states(case.kinds)
+            now, after = allocated(), engine.memory()
+            if (freed, again) != (held - now, 0) or freed < 0:
+                wrong.append(f"{freed} and {again} bytes said, {held - now} freed")
+            if before.total_bytes - after.total_bytes != freed:
+                wrong.append(f"{freed} bytes said, {before} and then {after}")
+            lent = "parameters" in (case.kinds or ALL)
+            found = r"expected the states of the engine on its device, found .* on the host since engine.offload_states"
+            for what, call in (
+                ("a forward" if lent else "backward", lambda own=own: engine.train_step(own)),
+                ("reading or writing full weights", engine.state_dict),
+            ):
+                if not re.match(f"{what}: {found}", said := refusal(call)):
+                    wrong.append(said)
+            if not lent:
+                losses.append(engine.eval_step(own).item())
+            engine.reload_states()
+            if lent:
+                losses.append(engine.eval_step(own).item())
+            if engine.memory().optimizer_bytes != before.optimizer_bytes:
+                wrong.append(f"{before} before, {engine.memory()} at the end")
+        return losses, engine.state_dict(), wrong
+
+
+def compared(case: Case) -> list[str]:
+    register()
+    losses, weights, _ = trained(case, lends=False)
+    others, values, wrong = trained(case, lends=True)
+    kept = [others[at] for at in (0, 2, 3, 5)]  # an evaluation follows on each lending
+    if losses != kept:
+        wrong.append(f"losses {losses}, and {kept}")
+    return wrong + [name for name, value in weights.items() if not torch.equal(value, values[name])]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_lent_is_free_and_comes_back(pretend_ranks: RankPool, name: str) -> None:
+    assert pretend_ranks(2, compared, CASES[name], process_group=False) == [[], []]
+
+
+def refused(kinds: list[str], stage: int) -> str:
+    register()
+    with (
+        lowtide.initialize(models.TinyGPT(width=16, layers=2), config_of(stage, 1, "auto", **BF16)) as engine,
+        pytest.raises(ValueError) as caught,
+    ):
+        engine.offload_states(kinds)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "stage", "expected"),
+    [
+        (["optimiser"], 3, "expected of optimizer, gradients, parameters, found 'optimiser'"),
+        (
+            ["parameters"],
+            2,
+            "expected parameters that are freed after use, with stage 3 over several ranks, found",
+        ),
+    ],
+)
+def test_what_cannot_be_lent(pretend_ranks: RankPool, kinds: list[str], stage: int, expected: str) -> None:
+    for said in pretend_ranks(2, refused, kinds, stage, process_group=False):
+        assert said.startswith(f"engine.offload_states(): {expected}")
+
+
+def test_on_the_host_there_is_nothing_to_lend() -> None:
+    config = config_of(1, 1, "auto", **BF16)
+    with lowtide.initialize(models.TinyGPT(width=16, layers=2), {**config, "device": "cpu"}) as engine:
+        engine.train_step(models.token_batch(0, 2))
+        assert engine.offload_states() == 0
+        engine.reload_states()
+        engine.train_step(models.token_batch(1, 2))
+
+
+def closed_while_lent() -> bool:
+    """The model has its parameters when the engine is closed."""
+    register()
+    with lowtide.initialize(models.TinyGPT(width=16, layers=2), config_of(3, 1, "auto", **BF16)) as engine:
+        engine.train_step(models.token_batch(0, 2))
+        expected = engine.memory().parameter_bytes
+        engine.offload_states()
+    return engine.memory().parameter_bytes == expected
+
+
+def test_an_engine_may_be_closed_meanwhile(pretend_ranks: RankPool) -> None:
+    assert pretend_ranks(2, closed_while_lent, process_group=False) == [True, True]

@@ -5,10 +5,11 @@ process group is torch's fake one of --ranks ranks, tensors are a few elements o
 on an accelerator, with Triton kernels whose launches do nothing. So what is left is Python, and the calls of torch's
 operators. Every block has the nine parameters of a Llama block; every step is forward, backward, clipping and AdamW.
 
-A round makes --steps steps of each contender, for models of two depths: the difference is what a block costs, the rest
-what a step does. Contenders take turns, and medians over the rounds are shown. A contender's own time is the
-processor's beyond the forward and backward of the same model in plain torch; clipping and update are among it. On a GPU
-each operator costs some microseconds more: --operators counts them, and --profile shows where the time goes.
+A round makes --steps steps in a row of each contender, for models of two depths, after one that is not counted. The
+difference is what a block costs, the rest what a step does. Contenders take turns, and medians over the rounds are
+shown. A contender's own time is the processor's beyond the forward and backward of the same model in plain torch;
+clipping and update are among it. On a GPU each operator costs some microseconds more: --operators counts them, and
+--profile shows where the time goes.
 
 Example:
 
@@ -186,7 +187,12 @@ def stubbed_kernels() -> Iterator[None]:
 
 
 def milliseconds(step: Step, num_steps: int) -> tuple[float, float]:
-    """Wall and processor time of a step."""
+    """Wall and processor time of a step, of several in a row.
+
+    One more is made before them: the collection of garbage and the turns of the others have emptied the processor's
+    caches, as nothing does between the steps of a training.
+    """
+    step()
     started = time.perf_counter(), time.process_time()
     for _ in range(num_steps):
         step()
@@ -224,7 +230,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--depths", nargs=2, type=int, default=(8, 40), metavar="BLOCKS", help="of the two models (default: 8 40)")
     add("--ranks", type=int, default=8, help="of the fake process group (default: 8)")
     add("--rounds", type=int, default=5, help="default: 5")
-    add("--steps", type=int, default=2, help="of a contender in a round (default: 2)")
+    add("--steps", type=int, default=5, help="of a contender in a round (default: 5)")
     add("--bf16", action="store_true", help="parameters are computed in bfloat16, sums are float32")
     add("--operators", choices=CONTENDERS, metavar="NAME", help="count the operators of one contender, and end")
     add("--profile", choices=CONTENDERS, metavar="NAME", help="show the functions that one spends its time in, and end")
@@ -251,7 +257,7 @@ def main() -> None:
         steps = {name: (CONTENDERS[name](depths[0], dtype), CONTENDERS[name](depths[1], dtype)) for name in names}
         for pair in steps.values():
             for step in pair:
-                milliseconds(step, 3)
+                milliseconds(step, 2)
         if options.operators:
             counts = operators_per_block(steps[alone], depths)
             print(f"{sum(counts.values()):.1f} operators a block")

@@ -1,15 +1,22 @@
 """Trains the example's GPT with fewer and fewer bytes of a parameter, and compares losses with fp32 masters'.
 
 Every contender sees the same batches from the same initial values. The loss of training is the mean of the last tenth
-of the steps, the other of text that nobody trained on. One process; by default 2,000 steps of 0.9M parameters:
+of the steps, the other of text that nobody trained on. Each is trained with several seeds, since two trainings whose
+last bits differ come to other losses: shown are means over the seeds, of the differences from the first contender with
+the same seed too, with the standard error of those. By default 2,000 steps of 0.9M parameters with 4 seeds:
 
-    python benchmarks/fewer_bytes.py --json fewer_bytes.json
+    python benchmarks/fewer_bytes.py --batch-size 8 --context 64 --processes 4 --json fewer_bytes.json
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import logging
+import math
+import multiprocessing
+import statistics
 import sys
 from itertools import islice
 from pathlib import Path
@@ -51,8 +58,12 @@ def config_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def trained(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What one contender came to."""
+def trained(job: tuple[str, int], options: argparse.Namespace) -> dict[str, Any]:
+    """What one contender came to with one seed."""
+    name, options.seed = job
+    sys.path.insert(0, str(EXAMPLES))
+    torch.set_num_threads(1)
+    logging.getLogger("lowtide").setLevel(logging.WARNING)
     from gpt_model import GPT, GPTShape
     from text_data import Text, batches, stdlib_files
 
@@ -77,10 +88,22 @@ def trained(name: str, options: argparse.Namespace) -> dict[str, Any]:
     last = [loss.item() for loss in losses[-max(options.steps // 10, 1) :]]
     return {
         "contender": name,
+        "seed": options.seed,
         "bytes a parameter": most / shape.num_parameters,
         "training": sum(last) / len(last),
         "validation": sum(held_out) / len(held_out),
     }
+
+
+def shown(rows: list[dict[str, Any]], first: list[dict[str, Any]]) -> str:
+    """rows, first: of one contender, and of what it is compared with, a seed each."""
+    parts = [f"{rows[0]['contender']:24}  {rows[0]['bytes a parameter']:5.2f} bytes"]
+    for kind in KINDS:
+        differences = [100 * (row[kind] / other[kind] - 1) for row, other in zip(rows, first, strict=True)]
+        error = f" +- {statistics.stdev(differences) / math.sqrt(len(rows)):.2f}" if len(rows) > 1 else ""
+        mean = statistics.fmean(row[kind] for row in rows)
+        parts.append(f"{kind} {mean:.4f} ({statistics.fmean(differences):+.2f}{error} %)")
+    return "  ".join(parts)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -92,17 +115,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=128, help="bytes that the model sees (default: 128)")
     parser.add_argument("--batch-size", type=int, default=16, help="pieces of text (default: 16)")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="at its highest point (default: 0.003)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="(default: 0 1 2 3)")
+    parser.add_argument("--processes", type=int, default=1, help="trainings at a time, of one thread (default: 1)")
     parser.add_argument("--validation-batches", type=int, default=64, help="(default: 64)")
     parser.add_argument("--json", type=Path, help="a file for the numbers")
     options = parser.parse_args(argv)
-    sys.path.insert(0, str(EXAMPLES))
-    rows = []
-    for name in options.contenders:
-        rows.append(trained(name, options))
-        row, first = rows[-1], rows[0]
-        losses = (f"{kind} {row[kind]:.4f} ({100 * (row[kind] / first[kind] - 1):+.2f} %)" for kind in KINDS)
-        print(f"{name:24}  {row['bytes a parameter']:5.2f} bytes  {'  '.join(losses)}", flush=True)
+    jobs = [(name, seed) for name in options.contenders for seed in options.seeds]
+    rows: list[dict[str, Any]] = []
+    with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=1) as pool:
+        for row in pool.imap(functools.partial(trained, options=options), jobs):
+            rows.append(row)
+            if len(rows) % len(options.seeds) == 0:
+                print(shown(rows[-len(options.seeds) :], rows[: len(options.seeds)]), flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
 

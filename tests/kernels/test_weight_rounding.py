@@ -1,5 +1,6 @@
 """Weights in bfloat16 without masters: what is drawn is unbiased and by number, and all tiers round alike."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ SGD: dict[str, Any] = {"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "nesterov":
 FORMS = ["drawn", "with a remainder", "split"]
 
 
+@functools.cache
 def draws(kind: str, seed: int = 3) -> Tensor:
     """NUM_DRAWS words of random bits, of successive elements or of successive steps of one."""
     rounding = Rounding.of(seed, "unit blocks.0 (bfloat16)", 1024)
@@ -40,7 +42,8 @@ def test_a_draw_is_one_of_two_neighbours_and_right_in_the_mean(kind: str, part: 
 
 @pytest.mark.parametrize("kind", ["elements", "steps"])
 def test_each_bit_is_set_half_of_the_time_and_says_nothing_of_the_next_word(kind: str) -> None:
-    words = torch.stack([draws(kind) >> bit & 1 for bit in range(32)]).double() * 2 - 1
+    drawn = draws(kind)
+    words = torch.stack([drawn >> bit & 1 for bit in range(32)]).double() * 2 - 1
     bound = 5.0 * NUM_DRAWS**-0.5  # of a mean of so many independent signs; 32 x 32 of them are looked at
     assert words.mean(1).abs().max() < bound
     assert (words[:, :-1] @ words[:, 1:].T / NUM_DRAWS).abs().max() < bound

@@ -7,8 +7,9 @@ operators. Every block has the nine parameters of a Llama block; every step is f
 
 A round makes --steps steps of each contender, for models of two depths: the difference is what a block costs, the rest
 what a step does. Contenders take turns, and medians over the rounds are shown. A contender's own time is the
-processor's beyond the forward and backward of the same model in plain torch; clipping and update are among it. On a GPU
-each operator costs some microseconds more: --operators counts them, and --profile shows where the time goes.
+processor's beyond the forward and backward of the same model in plain torch; clipping and update are among it. Garbage
+is collected in front of a contender's turn; a step after that is not timed. On a GPU each operator costs some
+microseconds more: --operators counts them, and --profile shows where the time goes.
 
 Example:
 
@@ -280,7 +281,11 @@ def measure(steps: dict[str, tuple[Step, Step]], num_rounds: int, num_steps: int
         for name in names[index % len(names) :] + names[: index % len(names)]:
             gc.collect()
             gc.disable()
-            times[name].append([milliseconds(step, num_steps) for step in steps[name]])
+            found = []
+            for step in steps[name]:
+                step()  # a collection looks at every object there is: what runs once a step is not in the cache after it
+                found.append(milliseconds(step, num_steps))
+            times[name].append(found)
             gc.enable()
     return times
 

@@ -283,7 +283,7 @@ def measure(steps: dict[str, tuple[Step, Step]], num_rounds: int, num_steps: int
             gc.disable()
             found = []
             for step in steps[name]:
-                step()  # a collection looks at every object there is: what runs once a step is not in the cache after it
+                step()  # after a collection, which looks at every object, nothing of it is in the cache
                 found.append(milliseconds(step, num_steps))
             times[name].append(found)
             gc.enable()

@@ -150,6 +150,7 @@ class Stage:
                     "course; outside its blocks a forward must not depend on what is computed in them"
                 )
             self._needs[key] = probe.needs()
+            probe.forget()
         return self._needs[key]
 
     def _check_received(self, received: Carried | None) -> None:

@@ -62,6 +62,12 @@ class Probe:
         lacking = [position for position, leaf in enumerate(leaves(self.arguments)) if isinstance(leaf, Absent)]
         return Needs(tuple(lacking), tuple(sorted(self.values.used)))
 
+    def forget(self) -> None:
+        """Lets go of the tensors that it has met: absent ones refer to this, so only the garbage collector would, in
+        the midst of a later step, whose addresses would move."""
+        self.values.values.clear()
+        self.arguments = None
+
 
 def _like(described: Any, arguments: Any) -> Any:
     """The description with the first tensor as large as the first argument: a decoder's block after an encoder's."""

@@ -4,9 +4,9 @@ import gc
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, partialmethod
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.comm.native import NativeRoute
+from lowtide.comm.peers import Peers
 from tests import models
 from tests.engine.test_blueprint import BF16, FP32, config_of
 from tests.pretend import device
@@ -72,10 +73,17 @@ def addresses_seen(module: nn.Module, seen: Seen) -> Iterator[None]:
         look(what, *tensors)
         return plain(self, collective, what, *tensors)
 
+    def message(self: Peers, plain: Any, tensor: Tensor, place: int, tag: int, what: str) -> Any:
+        look(what, tensor)
+        return plain(self, tensor, place, tag, what)
+
     handles = [part.register_forward_pre_hook(partial(look_at, name)) for name, part in module.named_modules()]
     for name, param in module.named_parameters():
         handles.append(param.register_hook(partial(look_at_gradient, name)))
-    with patch.object(NativeRoute, "_start", start):
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(NativeRoute, "_start", start))
+        for way in ("send", "receive"):
+            stack.enter_context(patch.object(Peers, way, partialmethod(message, getattr(Peers, way))))
         yield
     for handle in handles:
         handle.remove()
@@ -99,12 +107,13 @@ def differences(case: Case, folder: str) -> list[str]:
     torch.manual_seed(0)
     config = config_of(case.stage, case.accumulation, "auto", zero=case.zero, **case.more)
     steps: list[Seen] = [[] for _ in range(STEPS)]
-    with lowtide.initialize(Gpt(width=16, layers=3), {**config, "kernels": {"fuse_modules": False}}) as engine:
+    with lowtide.initialize(Gpt(width=16, layers=4), {**config, "kernels": {"fuse_modules": False}}) as engine:
         size = engine.data_size
         for step, seen in enumerate(steps):
             batch = models.token_batch(step, 2 * case.accumulation * size)
             own = tuple(one.chunk(size)[engine.data_rank] for one in batch)
             if step >= WARM_UP:
+                gc.collect()  # a step may leave no memory in cycles, which would go at any time
                 come_between(engine, case.between, own, folder)
             with addresses_seen(engine.module, seen):
                 engine.train_step(own)
@@ -156,7 +165,19 @@ IN_GROUPS = [
     *(Case(stage, BF16, {"shard_size": 2}, 2) for stage in (2, 3)),
     Case(3, FP32, {"zero_hpz_partition_size": 2}),
 ]
-OTHERS = {"between": (2, BETWEEN), "offload": (2, OFFLOADED), "groups": (4, IN_GROUPS)}
+PIPELINED = [
+    Case(stage, {**dtype, "parallel": {"pipeline": 2}, "pipeline": {"schedule": schedule}}, {}, 4)
+    for schedule, stage, dtype in (
+        *(("gpipe", 0, BF16), ("1f1b", 1, FP32), ("1f1b", 3, BF16), ("interleaved", 2, BF16), ("zb-h1", 1, BF16)),
+        *(("zb-v", 1, FP32), ("zb-v", 0, BF16), ("dualpipe-v", 1, BF16)),
+    )
+]
+OTHERS = {
+    "between": (2, BETWEEN),
+    "offload": (2, OFFLOADED),
+    "groups": (4, IN_GROUPS),
+    "pipelines": (2, PIPELINED),
+}
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -4,6 +4,9 @@ Every contender sees the same batches from the same initial values. The loss of 
 of the steps, the other of text that nobody trained on. One process; by default 2,000 steps of 0.9M parameters:
 
     python benchmarks/fewer_bytes.py --json fewer_bytes.json
+
+With several seeds each draws other initial values, and the last lines have the mean of the differences within a seed
+with its standard error: what is below twice that is not resolved.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import torch
@@ -34,7 +38,7 @@ CONTENDERS: dict[str, tuple[bool | str, str, dict[str, Any]]] = {  # masters, st
 }
 
 
-def config_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def config_of(name: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     masters, state_dtype, more = CONTENDERS[name]
     warmup = max(options.steps // 20, 1)
     params = {"lr": options.learning_rate, "weight_decay": 0.1, "state_dtype": state_dtype}
@@ -45,13 +49,13 @@ def config_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "optimizer": {"type": "adamw", "params": params},
         "scheduler": {"type": "cosine", "params": schedule},
         "gradient_clipping": 1.0,
-        "seed": options.seed,
+        "seed": seed,
         "steps_per_print": 0,
         **more,
     }
 
 
-def trained(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def trained(name: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """What one contender came to."""
     from gpt_model import GPT, GPTShape
     from text_data import Text, batches, stdlib_files
@@ -63,8 +67,8 @@ def trained(name: str, options: argparse.Namespace) -> dict[str, Any]:
         size = {"context": options.context, "batch_size": options.batch_size, "rank": 0, "world_size": 1}
         return islice(batches(values, **size), count)
 
-    torch.manual_seed(options.seed)
-    with lowtide.initialize(GPT(shape), config_of(name, options)) as engine:
+    torch.manual_seed(seed)
+    with lowtide.initialize(GPT(shape), config_of(name, options, seed)) as engine:
         losses, most = [], 0
         for step, batch in enumerate(given(text.train, options.steps)):
             engine.backward(engine(**batch))
@@ -77,10 +81,24 @@ def trained(name: str, options: argparse.Namespace) -> dict[str, Any]:
     last = [loss.item() for loss in losses[-max(options.steps // 10, 1) :]]
     return {
         "contender": name,
+        "seed": seed,
         "bytes a parameter": most / shape.num_parameters,
         "training": sum(last) / len(last),
         "validation": sum(held_out) / len(held_out),
     }
+
+
+def differences(rows: list[dict[str, Any]], name: str, kind: str) -> list[float]:
+    """In percent of what the first contender came to, of each seed."""
+    found: dict[int, dict[str, float]] = {}
+    for row in rows:
+        found.setdefault(row["seed"], {})[row["contender"]] = row[kind]
+    first = rows[0]["contender"]
+    return [100 * (losses[name] / losses[first] - 1) for losses in found.values()]
+
+
+def summed_up(found: list[float]) -> str:
+    return f"{mean(found):+.2f} +- {stdev(found) / len(found) ** 0.5:.2f} %"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -92,17 +110,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=128, help="bytes that the model sees (default: 128)")
     parser.add_argument("--batch-size", type=int, default=16, help="pieces of text (default: 16)")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="at its highest point (default: 0.003)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="(default: 0)")
     parser.add_argument("--validation-batches", type=int, default=64, help="(default: 64)")
     parser.add_argument("--json", type=Path, help="a file for the numbers")
     options = parser.parse_args(argv)
     sys.path.insert(0, str(EXAMPLES))
-    rows = []
-    for name in options.contenders:
-        rows.append(trained(name, options))
-        row, first = rows[-1], rows[0]
-        losses = (f"{kind} {row[kind]:.4f} ({100 * (row[kind] / first[kind] - 1):+.2f} %)" for kind in KINDS)
-        print(f"{name:24}  {row['bytes a parameter']:5.2f} bytes  {'  '.join(losses)}", flush=True)
+    rows: list[dict[str, Any]] = []
+    for seed, name in product(options.seeds, options.contenders):
+        rows.append(trained(name, options, seed))
+        row = rows[-1]
+        losses = (f"{kind} {row[kind]:.4f} ({differences(rows, name, kind)[-1]:+.2f} %)" for kind in KINDS)
+        print(f"seed {seed}  {name:24}  {row['bytes a parameter']:5.2f} bytes  {'  '.join(losses)}", flush=True)
+    for name in options.contenders[1:] if len(options.seeds) > 1 else ():
+        print(f"{name:24}  " + "  ".join(f"{kind} {summed_up(differences(rows, name, kind))}" for kind in KINDS))
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
 

@@ -140,6 +140,38 @@ def test_an_island_that_has_left_is_not_waited_for() -> None:
     assert torch.equal(found[1, 0].values, torch.full((5,), 1.5))
 
 
+def test_what_is_told_is_known_to_all_alike() -> None:
+    """Or to those that were there in time, as the first that has waited long enough says."""
+    found = on_all(lambda ring, island, rank: ring.tell([island, rank]))
+    assert all(found[island, rank] == {other: [other, rank] for other in range(COUNT)} for island, rank in PLACES)
+    store = HashStore()
+    store.set(gone_key(2), "it has ended")
+    early, late = (
+        Ring(Islands(island, COUNT, 1, store, store, "127.0.0.1"), 0, timeout)
+        for island, timeout in [(0, 0.0), (1, 60.0)]
+    )
+    assert early.tell("a") == {0: "a"}
+    with pytest.raises(LeftOutError, match=r"island 1: the others \(0\) load a checkpoint without it, .* within 60 s"):
+        late.tell("b")
+    for ring in (early, late):
+        ring.leave("it has ended")
+
+
+def test_who_leaves_waits_for_no_verdict() -> None:
+    """Which does not come here: of two ranks each, those of number 1 never vote. The time for silence is an hour."""
+    store = HashStore()
+    islands = [Islands(island, 2, 2, store, store, "127.0.0.1") for island in range(2)]
+    rings = [Ring(one, 0, 3600.0) for one in islands]
+    found = [ring.start(torch.ones(3), torch.float32) for ring in rings]
+    while store.add("0.0/done", 0) < len(rings):  # both have everything, and wait
+        time.sleep(0.01)
+    for ring in rings:
+        ring.leave("it has ended")
+    for future in found:
+        with pytest.raises((CollectiveError, LeftOutError)):
+            future.result(0.0)  # the thread has ended
+
+
 def test_the_last_island_goes_on_alone() -> None:
     def work(ring: Ring, island: int, rank: int) -> Any:
         return None if island else ring.start(values_of(island, rank), torch.float32).result()

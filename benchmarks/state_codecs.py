@@ -6,7 +6,7 @@
 The update of elements whose gradients are much smaller than those of others in their block is looked at apart. AdamW is
 plain torch in float32 here, and states go through an encoding after each step:
 
-    python benchmarks/state_codecs.py --seeds 0 1 2
+    python benchmarks/state_codecs.py --seeds 0 1 2 3
 """
 
 from __future__ import annotations

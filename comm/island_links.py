@@ -14,6 +14,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 from .islands import Islands
 
@@ -21,7 +22,8 @@ _TOKEN_BYTES = 32
 _HEADER = struct.Struct(f"!{_TOKEN_BYTES}s32si")  # token, name of the attempt, island
 _LOOK_SECONDS = 0.1  # between two looks at whether an exchange is over elsewhere
 _TOLD_IN_TIME = 10  # as often is it told that something moves, in the time after which nobody would wait
-_BACKLOG = 128
+_BACKLOG = 128  # also of those that have not said who they are
+_HEADER_SECONDS = 10.0  # in which whoever connects has said it
 
 
 class LinkError(Exception):
@@ -72,6 +74,7 @@ class Links:
         self._listener.setblocking(False)
         self._links: dict[int, socket.socket] = {}
         self._early: dict[tuple[str, int], socket.socket] = {}  # of members that are in the next attempt already
+        self._unheard: dict[socket.socket, tuple[float, bytearray]] = {}  # since when, and what of the header has come
         port = self._listener.getsockname()[1]
         islands.store.set(self._key(islands.island), f"{islands.address} {port} {self._token.hex()}")
 
@@ -141,6 +144,8 @@ class Links:
         self.disconnect()
         while self._early:
             self._early.popitem()[1].close()
+        while self._unheard:
+            self._unheard.popitem()[0].close()
         self._listener.close()
 
     def _key(self, island: int) -> str:
@@ -165,30 +170,50 @@ class Links:
             return link
 
     def _accept(self) -> None:
-        """One connection, if one comes soon; what is not of this job is closed."""
+        """What comes soon: connections, and what they say first. Nobody is waited for who says it slowly."""
+        now = time.monotonic()
+        for late in [link for link, (since, _) in self._unheard.items() if now - since > _HEADER_SECONDS]:
+            self._turn_away(late)
         with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
-            if not selector.select(_LOOK_SECONDS):
+            for waited_for in (self._listener, *self._unheard):
+                selector.register(waited_for, selectors.EVENT_READ)
+            for key, _ in selector.select(_LOOK_SECONDS):
+                if key.fileobj is not self._listener:
+                    self._hear(cast(socket.socket, key.fileobj))
+                    continue
+                with contextlib.suppress(OSError):
+                    link = self._listener.accept()[0]
+                    link.setblocking(False)
+                    self._unheard[link] = (now, bytearray())
+        while len(self._unheard) > _BACKLOG:
+            self._turn_away(next(iter(self._unheard)))
+
+    def _hear(self, link: socket.socket) -> None:
+        """What has come of its header; what is not of this job is closed."""
+        header = self._unheard[link][1]
+        try:
+            part = link.recv(_HEADER.size - len(header))
+            header += part
+            if part and len(header) < _HEADER.size:
                 return
-        with contextlib.suppress(BlockingIOError):
-            link, _ = self._listener.accept()
-            link.settimeout(1.0)
-            try:
-                header = bytearray()
-                while len(header) < _HEADER.size and (part := link.recv(_HEADER.size - len(header))):
-                    header += part
-                token, name, island = _HEADER.unpack(header)
-                if not secrets.compare_digest(token, self._token):
-                    raise ValueError("a stranger")
-                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            except (OSError, struct.error, ValueError):
-                link.close()
-                return
-            link.setblocking(False)
-            before = self._early.pop((name.rstrip(b"\0").decode(), island), None)
-            if before is not None:
-                before.close()
-            self._early[name.rstrip(b"\0").decode(), island] = link
+            token, name, island = _HEADER.unpack(header)
+            if not secrets.compare_digest(token, self._token):
+                raise ValueError("a stranger")
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except BlockingIOError:
+            return
+        except (OSError, struct.error, ValueError):
+            self._turn_away(link)
+            return
+        del self._unheard[link]
+        before = self._early.pop((name.rstrip(b"\0").decode(), island), None)
+        if before is not None:
+            before.close()
+        self._early[name.rstrip(b"\0").decode(), island] = link
+
+    def _turn_away(self, link: socket.socket) -> None:
+        del self._unheard[link]
+        link.close()
 
 
 def _events(island: int, sends: Mapping[int, memoryview], receives: Mapping[int, memoryview]) -> int:

@@ -11,6 +11,7 @@ So a rank sends 2 (k - 1) / k of its values, in the dtype on the wire, and sums 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
@@ -80,21 +81,28 @@ class Ring:
     def tell(self, value: Any) -> dict[int, Any]:
         """The values of all islands that are left, by island; plain data. To be called alike, between exchanges.
 
-        Who does not come in time is left out.
+        Who does not come in time is left out, by all alike, and gets LeftOutError.
         """
         number, self._num_told = self._num_told, self._num_told + 1
         store, deadline = self.islands.store, time.monotonic() + self._timeout_seconds
-        store.set(f"told/{number}/{self._rank}/{self.islands.island}", json.dumps(value))
-        found: dict[int, Any] = {}
-        for island in self.members:
-            key = f"told/{number}/{self._rank}/{island}"
+        keys = {island: f"told/{number}/{self._rank}/{island}" for island in self.members}
+        store.set(keys[self.islands.island], json.dumps(value))
+        found = []
+        for island, key in keys.items():
             while not (is_there := store.check([key])) and time.monotonic() < deadline:
                 if self.islands.gone((island,)):
                     break
                 time.sleep(_PAUSE_SECONDS)
             if is_there:
-                found[island] = json.loads(store.get(key))
-        return found
+                found.append(island)
+        agreed = json.loads(self._told(f"told/{number}/verdict", json.dumps(found)))
+        if self.islands.island not in agreed:
+            raise LeftOutError(
+                f"island {self.islands.island}: the others ({_named(agreed)}) load a checkpoint without it, since it "
+                f"did not come within {self._timeout_seconds:g} s; start it again, and if it is only slow, with a "
+                "larger outer.timeout_seconds"
+            )
+        return {island: json.loads(store.get(keys[island])) for island in agreed}
 
     def _told(self, key: str, text: str) -> str:
         """What the first that asked with this rank's number has said."""
@@ -122,12 +130,10 @@ class Ring:
         """The others go on without this island. To be called when nothing is awaited any more, or after an error."""
         if not self._stop.is_set():
             _end(self._stop, self._due)
+            with contextlib.suppress(RuntimeError):  # the store is gone, and nobody to be told
+                self.islands.leave(why)  # the thread hears of it too, where it waits for a verdict
             self._thread.join(self._timeout_seconds)
             self._links.close()
-            try:
-                self.islands.leave(why)
-            except RuntimeError:
-                return  # the store is gone, and nobody to be told
 
     # -- in the thread --------------------------------------------------------------------------------------------
 

@@ -4,23 +4,28 @@ from ...optimizers.table import OPTIMIZERS
 from .errors import Fault, shown
 from .optimizer import OptimizerConfig
 from .parallel import ParallelConfig
-from .sections import BF16Config, PowerSGDConfig, ZeroConfig
+from .sections import BF16Config, CommunicationConfig, ZeroConfig
 
 
 def compression_faults(
     optimizer: OptimizerConfig | None,
-    power_sgd: PowerSGDConfig,
+    communication: CommunicationConfig,
     zero: ZeroConfig,
     parallel: ParallelConfig,
     bf16: BF16Config,
 ) -> list[Fault]:
     """What an optimizer that sends signs, or PowerSGD, cannot be beside."""
+    rank, bits = communication.power_sgd.rank, communication.gradient_bits
     sends_signs = optimizer is not None and OPTIMIZERS[optimizer.type].signs is not None
-    found = _power_sgd_faults(zero, parallel) if power_sgd.rank else []
+    found = _power_sgd_faults(zero, parallel) if rank else []
+    if bits is not None and (rank or sends_signs):
+        beside = "communication.power_sgd" if rank else f'optimizer.type "{optimizer.type}"' if optimizer else ""
+        message = f"needs null beside {beside}, found {bits}: that sends gradients in a form of its own"
+        found.append(Fault("communication.gradient_bits", "conflict", message))
     if optimizer is None or not sends_signs:
         return found
-    if power_sgd.rank:
-        message = f'needs 0 beside optimizer.type "{optimizer.type}", found {power_sgd.rank}: that sends no gradients'
+    if rank:
+        message = f'needs 0 beside optimizer.type "{optimizer.type}", found {rank}: that sends no gradients'
         found.append(Fault("communication.power_sgd.rank", "conflict", message))
     return found + _sign_faults(optimizer.type, zero, parallel, bf16)
 

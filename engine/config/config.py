@@ -467,7 +467,7 @@ def _conflicts(config: Config) -> list[Fault]:
         conflicts = config.optimizer.params.conflicts()
         faults += [Fault(f"optimizer.params.{key}", "conflict", message) for key, message in conflicts]
     faults += compression_faults(
-        config.optimizer, config.communication.power_sgd, config.zero_optimization, config.parallel, config.bf16
+        config.optimizer, config.communication, config.zero_optimization, config.parallel, config.bf16
     )
     faults += elasticity_faults(config.elasticity, config.parallel.ranks_of_sample, _batch_keys(config))
     faults += offload_faults(config.zero_optimization, config.activation_checkpointing)

@@ -1,5 +1,7 @@
 """Islands exchange one mean or none: whoever dies, wherever in it, those that are left decide alike."""
 
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -138,6 +140,38 @@ def test_an_island_that_has_left_is_not_waited_for() -> None:
     assert torch.equal(found[1, 0].values, torch.full((5,), 1.5))
 
 
+def test_what_is_told_is_known_to_all_alike() -> None:
+    """Or to those that were there in time, as the first that has waited long enough says."""
+    found = on_all(lambda ring, island, rank: ring.tell([island, rank]))
+    assert all(found[island, rank] == {other: [other, rank] for other in range(COUNT)} for island, rank in PLACES)
+    store = HashStore()
+    store.set(gone_key(2), "it has ended")
+    early, late = (
+        Ring(Islands(island, COUNT, 1, store, store, "127.0.0.1"), 0, timeout)
+        for island, timeout in [(0, 0.0), (1, 60.0)]
+    )
+    assert early.tell("a") == {0: "a"}
+    with pytest.raises(LeftOutError, match=r"island 1: the others \(0\) load a checkpoint without it, .* within 60 s"):
+        late.tell("b")
+    for ring in (early, late):
+        ring.leave("it has ended")
+
+
+def test_who_leaves_waits_for_no_verdict() -> None:
+    """Which does not come here: of two ranks each, those of number 1 never vote. The time for silence is an hour."""
+    store = HashStore()
+    islands = [Islands(island, 2, 2, store, store, "127.0.0.1") for island in range(2)]
+    rings = [Ring(one, 0, 3600.0) for one in islands]
+    found = [ring.start(torch.ones(3), torch.float32) for ring in rings]
+    while store.add("0.0/done", 0) < len(rings):  # both have everything, and wait
+        time.sleep(0.01)
+    for ring in rings:
+        ring.leave("it has ended")
+    for future in found:
+        with pytest.raises((CollectiveError, LeftOutError)):
+            future.result(0.0)  # the thread has ended
+
+
 def test_the_last_island_goes_on_alone() -> None:
     def work(ring: Ring, island: int, rank: int) -> Any:
         return None if island else ring.start(values_of(island, rank), torch.float32).result()
@@ -223,3 +257,44 @@ def test_who_has_everything_waits_for_those_that_still_receive(monkeypatch: pyte
         found[1].tell_moved() if next(steps) < 9 else store.set("0.0/verdict", "done")
 
     assert found[0].cast(has_all=True) and now[0] == 500.0
+
+
+def test_strangers_at_the_door_hold_nobody_up() -> None:
+    """One says nothing, one a part of what is asked, one something else: none is waited for, however slow it is."""
+    store = HashStore()
+    rings = [Ring(Islands(island, 2, 1, store, store, "127.0.0.1"), 0, 60.0) for island in range(2)]
+    address, port, token = store.get(rings[0]._links._key(0)).decode().split()
+    header = island_links._HEADER.pack(bytes.fromhex(token), b"0.0", 1)
+    said = [b"", header[:-1], b"?" * len(header)]
+    strangers = [socket.create_connection((address, int(port))) for _ in said]
+    try:
+        for stranger, words in zip(strangers, said, strict=True):
+            stranger.sendall(words)
+        for number in range(2):
+            found = [ring.start(torch.full((3,), float(island)), torch.float32) for island, ring in enumerate(rings)]
+            assert [one.result(60.0).values.tolist() for one in found] == [[0.5] * 3] * 2, number
+        links = rings[0]._links
+        assert len(links._unheard) == 2  # silence, and a part
+        strangers[2].settimeout(60.0)
+        with contextlib.suppress(ConnectionResetError):
+            assert not strangers[2].recv(1)  # it was turned away
+    finally:
+        for stranger in strangers:
+            stranger.close()
+        for ring in rings:
+            ring.leave("it has ended")
+
+
+def test_who_does_not_say_who_it_is_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    links = island_links.Links(Islands(0, 2, 1, store, store, "127.0.0.1"), 0)
+    address, port, _ = store.get(links._key(0)).decode().split()
+    with socket.create_connection((address, int(port))) as silent:
+        while not links._unheard:
+            links._accept()
+        monkeypatch.setattr(island_links, "_HEADER_SECONDS", -1.0)
+        links._accept()
+        assert not links._unheard
+        silent.settimeout(60.0)
+        assert not silent.recv(1)
+    links.close()

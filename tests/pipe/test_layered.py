@@ -115,12 +115,17 @@ def test_several_ranks_have_the_sums_of_stage_1(ranks: RankPool, tmp_path: Path,
 
 
 def test_what_is_updated_or_sent_otherwise(ranks: RankPool) -> None:
-    """Updates that need whole matrices or all of a tensor; messages of few bits, of one microbatch: they round each."""
+    """Updates that need whole matrices or all of a tensor, or send signs; messages of few bits, of one microbatch: they
+    round each."""
     laws: list[Law] = [
         tuple(pair(3, plain_stage=1, optimizer={"type": name, "params": {"lr": 1e-2}}))
         for name in ("lamb", "muon", "adafactor")
     ]
     laws.append(tuple(pair(1, communication={"power_sgd": {"rank": 2}})))
+    warm_up = {"onebitadam": "freeze_step", "onebitlamb": "freeze_step", "zerooneadam": "var_freeze_step"}
+    laws += [
+        tuple(pair(0, optimizer={"type": name, "params": {"lr": 1e-3, steps: 1}})) for name, steps in warm_up.items()
+    ]
     few_bits = {"route": "sockets", "weight_bits": 8, "gradient_bits": 8}
     laws.append(tuple(case.at(3, accumulation=1) for case in pair(3, communication=few_bits)))
     assert not differences(laws, ranks(2, train_all, cases_of(laws))[0])

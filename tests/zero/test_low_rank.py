@@ -163,10 +163,17 @@ def test_pipelines_and_accumulation_change_nothing(ranks: RankPool) -> None:
     assert_close(piped, plain, 1e-7, 1e-8)
 
 
-def test_stages_agree_in_bfloat16(ranks: RankPool) -> None:
-    case = case_of(0, tiny_gpt, bf16={"enabled": True}, communication_data_type="bf16")
-    plain, divided = ranks(2, train_all, [case, case.at(1)])[0]
-    assert divided.differences(plain) == []
+def test_stages_agree_in_bfloat16_and_without_masters(ranks: RankPool) -> None:
+    """And each form of the weights is another one, with the losses of the first but for a step of bfloat16's."""
+    forms = [True, False, "kahan", "int8"]
+    cases = [
+        case_of(0, tiny_gpt, bf16={"enabled": True, "masters": form}, communication_data_type="bf16") for form in forms
+    ]
+    found = ranks(2, train_all, [case.at(stage) for case in cases for stage in (0, 1)])[0]
+    for form, plain, divided in zip(forms, found[::2], found[1::2], strict=True):
+        assert divided.differences(plain) == [], form
+        assert plain.losses == pytest.approx(found[0].losses, rel=2**-7), form
+        assert form is True or plain.differences(found[0]), form
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -182,6 +189,7 @@ def test_a_checkpoint_goes_on_with_the_same_bits(ranks: RankPool, tmp_path: Path
     [
         ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage: communication.power_sgd needs 0 or 1, found 2"),
         ({"zero_optimization": {"stage": 1, "shard_size": 2}}, "shard_size: .* needs null, found 2"),
+        ({"communication": {"power_sgd": {"rank": 1}, "gradient_bits": 4}}, "gradient_bits: needs null .*, found 4"),
         ({"parallel": {"tensor": 2}}, "parallel.tensor: communication.power_sgd needs 1, found 2"),
         ({"parallel": {"sequence": 2}}, "parallel.sequence: communication.power_sgd needs 1, found 2"),
         ({"parallel": {"expert": 2}}, "parallel.expert: communication.power_sgd needs 1, found 2"),

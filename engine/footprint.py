@@ -212,8 +212,8 @@ class Footprint:
         | accumulating  | full gradients, and no shard            | the shard, unless it has left          |
         | reduced       | the shard, or a part of the common one; | the shard                              |
         |               | flat memory of full ones is kept        |                                        |
-        | between steps | as before the step, but for shards that are given back: left, delayed, of shared memory,  |
-        |               | on an accelerator                                                                |
+        | between steps | as before the step, but for shards that are given back: all but those of a sum that is    |
+        |               | divided over ranks which share no memory                                                  |
 
         Layer by layer full gradients of a block are added up, and its flat memory given back, at every stage.
         """
@@ -233,8 +233,8 @@ class Footprint:
             return whole // sizes.shares.gradients if waits or not leaves else 0
         if blueprint.timing is Timing.IN_BACKWARD or (leaves and self._is_on_accelerator):
             own = 0
-        is_one_copy = shares_memory and sizes.states > 1
-        is_given_back = leaves or blueprint.timing is Timing.DELAYED or is_one_copy or self._is_on_accelerator
+        is_sent = sizes.states > 1 and not shares_memory and not self._is_on_accelerator
+        is_given_back = leaves or blueprint.timing is Timing.DELAYED or not is_sent
         if moment is Moment.BETWEEN_STEPS and is_given_back:
             own = 0
         has_local = self._accumulates and not blueprint.reduces_every_backward

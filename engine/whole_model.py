@@ -59,9 +59,12 @@ class WholeModel:
             self._call.compare_once(steps, self._module, lambda: self._call.output(self._module, ready))  # noqa: B023
             steps.begin_forward()
             with self.saving:
-                output = steps.scale.mark_output(self._call.output(self._module, ready))
-                loss = self._call.loss(output, ready)
+                loss = self._loss(steps, ready)
             self.backward(steps, loss)
+
+    def _loss(self, steps: Steps, ready: Any) -> Tensor:
+        """Alone: the logits of an output would take memory for the whole backward."""
+        return self._call.loss(steps.scale.mark_output(self._call.output(self._module, ready)), ready)
 
     def _check_same(self, steps: Steps, batch: Any) -> None:
         differs = self._same.check(batch)

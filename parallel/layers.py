@@ -40,7 +40,7 @@ class SplitLayers:
     scattered in place of `summed`.
 
     Layers with hooks alone compute as they did: what else takes their forward (gradients in place, weight gradients
-    that are put off) goes on to do so. Row splits with a bias and vocabularies have a forward of ours.
+    that are put off) goes on to do so. Row splits with a bias and split embeddings have a forward of ours.
     """
 
     def __init__(
@@ -89,10 +89,12 @@ class SplitLayers:
                 ledger.override(module, "forward", partial(self._rows_with_bias, layer))
         elif layer.style is Style.VOCABULARY:
             first, numel = self._first_of(layer), self._numel_of(layer)
-            forward: Callable[..., Any] = self._embedded if isinstance(module, nn.Embedding) else self._logits
             if isinstance(module, nn.Embedding):
                 self._override_padding(module, layer, first, ledger)
-            ledger.override(module, "forward", partial(forward, layer, first, numel, module.forward))
+                ledger.override(module, "forward", partial(self._embedded, layer, first, numel, module.forward))
+            else:
+                ledger.hook(module.register_forward_pre_hook(partial(self._before_logits, layer)))
+                ledger.hook(module.register_forward_hook(partial(self._behind_logits, first, numel)))
         elif layer.style is Style.EXPERTS:
             ExpertSums(layer, self._exchange, self._parts, ledger)
         for key, split in layer.parameters.items():
@@ -226,11 +228,12 @@ class SplitLayers:
         # A stage of a pipeline knows what other stages make by the functions that make it, which it sees as they do.
         return total.view_as(total) if torch._C._len_torch_function_stack() else total
 
-    def _logits(
-        self, layer: LayerSplit, first: int, numel: int, inner: Callable[[Tensor], Tensor], x: Tensor
-    ) -> LogitParts:
-        """inner: the layer's own forward, or that of its tiles, which give logits that nobody has computed yet."""
-        return LogitParts(inner(self._copied(x, layer.name)), numel, first, self._exchange)
+    def _before_logits(self, layer: LayerSplit, module: nn.Module, args: Any) -> Any:
+        return self._copied(args[0], layer.name), *args[1:]
+
+    def _behind_logits(self, first: int, numel: int, module: nn.Module, args: Any, own: Tensor) -> LogitParts:
+        """own: of tiles too, which give logits that nobody has computed yet."""
+        return LogitParts(own, numel, first, self._exchange)
 
     # -- whole parameters -----------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """Where the loss is found: the output itself, its .loss, ["loss"] or [0], or what loss_fn makes of it."""
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +73,27 @@ def expected() -> list[float]:
 @pytest.mark.parametrize("kind", list(WRAPS))
 def test_the_loss_is_found_in_the_output(kind: str) -> None:
     assert steps(WRAPS[kind]) == pytest.approx(expected(), rel=1e-5)
+
+
+class Summed(nn.Module):
+    """Its loss needs no value of its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Output:
+        logits = self.layer(x)
+        self.made = weakref.ref(logits.untyped_storage())
+        return Output(logits, logits.sum())
+
+
+def test_logits_are_gone_when_the_backward_comes() -> None:
+    model, found = Summed(), list[object]()
+    with lowtide.initialize(model, CONFIG) as engine:
+        model.layer.weight.register_hook(lambda _: found.append(model.made()))
+        engine.train_step((torch.randn(4, 3),))
+    assert found == [None]
 
 
 def test_loss_fn_gets_output_and_batch() -> None:

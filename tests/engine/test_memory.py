@@ -174,3 +174,20 @@ def test_the_table_is_that_of_the_paper() -> None:
 def test_a_stage_0_rank_holds_everything() -> None:
     assert predict(1000, 0, 64).total_bytes == 16_000
     assert predict(1000, 3, 1).total_bytes == 16_000
+
+
+ALONE: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "steps_per_print": 0,
+    "optimizer": {"type": "sgd", "params": {"lr": 0.1}},
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_sum_that_is_whole_here_is_given_back_after_a_step(stage: int) -> None:
+    with lowtide.initialize(Even(), {**ALONE, "zero_optimization": {"stage": stage}}) as engine:
+        for _ in range(2):
+            engine.backward(engine(torch.randn(2, 64)))
+            held = engine.memory().gradient_bytes
+            engine.step()
+            assert (held, engine.memory().gradient_bytes) == (4 * EVEN_NUMEL, 0)

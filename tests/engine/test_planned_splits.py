@@ -104,12 +104,15 @@ def planned_peak(blueprint: Blueprint, profile: Profile, place: int) -> int:
 
 
 def measured(config: dict[str, Any]) -> tuple[int, dict[str, int]]:
-    """(peak of the third step, what this rank's exchanges have sent in it)."""
+    """(peak of a step, what this rank's exchanges have sent in it): of one in which slots are as large as they become.
+
+    Three slots take turns: each has had the largest group after three steps.
+    """
     torch.manual_seed(0)
     engine = lowtide.initialize(model_of(config), config)
     microbatches = config["gradient_accumulation_steps"]
     whole = batch(ROWS * microbatches)
-    for _ in range(2):
+    for _ in range(3):
         engine.train_step(whole)
     exchanges = {name: engine._mesh.exchange((name,)) for name in (EXPERT, SEQUENCE, TENSOR)}
     before = {name: exchange.bytes_sent for name, exchange in exchanges.items()}
@@ -174,17 +177,23 @@ def test_four_ranks(ranks: RankPool) -> None:
     assert ranks(4, compare, beside_others()) == [[]] * 4
 
 
+NUMBERS_BYTES = 4 * 4 + 4 + 1  # of four losses, the gradient of one, and the flag
+
+
 def beyond_measured(configs: list[dict[str, Any]]) -> list[int]:
     """Planned peaks, less measured ones."""
     return [planned_peak(*planned(config)) - measured(config)[0] for config in configs]
 
 
 def test_sequences_over_stages(ranks: RankPool) -> None:
-    """Of messages between stages as many are counted as may be on their way at most, of which not all are."""
+    """Of messages between stages as many are counted as may be on their way at most, of which not all are.
+
+    Where all are, numbers are left that no plan counts: losses, and a flag of the batch.
+    """
     configs = [split(0, every, 4, {"sequence": 2, "pipeline": 2}) for every in (0, 1)]
     message = ROWS * SHAPE.sequence // 2 * SHAPE.hidden * 4
     for found in ranks(4, beyond_measured, configs):
-        assert all(0 <= nbytes <= 5 * message for nbytes in found), (found, message)
+        assert all(-NUMBERS_BYTES <= nbytes <= 5 * message for nbytes in found), (found, message)
 
 
 def with_experts() -> dict[str, dict[str, Any]]:

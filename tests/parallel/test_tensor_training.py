@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import lowtide
+from lowtide.kernels.linear_layers import weight_gradient
 from tests import models
 from tests.parallel import models_of_others as others
 from tests.ranks import RankPool
@@ -119,6 +121,41 @@ def test_a_plan_splits_any_model(ranks: RankPool, build: Callable[[], nn.Module]
     config: dict[str, Any] = {"parallel": {"tensor": 2}, "tensor_parallel": {"plan": PLAN}}
     for outcome in ranks(2, train_all, [case.at(stage, config=config) for stage in (0, 3)])[0]:
         assert_close(outcome, expected, 1e-10, 1e-10)
+
+
+class Logits(nn.Module):
+    """Whose head is large enough for its gradient to be written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(1024, 256), nn.Linear(256, 1024, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return functional.cross_entropy(self.head(self.embedding(ids)).flatten(0, 1), ids.flatten())
+
+
+def gradients_in_place() -> list[tuple[tuple[int, ...], bool]]:
+    """Of products: the sizes of what they are of, and whether there was a place for them."""
+    found = []
+
+    def seen(dy: Tensor, x: Tensor, is_transposed: bool, out: Tensor | None = None) -> Tensor:
+        found.append((tuple(dy.shape), out is not None))
+        return weight_gradient(dy, x, is_transposed, out)
+
+    config = {
+        **split(LLAMA, 0, tensor=2).config,
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 0,
+        "tensor_parallel": {"plan": {"embedding": "vocabulary", "head": "vocabulary"}},
+    }
+    with pytest.MonkeyPatch.context() as patch, lowtide.initialize(Logits(), config) as engine:
+        patch.setattr("lowtide.zero.direct_gradients.weight_gradient", seen)
+        engine.train_step((torch.arange(8).view(2, 4),))
+    return found
+
+
+def test_the_gradient_of_a_split_head_is_written_in_place(ranks: RankPool) -> None:
+    assert ranks(2, gradients_in_place) == [[((2, 4, 512), True)]] * 2
 
 
 class Together(nn.Module):

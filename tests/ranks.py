@@ -41,7 +41,14 @@ GRACE = 5.0  # seconds that the other ranks get to finish after one has failed
 MAX_SLOWNESS = 6.0
 POLL = 0.1  # seconds between two looks at whether a worker is still alive
 SHOWN_LINES = 30  # lines of a dead worker's own output in the error
-WORKER_VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
+WORKER_VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "PYTHONUNBUFFERED": "1",
+    # torch's store asks for the name of each address that connects, and serves nobody meanwhile: where an answer is
+    # lost, for one second, and not for five.
+    "RES_OPTIONS": "timeout:1 attempts:3",
+}
 FORKS = multiprocessing.get_context("forkserver")
 PRELOADED = ["torch.distributed", "torch._dynamo", "lowtide.engine.build", "tests.ranks"]
 PRELOADED_WITH = {  # a package that one of the tests uses -> modules that take seconds

@@ -65,16 +65,17 @@ def test_a_prediction_that_there_is_not_has_a_reason(tmp_path: Path) -> None:
 
 def test_a_step_is_recorded_by_hand_and_says_who_held_what() -> None:
     losses = []
+    batches = [models.token_batch(step, 16) for step in range(2)]  # activations are more than gradients
     for records in (False, True):
         torch.manual_seed(0)
         with lowtide.initialize(models.tiny_gpt(), PLAIN) as engine:
-            engine.train_step(models.token_batch(0, 2))
+            engine.train_step(batches[0])
             if records:
                 with engine.record_memory():
-                    losses.append(float(engine.train_step(models.token_batch(1, 2)).loss))
+                    losses.append(float(engine.train_step(batches[1]).loss))
                 report = engine.memory_report()
             else:
-                losses.append(float(engine.train_step(models.token_batch(1, 2)).loss))
+                losses.append(float(engine.train_step(batches[1]).loss))
     assert losses[0] == losses[1]
     assert report.owners and any(name.startswith("forward of blocks.0") for name, _ in report.owners)
     assert re.match(r"(forward|backward)", report.moment)

@@ -37,7 +37,7 @@ def test_training_leaves_curve_report_and_text(
     numel = GPTShape(num_layers=1, num_heads=2, width=16, context=16).num_parameters
     assert report["steps"] == 30
     assert report["final_loss"] < report["first_loss"]
-    assert 16 * numel <= report["model_state_bytes"] < 16 * numel * 1.1  # groups are padded
+    assert 12 * numel <= report["model_state_bytes"] < 12 * numel * 1.1  # no gradients at rest; groups are padded
     assert report["peak_bytes"] >= report["start_bytes"] > 0
     assert report["sample"].startswith("def read_file(self, path):\n")
     assert (out / "loss_curve.png").read_bytes().startswith(b"\x89PNG")

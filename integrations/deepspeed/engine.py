@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -15,12 +15,11 @@ from .accelerator import get_accelerator
 from .config import GETTERS, DeepSpeedConfig
 from .dataloader import DeepSpeedDataLoader
 from .errors import UsageError
-from .lent import OffloadStateTypeEnum, offload_states
+from .lent import LendsStates
 from .messages import log_dist
 from .names import refused_attribute
 from .optimizer_view import DeepSpeedOptimizer
 from .owners import own, own_no_more
-from .parameters import OffloadDeviceEnum
 from .saved import Counters
 from .saving import SavingEngine
 from .stepped import SteppedScheduler
@@ -29,7 +28,7 @@ DeepSpeedOptimizerCallable = Callable[[Any], torch.optim.Optimizer]
 DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]
 
 
-class DeepSpeedEngine(SavingEngine):
+class DeepSpeedEngine(LendsStates, SavingEngine):
     """What `initialize` returns first.
 
         loss = engine(batch); engine.backward(loss); engine.step()      for each microbatch
@@ -191,18 +190,9 @@ class DeepSpeedEngine(SavingEngine):
     def empty_partition_cache(self) -> None:
         """Nothing: parameters are released after each use."""
 
-    def offload_states(
-        self,
-        include: Collection[OffloadStateTypeEnum] | None = None,
-        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """States leave the device until `reload_states`."""
-        offload_states(self.lowtide, include, device, pin_memory, non_blocking)
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        self.lowtide.reload_states()
+    @property
+    def _lender(self) -> Engine:
+        return self.lowtide
 
     def _check_trains(self, call: str) -> None:
         if self.optimizer is None:

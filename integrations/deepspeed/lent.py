@@ -28,23 +28,34 @@ _KINDS = {
 }
 
 
-def offload_states(
-    engine: Engine,
-    include: Collection[OffloadStateTypeEnum] | None = None,
-    device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
-    pin_memory: bool = True,
-    non_blocking: bool = False,
-) -> None:
-    """`engine.offload_states`: master weights and states of the optimizer go together, whichever is named.
+class LendsStates:
+    """What DeepSpeed's engine and its optimizer both have."""
 
-    device: "none" takes nothing. non_blocking: of no effect; the copies are waited for, since the memory is to be free.
-    """
-    if OffloadDeviceEnum(device) is OffloadDeviceEnum.none:
-        return
-    if OffloadDeviceEnum(device) is not OffloadDeviceEnum.cpu:
-        raise ValueError(
-            f"offload_states: expected device 'cpu', found {device.value!r}; what is always to rest in files is "
-            "named by offload_optimizer and offload_param in the config"
-        )
-    kinds = None if include is None else {_KINDS[OffloadStateTypeEnum(one)] for one in include}
-    engine.offload_states(kinds, pin_memory)
+    @property
+    def _lender(self) -> Engine:
+        raise NotImplementedError
+
+    def offload_states(
+        self,
+        include: Collection[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """States leave the device until `reload_states`: the optimizer's with master weights, whichever is named.
+
+        device: "none" takes nothing. non_blocking: of no effect; the copies are waited for, since the memory is to be
+        free.
+        """
+        if OffloadDeviceEnum(device) is OffloadDeviceEnum.none:
+            return
+        if OffloadDeviceEnum(device) is not OffloadDeviceEnum.cpu:
+            raise ValueError(
+                f"offload_states: expected device 'cpu', found {device.value!r}; what is always to rest in files is "
+                "named by offload_optimizer and offload_param in the config"
+            )
+        kinds = None if include is None else {_KINDS[OffloadStateTypeEnum(one)] for one in include}
+        self._lender.offload_states(kinds, pin_memory)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        self._lender.reload_states()

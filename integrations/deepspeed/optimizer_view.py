@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..engine.engine import Engine
-from .lent import OffloadStateTypeEnum, offload_states
-from .parameters import OffloadDeviceEnum
+from .lent import LendsStates
 
 
-class DeepSpeedOptimizer(torch.optim.Optimizer):
+class DeepSpeedOptimizer(LendsStates, torch.optim.Optimizer):
     """`param_groups` are the caller's own: learning rates may be set there. Updates are made by `engine.step()`."""
 
     def __init__(self, engine: Engine, basic: torch.optim.Optimizer | None, zero_grad: Callable[[], None]) -> None:
@@ -59,19 +58,9 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         """With the loss scale, without a division by the accumulation steps."""
         torch.autograd.backward(self._engine.scale(loss), retain_graph=retain_graph)
 
-    def offload_states(
-        self,
-        include: Collection[OffloadStateTypeEnum] | None = None,
-        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """As the engine's."""
-        offload_states(self._engine, include, device, pin_memory, non_blocking)
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """As the engine's."""
-        self._engine.reload_states()
+    @property
+    def _lender(self) -> Engine:
+        return self._engine
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._engine.optimizer.add_param_group(param_group)

@@ -41,6 +41,7 @@ from .config.translate import BATCH_KEYS
 from .deferred import DeferredModel
 
 if TYPE_CHECKING:
+    from .planning.machine import Machine
     from .planning.plan import Plan
 
 VARIABLE = "LOWTIDE_TRIAL"
@@ -158,7 +159,7 @@ class Trial:
         sample_batch: Any,
     ) -> dict[str, Any]:
         from .planning.agreed import machine_here  # [Note: what few trainings use] in `build.py`
-        from .planning.plan import made_batch, plan
+        from .planning.plan import made_batch, plan_on
 
         machine, key = machine_here(world, num_hosts)
         batch = made(self.request.batch) if self.request.batch is not None else sample_batch
@@ -166,24 +167,16 @@ class Trial:
             module = model if isinstance(model, nn.Module) else DeferredModel(model).module
             batch = made_batch(module, self.request.sequence)
         begun = time.monotonic()
-        config = self._with_batch(config, world.size)
-        found = plan(
-            model,
-            config,
-            world_size=world.size,
-            hosts=num_hosts,
-            sample_batch=batch,
-            loss_fn=loss_fn or _any_loss,
-            machine=machine,
-            num_alternatives=self.request.num_plans,
-        )
+        config = self._with_batch(config, machine)
+        found = plan_on(model, config, machine, batch, loss_fn or _any_loss, self.request.num_plans)
         return {"device": key, "plan_seconds": time.monotonic() - begun, **self._described(found, config)}
 
-    def _with_batch(self, config: Config, world_size: int) -> Config:
+    def _with_batch(self, config: Config, machine: Machine) -> Config:
         """The same with the samples of a step, which a given microbatch says too: tuning must not change them."""
         if config.planned_keys or config.train_micro_batch_size_per_gpu is None:
             return config
-        return Config.load({**self._trained, "train_batch_size": config.resolve(world_size).train_batch_size})
+        resolved = config.resolve(machine.num_devices, num_islands=machine.num_islands)
+        return Config.load({**self._trained, "train_batch_size": resolved.train_batch_size})
 
     def _described(self, found: Plan, config: Config) -> dict[str, Any]:
         from .planning.choice import Choice
@@ -200,7 +193,8 @@ class Trial:
         ]
         given = None
         if not config.planned_keys:
-            choice = asdict(Choice.of(config.resolve(found.machine.num_devices)))
+            resolved = config.resolve(found.machine.num_devices, num_islands=found.machine.num_islands)
+            choice = asdict(Choice.of(resolved))
             given = {
                 "config": self.config,
                 "choice": choice,

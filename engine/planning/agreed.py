@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from ..config.config import Config
 from .calibration import calibrated
 from .machine import Machine
 from .measured import Measured, default_path, device_key
-from .plan import plan
+from .plan import plan_on
 
 logger = logging.getLogger("lowtide")
 
@@ -58,15 +59,7 @@ def _planned(
     sample_batch: Any,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     with torch.random.fork_rng(devices=[]):
-        made = plan(
-            model,
-            config,
-            world_size=world.size,
-            hosts=num_hosts,
-            sample_batch=sample_batch,
-            loss_fn=loss_fn,
-            machine=machine_here(world, num_hosts)[0],
-        )
+        made = plan_on(model, config, machine_here(world, num_hosts)[0], sample_batch, loss_fn)
     if not made.fits:
         missing = ", ".join(f"{nbytes / 1e9:.3g} GB of {where} on each rank" for where, nbytes in made.missing.items())
         raise ValueError(
@@ -81,23 +74,32 @@ def machine_here(world: World, num_hosts: int) -> tuple[Machine, str]:
 
     Raises ValueError for a file of such numbers that cannot be read.
     """
-    ranks, nbytes, path = max(1, world.size // num_hosts), _device_bytes(world, num_hosts), default_path()
+    on_host, path = _ranks_on_host(world, num_hosts), default_path()
+    nbytes = _device_bytes(world, on_host)
     is_cuda = world.device.type == "cuda"
-    key = device_key(torch.cuda.get_device_name(world.device) if is_cuda else world.device.type, ranks)
+    key = device_key(torch.cuda.get_device_name(world.device) if is_cuda else world.device.type, on_host)
     found = Measured.read(path) if path.exists() else Measured({})
     is_measured = world.device.type == "cpu" and bool(found.by_ranks)
     if is_measured:
-        machine = Machine.measured(found, ranks, nbytes)
+        machine = Machine.measured(found, on_host, nbytes)
     else:
         machine = replace(Machine() if is_cuda else _CPU, device_bytes=nbytes)
     if is_measured or key in found.factors:
         logger.info("this machine is as fast as %s says", path)
     elif not is_cuda:
         logger.info("how fast this machine is was not measured; `lowtide env --measure` does it")
-    return calibrated(machine, found.factor(key)), key
+    count = 1 if world.islands is None else world.islands.count
+    machine = replace(machine, num_hosts=max(1, count * world.size // on_host), devices_per_host=on_host)
+    return calibrated(machine if count == 1 else machine.island(world.size), found.factor(key)), key
 
 
-def _device_bytes(world: World, num_hosts: int) -> float:
+def _device_bytes(world: World, on_host: int) -> float:
     if world.device.type == "cuda":
         return float(torch.cuda.get_device_properties(world.device).total_memory)
-    return psutil.virtual_memory().available / (world.size / num_hosts)
+    return psutil.virtual_memory().available / on_host
+
+
+def _ranks_on_host(world: World, num_hosts: int) -> int:
+    """Of all islands."""
+    own = max(1, world.size // num_hosts)
+    return own if world.islands is None else max(own, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

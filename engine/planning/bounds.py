@@ -108,7 +108,7 @@ class Bounds:
             meanwhile = nbytes + gradients * least_held(choice)[1]
             nbytes = max(nbytes + gradients, meanwhile * self._even_share(choice) + peak)
         seconds += self._update(choice, states)
-        samples = choice.rows * choice.accumulation * data
+        samples = choice.rows * choice.accumulation * data * machine.num_islands
         fits = nbytes * _ROUNDED <= machine.usable_bytes
         if machine.device == "cuda":
             away = away if choice.offload_activations == "cpu" else 0.0

@@ -19,6 +19,7 @@ from ..sequences import check_sequences
 from ..tiling import tiles_of
 from .choice import KEYS, Choice, Space
 from .estimate import Estimate
+from .islands import divided
 from .machine import Machine
 from .meta_run import MetaRun
 from .planner import Planner, Runs
@@ -50,10 +51,10 @@ class Plan:
     gradient_bytes and optimizer_bytes as `engine.memory()` counts them, then gathered_bytes, activation_bytes,
     loss_bytes, buffer_bytes and reserved_bytes. peak_bytes: the most at one moment, with what is reserved; the kinds
     need not come together. host_bytes, nvme_bytes: of a rank, where the model's memory is another. wire_bytes: that a
-    rank sends in a step, by link: "intra", "inter", "pipe". step_seconds: the sum of `seconds`, of a machine as it was
-    described; "exposed" is what the computing waits for. reasons: key of the config -> why it has its value.
-    missing: where -> bytes of a rank that this plan lacks. alternatives: what fits, the fastest first. front: of all
-    that fit, none is faster and smaller. beyond: what would be faster, and does not fit.
+    rank sends in a step, by link: "intra", "inter", "pipe", "outer" (a step's part of an exchange). step_seconds: the
+    sum of `seconds`, of a machine as it was described; "exposed" is what the computing waits for. reasons: key of the
+    config -> why it has its value. missing: where -> bytes of a rank that this plan lacks. alternatives: what fits, the
+    fastest first. front: of all that fit, none is faster and smaller. beyond: what would be faster, and does not fit.
     """
 
     config: Mapping[str, Any]
@@ -111,8 +112,19 @@ def plan(
     if num_alternatives < 1:
         raise ValueError(f"num_alternatives: expected at least 1, found {num_alternatives}")
     machine = machine_for(world_size, device_memory, hosts, machine)
+    return plan_on(model, Config.load(config), machine, sample_batch, loss_fn, num_alternatives)
+
+
+def plan_on(
+    model: nn.Module | Callable[[], nn.Module],
+    checked: Config,
+    machine: Machine,
+    sample_batch: Any = None,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    num_alternatives: int = 10,
+) -> Plan:
+    """As `plan`, on a machine that has the ranks, or an island of them."""
     module = model if isinstance(model, nn.Module) else DeferredModel(model).module
-    checked = Config.load(config)
     batch = sample_batch if sample_batch is not None else made_batch(module)
     casts = checked.bf16.auto_cast if checked.bf16.enabled else checked.fp16.auto_cast
 
@@ -145,12 +157,12 @@ def plan_with(
     batch: Any,
     num_alternatives: int = 10,
 ) -> Plan:
-    """As `plan`, with what gives the profile of a microbatch."""
-    base = config.as_dict()
+    """As `plan_on`, with what gives the profile of a microbatch."""
+    base, machine = config.as_dict(), divided(machine, config.outer)
     planner = Planner(model, base, machine, runs, batch)
     held = {name: _value_at(base, key) for name, key in KEYS.items() if key not in config.planned_keys}
     wants = bool(config.planned_keys)
-    given = None if wants else Choice.of(config.resolve(machine.num_devices))
+    given = None if wants else Choice.of(config.resolve(machine.num_devices, num_islands=machine.num_islands))
     degrees = Choice(**{name: held.get(name, 1) for name in ("pipeline", "tensor", "sequence", "expert")})
     if fault := planner.fault(degrees):
         raise ValueError(fault)
@@ -252,14 +264,14 @@ def _reasons(
 
 def _nothing(config: Config, machine: Machine) -> str:
     """Why there is nothing to choose from."""
-    batch = config.train_batch_size
+    batch, num_devices = config.train_batch_size, machine.num_devices * machine.num_islands
     if batch is not None:
         return (
             f"train_batch_size({batch}) = microbatch(?) x accumulation(?) x data-parallel ranks of "
-            f"{machine.num_devices} devices(?) has no solution with what the config holds; change it, or set more keys "
+            f"{num_devices} devices(?) has no solution with what the config holds; change it, or set more keys "
             'to "auto"'
         )
-    return f'nothing fits together on {machine.num_devices} devices with what the config holds; set more keys to "auto"'
+    return f'nothing fits together on {num_devices} devices with what the config holds; set more keys to "auto"'
 
 
 def made_batch(model: nn.Module, length: int | None = None) -> Any:

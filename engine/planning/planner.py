@@ -21,6 +21,7 @@ from ..pipeline_plan import PipelinePlan, split_of
 from .bounds import Bounds
 from .choice import Choice, divisors, num_chunks, without_defaults
 from .estimate import Estimate, StepParts, Work
+from .islands import Meeting
 from .machine import Machine
 from .pipelined import PipelineParts, Run, Stages, recurrence_of, send_seconds, simulated_microbatches
 from .profile import Profile, Stretch
@@ -77,6 +78,7 @@ class Planner:
         self._stages: dict[tuple[Any, ...], Stages] = {}
         self._recurrences: dict[tuple[Any, ...], Recurrence] = {}
         self._runs_of: dict[tuple[Any, ...], Run] = {}
+        self._meetings: dict[Choice, Meeting | None] = {}
         self._estimates: dict[Choice, Estimate] = {}
         self._known: dict[str, Any] = {}  # of the model, whatever is chosen
         self._first = self._firsts[_WHOLE] = self._blueprint(_WHOLE)
@@ -89,7 +91,7 @@ class Planner:
 
     def config(self, choice: Choice) -> dict[str, Any]:
         """A config file, with what is not the default."""
-        values = without_defaults(choice.applied(self._base, self.machine.num_devices))
+        values = without_defaults(choice.applied(self._base, self._num_ranks))
         for key in self._assumed:
             values.pop(key)
         return values
@@ -99,7 +101,12 @@ class Planner:
     def estimate(self, choice: Choice) -> Estimate:
         """Raises ValueError where the model cannot be trained so."""
         if choice not in self._estimates:
-            self._estimates[choice] = self._estimated(choice)
+            found, meeting = self._estimated(choice), None
+            if self.machine.num_islands > 1:
+                meeting = self._cached(
+                    self._meetings, choice.states(), lambda: Meeting.of(self._of_states(choice), self.machine)
+                )
+            self._estimates[choice] = found if meeting is None else meeting.beside(found)
         return self._estimates[choice]
 
     def found(self, choice: Choice, number: int) -> Found[Choice, Estimate]:
@@ -153,7 +160,13 @@ class Planner:
 
     def _resolved(self, choice: Choice) -> Config:
         """Made of one that was checked: a choice is valid where its space is."""
-        return Config.load(choice.applied(self._base, self.machine.num_devices)).resolve(self.machine.num_devices)
+        config = Config.load(choice.applied(self._base, self._num_ranks))
+        return config.resolve(self.machine.num_devices, num_islands=self.machine.num_islands)
+
+    @property
+    def _num_ranks(self) -> int:
+        """Of all islands."""
+        return self.machine.num_devices * self.machine.num_islands
 
     def _blueprint(self, choice: Choice) -> Blueprint:
         config = self._resolved(choice)

@@ -174,3 +174,32 @@ def test_each_step_the_plain_mean_is_data_parallelism_bit_by_bit(ranks: RankPool
         assert torch.equal(plain_adamw[1][name], value) and torch.equal(plain_sgd[1][name], sgd[1][name])
         torch.testing.assert_close(other_sgd[1][name], sgd[1][name], rtol=1e-11, atol=1e-12)
     assert any(not torch.allclose(other_adamw[1][name], value, rtol=1e-6) for name, value in adamw[1].items())
+
+
+def exchanged(cases: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
+    """(bytes that this rank sends in an exchange, the config)"""
+    found = []
+    for config in cases:
+        torch.manual_seed(0)
+        with lowtide.initialize(models.tiny_gpt(), config, sample_batch=models.token_batch(0, 1)) as engine:
+            assert engine._outer is not None
+            before = engine._outer.ring.bytes_sent
+            batch = models.token_batch(0, engine.data_size)
+            for _ in range(4):
+                engine.train_step(tuple(one[engine.data_rank :][:1] for one in batch))
+            found.append((engine._outer.ring.bytes_sent - before, engine.config.as_dict()))
+    return found
+
+
+def test_a_plan_knows_what_islands_send_and_auto_knows_islands(ranks: RankPool) -> None:
+    base = {"train_batch_size": 4, "optimizer": ADAMW, "steps_per_print": 0}
+    outers: list[dict[str, Any]] = [{"every": 4}, {"every": 4, "dtype": "bf16", "fragments": 2}]
+    cases: list[dict[str, Any]] = [
+        {**base, "zero_optimization": {"stage": stage}, "outer": {**outer, "ranks": 2}}
+        for stage, outer in ((0, outers[0]), (2, outers[0]), (3, outers[1]), ("auto", outers[0]))
+    ]
+    found = ranks(4, exchanged, cases, process_group=False)[0]
+    for config, (sent, used) in zip(cases, found, strict=True):
+        plan = lowtide.plan(models.tiny_gpt, used, world_size=4, hosts=1, sample_batch=models.token_batch(0, 1))
+        assert 4 * plan.wire_bytes["outer"] == sent, config
+        assert plan.samples_per_step == 4 and plan.machine.num_islands == 2

@@ -1,0 +1,66 @@
+"""What ranks exchange with other islands (`outer`), for a plan: a part of it falls to each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..blueprint import Blueprint
+from ..config.outer import OuterConfig
+from .estimate import Estimate
+from .machine import Machine
+
+_BYTES = {"fp32": 4, "bf16": 2}
+
+
+def divided(machine: Machine, outer: OuterConfig) -> Machine:
+    """One of the islands on a machine, which are hosts where the config says nothing. Raises ValueError."""
+    if not outer.has_islands or machine.num_islands > 1:
+        return machine
+    return machine.island(outer.ranks or machine.devices_per_host)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """An exchange of all parameters with other islands, of the rank that sends most. nbytes: sent; seconds: of it."""
+
+    outer: OuterConfig
+    nbytes: int
+    seconds: float
+
+    @classmethod
+    def of(cls, blueprint: Blueprint, machine: Machine) -> Meeting | None:
+        """None where there is one island, or nothing is trained. See `Ring` for what is sent."""
+        outer, count = blueprint.config.outer, machine.num_islands
+        if count == 1 or not outer.has_islands:
+            return None
+        nbytes = max(_bytes_of_place(blueprint, outer, place) for place in range(len(blueprint.places)))
+        sent = 2 * nbytes * (count - 1) // count
+        seconds = 2 * (machine.inter_latency + sent / 2 / machine.inter)
+        return cls(outer, sent, outer.fragments * machine.moving("sockets message", sent / outer.fragments, seconds))
+
+    def beside(self, steps: Estimate) -> Estimate:
+        """With a part of it in each step: what is not hidden beside the steps that are made meanwhile is waited for."""
+        outer = self.outer
+        assert outer.every is not None
+        hidden = outer.fragments * outer.overlap * steps.step_seconds
+        waiting = max(0.0, self.seconds - hidden) / outer.every
+        return replace(
+            steps,
+            sent={**steps.sent, "outer": round(self.nbytes / outer.every)},
+            step_seconds=steps.step_seconds + waiting,
+            seconds={**steps.seconds, "outer exposed": waiting},
+        )
+
+
+def _bytes_of_place(blueprint: Blueprint, outer: OuterConfig, place: int) -> int:
+    """Of what a rank takes to an exchange: its shards, or a part of them where all have everything."""
+    found = 0
+    groups, arrangement = blueprint.places[place].updated, blueprint.arrangement
+    have_all = all(arrangement.size(group.domain.replicas) == arrangement.num_ranks for group in groups)
+    for group in groups:
+        width = _BYTES[outer.dtype] if outer.dtype else torch.promote_types(group.dtype, torch.float32).itemsize
+        numel = group.layout.shard_numel
+        found += (-(-numel // arrangement.num_ranks) if have_all else numel) * width
+    return found

@@ -6,14 +6,14 @@ on an accelerator, with Triton kernels whose launches do nothing. So what is lef
 operators. Every block has the nine parameters of a Llama block; every step is forward, backward, clipping and AdamW.
 
 A round makes --steps steps in a row of each contender, for models of two depths, after one that is not counted. The
-difference is what a block costs, the rest what a step does. Contenders take turns, and medians over the rounds are
-shown. A contender's own time is the processor's beyond the forward and backward of the same model in plain torch;
-clipping and update are among it. On a GPU each operator costs some microseconds more: --operators counts them, and
---profile shows where the time goes.
+difference is what a block costs, the rest what a step does. Contenders take turns, and the least of all their steps
+counts: what else the machine does can only add to one. A contender's own time is the processor's beyond the forward and
+backward of the same model in plain torch; clipping and update are among it. On a GPU each operator costs some
+microseconds more: --operators counts them, and --profile shows where the time goes.
 
 Example:
 
-    python benchmarks/host_time.py --rounds 5 --json host_time.json
+    python benchmarks/host_time.py --json host_time.json
     python benchmarks/host_time.py --contenders lowtide-3 fsdp2 --bf16
     python benchmarks/host_time.py --operators lowtide-3
     python benchmarks/host_time.py --profile lowtide-3
@@ -29,11 +29,11 @@ import gc
 import json
 import logging
 import pstats
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -187,16 +187,18 @@ def stubbed_kernels() -> Iterator[None]:
 
 
 def milliseconds(step: Step, num_steps: int) -> tuple[float, float]:
-    """Wall and processor time of a step, of several in a row.
+    """The least wall and processor time of a step, of several in a row.
 
     One more is made before them: the collection of garbage and the turns of the others have emptied the processor's
     caches, as nothing does between the steps of a training.
     """
     step()
-    started = time.perf_counter(), time.process_time()
+    marks = [(time.perf_counter(), time.process_time())]
     for _ in range(num_steps):
         step()
-    return (time.perf_counter() - started[0]) * 1e3 / num_steps, (time.process_time() - started[1]) * 1e3 / num_steps
+        marks.append((time.perf_counter(), time.process_time()))
+    taken = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(marks)]
+    return 1e3 * min(wall for wall, _ in taken), 1e3 * min(processor for _, processor in taken)
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
@@ -227,9 +229,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME", help="default: all")
-    add("--depths", nargs=2, type=int, default=(8, 40), metavar="BLOCKS", help="of the two models (default: 8 40)")
+    add("--depths", nargs=2, type=int, default=(2, 34), metavar="BLOCKS", help="of the two models (default: 2 34)")
     add("--ranks", type=int, default=8, help="of the fake process group (default: 8)")
-    add("--rounds", type=int, default=5, help="default: 5")
+    add("--rounds", type=int, default=15, help="default: 15")
     add("--steps", type=int, default=5, help="of a contender in a round (default: 5)")
     add("--bf16", action="store_true", help="parameters are computed in bfloat16, sums are float32")
     add("--operators", choices=CONTENDERS, metavar="NAME", help="count the operators of one contender, and end")
@@ -292,12 +294,14 @@ def measure(steps: dict[str, tuple[Step, Step]], num_rounds: int, num_steps: int
 
 
 def summary(times: Times, depths: tuple[int, int]) -> list[dict[str, Any]]:
+    def least(name: str, depth: int, clock: int) -> float:
+        return min(of_round[depth][clock] for of_round in times[name])
+
     def per_block(name: str, clock: int) -> float:
-        slopes = [(many[clock] - few[clock]) / (depths[1] - depths[0]) for few, many in times[name]]
-        return statistics.median(slopes)
+        return (least(name, 1, clock) - least(name, 0, clock)) / (depths[1] - depths[0])
 
     def per_step(name: str, clock: int) -> float:
-        return statistics.median(few[clock] for few, _ in times[name]) - depths[0] * per_block(name, clock)
+        return least(name, 0, clock) - depths[0] * per_block(name, clock)
 
     rows = []
     for name in times:

@@ -304,9 +304,7 @@ def _stacks_of(blueprint: Blueprint, mesh: Mesh) -> tuple[Stack, ...]:
     assert blueprint.tensor is not None
     if blueprint.pipeline is None:
         return blueprint.tensor.stacks
-    split = blueprint.pipeline.split
-    stages = blueprint.pipeline.at(mesh.place(PIPE)).stages
-    names = [{split.blocks[index] for index in split.blocks_of(stage)} for stage in stages]
+    names = blueprint.pipeline.split.names_of(blueprint.pipeline.at(mesh.place(PIPE)).stages)
     return tuple(part for stack in blueprint.tensor.stacks for part in stack.cut(names))
 
 

@@ -285,8 +285,6 @@ def meta_run_of(blueprint: Blueprint, module: nn.Module, loss_fn: Any, rank: int
         return "a step layer by layer is not predicted"
     if config.tiles.mlp or config.tiles.loss:
         return "tiles stand on the model already; `lowtide plan` counts them"
-    if config.parallel.tensor_sequence and config.parallel.tensor > 1 and config.parallel.pipeline > 1:
-        return "parallel.tensor_sequence over a pipeline is not predicted"
     casts = config.bf16.auto_cast if config.bf16.enabled else config.fp16.auto_cast
     device = "cpu" if blueprint.device == "cpu" else "cuda"
     try:

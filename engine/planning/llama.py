@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...zero.units import plan_units
 from ..blueprint import Blueprint
 from ..tiling import tiles_of
 from .meta_run import MetaRun
@@ -17,6 +19,7 @@ from .profile import Profile
 from .splits import Splits
 
 _SHORT = 2  # layers that are run: a last, and one for all before it
+_SHORT_WITH_PARTS = 3  # the first of a stage differs too: tokens are whole before it
 
 
 @dataclass(frozen=True)
@@ -136,34 +139,47 @@ def batch(shape: Shape) -> dict[str, Tensor]:
 
 
 class ShortRuns:
-    """Runs of a few layers, that stand for all: they are equal."""
+    """Runs of a few layers, that stand for all: they are equal, but for the last.
+
+    Parts of tokens are whole at both ends, of each stage of a pipeline: there the first and the last of each differ.
+    """
 
     def __init__(self, shape: Shape, blueprint: Blueprint) -> None:
-        self._names = [f"layers.{number}" for number in range(shape.layers)]
-        model = build(replace(shape, layers=min(shape.layers, _SHORT)))
-        short = Blueprint.of(blueprint.config, model, blueprint.arrangement.num_ranks, device=blueprint.device)
+        splits, units = Splits.of(blueprint), blueprint.config.zero_optimization.units
+        lengths = [shape.layers]
+        if splits.has_parts and splits.stages is not None:
+            lengths = [len(names) for names in splits.stages]
+        most = _SHORT_WITH_PARTS if splits.has_parts else _SHORT
+        shorts = [*sorted({min(length, most) for length in lengths[:-1]}), min(lengths[-1], most)]
+        starts = list(accumulate(shorts, initial=0))
+        stages = [{f"layers.{number}" for number in range(*pair)} for pair in pairwise(starts)]
+        self._stands_for = []  # by layer: the one that is run in its place
+        for stage, length in enumerate(lengths):
+            at = len(shorts) - 1 if stage == len(lengths) - 1 else shorts.index(min(length, most))
+            for place in range(length):
+                own = shorts[at] - 1 if place == length - 1 else min(place, max(0, shorts[at] - 2))
+                self._stands_for.append(f"layers.{starts[at] + own}")
+        model = build(replace(shape, layers=starts[-1]))
         self._runs = MetaRun(
             model,
-            short.units,
-            short.dtypes,
+            plan_units(model, None if units == "auto" else units),
+            blueprint.dtypes,
             blueprint.device,
             tiles=tiles_of(blueprint.config),
-            splits=Splits.of(blueprint),
+            splits=replace(splits, stages=None if splits.stages is None else stages),
         )
 
     def profile(self, batch: Any, rows: int, every: int, is_direct: bool = False) -> Profile:
         """As `MetaRun.profile`. Of every k-th layer alone nothing is recomputed here: every is 0 or 1."""
         assert every in (0, 1)
         short = self._runs.profile(batch, rows, every, is_direct)
-        own = [name for name in short.parts if name.startswith("layers.")]
-        if len(self._names) <= len(own):
-            return short
+        run = [name for name in short.parts if name.startswith("layers.")]
         parts = {}
         for name, part in short.parts.items():
-            if name == own[0]:
-                parts.update(dict.fromkeys(self._names[:-1], part))
-            else:
-                parts[self._names[-1] if name == own[-1] else name] = part
+            if name not in run:
+                parts[name] = part
+            elif name == run[0]:
+                parts |= {f"layers.{layer}": short.parts[own] for layer, own in enumerate(self._stands_for)}
         return replace(short, parts=parts)
 
 

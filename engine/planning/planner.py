@@ -33,6 +33,9 @@ _FIRST, _SECOND = 1, 2  # rows of which a line of bounds is drawn
 _LEAST_TOKENS = 512  # of a sequence on a rank: a smaller part has small products, and as many exchanges
 _DEGREES = ("pipeline", "tensor", "sequence", "expert")
 _WHOLE = Choice()  # nothing is split
+_AT_HOME: dict[str, Any] = {
+    "stage": 0, "shard_size": None, "partition": 1, "offload_optimizer": "none", "offload_param": "none"
+}  # fmt: skip
 
 
 class Runs(Protocol):
@@ -65,8 +68,8 @@ class Planner:
         self._stage_plans: dict[tuple[Any, ...], PipelinePlan] = {}
         self._make_runs, self._alike = make_runs, AlikePlaces()
         self._tensor_plans: dict[int, TensorPlan] = {}
-        self._runs: dict[Choice, Runs] = {}
-        self._profiles: dict[tuple[Choice, int, int, bool], Profile] = {}
+        self._runs: dict[tuple[Choice, int], Runs] = {}  # by degrees, and stages where these matter
+        self._profiles: dict[tuple[Choice, int, int, int, bool], Profile] = {}
         self._faults: dict[Choice, str | None] = {}  # of degrees, for the model
         self._config_faults: dict[Choice, str | None] = {}
         self._bounds: dict[tuple[int, int, int], Bounds] = {}  # by degrees of layers, sequences and experts
@@ -197,10 +200,14 @@ class Planner:
 
     def profile(self, rows: int, every: int, is_direct: bool = False, degrees: Choice = _WHOLE) -> Profile:
         """Of a microbatch, run on the meta device. degrees: a choice that has those of layers and sequences."""
-        split = replace(degrees.degrees, pipeline=1)
-        key = (split, rows, every, is_direct)
+        split, num_stages = replace(degrees.degrees, pipeline=1), 1
+        if (self._base.get("parallel") or {}).get("tensor_sequence") and min(degrees.pipeline, degrees.tensor) > 1:
+            # Parts of tokens are whole between stages.
+            split, num_stages = replace(degrees.states(), **_AT_HOME), degrees.pipeline * num_chunks(degrees)
+        of_run = (replace(split.degrees, pipeline=1), num_stages)
+        key = (*of_run, rows, every, is_direct)
         if key not in self._profiles:
-            runs = self._cached(self._runs, split, lambda: self._make_runs(self._blueprint(split)))
+            runs = self._cached(self._runs, of_run, lambda: self._make_runs(self._blueprint(split)))
             self._profiles[key] = runs.profile(self._batch, rows, every, is_direct)
         return self._profiles[key]
 
@@ -216,9 +223,6 @@ class Planner:
         """Why layers, sequences and experts cannot be split so, or why that is not planned; None where they can."""
         if (self._base.get("zero_optimization") or {}).get("layered_gradient_accumulation"):
             return LAYERS
-        parallel: Any = self._base.get("parallel") or {}
-        if parallel.get("tensor_sequence") and degrees.pipeline > 1 and degrees.tensor > 1:
-            return PARTS_OVER_STAGES
         fault = self._fault_of_config(Choice(*(min(getattr(degrees, name), 2) for name in _DEGREES)))
         return fault or self._fault_of_model(replace(degrees.degrees, pipeline=1))
 
@@ -277,11 +281,6 @@ class Planner:
         moments = parts.order.moments
         return [(int((one.gathered_bytes + one.staged_bytes) * share), one.part, one.stretch) for one in moments]
 
-
-PARTS_OVER_STAGES = (
-    "parallel.tensor_sequence: over a pipeline each stage has whole tokens at both ends, which is not planned; set it "
-    "to false, or train without a plan"
-)
 
 LAYERS = (
     "zero_optimization.layered_gradient_accumulation: a step layer by layer is not planned; plan without it, and set "

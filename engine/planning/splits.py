@@ -6,7 +6,7 @@ nothing, and says what would be moved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import comb
@@ -44,7 +44,8 @@ class Splits:
 
     tensor_place: of the tensor axis. plan: `tensor_parallel.plan`. route: on which the ranks exchange. has_parts: of
     the tokens, between split layers. attention: `sequence_parallel.attention`. expert: ranks that share experts, of
-    which routers choose each as often.
+    which routers choose each as often. stages: names of the blocks of each stage, between which parts are whole; None:
+    there is no pipeline.
     """
 
     tensor: int = 1
@@ -55,12 +56,13 @@ class Splits:
     has_parts: bool = False
     attention: str = "auto"
     expert: int = 1
+    stages: Sequence[Set[str]] | None = None
 
     @classmethod
     def of(cls, blueprint: Blueprint, tensor_place: int | None = None) -> Splits:
         """tensor_place: None: the last, which has the most where layers do not divide evenly."""
         config = blueprint.config
-        parallel = config.parallel
+        parallel, pipeline = config.parallel, blueprint.pipeline
         return cls(
             tensor=parallel.tensor,
             tensor_place=parallel.tensor - 1 if tensor_place is None else tensor_place,
@@ -70,6 +72,7 @@ class Splits:
             has_parts=parallel.tensor_sequence,
             attention=config.sequence_parallel.attention,
             expert=parallel.expert,
+            stages=None if pipeline is None else pipeline.split.names_of(range(pipeline.split.num_stages)),
         )
 
     @property
@@ -254,7 +257,10 @@ class SplitModel:
         plan = shrunk.tensor
         if plan is not None:
             exchange = self._exchange(TENSOR, splits.tensor, splits.tensor_place)
-            parts = TokenParts(plan.stacks, tiled, model, exchange, _Still(), ledger) if plan.stacks else None
+            stacks = plan.stacks
+            if splits.stages is not None:
+                stacks = tuple(part for stack in plan.stacks for part in stack.cut(splits.stages))
+            parts = TokenParts(stacks, tiled, model, exchange, _Still(), ledger) if stacks else None
             SplitLayers(plan, model, exchange, None, ledger, parts)
         if shrunk.experts is not None:
             exchange = self._exchange(EXPERT, splits.expert, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -46,6 +46,10 @@ class SplitPlan:
         """The indices of the stage's blocks."""
         ends = tuple(accumulate(self.counts))
         return range(ends[stage] - self.counts[stage], ends[stage])
+
+    def names_of(self, stages: Iterable[int]) -> list[set[str]]:
+        """Of each of these stages, the names of its blocks."""
+        return [{self.blocks[index] for index in self.blocks_of(stage)} for stage in stages]
 
     def stage_of_block(self, block: int) -> int:
         """The stage that has block number `block`."""

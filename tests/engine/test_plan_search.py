@@ -75,14 +75,24 @@ def test_degrees_that_do_not_divide_are_not_offered(planner: Planner) -> None:
     assert "heads(4) / tensor(8)" in (planner.fault(Choice(tensor=8)) or "")
 
 
-def test_degrees_that_are_not_planned_are_not_offered() -> None:
-    """Of stages with parts of the tokens."""
+def test_parts_of_tokens_over_stages_are_whole_between_them() -> None:
     shape = Shape(layers=4, hidden=256, heads=4, vocabulary=512, sequence=64)
     base = {**ADAMW, "parallel": {"tensor_sequence": True}}
     made = Planner(build(shape), base, Machine(devices_per_host=4), runs_of(shape), batch(shape))
-    found = {(one.pipeline, one.tensor) for one in Space(made.machine, 32, 4, can_split=made.can_split)}
-    assert found == {(1, 1), (1, 2), (1, 4), (2, 1), (4, 1)}
-    assert "over a pipeline" in (made.fault(Choice(pipeline=2, tensor=2)) or "")
+    space = list(Space(made.machine, 32, 4, can_split=made.can_split))
+    assert {(one.pipeline, one.tensor) for one in space} == {(1, 1), (1, 2), (1, 4), (2, 1), (4, 1), (2, 2)}
+    for choice in random.Random(0).sample([one for one in space if min(one.pipeline, one.tensor) > 1], 20):
+        bound, value = made.bound(choice), made.found(choice, 0)
+        assert bound.seconds <= value.seconds and bound.nbytes <= value.nbytes and bound.fits >= value.fits, choice
+    whole, cut = (
+        Choice(tensor=2),
+        Choice(tensor=2, pipeline=2, accumulation=2),
+    )
+    calls = [
+        [call.kind for part in made.profile(1, 0, degrees=one).parts.values() for call in part.exchanges]
+        for one in (whole, cut)
+    ]
+    assert calls[1].count("gather") == calls[0].count("gather") + 2  # behind the first stage, and in its backward
 
 
 def test_bounds_are_below_what_is_estimated(planner: Planner) -> None:

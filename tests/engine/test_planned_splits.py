@@ -170,6 +170,8 @@ def beside_others() -> dict[str, dict[str, Any]]:
         "tensor x sequence": split(1, 0, 1, {"tensor": 2, "sequence": 2}),
         "tensor x stages": split(0, 0, 4, {"tensor": 2, "pipeline": 2}),
         "tensor x stages, sharded": split(1, 0, 4, {"tensor": 2, "pipeline": 2}, **BF16),
+        "parts x stages": split(0, 0, 4, {"tensor": 2, "pipeline": 2, "tensor_sequence": True}),
+        "parts x stages, recomputed": split(1, 1, 4, {"tensor": 2, "pipeline": 2, "tensor_sequence": True}, **BF16),
     }
 
 

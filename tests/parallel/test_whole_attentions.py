@@ -8,9 +8,6 @@ import transformers
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engine.blueprint import Blueprint
-from lowtide.engine.config.config import Config
-from lowtide.engine.memory_report import meta_run_of
 from tests.parallel import expert_models as moe
 from tests.parallel import models_of_others as others
 from tests.parallel.test_tensor_sequence import parts
@@ -103,14 +100,6 @@ def test_parts_within_stages_of_a_pipeline(ranks: RankPool, name: str) -> None:
     parallel = {"parallel": {"tensor": 2, "tensor_sequence": True, "pipeline": 2}}
     (outcome,) = ranks(4, train_all, [case.at(stage, config=parallel | config)])[0]
     assert_close(outcome, plainly(case, 1), TOLERANCE, TOLERANCE)
-
-
-def test_parts_over_stages_are_not_predicted() -> None:
-    config = {"parallel": {"tensor": 2, "tensor_sequence": True, "pipeline": 2}, "optimizer": {"type": "sgd"}}
-    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
-    model = others.llama()
-    blueprint = Blueprint.of(Config.load({**config, **sizes}).resolve(4), model, 4)
-    assert meta_run_of(blueprint, model, None, 0) == "parallel.tensor_sequence over a pipeline is not predicted"
 
 
 def config_of(every: int, has_parts: bool = True) -> dict[str, Any]:

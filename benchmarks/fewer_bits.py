@@ -1,10 +1,12 @@
 """Trains the example's GPT on several ranks with messages of fewer and fewer bits, and compares losses.
 
 Every contender sees the same batches from the same initial values, in bfloat16. The loss of training is the mean of the
-last tenth of the steps, the other of text that nobody trained on. Ranks are processes of this machine; all but those of
-"two levels" stand for a host each. By default 2,000 steps of 0.9M parameters on four ranks:
+last tenth of the steps, the other of text that nobody trained on. Two trainings whose last bits differ come to other
+losses: with several seeds, shown are means, also of the differences with the same seed, with their standard error.
+Ranks are processes of this machine; all but those of "two levels" stand for a host each. By default 2,000 steps of 0.9M
+parameters on four ranks:
 
-    python benchmarks/fewer_bits.py --json fewer_bits.json
+    python benchmarks/fewer_bits.py --seeds 0 1 2 3 --json fewer_bits.json
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from typing import Any
 
 import torch
 from _ranks import free_port
+from _seeds import losses_shown
 
 import lowtide
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-KINDS = ("training", "validation")
 ALONE = {"gradient_bits": 4, "ranks_of_host": 1}
 TWO = {"gradient_bits": 4, "ranks_of_host": 2}
 CONTENDERS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # stage, communication, more of the section
@@ -38,7 +40,7 @@ CONTENDERS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # stage, 
 }
 
 
-def config_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def config_of(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     stage, communication, zero = CONTENDERS[name]
     warmup = max(options.steps // 20, 1)
     schedule = {"warmup_num_steps": warmup, "total_num_steps": options.steps + warmup, "min_ratio": 0.1}
@@ -50,12 +52,12 @@ def config_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "zero_optimization": {"stage": stage, **zero},
         "communication": {"route": "sockets", **communication},
         "gradient_clipping": 1.0,
-        "seed": options.seed,
+        "seed": seed,
         "steps_per_print": 0,
     }
 
 
-def trained(name: str, options: argparse.Namespace, rank: int) -> dict[str, Any]:
+def trained(name: str, seed: int, options: argparse.Namespace, rank: int) -> dict[str, Any]:
     """What one contender came to, on one rank."""
     sys.path.insert(0, str(EXAMPLES))
     from gpt_model import GPT, GPTShape
@@ -69,8 +71,8 @@ def trained(name: str, options: argparse.Namespace, rank: int) -> dict[str, Any]
         size = {"context": options.context, "batch_size": rows, "rank": rank, "world_size": options.ranks}
         return islice(batches(values, **size), count)
 
-    torch.manual_seed(options.seed)
-    with lowtide.initialize(GPT(shape), config_of(name, options)) as engine:
+    torch.manual_seed(seed)
+    with lowtide.initialize(GPT(shape), config_of(name, seed, options)) as engine:
         losses = []
         for batch in given(text.train, options.steps):
             engine.backward(engine(**batch))
@@ -81,23 +83,24 @@ def trained(name: str, options: argparse.Namespace, rank: int) -> dict[str, Any]
     return {"contender": name, "training": sum(last) / len(last), "validation": sum(held_out) / len(held_out)}
 
 
-def run_rank(rank: int, port: int, name: str, options: argparse.Namespace, file: str) -> None:
+def run_rank(rank: int, port: int, name: str, seed: int, options: argparse.Namespace, file: str) -> None:
     size = str(options.ranks)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
-    found = trained(name, options, rank)
+    found = trained(name, seed, options, rank)
     if rank == 0:
         Path(file).write_text(json.dumps(found))
 
 
-def of_ranks(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def of_ranks(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Starts the ranks of one contender; what rank 0 says."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         file, port = str(Path(folder) / "found.json"), free_port()
         ranks = [
-            context.Process(target=run_rank, args=(rank, port, name, options, file)) for rank in range(options.ranks)
+            context.Process(target=run_rank, args=(rank, port, name, seed, options, file))
+            for rank in range(options.ranks)
         ]
         for one in ranks:
             one.start()
@@ -119,18 +122,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=64, help="bytes that the model sees (default: 64)")
     parser.add_argument("--batch-size", type=int, default=8, help="pieces of text, of all ranks (default: 8)")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="at its highest point (default: 0.003)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="(default: 0)")
     parser.add_argument("--validation-batches", type=int, default=64, help="of a rank (default: 64)")
     parser.add_argument("--json", type=Path, help="a file for the numbers")
     options = parser.parse_args(argv)
     rows = []
+    num_seeds = len(options.seeds)
     for name in options.contenders:
-        rows.append(of_ranks(name, options))
-        row, first = rows[-1], rows[0]
-        losses = (f"{kind} {row[kind]:.4f} ({100 * (row[kind] / first[kind] - 1):+.2f} %)" for kind in KINDS)
-        print(f"{name:44}  {'  '.join(losses)}", flush=True)
-        if options.json is not None:
-            options.json.write_text(json.dumps(rows, indent=2) + "\n")
+        for seed in options.seeds:
+            rows.append({**of_ranks(name, seed, options), "seed": seed})
+            if options.json is not None:
+                options.json.write_text(json.dumps(rows, indent=2) + "\n")
+        print(f"{name:44}  {losses_shown(rows[-num_seeds:], rows[:num_seeds])}", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,21 +14,20 @@ import argparse
 import functools
 import json
 import logging
-import math
 import multiprocessing
-import statistics
 import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from _seeds import losses_shown
 
 import lowtide
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 NARROW = {"data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "bf16"}
-KINDS = ("training", "validation")
+
 CONTENDERS: dict[str, tuple[bool | str, str, dict[str, Any]]] = {  # masters, states, more of the config
     "fp32 masters": (True, "fp32", {}),
     "no masters": (False, "fp32", {}),
@@ -95,17 +94,6 @@ def trained(job: tuple[str, int], options: argparse.Namespace) -> dict[str, Any]
     }
 
 
-def shown(rows: list[dict[str, Any]], first: list[dict[str, Any]]) -> str:
-    """rows, first: of one contender, and of what it is compared with, a seed each."""
-    parts = [f"{rows[0]['contender']:24}  {rows[0]['bytes a parameter']:5.2f} bytes"]
-    for kind in KINDS:
-        differences = [100 * (row[kind] / other[kind] - 1) for row, other in zip(rows, first, strict=True)]
-        error = f" +- {statistics.stdev(differences) / math.sqrt(len(rows)):.2f}" if len(rows) > 1 else ""
-        mean = statistics.fmean(row[kind] for row in rows)
-        parts.append(f"{kind} {mean:.4f} ({statistics.fmean(differences):+.2f}{error} %)")
-    return "  ".join(parts)
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
@@ -126,7 +114,9 @@ def main(argv: list[str] | None = None) -> None:
         for row in pool.imap(functools.partial(trained, options=options), jobs):
             rows.append(row)
             if len(rows) % len(options.seeds) == 0:
-                print(shown(rows[-len(options.seeds) :], rows[: len(options.seeds)]), flush=True)
+                own, first = rows[-len(options.seeds) :], rows[: len(options.seeds)]
+                heading = f"{row['contender']:24}  {row['bytes a parameter']:5.2f} bytes"
+                print(f"{heading}  {losses_shown(own, first)}", flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
 

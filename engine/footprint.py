@@ -217,9 +217,15 @@ class Footprint:
 
         Layer by layer full gradients of a block are added up, and its flat memory given back, at every stage.
         """
+        is_early = moment is Moment.ACCUMULATING and not self._is_last_to_come(group)
+        return self._gradient(group, Moment.REDUCED if is_early else moment)
+
+    def added_up(self, group: GroupPlan) -> int:
+        """Of a group that is added up now, whichever that is."""
+        return self._gradient(group, Moment.ACCUMULATING)
+
+    def _gradient(self, group: GroupPlan, moment: Moment) -> int:
         blueprint, shard = self._blueprint, _sum_bytes(group)
-        if moment is Moment.ACCUMULATING and not self._is_last_to_come(group):
-            moment = Moment.REDUCED
         shares_memory = blueprint.route == "shared_memory"
         sizes = self._sizes(group.domain)
         is_common = blueprint.shares_gradients and shares_memory and sizes.replicas > 1 and not group.domain.tied

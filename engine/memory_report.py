@@ -241,16 +241,18 @@ class MemoryReports:
         except ValueError as error:
             return replace(report, why_not=str(error))
         from .planning.estimate import estimate
+        from .planning.layered import memory_in_layers
         from .planning.machine import Machine
         from .planning.pipelined import memory_by_place
 
         machine = Machine(device="cuda" if self._blueprint.device != "cpu" else "cpu")
+        place = self._blueprint.place_of(self._mesh.world.rank)
         if self._blueprint.pipeline is None:
-            place = self._blueprint.place_of(self._mesh.world.rank)
             found = estimate(self._blueprint, machine, profile, place)
             kinds, peak = found.bytes, found.peak_bytes
+        elif self._blueprint.is_layered:
+            kinds, peak = memory_in_layers(self._blueprint, machine, profile, place)
         else:
-            place = self._blueprint.place_of(self._mesh.world.rank)
             kinds, peak = memory_by_place(self._blueprint, machine, profile)[place]
         activations = kinds["activation_bytes"] + kinds["loss_bytes"]
         return replace(report, predicted={**report.predicted, OTHER: activations}, predicted_peak_bytes=peak)
@@ -281,8 +283,6 @@ def meta_run_of(blueprint: Blueprint, module: nn.Module, loss_fn: Any, rank: int
     from .planning.splits import Splits
 
     config = blueprint.config
-    if blueprint.is_layered:
-        return "a step layer by layer is not predicted"
     if config.tiles.mlp or config.tiles.loss:
         return "tiles stand on the model already; `lowtide plan` counts them"
     casts = config.bf16.auto_cast if config.bf16.enabled else config.fp16.auto_cast

@@ -79,7 +79,8 @@ class Bounds:
         is_offloaded = choice.offload_activations != "none"
         frees = policy.frees_parameters and parameters > 1
         sizes = (data // groups, groups // partition, partition, choice.sequence, choice.tensor)
-        is_sharded_at_once = policy.reduces_every_backward or choice.accumulation == 1
+        is_layered = self._config.zero_optimization.layered_gradient_accumulation
+        is_sharded_at_once = policy.reduces_every_backward or choice.accumulation == 1 or is_layered
         held = states if is_sharded_at_once else 1  # full until the last one
         leaves = choice.offload_optimizer != "none" and (is_sharded_at_once or machine.device == "cpu")
         gradients = 0.0 if leaves else self._summed / held / choice.pipeline
@@ -90,9 +91,9 @@ class Bounds:
         if choice.pipeline == 1:
             compute, exchanging, peak, away = self._microbatch(choice.rows, choice.every, frees, is_offloaded)
             exposed = choice.accumulation * max(0.0, 2 * away / machine.link - (compute - exchanging))
-            wire = 0.0 if machine.device == "cpu" else self._wire(choice, policy, sizes)
+            wire = 0.0 if machine.device == "cpu" or is_layered else self._wire(choice, policy, sizes)
             seconds = max(compute * choice.accumulation, wire) + exposed
-            nbytes = max(nbytes + gradients, nbytes + peak)
+            nbytes = max(nbytes + gradients, nbytes + (0.0 if is_layered else peak))
         else:
             keeps = self._adds_up_apart or (policy.reduces_every_backward and data * same > 1)
             block = self._block(choice.rows, choice.every)

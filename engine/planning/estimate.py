@@ -213,7 +213,7 @@ class StepParts:
         times["compute"] += first + last + sum(between) * (accumulation - 2)
         in_backward = sum(work.backward(name) for name in profile.names)
         hidden = {Timing.DELAYED: times["compute"], Timing.SPECULATIVE: in_backward}
-        speed = _speed_of_activations(self.blueprint, self.machine)
+        speed = speed_of_activations(self.blueprint, self.machine)
         moved = 2 * activations.offloaded_bytes * accumulation / speed
         exchanging = sum(map(work.exchanging, profile.names)) * accumulation
         times["compute"] -= exchanging
@@ -302,7 +302,8 @@ def update_seconds(blueprint: Blueprint, machine: Machine, place: int) -> float:
     return seconds if elements else 0.0
 
 
-def _speed_of_activations(blueprint: Blueprint, machine: Machine) -> float:
+def speed_of_activations(blueprint: Blueprint, machine: Machine) -> float:
+    """Bytes a second, each way, of those that are offloaded."""
     is_file = blueprint.homes.activations is Home.FILE
     return min(machine.link, machine.nvme / machine.devices_per_host) if is_file else machine.link
 

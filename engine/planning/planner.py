@@ -22,6 +22,7 @@ from .bounds import Bounds
 from .choice import Choice, divisors, num_chunks, without_defaults
 from .estimate import Estimate, StepParts, Work
 from .islands import Meeting
+from .layered import LayeredParts
 from .machine import Machine
 from .pipelined import PipelineParts, Run, Stages, recurrence_of, send_seconds, simulated_microbatches
 from .profile import Profile, Stretch
@@ -78,6 +79,7 @@ class Planner:
         self._steps: dict[Choice, StepParts] = {}
         self._orders: dict[Choice, StepParts] = {}  # by where all but states rests
         self._pipelines: dict[Choice, PipelineParts] = {}
+        self._layers: dict[Choice, LayeredParts] = {}
         self._stages: dict[tuple[Any, ...], Stages] = {}
         self._recurrences: dict[tuple[Any, ...], Recurrence] = {}
         self._runs_of: dict[tuple[Any, ...], Run] = {}
@@ -120,6 +122,12 @@ class Planner:
 
     def _estimated(self, choice: Choice) -> Estimate:
         config = self._resolved(choice)
+        if self._is_layered:
+            in_layers = self._cached(
+                self._layers, choice.states(), lambda: LayeredParts(self._of_states(choice), self.machine)
+            )
+            profile = self.profile(choice.rows, choice.every, degrees=choice)
+            return in_layers.estimate(config, Stages(in_layers.split, profile, self._work(profile)))
         if choice.pipeline == 1:
             parts = self._cached(self._steps, choice.states(), lambda: self._step_parts(choice))
             return parts.estimate(config, self.profile(choice.rows, choice.every, parts.is_direct, choice))
@@ -167,6 +175,10 @@ class Planner:
         return config.resolve(self.machine.num_devices, num_islands=self.machine.num_islands)
 
     @property
+    def _is_layered(self) -> bool:
+        return bool((self._base.get("zero_optimization") or {}).get("layered_gradient_accumulation"))
+
+    @property
     def _num_ranks(self) -> int:
         """Of all islands."""
         return self.machine.num_devices * self.machine.num_islands
@@ -174,7 +186,7 @@ class Planner:
     def _blueprint(self, choice: Choice) -> Blueprint:
         config = self._resolved(choice)
         split = None
-        if choice.pipeline > 1:
+        if choice.pipeline > 1 or self._is_layered:
             key = (choice.pipeline, choice.schedule, choice.chunks)
             split = self._cached(self._stage_plans, key, lambda: self._stage_plan(choice, config))
         return Blueprint.of(
@@ -221,8 +233,6 @@ class Planner:
 
     def fault(self, degrees: Choice) -> str | None:
         """Why layers, sequences and experts cannot be split so, or why that is not planned; None where they can."""
-        if (self._base.get("zero_optimization") or {}).get("layered_gradient_accumulation"):
-            return LAYERS
         fault = self._fault_of_config(Choice(*(min(getattr(degrees, name), 2) for name in _DEGREES)))
         return fault or self._fault_of_model(replace(degrees.degrees, pipeline=1))
 
@@ -280,12 +290,6 @@ class Planner:
         share = sum(one.layout.numel for one in groups) / sum(one.layout.padded_numel for one in groups)
         moments = parts.order.moments
         return [(int((one.gathered_bytes + one.staged_bytes) * share), one.part, one.stretch) for one in moments]
-
-
-LAYERS = (
-    "zero_optimization.layered_gradient_accumulation: a step layer by layer is not planned; plan without it, and set "
-    "it in the config that is written"
-)
 
 
 def _fault(tried: Callable[[], object]) -> str | None:

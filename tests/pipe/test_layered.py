@@ -354,12 +354,6 @@ def test_models_that_cannot_be_cut() -> None:
         lowtide.initialize(nn.Linear(3, 3), config)
 
 
-def test_it_is_not_planned() -> None:
-    config = Case(chain, rows_of, 3, accumulation=2, config=zero(**LAYERED)).as_config()
-    with pytest.raises(ValueError, match="a step layer by layer is not planned; plan without it"):
-        lowtide.plan(chain(), config, world_size=2, sample_batch=rows_of(0, 2))
-
-
 def test_loops_by_hand() -> None:
     config = Case(chain, rows_of, 3, accumulation=2, config=zero(**LAYERED)).as_config()
     with lowtide.initialize(chain(), config) as engine:

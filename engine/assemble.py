@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ from ..zero.unit import Unit
 from .archive.agreement import no_rank_alone
 from .archive.full_values import FullValues
 from .axes import EXPERT, PIPE, TENSOR
-from .blueprint import Blueprint, shares_of
+from .blueprint import Blueprint
 from .config.config import Config
 from .driver import Driver
 from .engine import Engine
@@ -58,6 +59,7 @@ from .outer import Outer
 from .parts import Parts
 from .pipeline import Pipeline
 from .pipeline_plan import LossFn
+from .places import shares_of
 from .recomputed import checkpoint_activations
 from .sequences import Sequences
 from .step_update import Timing
@@ -91,49 +93,17 @@ def assemble(
     Raises OffloadError and CollectiveError where there is no room.
     """
     config, alone = blueprint.config, partial(no_rank_alone, world, "lowtide.initialize")
-    own = blueprint.places[blueprint.place_of(world.rank)]
     with alone():
-        rest = shard_rest(config, blueprint.homes, world)
-        if rest is not None:
-            rest.reserve([group.shard_bytes for group in own.groups])
+        rest = _reserve_rest(blueprint, world)
     mesh = _connect(blueprint, world)
     meta_run: MetaRun | str = "memory_report.folder is not set, which asks for the prediction of a step"
     if config.memory_report.folder is not None:
         meta_run = meta_run_of(blueprint, module, loss_fn, world.rank)
-    host = host_update(config, blueprint.homes, world)
-    memories = GroupMemories(
-        mesh,
-        blueprint.reduces_every_backward,
-        rest,
-        shares_gradients=blueprint.shares_gradients,
-        delays_updates=blueprint.timing is Timing.DELAYED,
-        keeps_sums=not blueprint.is_layered,
-        seed=config.seed or 0,
-        num_steps=lambda: optimizer.num_steps_before,
-        low_rank=blueprint.low_rank,
-    )
-    hosts = {} if host is None else dict.fromkeys(blueprint.homes.updated_apart(own.updated), host)
-    units = memories.units(own, hosts)
-    with alone():
-        optimizer = _optimizer(blueprint, world, units, rest, host)
-        scheduler = scheduler_for(optimizer, lr_scheduler)
+    states = _States.of(blueprint, mesh, rest, lr_scheduler)
+    units, optimizer = states.units, states.optimizer
     _fill(module, units, optimizer, mesh, values, blueprint)
-    splits = _split_layers(blueprint, mesh, module, tiled, ledger)
-    _split_experts(blueprint, mesh, ledger)
-    axes = [name for name, plan in ((TENSOR, blueprint.tensor), (EXPERT, blueprint.experts)) if plan is not None]
-    if axes:
-        note_divided(module, ", ".join(f"parallel.{name}" for name in axes))
-    sequences = None
-    if config.parallel.sequence > 1:
-        sequences = Sequences(module, mesh, ledger, loss_fn, config.sequence_parallel.attention)
-    model_call = ModelCall(loss_fn, sequences, splits, mesh)
-    if config.compile.blocks:
-        options = {key: getattr(config.compile, key) for key in ("backend", "mode", "dynamic", "fullgraph")}
-        blocks = (unit.module for unit in blueprint.units if not (unit.is_rest or unit.is_end))
-        compiled.want(blocks, partial(torch.compile, **options))
-    num_divided = compiled.apply([unit.module for unit in blueprint.units if not unit.is_rest])
-    if num_divided and not world.rank:
-        logger.info("torch.compile: what holds blocks is compiled block by block, and part by part beside them")
+    model_call = _model_call(blueprint, mesh, module, tiled, ledger, loss_fn)
+    _compile(blueprint, compiled, world)
     _autocast(module, config, mesh.world.device, ledger)
     checkpoint_activations(blueprint.units, config.activation_checkpointing.every, ledger)
     with alone():
@@ -151,13 +121,13 @@ def assemble(
             driver=driver,
             join=join,
             optimizer=optimizer,
-            late_groups=LateGroups(blueprint, mesh, memories, driver, optimizer, rest, host),
+            late_groups=LateGroups(blueprint, mesh, states.memories, driver, optimizer, rest, states.host),
             outer=_outer(blueprint, mesh, units, optimizer),
             loss_scaler=_loss_scaler(config),
             input_dtype=blueprint.dtypes.compute if casts_inputs else None,
             schedule=None if config.scheduler is None else partial(learning_rate_at, config.scheduler),
             betas=None if config.scheduler is None else partial(betas_at, config.scheduler),
-            lr_scheduler=scheduler,
+            lr_scheduler=states.scheduler,
             rows_per_microbatch=rows_per_microbatch,
             ledger=ledger,
             close_last=close_last,
@@ -167,6 +137,75 @@ def assemble(
             trial=trial,
         )
     )
+
+
+def _reserve_rest(blueprint: Blueprint, world: World) -> ShardRest | None:
+    """Where shards are that are not with the model, with room for them."""
+    rest = shard_rest(blueprint.config, blueprint.homes, world)
+    if rest is not None:
+        rest.reserve([group.shard_bytes for group in blueprint.places[blueprint.place_of(world.rank)].groups])
+    return rest
+
+
+@dataclass(frozen=True)
+class _States:
+    """The memory of parameters, gradients and states, and what updates it."""
+
+    memories: GroupMemories
+    units: list[Unit]
+    optimizer: ShardedOptimizer
+    host: HostUpdate | None
+    scheduler: Any
+
+    @classmethod
+    def of(cls, blueprint: Blueprint, mesh: Mesh, rest: ShardRest | None, lr_scheduler: Any) -> _States:
+        """Takes it. A collective."""
+        own = blueprint.places[blueprint.place_of(mesh.world.rank)]
+        host = host_update(blueprint.config, blueprint.homes, mesh.world)
+        memories = GroupMemories(
+            mesh,
+            blueprint.reduces_every_backward,
+            rest,
+            shares_gradients=blueprint.shares_gradients,
+            delays_updates=blueprint.timing is Timing.DELAYED,
+            keeps_sums=not blueprint.is_layered,
+            seed=blueprint.config.seed or 0,
+            num_steps=lambda: optimizer.num_steps_before,
+            low_rank=blueprint.low_rank,
+        )
+        hosts = {} if host is None else dict.fromkeys(blueprint.homes.updated_apart(own.updated), host)
+        units = memories.units(own, hosts)
+        with no_rank_alone(mesh.world, "lowtide.initialize"):
+            optimizer = _optimizer(blueprint, mesh.world, units, rest, host)
+            scheduler = scheduler_for(optimizer, lr_scheduler)
+        return cls(memories, units, optimizer, host, scheduler)
+
+
+def _model_call(
+    blueprint: Blueprint, mesh: Mesh, module: nn.Module, tiled: Tiled, ledger: Ledger, loss_fn: LossFn
+) -> ModelCall:
+    """Puts on the model what ranks exchange that share layers, experts or sequences."""
+    config = blueprint.config
+    splits = _split_layers(blueprint, mesh, module, tiled, ledger)
+    _split_experts(blueprint, mesh, ledger)
+    axes = [name for name, plan in ((TENSOR, blueprint.tensor), (EXPERT, blueprint.experts)) if plan is not None]
+    if axes:
+        note_divided(module, ", ".join(f"parallel.{name}" for name in axes))
+    sequences = None
+    if config.parallel.sequence > 1:
+        sequences = Sequences(module, mesh, ledger, loss_fn, config.sequence_parallel.attention)
+    return ModelCall(loss_fn, sequences, splits, mesh)
+
+
+def _compile(blueprint: Blueprint, compiled: Compiled, world: World) -> None:
+    section = blueprint.config.compile
+    if section.blocks:
+        options = {key: getattr(section, key) for key in ("backend", "mode", "dynamic", "fullgraph")}
+        blocks = (unit.module for unit in blueprint.units if not (unit.is_rest or unit.is_end))
+        compiled.want(blocks, partial(torch.compile, **options))
+    num_divided = compiled.apply([unit.module for unit in blueprint.units if not unit.is_rest])
+    if num_divided and not world.rank:
+        logger.info("torch.compile: what holds blocks is compiled block by block, and part by part beside them")
 
 
 def _outer(blueprint: Blueprint, mesh: Mesh, units: Sequence[Unit], optimizer: ShardedOptimizer) -> Outer | None:

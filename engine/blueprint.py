@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,19 +14,19 @@ from ..offload import PagePool
 from ..parallel.experts import ExpertPlan
 from ..parallel.plan import TensorPlan
 from ..pipe.split.split import SplitPlan
-from ..zero.domain import Copies, Domain
+from ..zero.domain import Domain
 from ..zero.gather_ring import MAX_PREFETCHED
 from ..zero.low_rank import LowRank
-from ..zero.plan import Dtypes, ModelPlan, Share, Shares
+from ..zero.plan import Dtypes, ModelPlan
 from ..zero.policy import ZeroPolicy
 from ..zero.units import UnitPlan, plan_units
 from ..zero.wire import PLAIN, Wire
-from .alike_places import AlikePlaces
 from .axes import EXPERT, PIPE, REPLICA, SEQUENCE, SHARD, TENSOR, arrangement_of, domain_of
 from .config.config import Config
 from .offload import Home, Homes
 from .optimizer_plan import OptimizerChoice, OptimizerPlan
 from .pipeline_plan import PipelinePlan
+from .places import AlikePlaces, Places
 from .step_update import Timing
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
@@ -91,8 +91,8 @@ class Blueprint:
         device: the type of the ranks' own, "cpu", "cuda" or another. num_hosts: that the ranks are on. optimizer: as
         `initialize` takes it, or planned. split: of the pipeline's stages, or with its schedule, where that is known;
         None: planned here, from the model's code. units, tensor, dtypes: of the model, where they are known; None:
-        planned here. alike: for who asks for bytes alone: places that are alike have one plan, and all places of the
-        tensor axis what its last one has, the most.
+        planned here. alike: for who asks for bytes alone: see `AlikePlaces`; all places of the tensor axis have
+        what its last one has, the most.
         Raises ValueError where config, model and ranks do not fit together.
         """
         zero = config.zero_optimization
@@ -114,48 +114,12 @@ class Blueprint:
         if config.has_stages:
             known = split if isinstance(split, PipelinePlan) else PipelinePlan.of(config, model, split)
             pipeline = known.for_stage(config)
-        tensor_degree, expert_degree = config.parallel.tensor, config.parallel.expert
-        if tensor_degree > 1 and tensor is None:
-            tensor = TensorPlan.of(model, tensor_degree, config.tensor_parallel.plan, config.parallel.tensor_sequence)
-        experts = ExpertPlan.of(model, expert_degree) if expert_degree > 1 else None
-
-        def plan_of(own: tuple[UnitPlan, ...], of_experts: int, part: int) -> ModelPlan:
-            share_of = shares_of(tensor, experts, {EXPERT: of_experts, TENSOR: part}.__getitem__)
-            return ModelPlan.of(own, dtypes, domain, arrangement, chosen.role_of, share_of, chosen.is_matrix)
-
-        def units_by_place() -> list[tuple[UnitPlan, ...]]:
-            return [units] if pipeline is None else pipeline.units_by_place(units)
-
-        if alike is not None:
-            last = tensor_degree - 1
-            share_of = shares_of(tensor, experts, {EXPERT: 0, TENSOR: last}.__getitem__)
-
-            def kind_of(param: nn.Parameter) -> Hashable:
-                return (
-                    tuple(param.shape),
-                    param.dtype,
-                    dtypes.of(param),
-                    chosen.role_of(param),
-                    share_of(param),
-                    chosen.is_matrix(param),
-                )
-
-            plans = alike.of(
-                (tensor_degree, expert_degree, None if pipeline is None else pipeline.schedule.rank_of_stage),
-                domain,
-                arrangement,
-                units_by_place,
-                kind_of,
-                lambda own: plan_of(own, 0, last),
-            )
-            places = tuple(one for one in plans for _ in range(expert_degree * tensor_degree))
-        else:
-            places = tuple(
-                plan_of(own, of_experts, part)
-                for own in units_by_place()
-                for of_experts in range(expert_degree)
-                for part in range(tensor_degree)
-            )
+        degrees = config.parallel.tensor, config.parallel.expert
+        if degrees[0] > 1 and tensor is None:
+            tensor = TensorPlan.of(model, degrees[0], config.tensor_parallel.plan, config.parallel.tensor_sequence)
+        experts = ExpertPlan.of(model, degrees[1]) if degrees[1] > 1 else None
+        of_places = Places(units, tensor, experts, degrees, pipeline, chosen, dtypes, domain, arrangement)
+        places = of_places.plans() if alike is None else of_places.plans_of_stages(alike)
         chosen.check_states([group for place in {id(one): one for one in places}.values() for group in place.updated])
         return cls(
             config=config,
@@ -261,20 +225,6 @@ class Blueprint:
         wanted, live = zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters
         ahead = MAX_PREFETCHED * largest if wanted is None else max(wanted, largest) if wanted else 0
         return ahead if live is None or not zero.offloads_parameters else min(ahead, live)
-
-
-def shares_of(tensor: TensorPlan | None, experts: ExpertPlan | None, place_on: Callable[[str], int]) -> Shares:
-    """What the ranks of a place have of each parameter. place_on: the name of an axis -> where on it."""
-
-    def share(param: nn.Parameter) -> Share:
-        found = Share.all_of(param)
-        if tensor is not None:
-            portion, places = tensor.portion(param, place_on(TENSOR))
-            found = Share(portion, (Copies(TENSOR, places, are_added=False),) if len(places) > 1 else ())
-        rows = None if experts is None else experts.rows(param, place_on(EXPERT))
-        return found if rows is None else replace(found, portion=found.portion.cut(0, *rows), portioned=(EXPERT,))
-
-    return share
 
 
 def _dtypes(config: Config, module: nn.Module) -> Dtypes:

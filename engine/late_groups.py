@@ -18,8 +18,9 @@ from ..zero.sequence import StateError
 from ..zero.shard_rest import ShardRest
 from ..zero.unit import Unit
 from .archive.agreement import no_rank_alone
-from .blueprint import Blueprint, shares_of
+from .blueprint import Blueprint
 from .driver import Driver
+from .places import shares_of
 
 ADDING = "engine.optimizer.add_param_group()"
 

@@ -14,10 +14,10 @@ from ...parallel.plan import TensorPlan
 from ...pipe.schedules.recurrence import Recurrence
 from ...pipe.schedules.registry import make_schedule
 from ...pipe.split.split import SplitPlan
-from ..alike_places import AlikePlaces
 from ..blueprint import Blueprint
 from ..config.config import Config
 from ..pipeline_plan import PipelinePlan, split_of
+from ..places import AlikePlaces
 from .bounds import Bounds
 from .choice import Choice, divisors, num_chunks, without_defaults
 from .estimate import Estimate, StepParts, Work

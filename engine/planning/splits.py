@@ -30,7 +30,8 @@ from ...parallel.sequence_attention import SequenceAttention
 from ...parallel.sequence_data import SequenceData
 from ...parallel.token_parts import TokenParts
 from ..axes import EXPERT, SEQUENCE, TENSOR
-from ..blueprint import Blueprint, shares_of
+from ..blueprint import Blueprint
+from ..places import shares_of
 from .profile import Exchanged
 from .tracker import Tracker
 

@@ -24,6 +24,10 @@ class Route(Protocol):
     slots_may_lack_own: bool  # `reduce_scatter` takes a slot without this rank's part, which is in `spare` then
     copies_are_shared: bool  # buffers from `allocate` are one copy for all ranks of the axis
 
+    @property
+    def slot_bytes(self) -> int:
+        """What this rank keeps between operations for slots, and for what comes to them."""
+
     def allocate(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]: ...
     def reserve_slots(self, nbytes: int, count: int) -> None: ...
     def gather(self, full: Tensor, part: Tensor, what: str) -> Pending: ...

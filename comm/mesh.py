@@ -101,6 +101,12 @@ class Mesh:
         single = {name: axes.get((name,), alone) for name, _ in arrangement.sizes}
         return cls(world, arrangement, single, peers, {**axes, (): alone}, own, raised)
 
+    @property
+    def slot_bytes(self) -> int:
+        """What this rank keeps for messages between operations."""
+        routes = {id(axis.route): axis.route for axis in (*self._lines.values(), *self.inner.values())}
+        return sum(route.slot_bytes for route in routes.values())
+
     def over(self, names: Sequence[str]) -> Axis:
         """The axis of all ranks that differ on these axes alone, the first of them dividing first."""
         return self._lines[self.arrangement.wide(names)]

@@ -69,8 +69,13 @@ class NativeRoute:
         """One zero-filled buffer on the device for each (numel, dtype)."""
         return [torch.zeros(numel, dtype=dtype, device=self._device) for numel, dtype in specs]
 
+    @property
+    def slot_bytes(self) -> int:
+        """None: the allocator of the device keeps what was freed."""
+        return 0
+
     def reserve_slots(self, nbytes: int, count: int) -> None:
-        """Nothing to reserve: the allocator of the device keeps what was freed."""
+        """Nothing to reserve, as `slot_bytes` says."""
 
     def gather(self, full: Tensor, part: Tensor, what: str) -> Pending:
         """full[part q] = the `part` of rank q, for every q. full: (size * part.numel(),)."""

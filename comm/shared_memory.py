@@ -139,6 +139,11 @@ class SharedMemoryRoute:
             start += size
         return buffers
 
+    @property
+    def slot_bytes(self) -> int:
+        """This rank's own, in the memory that all share."""
+        return sum(slots[self.rank].nbytes for slots in self._slots)
+
     def reserve_slots(self, nbytes: int, count: int) -> None:
         """Makes the ring of slots, each of them large enough for nbytes: content, and a sum of a wider dtype."""
         capacity = page_aligned(nbytes)

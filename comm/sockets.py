@@ -64,6 +64,11 @@ class SocketRoute:
         """One zero-filled buffer of this process for each (numel, dtype)."""
         return [torch.zeros(numel, dtype=dtype) for numel, dtype in specs]
 
+    @property
+    def slot_bytes(self) -> int:
+        """Slots and what comes to them are kept at the largest size that was asked for."""
+        return sum(one.nbytes for one in self._scratch.values())
+
     def reserve_slots(self, nbytes: int, count: int) -> None:
         """Nothing to reserve: a slot is made when it is first opened."""
 

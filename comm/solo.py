@@ -29,6 +29,11 @@ class SoloRoute:
         """One zero-filled buffer for each (numel, dtype)."""
         return [torch.zeros(numel, dtype=dtype, device=self._device) for numel, dtype in specs]
 
+    @property
+    def slot_bytes(self) -> int:
+        """None."""
+        return 0
+
     def reserve_slots(self, nbytes: int, count: int) -> None:
         """Nothing to reserve."""
 

@@ -63,7 +63,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         staging_bytes: int,
         progress: Progress,
     ) -> None:
-        """states: the bytes of now. staging_bytes: of slots, which are there all the time."""
+        """states: the bytes of now. staging_bytes: of slots that are kept."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = {id(part): name for name, part in module.named_modules()}
         self._units, self._states, self._staging, self._progress = units, states, staging_bytes, progress

@@ -149,8 +149,8 @@ class MemoryReports:
         if self._recorder is not None:
             raise ValueError("engine.record_memory(): expected it to be ended, found it begun a second time")
         self._mesh.world.progress.turn_on()
-        staging = self._footprint.at(Moment.REDUCED, gathers=False).staging
-        self._recorder = Recorder(self._module, self._units, self.memory, staging, self._mesh.world.progress)
+        slots = self._mesh.slot_bytes
+        self._recorder = Recorder(self._module, self._units, self.memory, slots, self._mesh.world.progress)
         self._remove = self._module.register_forward_pre_hook(self._see, with_kwargs=True, prepend=True).remove
         self._batch = None
         self._recorder.__enter__()
@@ -255,7 +255,9 @@ class MemoryReports:
         else:
             kinds, peak = memory_by_place(self._blueprint, machine, profile)[place]
         activations = kinds["activation_bytes"] + kinds["loss_bytes"]
-        return replace(report, predicted={**report.predicted, OTHER: activations}, predicted_peak_bytes=peak)
+        slots = report.predicted["buffer_bytes"] + profile.slot_bytes
+        predicted = {**report.predicted, "buffer_bytes": slots, OTHER: activations}
+        return replace(report, predicted=predicted, predicted_peak_bytes=peak)
 
     def _by_module(self) -> dict[str, dict[str, int]]:
         by_group: dict[int, int] = {}

@@ -256,6 +256,12 @@ def test_reports_of_sequences_and_experts(ranks: RankPool, tmp_path: Path) -> No
     assert ranks(2, reported, cases, str(tmp_path)) == [[], []]
 
 
+def test_reports_of_layers_over_stages(ranks: RankPool, tmp_path: Path) -> None:
+    stages = {"tensor": 2, "pipeline": 2}
+    cases = {"whole tokens": split(0, 0, 4, stages), "parts": split(1, 0, 4, {**stages, "tensor_sequence": True})}
+    assert ranks(4, reported, cases, str(tmp_path)) == [[]] * 4
+
+
 def shared(parallel: dict[str, int]) -> tuple[int, int, int]:
     """(shared memory as planned before the first batch, as mapped, by rank 0 of each axis, slots after a step)."""
     config = split(1, 0, 1, parallel, communication={"route": "shared_memory"})

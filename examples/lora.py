@@ -31,7 +31,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=8, help="of the adapters")
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if not any(options.model.glob("tokenizer*")) and not any(options.model.glob("vocab.*")):
+        parser.error(f"--model: expected a folder with a tokenizer, found none in {options.model}; save it there too")
+    return options
 
 
 def config_of(options: argparse.Namespace) -> dict[str, Any]:

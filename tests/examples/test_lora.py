@@ -1,6 +1,7 @@
 """examples/lora.py, as a user runs it: it trains, goes on, and what it writes is read by PEFT and transformers."""
 
 import os
+import runpy
 import string
 import subprocess
 import sys
@@ -38,6 +39,15 @@ def run(folder: Path, steps: int) -> str:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
+
+
+def test_a_folder_without_a_tokenizer_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lora.py", "--model", str(tmp_path), "--text", "text", "--out", "out"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(SCRIPT))["arguments"]()
+    assert f"--model: expected a folder with a tokenizer, found none in {tmp_path}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

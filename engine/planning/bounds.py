@@ -93,7 +93,10 @@ class Bounds:
             exposed = choice.accumulation * max(0.0, 2 * away / machine.link - (compute - exchanging))
             wire = 0.0 if machine.device == "cpu" or is_layered else self._wire(choice, policy, sizes)
             seconds = max(compute * choice.accumulation, wire) + exposed
-            nbytes = max(nbytes + gradients, nbytes + (0.0 if is_layered else peak))
+            if is_layered:  # while the last one comes to the last block, all are kept before it
+                kept = 0 if is_offloaded else self._kept_before_last(choice.rows, choice.every)
+                peak = choice.accumulation * kept
+            nbytes = max(nbytes + gradients, nbytes + peak)
         else:
             keeps = self._adds_up_apart or (policy.reduces_every_backward and data * same > 1)
             block = self._block(choice.rows, choice.every)
@@ -121,6 +124,11 @@ class Bounds:
         """Of a rank's part of the model, what every rank has: as few blocks as any."""
         num_stages = choice.pipeline * num_chunks(choice)
         return self._share_of_blocks * (len(self._blocks) // num_stages) * num_stages / len(self._blocks)
+
+    def _kept_before_last(self, rows: int, every: int) -> int:
+        """By all blocks but the last, what goes into that left out."""
+        parts = list(self._profile(rows, every).parts.values())[:-2]
+        return sum(part.kept_bytes for part in parts) - (parts[-1].output_bytes if parts else 0)
 
     def _least_block(self, rows: int, every: int) -> LeastBlock:
         profile = self._profile(rows, every)

@@ -133,19 +133,26 @@ class LayeredParts:
     def _gradients(self, action: Action, is_later: bool) -> int:
         """Of all groups, while a block computes the first or a later microbatch."""
         total = 0
-        for group in self._trained:
-            between, reduced = self.rests.by_group[group.name][0], self.rests.by_group[group.name][-1]
-            stages = [number for number, groups in enumerate(self._groups) if any(one is group for one in groups)]
-            first, last = (stages[0], stages[-1]) if stages else (0, 0)
-            if action.op is Op.F or action.stage > last:
-                total += between
-            elif action.stage < first:
-                total += reduced
-            elif action.stage == last and not is_later:
+        for (first, last), (between, added, reduced) in self._spans:
+            begins = action.stage == last and not is_later
+            if action.op is Op.F or action.stage > last or begins:
                 total += between
             else:
-                total += self._footprint.added_up(group)
+                total += reduced if action.stage < first else added
         return total
+
+    @cached_property
+    def _spans(self) -> list[tuple[tuple[int, int], tuple[int, int, int]]]:
+        """Of each trained group the first and last block that uses it, and gradients before, between and behind."""
+        used: dict[int, list[int]] = {}
+        for number, groups in enumerate(self._groups):
+            for group in groups:
+                used.setdefault(id(group), []).append(number)
+        found = []
+        for group in self._trained:
+            numbers, sizes = used.get(id(group), [0]), self.rests.by_group[group.name]
+            found.append(((numbers[0], numbers[-1]), (sizes[0], self._footprint.added_up(group), sizes[-1])))
+        return found
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -213,7 +220,8 @@ class LayeredParts:
     @cached_property
     def _collectives(self) -> list[tuple[Action, list[Message]]]:
         """Of a step in their order, with each computing of a block once."""
-        found, full, left = [], set[int](), {id(group): group for group in self._trained}
+        found, full = [], set[int]()
+        ends = {id(group): first for group, ((first, _), _) in zip(self._trained, self._spans, strict=True)}
         for action in self._actions:
             groups, messages = self._groups[action.stage], list[Message]()
             if action.op is Op.GATHER:
@@ -223,16 +231,11 @@ class LayeredParts:
                 full -= {id(group) for group in groups}
                 continue
             elif action.op is Op.REDUCE:
-                done = [group for group in groups if not self._is_awaited(group, action.stage)]
-                messages = [self._sums[id(group)] for group in done if left.pop(id(group), None) is not None]
+                messages = [self._sums[id(group)] for group in groups if ends.get(id(group)) == action.stage]
             elif action.microbatch != 0:
                 continue
             found.append((action, messages))
         return found
-
-    def _is_awaited(self, group: GroupPlan, stage: int) -> bool:
-        """Whether an earlier block has gradients for it too."""
-        return any(one is group for groups in self._groups[:stage] for one in groups)
 
     def _sent(self, stages: Stages, count: int) -> dict[str, int]:
         messages = [one for _, several in self._collectives for one in several] + self._refreshes

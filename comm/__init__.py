@@ -18,6 +18,7 @@ from .arrangement import Arrangement
 from .axis import Axis
 from .errors import CollectiveError, LeftOutError
 from .exchange import EXCHANGE_SLOTS, Arriving, Exchange, exchange_slot_bytes
+from .island_messages import InDtype, MessageForm
 from .islands import Islands, ranks_of_an_island
 from .mesh import Mesh, route_for
 from .peers import Peers
@@ -35,9 +36,11 @@ __all__ = [
     "CollectiveError",
     "Combine",
     "Exchange",
+    "InDtype",
     "Islands",
     "LeftOutError",
     "Mesh",
+    "MessageForm",
     "Numels",
     "Peers",
     "Pending",

@@ -6,12 +6,14 @@ Of k members each sums a k-th of the values, in the order of the islands, and se
     island 1   [a1 b1 c1]                                 then each sends its mean to the others
     island 2   [a2 b2 c2]
 
-So a rank sends 2 (k - 1) / k of its values, in the dtype on the wire, and sums are made in float32 or wider.
+So a rank sends 2 (k - 1) / k of its values, in the form that they have on the wire, and sums are made in float32 or
+wider. Who has a mean takes what the others read of it, so all have the same bits in any form.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import queue
 import threading
@@ -29,6 +31,7 @@ from torch import Tensor
 from ..watch.log import logger
 from .errors import CollectiveError, LeftOutError
 from .island_links import LinkError, Links, Watch
+from .island_messages import MessageForm
 from .islands import Islands
 from .votes import Votes
 
@@ -108,8 +111,8 @@ class Ring:
         """What the first that asked with this rank's number has said."""
         return str(self.islands.store.compare_set(f"{key}/{self._rank}", "", text).decode())
 
-    def start(self, values: Tensor, wire: torch.dtype, combine: Combine = Combine.MEAN) -> Future[Agreed]:
-        """values: (n,) on the CPU, not to be changed until the result is there. wire: the dtype in which they are sent.
+    def start(self, values: Tensor, form: MessageForm, combine: Combine = Combine.MEAN) -> Future[Agreed]:
+        """values: (n,) on the CPU, not to be changed until the result is there. form: in which they are sent.
 
         To be called alike on all ranks of all islands. The result raises CollectiveError where the store is gone or the
         exchange fails again and again, and LeftOutError.
@@ -119,7 +122,7 @@ class Ring:
 
         def work() -> None:
             try:
-                future.set_result(self._agree(number, values, wire, combine))
+                future.set_result(self._agree(number, values, form, combine))
             except BaseException as error:
                 future.set_exception(error)
 
@@ -137,9 +140,9 @@ class Ring:
 
     # -- in the thread --------------------------------------------------------------------------------------------
 
-    def _agree(self, number: int, values: Tensor, wire: torch.dtype, combine: Combine) -> Agreed:
+    def _agree(self, number: int, values: Tensor, form: MessageForm, combine: Combine) -> Agreed:
         attempt, failures, why = 0, 0, ""
-        call = f"{combine.value} of {values.numel()} numbers in {wire}"
+        call = f"{combine.value} of {values.numel()} numbers in {form}"
         told = self._told(f"{number}/call", call) if len(self.members) > 1 else call
         if told != call:
             raise CollectiveError(
@@ -150,7 +153,7 @@ class Ring:
             name = f"{number}.{attempt}"
             votes = Votes(self.islands, name, self.members, self._timeout_seconds)
             try:
-                result = self._exchange(name, votes, values.to(wire), combine)
+                result = self._exchange(name, votes, values, form, combine)
             except LinkError as error:
                 result, why = None, str(error)
             if votes.cast(result is not None):
@@ -167,7 +170,7 @@ class Ring:
                     f"outer exchange {number}: islands {_named(self.members)} are all there, and could not exchange in "
                     f"{_ATTEMPTS} attempts ({why}). Is there a firewall between the hosts?"
                 )
-        return Agreed(_widened(values.to(wire), values), self.members)
+        return Agreed(_widened(form.read(form.write(values, 0), values.numel()), values), self.members)
 
     def _called(self, name: str, number: int) -> tuple[int, ...]:
         votes = Votes(self.islands, name + ".roll", self.members, self._timeout_seconds)
@@ -191,8 +194,8 @@ class Ring:
             )
         return left
 
-    def _exchange(self, name: str, votes: Votes, values: Tensor, combine: Combine) -> Tensor:
-        """(n,) in the dtype of `values`. Raises LinkError."""
+    def _exchange(self, name: str, votes: Votes, values: Tensor, form: MessageForm, combine: Combine) -> Tensor:
+        """(n,), as they were read. Raises LinkError."""
         members = self.members
 
         def is_over() -> bool:
@@ -202,19 +205,18 @@ class Ring:
         if not self._links.are_open:
             self._links.connect(name, members, watch)
         own = members.index(self.islands.island)
-        result = values.clone()
-        parts, mine = values.tensor_split(len(members)), result.tensor_split(len(members))
-        terms = {island: torch.empty_like(parts[own]) for island in members if island != members[own]}
-        sent = {island: _bytes(parts[at]) for at, island in enumerate(members) if at != own}
-        self._links.swap(sent, {island: _bytes(one) for island, one in terms.items()}, watch)
-        terms[members[own]] = parts[own]
-        mine[own].copy_(_combined([terms[island] for island in members], combine))
-        sent = {island: _bytes(mine[own]) for island in terms if island != members[own]}
-        received = {island: _bytes(mine[at]) for at, island in enumerate(members) if at != own}
-        self._links.swap(sent, received, watch)
-        own_bytes = len(_bytes(parts[own]))
-        self.bytes_sent += values.nbytes - own_bytes + (len(members) - 1) * own_bytes
-        return result
+        parts = values.tensor_split(len(members))
+        firsts = [0, *itertools.accumulate(part.numel() for part in parts)]
+        messages = [form.write(part, first) for part, first in zip(parts, firsts, strict=False)]
+        terms = {island: torch.empty_like(messages[own]) for island in members if island != members[own]}
+        others = {island: _bytes(messages[at]) for at, island in enumerate(members) if at != own}
+        self._links.swap(others, {island: _bytes(one) for island, one in terms.items()}, watch)
+        terms[members[own]] = messages[own]
+        mean = _combined([form.read(terms[island], parts[own].numel()) for island in members], combine)
+        messages[own] = form.write(mean, values.numel() + firsts[own])
+        self._links.swap(dict.fromkeys(others, _bytes(messages[own])), others, watch)
+        self.bytes_sent += sum(map(len, others.values())) + len(others) * messages[own].numel()
+        return torch.cat([form.read(message, part.numel()) for message, part in zip(messages, parts, strict=True)])
 
 
 def _combined(terms: Sequence[Tensor], combine: Combine) -> Tensor:
@@ -230,9 +232,9 @@ def _widened(result: Tensor, values: Tensor) -> Tensor:
     return result.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _bytes(values: Tensor) -> memoryview:
-    """The memory of (n,) values on the CPU."""
-    return values.view(torch.uint8).numpy().data
+def _bytes(message: Tensor) -> memoryview:
+    """The memory of (n,) uint8 on the CPU."""
+    return message.numpy().data
 
 
 def _named(islands: Sequence[int]) -> str:

@@ -212,7 +212,8 @@ def _outer(blueprint: Blueprint, mesh: Mesh, units: Sequence[Unit], optimizer: S
     """Where the world is an island, and something is trained."""
     if mesh.world.islands is None or not blueprint.optimizer.trains:
         return None
-    outer = Outer(blueprint.config.outer, mesh.world.islands, mesh, units, optimizer)
+    config = blueprint.config
+    outer = Outer(config.outer, mesh.world.islands, mesh, units, optimizer, config.seed or 0)
     optimizer.outer = outer.state
     return outer
 

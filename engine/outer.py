@@ -25,16 +25,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import Agreed, Combine, Islands, Mesh, Ring
+from ..comm import Agreed, Combine, InDtype, Islands, Mesh, MessageForm, Ring
+from ..kernels.weight_rounding import Rounding
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.outer_state import OuterRule, OuterState
 from ..zero.shard_state import ShardState
 from ..zero.unit import Unit
 from .archive.named_state import NamedState
 from .config.outer import OuterConfig
+from .island_bits import InBlocks
 from .island_folders import chosen, own_folder
 
-_WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_BITS = {"int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True)
@@ -69,9 +72,15 @@ class Outer:
     """The exchanges of one engine with the other islands, and what is kept for them."""
 
     def __init__(
-        self, config: OuterConfig, islands: Islands, mesh: Mesh, units: Sequence[Unit], optimizer: ShardedOptimizer
+        self,
+        config: OuterConfig,
+        islands: Islands,
+        mesh: Mesh,
+        units: Sequence[Unit],
+        optimizer: ShardedOptimizer,
+        seed: int,
     ) -> None:
-        """Raises ValueError where islands differ, or there are fewer units than fragments."""
+        """seed: of random bits. Raises ValueError where islands differ, or there are fewer units than fragments."""
         assert config.every is not None
         self._mixing = config.mixing
         self._schedule = Schedule(config.every, config.fragments, config.overlap)
@@ -80,7 +89,8 @@ class Outer:
         momentum = config.momentum if has_rule else 0.0
         rule = OuterRule(config.lr if has_rule else 1.0, momentum, config.optimizer == "nesterov")
         self.state = OuterState(_fragments(units, optimizer.shards, config.fragments), rule, config.offload)
-        self._wire = _WIRE[config.dtype] if config.dtype is not None else None
+        self._dtype = config.dtype
+        self._seed = seed
         self._under_way: dict[int, _Started] = {}
         self._arrived: dict[int, Tensor] = {}  # of a checkpoint: taken over when it is due
         self._divides = all(one.group.replica_axis.size == mesh.world.size > 1 for one in optimizer.shards)
@@ -97,7 +107,7 @@ class Outer:
         if self.ring.islands.count > 1:
             for fragment in self._fragments:
                 agreed = self.state.agreed(fragment)
-                values = self._result(self._exchange(agreed, agreed.dtype, Combine.FIRST))
+                values = self._result(self._exchange(agreed, InDtype(agreed.dtype), Combine.FIRST))
                 self.state.agree(fragment, values)
                 self._put_back(fragment, 0.0, named)
 
@@ -114,7 +124,7 @@ class Outer:
         if self._schedule.overlap and ending is not None:
             self._end(ending, named)
         if starting is not None:
-            self._start(starting)
+            self._start(starting, step)
             if not self._schedule.overlap:
                 self._end(starting, named)
 
@@ -173,9 +183,17 @@ class Outer:
     def _fragments(self) -> range:
         return range(len(self.state.fragments))
 
-    def _start(self, fragment: int) -> None:
+    def _start(self, fragment: int, step: int) -> None:
         differences = self.state.differences(fragment)
-        self._under_way[fragment] = self._exchange(differences, self._wire or differences.dtype, Combine.MEAN)
+        form = self._form(differences.dtype, fragment, step)
+        self._under_way[fragment] = self._exchange(differences, form, Combine.MEAN)
+
+    def _form(self, dtype: torch.dtype, fragment: int, step: int) -> MessageForm:
+        """Of differences of that dtype."""
+        if self._dtype in _BITS:
+            name = f"outer fragment {fragment} of island {self.ring.islands.island} rank {self._mesh.world.rank}"
+            return InBlocks(_BITS[self._dtype], Rounding.of(self._seed, name, 0), step)
+        return InDtype(_DTYPES[self._dtype] if self._dtype is not None else dtype)
 
     def _end(self, fragment: int, named: NamedState) -> None:
         if fragment in self._arrived:
@@ -193,10 +211,10 @@ class Outer:
             self.state.put_back(fragment, mixing)
         named.publish([shard.group for shard in self.state.fragments[fragment]])
 
-    def _exchange(self, values: Tensor, wire: torch.dtype, combine: Combine) -> _Started:
+    def _exchange(self, values: Tensor, form: MessageForm, combine: Combine) -> _Started:
         """See [Note: what is exchanged]."""
         own = values.tensor_split(self._mesh.world.size)[self._mesh.world.rank] if self._divides else values
-        return _Started(self.ring.start(own, wire, combine), values.numel())
+        return _Started(self.ring.start(own, form, combine), values.numel())
 
     def _result(self, started: _Started) -> Tensor:
         """(n,) on the CPU. A collective of the island, where its ranks have exchanged parts."""

@@ -8,7 +8,7 @@ from ...configs.section import Bool, Float, Natural, Positive, Section
 from .errors import Fault
 from .idle import idle
 
-OuterDtype = Literal["fp32", "bf16"]
+OuterDtype = Literal["fp32", "bf16", "int8", "int4"]
 
 
 class OuterConfig(Section):
@@ -43,7 +43,8 @@ class OuterConfig(Section):
     """Parameters become alpha x those of this island + (1 - alpha) x those of all. null: 0.5 with overlap, else 0."""
 
     dtype: OuterDtype | None = None
-    """The type on the wire. null: that of the master weights, at least fp32. Sums are made in fp32."""
+    """The type on the wire. null: that of the master weights, at least fp32. "int8" and "int4": blocks of 128 with a
+    scale, rounded at random so that the mean is exact (`seed`). Sums are made in fp32."""
 
     offload: Bool = True
     """Keep the parameters of the last exchange and the momentum in host memory, where the model is elsewhere."""
@@ -61,7 +62,9 @@ class OuterConfig(Section):
     @property
     def is_plain(self) -> bool:
         """Whether it says: each step, the mean of all. That is data parallelism, which all ranks do together."""
-        says_mean = self.optimizer == "average" and self.overlap == 0 and not self.alpha and self.dtype != "bf16"
+        says_mean = (
+            self.optimizer == "average" and self.overlap == 0 and not self.alpha and self.dtype in (None, "fp32")
+        )
         return self.every == 1 and says_mean
 
     @property

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import torch
 
 from ..blueprint import Blueprint
 from ..config.outer import OuterConfig
+from ..island_bits import message_bytes
 from .estimate import Estimate
 from .machine import Machine
 
 _BYTES = {"fp32": 4, "bf16": 2}
+_BITS = {"int8": 8, "int4": 4}
 
 
 def divided(machine: Machine, outer: OuterConfig) -> Machine:
@@ -35,8 +38,7 @@ class Meeting:
         outer, count = blueprint.config.outer, machine.num_islands
         if count == 1 or not outer.has_islands:
             return None
-        nbytes = max(_bytes_of_place(blueprint, outer, place) for place in range(len(blueprint.places)))
-        sent = 2 * nbytes * (count - 1) // count
+        sent = max(_bytes_sent(blueprint, outer, place, count) for place in range(len(blueprint.places)))
         seconds = 2 * (machine.inter_latency + sent / 2 / machine.inter)
         return cls(outer, sent, outer.fragments * machine.moving("sockets message", sent / outer.fragments, seconds))
 
@@ -54,13 +56,17 @@ class Meeting:
         )
 
 
-def _bytes_of_place(blueprint: Blueprint, outer: OuterConfig, place: int) -> int:
-    """Of what a rank takes to an exchange: its shards, or a part of them where all have everything."""
-    found = 0
+def _bytes_sent(blueprint: Blueprint, outer: OuterConfig, place: int, count: int) -> int:
+    """What a rank sends to the other islands of its shards, or of a part of them where all have everything."""
+    numel_of: Counter[int] = Counter()  # by bytes of an element
     groups, arrangement = blueprint.places[place].updated, blueprint.arrangement
     have_all = all(arrangement.size(group.domain.replicas) == arrangement.num_ranks for group in groups)
     for group in groups:
-        width = _BYTES[outer.dtype] if outer.dtype else torch.promote_types(group.dtype, torch.float32).itemsize
         numel = group.layout.shard_numel
-        found += (-(-numel // arrangement.num_ranks) if have_all else numel) * width
-    return found
+        width = torch.promote_types(group.dtype, torch.float32).itemsize
+        numel_of[width] += -(-numel // arrangement.num_ranks) if have_all else numel
+    if outer.dtype in _BITS:
+        part = -(-numel_of.total() // (count * outer.fragments))
+        return 2 * (count - 1) * outer.fragments * message_bytes(part, _BITS[outer.dtype])
+    nbytes = sum(numel * _BYTES.get(outer.dtype or "", width) for width, numel in numel_of.items())
+    return 2 * nbytes * (count - 1) // count

@@ -16,11 +16,13 @@ from torch._C._distributed_c10d import HashStore
 
 from lowtide.comm import CollectiveError, LeftOutError, island_links, votes
 from lowtide.comm import ring as ring_module
+from lowtide.comm.island_messages import InDtype
 from lowtide.comm.islands import Islands, gone_key
 from lowtide.comm.ring import Combine, Ring
 
 COUNT, SIZE = 3, 2  # islands, and ranks of each
 NUMEL = 1001
+FP32 = InDtype(torch.float32)
 PLACES = [(island, rank) for island in range(COUNT) for rank in range(SIZE)]
 Told = dict[tuple[int, int], Any]
 
@@ -53,7 +55,7 @@ def on_all(work: Callable[[Ring, int, int], Any], store: Any = None) -> Told:
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
 def test_all_islands_have_the_mean_of_their_ranks_bit_by_bit(wire: torch.dtype) -> None:
-    found = on_all(lambda ring, island, rank: ring.start(values_of(island, rank), wire).result())
+    found = on_all(lambda ring, island, rank: ring.start(values_of(island, rank), InDtype(wire)).result())
     for rank in range(SIZE):
         terms = [values_of(island, rank).to(wire).float() for island in range(COUNT)]
         expected = ((terms[0] + terms[1] + terms[2]) / COUNT).to(wire).float()
@@ -61,21 +63,19 @@ def test_all_islands_have_the_mean_of_their_ranks_bit_by_bit(wire: torch.dtype) 
 
 
 def test_the_first_island_gives_its_values_to_the_others() -> None:
-    found = on_all(
-        lambda ring, island, rank: ring.start(values_of(island, rank), torch.float32, Combine.FIRST).result()
-    )
+    found = on_all(lambda ring, island, rank: ring.start(values_of(island, rank), FP32, Combine.FIRST).result())
     assert all(torch.equal(found[island, rank].values, values_of(0, rank)) for island, rank in PLACES)
 
 
 @pytest.mark.parametrize("count", [0, 1, COUNT - 1])
 def test_few_values_are_exchanged_too(count: int) -> None:
-    found = on_all(lambda ring, island, rank: ring.start(torch.full((count,), float(island)), torch.float32).result())
+    found = on_all(lambda ring, island, rank: ring.start(torch.full((count,), float(island)), FP32).result())
     assert all(torch.equal(one.values, torch.full((count,), 1.0)) for one in found.values())
 
 
 def test_what_is_sent_is_what_the_arithmetic_says() -> None:
     def work(ring: Ring, island: int, rank: int) -> int:
-        ring.start(torch.zeros(3 * 40), torch.bfloat16).result()
+        ring.start(torch.zeros(3 * 40), InDtype(torch.bfloat16)).result()
         return ring.bytes_sent
 
     assert set(on_all(work).values()) == {2 * (COUNT - 1) * 2 * 40}  # 2 (k - 1) / k of 120 numbers
@@ -111,12 +111,12 @@ def test_those_that_are_left_decide_alike_wherever_one_dies(moment: str, is_firs
 
     def work(ring: Ring, island: int, rank: int) -> Any:
         if not is_first:
-            ring.start(values_of(island, rank), torch.float32).result()
+            ring.start(values_of(island, rank), FP32).result()
         if (island, rank) != (1, 1):
-            return ring.start(values_of(island, rank), torch.float32).result()
+            return ring.start(values_of(island, rank), FP32).result()
         die_at(ring, moment)
         with pytest.raises(Died):
-            ring.start(values_of(island, rank), torch.float32).result()
+            ring.start(values_of(island, rank), FP32).result()
         ring._links.close()  # as the kernel does it
         ring.islands.store.set(gone_key(1), "rank 3 was ended by SIGKILL")
         return None
@@ -132,8 +132,8 @@ def test_those_that_are_left_decide_alike_wherever_one_dies(moment: str, is_firs
 
 def test_an_island_that_has_left_is_not_waited_for() -> None:
     def work(ring: Ring, island: int, rank: int) -> Any:
-        ring.start(torch.zeros(1), torch.float32).result()
-        return None if island == 0 else ring.start(torch.full((5,), float(island)), torch.float32).result()
+        ring.start(torch.zeros(1), FP32).result()
+        return None if island == 0 else ring.start(torch.full((5,), float(island)), FP32).result()
 
     found = on_all(work)
     assert all(found[island, rank].members == (1, 2) for island in (1, 2) for rank in range(SIZE))
@@ -162,7 +162,7 @@ def test_who_leaves_waits_for_no_verdict() -> None:
     store = HashStore()
     islands = [Islands(island, 2, 2, store, store, "127.0.0.1") for island in range(2)]
     rings = [Ring(one, 0, 3600.0) for one in islands]
-    found = [ring.start(torch.ones(3), torch.float32) for ring in rings]
+    found = [ring.start(torch.ones(3), FP32) for ring in rings]
     while store.add("0.0/done", 0) < len(rings):  # both have everything, and wait
         time.sleep(0.01)
     for ring in rings:
@@ -174,7 +174,7 @@ def test_who_leaves_waits_for_no_verdict() -> None:
 
 def test_the_last_island_goes_on_alone() -> None:
     def work(ring: Ring, island: int, rank: int) -> Any:
-        return None if island else ring.start(values_of(island, rank), torch.float32).result()
+        return None if island else ring.start(values_of(island, rank), FP32).result()
 
     found = on_all(work)
     assert found[0, 0].members == (0,) and torch.equal(found[0, 1].values, values_of(0, 1))
@@ -199,7 +199,7 @@ def test_an_island_that_does_not_come_is_left_out_after_the_time_that_is_given(m
             now[0] = 2e3
             late.wait()
         try:
-            return ring.start(values_of(island, rank), torch.float32).result()
+            return ring.start(values_of(island, rank), FP32).result()
         finally:
             late.set()
 
@@ -217,11 +217,11 @@ def test_islands_that_differ_are_told() -> None:
 
 def test_an_island_that_makes_another_call_than_the_others_is_told() -> None:
     def work(ring: Ring, island: int, rank: int) -> Any:
-        ring.start(torch.zeros(1), torch.float32).result()
+        ring.start(torch.zeros(1), FP32).result()
         if island == 2:  # after the others
             while not ring.islands.store.check([f"1/call/{rank}"]):
                 time.sleep(0.001)
-        return ring.start(torch.zeros(5 + island // 2), torch.float32).result()
+        return ring.start(torch.zeros(5 + island // 2), FP32).result()
 
     found = on_all(work)
     assert {found[island, rank].members for island in (0, 1) for rank in range(SIZE)} == {(0, 1)}
@@ -271,7 +271,7 @@ def test_strangers_at_the_door_hold_nobody_up() -> None:
         for stranger, words in zip(strangers, said, strict=True):
             stranger.sendall(words)
         for number in range(2):
-            found = [ring.start(torch.full((3,), float(island)), torch.float32) for island, ring in enumerate(rings)]
+            found = [ring.start(torch.full((3,), float(island)), FP32) for island, ring in enumerate(rings)]
             assert [one.result(60.0).values.tolist() for one in found] == [[0.5] * 3] * 2, number
         links = rings[0]._links
         assert len(links._unheard) == 2  # silence, and a part

@@ -16,7 +16,7 @@ from lowtide.engine.config.config import Config, ConfigError
         ({"every": 2, "optimizer": "average", "momentum": 0.5}, "outer.momentum: has no meaning with outer.optimizer"),
         ({"every": 0}, "outer.every: expected at least 1, found 0"),
         ({"every": 2, "alpha": 1.0}, "outer.alpha: expected less than 1, found 1.0"),
-        ({"every": 2, "dtype": "fp16"}, 'outer.dtype: expected "fp32" or "bf16", found "fp16"'),
+        ({"every": 2, "dtype": "fp16"}, 'outer.dtype: expected "fp32", "bf16", "int8" or "int4", found "fp16"'),
         ({"every": 2, "optimiser": "sgd"}, 'unknown key "optimiser"; did you mean "optimizer"?'),
     ],
 )

@@ -50,6 +50,7 @@ def test_checkpoints_go_on_bit_by_bit_with_an_exchange_under_way_too(ranks: Rank
     streaming = Plan(every=6, fragments=3, overlap=3, alpha=0.25).as_config(2)
     cases = [(CASE.at(3), Plan().as_config(2), str(tmp_path / "plain"), 6)]
     cases += [(CASE.at(1), streaming, str(tmp_path / f"step{step}"), step) for step in (6, 7, 8)]
+    cases.append((CASE.at(2), {**streaming, "dtype": "int4"}, str(tmp_path / "few bits"), 7))
     ranks(4, save_and_go_on, cases, process_group=False)
 
 
@@ -84,6 +85,8 @@ FORMS: dict[str, tuple[int, dict[str, Any], str]] = {  # stage, more of the conf
         "",
     ),
     "bf16 on the wire": (1, {"outer": {**OUTER, "dtype": "bf16"}}, ""),
+    "8 bits on the wire": (3, {"outer": {**OUTER, "dtype": "int8"}}, ""),
+    "4 bits on the wire, copies": (0, {"outer": {**OUTER, "dtype": "int4"}}, ""),
     "few bits, gathered": (3, {"communication": {"weight_bits": 8, "gradient_bits": 8, "route": "sockets"}}, ""),
     "few bits, differences": (1, {"communication": {"weight_bits": 4, "gradient_bits": 4, "route": "sockets"}}, ""),
     "thin matrices": (1, {"communication": {"power_sgd": {"rank": 2, "start_step": 1}}}, ""),
@@ -193,10 +196,21 @@ def exchanged(cases: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
 
 def test_a_plan_knows_what_islands_send_and_auto_knows_islands(ranks: RankPool) -> None:
     base = {"train_batch_size": 4, "optimizer": ADAMW, "steps_per_print": 0}
-    outers: list[dict[str, Any]] = [{"every": 4}, {"every": 4, "dtype": "bf16", "fragments": 2}]
+    outers: list[dict[str, Any]] = [
+        {"every": 4},
+        {"every": 4, "dtype": "bf16", "fragments": 2},
+        {"every": 4, "dtype": "int4"},
+    ]
     cases: list[dict[str, Any]] = [
         {**base, "zero_optimization": {"stage": stage}, "outer": {**outer, "ranks": 2}}
-        for stage, outer in ((0, outers[0]), (2, outers[0]), (3, outers[1]), ("auto", outers[0]))
+        for stage, outer in (
+            (0, outers[0]),
+            (2, outers[0]),
+            (3, outers[1]),
+            ("auto", outers[0]),
+            (0, outers[2]),
+            (2, outers[2]),
+        )
     ]
     found = ranks(4, exchanged, cases, process_group=False)[0]
     for config, (sent, used) in zip(cases, found, strict=True):

@@ -53,13 +53,13 @@ from .lr_schedule import betas_at, learning_rate_at
 from .memory_report import meta_run_of
 from .microbatch_turns import MicrobatchTurns
 from .model_call import ModelCall
-from .model_flops import ModelFlops
 from .offload import activation_store, host_update, offloaded_states, shard_rest
 from .outer import Outer
 from .parts import Parts
 from .pipeline import Pipeline
 from .pipeline_plan import LossFn
 from .places import shares_of
+from .prepared_model import PreparedModel
 from .recomputed import checkpoint_activations
 from .sequences import Sequences
 from .step_update import Timing
@@ -73,25 +73,19 @@ if TYPE_CHECKING:
 def assemble(
     blueprint: Blueprint,
     world: World,
-    module: nn.Module,
-    values: Values,
-    ledger: Ledger,
-    compiled: Compiled,
+    prepared: PreparedModel,
     *,
     loss_fn: LossFn,
     lr_scheduler: Any,
     rows_per_microbatch: int | None,
     trial: Trial | None,
-    tiled: Tiled,
-    model_flops: ModelFlops | None,
 ) -> Engine:
     """The engine of a blueprint that all ranks have alike. A collective.
 
-    module: of which the blueprint was made. values: of its parameters, which take the place of what it has. ledger:
-    of what is put on the module. compiled: what of it is to be. trial: for which it is made, where it is. tiled: what
-    is in tiles already.
+    prepared: of which the blueprint was made. trial: for which the engine is made, where it is.
     Raises OffloadError and CollectiveError where there is no room.
     """
+    module, ledger = prepared.module, prepared.ledger
     config, alone = blueprint.config, partial(no_rank_alone, world, "lowtide.initialize")
     with alone():
         rest = _reserve_rest(blueprint, world)
@@ -101,9 +95,9 @@ def assemble(
         meta_run = meta_run_of(blueprint, module, loss_fn, world.rank)
     states = _States.of(blueprint, mesh, rest, lr_scheduler)
     units, optimizer = states.units, states.optimizer
-    _fill(module, units, optimizer, mesh, values, blueprint)
-    model_call = _model_call(blueprint, mesh, module, tiled, ledger, loss_fn)
-    _compile(blueprint, compiled, world)
+    _fill(module, units, optimizer, mesh, prepared.values, blueprint)
+    model_call = _model_call(blueprint, mesh, prepared, loss_fn)
+    _compile(blueprint, prepared.compiled, world)
     _autocast(module, config, mesh.world.device, ledger)
     checkpoint_activations(blueprint.units, config.activation_checkpointing.every, ledger)
     with alone():
@@ -133,7 +127,7 @@ def assemble(
             close_last=close_last,
             blueprint=blueprint,
             meta_run=meta_run,
-            model_flops=model_flops,
+            model_flops=prepared.flops,
             trial=trial,
         )
     )
@@ -181,12 +175,10 @@ class _States:
         return cls(memories, units, optimizer, host, scheduler)
 
 
-def _model_call(
-    blueprint: Blueprint, mesh: Mesh, module: nn.Module, tiled: Tiled, ledger: Ledger, loss_fn: LossFn
-) -> ModelCall:
+def _model_call(blueprint: Blueprint, mesh: Mesh, prepared: PreparedModel, loss_fn: LossFn) -> ModelCall:
     """Puts on the model what ranks exchange that share layers, experts or sequences."""
-    config = blueprint.config
-    splits = _split_layers(blueprint, mesh, module, tiled, ledger)
+    config, module, ledger = blueprint.config, prepared.module, prepared.ledger
+    splits = _split_layers(blueprint, mesh, module, prepared.tiled, ledger)
     _split_experts(blueprint, mesh, ledger)
     axes = [name for name, plan in ((TENSOR, blueprint.tensor), (EXPERT, blueprint.experts)) if plan is not None]
     if axes:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import World, ranks_of_an_island
-from ..model.compiled import Compiled
 from ..model.ledger import Ledger
 from ..offload import keep_heap
 from ..watch.log import configure, logger
@@ -30,15 +29,12 @@ from .blueprint import Blueprint
 from .config.config import Config
 from .config.elastic import first_world_size
 from .engine import Engine
-from .fusing import check_kernels, fuse_modules
-from .given_model import Model, check_model, check_optimizers_agree, check_ranks_agree, module_and_values, take
+from .given_model import Model, check_optimizers_agree
 from .later_model import LaterModel
-from .model_flops import ModelFlops
-from .monitors import are_wanted
 from .optimizer_plan import OptimizerChoice
 from .pipeline_plan import LossFn, agreed_split
-from .sequences import check_sequences
-from .tiling import check_units, tile_modules
+from .prepared_model import PreparedModel
+from .tiling import check_units
 from .trial import Trial
 
 
@@ -79,62 +75,53 @@ def initialize(
     world = World.join(checked.device, checked.communication.timeout_seconds, ranks_of_island)
     ledger = Ledger()
     try:
-        if trial is not None:
-            _log_notes(world, [trial.note])
-        described = model.module if isinstance(model, LaterModel) else model
-        if trial is not None and trial.request.task == "plan":
-            trial.plan(checked, described, world, loss_fn, sample_batch)
-        if checked.planned_keys:
-            from .planning.agreed import planned_config  # [Note: what few trainings use]
-
-            checked = planned_config(checked, described, world, loss_fn, sample_batch)
+        checked = _planned(checked, model, world, trial, loss_fn, sample_batch)
         resolved = _prepare_process(checked, world)
-        module, values = module_and_values(model, world)
-        take(module, ledger)
-        compiled = Compiled(module, ledger, loads=resolved.compile.blocks)
-        module = compiled.module
-        check_model(module)
-        check_ranks_agree(world, resolved, module)
-        _log_notes(world, alone_note(world))
-        _log_notes(world, [f"config: {note}" for note in resolved.notes])
-        check_kernels(resolved, world.device)
-        check_sequences(resolved, module)
-        fuse_modules(module, resolved, world, ledger)
-        tiled = tile_modules(module, resolved, world, ledger)
-        if resolved.parallel.tensor > 1 and (compiled.is_wanted or resolved.compile.blocks):
-            found = "torch.compile on it" if compiled.is_wanted else "compile.blocks"
-            raise ValueError(
-                f"parallel.tensor: expected a model that is not compiled, found {found}: what split layers exchange "
-                f"cannot be traced; leave {found.removesuffix(' on it')} out"
-            )
-        blueprint = _blueprint(resolved, world, module, loss_fn, optimizer, lr_scheduler, sample_batch)
-        check_units(tiled, blueprint)
-        if isinstance(optimizer, torch.optim.Optimizer):
-            ledger.hook(optimizer.register_step_pre_hook(_refuse_step))
-        if optimizer is not None:
-            check_optimizers_agree(world, module, blueprint.optimizer)
-        if not blueprint.optimizer.trains:
-            _freeze(module, ledger)
-        _log_notes(world, blueprint.optimizer.notes(module))
+        prepared = PreparedModel.of(model, resolved, world, ledger)
+        blueprint = _blueprint(resolved, world, prepared.module, loss_fn, optimizer, lr_scheduler, sample_batch)
+        check_units(prepared.tiled, blueprint)
+        _take_optimizer(optimizer, blueprint, world, prepared)
         gives_rows = checked.train_batch_size or checked.train_micro_batch_size_per_gpu
         return assemble(
             blueprint,
             world,
-            module,
-            values,
-            ledger,
-            compiled,
+            prepared,
             loss_fn=loss_fn,
             lr_scheduler=lr_scheduler,
             rows_per_microbatch=resolved.train_micro_batch_size_per_gpu if gives_rows else None,
             trial=trial,
-            tiled=tiled,
-            model_flops=ModelFlops.of(module) if are_wanted(resolved) else None,
         )
     except BaseException:
         ledger.close()
         world.leave()  # the others hear of it where they wait for this rank, and the next engine starts anew
         raise
+
+
+def _planned(
+    config: Config, model: Model, world: World, trial: Trial | None, loss_fn: LossFn, sample_batch: Any
+) -> Config:
+    """The config with what "auto" is; a trial that only asks for a plan ends here. A collective."""
+    described = model.module if isinstance(model, LaterModel) else model
+    if trial is not None:
+        _log_notes(world, [trial.note])
+        if trial.request.task == "plan":
+            trial.plan(config, described, world, loss_fn, sample_batch)
+    if not config.planned_keys:
+        return config
+    from .planning.agreed import planned_config  # [Note: what few trainings use]
+
+    return planned_config(config, described, world, loss_fn, sample_batch)
+
+
+def _take_optimizer(optimizer: OptimizerChoice, blueprint: Blueprint, world: World, prepared: PreparedModel) -> None:
+    """The caller's own does no steps by itself from now on; without any the model is frozen. A collective."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        prepared.ledger.hook(optimizer.register_step_pre_hook(_refuse_step))
+    if optimizer is not None:
+        check_optimizers_agree(world, prepared.module, blueprint.optimizer)
+    if not blueprint.optimizer.trains:
+        _freeze(prepared.module, prepared.ledger)
+    _log_notes(world, blueprint.optimizer.notes(prepared.module))
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> NoReturn:
@@ -159,6 +146,7 @@ def _prepare_process(config: Config, world: World) -> Config:
     world.watch(resolved.communication.step_timeout_seconds)
     if resolved.seed is not None:
         torch.manual_seed(resolved.seed)
+    _log_notes(world, [*alone_note(world), *(f"config: {note}" for note in resolved.notes)])
     return resolved
 
 

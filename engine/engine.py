@@ -224,7 +224,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         return self._step()
 
     def _step(self) -> StepResult:
-        if not self._steps.is_complete:
+        if not self._steps.so_far.is_complete:
             return self._last
         self._steps.take_cleared()
         with self._join.together(Call.STEP):
@@ -392,10 +392,9 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
     ) -> str:
         self._steps.check_at_hand("engine.save_checkpoint()")
         self._steps.forget_cleared("engine.save_checkpoint()")
-        if self._steps.num_microbatches:
+        if self._steps.so_far.num_microbatches:
             raise ValueError(
-                f"save_checkpoint: expected a whole step, found {self._steps.num_microbatches} of "
-                f"{self._steps.accumulation} microbatches done (gradient_accumulation_steps); gradients are not saved, "
+                f"save_checkpoint: expected a whole step, found {self._steps.so_far.done}; gradients are not saved, "
                 "so call it after engine.step() has acted"
             )
         if self._trial is not None:

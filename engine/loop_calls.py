@@ -92,12 +92,12 @@ class LoopCalls:
         For loops that count by themselves; a backward outside of any is then the last. Gradients are divided by
         gradient_accumulation_steps all the same: leave it at 1 and weigh the losses.
         """
-        return self._steps.accumulate(last)
+        return self._steps.so_far.accumulate(last)
 
     @in_turn
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets what the backwards since the last step have added up, on all ranks; `step` does so by itself."""
-        if self._steps.num_microbatches:
+        if self._steps.so_far.num_microbatches:
             self._join.check_outside("engine.zero_grad() in the middle of a step")
         self._steps.refuse_more("engine.zero_grad()")
         self._steps.forget(ends_graphs=False)

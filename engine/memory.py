@@ -69,7 +69,7 @@ def measure(units: Sequence[Unit], optimizer: ShardedOptimizer) -> ModelStateByt
     parameters, gradients = 0, 0
     for unit in units:
         for group in unit.groups:
-            parameters += group.full_bytes // (group.state_axis.size if group.copies_are_shared else 1)
+            parameters += group.full_bytes // (group.axes.states.size if group.axes.copies_are_shared else 1)
             parameters += group.bytes_beside
         for gradient in unit.gradients:
             gradients += gradient.held_bytes

@@ -27,7 +27,7 @@ class Observers:
         self._log = StepLog(config.steps_per_print if world.is_first else 0)
         self._monitors = Monitors.of(config, world, parts.model_flops)
         if self._monitors is not None:
-            steps.tokens = {}
+            steps.so_far.tokens = {}
         self._profiler: StepProfile | None = None
         self._due_profile: StepProfile | None = None  # the config's
         self._profile_if_due(0)
@@ -50,9 +50,9 @@ class Observers:
         config = self._parts.config
         self._log.after_step(step, result, config.train_batch_size or 0)
         if self._monitors is not None:
-            tokens = tokens_of(self._steps.tokens, self._data_size, config.parallel.sequence)
+            tokens = tokens_of(self._steps.so_far.tokens, self._data_size, config.parallel.sequence)
             self._monitors.after_step(step, result, config.train_batch_size or 0, tokens, self.memory)
-            self._steps.tokens = {}
+            self._steps.so_far.tokens = {}
         if self._profiler is not None and self._profiler.after_step(step):
             self._end_profile()
         self._profile_if_due(step)

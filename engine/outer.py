@@ -93,7 +93,7 @@ class Outer:
         self._seed = seed
         self._under_way: dict[int, _Started] = {}
         self._arrived: dict[int, Tensor] = {}  # of a checkpoint: taken over when it is due
-        self._divides = all(one.group.replica_axis.size == mesh.world.size > 1 for one in optimizer.shards)
+        self._divides = all(one.group.axes.replicas.size == mesh.world.size > 1 for one in optimizer.shards)
         self.ring = Ring(islands, mesh.world.rank, config.timeout_seconds)
         try:
             self.ring.check_alike(_described(config, mesh, optimizer.shards))

@@ -95,13 +95,13 @@ class Pipeline:
         ValueError on all ranks.
         """
         given = list(microbatches)
-        steps.check_whole(len(given))
+        steps.so_far.check_whole(len(given))
         steps.guard.check()
         self._mesh.world.progress.enter(Activity.PIPELINE)
         differ = self._differ(given)
         ready = [] if differ else self._ready(steps, given)
         for at, inputs in enumerate(ready):
-            steps.note_tokens(at, inputs)
+            steps.so_far.note_tokens(inputs, at)
         found = torch.full((), bool(differ), device=self._mesh.world.device)
         steps.doubt(found, lambda: self._tell(self._training, differ))
 
@@ -115,7 +115,7 @@ class Pipeline:
             losses = steps.backward(run, len(given))
         if _is_void(self._training):
             steps.doubt(torch.ones_like(found), lambda: self._tell(self._training, differ))
-        steps.losses.extend(losses)
+        steps.so_far.losses.extend(losses)
 
     def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         raise self._lacks_whole("engine(batch)", "engine.eval_step(batch)")

@@ -45,7 +45,7 @@ class StepGradients:
         self._check_is_held(
             what, "gradients are used up one by one as they come; a hook on the parameter may change it"
         )
-        if self._steps.clipping is not None:
+        if self._steps.so_far.clipping is not None:
             raise StateError(
                 f"{what}: expected it before engine.clip_grad_norm_(), found it after that, whose norm is of other "
                 "gradients; clip when all gradients are set"
@@ -73,7 +73,7 @@ class StepGradients:
         self._check_is_held(
             what, "gradients are used up one by one as they come; a hook on the parameter may change it"
         )
-        if self._steps.clipping is not None:
+        if self._steps.so_far.clipping is not None:
             raise StateError(f"{what}: expected it before engine.clip_grad_norm_(), found it after that")
         self._steps.take_back()  # what was updated with other gradients
         for gradient in self._steps.gradients:
@@ -104,18 +104,19 @@ class StepGradients:
 
     def _clip_by(self, clipping: Clipping) -> None:
         if not self._config.gradient_clipping:  # else it is the same, and the norm alone was asked for
-            self._steps.clipping = clipping
+            self._steps.so_far.clipping = clipping
 
     def _norm_on_device(self) -> Tensor:
         """The L2 norm without waiting for it, as torch's."""
         steps = self._steps
         norm = self._summed().norm() * (steps.rest * steps.norm_factor)
-        dtypes = {loss.dtype for loss in steps.losses} | {gradient.accumulation_dtype for gradient in steps.gradients}
+        dtypes = {loss.dtype for loss in steps.so_far.losses}
+        dtypes |= {gradient.accumulation_dtype for gradient in steps.gradients}
         return norm.to(torch.float64 if torch.float64 in dtypes else torch.float32)
 
     def _summed(self) -> SummedStep:
         steps = self._steps
-        return sum_step(self._mesh, steps.gradients, steps.losses, (), "the norm for engine.clip_grad_norm_")
+        return sum_step(self._mesh, steps.gradients, steps.so_far.losses, (), "the norm for engine.clip_grad_norm_")
 
     def _norm(self, norm_type: float) -> tuple[float, torch.dtype]:
         """Of all gradients of all ranks, and the dtype in which it is shown."""
@@ -131,11 +132,10 @@ class StepGradients:
     def _check_is_complete(self, what: str) -> None:
         """Also takes note of gradients that the caller has cleared."""
         steps = self._steps
-        if not steps.is_complete:
+        if not steps.so_far.is_complete:
             raise StateError(
-                f"{what}: expected the gradients of a whole step, found {steps.num_microbatches} of "
-                f"{steps.accumulation} microbatches done (gradient_accumulation_steps); call it between the backward "
-                "of the last one and engine.step()"
+                f"{what}: expected the gradients of a whole step, found {steps.so_far.done}; call it between the "
+                "backward of the last one and engine.step()"
             )
         if steps.take_cleared():
             steps.show_reduced()

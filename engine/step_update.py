@@ -129,7 +129,7 @@ class StepUpdate:
         else:
 
             def send(shard: ShardState) -> None:
-                if shard.group.is_refreshed:
+                if shard.group.axes.are_refreshed:
                     pending.append(shard.group.refresh(is_update=True))
 
             self._optimizer.update_all(factor, send, skip)

@@ -18,9 +18,8 @@ from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.reduced_gradient import Cleared
 from ..zero.reductions import OnFinal
-from ..zero.sequence import StateError
 from ..zero.unit import Unit
-from .batch import microbatches, prepared, tokens_in
+from .batch import microbatches, prepared
 from .clipping import Clipping
 from .config.config import Config
 from .gradient_scale import GradientScale
@@ -29,6 +28,7 @@ from .join import Call, Join, weighted
 from .lent import KINDS, PARAMETERS, Lent
 from .shown_gradients import ShownGradients, refuse_differences
 from .step_result import StepResult
+from .step_so_far import StepSoFar
 from .step_sums import StepSums, SummedStep, Uses, non_finite_error, sum_step
 from .step_update import StepUpdate, Timing
 
@@ -94,16 +94,7 @@ class Steps:
         join: Join,
     ) -> None:
         """input_dtype: of the floating-point inputs of a forward; None: as they are. rows_per_microbatch: None: any."""
-        self.losses: list[Tensor] = []  # () of each microbatch
-        self.num_microbatches = 0  # that are done
-        self.tokens: dict[int, tuple[int, int]] | None = None
-        """(rows, length) of each microbatch of the step, where somebody counts them."""
-        self._num_begun = 0  # with those of the backward that runs
-        self.is_complete = False
-        """Whether the last of them was the last of its step."""
-        self._is_last: bool | None = None  # as the caller says; None: by their number
-        self._by_hand = False  # he has said so in this step
-        self.clipping: Clipping | None = None  # of the gradients of this step, by the caller
+        self.so_far = StepSoFar(config)
         self._own_clipping = Clipping(config.gradient_clipping or math.inf)
         self._doubt: tuple[Tensor, Callable[[], None]] | None = None
         self._config = config
@@ -129,7 +120,7 @@ class Steps:
         for one in self._thin:
             one.step, one.unit = lambda: optimizer.num_steps, lambda: self.rest
         timing = Timing.of(self._config)
-        shares = any(group.copies_are_shared for unit in passes.units for group in unit.groups)
+        shares = any(group.axes.copies_are_shared for unit in passes.units for group in unit.groups)
         self.guard = ModelGuard(self._module, passes.units, shares, only_steps_change=timing is not Timing.DELAYED)
         self._uses = Uses(optimizer.param_groups, self.gradients, mesh.world.size)
         delay_after_steps = self._config.zero_optimization.offload_optimizer.delay_after_steps
@@ -151,48 +142,21 @@ class Steps:
     def check_between(self, what: str) -> None:
         """Raises StateError in the middle of a step, and where the caller says which backwards count."""
         self.forget_cleared(what)
-        if self.num_microbatches:
-            raise StateError(
-                f"{what}: expected it between steps, found {self.num_microbatches} microbatches of one done; call it "
-                "after engine.step() has acted, or engine.zero_grad() before it"
-            )
-        if self._is_last is not None:
-            raise StateError(
-                f"{what}: expected it between steps, found it inside of engine.no_sync() or engine.accumulate(); call "
-                "it outside"
-            )
+        self.so_far.check_between(what)
 
     # -- microbatches ---------------------------------------------------------------------------------------------
 
-    @property
-    def accumulation(self) -> int:
-        """The number of microbatches of a step."""
-        return self._config.gradient_accumulation_steps or 1
-
     def microbatches_of(self, batch: Any) -> Iterator[Any]:
         """Those of this rank's share of a global batch, or drawn from an iterator. Raises ValueError."""
-        found, progress = microbatches(batch, self.accumulation, self._rows_per_microbatch), self._mesh.world.progress
+        found = microbatches(batch, self.so_far.accumulation, self._rows_per_microbatch)
+        progress = self._mesh.world.progress
         return progress.drawn(found) if progress.is_on else found
 
     def prepared(self, inputs: Any) -> Any:
         """Inputs of a forward, on the device and in the compute dtype."""
-        if self.tokens is not None and torch.is_grad_enabled():
-            self.note_tokens(self.num_microbatches, inputs)
+        if self.so_far.tokens is not None and torch.is_grad_enabled():
+            self.so_far.note_tokens(inputs)
         return prepared(inputs, self._mesh.world.device, self._input_dtype, self.scale.mark_input)
-
-    def note_tokens(self, at: int, inputs: Any) -> None:
-        """Of the microbatch of that number, which may be seen several times, in part too; where somebody counts."""
-        if self.tokens is not None:
-            self.tokens[at] = max(self.tokens.get(at, (0, 0)), tokens_in(inputs), key=math.prod)
-
-    @contextmanager
-    def accumulate(self, last: bool) -> Iterator[None]:
-        """Backwards inside are the last of their step, or not, whatever their number is. Then the caller counts."""
-        before, self._is_last, self._by_hand = self._is_last, last, True
-        try:
-            yield
-        finally:
-            self._is_last = before
 
     def backward(self, run: Callable[[], R], num_microbatches: int = 1) -> R:
         """What `run` gives, the backward of so many microbatches. An error in it ends the step."""
@@ -218,7 +182,7 @@ class Steps:
     def begin_use(self) -> None:
         """Parameters are used outside of a backward: what is tried in them goes. A collective where something was."""
         self.lent.check("a forward", (PARAMETERS,))
-        if self.is_complete:
+        if self.so_far.is_complete:
             self.take_back()
         if self._is_apart:
             self._is_apart = False
@@ -230,7 +194,7 @@ class Steps:
 
     def show_reduced(self) -> None:
         """A loop that calls backward itself may look at `param.grad` now: gradients that are not there say so."""
-        self._shown.put(self.is_complete)
+        self._shown.put(self.so_far.is_complete)
 
     def take_cleared(self) -> bool:
         """Final gradients that the caller has cleared are none from now on, and no stand-ins are in `param.grad`.
@@ -260,7 +224,7 @@ class Steps:
 
     def _clear(self, cleared: Cleared) -> None:
         self._join.check_outside("zero_grad() after the last backward of a step")
-        self._shown.note(cleared, self._num_begun)
+        self._shown.note(cleared, self.so_far.num_begun)
         for gradient in self.gradients:
             gradient.clear(cleared)
 
@@ -274,24 +238,20 @@ class Steps:
         self.refuse_more("another backward")  # a sum that was final was not
         cleared, are_all = self._shown.take_final()
         if are_all:
-            self._shown.note(cleared, self._num_begun)
+            self._shown.note(cleared, self.so_far.num_begun)
             self.forget(ends_graphs=False)  # as zero_grad() before another backward does in torch
         elif cleared:
             self._clear(cleared)
         if cleared := self._shown.take_taken():
-            self._shown.note(cleared, self._num_begun)
+            self._shown.note(cleared, self.so_far.num_begun)
             self._forget_gradients()  # in the middle of a step, whose backwards are counted all the same
-        if self.clipping is not None:
-            raise StateError(
-                "backward: expected engine.step() after engine.clip_grad_norm_(), found another backward, whose "
-                "gradients would not be clipped; call clip_grad_norm_ after the last one"
-            )
-        boundary = self._is_boundary(num_microbatches)
+        if self.so_far.clipping is not None:
+            self.so_far.refuse_backward()
+        boundary = self.so_far.would_complete(num_microbatches)
         on_final = self.update.begin_backward(boundary)
         if boundary:
             self.guard.expect_update()
-        self.is_complete = boundary
-        self._num_begun = self.num_microbatches + num_microbatches
+        self.so_far.begin(num_microbatches, boundary)
         self._passes.begin_backward(boundary, on_final)
 
     def end_backward(self, num_microbatches: int = 1) -> None:
@@ -300,7 +260,7 @@ class Steps:
         except BaseException as error:
             self.abort_backward(error)
             raise
-        self.num_microbatches += num_microbatches
+        self.so_far.num_microbatches += num_microbatches
 
     def abort_backward(self, error: BaseException) -> None:
         """Forgets the step of a backward that `error` has ended."""
@@ -308,24 +268,9 @@ class Steps:
         self._passes.abort(error)
         self.forget()
 
-    def check_whole(self, num_microbatches: int) -> None:
-        """Raises ValueError where so many microbatches do not end a step, though a schedule has all of it."""
-        if not self._is_boundary(num_microbatches):
-            is_layered = self._config.zero_optimization.layered_gradient_accumulation
-            key = "zero_optimization.layered_gradient_accumulation" if is_layered else "parallel.pipeline"
-            raise ValueError(
-                f"engine.accumulate(last=False): expected an engine without {key}, found one with it, whose train_step "
-                "has all microbatches of a step; set gradient_accumulation_steps"
-            )
-
-    def _is_boundary(self, num_microbatches: int) -> bool:
-        if self._is_last is not None:
-            return self._is_last
-        return self._by_hand or (self.num_microbatches + num_microbatches) % self.accumulation == 0
-
     def refuse_more(self, what: str) -> None:
         """Takes back what was updated before the end of the step. Raises StateError where it is there for good."""
-        if self.is_complete:
+        if self.so_far.is_complete:
             self.update.refuse_more(what)
             self.take_back()
 
@@ -346,10 +291,8 @@ class Steps:
         if ends_graphs:
             self._passes.release_all()
             self._shown.forget()
-        self.losses.clear()
-        self.num_microbatches = self._num_begun = self._join.num_missing = 0
-        self.is_complete = self._by_hand = False
-        self.clipping = self._doubt = None
+        self.so_far.forget()
+        self._join.num_missing, self._doubt = 0, None
 
     def _forget_gradients(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # a released parameter would cost a call of Python
@@ -429,14 +372,15 @@ class Steps:
     @property
     def _weight(self) -> float:
         """How many microbatches a step has, for each that there was: 1 but under `engine.join`."""
-        full = self._mesh.data_size * self._num_begun
+        full = self._mesh.data_size * self.so_far.num_begun
         return full / (full - self._join.num_missing) if self._join.num_missing else 1.0
 
     def _losses_by_weight(self) -> list[Tensor]:
         """Losses whose mean, averaged over the ranks, is that of all there were."""
         if not self._join.num_missing:
-            return self.losses
-        return weighted(self.losses, self._weight * len(self.losses) / self.num_microbatches)
+            return self.so_far.losses
+        losses = self.so_far.losses
+        return weighted(losses, self._weight * len(losses) / self.so_far.num_microbatches)
 
     def _update_if_finite(self, summed: SummedStep, number: int, rest: float) -> bool:
         """Starts the update of a device, which finds out there whether all is finite: the host is told meanwhile.
@@ -454,7 +398,7 @@ class Steps:
 
     @property
     def _clipping(self) -> Clipping:
-        return self.clipping or self._own_clipping
+        return self.so_far.clipping or self._own_clipping
 
     def _update_or_skip(self, sums: StepSums, norm: float, number: int) -> None:
         factor = self._clipping.factor(norm) * self.rest

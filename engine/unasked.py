@@ -40,7 +40,7 @@ class Unasked:
     def begin(self, arrived: nn.Parameter | None) -> None:
         self._turn.begin("loss.backward()", self._is_lost)
         try:
-            self._progress.enter(Activity.BACKWARD, self._steps.num_microbatches)
+            self._progress.enter(Activity.BACKWARD, self._steps.so_far.num_microbatches)
             with self._steps.set_aside(arrived):
                 self._steps.begin_backward()
         except BaseException:
@@ -56,7 +56,7 @@ class Unasked:
                 raise
             self._steps.end_backward()
             self._steps.show_reduced()
-            self._steps.losses.append(self._losses.get(current_graph_task(), self._steps.unknown_loss()))
+            self._steps.so_far.losses.append(self._losses.get(current_graph_task(), self._steps.unknown_loss()))
         finally:
             self._losses.clear()
             self._turn.end()

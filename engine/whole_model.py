@@ -82,23 +82,23 @@ class WholeModel:
 
         self._call.compare_once(steps, self._module, output)
         steps.begin_forward()
-        with self.saving, self._progress.forward(steps.num_microbatches, torch.is_grad_enabled()):
+        with self.saving, self._progress.forward(steps.so_far.num_microbatches, torch.is_grad_enabled()):
             return self._call.weighted(steps.scale.mark_output(output()), ready)
 
     def run(self, steps: Steps, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if torch.is_grad_enabled():
             self._check_same(steps, (args, kwargs))
         steps.begin_forward()
-        with self.saving, self._progress.forward(steps.num_microbatches, torch.is_grad_enabled()):
+        with self.saving, self._progress.forward(steps.so_far.num_microbatches, torch.is_grad_enabled()):
             with self._call.compared_in_passing():
                 output = self._hooks.around(partial(function, *args, **kwargs))
             return steps.scale.mark_output(output)
 
     def backward(self, steps: Steps, loss: Tensor) -> None:
         check_loss(loss, "backward")
-        self._progress.enter(Activity.BACKWARD, steps.num_microbatches)
+        self._progress.enter(Activity.BACKWARD, steps.so_far.num_microbatches)
         steps.backward(steps.scale.apply(loss).backward)
-        steps.losses.append(loss.detach())
+        steps.so_far.losses.append(loss.detach())
 
     def scale(self, steps: Steps, loss: Tensor) -> Tensor:
         check_loss(loss, "scale")
@@ -116,7 +116,7 @@ class WholeModel:
 
     def take_part(self, steps: Steps, call: Call) -> None:
         if call in (Call.BACKWARD, Call.LAST_BACKWARD):
-            with steps.accumulate(last=call is Call.LAST_BACKWARD):
+            with steps.so_far.accumulate(last=call is Call.LAST_BACKWARD):
                 steps.backward(lambda: None)  # all units count as unused
             return
         with torch.set_grad_enabled(call is Call.FORWARD):

@@ -91,7 +91,7 @@ class ShardMemory:
         self._numel, self._dtype, self._device = group.layout.shard_numel, dtype, group.full.device
         self._common = common
         self._is_handed_over = is_handed_over
-        self._num_owners = group.replica_axis.size
+        self._num_owners = group.axes.replicas.size
         self._pages: TransientBuffer | None = None
 
     def take(self) -> Tensor:

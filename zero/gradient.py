@@ -166,7 +166,7 @@ class GroupGradient:
         self._is_in_place = False
         self._local.has_values = False
         self._has_shard = self._is_final = self._has_changed = False
-        is_sent_in_parts = self.group.state_axis.size > 1 and not self.group.copies_are_shared
+        is_sent_in_parts = self.group.axes.states.size > 1 and not self.group.axes.copies_are_shared
         if not is_sent_in_parts or self._host is not None or self.group.full.device.type != "cpu":
             self.drop_shard()
 
@@ -199,7 +199,7 @@ class GroupGradient:
 
         Does nothing elsewhere. Copying them there in the end would cost their bytes in page faults, 4 % of a step.
         """
-        is_alone = self.group.state_axis.size == self.group.replica_axis.size == 1
+        is_alone = self.group.axes.states.size == self.group.axes.replicas.size == 1
         if is_alone and self._host is None and self.accumulation_dtype == self.group.dtype:
             shard = self._open_shard().zero_()
             for slot, param in zip(self.group.layout.slots, self.group.params, strict=True):
@@ -250,10 +250,10 @@ class GroupGradient:
             self._drop_untouched()
         self.used |= staging.finish()
         self._is_in_place = False
-        counts = boundary and self._host is None and not self._is_tied and self.group.is_counted
+        counts = boundary and self._host is None and not self._is_tied and self.group.axes.is_counted
         yield from self._move.sum(axis, message, self._open_shard(), self._has_shard, boundary, counts)
         self._has_shard, self._is_final = True, boundary
-        if self._host is not None and not self._is_tied and (boundary or self.group.replica_axis.size == 1):
+        if self._host is not None and not self._is_tied and (boundary or self.group.axes.replicas.size == 1):
             self._leave(boundary)
 
     def replace(self, total: Tensor) -> None:
@@ -271,11 +271,11 @@ class GroupGradient:
         self.settle()
         self.inspection.count_anew()
         self._is_final = False
-        replica = self.group.replica_axis.rank
-        if self.group.replica_axis.size == 1 or not self._has_shard:
+        replica = self.group.axes.replicas.rank
+        if self.group.axes.replicas.size == 1 or not self._has_shard:
             return
         assert self.shard is not None
-        if self.group.state_axis.size > 1:
+        if self.group.axes.states.size > 1:
             if replica:
                 self.shard.zero_()
             return
@@ -304,9 +304,9 @@ class GroupGradient:
 
     def _count(self) -> None:
         """Adds the final shard to the norm, where it has changed since it was reduced: each element on one rank."""
-        if not self.group.is_counted:
+        if not self.group.axes.is_counted:
             return
-        axis, shard = self.group.replica_axis, self.shard
+        axis, shard = self.group.axes.replicas, self.shard
         assert shard is not None
         region = regions_of(shard.numel(), axis.size)[axis.rank] if self._move.sums() else slice(0, shard.numel())
         self.inspection.look(axis, region.start, shard[region], (), counts=True)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..comm import Mesh, Pending
 from ..offload import Memory, Resident, StoredRange, bytes_in_memory
 from .domain import Domain
+from .domain_axes import DomainAxes
 from .group_memory import GroupMemory
 from .layout import FlatLayout, Piece
 from .plan import Role
@@ -77,15 +78,7 @@ class ShardedGroup:
         self.dtype = dtype
         self.layout = layout
         self.domain = domain
-        self.axis = mesh.over(domain.parameters)
-        self.state_axis = mesh.over(domain.states)
-        self.replica_axis = mesh.over(domain.replicas)
-        self.copies_are_shared = self.state_axis.route.copies_are_shared  # by its ranks: one of the parameters
-        self.is_counted = all(mesh.axes[one.axis].rank == one.places[0] for one in domain.copies)
-        """Whether this rank is the one that counts and saves it, of those with equal copies."""
-        beside = (one for one in domain.copies if not one.are_added)
-        self.is_first_of_layers = all(mesh.axes[one.axis].rank == one.places[0] for one in beside)
-        """The same of those that have the same stage of a pipeline."""
+        self.axes = DomainAxes(mesh, domain)
         self.frees_parameters = bool(domain.parameters)
         self.role = role
         self._codec = codec
@@ -102,13 +95,8 @@ class ShardedGroup:
         """The shard comes from its store, and the gather after it: see `continue_gather`."""
         self._memory = GroupMemory(self.full, self.shard)
         self._rest: ShardRest | None = None
-        self._refreshed_axis = mesh.over(domain.refreshed)
-        self.exchange_along = mesh.exchange
-        """An exchange between the ranks along some axes, for who needs more of a parameter than its shard."""
-        self.frees_memory = self.frees_parameters and self.axis.size > 1 and not self.copies_are_shared
+        self.frees_memory = self.frees_parameters and self.axes.parameters.size > 1 and not self.axes.copies_are_shared
         """True where a release gives memory back, and a gather needs the other ranks."""
-        self.is_refreshed = self._refreshed_axis.size > 1
-        """Whether other ranks have parts of what is at rest here."""
         self._gather_name = f"gather of {name}"
         self._views: list[Tensor] = []  # of `full`: a parameter each
         self._without_values: list[Tensor] = []  # a NaN in the shape of each parameter
@@ -146,7 +134,7 @@ class ShardedGroup:
     @property
     def pieces(self) -> list[Piece]:
         """What this rank's shard holds."""
-        return self.layout.pieces(self.state_axis.place)
+        return self.layout.pieces(self.axes.states.place)
 
     def adopt(self, full: Tensor) -> None:
         """Takes the buffer that the route allocated, (padded_numel,) of `dtype`, zero-filled, and keeps its memory."""
@@ -182,13 +170,13 @@ class ShardedGroup:
     def own(self) -> slice:
         """This rank's part of `full`: what its states are of."""
         numel = self.layout.shard_numel
-        return slice(self.state_axis.place * numel, (self.state_axis.place + 1) * numel)
+        return slice(self.axes.states.place * numel, (self.axes.states.place + 1) * numel)
 
     @property
     def at_rest(self) -> slice:
         """The part of `full` that stays where the others are freed; `own` lies in it."""
-        numel = self.layout.padded_numel // self.axis.size
-        return slice(self.axis.place * numel, (self.axis.place + 1) * numel)
+        numel = self.layout.padded_numel // self.axes.parameters.size
+        return slice(self.axes.parameters.place * numel, (self.axes.parameters.place + 1) * numel)
 
     def place(self, piece: Piece, values: Tensor) -> None:
         """Writes this rank's piece of one parameter. values: the whole parameter, any shape and dtype."""
@@ -283,21 +271,21 @@ class ShardedGroup:
 
         is_update: of values there that were brought before; else they come exactly.
         """
-        if not self.is_refreshed:
+        if not self.axes.are_refreshed:
             return _NOTHING_PENDING
         if is_update:
-            return self._codec.refresh(self._refreshed_axis, self._resting, self.shard, self._gather_name)
-        return self._refreshed_axis.route.gather(self._resting, self.shard, self._gather_name)
+            return self._codec.refresh(self.axes.refreshed, self._resting, self.shard, self._gather_name)
+        return self.axes.refreshed.route.gather(self._resting, self.shard, self._gather_name)
 
     @property
     def rests_beside(self) -> bool:
         """Whether a gather puts something else into `full` than what this rank has at rest."""
-        return not self.is_refreshed and not self._codec.is_exact
+        return not self.axes.are_refreshed and not self._codec.is_exact
 
     @property
     def sends_differences(self) -> bool:
         """Whether what an update has changed of this copy loses something on its way."""
-        return self.is_refreshed and not self._codec.is_exact
+        return self.axes.are_refreshed and not self._codec.is_exact
 
     def make_exact(self) -> None:
         """Full parameters get the very values of all ranks' shards, where they have something else. A collective."""
@@ -305,13 +293,13 @@ class ShardedGroup:
         if self._codec.is_exact:
             return
         self.refresh().wait()
-        if self.axis.size > 1:
-            untransformed(lambda: self.axis.route.gather(self.full, self._resting, self._gather_name).wait())
+        if self.axes.parameters.size > 1:
+            untransformed(lambda: self.axes.parameters.route.gather(self.full, self._resting, self._gather_name).wait())
 
     def _exchange(self) -> Pending:
-        if self.is_refreshed:
-            return self.axis.route.gather(self.full, self._resting, self._gather_name)
-        return self._codec.gather(self.axis, self.full, self._resting, self._gather_name)
+        if self.axes.are_refreshed:
+            return self.axes.parameters.route.gather(self.full, self._resting, self._gather_name)
+        return self._codec.gather(self.axes.parameters, self.full, self._resting, self._gather_name)
 
     def _take_gathered(self) -> None:
         self._pending.wait()

@@ -103,12 +103,12 @@ class Inspection:
 
     def _mine(self, shard: Tensor) -> slice:
         """What this rank looks at, of what is the same on all ranks of the axis."""
-        replicas = self._group.replica_axis
+        replicas = self._group.axes.replicas
         return regions_of(shard.numel(), replicas.size)[replicas.rank]
 
     def _trace_alone(self, offset: int, values: Tensor, is_own: bool) -> None:
-        replicas = self._group.replica_axis
-        is_alone = is_own and self._group.state_axis.size == replicas.size == 1
+        replicas = self._group.axes.replicas
+        is_alone = is_own and self._group.axes.states.size == replicas.size == 1
         self._trace(replicas, offset, values, (values,) if is_alone else ())
 
     def _known(self) -> list[Tensor]:

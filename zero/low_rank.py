@@ -140,7 +140,7 @@ class LowRankMove(Move):
     @property
     def _axis(self) -> Axis:
         group = self._group
-        return group.state_axis if group.state_axis.size > 1 else group.replica_axis
+        return group.axes.states if group.axes.states.size > 1 else group.axes.replicas
 
     def next_message(self, axis: Axis, has_shard: bool) -> Tensor | None:
         return None if self._goes_thin(has_shard) else super().next_message(axis, has_shard)
@@ -239,7 +239,7 @@ class LowRankMove(Move):
 
     def _finish(self, axis: Axis, total: Tensor, shard: Tensor, counts: bool) -> None:
         """total: (padded_numel,)."""
-        if axis is self._group.state_axis:
+        if axis is self._group.axes.states:
             shard.copy_(total[self._group.own])
             mine = slice(0, shard.numel())
         else:
@@ -254,7 +254,7 @@ class LowRankMove(Move):
     @cached_property
     def _exchange(self) -> Exchange:
         """Apart from what other groups have under way: the second message is begun when the first is there."""
-        return self._group.exchange_along(("shard",) if self._group.state_axis.size > 1 else ("replica",))
+        return self._group.axes.exchange_along(("shard",) if self._group.axes.states.size > 1 else ("replica",))
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

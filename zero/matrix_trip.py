@@ -35,8 +35,8 @@ class MatrixTrip:
 
     @classmethod
     def of(cls, group: ShardedGroup) -> MatrixTrip:
-        is_repeated = group.state_axis.size == 1
-        exchange = group.exchange_along(REPLICATED if is_repeated else SHARDED)
+        is_repeated = group.axes.states.size == 1
+        exchange = group.axes.exchange_along(REPLICATED if is_repeated else SHARDED)
         owners = tuple(owners_of(group.layout, exchange.size))
         pieces = tuple(tuple(group.layout.pieces(0 if is_repeated else place)) for place in range(exchange.size))
         return cls(group, exchange, owners, pieces, is_repeated)

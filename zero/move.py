@@ -40,7 +40,7 @@ class Move:
         self._dtype = dtype
         self._levels = levels
         self._replicas = replicas
-        self._stager = levels[0] if group.state_axis.size > 1 else replicas  # in whose message a gradient is staged
+        self._stager = levels[0] if group.axes.states.size > 1 else replicas  # in whose message a gradient is staged
         self._counting = [codec for codec in (*levels, replicas) if codec.counts_messages]
         self.has_steps = bool(self._counting)
         """Whether `reset` has something to do."""
@@ -51,9 +51,9 @@ class Move:
 
     def staging_axis(self, boundary: bool, has_shard: bool) -> Axis | None:
         """The axis in whose message a backward's gradients are staged; None: they go into the shard."""
-        if self._group.state_axis.size > 1:
-            return self._group.state_axis
-        replica_axis = self._group.replica_axis
+        if self._group.axes.states.size > 1:
+            return self._group.axes.states
+        replica_axis = self._group.axes.replicas
         return replica_axis if replica_axis.size > 1 and boundary and not has_shard and self.sums() else None
 
     @property
@@ -79,7 +79,7 @@ class Move:
 
     def _not_there(self, axis: Axis, has_shard: bool) -> int:
         """Elements for which a message of `axis` has no room: what is summed in place, on the axis of the states."""
-        if axis is not self._group.state_axis:
+        if axis is not self._group.axes.states:
             return 0
         held = self._held(axis, has_shard)
         num_held: int = held.stop - held.start
@@ -94,7 +94,7 @@ class Move:
         if held == NOTHING:
             return [(0, numel, message)]
         own = regions_of(numel, axis.size)[axis.place]
-        memory = shard if axis is self._group.state_axis else shard[own]
+        memory = shard if axis is self._group.axes.states else shard[own]
         start, end = own.start + held.start, own.start + held.stop
         behind = message[message.numel() - (numel - end) :]
         return [(0, start, message[:start]), (start, end, memory[held]), (end, numel, behind)]
@@ -107,7 +107,7 @@ class Move:
         shard: (shard_numel,), which has the sum of earlier microbatches, if any. boundary: it becomes that of all
         ranks. counts: its squares are counted then.
         """
-        states, replicas = self._group.state_axis, self._group.replica_axis
+        states, replicas = self._group.axes.states, self._group.axes.replicas
         is_last = replicas.size == 1 or not self.sums()
         if message is None and is_last:
             self._inspection.look(states, 0, shard, (), counts)
@@ -154,11 +154,11 @@ class Move:
         """
         if has_shard or not axis.route.sums_here:
             return NOTHING
-        is_one_sum = axis is self._group.replica_axis or len(self._levels) == 1
+        is_one_sum = axis is self._group.axes.replicas or len(self._levels) == 1
         if not is_one_sum or not self._stager.may_lack_own(self._dtype):
             return NOTHING
         own = regions_of(self._group.layout.padded_numel, axis.size)[axis.place]
-        if axis is self._group.state_axis:
+        if axis is self._group.axes.states:
             return slice(0, own.stop - own.start)
         start, end = self._group.layout.whole_parameters(own.start, own.stop)
         return slice(start - own.start, end - own.start) if start < end else NOTHING

@@ -52,7 +52,7 @@ from .graph_task import GraphTask, current_graph_task, will_run
 from .group import Residence
 from .reductions import OnFinal, Reductions
 from .unit import Unit
-from .uses import Forward, Use, start_of
+from .uses import BEFORE_ALL_USES, Forwards, Use
 
 
 class StateError(RuntimeError):
@@ -81,9 +81,6 @@ class BackwardListener(Protocol):
 
     def abort(self) -> None:
         """An error has ended it before: has `abort` called."""
-
-
-_BEFORE_ALL_USES = 1  # a number of a use, to which autograd has come when it is done; 0 says nothing
 
 
 class UnitSequence:
@@ -115,10 +112,7 @@ class UnitSequence:
         self.reduction_order = [*reversed(self.blocks), self.rest]
         self._reduction_cursor = 0
         self._reductions = Reductions()
-        self._num_uses = _BEFORE_ALL_USES
-        self._forward = Forward()  # the last one, or what is used between two
-        self._forwards: list[weakref.ref[Forward]] = []  # of which a backward may come
-        self._of_backward = set[Forward]()  # those that it has come to
+        self._forwards = Forwards()
         self._boundary = True
         self._on_final: OnFinal | None = None
         self._graph_task: int | None = None  # autograd's number of the backward that runs, not of one inside of it
@@ -147,7 +141,7 @@ class UnitSequence:
             self._before_pass(Phase.FORWARD, False)
         self.phase = Phase.FORWARD
         self._expects_backward = torch.is_grad_enabled()
-        self._forward = Forward()
+        self._forwards.begin()
         self.enter(self.rest)
 
     def end_forward(self, keeps_graph: bool) -> None:
@@ -178,18 +172,12 @@ class UnitSequence:
             self._forward_ring.reach(unit)
         else:
             unit.gather()
-        self._num_uses += 1
-        forward = self._forward
-        if not forward.num_uses:
-            self._forwards.append(weakref.ref(forward))
-        forward.first_use.setdefault(unit, self._num_uses)
-        forward.num_uses[unit] = forward.num_uses.get(unit, 0) + 1
-        return Use(unit, forward, self._num_uses)
+        return Use(unit, self._forwards)
 
     @property
     def awaits_backward(self) -> bool:
         """Whether the last forward has ended, and its backward may come."""
-        return self.phase is Phase.IDLE and self._expects_backward and bool(self._forward.num_uses)
+        return self.phase is Phase.IDLE and self._expects_backward and self._forwards.has_uses
 
     def read(self, unit: Unit) -> None:
         """Its parameters are read outside of its forward: they are full from now on, until the step ends.
@@ -269,11 +257,8 @@ class UnitSequence:
         heard = self._heard
         if self._graph_task is None if heard is None else heard() is None:
             self.hear()
-        if use.forward not in self._of_backward:
-            self._of_backward.add(use.forward)
-            if weakref.ref(use.forward) not in self._forwards:  # its graph was kept after an earlier backward
-                self._forwards.append(weakref.ref(use.forward))
-                self._count_uses()
+        if use.forward not in self._forwards.of_backward:
+            self._forwards.come_to(use.forward, self.units)
         if self.phase is Phase.BACKWARD:
             if self._read_on:
                 self._leave_behind(use.number)
@@ -337,8 +322,8 @@ class UnitSequence:
         """Reduces what is left: units that this rank did not use, and the rest."""
         for unit in self.units:
             unit.is_ready = True
-        self._leave_behind(_BEFORE_ALL_USES)
-        self._collect_ready(_BEFORE_ALL_USES)
+        self._leave_behind(BEFORE_ALL_USES)
+        self._collect_ready(BEFORE_ALL_USES)
         self._reductions.finish()
         if self._needs_ring:
             self._backward_ring.end_round()
@@ -419,7 +404,7 @@ class UnitSequence:
         for unit in lent:
             if not (unit is self.rest and self.phase is Phase.FORWARD):
                 unit.release()
-        self._of_backward.clear()
+        self._forwards.end_lending()
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
@@ -428,24 +413,12 @@ class UnitSequence:
         self.rest.gather()
         order = [unit for unit in reversed(self.blocks) if not unit.is_full]
         self._backward_ring = GatherRing(order, self._prefetch_numel)
-        self._count_uses()
-
-    def _count_uses(self) -> None:
-        for unit in self.units:
-            unit.first_use, unit.num_uses = None, 0
-        alive = [forward for one in self._forwards if (forward := one()) is not None]
-        for forward in sorted(alive, key=start_of):
-            for unit, first in forward.first_use.items():
-                unit.first_use = first if unit.first_use is None else unit.first_use
-                unit.num_uses += forward.num_uses[unit]
+        self._forwards.count(self.units)
 
     def _end_pass(self) -> None:
         for unit in self.units:
             unit.release()
-        forwards = [one() for one in self._forwards]
-        self._forwards = [weakref.ref(one) for one in forwards if one is not None and one not in self._of_backward]
-        self._of_backward.clear()
-        self._forward = Forward()
+        self._forwards.end_backward()
         self._graph_task = None
         self.phase = Phase.IDLE
 

@@ -197,7 +197,7 @@ class SignUpdate(FusedUpdate):
 
     def _new_memory(self, shard: ShardState) -> Memory:
         group, device = shard.group, shard.group.shard.device
-        exchange, dtype = group.exchange_along(AXIS), shard.master_dtype
+        exchange, dtype = group.axes.exchange_along(AXIS), shard.master_dtype
         layout = SignLayout.of(group.layout, exchange.size, dtype)
         memory = Memory(SignMean(layout, exchange, self.signs.scale, group.name).to(device))
         if self.signs.sums_steps:
@@ -235,7 +235,7 @@ class SignUpdate(FusedUpdate):
 
     def rank_state_names(self, shard: ShardState) -> list[str]:
         """Of all ranks."""
-        size = shard.group.replica_axis.size
+        size = shard.group.axes.replicas.size
         return [*(f"{WORKER_ERROR}_{place}" for place in range(size)), SERVER_ERROR] if size > 1 else []
 
 

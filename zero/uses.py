@@ -1,8 +1,13 @@
-"""Which units a forward has used, and in which order."""
+"""Which units forwards have used, and in which order."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
+
 from .unit import Unit
+
+BEFORE_ALL_USES = 1  # a number of a use, to which autograd has come when it is done; 0 says nothing
 
 
 class Forward:
@@ -18,12 +23,63 @@ def start_of(forward: Forward) -> int:
     return next(iter(forward.first_use.values()))
 
 
+class Forwards:
+    """Those of which a backward may come."""
+
+    def __init__(self) -> None:
+        self.num_uses = BEFORE_ALL_USES  # of all
+        self.last = Forward()  # or what is used between two
+        self.known: list[weakref.ref[Forward]] = []
+        self.of_backward = set[Forward]()  # those that the backward has come to
+
+    def begin(self) -> None:
+        """Uses from now on are of a new one."""
+        self.last = Forward()
+
+    @property
+    def has_uses(self) -> bool:
+        """Whether the last one has any."""
+        return bool(self.last.num_uses)
+
+    def come_to(self, forward: Forward, units: Sequence[Unit]) -> None:
+        """A backward has. Uses of units are counted anew where its graph was kept after an earlier one."""
+        self.of_backward.add(forward)
+        if weakref.ref(forward) not in self.known:
+            self.known.append(weakref.ref(forward))
+            self.count(units)
+
+    def count(self, units: Sequence[Unit]) -> None:
+        """Tells each unit of its uses in all forwards whose graphs are there."""
+        for unit in units:
+            unit.first_use, unit.num_uses = None, 0
+        alive = [forward for one in self.known if (forward := one()) is not None]
+        for forward in sorted(alive, key=start_of):
+            for unit, first in forward.first_use.items():
+                unit.first_use = first if unit.first_use is None else unit.first_use
+                unit.num_uses += forward.num_uses[unit]
+
+    def end_backward(self) -> None:
+        """Those that it has come to are not expected to have another."""
+        forwards = [one() for one in self.known]
+        self.known = [weakref.ref(one) for one in forwards if one is not None and one not in self.of_backward]
+        self.of_backward.clear()
+        self.last = Forward()
+
+    def end_lending(self) -> None:
+        """Another backward of those that autograd has come to may follow."""
+        self.of_backward.clear()
+
+
 class Use:
-    """One use of a unit. number: later ones have higher numbers, in all forwards."""
+    """The next use of a unit, in the last forward. number: later ones have higher numbers, in all forwards."""
 
     __slots__ = ("forward", "number", "unit")
 
-    def __init__(self, unit: Unit, forward: Forward, number: int) -> None:
-        self.unit = unit
-        self.forward = forward
-        self.number = number
+    def __init__(self, unit: Unit, forwards: Forwards) -> None:
+        forwards.num_uses += 1
+        self.unit, self.forward, self.number = unit, forwards.last, forwards.num_uses
+        of_units = self.forward.num_uses
+        if not of_units:
+            forwards.known.append(weakref.ref(self.forward))
+        self.forward.first_use.setdefault(unit, self.number)
+        of_units[unit] = of_units.get(unit, 0) + 1

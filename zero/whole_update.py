@@ -207,7 +207,7 @@ class _Norms:
 
     def summed(self) -> list[list[float]]:
         """[kind][parameter], of all ranks that divide the group. A collective."""
-        axis = self._shard.group.state_axis
+        axis = self._shard.group.axes.states
         sums = self._sums
         if axis.size > 1:
             sums = axis.route.sum_small(sums, f"norms of {self._shard.group.name}")

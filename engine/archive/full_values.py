@@ -152,7 +152,7 @@ class FullValues:
             for slot, param in zip(group.layout.slots, group.params, strict=True):
                 whole = param.detach()
                 if group.domain.portioned or not slot.portion.is_all:  # one expert of a list is whole on its rank
-                    whole = put_together(exchange, slot.portion, whole, group.is_first_of_layers)
+                    whole = put_together(exchange, slot.portion, whole, group.axes.is_first_of_layers)
                 if is_writer:
                     values[id(param)] = whole.cpu().clone()
             if was_sharded:

@@ -181,7 +181,7 @@ class NamedState:
     @property
     def has_replicas(self) -> bool:
         """True where other ranks hold the same parts of anything."""
-        return any(group.replica_axis.size > 1 for group in self._groups)
+        return any(group.axes.replicas.size > 1 for group in self._groups)
 
     def publish(self, groups: Sequence[ShardedGroup] | None = None) -> None:
         """After weights have changed in place: the computed copies follow, on all ranks. A collective.
@@ -214,9 +214,9 @@ def fragments_of(group: ShardedGroup, piece: Piece, suffix: str, memory: Memory,
     slot = group.layout.slots[piece.index]
     low, high = 0, piece.numel
     if saves:
-        axis = group.replica_axis
+        axis = group.axes.replicas
         low, high = (piece.numel * place // axis.size for place in (axis.rank, axis.rank + 1))
-        if not group.is_counted or low == high:
+        if not group.axes.is_counted or low == high:
             return []
     first = piece.offset_in_param + low
     return [

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch import nn
 
 from ...model import blocks as model_blocks
 from ...parallel.plan import TensorPlan
-from ...pipe.schedules.recurrence import Recurrence
 from ...pipe.schedules.registry import make_schedule
-from ...pipe.split.split import SplitPlan
 from ..blueprint import Blueprint
 from ..config.config import Config
 from ..pipeline_plan import PipelinePlan, split_of
@@ -24,11 +22,10 @@ from .estimate import Estimate, StepParts, Work
 from .islands import Meeting
 from .layered import LayeredParts
 from .machine import Machine
+from .memo import Memo
 from .pipelined import PipelineParts, Run, Stages, recurrence_of, send_seconds, simulated_microbatches
 from .profile import Profile, Stretch
 from .search import Bound, Found
-
-Made = TypeVar("Made")
 
 _FIRST, _SECOND = 1, 2  # rows of which a line of bounds is drawn
 _LEAST_TOKENS = 512  # of a sequence on a rank: a smaller part has small products, and as many exchanges
@@ -65,28 +62,9 @@ class Planner:
         # An optimizer that is passed to initialize is not known here: most are Adam, and none has more states.
         self._assumed = {} if base.get("optimizer") else {"optimizer": {"type": "adamw", "params": {}}}
         self._base = {**base, **self._assumed}
-        self._splits: dict[int, SplitPlan] = {}
-        self._stage_plans: dict[tuple[Any, ...], PipelinePlan] = {}
-        self._make_runs, self._alike = make_runs, AlikePlaces()
-        self._tensor_plans: dict[int, TensorPlan] = {}
-        self._runs: dict[tuple[Choice, int], Runs] = {}  # by degrees, and stages where these matter
-        self._profiles: dict[tuple[Choice, int, int, int, bool], Profile] = {}
-        self._faults: dict[Choice, str | None] = {}  # of degrees, for the model
-        self._config_faults: dict[Choice, str | None] = {}
-        self._bounds: dict[tuple[int, int, int], Bounds] = {}  # by degrees of layers, sequences and experts
-        self._firsts: dict[Choice, Blueprint] = {}  # in which nothing is divided over data-parallel ranks
-        self._beside: dict[tuple[Choice, bool], Sequence[tuple[int, str, Stretch]]] = {}
-        self._steps: dict[Choice, StepParts] = {}
-        self._orders: dict[Choice, StepParts] = {}  # by where all but states rests
-        self._pipelines: dict[Choice, PipelineParts] = {}
-        self._layers: dict[Choice, LayeredParts] = {}
-        self._stages: dict[tuple[Any, ...], Stages] = {}
-        self._recurrences: dict[tuple[Any, ...], Recurrence] = {}
-        self._runs_of: dict[tuple[Any, ...], Run] = {}
-        self._meetings: dict[Choice, Meeting | None] = {}
-        self._estimates: dict[Choice, Estimate] = {}
+        self._make_runs, self._alike, self._memo = make_runs, AlikePlaces(), Memo()
         self._known: dict[str, Any] = {}  # of the model, whatever is chosen
-        self._first = self._firsts[_WHOLE] = self._blueprint(_WHOLE)
+        self._first = self._undivided(_WHOLE)
         self._known = {name: getattr(self._first, name) for name in ("units", "dtypes", "optimizer")}
 
     @cached_property
@@ -105,14 +83,7 @@ class Planner:
 
     def estimate(self, choice: Choice) -> Estimate:
         """Raises ValueError where the model cannot be trained so."""
-        if choice not in self._estimates:
-            found, meeting = self._estimated(choice), None
-            if self.machine.num_islands > 1:
-                meeting = self._cached(
-                    self._meetings, choice.states(), lambda: Meeting.of(self._of_states(choice), self.machine)
-                )
-            self._estimates[choice] = found if meeting is None else meeting.beside(found)
-        return self._estimates[choice]
+        return self._memo.once("estimate", choice, lambda: self._estimated(choice))
 
     def found(self, choice: Choice, number: int) -> Found[Choice, Estimate]:
         """For `search`."""
@@ -121,29 +92,32 @@ class Planner:
         return Found(choice, value, value.seconds_per_sample, value.peak_bytes, fits, number)
 
     def _estimated(self, choice: Choice) -> Estimate:
-        config = self._resolved(choice)
+        found, states = self._of_island(choice), choice.states()
+        if self.machine.num_islands == 1:
+            return found
+        meeting = self._memo.once("meeting", states, lambda: Meeting.of(self._of_states(choice), self.machine))
+        return found if meeting is None else meeting.beside(found)
+
+    def _of_island(self, choice: Choice) -> Estimate:
+        config, states = self._resolved(choice), choice.states()
         if self._is_layered:
-            in_layers = self._cached(
-                self._layers, choice.states(), lambda: LayeredParts(self._of_states(choice), self.machine)
-            )
+            in_layers = self._memo.once("layers", states, lambda: LayeredParts(self._of_states(choice), self.machine))
             profile = self.profile(choice.rows, choice.every, degrees=choice)
             return in_layers.estimate(config, Stages(in_layers.split, profile, self._work(profile)))
         if choice.pipeline == 1:
-            parts = self._cached(self._steps, choice.states(), lambda: self._step_parts(choice))
+            parts = self._memo.once("step", states, lambda: self._step_parts(choice))
             return parts.estimate(config, self.profile(choice.rows, choice.every, parts.is_direct, choice))
-        of_stages = self._cached(
-            self._pipelines, choice.states(), lambda: PipelineParts(self._of_states(choice), self.machine)
-        )
+        of_stages = self._memo.once("pipeline", states, lambda: PipelineParts(self._of_states(choice), self.machine))
         key = (choice.degrees, choice.schedule, choice.chunks, choice.rows, choice.every)
         profile = self.profile(choice.rows, choice.every, degrees=choice)
-        stages = self._cached(self._stages, key, lambda: Stages(of_stages.split, profile, self._work(profile)))
-        run = self._cached(self._runs_of, (*key, choice.accumulation), lambda: self._run(choice, stages))
+        stages = self._memo.once("stages", key, lambda: Stages(of_stages.split, profile, self._work(profile)))
+        run = self._memo.once("schedule's run", (*key, choice.accumulation), lambda: self._run(choice, stages))
         return of_stages.estimate(config, stages, run)
 
     def _step_parts(self, choice: Choice) -> StepParts:
-        key = replace(choice.states(), offload_optimizer="none")
-        made = StepParts(self._of_states(choice), self.machine, like=self._orders.get(key))
-        self._orders.setdefault(key, made)
+        where, what = "parts of where all but states rests", replace(choice.states(), offload_optimizer="none")
+        made = StepParts(self._of_states(choice), self.machine, like=self._memo.first(where, what))
+        self._memo.once(where, what, lambda: made)
         return made
 
     def _work(self, profile: Profile) -> Work:
@@ -152,18 +126,12 @@ class Planner:
     def _run(self, choice: Choice, stages: Stages) -> Run:
         """What the schedule takes; it depends on neither stage nor offload."""
         count = simulated_microbatches(choice.pipeline, choice.accumulation)
-        recurrence = self._cached(
-            self._recurrences,
+        recurrence = self._memo.once(
+            "recurrence",
             (choice.pipeline, choice.schedule, choice.chunks, count),
             lambda: recurrence_of(make_schedule(choice.schedule, choice.pipeline, count, choice.chunks)),
         )
         return Run.of(recurrence, stages.costs(send_seconds(stages, self.machine)), choice.accumulation)
-
-    @staticmethod
-    def _cached(known: dict[Any, Made], key: Any, make: Callable[[], Made]) -> Made:
-        if key not in known:
-            known[key] = make()
-        return known[key]
 
     def _of_states(self, choice: Choice) -> Blueprint:
         """With as few microbatches as have the same memory."""
@@ -188,7 +156,7 @@ class Planner:
         split = None
         if choice.pipeline > 1 or self._is_layered:
             key = (choice.pipeline, choice.schedule, choice.chunks)
-            split = self._cached(self._stage_plans, key, lambda: self._stage_plan(choice, config))
+            split = self._memo.once("plan of stages", key, lambda: self._stage_plan(choice, config))
         return Blueprint.of(
             config,
             self._model,
@@ -203,11 +171,11 @@ class Planner:
 
     def _tensor_plan(self, degree: int, config: Config) -> TensorPlan:
         plan, has_parts = config.tensor_parallel.plan, config.parallel.tensor_sequence
-        return self._cached(self._tensor_plans, degree, lambda: TensorPlan.of(self._model, degree, plan, has_parts))
+        return self._memo.once("tensor", degree, lambda: TensorPlan.of(self._model, degree, plan, has_parts))
 
     def _stage_plan(self, choice: Choice, config: Config) -> PipelinePlan:
         num_stages = choice.pipeline * num_chunks(choice)
-        split = self._cached(self._splits, num_stages, lambda: split_of(config, self._model, None, None))
+        split = self._memo.once("split", num_stages, lambda: split_of(config, self._model, None, None))
         return PipelinePlan.of(config, self._model, split)
 
     def profile(self, rows: int, every: int, is_direct: bool = False, degrees: Choice = _WHOLE) -> Profile:
@@ -217,11 +185,12 @@ class Planner:
             # Parts of tokens are whole between stages.
             split, num_stages = replace(degrees.states(), **_AT_HOME), degrees.pipeline * num_chunks(degrees)
         of_run = (replace(split.degrees, pipeline=1), num_stages)
-        key = (*of_run, rows, every, is_direct)
-        if key not in self._profiles:
-            runs = self._cached(self._runs, of_run, lambda: self._make_runs(self._blueprint(split)))
-            self._profiles[key] = runs.profile(self._batch, rows, every, is_direct)
-        return self._profiles[key]
+
+        def made() -> Profile:
+            runs = self._memo.once("runs", of_run, lambda: self._make_runs(self._blueprint(split)))
+            return runs.profile(self._batch, rows, every, is_direct)
+
+        return self._memo.once("profile", (*of_run, rows, every, is_direct), made)
 
     # -- degrees --------------------------------------------------------------------------------------------------
 
@@ -241,28 +210,29 @@ class Planner:
         ranks = some.ranks_of_sample * some.expert
         several = replace(some, accumulation=some.pipeline)
         load = partial(Config.load, several.applied(self._base, ranks))
-        return self._cached(self._config_faults, several, lambda: _fault(load))
+        return self._memo.once("fault of the config", several, lambda: _fault(load))
 
     def _fault_of_model(self, split: Choice) -> str | None:
         if split == _WHOLE:
             return None
-        if split not in self._faults:
+
+        def found() -> str | None:
             # Heads that a number of ranks does not divide are not divided by more: the model is not run for each. Of a
             # tensor degree that is not so: several ranks may have the same head of keys.
             smaller = {replace(split, sequence=one) for one in divisors(split.sequence)[:-1]}
             smaller |= {replace(split, tensor=1), replace(split, expert=1)} - {split}
-            found = next((fault for one in smaller if (fault := self._fault_of_model(one))), None)
-            self._faults[split] = found or _fault(lambda: self.profile(_FIRST, 0, degrees=split))
-        return self._faults[split]
+            of_smaller = next((fault for one in smaller if (fault := self._fault_of_model(one))), None)
+            return of_smaller or _fault(lambda: self.profile(_FIRST, 0, degrees=split))
+
+        return self._memo.once("fault of the model", split, found)
 
     # -- bounds ---------------------------------------------------------------------------------------------------
 
     def bound(self, choice: Choice) -> Bound:
         """What a choice takes at least: nothing is known of padding, of waiting, and of how even stages are."""
         key = choice.tensor, choice.sequence, choice.expert
-        if key not in self._bounds:
-            self._bounds[key] = self._bounds_of(replace(choice.degrees, pipeline=1))
-        return self._bounds[key].of(choice)
+        bounds = self._memo.once("bounds", key, lambda: self._bounds_of(replace(choice.degrees, pipeline=1)))
+        return bounds.of(choice)
 
     def _bounds_of(self, split: Choice) -> Bounds:
         """Of choices with these degrees of layers and sequences."""
@@ -278,10 +248,13 @@ class Planner:
 
         def beside(frees_parameters: bool) -> Sequence[tuple[int, str, Stretch]]:
             key = (whole_sequences, frees_parameters)
-            return self._cached(self._beside, key, lambda: self._moments(whole_sequences, frees_parameters))
+            return self._memo.once("moments", key, lambda: self._moments(whole_sequences, frees_parameters))
 
-        first = self._cached(self._firsts, whole_sequences, lambda: self._blueprint(whole_sequences))
-        return Bounds(self.machine, first, line, names, beside)
+        return Bounds(self.machine, self._undivided(whole_sequences), line, names, beside)
+
+    def _undivided(self, split: Choice) -> Blueprint:
+        """In which nothing is divided over data-parallel ranks."""
+        return self._memo.once("undivided", split, lambda: self._blueprint(split))
 
     def _moments(self, split: Choice, frees_parameters: bool) -> Sequence[tuple[int, str, Stretch]]:
         """Of groups without padding, so that it is no more than where they are divided otherwise."""

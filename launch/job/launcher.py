@@ -38,16 +38,15 @@ from .display import Display, say
 from .islands import Islands
 from .obituary import Failure, first_of, how_it_ended, obituary
 from .peers import Peer, Peers
-from .preparation import Preparation, plan_of
+from .preparation import Preparation, Prepared, plan_of
 from .request import Request
 from .stall import StallWatch
+from .stop_signals import StopSignals
 from .sweeps import Sweeps
 
 _KILLED_SECONDS = 5.0  # how long the kernel may take to remove a killed process and close its pipes
 _STOP_AFTER_FAILURE_SECONDS = 3.0  # the ranks that are left cannot go on, and all is to be gone within five seconds
-_SAME_SIGNAL_SECONDS = 0.2  # a terminal, a resource manager and `timeout` may all send the same one
 _SHOWN_BYTES = 1 << 16
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -92,11 +91,9 @@ class Launcher:
         hosts = [host.name for host in allocation.hosts]
         self._peers = Peers(loop, hosts, transport, self._take, self._lose, self._say)
         self._sweeps = Sweeps(loop, transport, identity, self._say)
-        self._port = 0  # of rank 0's store
-        self._interfaces: dict[int, str] = {}  # host -> the one that leads to rank 0's
         self._lost_hosts: list[str] = []
         self._is_leaving = False
-        self._plan: Plan | None = None
+        self._prepared: Prepared | None = None
         self._islands: Islands | None = None
         self._pids: dict[int, int] = {}
         self._display: Display | None = None
@@ -105,18 +102,13 @@ class Launcher:
         self._owed: Counter[int] = Counter()  # host -> bytes that were shown and not told to its agent
         self._failures: list[Failure] = []
         self._ended: list[int] = []  # ranks, with exit status 0 before any failure
-        self._signal: int | None = None
-        self._signal_time = 0.0
-        self._num_signals = 0
-        self._is_killed = False
         adopt_orphans()
-        for number in _PASSED_ON:
-            loop.on_signal(number, lambda number=number: self._be_signalled(number))  # type: ignore[misc]
+        self._stop = StopSignals(loop, first=lambda number: self._peers.send(Signal(number)))
 
     @property
     def plan(self) -> Plan | None:
         """None until the hosts have said what they have."""
-        return self._plan
+        return None if self._prepared is None else self._prepared.plan
 
     @property
     def unreachable_hosts(self) -> tuple[str, ...]:
@@ -128,7 +120,7 @@ class Launcher:
         try:
             for stage in (self._connect, self._prepare, self._start):
                 stage()
-                if self._signal is not None or self._failures:
+                if self._is_cut_short:
                     break
             self._watch()
         finally:
@@ -139,8 +131,8 @@ class Launcher:
         """Asks the hosts what they have, and starts nothing there but agents, which leave again."""
         try:
             self._connect()
-            if self._signal is not None:
-                raise LaunchError(f"stopped by {signal.Signals(self._signal).name}")
+            if self._stop.has_come:
+                raise LaunchError(f"stopped by {self._stop.name}")
             return plan_of(self._peers, self._request, self._allocation)
         finally:
             self._leave()
@@ -148,28 +140,27 @@ class Launcher:
     # -- before the ranks -------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        self._peers.connect(self._request.connect_seconds, lambda: self._signal is not None)
+        self._peers.connect(self._request.connect_seconds, lambda: self._stop.has_come)
 
     def _prepare(self) -> None:
         preparation = Preparation(self._peers, self._request, self._allocation, lambda: self._is_cut_short, self._say)
-        prepared = preparation.run()
-        if prepared is not None:
-            self._plan, self._port, self._interfaces = prepared.plan, prepared.port, prepared.interfaces
+        self._prepared = preparation.run()
+        if self._prepared is not None:
             if self._request.islands is not None:
-                self._islands = Islands(self._plan, self._request.islands)
-            for note in self._plan.notes:
+                self._islands = Islands(self._prepared.plan, self._request.islands)
+            for note in self._prepared.plan.notes:
                 if note not in self._allocation.notes:  # those were said before
                     self._say(note)
 
     @property
     def _is_cut_short(self) -> bool:
-        return self._signal is not None or bool(self._failures)
+        return self._stop.has_come or bool(self._failures)
 
     # -- the ranks --------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        plan, request = self._plan, self._request
-        assert plan is not None
+        assert self._prepared is not None
+        plan, request = self._prepared.plan, self._request
         hosts = {rank.rank: host.name for host in plan.hosts for rank in host.ranks}
         self._host_of = {rank.rank: host.index for host in plan.hosts for rank in host.ranks}
         self._display = Display(hosts, 0, self._note_shown, ended=lambda: self._loop.post(lambda: None))
@@ -183,23 +174,23 @@ class Launcher:
             log_folder=request.log_dir,
             appends_logs=self._restarts > 0,
         )
+        environment = self._environment(self._prepared)
         for peer, host in zip(self._peers.all, plan.hosts, strict=True):
             peer.running = {rank.rank for rank in host.ranks}
-            interface = self._interfaces.get(peer.index)
+            interface = self._prepared.interfaces.get(peer.index)
             defaults = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
             keeps_store = self._islands is not None and host.index == 0
-            peer.send(Start(host, job, self._environment(), defaults, keeps_store, is_local=len(plan.hosts) == 1))
+            peer.send(Start(host, job, environment, defaults, keeps_store, is_local=len(plan.hosts) == 1))
         self._stall = StallWatch(
             self._loop, self._peers, hosts, request.step_limit_seconds, self._say, self._take_stall
         )
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, prepared: Prepared) -> dict[str, str]:
         """What the plan cannot know."""
-        assert self._plan is not None
         return {
-            "MASTER_PORT": str(self._port),
+            "MASTER_PORT": str(prepared.port),
             "LOWTIDE_RESTART_COUNT": str(self._restarts),
-            "LOWTIDE_FIRST_WORLD_SIZE": str(self._first_world_size or self._plan.world_size),
+            "LOWTIDE_FIRST_WORLD_SIZE": str(self._first_world_size or prepared.plan.world_size),
             "TORCHELASTIC_RESTART_COUNT": str(self._restarts),
             "TORCHELASTIC_RUN_ID": self._identity,
             # Inside of a job of torchrun it is set, and rank 0 would look for torchrun's store instead of opening one.
@@ -213,10 +204,10 @@ class Launcher:
         if not self._are_running:
             return
         grace = self._request.grace_seconds
-        if self._signal is None:
+        if not self._stop.has_come:
             self._peers.send(Signal(signal.SIGTERM))
             grace = min(grace, _STOP_AFTER_FAILURE_SECONDS)
-        self._loop.run(lambda: not self._are_running or self._is_killed, grace)
+        self._loop.run(lambda: not self._are_running or self._stop.is_killed, grace)
         self._peers.send(Kill())
         self._loop.run(lambda: not self._are_running, _KILLED_SECONDS)
 
@@ -232,16 +223,16 @@ class Launcher:
             case Ended():
                 self._bury(peer, message)
             case Started(pids):
-                assert self._plan is not None
-                ranks = [rank.rank for rank in self._plan.hosts[peer.index].ranks]
+                assert self.plan is not None
+                ranks = [rank.rank for rank in self.plan.hosts[peer.index].ranks]
                 self._pids.update(zip(ranks, pids, strict=True))
             case Refused(text):
                 peer.running.clear()
                 self._failures.append(Failure(time.monotonic(), 1, peer.name, text=f"{peer.name}: {text}"))
             case Stopped(number):
-                if self._signal is None:
+                if not self._stop.has_come:
                     self._say(f"the agent of {peer.name} received {signal.Signals(number).name}: the job is stopped")
-                    self._be_signalled(number)
+                    self._stop.take(number)
             case Progress():
                 if self._stall is not None:
                     self._stall.progress(message)
@@ -274,7 +265,7 @@ class Launcher:
 
     def _goes_on_without(self, ranks: set[int], failure: Failure) -> bool:
         """Whether other islands are left. Theirs are given up then, and everyone is told, once."""
-        if self._islands is None or self._plan is None or self._is_cut_short:
+        if self._islands is None or self.plan is None or self._is_cut_short:
             return False
         islands = {self._islands.of(rank) for rank in ranks}
         new = {island for island in islands if not self._islands.is_lost(island)}
@@ -286,7 +277,7 @@ class Launcher:
         if new:
             what = ", ".join(self._islands.named(island) for island in sorted(new))
             has_many_hosts = self._allocation.transport != "local"
-            text = obituary(failure, self._plan.world_size, has_many_hosts, lost=what)
+            text = obituary(failure, self.plan.world_size, has_many_hosts, lost=what)
             self._say(text if failure.rank is not None else f"{text}; {what} is lost, and the others go on")
         return True
 
@@ -315,17 +306,6 @@ class Launcher:
         if self._request.on_stall == "stop":
             text = f"{len(late)} rank{'s' if len(late) > 1 else ''} made no step in time; all ranks were stopped"
             self._failures.append(Failure(time.monotonic(), 1, text=text))
-
-    def _be_signalled(self, number: int) -> None:
-        """Passes a signal on; a second one kills at once."""
-        now = time.monotonic()
-        self._num_signals += 1
-        if self._signal is None:
-            self._signal, self._signal_time = number, now
-            self._peers.send(Signal(number))
-        elif number != self._signal or now - self._signal_time > _SAME_SIGNAL_SECONDS:
-            self._signal = number
-            self._is_killed = True
 
     # -- what the user sees -----------------------------------------------------------------------------------------
 
@@ -357,9 +337,9 @@ class Launcher:
         kill_descendants()  # orphans that came here, should an agent and its guard have been killed together
         reap_all(_KILLED_SECONDS)
         if self._display is not None:
-            display, signals = self._display, self._num_signals
+            display, signals = self._display, self._stop.count
             display.finish()
-            if self._loop.run(lambda: display.is_done or self._num_signals > signals) and display.is_done:
+            if self._loop.run(lambda: display.is_done or self._stop.count > signals) and display.is_done:
                 display.join()  # a restart forks, which is for processes of one thread
 
     def _outcome(self) -> Outcome:
@@ -368,7 +348,7 @@ class Launcher:
         started = bool(self._pids)
         # Where the clocks do not tell which came first, a rank has ended because it was told to.
         latest = float("inf") if failure is None else failure.clock + failure.uncertainty
-        was_signalled = self._signal is not None and latest > self._signal_time
-        if self._signal is not None and was_signalled and (failure is not None or not started):
-            return Outcome(128 + self._signal, None, self._signal, lost, started)
+        stop = self._stop.number
+        if stop is not None and latest > self._stop.time and (failure is not None or not started):
+            return Outcome(128 + stop, None, stop, lost, started)
         return Outcome(0 if failure is None else failure.exit_status, failure, None, lost, started, tuple(self._ended))

@@ -58,11 +58,11 @@ def measured(engine: lowtide.Engine) -> dict[str, int]:
     common = [g._memory._common for g in gradients if g._memory._common is not None]
     states = [tensor for shard in engine.optimizer.shards for tensor in shard.states.values()]
     masters = [shard.master for shard in engine.optimizer.shards if shard.master.dtype != shard.group.dtype]
-    sharers = groups[0].state_axis.size if groups[0].copies_are_shared else 1
+    sharers = groups[0].axes.states.size if groups[0].axes.copies_are_shared else 1
     return {
         "parameter_bytes": sum(tensor.nbytes for tensor in kept) // sharers,
         "gradient_bytes": storage_bytes([tensor for tensor in optional if _has_memory(tensor)])
-        + sum(tensor.nbytes for tensor in common) // groups[0].replica_axis.size,
+        + sum(tensor.nbytes for tensor in common) // groups[0].axes.replicas.size,
         "optimizer_bytes": storage_bytes(states + masters),
     }
 

@@ -114,7 +114,7 @@ def sent(stage: int) -> tuple[list[int], int]:
     """(bytes that this rank sends as thin matrices and beside them in each step, what the layouts say)."""
     engine = lowtide.initialize(tiny_gpt(), case_of(stage, tiny_gpt).as_config())
     group = engine.optimizer.shards[0].group
-    exchange = group.exchange_along(("shard",) if stage else ("replica",))
+    exchange = group.axes.exchange_along(("shard",) if stage else ("replica",))
     found, before = [], 0
     for step in range(STEPS):
         engine.train_step(share_of(token_batch(step, 2 * engine.world_size)))

@@ -236,7 +236,7 @@ def sent(name: str) -> tuple[list[int], list[int], list[int]]:
     """(bytes that this rank sends in each step, what the layouts say, elements of each group)."""
     engine = lowtide.initialize(tiny_gpt(), case_of(name, tiny_gpt).as_config())
     rank, size = rank_and_world()
-    exchange = engine.optimizer.shards[0].group.exchange_along(("replica",))
+    exchange = engine.optimizer.shards[0].group.axes.exchange_along(("replica",))
     found, before = [], 0
     for step in range(STEPS):
         engine.train_step(share_of(token_batch(step, 2 * size)))

@@ -1,0 +1,103 @@
+"""What the microbatches of a step have left since its first one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from ..zero.sequence import StateError
+from .batch import tokens_in
+from .clipping import Clipping
+from .config.config import Config
+
+
+class StepSoFar:
+    """From one update to the next."""
+
+    def __init__(self, config: Config) -> None:
+        self.accumulation = config.gradient_accumulation_steps or 1  # microbatches of a step, if nobody says otherwise
+        is_layered = config.zero_optimization.layered_gradient_accumulation
+        self._holds_whole_steps = (
+            "zero_optimization.layered_gradient_accumulation" if is_layered else "parallel.pipeline"
+        )
+        self.losses: list[Tensor] = []  # () of each microbatch
+        self.num_microbatches = 0  # that are done
+        self.num_begun = 0  # with those of the backward that runs
+        self.is_complete = False
+        """Whether the last of them was the last of its step."""
+        self.clipping: Clipping | None = None  # of its gradients, by the caller
+        self.tokens: dict[int, tuple[int, int]] | None = None
+        """(rows, length) of each microbatch, where somebody counts them; he takes them away."""
+        self._is_last: bool | None = None  # as the caller says; None: by their number
+        self._by_hand = False  # he has said so in this step
+
+    @property
+    def done(self) -> str:
+        """In words."""
+        return f"{self.num_microbatches} of {self.accumulation} microbatches done (gradient_accumulation_steps)"
+
+    @contextmanager
+    def accumulate(self, last: bool) -> Iterator[None]:
+        """Backwards inside are the last of their step, or not, whatever their number is. Then the caller counts."""
+        before, self._is_last, self._by_hand = self._is_last, last, True
+        try:
+            yield
+        finally:
+            self._is_last = before
+
+    def note_tokens(self, inputs: Any, at: int | None = None) -> None:
+        """Of the microbatch of that number, None: that comes next, which may be seen several times, in part too."""
+        if self.tokens is not None:
+            at = self.num_microbatches if at is None else at
+            self.tokens[at] = max(self.tokens.get(at, (0, 0)), tokens_in(inputs), key=math.prod)
+
+    def would_complete(self, num_microbatches: int) -> bool:
+        """Whether so many more end the step."""
+        if self._is_last is not None:
+            return self._is_last
+        return self._by_hand or (self.num_microbatches + num_microbatches) % self.accumulation == 0
+
+    def begin(self, num_microbatches: int, completes: bool) -> None:
+        """A backward of so many."""
+        self.is_complete = completes
+        self.num_begun = self.num_microbatches + num_microbatches
+
+    def forget(self) -> None:
+        """The next microbatch is the first of its step."""
+        self.losses.clear()
+        self.num_microbatches = self.num_begun = 0
+        self.is_complete = self._by_hand = False
+        self.clipping = None
+
+    def check_between(self, what: str) -> None:
+        """Raises StateError in the middle of a step, and where the caller says which backwards count."""
+        if self.num_microbatches:
+            raise StateError(
+                f"{what}: expected it between steps, found {self.num_microbatches} microbatches of one done; call it "
+                "after engine.step() has acted, or engine.zero_grad() before it"
+            )
+        if self._is_last is not None:
+            raise StateError(
+                f"{what}: expected it between steps, found it inside of engine.no_sync() or engine.accumulate(); call "
+                "it outside"
+            )
+
+    def check_whole(self, num_microbatches: int) -> None:
+        """Raises ValueError where so many microbatches do not end a step, though a schedule has all of it."""
+        if not self.would_complete(num_microbatches):
+            key = self._holds_whole_steps
+            raise ValueError(
+                f"engine.accumulate(last=False): expected an engine without {key}, found one with it, whose train_step "
+                "has all microbatches of a step; set gradient_accumulation_steps"
+            )
+
+    def refuse_backward(self) -> NoReturn:
+        """Raises StateError: its gradients were clipped already."""
+        raise StateError(
+            "backward: expected engine.step() after engine.clip_grad_norm_(), found another backward, whose gradients "
+            "would not be clipped; call clip_grad_norm_ after the last one"
+        )

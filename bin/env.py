@@ -104,7 +104,7 @@ def parser() -> Parser:
         metavar="FILE",
         nargs="?",
         const=default_path(),
-        help="measure with 1, 2 and 4 ranks on the processors, in about a minute, and write FILE for plans to read "
+        help="measure with 1, 2 and 4 ranks on the processors, in a few minutes, and write FILE for plans to read "
         f"(default: ${VARIABLE}, or machine.json in the cache folder); with --folder, files too",
     )
     result.add_argument("--json", action="store_true", help="as JSON: numbers in bytes and bytes per second")

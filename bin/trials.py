@@ -1,7 +1,6 @@
 """One process of `lowtide tune`: a job of the project's own launcher, with a limit of time, whatever becomes of it."""
 
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from typing import Any, Literal
 
 from ..engine.memory_report import reports_in
 from ..engine.trial import VARIABLE, Request
+from ..watch.parent import end_with_parent
 
 State = Literal["measured", "out of memory", "time limit", "failed"]
 _LAUNCH = (sys.executable, "-c", "import sys; from lowtide.bin.main import main; sys.exit(main())", "launch")
@@ -29,7 +29,6 @@ _NO_MEMORY = re.compile(
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 _FRAME = re.compile(r"^(?:[│┌└─]+ ?|\[rank ?\d+\]:? ?)+")
 _LAUNCHER = "lowtide launch: "
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def run(request: Request, folder: Path, words: Sequence[str], limit: float, key:
                     stderr=subprocess.STDOUT,
                     env={**os.environ, VARIABLE: str(asked.resolve())},
                     start_new_session=True,  # Ctrl-C is ours to pass on
-                    preexec_fn=_die_with_parent,
+                    preexec_fn=end_with_parent,
                 )
             status: int | None = process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -115,12 +114,6 @@ def _interruptions_later() -> Iterator[None]:
             signal.signal(number, handler)
         for number, frame in came[:1]:
             handlers[number](number, frame)
-
-
-def _die_with_parent() -> None:
-    """Where this command is killed, its trial ends too."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:

@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "huggingface": {"lowtide", *ENGINE, "checkpoint", "comm", "model"},
     "lightning": {"lowtide", *ENGINE, "checkpoint", "watch"},  # it reads its checkpoints without an engine too
     "ray": {"lowtide", *ENGINE},
-    "bin": {*ENGINE, *PIPE, *LAUNCH, "configs", "checkpoint", "kernels", "offload"},
+    "bin": {*ENGINE, *PIPE, *LAUNCH, "configs", "checkpoint", "kernels", "offload", "watch"},
     "engine": {
         "engine/archive",
         "engine/config",

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ...watch.parent import end_with_parent
 from ..planning.measured import Curve, Measured, Speeds, curve
 from .process import process_bytes
 
@@ -89,6 +90,7 @@ def _of_ranks(count: int, folder: Path | None, known: Mapping[str, Curve], say: 
                             stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
                             stderr=stream,
                             start_new_session=True,
+                            preexec_fn=end_with_parent,
                         )
                     )
             reader = threading.Thread(target=_tell, args=(processes[0], say), daemon=True)

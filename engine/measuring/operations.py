@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..planning.measured import Curve
 from ..planning.tracker import Tracker
@@ -17,41 +16,30 @@ _WIDTHS = (32, 96, 256, 512, 1024)  # of square matrices
 _LENGTHS = (32, 128, 512)  # tokens of attention with 4 heads of 64
 _NUMELS = (1 << 10, 1 << 15, 1 << 18, 1 << 21, 3 << 21)  # elements of a tensor
 _WIDTH = 256  # of a row of them
-_LEAST_SECONDS = 2e-3  # of all calls that are timed together
+_LEAST_SECONDS = 1e-3  # of calls that are timed together
 _SAMPLES = 5
-_CALLS = 64
-_LEAST_CALL_SECONDS = 1e-7
 _DTYPES = (torch.float32, torch.bfloat16)
 
 Call = Callable[[], Any]
-Typical = Callable[[list[float]], float]
-"""Of several times of one thing, what it takes."""
+Meet = Callable[[], object]
+"""Called before each sample: all ranks begin it together. What else runs on a machine can then only make it longer, so
+that the least of several is right, and no rank takes it while the others rest."""
 
 
-def typical_of(num_ranks: int) -> Typical:
-    """Alone on a machine, whatever else runs can only make a time longer: the least is right.
-
-    Beside other ranks, these are what makes it longer, and they do so in a training too: the least is a moment in which
-    they rested.
-    """
-    return min if num_ranks == 1 else statistics.median
-
-
-def measure_operations(say: Callable[[str], None], typical: Typical) -> dict[str, Curve]:
+def measure_operations(say: Callable[[str], None], meet: Meet) -> dict[str, Curve]:
     """Curves by name. say: is told what comes."""
     found: dict[str, list[tuple[float, float]]] = {}
     for dtype in _DTYPES:
         name = str(dtype).removeprefix("torch.")
         say(f"products in {name}")
         for call in _products(dtype):
-            _measure(call, found, typical)
+            _measure(call, found, meet)
         say(f"elementwise operations in {name}")
         for numel in _NUMELS:
             for call in _elementwise(dtype, numel):
-                _measure(call, found, typical)
+                _measure(call, found, meet)
     small = torch.ones(16)
-    found["view"] = [(0.0, seconds_of(lambda: small.view(4, 4), typical))]
-    found["call"] = [(0.0, _call_seconds(typical))]
+    found["view"] = [(0.0, seconds_of(lambda: small.view(4, 4), meet))]
     return {name: curve_of(points) for name, points in found.items()}
 
 
@@ -71,8 +59,8 @@ def curve_of(points: list[tuple[float, float]]) -> Curve:
     return Curve(sizes, times)
 
 
-def seconds_of(call: Call, typical: Typical) -> float:
-    """Of one call: what is typical of a few samples, each of as many calls as are long enough to be timed.
+def seconds_of(call: Call, meet: Meet) -> float:
+    """Of one call: the least of a few samples, each of as many calls as are long enough to be timed.
 
     Where one thread does all, its own clock leaves out most of what else runs on the machine.
     """
@@ -80,14 +68,15 @@ def seconds_of(call: Call, typical: Typical) -> float:
     call()
     start = clock()
     call()
-    count = max(1, min(1000, round(_LEAST_SECONDS / _SAMPLES / max(clock() - start, 1e-7))))
-    samples = []
+    count = max(1, min(1000, round(_LEAST_SECONDS / max(clock() - start, 1e-7))))
+    least = float("inf")
     for _ in range(_SAMPLES):
+        meet()
         start = clock()
         for _ in range(count):
             call()
-        samples.append((clock() - start) / count)
-    return typical(samples)
+        least = min(least, (clock() - start) / count)
+    return least
 
 
 def own_clock() -> Callable[[], float]:
@@ -95,24 +84,7 @@ def own_clock() -> Callable[[], float]:
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
-def _call_seconds(typical: Typical) -> float:
-    """What Python and autograd take for an operation of a forward or backward, beside the operation."""
-    module, x = nn.GELU(), torch.ones(16, requires_grad=True)
-
-    def run() -> None:
-        y = x
-        for _ in range(_CALLS):
-            y = module(y)
-        y.backward(x.detach())  # type: ignore[no-untyped-call]
-        x.grad = None
-
-    with torch.no_grad():
-        alone = seconds_of(lambda: torch.ops.aten.gelu(x), typical)
-        alone += seconds_of(lambda: torch.ops.aten.gelu_backward(x, x), typical)
-    return max(_LEAST_CALL_SECONDS, (seconds_of(run, typical) / _CALLS - alone) / 2)
-
-
-def _measure(call: Call, found: dict[str, list[tuple[float, float]]], typical: Typical) -> None:
+def _measure(call: Call, found: dict[str, list[tuple[float, float]]], meet: Meet) -> None:
     """Under the name and with the size that the planner gives to it."""
     tracker = Tracker([])
     with torch.no_grad(), tracker:
@@ -120,7 +92,7 @@ def _measure(call: Call, found: dict[str, list[tuple[float, float]]], typical: T
         operations = [one for one in tracker.done.operations if one.name != "view"]
     (operation,) = operations
     with torch.no_grad():
-        seconds = seconds_of(call, typical) / operation.calls
+        seconds = seconds_of(call, meet) / operation.calls
     found.setdefault(f"{operation.dtype} {operation.name}", []).append((operation.size, seconds))
 
 

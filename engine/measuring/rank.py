@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -22,10 +23,12 @@ from ...optimizers.table import OPTIMIZERS
 from ...zero.layout import BLOCK_NUMEL
 from ...zero.summation import sum_in_rank_order
 from ..planning.measured import Curve, Measured, Speeds, curve
+from .calls import measure_calls
 from .engines import host_curves
-from .operations import Typical, curve_of, measure_operations, seconds_of, typical_of
+from .operations import Meet, curve_of, measure_operations, seconds_of
 
 _NUMELS = (1 << 12, 1 << 16, 1 << 20, 1 << 22)  # float32 elements of a message, of an update
+_COLD_BYTES = 256 << 20
 _FILE_BYTES = (1 << 20, 1 << 23, 1 << 26)
 _ROUNDS = 6
 _PASSES = 3  # apart in time: what else runs on a machine comes and goes within seconds
@@ -47,8 +50,8 @@ def main(arguments: list[str]) -> None:
             print(text, flush=True)
 
     if not curves:
-        typical = typical_of(world.size)
-        curves = _combined([_pass(say, typical) for _ in range(_PASSES)], typical)
+        curves = _least_of([_pass(say, world) for _ in range(_PASSES)])
+        curves |= measure_calls(say, world.barrier, Speeds(world.size, torch.get_num_threads(), curves))
         if request["folder"] is not None:
             say("files")
             curves |= _files(Path(request["folder"]), world.rank)
@@ -64,38 +67,40 @@ def main(arguments: list[str]) -> None:
     world.leave()
 
 
-def _pass(say: Callable[[str], None], typical: Typical) -> Curves:
-    curves = measure_operations(say, typical)
+def _pass(say: Callable[[str], None], world: World) -> Curves:
+    curves = measure_operations(say, world.barrier)
     say("updates")
-    return curves | _updates(typical)
+    return curves | _updates(world.barrier)
 
 
-def _combined(passes: list[Curves], typical: Typical) -> Curves:
+def _least_of(passes: list[Curves]) -> Curves:
     """Point by point."""
     found = {}
     for name, one in passes[0].items():
         times = zip(*(curves[name].times for curves in passes), strict=True)
-        found[name] = Curve(one.sizes, tuple(typical(list(of_size)) for of_size in times))
+        found[name] = Curve(one.sizes, tuple(map(min, times)))
     return found
 
 
-def _updates(typical: Typical) -> Curves:
+def _updates(meet: Meet) -> Curves:
     """AdamW in float32: gradient, weight and two moments are read, the last three written, as the planner counts it."""
     update, inspect = [], []
+    pool = torch.ones(_COLD_BYTES // 4)  # states of a model lie in no cache when their turn comes
     rule = OPTIMIZERS["adamw"]
     options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
     for numel in _NUMELS:
-        master, gradient = torch.zeros(numel), torch.ones(numel)
-        states = [torch.zeros(numel) for _ in range(2)]
+        gradient = torch.ones(numel)
+        parts = cycle(pool[: pool.numel() // (4 * numel) * 4 * numel].view(-1, 4, numel).unbind())
 
-        def step(m: torch.Tensor = master, g: torch.Tensor = gradient, s: list[torch.Tensor] = states) -> None:
-            update_shard(rule, m, g, s, 1, options, 1.0, None)
+        def step(parts: Iterator[torch.Tensor] = parts) -> None:
+            cold, master, *states = next(parts).unbind()
+            update_shard(rule, master, cold, states, 1, options, 1.0, None)
 
         def look(g: torch.Tensor = gradient) -> None:
             torch.isfinite(squares_by_block(g, BLOCK_NUMEL)).all()
 
-        update.append((24.0 * numel, seconds_of(step, typical)))
-        inspect.append((4.0 * numel, seconds_of(look, typical)))
+        update.append((24.0 * numel, seconds_of(step, meet)))
+        inspect.append((4.0 * numel, seconds_of(look, meet)))
     return {"update": curve_of(update), "inspect": curve_of(inspect)}
 
 

@@ -95,8 +95,12 @@ class Work:
         machine, itemsize = self.machine, self.profile.itemsize
         calls = Calls.of(self.profile, machine, self.route)
         before, behind = calls.seconds(part.forward_exchanges), calls.seconds(part.backward_exchanges)
-        forward = machine.computing(part.forward_flops, part.forward_traffic, itemsize, part.forward_operations)
-        backward = machine.computing(part.backward_flops, part.backward_traffic, itemsize, part.backward_operations)
+        forward = machine.computing(
+            "forward", part.forward_flops, part.forward_traffic, itemsize, part.forward_operations
+        )
+        backward = machine.computing(
+            "backward", part.backward_flops, part.backward_traffic, itemsize, part.backward_operations
+        )
         return forward + before, backward + behind, before + behind
 
 

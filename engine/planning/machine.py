@@ -9,11 +9,10 @@ from typing import Literal
 
 from ...comm import Arrangement
 from .measured import Measured, Speeds
-from .profile import Operation
+from .profile import PRODUCTS, Operation, median_bytes
 
 GIGA = 1e9
 _FLOPS_OF_WIDER = 8.0  # float32 on matrix units, beside 16 bits
-_PRODUCTS = (" mm", " bmm", " attention", " attention backward")
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Machine:
         """This machine's processors, shared by so many ranks, as they were measured."""
         speeds = found.speeds(num_ranks)
         best = {name: curve.most_per_second for name, curve in speeds.curves.items()}
-        products = [name for name in best if name.endswith(_PRODUCTS)]
+        products = [name for name in best if name.endswith(tuple(f" {one}" for one in PRODUCTS))]
         moving = [name for name in best if name not in products and "file" not in name]
         files = [best[name] for name in ("file read", "file write") if name in best]
         return cls(
@@ -113,12 +112,20 @@ class Machine:
             return self.flops
         return self.flops if itemsize <= 2 else self.flops / _FLOPS_OF_WIDER
 
-    def computing(self, flops: int, traffic: int, itemsize: int, operations: Sequence[Operation]) -> float:
+    def computing(
+        self,
+        within: Literal["forward", "backward"],
+        flops: int,
+        traffic: int,
+        itemsize: int,
+        operations: Sequence[Operation],
+    ) -> float:
         """Seconds of products and of bytes that are moved; of the same, call by call, where both were measured."""
         if self.speeds is None or not operations:
             return flops / self.flops_of(itemsize) + traffic / self.memory
-        call = self.speeds.seconds("call")
-        return sum(one.calls * (call + self.speeds.operation(one.name, one.dtype, one.size)) for one in operations)
+        count = sum(one.calls for one in operations)
+        seconds = sum(one.calls * self.speeds.operation(one.name, one.dtype, one.size) for one in operations)
+        return seconds + count * self.speeds.at_most(f"{within} call", median_bytes(operations))
 
     def moving(self, name: str, nbytes: float, otherwise: float = 0.0) -> float:
         """Seconds of what the engine does with bytes: see the names in `measured.py`. otherwise: if not measured."""

@@ -21,7 +21,7 @@ again, in bf16; {} where the system does not say. `seconds` has curves by name, 
 | float32 attention, ... backward     | operations, half of them where a mask is causal                            |
 | float32 gelu, float32 add_, ...     | bytes that one call of torch's operation reads and writes; see `operations` |
 | view                                | 0: a call that moves nothing                                               |
-| call                                | 0: of Python and autograd, for each call beside what it does               |
+| forward call, backward call         | `median_bytes` of the calls of a part: of each call, beside what it does   |
 | update                              | bytes of gradient, parameter and states that are read, and of those written |
 | inspect                             | bytes of a gradient that is looked at before the update                    |
 | shared_memory reduce, sockets reduce | bytes that a rank sends, all of it staged, sent, and summed on each rank  |
@@ -71,7 +71,7 @@ class Curve:
         if size <= sizes[0]:
             return times[0]
         if size >= sizes[-1]:
-            return times[-1] * size / sizes[-1]
+            return times[-1] * size / sizes[-1] if sizes[-1] else times[-1]
         high = bisect_left(sizes, size)
         low = high - 1
         if not sizes[low]:  # no logarithm of nothing
@@ -105,6 +105,11 @@ class Speeds:
         """Of one curve. What has none takes no time."""
         curve = self.curves.get(name)
         return curve.seconds(size) if curve is not None else 0.0
+
+    def at_most(self, name: str, size: float) -> float:
+        """As `seconds`, and no more than of the largest that was measured: of what caches save, say, and no more."""
+        curve = self.curves.get(name)
+        return curve.seconds(min(size, curve.sizes[-1])) if curve is not None else 0.0
 
     def operation(self, name: str, dtype: str, size: float) -> float:
         """Of an operation of torch, (mm, bfloat16, operations) or (gelu, float32, bytes). One that was not measured
@@ -226,4 +231,9 @@ def _factors(found: Mapping[str, Any]) -> Factors:
 
 
 def _speeds(ranks: int, found: Mapping[str, Any]) -> Speeds:
-    return Speeds(ranks, int(found["threads"]), {name: curve(points) for name, points in found["seconds"].items()})
+    threads = int(found["threads"])
+    curves = {name: curve(points) for name, points in found["seconds"].items()}
+    if "call" in curves:  # as older files have it
+        either = curves.pop("call")
+        curves |= {"forward call": either, "backward call": either}
+    return Speeds(ranks, threads, curves)

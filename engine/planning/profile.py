@@ -18,6 +18,20 @@ class Operation(NamedTuple):
     calls: int
 
 
+PRODUCTS = ("mm", "bmm", "attention", "attention backward")
+
+
+def median_bytes(operations: Sequence[Operation]) -> float:
+    """Half of the calls that move bytes move less; 0 where none does. Of products it is not known."""
+    moving = sorted((one.size, one.calls) for one in operations if one.size and one.name not in PRODUCTS)
+    left = sum(calls for _, calls in moving) / 2
+    for size, calls in moving:
+        left -= calls
+        if left <= 0:
+            return float(size)
+    return 0.0
+
+
 class Stretch(Enum):
     """What a part computes at a moment."""
 

@@ -87,9 +87,30 @@ def machine(ranks: int = 2) -> Machine:
 def test_a_measured_machine_has_no_bound_that_is_slower_than_what_was_measured() -> None:
     found = machine()
     operations = (Operation("mm", "float32", 10**5, 3), Operation("add", "float32", 10**6, 1))
-    assert found.computing(3 * 10**5, 10**6, 4, operations) == pytest.approx(3e-4 + 1e-3)
-    assert found.computing(3 * 10**5, 10**6, 4, ()) <= found.computing(3 * 10**5, 10**6, 4, operations)
+    both = (3 * 10**5, 10**6, 4)
+    assert found.computing("forward", *both, operations) == pytest.approx(3e-4 + 1e-3)
+    assert found.computing("forward", *both, ()) <= found.computing("forward", *both, operations)
     assert not found.overlaps and Machine().overlaps
+
+
+def test_a_call_takes_longer_the_more_bytes_calls_move() -> None:
+    calls = {"forward call": curve([[0, 1e-6], [1e6, 1e-3]]), "backward call": curve([[0, 5e-6]])}
+    found = Machine.measured(Measured({1: Speeds(1, 1, CURVES | calls)}), 1, 1e9)
+    operations = (Operation("mm", "float32", 10**5, 3), Operation("add", "float32", 10**6, 1))
+    alone = 3e-4 + 1e-3
+    assert found.computing("forward", 0, 4 * 10**6, 4, operations) == pytest.approx(alone + 4 * 1e-3)
+    assert found.computing("backward", 0, 4 * 10**6, 4, operations) == pytest.approx(alone + 4 * 5e-6)
+    larger = (Operation("add", "float32", 10**7, 1),)
+    assert found.computing("forward", 0, 10**7, 4, larger) == pytest.approx(1e-2 + 1e-3), "no more than was measured"
+
+
+def test_the_calls_of_older_files_take_the_same_in_forward_and_backward(tmp_path: Path) -> None:
+    curves = {"float32 mm": [[1, 1e-5]], "call": [[0, 2e-6]]}
+    path = tmp_path / "machine.json"
+    ranks = {"1": {"threads": 1, "seconds": curves}}
+    path.write_text(json.dumps({"format": 1, "process_bytes": {}, "ranks": ranks}))
+    speeds = Measured.read(path).speeds(1)
+    assert speeds.seconds("forward call", 1e6) == speeds.seconds("backward call") == 2e-6
 
 
 def test_on_processors_a_collective_is_waited_for_where_it_starts() -> None:

@@ -65,8 +65,8 @@ install_lowtide() { # EXTRA
     rm -f "$stamp"
     cd "$root"
     if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c bin/constraints.txt -e ".[$1]"; then
-        printf 'pip found no way to install %s with %s; trying the torch that fits this Python\n' \
-            "$(tr '\n' ' ' <bin/constraints.txt)" "$("$venv/bin/python" --version)" >&2
+        printf 'pip found no way to install the versions of bin/constraints.txt with %s; trying those that fit it\n' \
+            "$("$venv/bin/python" --version)" >&2
         "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".[$1]" ||
             fail "pip could not install lowtide; its message stands above"
     fi

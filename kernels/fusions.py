@@ -18,7 +18,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import update_wrapper
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any, Literal
 
 import torch
@@ -119,7 +119,7 @@ def _find_gated_mlp(module: nn.Module, original: type[nn.Module]) -> tuple[str, 
 
 
 def _find_rotary(module: nn.Module, original: type[nn.Module]) -> tuple[str, Option] | None:
-    forward = vars(original).get("forward")
+    forward = _innermost(vars(original).get("forward"))
     if family_of(original, "Attention") is None or not isinstance(forward, FunctionType):
         return None
     rotate = forward.__globals__.get(_ROTATION)
@@ -214,15 +214,30 @@ def _rotary_members(original: type[nn.Module], fusion: Fusion) -> Members:
     """
     forward = vars(original)["forward"]
     own_name = f"_lowtide_{fusion.kernel}_{fusion.backend}"
-    forward.__globals__.setdefault(own_name, _fused_rotation(forward.__globals__[_ROTATION], fusion.backend))
-    code = forward.__code__
-    names = tuple(own_name if name == _ROTATION else name for name in code.co_names)
-    copied = FunctionType(
-        code.replace(co_names=names), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
-    )
+    code_globals = _innermost(forward).__globals__
+    code_globals.setdefault(own_name, _fused_rotation(code_globals[_ROTATION], fusion.backend))
+    return {"forward": _renamed(forward, _ROTATION, own_name)}
+
+
+def _innermost(forward: Any) -> Any:
+    """What decorators have wrapped, as those that take a keyword by its former name; without any, `forward` itself."""
+    return inspect.unwrap(forward) if callable(forward) else None
+
+
+def _renamed(forward: FunctionType, name: str, own_name: str) -> FunctionType:
+    """A copy of `forward` that finds the global `name` by `own_name`, within copies of the decorators around it."""
+    inner = getattr(forward, "__wrapped__", None)
+    code, cells, copied_inner = forward.__code__, forward.__closure__, forward
+    if inner is None:
+        code = code.replace(co_names=tuple(own_name if one == name else one for one in code.co_names))
+    else:
+        copied_inner = _renamed(inner, name, own_name)
+        cells = tuple(CellType(copied_inner) if cell.cell_contents is inner else cell for cell in cells or ())
+    copied = FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, cells)
     update_wrapper(copied, forward)
     copied.__kwdefaults__ = forward.__kwdefaults__
-    return {"forward": copied}
+    copied.__wrapped__ = copied_inner  # type: ignore[attr-defined]
+    return copied
 
 
 def _fused_rotation(rotate: Callable[..., Any], backend: Backend) -> Callable[..., Any]:

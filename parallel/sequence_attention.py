@@ -14,6 +14,7 @@ values of the groups go round a ring (`ring_attention.py`):
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -413,7 +414,8 @@ def _callers(model: nn.Module) -> list[nn.Module]:
     name = functional.scaled_dot_product_attention.__name__
     found = []
     for module in model.modules():
-        codes = [getattr(value, "__code__", None) for cls in type(module).__mro__ for value in vars(cls).values()]
+        members = [value for cls in type(module).__mro__ for value in vars(cls).values() if callable(value)]
+        codes = [getattr(inspect.unwrap(member), "__code__", None) for member in members]
         if any(code is not None and name in code.co_names for code in codes):
             found.append(module)
     return found

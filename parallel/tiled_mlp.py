@@ -14,6 +14,7 @@ its input are computed together and each by itself, and an error says where that
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -119,8 +120,8 @@ def _acts_on_each_token(module: nn.Module) -> bool:
 
 
 def _takes_one(module: nn.Module) -> bool:
-    code = getattr(getattr(module.forward, "__func__", None), "__code__", None)
-    defaults = getattr(getattr(module.forward, "__func__", None), "__defaults__", None) or ()
+    forward = inspect.unwrap(getattr(module.forward, "__func__", module.forward))  # decorators take any arguments
+    code, defaults = getattr(forward, "__code__", None), getattr(forward, "__defaults__", None) or ()
     return code is not None and code.co_argcount - len(defaults) <= 2  # self and x
 
 

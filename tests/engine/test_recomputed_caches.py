@@ -1,5 +1,6 @@
 """Recomputed blocks of models that keep keys and values, as those of Hugging Face do by default."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, T5Config, 
 import lowtide
 from lowtide.watch.log import logger
 
+# What a model of this version of transformers calls its cache.
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 IDS = torch.arange(16).view(2, 8)
 SEEN = torch.ones(2, 8, dtype=torch.long).index_put((torch.tensor([0]), torch.tensor([0])), torch.tensor(0))
 SIZES: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
@@ -60,7 +63,7 @@ def with_prefix(every: int) -> list[Tensor]:
     with lowtide.initialize(llama(), config | {"activation_checkpointing": {"every": every}}) as engine:
         prefix = [torch.linspace(-1, 1, 96).double().view(2, 2, 3, 8).requires_grad_() for _ in range(6)]
         cache = DynamicCache(list(zip(prefix[::2], prefix[1::2], strict=True)))
-        logits = engine(input_ids=IDS, past_key_values=cache).logits
+        logits = engine(input_ids=IDS, **{CACHE: cache}).logits
         engine.backward(functional.cross_entropy(logits.flatten(0, 1), IDS.flatten()))
         engine.step()
         return [one.grad for one in prefix if one.grad is not None] + [

@@ -13,7 +13,8 @@ import lowtide
 from lowtide.comm import Axis, Exchange
 from lowtide.comm.solo import SoloRoute
 from lowtide.model.ledger import Ledger
-from lowtide.parallel.sequence_attention import SequenceAttention, sent_heads
+from lowtide.parallel.sequence_attention import SequenceAttention, check_attention, sent_heads
+from tests import models
 from tests.parallel.test_tiles import MODELS as TILED
 from tests.parallel.test_tiles import ROWS, SIZES, VOCAB, WIDTH, config_of, transformers
 from tests.ranks import RankPool
@@ -228,6 +229,14 @@ def test_batches_that_cannot_be_shared_are_errors(ranks: RankPool) -> None:
     for found in ranks(2, refusals):
         for name, text in REFUSED.items():
             assert text in found.get(name, ""), name
+
+
+class DecoratedAttention(Attends):
+    forward = models.decorated(Attends.forward)
+
+
+def test_attention_in_a_decorated_forward_is_found() -> None:
+    check_attention(DecoratedAttention(), 3)
 
 
 class OwnAttention(nn.Module):

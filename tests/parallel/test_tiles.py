@@ -12,6 +12,7 @@ import lowtide
 from lowtide.model.ledger import Ledger
 from lowtide.parallel.tiled_logits import TiledLogits
 from lowtide.parallel.tiles import Tiles
+from tests import models
 from tests.ranks import RankPool
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -159,6 +160,16 @@ def tiled(model: nn.Module, tiles: Tiles) -> tuple[Ledger, list[str]]:
     ledger, warnings = Ledger(), list[str]()
     tiles.apply(model, ledger, warnings.append)
     return ledger, warnings
+
+
+class DecoratedMlp(PlainMlp):
+    forward = models.decorated(PlainMlp.forward)
+
+
+def test_an_mlp_with_a_decorated_forward_runs_in_tiles() -> None:
+    model = nn.ModuleDict({"mlp": DecoratedMlp()})
+    tiled(model, Tiles(mlp=5))
+    assert "forward" in vars(model["mlp"])
 
 
 def test_hooks_on_parameters_run_once_and_the_ledger_takes_tiles_off() -> None:

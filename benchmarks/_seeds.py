@@ -2,10 +2,18 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-KINDS = ("training", "validation")
+from lowtide import Engine
+
+KINDS = ("training", "validation", "averaged")
+DECAY = 0.995  # of averages over some 200 steps: the loss of what those steps have in common, with less chance in it
+
+
+def mean_loss(engine: Engine, batches: Iterable[Mapping[str, Any]]) -> float:
+    """Of batches that the engine is not trained on."""
+    return statistics.fmean(engine.eval_step(batch).item() for batch in batches)
 
 
 def losses_shown(rows: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str, Any]]) -> str:

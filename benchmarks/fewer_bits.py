@@ -1,10 +1,10 @@
 """Trains the example's GPT on several ranks with messages of fewer and fewer bits, and compares losses.
 
-Every contender sees the same batches from the same initial values, in bfloat16. The loss of training is the mean of the
-last tenth of the steps, the other of text that nobody trained on. Two trainings whose last bits differ come to other
-losses: with several seeds, shown are means, also of the differences with the same seed, with their standard error.
-Ranks are processes of this machine; all but those of "two levels" stand for a host each. By default 2,000 steps of 0.9M
-parameters on four ranks:
+Every contender sees the same batches from the same initial values, in bfloat16. The loss of training is the mean of
+the last tenth of the steps, the others of text that nobody trained on, with the last weights and with averaged ones.
+Two trainings whose last bits differ come to other losses: with several seeds, shown are means, also of the differences
+with the same seed, with their standard error. Ranks are processes of this machine; all but those of "two levels" stand
+for a host each. By default 2,000 steps of 0.9M parameters on four ranks:
 
     python benchmarks/fewer_bits.py --seeds 0 1 2 3 --json fewer_bits.json
 """
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from _ranks import free_port
-from _seeds import losses_shown
+from _seeds import DECAY, losses_shown, mean_loss
 
 import lowtide
 
@@ -73,14 +73,16 @@ def trained(name: str, seed: int, options: argparse.Namespace, rank: int) -> dic
 
     torch.manual_seed(seed)
     with lowtide.initialize(GPT(shape), config_of(name, seed, options)) as engine:
+        engine.ema(DECAY)
         losses = []
         for batch in given(text.train, options.steps):
             engine.backward(engine(**batch))
             losses.append(engine.step().loss)
-        engine.eval()
-        held_out = [engine.eval_step(batch).item() for batch in given(text.validation, options.validation_batches)]
+        held_out = [mean_loss(engine, given(text.validation, options.validation_batches))]
+        with engine.ema_weights():
+            held_out.append(mean_loss(engine, given(text.validation, options.validation_batches)))
     last = [loss.item() for loss in losses[-max(options.steps // 10, 1) :]]
-    return {"contender": name, "training": sum(last) / len(last), "validation": sum(held_out) / len(held_out)}
+    return {"contender": name, "training": sum(last) / len(last), "validation": held_out[0], "averaged": held_out[1]}
 
 
 def run_rank(rank: int, port: int, name: str, seed: int, options: argparse.Namespace, file: str) -> None:

@@ -1,9 +1,10 @@
 """Trains the example's GPT with fewer and fewer bytes of a parameter, and compares losses with fp32 masters'.
 
 Every contender sees the same batches from the same initial values. The loss of training is the mean of the last tenth
-of the steps, the other of text that nobody trained on. Each is trained with several seeds, since two trainings whose
-last bits differ come to other losses: shown are means over the seeds, of the differences from the first contender with
-the same seed too, with the standard error of those. By default 2,000 steps of 0.9M parameters with 4 seeds:
+of the steps, the others of text that nobody trained on, with the last weights and with averaged ones. Each is trained
+with several seeds, since two trainings whose last bits differ come to other losses: shown are means over the seeds, of
+the differences from the first contender with the same seed too, with the standard error of those. By default 2,000
+steps of 0.9M parameters with 4 seeds:
 
     python benchmarks/fewer_bytes.py --batch-size 8 --context 64 --processes 4 --json fewer_bytes.json
 """
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _seeds import losses_shown
+from _seeds import DECAY, losses_shown, mean_loss
 
 import lowtide
 
@@ -81,16 +82,19 @@ def trained(job: tuple[str, int], options: argparse.Namespace) -> dict[str, Any]
             if step == 1:
                 memory = engine.memory()
                 most = memory.parameter_bytes + memory.gradient_bytes + memory.optimizer_bytes
+                engine.ema(DECAY)  # not before, since averages are bytes too
             losses.append(engine.step().loss)
-        engine.eval()
-        held_out = [engine.eval_step(batch).item() for batch in given(text.validation, options.validation_batches)]
+        held_out = [mean_loss(engine, given(text.validation, options.validation_batches))]
+        with engine.ema_weights():
+            held_out.append(mean_loss(engine, given(text.validation, options.validation_batches)))
     last = [loss.item() for loss in losses[-max(options.steps // 10, 1) :]]
     return {
         "contender": name,
         "seed": options.seed,
         "bytes a parameter": most / shape.num_parameters,
         "training": sum(last) / len(last),
-        "validation": sum(held_out) / len(held_out),
+        "validation": held_out[0],
+        "averaged": held_out[1],
     }
 
 

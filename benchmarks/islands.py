@@ -1,10 +1,11 @@
 """Trains the example's GPT on islands that exchange every so many steps, and compares losses with data parallelism's.
 
-Every contender sees the same global batches from the same initial values: an island, which is one rank here, its share
-of each. The loss of training is the mean of the last tenth of the steps, on the first island; the other is of text that
-nobody trained on, of the first island's parameters at the end. Bytes are those that an island sends in a step, in the
-mean; of data parallelism over as many ranks as the last contender's it is what a ring's all-reduce sends. By default
-2,000 steps of 0.9M parameters:
+Every contender begins with the same values and sees the same global batches: an island, which is one rank here, its
+share of each. With `--whole-batch` an island has a batch of its own as large as data parallelism's, as in the paper
+(arXiv 2311.08105, section 3), so k islands see k times the text in as many steps. The loss of training is the mean of
+the last tenth of the steps, on the first island; the other is of text that nobody trained on, of the first island's
+parameters at the end. Bytes are those that an island sends in a step, in the mean; of data parallelism over as many
+ranks as the last contender's it is what a ring's all-reduce sends. By default 2,000 steps of 0.9M parameters:
 
     python benchmarks/islands.py --batch-size 8 --context 64 --json islands.json
 """
@@ -42,7 +43,7 @@ def config_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
     params = {"lr": options.learning_rate, "weight_decay": 0.1}
     schedule = {"warmup_num_steps": warmup, "total_num_steps": options.steps + warmup, "min_ratio": 0.1}
     config = {
-        "train_batch_size": options.batch_size,
+        "train_batch_size": options.batch_size * (CONTENDERS[name][0] if options.whole_batch else 1),
         "optimizer": {"type": "adamw", "params": params},
         "scheduler": {"type": "cosine", "params": schedule},
         "zero_optimization": {"stage": 1},
@@ -63,7 +64,7 @@ def trained(name: str, options: argparse.Namespace) -> dict[str, Any]:
     shape = GPTShape(options.layers, 4, options.width, options.context)
     torch.manual_seed(options.seed)
     with lowtide.initialize(GPT(shape), config_of(name, options)) as engine:
-        size = {"context": options.context, "batch_size": options.batch_size // engine.data_size}
+        size = {"context": options.context, "batch_size": engine.config.train_batch_size // engine.data_size}
         place = {"rank": engine.data_rank, "world_size": engine.data_size}
         given = islice(batches(text.train, **size, **place), options.steps)
         losses = [engine.train_step(batch).loss for batch in given]
@@ -127,6 +128,7 @@ def parser() -> argparse.ArgumentParser:
     add("--width", type=int, default=128, help="(default: 128)")
     add("--context", type=int, default=128, help="bytes that the model sees (default: 128)")
     add("--batch-size", type=int, default=16, help="pieces of text, of all islands (default: 16)")
+    add("--whole-batch", action="store_true", help="each island has as many pieces as data parallelism has in all")
     add("--learning-rate", type=float, default=3e-3, help="at its highest point (default: 0.003)")
     add("--seed", type=int, default=0, help="(default: 0)")
     add("--validation-batches", type=int, default=64, help="(default: 64)")

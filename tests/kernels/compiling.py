@@ -27,7 +27,7 @@ TARGETS: dict[str, tuple[str, int | str, int]] = {
     "gfx942": ("hip", "gfx942", 64),
 }
 ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
-NARROW = (torch.bfloat16, torch.float16)  # by turns: a launch has the same loads and nearly the same registers in both
+NARROW = (torch.bfloat16, torch.float16)
 DEFAULT_REGISTERS = 128
 
 
@@ -129,6 +129,21 @@ def code_of_amd(text: str) -> Code:
     return Code(registers, 4 * spills, max(widths, default=0))
 
 
+def targets_of(case: int, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...], num_cases: int) -> list[str]:
+    """For which GPUs a case is compiled in a dtype: NVIDIA's take turns, and the two types of 16 bits.
+
+    A launch has the same loads, and nearly the same registers, in both of these. The compiler for AMD takes ten times
+    as long: every second case has one dtype there. A module with few cases is compiled for all.
+    """
+    cuda = [target for target, (backend, *_) in TARGETS.items() if backend == "cuda"]
+    place = dtypes.index(dtype)
+    if num_cases < len(cuda):
+        return list(TARGETS)
+    if dtype in NARROW and dtype != NARROW[case % 2]:
+        return []
+    return [cuda[(case + place) % len(cuda)], *(["gfx942"] if (case + place) % 4 == 0 else [])]
+
+
 def compile_all(names: list[str]) -> None:
     from lowtide.kernels.triton.launch import recorded_launches
 
@@ -142,13 +157,7 @@ def compile_all(names: list[str]) -> None:
                 with recorded_launches() as launches:
                     run(dtype)
                 assert launches, f"{name}: case '{case}' launches nothing"
-                # The compiler for AMD takes ten times as long: each case has one dtype there, the next case the next.
-                has_turn = dtype == dtypes[number % len(dtypes)]
-                targets = [
-                    target
-                    for place, (target, (backend, *_)) in enumerate(TARGETS.items())
-                    if (has_turn if backend == "hip" else dtype not in NARROW or dtype == NARROW[(number + place) % 2])
-                ]
+                targets = targets_of(number, dtype, dtypes, len(module.CASES))
                 for launch, target in product(launches, targets):
                     code = compile_launch(launch, target)
                     function = launch.kernel.fn.__name__.strip("_")

@@ -18,6 +18,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -57,6 +58,7 @@ class Overdue:
         self._rank, self._timeout_seconds = 0, 0.0
         self._device = torch.device("cpu")
         self._latest: _Call | None = None
+        self._asked: tuple[_Call, torch.Event] | None = None  # what the device has not come past yet
         self._is_inside = False  # the host has not come back from it
         self._is_told = False
         self._stop = threading.Event()
@@ -66,7 +68,9 @@ class Overdue:
         """To be called once, before the groups of an engine are made."""
         leave_errors_to_us()
         self._rank, self._device, self._timeout_seconds = rank, device, timeout_seconds
-        self._thread = threading.Thread(target=self._watch, name="lowtide overdue", daemon=True)
+        poll = min(timeout_seconds / _POLLS_PER_TIMEOUT, _MAX_POLL_SECONDS)
+        arguments = weakref.ref(self), self._stop, poll
+        self._thread = threading.Thread(target=_watch, args=arguments, name="lowtide overdue", daemon=True)
         self._thread.start()
         self.is_on = True
 
@@ -77,7 +81,7 @@ class Overdue:
             self._thread.join()
             self._thread = None
             self.is_on = False
-        self._latest = None  # with what it compares
+        self._latest = self._asked = None  # with what it compares
         if not self._is_told:
             self.check()
 
@@ -104,24 +108,23 @@ class Overdue:
         """It comes back."""
         self._is_inside = False
 
-    def _watch(self) -> None:
-        poll = min(self._timeout_seconds / _POLLS_PER_TIMEOUT, _MAX_POLL_SECONDS)
-        asked: tuple[_Call, torch.Event] | None = None
-        while not self._stop.wait(poll):
-            call = self._latest
-            if call is None or time.monotonic() - call.since < poll:
-                continue
-            if not self._is_inside:
-                if call.stream is None:
-                    continue
-                if asked is None or asked[0] is not call:
-                    asked = call, torch.Event(self._device)
-                    asked[1].record(call.stream)
-                if asked[1].query():
-                    continue
-            if time.monotonic() - call.since > self._timeout_seconds and self._latest is call:
-                self._abort(call)
-                return
+    def look(self, poll_seconds: float) -> bool:
+        """Whether nothing is late. What is late is aborted."""
+        call = self._latest
+        if call is None or time.monotonic() - call.since < poll_seconds:
+            return True
+        if not self._is_inside:
+            if call.stream is None:
+                return True
+            if self._asked is None or self._asked[0] is not call:
+                self._asked = call, torch.Event(self._device)
+                self._asked[1].record(call.stream)
+            if self._asked[1].query():
+                return True
+        if time.monotonic() - call.since <= self._timeout_seconds or self._latest is not call:
+            return True
+        self._abort(call)
+        return False
 
     def _abort(self, call: _Call) -> None:
         waited = time.monotonic() - call.since
@@ -133,3 +136,12 @@ class Overdue:
                 group.abort()
             except RuntimeError as error:  # of a backend that cannot
                 logger.warning("a process group could not be aborted: %s", error)
+
+
+def _watch(overdue: weakref.ref[Overdue], stop: threading.Event, poll_seconds: float) -> None:
+    """Until it is stopped, or gone with an engine that nobody has closed."""
+    while not stop.wait(poll_seconds):
+        there = overdue()
+        if there is None or not there.look(poll_seconds):
+            return
+        del there

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -103,7 +104,8 @@ class Raised:
     def watch(self) -> None:
         """From now on a thread looks while this rank waits."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._look, name="lowtide raised", daemon=True)
+            arguments = weakref.ref(self), self._stop
+            self._thread = threading.Thread(target=_look, args=arguments, name="lowtide raised", daemon=True)
             self._thread.start()
 
     def wait(self, channel: Begun, end: Callable[[], None]) -> None:
@@ -120,16 +122,26 @@ class Raised:
             self._thread.join()
             self._thread = None
 
-    def _look(self) -> None:
-        while not self._stop.wait(_POLL_SECONDS):
-            waits = self._waits
-            if waits is None or time.monotonic() - waits[1] < _POLL_SECONDS:
-                continue
-            channel, _, end = waits
-            found = self.alone(channel, channel.ranks)
-            if found and self._waits is waits:
-                self.found = found
-                end()
+    def look(self) -> None:
+        """Ends a wait that is in vain."""
+        waits = self._waits
+        if waits is None or time.monotonic() - waits[1] < _POLL_SECONDS:
+            return
+        channel, _, end = waits
+        found = self.alone(channel, channel.ranks)
+        if found and self._waits is waits:
+            self.found = found
+            end()
 
     def _key(self, rank: int) -> str:
         return f"{self._prefix}/{rank}"
+
+
+def _look(raised: weakref.ref[Raised], stop: threading.Event) -> None:
+    """Until it is closed, or gone with an engine that nobody has closed."""
+    while not stop.wait(_POLL_SECONDS):
+        there = raised()
+        if there is None:
+            return
+        there.look()
+        del there

@@ -1,8 +1,16 @@
-"""The only place that registers hooks on modules and parameters."""
+"""The only place that registers hooks on modules and parameters.
+
+[Note: forgotten]
+An engine that nobody closes goes with the last name for it, and so do its model, its memory and its threads. Python
+finds cycles of Python's objects, but not those through autograd: units keep the node that adds up a parameter's
+gradient, the node keeps the parameter, and that its hooks. So what hangs on a parameter knows the engine by weak
+references alone.
+"""
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import FrameType, ModuleType, NoneType
@@ -15,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..model.blocks import has_forward, parameters_read_by
 from ..model.ledger import Ledger
 from .graph_task import current_graph_task
-from .released import set_reader
+from .released import Reader, set_reader
 from .sequence import Phase, UnitSequence
 from .transforms import at_all_levels
 from .unit import Unit
@@ -44,6 +52,7 @@ class UnitHooks:
         self._on_block = on_block
         self._add = ledger.hook
         self._of_leaves = WeakIdKeyDictionary()  # leaves that were returned -> a list of the newest hook alone
+        self._readers: list[Reader] = []  # which are here as long as this is
         self._is_around = False  # what runs is `around`: the root's own forward, too, is a part of it
         root = sequence.rest.module
         self._add(root.register_forward_pre_hook(self._before_root, prepend=True))
@@ -68,6 +77,7 @@ class UnitHooks:
                 self._sequence.read(unit)
             return may
 
+        self._readers.append(read)
         for group in unit.groups:
             for param in group.params:
                 ledger.callback(set_reader(param, read))
@@ -141,12 +151,13 @@ class UnitHooks:
     def hook_params(self, unit: Unit) -> None:
         """Those that have gradients, and no hook yet."""
         unit.find_accumulators()
+        sequence, number = weakref.proxy(self._sequence), self._sequence.units.index(unit)  # see [Note: forgotten]
         for gradient in unit.gradients:
             for name, param in zip(gradient.group.names, gradient.group.params, strict=True):
                 if id(param) in self._hooked:
                     continue
                 self._hooked.add(id(param))
-                hook = partial(self._sequence.gradient_arrived, unit, name)  # a function of ours would be called twice
+                hook = partial(UnitSequence.gradient_arrived, sequence, number, name)  # no call of ours around it
                 requires_grad = param.requires_grad
                 param.requires_grad_(True)  # a frozen one takes no hook; unfrozen later, it has this one
                 self._add(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -68,11 +69,11 @@ It is told whether what reads it is differentiated: then all ranks do it, as the
 all released parameters that the same call reads, which must be full together.
 """
 
-_READERS: dict[int, Reader] = {}  # by identity of the parameter
+_READERS = WeakValueDictionary[int, Reader]()  # by identity of the parameter
 
 
 def set_reader(param: nn.Parameter, reader: Reader) -> Callable[[], object]:
-    """Returns what takes it away."""
+    """Until whoever has `reader` is gone. Returns what takes it away before."""
     _READERS[id(param)] = reader
     return partial(_READERS.pop, id(param), None)
 

@@ -270,8 +270,9 @@ class UnitSequence:
         else:
             self._lend(use)
 
-    def gradient_arrived(self, unit: Unit, name: str, param: nn.Parameter) -> None:
-        """Autograd has put the gradient of a parameter into `param.grad`."""
+    def gradient_arrived(self, number: int, name: str, param: nn.Parameter) -> None:
+        """Autograd has put the gradient of a parameter of the unit of this number into `param.grad`."""
+        unit = self.units[number]
         heard = self._heard
         if self._graph_task is None if heard is None else heard() is None:  # else it does nothing, often
             self.hear(param)

@@ -130,7 +130,7 @@ class StepOrder:
             self._compute(unit.name, is_backward=True, unit=unit)
             for gradient in unit.gradients:
                 for param in gradient.group.params:
-                    sequence.gradient_arrived(unit, unit.name, param)
+                    sequence.gradient_arrived(sequence.units.index(unit), unit.name, param)
         self._compute(START, is_backward=True, unit=sequence.rest)
         self.phase = "end"
         sequence.end_backward()

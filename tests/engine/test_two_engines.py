@@ -1,7 +1,12 @@
 """Two engines in one process, taking turns or one after the other, train as each would alone."""
 
+import gc
 import os
+import threading
 import time
+import weakref
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -129,3 +134,39 @@ def with_a_store_that_outlives_groups() -> list[float]:
 def test_engines_follow_each_other_where_the_launcher_keeps_the_store(ranks: RankPool) -> None:
     both = ranks(2, with_a_store_that_outlives_groups, process_group=False, timeout=10)
     assert both[0] == both[1] == 3 * both[0][:1]
+
+
+FILES = {"device": "nvme", "nvme_path": "files"}
+FORGOTTEN: dict[str, dict[str, Any]] = {
+    "shared memory": {},
+    "sockets": {"communication": {"route": "sockets"}},
+    "in files": {"zero_optimization": {"stage": 3, "offload_optimizer": FILES, "offload_param": FILES}},
+    "delayed": {"zero_optimization": {"stage": 2, "offload_optimizer": {**FILES, "overlap": "delayed"}}},
+    "in backward": {"zero_optimization": {"stage": 3, "update_in_backward": True}, "gradient_clipping": 0.0},
+    "recomputed, bf16": {"activation_checkpointing": {"every": 1}, "bf16": {"enabled": True}},
+    "pipeline": {"parallel": {"pipeline": 2}, "zero_optimization": {"stage": 1}},
+}
+
+
+def forgotten(folder: str) -> dict[str, list[str]]:
+    """By config, what is left of an engine that nobody has closed: threads, and its model."""
+    os.chdir(folder)
+    left = {}
+    for name, config in FORGOTTEN.items():
+        before = set(threading.enumerate())
+        case = FIRST.at(config.get("zero_optimization", {}).get("stage", 3), config=config)
+        engine = lowtide.initialize(case.build(), case.as_config())
+        batch = case.global_batch(0, engine.data_size)
+        engine.train_step(tuple(tensor.chunk(engine.data_size)[engine.data_rank] for tensor in batch))
+        model = weakref.ref(engine.module)
+        del engine
+        deadline = time.monotonic() + 10
+        while gc.collect() >= 0 and set(threading.enumerate()) - before and time.monotonic() < deadline:
+            time.sleep(0.1)
+        left[name] = [thread.name for thread in set(threading.enumerate()) - before]
+        left[name] += ["model"] if model() is not None else []
+    return left
+
+
+def test_nothing_is_left_of_an_engine_that_is_forgotten(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks(2, forgotten, str(tmp_path)) == [{name: [] for name in FORGOTTEN}] * 2

@@ -1,18 +1,20 @@
 """What every key of a config does, which value it has, and why; and where two configs ask for different things."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from ...configs.section import Section
 from .config import Config
 from .deepspeed import RULES
 from .errors import ConfigError, Fault, shown
+from .origin import without_unread
 from .read import join, read
-from .translate import ALIASES, BATCH_KEYS, CPU_SWITCHES, PIN_SWITCH, translate
+from .translate import ALIASES, BATCH_KEYS, translate
 
 Source = str | os.PathLike[str] | Mapping[str, object]
 Origin = Literal["set", "default", "auto", "derived", "no effect", "fault"]
@@ -60,12 +62,13 @@ def explain(source: Source, world_size: int | None = None) -> Explanation:
     """
     raw, name = read(source)
     config, faults = _loaded(raw, world_size)
-    given = dict(_written(raw))
-    said = _said(config.notes if config is not None else translate(raw).notes)
-    said |= dict.fromkeys(config.planned_keys if config is not None else (), _PLANNED)
-    found = list(_fields(Config, config, given, said, faults))
-    known = {one.path for one in found}
-    found += [_foreign(path, value, said, faults) for path, value in given.items() if path not in known]
+    notes = _by_path(config.notes if config is not None else translate(raw).notes)
+    notes |= dict.fromkeys(config.planned_keys if config is not None else (), _PLANNED)
+    file = _File.of(raw, notes, faults)
+    found = list(_fields(Config, dict(config) if config is not None else _apart(raw), file))
+    ours = [one.path for one in found]
+    others = {path: value for path, value in file.given.items() if not any(_is_within(path, one) for one in ours)}
+    found += [file.foreign(path, value) for path, value in others.items()]
     return Explanation(tuple(found), tuple(faults), name)
 
 
@@ -82,20 +85,48 @@ def _loaded(raw: dict[str, object], world_size: int | None) -> tuple[Config | No
         return config, list(error.faults)
 
 
+def _apart(raw: dict[str, object]) -> dict[str, object]:
+    """Optimizer and scheduler of a config with faults: which keys they have depends on their type alone."""
+    values, found = translate(raw).values, dict[str, object]()
+    for name in {"optimizer", "scheduler"} & values.keys():
+        with suppress(ValidationError):
+            found[name] = getattr(Config.model_validate({name: values[name]}), name)
+    return found
+
+
 def _written(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, object]]:
     """(path, value) of what a file says, by the name that the key has here."""
     for key, value in section.items():
-        here = join(path, key)
-        here = ALIASES.get(here, here)
+        here = _named(path, key)
         if isinstance(value, Mapping) and value and here not in RULES:
             yield from _written(value, here)
         else:
             yield here, value
-            if here in CPU_SWITCHES and value is True:
-                yield f"{CPU_SWITCHES[here]}.device", value
 
 
-def _said(notes: Sequence[str]) -> dict[str, str]:
+def _part(section: Mapping[str, Any], is_in_it: Callable[[str], bool], at: str = "") -> dict[str, object]:
+    """Of what a file says, the keys with these paths."""
+    kept: dict[str, object] = {}
+    for key, value in section.items():
+        here = _named(at, key)
+        if isinstance(value, Mapping) and value:
+            kept[key] = _part(value, is_in_it, here)
+        elif is_in_it(here):
+            kept[key] = value
+    return kept
+
+
+def _translated(raw: dict[str, object]) -> dict[str, object]:
+    """path -> value, of our keys."""
+    return {path: value for path, value in _leaves(translate(raw).values) if value != {}}
+
+
+def _named(section: str, key: str) -> str:
+    path = join(section, key)
+    return ALIASES.get(path, path)
+
+
+def _by_path(notes: Sequence[str]) -> dict[str, str]:
     """path -> the sentences of its notes."""
     said: dict[str, str] = {}
     for note in notes:
@@ -104,28 +135,91 @@ def _said(notes: Sequence[str]) -> dict[str, str]:
     return said
 
 
-def _fields(
-    section: type[BaseModel],
-    values: BaseModel | None,
-    given: Mapping[str, object],
-    said: Mapping[str, str],
-    faults: list[Fault],
-    path: str = "",
-) -> Iterator[Explained]:
-    """values: of the section; None: of a config with faults, of which only what is written is known."""
+@dataclass(frozen=True)
+class _File:
+    """What a file says, and what was said of it.
+
+    given: path -> value. meant: a key that has another name here -> path -> value of what follows from it.
+    notes: path -> sentences.
+    """
+
+    given: Mapping[str, object]
+    meant: Mapping[str, Mapping[str, object]]
+    notes: Mapping[str, str]
+    faults: Sequence[Fault]
+
+    @classmethod
+    def of(cls, raw: dict[str, object], notes: Mapping[str, str], faults: Sequence[Fault]) -> "_File":
+        read_keys = without_unread(raw)[0]
+        given, values = dict(_written(raw)), _translated(read_keys)
+        meant = {}
+        for key in [key for key in given if key not in values]:
+            rest, alone = (_translated(_part(read_keys, is_in_it)) for is_in_it in (key.__ne__, key.__eq__))
+            meant[key] = {
+                path: value
+                for path, value in values.items()
+                if rest.get(path, _ABSENT) != value or alone.get(path, _ABSENT) == value
+            }
+        return cls(given, meant, notes, faults)
+
+    def value(self, path: str, default: object) -> object:
+        """Of one of our keys, where it cannot be asked of a config."""
+        translated = {here: value for values in self.meant.values() for here, value in values.items()}
+        return self.given.get(path, translated.get(path, default))
+
+    def origin(self, path: str, value: object, is_known: bool) -> tuple[Origin, str]:
+        """Where a value of ours comes from."""
+        messages = [fault.message for fault in self.faults if _is_at(fault, path)]
+        note = self.notes.get(path, "")
+        if messages:
+            return "fault", "; ".join(messages)
+        sources = [key for key, values in self.meant.items() if path in values and path not in self.given]
+        if path not in self.given and not sources and not self.within(path):
+            if path in BATCH_KEYS and is_known:
+                return "derived", "" if value is not None else _OF_THE_RANKS
+            return "default", note
+        if self.given.get(path) == "auto":
+            return "auto", note.partition(": ")[2] or note or (_OF_THE_RANKS if is_known else _NOT_KNOWN)
+        if "has no effect here: " in note:
+            return "no effect", note.partition(" has no effect here: ")[2]
+        return "set", note or (f"by {' and '.join(sources)}" if sources else "")
+
+    def within(self, path: str) -> dict[str, object]:
+        """The keys of an object that is one value here."""
+        return {key: value for key, value in self.given.items() if key.startswith(f"{path}.")}
+
+    def foreign(self, path: str, value: object) -> Explained:
+        """A key that is DeepSpeed's, or nobody's."""
+        faults = self.faults
+        messages = [one.message for one in faults if _is_within(one.path, path) or _is_within(path, one.path)]
+        if messages:
+            return Explained(path, value, "fault", "; ".join(messages), "")
+        if meant := self.meant[path]:
+            return Explained(path, value, "set", ", ".join(f"{key} {shown(one)}" for key, one in meant.items()), "")
+        note = self.notes.get(path, "").partition(" has no effect here: ")[2] or self.notes.get(path, "")
+        why = note or (RULES[path].reason if path in RULES else "all is the same without it")
+        return Explained(path, value, "no effect", why, "")
+
+
+def _fields(section: type[BaseModel], values: Mapping[str, object], file: _File, path: str = "") -> Iterator[Explained]:
+    """values: of the section, by field; of a config with faults few or none, and the others are as they are written."""
     for name, field in section.model_fields.items():
         here = join(path, field.alias or name)
-        value = getattr(values, name) if values is not None else None
+        value, is_known = values.get(name), name in values
         inner = type(value) if isinstance(value, Section) else field.annotation
         if isinstance(inner, type) and issubclass(inner, Section):
-            yield from _fields(inner, value if isinstance(value, Section) else None, given, said, faults, here)
+            yield from _fields(inner, dict(value) if isinstance(value, Section) else {}, file, here)
             continue
-        effect = " ".join((field.description or "").split())
-        is_known = values is not None
+        within = file.within(here)
+        if within and not is_known:  # nobody knows its keys
+            yield from (Explained(key, one, *file.origin(key, one, False), "") for key, one in within.items())
+            continue
+        params = type(values.get("params")) if name == "type" else None  # of a type they say what it does
+        effect = " ".join((field.description or (params and params.__doc__) or "").split())
         default = None if field.is_required() else field.get_default(call_default_factory=True)
-        found = "auto" if said.get(here) == _PLANNED else _plain(value if is_known else given.get(here, default))
-        origin, why = _origin(here, found, is_known, given, said, faults)
-        yield Explained(here, found, origin, why, effect)
+        is_planned = file.notes.get(here) == _PLANNED
+        found = "auto" if is_planned else _plain(value if is_known else file.value(here, default))
+        yield Explained(here, found, *file.origin(here, found, is_known), effect)
 
 
 def _plain(value: object) -> object:
@@ -135,38 +229,8 @@ def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _origin(
-    path: str, value: object, is_known: bool, given: Mapping[str, object], said: Mapping[str, str], faults: list[Fault]
-) -> tuple[Origin, str]:
-    """Where a value of ours comes from."""
-    messages = [fault.message for fault in faults if fault.path == path or fault.path.startswith(f"{path}[")]
-    note = said.get(path, "")
-    if messages:
-        return "fault", "; ".join(messages)
-    if path not in given:
-        if path in BATCH_KEYS and is_known:
-            return "derived", "" if value is not None else _OF_THE_RANKS
-        return "default", note
-    if given[path] == "auto":
-        return "auto", note.partition(": ")[2] or note or (_OF_THE_RANKS if is_known else _NOT_KNOWN)
-    if "has no effect here: " in note:
-        return "no effect", note.partition(" has no effect here: ")[2]
-    switch = next((key for key, section in CPU_SWITCHES.items() if path == f"{section}.device" and key in given), None)
-    return "set", note or (f"by {switch}" if switch is not None else "")
-
-
-def _foreign(path: str, value: object, said: Mapping[str, str], faults: list[Fault]) -> Explained:
-    """A key that is DeepSpeed's, or nobody's."""
-    messages = [fault.message for fault in faults if _is_within(fault.path, path) or _is_within(path, fault.path)]
-    if messages:
-        return Explained(path, value, "fault", "; ".join(messages), "")
-    if path in CPU_SWITCHES and value is True:
-        return Explained(path, value, "set", f'{CPU_SWITCHES[path]} with device "cpu"', "")
-    if path == PIN_SWITCH and path not in said:
-        return Explained(path, value, "set", "pin_memory of what cpu_offload and cpu_offload_params offload", "")
-    note = said.get(path, "").partition(" has no effect here: ")[2] or said.get(path, "")
-    rule = RULES.get(path)
-    return Explained(path, value, "no effect", note or (rule.reason if rule is not None else ""), "")
+def _is_at(fault: Fault, path: str) -> bool:
+    return fault.path == path or fault.path.startswith(f"{path}[")
 
 
 def _is_within(path: str, section: str) -> bool:

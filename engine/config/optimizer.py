@@ -16,6 +16,7 @@ class OptimizerConfig(Section):
     """The optimizer of that name, and its parameters."""
 
     type: str
+    """Which optimizer, in upper or lower case."""
     params: SerializeAsAny[OptimizerParams] = Field(default_factory=OptimizerParams, validate_default=True)
 
     @field_validator("type")

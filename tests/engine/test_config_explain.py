@@ -14,6 +14,8 @@ from lowtide.engine.config.explain import Explained, difference, explain
 from lowtide.engine.config.read import read
 from tests.engine.test_config_real_files import FILES
 
+DEFAULTS = {one.path: one.value for one in explain({}).keys}
+
 
 def key(config: Any, path: str, world_size: int | None = None) -> Explained:
     return {one.path: one for one in explain(config, world_size).keys}[path]
@@ -48,6 +50,52 @@ def leaves(values: dict[str, Any], path: str = "") -> dict[str, Any]:
             "zero_optimization.overlap_comm",
             "zero_optimization.overlap_comm = true  (no effect: whether communication overlaps with computation is the "
             "engine's choice)",
+        ),
+        (
+            {"zero_optimization": {"cpu_offload": True}},
+            "zero_optimization.cpu_offload",
+            'zero_optimization.cpu_offload = true  (set: zero_optimization.offload_optimizer.device "cpu")',
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "cpu_offload_params": True}},
+            "zero_optimization.offload_param.device",
+            "(no effect: below stage 3 every rank holds all parameters at all times)",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
+            "communication.weight_bits",
+            "communication.weight_bits = 8  (set: by zero_optimization.zero_quantized_weights)",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "mics_shard_size": 2}},
+            "zero_optimization.mics_shard_size",
+            "zero_optimization.mics_shard_size = 2  (set: zero_optimization.shard_size 2)",
+        ),
+        ({"zero_optimization": True}, "zero_optimization.stage", "stage = 1  (set: by zero_optimization)"),
+        (
+            {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}},
+            "optimizer.params.adam_w_mode",
+            'adam_w_mode = false  (set: optimizer.type "adam")',
+        ),
+        (
+            {"flops_profiler": {"enabled": True}, "comms_logger": {"enabled": True}},
+            "profile.enabled",
+            "profile.enabled = true  (set: by flops_profiler.enabled and comms_logger.enabled)",
+        ),
+        (
+            {"parallel": {"tensor": 2}, "tensor_parallel": {"plan": {"layers.*.up": "column"}}},
+            "tensor_parallel.plan",
+            'tensor_parallel.plan = {"layers.*.up": "column"}  (set)',
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 9}},
+            "optimizer.params.lr",
+            "optimizer.params.lr = 0.1  (set)",
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 0.1, "ls": 1}}},
+            "optimizer.params.lr",
+            "optimizer.params.lr = 0.1  (set)",
         ),
         (
             {"fp16": {"hysteresis": 4}},
@@ -94,8 +142,8 @@ def test_every_key_of_ours_is_there_with_its_value_and_what_it_does() -> None:
     found = {one.path: one.value for one in explain("zero3_offload_nvme").keys}
     expected = leaves(config.as_dict())
     assert {path: found[path] for path in expected} == expected
-    without = [one.path for one in explain("zero3").keys if not one.effect]
-    assert set(without) <= {"optimizer.type"}
+    both = {"optimizer": {"type": "sgd"}, "scheduler": {"type": "StepLR", "params": {"step_size": 3}}}
+    assert all(one.effect for one in explain(both).keys)
 
 
 @pytest.mark.parametrize("path", sorted(FILES.glob("*.json")), ids=lambda path: path.stem)
@@ -109,6 +157,9 @@ def test_no_key_of_a_real_file_is_passed_over(path: Path) -> None:
         is_taken = one.origin == "set" and (one.value == value or isinstance(value, str))
         assert is_taken or one.why or one.origin == "no effect", one
     assert len(found) > 60
+    assert not [
+        path for path, one in found.items() if one.origin == "default" and one.value != DEFAULTS.get(path, one.value)
+    ]
 
 
 @pytest.mark.parametrize(

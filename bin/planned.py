@@ -7,7 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..engine.planning.choice import KEYS, Choice
+from ..engine.config.config import Config
+from ..engine.config.errors import shown
+from ..engine.planning.choice import KEYS, Choice, value_at
 from ..engine.planning.plan import Alternative, Plan
 from .pictures import picture
 
@@ -30,9 +32,9 @@ def show(plan: Plan, console: Console, tokens: float | None) -> None:
     console.print(_time_table(plan))
     for line in _totals(plan, tokens):
         console.print(line, highlight=False, soft_wrap=True)
-    if plan.reasons:
-        for key, reason in plan.reasons.items():
-            console.print(f"{key}: {reason}", highlight=False, soft_wrap=True)
+    chosen = Config.load(plan.config).as_dict()
+    for key, reason in plan.reasons.items():
+        console.print(f"{key} = {shown(value_at(chosen, key))}: {reason}", highlight=False, soft_wrap=True)
     if plan.alternatives:
         title = f"the fastest of {plan.num_choices:,}; {plan.num_evaluated:,} were computed, the others cannot be here"
         console.print(_alternatives(title, plan.alternatives))

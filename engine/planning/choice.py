@@ -58,7 +58,7 @@ class Choice:
     @classmethod
     def of(cls, config: Config) -> Choice:
         """What a config that is resolved says."""
-        values = {name: _at(config.as_dict(), key) for name, key in KEYS.items()}
+        values = {name: value_at(config.as_dict(), key) for name, key in KEYS.items()}
         return cls(**values)
 
     @property
@@ -83,7 +83,8 @@ class Choice:
         values = _copied(base)
         for name, key in KEYS.items():
             _put(values, key, getattr(self, name))
-        values["train_batch_size"] = self.rows * self.accumulation * (num_ranks // self.ranks_of_sample)
+        num_data = max(1, num_ranks // self.ranks_of_sample)  # of degrees that are too many, which resolve says
+        values["train_batch_size"] = self.rows * self.accumulation * num_data
         values.get("pipeline", {}).pop("microbatches", None)
         return values
 
@@ -246,7 +247,8 @@ def powers_of_two(most: int) -> list[int]:
     return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
 
 
-def _at(values: Mapping[str, Any], path: str) -> Any:
+def value_at(values: Mapping[str, Any], path: str) -> Any:
+    """Of a config with every key, at a path of several."""
     for key in path.split("."):
         values = values[key]
     return values
@@ -268,7 +270,7 @@ def without_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any] | No
 def _put(values: dict[str, Any], path: str, value: Any) -> None:
     """Sets a key, or leaves it out where it is the default and was not there."""
     *sections, last = path.split(".")
-    default = _at(_DEFAULTS, path)
+    default = value_at(_DEFAULTS, path)
     if value == default:
         for key in sections:
             values = values.get(key, {})

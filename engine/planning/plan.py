@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from ...model import blocks as model_blocks
 from ..blueprint import Blueprint
 from ..config.config import Config
+from ..config.errors import shown
 from ..deferred import DeferredModel
 from ..sequences import check_sequences
 from ..tiling import tiles_of
-from .choice import KEYS, Choice, Space
+from .choice import KEYS, Choice, Space, value_at
 from .estimate import Estimate
 from .islands import divided
 from .machine import Machine
@@ -160,7 +161,7 @@ def plan_with(
     """As `plan_on`, with what gives the profile of a microbatch."""
     base, machine = config.as_dict(), divided(machine, config.outer)
     planner = Planner(model, base, machine, runs, batch)
-    held = {name: _value_at(base, key) for name, key in KEYS.items() if key not in config.planned_keys}
+    held = {name: value_at(base, key) for name, key in KEYS.items() if key not in config.planned_keys}
     wants = bool(config.planned_keys)
     given = None if wants else Choice.of(config.resolve(machine.num_devices, num_islands=machine.num_islands))
     degrees = Choice(**{name: held.get(name, 1) for name in ("pipeline", "tensor", "sequence", "expert")})
@@ -179,10 +180,10 @@ def plan_with(
     result = search(choices, planner.bound, planner.found, num_alternatives) if choices else none
     if given is None:
         if not choices:
-            raise ValueError(_nothing(config, machine))
+            raise ValueError(_nothing(planner, every, config))
         given = result.best[0].item if result.best else _smallest(planner, choices)
     value = planner.estimate(given)
-    reasons = _reasons(given, value, config, machine, result)
+    reasons = _reasons(given, value, config, machine, result, choices)
     return _plan(planner, given, value, machine, result, reasons)
 
 
@@ -243,31 +244,46 @@ def _smallest(planner: Planner, choices: Sequence[Choice]) -> Choice:
 
 
 def _reasons(
-    choice: Choice, value: Estimate, config: Config, machine: Machine, result: Result[Choice, Estimate]
+    choice: Choice,
+    value: Estimate,
+    config: Config,
+    machine: Machine,
+    result: Result[Choice, Estimate],
+    choices: Sequence[Choice],
 ) -> dict[str, str]:
-    """One for each value that was chosen: what the best with another value of this key alone would take."""
+    """One for each value that was chosen: what the best with another value of this key would take."""
     found = {}
     free = (machine.usable_bytes - value.peak_bytes) / 1e9
     whole = f"in the fastest of {result.num_items:,}" if result.best else "nothing fits; this lacks the least"
+    whole += f", {value.step_seconds:.3g} s a step with {free:.1f} GB of a device to spare" if result.best else ""
     for name, key in KEYS.items():
         if key not in config.planned_keys:
             continue
-        others = [one for one in result.best if getattr(one.item, name) != getattr(choice, name)]
-        reason = f"{whole}, {value.step_seconds:.3g} s a step with {free:.1f} GB of a device to spare"
-        if others:
-            other = others[0]
-            slower = other.seconds / value.seconds_per_sample - 1
-            reason += f"; with {getattr(other.item, name)} {slower:.1%} slower"
-        found[key] = reason
+        own = getattr(choice, name)
+        other = next((one for one in result.best if getattr(one.item, name) != own), None)
+        if all(getattr(one, name) == own for one in choices):
+            found[key] = "there is no other here"
+        elif other is not None:
+            slower = f"{other.seconds / value.seconds_per_sample - 1:.1%}"
+            than = "is as fast" if slower == "0.0%" else f"is {slower} slower"
+            found[key] = f"{whole}; the best with {shown(getattr(other.item, name))} {than}"
+        elif result.best:
+            found[key] = f"{whole}; none of the {len(result.best)} fastest has another"
+        else:
+            found[key] = whole
     return found
 
 
-def _nothing(config: Config, machine: Machine) -> str:
+def _nothing(planner: Planner, space: Space, config: Config) -> str:
     """Why there is nothing to choose from."""
+    machine, held = space.machine, space.held
     batch, num_devices = config.train_batch_size, machine.num_devices * machine.num_islands
+    if refusal := planner.refusal(Choice(**{"accumulation": 2 * held.get("pipeline", 1), **held})):
+        return refusal
     if batch is not None:
+        rows, accumulation = (held.get(name, "?") for name in ("rows", "accumulation"))
         return (
-            f"train_batch_size({batch}) = microbatch(?) x accumulation(?) x data-parallel ranks of "
+            f"train_batch_size({batch}) = microbatch({rows}) x accumulation({accumulation}) x data-parallel ranks of "
             f"{num_devices} devices(?) has no solution with what the config holds; change it, or set more keys "
             'to "auto"'
         )
@@ -309,9 +325,3 @@ def _length(model: nn.Module) -> int:
             if isinstance(value, int) and value > 0:
                 return value
     return _SEQUENCE
-
-
-def _value_at(values: Mapping[str, Any], path: str) -> Any:
-    for key in path.split("."):
-        values = values[key]
-    return values

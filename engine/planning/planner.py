@@ -205,6 +205,10 @@ class Planner:
         fault = self._fault_of_config(Choice(*(min(getattr(degrees, name), 2) for name in _DEGREES)))
         return fault or self._fault_of_model(replace(degrees.degrees, pipeline=1))
 
+    def refusal(self, choice: Choice) -> str | None:
+        """Why the model cannot be trained so, whatever fits."""
+        return _fault(lambda: self.estimate(choice))
+
     def _fault_of_config(self, some: Choice) -> str | None:
         """What does not go together, whatever the degrees are."""
         ranks = some.ranks_of_sample * some.expert

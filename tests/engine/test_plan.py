@@ -67,6 +67,18 @@ def test_what_does_not_fit_says_what_is_missing() -> None:
             "train_batch_size(3) = microbatch(?)",
         ),
         (
+            {"config": {"train_micro_batch_size_per_gpu": 4, "train_batch_size": 6, "parallel": {"pipeline": "auto"}}},
+            "train_batch_size(6) = microbatch(4) x accumulation(?)",
+        ),
+        (
+            {"config": {"parallel": {"pipeline": 3}, "zero_optimization": {"stage": "auto"}}},
+            "parallel.pipeline: pipeline(3) x data(?) = world size (2) does not hold",
+        ),
+        (
+            {"config": {"parallel": {"pipeline": 4}, "zero_optimization": {"stage": "auto"}}, "world_size": 4},
+            "pipeline: expected 1 to 3 stages, since the model has 3 blocks",
+        ),
+        (
             {"config": {"parallel": {"expert": 2}}},
             "parallel.expert: expected a model with experts to split over 2 ranks, found none",
         ),
@@ -146,7 +158,9 @@ def test_the_command_shows_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: 
         "peak",
         "tokens/s",
         "GPU hours",
-        "zero_optimization.stage:",
+        "parallel.pipeline = 1: in the fastest of",
+        "zero_optimization.zero_hpz_partition_size = 1: there is no other here",
+        'offload_optimizer.device = "none": in the fastest of',
     ):
         assert part in said, part
 

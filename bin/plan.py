@@ -12,13 +12,13 @@ from importlib import import_module
 from pathlib import Path
 
 import psutil
-import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from ..engine.config.config import Config
 from ..engine.config.read import read
+from ..engine.deferred import DeferredModel
 from ..engine.memory import predict
 from ..engine.planning.calibration import calibrated
 from ..engine.planning.llama import Shape, batch, build, runs_of
@@ -111,9 +111,7 @@ def _planned(arguments: argparse.Namespace) -> Plan:
             kv_heads=arguments.kv_heads or 0, mlp=arguments.mlp or 0,
         )  # fmt: skip
         return plan_with(build(shape), config, machine, runs_of(shape), batch(shape))
-    model = _factory(arguments.model) if arguments.model else _hugging_face(arguments.hf)
-    with torch.device("meta"):
-        made = model()
+    made = _made(_factory(arguments.model) if arguments.model else _hugging_face(arguments.hf))
     sample = made_batch(made, arguments.sequence)
     return plan(made, config, world_size=arguments.gpus, machine=machine, hosts=machine.num_hosts, sample_batch=sample)
 
@@ -160,11 +158,22 @@ def _factory(text: str) -> Callable[[], nn.Module]:
     if not module or not name:
         raise ValueError(f'--model: expected MODULE:FACTORY, such as my_package.models:build, found "{text}"')
     sys.path.insert(0, "")
-    factory = getattr(import_module(module), name, None)
+    try:
+        factory = getattr(import_module(module), name, None)
+    except ImportError as error:
+        raise ValueError(f"--model: {module} cannot be imported from here ({error})") from error
     if not callable(factory):
         raise ValueError(f"--model: expected a callable that builds a model, found {type(factory).__name__} at {text}")
     made: Callable[[], nn.Module] = factory
     return made
+
+
+def _made(build: Callable[[], nn.Module]) -> nn.Module:
+    """Without memory. Raises ValueError where that cannot be."""
+    try:
+        return DeferredModel(build).module
+    except TypeError as error:
+        raise ValueError(f"--model: expected a callable without arguments that builds a model ({error})") from error
 
 
 def _hugging_face(text: str) -> Callable[[], nn.Module]:
@@ -239,7 +248,11 @@ _BYTES = re.compile(r"(\d+(?:\.\d*)?(?:e\+?\d{1,2})?) ?([KMGTP]?)B?(?:/s)?", re.
 
 
 def _tokens(text: str) -> float:
-    return float(_params(text)[0])
+    match = _SIZE.fullmatch(text.strip())
+    count = float(match[1]) * 10 ** _POWERS[match[2].lower()] if match is not None else 0.0
+    if not 0 < count < float("inf"):
+        raise argparse.ArgumentTypeError(f'expected a number of tokens such as 300B, 15T or 1e12, found "{text}"')
+    return count
 
 
 def _count(text: str) -> int:

@@ -104,8 +104,9 @@ class MetaRun:
         except SequenceError:
             raise
         except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
+            degrees = "".join(f", with parallel.{name} {size}," for name, size in self._splits.sizes)
             raise ValueError(
-                "plan: the model does not run on the meta device, where tensors have shapes and no values "
+                f"plan: the model{degrees} does not run on the meta device, where tensors have shapes and no values "
                 f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). Give sample_batch a "
                 "batch that the model takes; what reads values in its forward (.item(), a condition on a tensor) "
                 "cannot be planned"

@@ -79,6 +79,15 @@ def test_what_does_not_fit_says_what_is_missing() -> None:
             "pipeline: expected 1 to 3 stages, since the model has 3 blocks",
         ),
         (
+            {
+                "config": {
+                    "parallel": {"tensor": 2},
+                    "tensor_parallel": {"plan": {"blocks.*.qkv": "column/3", "blocks.*.out": "row"}},
+                }
+            },
+            "plan: the model, with parallel.tensor 2, does not run on the meta device",  # it has its heads as a number
+        ),
+        (
             {"config": {"parallel": {"expert": 2}}},
             "parallel.expert: expected a model with experts to split over 2 ranks, found none",
         ),
@@ -191,6 +200,12 @@ def test_a_model_of_hugging_face(capsys: pytest.CaptureFixture[str], tmp_path: P
             "train_batch_size(3) = microbatch(?) x accumulation(?)",
         ),
         (["auto", "--model", "nothing"], "--model: expected MODULE:FACTORY"),
+        (["auto", "--model", "nothing:here"], "--model: nothing cannot be imported from here (No module named"),
+        (
+            ["auto", "--model", "json:dumps"],
+            "--model: expected a callable without arguments that builds a model (dumps() missing",
+        ),
+        (["auto", "--model", "collections:Counter"], "expected a callable that returns an nn.Module, found Counter"),
         (
             ["auto", "--hf", "nowhere"],
             "--hf: expected a folder with config.json, or that file, found nothing at nowhere",
@@ -200,6 +215,13 @@ def test_a_model_of_hugging_face(capsys: pytest.CaptureFixture[str], tmp_path: P
 def test_what_the_command_cannot_plan(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 1
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["many", "1T,2T", "0", "1e999"])
+def test_a_number_of_tokens_is_one_number(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["auto", *SHAPE, f"--tokens={text}"])
+    assert "argument --tokens: expected a number of tokens such as 300B, 15T or 1e12" in capsys.readouterr().err
 
 
 # -- papers -----------------------------------------------------------------------------------------------------------

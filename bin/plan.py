@@ -4,7 +4,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from functools import partial
@@ -36,6 +36,7 @@ _STAGES = {
     2: "stage 2 (P_os+g)",
     3: "stage 3 (P_os+g+p)",
 }
+_FOLDER = "lowtide-nvme"  # in the working directory, as in the preset zero3_offload_nvme
 _MIXED = (2, 2, 12)  # bytes of a parameter, of its gradient, and of master weight and two moments
 _FULL = (4, 4, 8)  # the parameter is its own master weight
 
@@ -120,7 +121,22 @@ def _config(arguments: argparse.Namespace) -> Config:
     values = dict(read(arguments.config)[0])
     if arguments.global_batch is not None:
         values["train_batch_size"] = arguments.global_batch
-    return Config.load(values)
+    return Config.load(values if arguments.nvme is None else _with_folders(values))
+
+
+def _with_folders(values: Mapping[str, object]) -> dict[str, object]:
+    """The config with a folder for each kind of offload, since there are drives; where it names one, that stays."""
+    found = dict(values)
+    for section, kinds in (
+        ("zero_optimization", ("offload_optimizer", "offload_param")),
+        ("activation_checkpointing", ("offload",)),
+    ):
+        inner = found.get(section, {})
+        if isinstance(inner, Mapping):
+            known = {kind: inner.get(kind) or {} for kind in kinds}
+            more = {kind: {"nvme_path": _FOLDER, **one} for kind, one in known.items() if isinstance(one, Mapping)}
+            found[section] = {**inner, **more}
+    return found
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
@@ -291,7 +307,8 @@ def parser() -> Parser:
         help="ranks on processors, as fast as `lowtide env --measure` has written (default: where that writes)",
     )
     for name, what in (("gpu-memory", "bytes of a GPU (80GB)"), ("host-memory", "bytes of a node (2TB)"),
-                       ("nvme", "bytes of a node's drives (28TB)"), ("intra", "bytes/s between GPUs of a node (330GB)"),
+                       ("nvme", "bytes of a node's drives: something may lie there"),
+                       ("intra", "bytes/s between GPUs of a node (330GB)"),
                        ("inter", "bytes/s of a GPU to other nodes (45GB)"),
                        ("flops", "that matrices reach in 16 bits (450e12)")):  # fmt: skip
         machine.add_argument(f"--{name}", metavar="SIZE", type=_size, help=what)

@@ -64,7 +64,7 @@ def _planned(
         missing = ", ".join(f"{nbytes / 1e9:.3g} GB of {where} on each rank" for where, nbytes in made.missing.items())
         raise ValueError(
             f'"auto": nothing fits on {world.size} ranks; the smallest lacks {missing}. Take more devices, a smaller '
-            "train_batch_size, or give zero_optimization.offload_optimizer an nvme_path"
+            "train_batch_size, or name a folder on a drive: nvme_path of zero_optimization.offload_optimizer"
         )
     return dict(made.config), dict(made.reasons)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Any
@@ -93,15 +93,15 @@ class Choice:
 class Space:
     """Every choice that a config and a machine leave open.
 
-    held: attribute -> value that is not chosen. batch: samples of a step over all ranks; None: any. has_nvme: whether
-    there is a folder for files. max_stages: as many as the model has blocks. can_split: of a choice that has only
-    degrees, whether layers, sequences and experts are known to be split so; None: they are not split.
+    held: attribute -> value that is not chosen. batch: samples of a step over all ranks; None: any. in_files: those
+    of the offloads that have a folder. max_stages: as many as the model has blocks. can_split: of a choice that has
+    only degrees, whether layers, sequences and experts are known to be split so; None: they are not split.
     """
 
     machine: Machine
     batch: int | None
     max_stages: int
-    has_nvme: bool = False
+    in_files: Set[str] = frozenset()
     held: Mapping[str, Any] = field(default_factory=dict)
     can_split: Callable[[Choice], bool] | None = None
 
@@ -200,8 +200,6 @@ class Space:
     def _states(self, degrees: Choice, data: int) -> Iterator[tuple[int, int | None, int, str, str]]:
         """(stage, shard_size, partition, offload_optimizer, offload_param)."""
         pipeline = degrees.pipeline
-        homes: tuple[str, ...] = ("none", "cpu", "nvme") if self.has_nvme else ("none", "cpu")
-        homes = homes if self.machine.device == "cuda" else tuple(home for home in homes if home != "cpu")
         for stage in self._values("stage", (0, 1, 2, 3)):
             for shard_size in self._values("shard_size", _shard_sizes(stage, data)):
                 if data % (shard_size or data) or (shard_size == 1 and stage and data > 1 and "stage" not in self.held):
@@ -209,10 +207,15 @@ class Space:
                 if stage and (shard_size or data) % degrees.expert:
                     continue
                 for partition in self._values("partition", self._partitions(stage, shard_size or data, degrees)):
-                    for of_optimizer in self._values("offload_optimizer", homes):
-                        for of_param in self._values("offload_param", homes if stage == 3 else ("none",)):
+                    for of_optimizer in self._homes("offload_optimizer"):
+                        for of_param in self._homes("offload_param", may_be_away=stage == 3):
                             if of_param == "none" or (partition == 1 and pipeline == 1):
                                 yield stage, shard_size, partition, of_optimizer, of_param
+
+    def _homes(self, name: str, may_be_away: bool = True) -> Sequence[str]:
+        """Where it can be kept: in the memory of the model, in the host's where that is another, in files."""
+        away = [("cpu", self.machine.device == "cuda"), ("nvme", name in self.in_files)]
+        return self._values(name, ["none", *(home for home, is_there in away if is_there and may_be_away)])
 
     def _partitions(self, stage: int, group: int, degrees: Choice) -> Sequence[int]:
         """Parameters are gathered within the shard group, or by the data-parallel ranks of a host."""
@@ -221,9 +224,8 @@ class Space:
         return (1, host) if is_one else (1,)
 
     def _activations(self, pipeline: int) -> Iterator[tuple[int, str]]:
-        homes = ("none", "cpu") if pipeline == 1 and self.machine.device == "cuda" else ("none",)
         for every in self._values("every", (0, 1)):
-            for home in self._values("offload_activations", homes):
+            for home in self._homes("offload_activations", may_be_away=pipeline == 1):
                 if home == "none" or pipeline == 1:
                     yield every, home
 
@@ -265,6 +267,12 @@ def without_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any] | No
         elif value != default:
             kept[key] = value
     return kept
+
+
+def without_idle_folders(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A config file that names no folder for what does not go there."""
+    kept = {key: value for key, value in values.items() if key != "nvme_path" or values.get("device") == "nvme"}
+    return {key: without_idle_folders(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
 
 
 def _put(values: dict[str, Any], path: str, value: Any) -> None:

@@ -171,7 +171,7 @@ def plan_with(
         machine,
         config.train_batch_size,
         len(model_blocks.find_blocks(model)),
-        has_nvme=config.zero_optimization.offload_optimizer.nvme_path is not None,
+        in_files=_in_files(config),
         held=_held(held) if wants else {},
         can_split=planner.can_split,
     )
@@ -233,14 +233,28 @@ def _plan(
     )
 
 
+def _in_files(config: Config) -> set[str]:
+    """What can be offloaded to files, since a folder is named, and nothing else is in the way."""
+    zero, activations = config.zero_optimization, config.activation_checkpointing.offload
+    folders = {
+        "offload_optimizer": zero.offload_optimizer.nvme_path,
+        "offload_param": zero.offload_param.nvme_path if zero.offload_optimizer.overlap != "delayed" else None,
+        "offload_activations": activations.nvme_path,
+    }
+    return {name for name, folder in folders.items() if folder is not None}
+
+
 def _held(values: Mapping[str, Any]) -> dict[str, Any]:
     """What the space does not choose. A batch that nobody has given is not held at a value."""
     return {name: value for name, value in values.items() if value is not None or name not in ("rows", "accumulation")}
 
 
 def _smallest(planner: Planner, choices: Sequence[Choice]) -> Choice:
-    """Where nothing fits: the one that needs the least, as far as bounds tell."""
-    return min(choices, key=lambda choice: (planner.bound(choice).nbytes, planner.bound(choice).seconds))
+    """Where nothing fits: of what bounds say is the smallest of each way to offload, the one that lacks the least."""
+    bounds, smallest = {choice: planner.bound(choice) for choice in choices}, {}
+    for choice in sorted(choices, key=lambda one: (bounds[one].nbytes, bounds[one].seconds), reverse=True):
+        smallest[choice.offload_optimizer, choice.offload_param, choice.offload_activations] = choice
+    return min(smallest.values(), key=lambda one: sum(planner.estimate(one).missing(planner.machine).values()))
 
 
 def _reasons(

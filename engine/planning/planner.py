@@ -17,7 +17,7 @@ from ..config.config import Config
 from ..pipeline_plan import PipelinePlan, split_of
 from ..places import AlikePlaces
 from .bounds import Bounds
-from .choice import Choice, divisors, num_chunks, without_defaults
+from .choice import Choice, divisors, num_chunks, without_defaults, without_idle_folders
 from .estimate import Estimate, StepParts, Work
 from .islands import Meeting
 from .layered import LayeredParts
@@ -74,7 +74,7 @@ class Planner:
 
     def config(self, choice: Choice) -> dict[str, Any]:
         """A config file, with what is not the default."""
-        values = without_defaults(choice.applied(self._base, self._num_ranks))
+        values = without_defaults(without_idle_folders(choice.applied(self._base, self._num_ranks)))
         for key in self._assumed:
             values.pop(key)
         return values

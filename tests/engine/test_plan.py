@@ -29,7 +29,8 @@ SHAPE = ["--layers", "2", "--hidden", "64", "--heads", "4", "--vocab", "128", "-
 
 
 def of_tiny_gpt(config: Any, **more: Any) -> lowtide.Plan:
-    return lowtide.plan(models.tiny_gpt, config, world_size=2, sample_batch=models.token_batch(0, 2), **more)
+    values = {"world_size": 2, "sample_batch": models.token_batch(0, 2), **more}
+    return lowtide.plan(models.tiny_gpt, config, **values)
 
 
 def test_what_is_chosen_has_one_list_of_keys() -> None:
@@ -53,6 +54,26 @@ def test_what_does_not_fit_says_what_is_missing() -> None:
     plan = of_tiny_gpt({"train_batch_size": 2, "optimizer": ADAMW}, device_memory=3e9 + 1000)
     assert not plan.fits and plan.missing == {"device memory": plan.peak_bytes - 3_000_001_000}
     assert not plan.alternatives and plan.beyond and all(one.missing for one in plan.beyond)
+
+
+@pytest.mark.parametrize(
+    ("folders", "found"),
+    [
+        ((), {"stage": 3}),  # which lacks less than what needs the host's memory
+        (("offload_optimizer",), {"stage": 3}),
+        (
+            ("offload_optimizer", "offload_param"),
+            {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "files"}},
+        ),
+    ],
+)
+def test_what_has_a_folder_may_lie_on_a_drive(folders: tuple[str, ...], found: dict[str, Any]) -> None:
+    """On a host without memory, and a device for all but the parameters."""
+    zero = {"stage": "auto", "offload_optimizer": {"device": "auto"}, "offload_param": {"device": "auto"}}
+    zero |= {name: {"device": "auto", "nvme_path": "files"} for name in folders}
+    config = {"train_batch_size": 2, "optimizer": ADAMW, "zero_optimization": zero}
+    plan = of_tiny_gpt(config, world_size=1, device_memory=3e9 + 550_000, machine=Machine(host_bytes=1e4))
+    assert plan.config["zero_optimization"] == found and plan.fits == ("offload_param" in folders)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +193,17 @@ def test_the_command_shows_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: 
         'offload_optimizer.device = "none": in the fastest of',
     ):
         assert part in said, part
+
+
+def test_drives_have_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    best = tmp_path / "best.json"
+    small = ["--layers", "8", "--hidden", "1024", "--gpus", "1", "--gpu-memory", "3.9GB", "--host-memory", "600MB"]
+    small += ["--global-batch", "1"]
+    assert main(["auto", *SHAPE, *small, "--write", str(best)]) == 1
+    assert "does not fit" in capsys.readouterr().out and "nvme_path" not in best.read_text()
+    assert main(["auto", *SHAPE, *small, "--write", str(best), "--nvme", "10GB"]) == 0
+    zero = json.loads(best.read_text())["zero_optimization"]
+    assert zero["offload_optimizer"] == {"device": "nvme", "nvme_path": "lowtide-nvme"}
 
 
 def test_a_model_of_the_callers_own(capsys: pytest.CaptureFixture[str]) -> None:

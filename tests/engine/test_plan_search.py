@@ -3,6 +3,8 @@
 import gc
 import itertools
 import random
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -50,10 +52,10 @@ def test_a_search_equals_looking_at_everything(seed: int) -> None:
     assert numbers(found) == numbers(search_all(items, bounds.__getitem__, evaluate, count=5))
 
 
-def planner_with(host_bytes: float) -> Planner:
+def planner_with(host_bytes: float, base: Mapping[str, Any] = ADAMW) -> Planner:
     shape = Shape(layers=4, hidden=256, heads=4, vocabulary=512, sequence=64)
     machine = Machine(num_hosts=2, devices_per_host=4, device_bytes=40e6, reserved_bytes=0, host_bytes=host_bytes)
-    return Planner(build(shape), ADAMW, machine, runs_of(shape), batch(shape), least_tokens=16)
+    return Planner(build(shape), base, machine, runs_of(shape), batch(shape), least_tokens=16)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,7 @@ def planner() -> Planner:
 
 
 def choices(planner: Planner) -> list[Choice]:
-    return list(Space(planner.machine, 32, planner.num_blocks, has_nvme=False, can_split=planner.can_split))
+    return list(Space(planner.machine, 32, planner.num_blocks, can_split=planner.can_split))
 
 
 def test_degrees_that_do_not_divide_are_not_offered(planner: Planner) -> None:
@@ -100,6 +102,16 @@ def test_bounds_are_below_what_is_estimated(planner: Planner) -> None:
     some += random.Random(0).sample([one for one in choices(planner) if one.sequence > 1], 40)
     for choice in some:
         bound, value = planner.bound(choice), planner.found(choice, 0)
+        assert bound.seconds <= value.seconds and bound.nbytes <= value.nbytes and bound.fits >= value.fits, choice
+
+
+def test_bounds_of_what_lies_in_files_are_below_too() -> None:
+    folder = {"nvme_path": "files"}
+    zero = {"offload_optimizer": folder, "offload_param": folder}
+    made = planner_with(2e12, {**ADAMW, "zero_optimization": zero, "activation_checkpointing": {"offload": folder}})
+    every = Space(made.machine, 32, 4, {"offload_optimizer", "offload_param", "offload_activations"})
+    for choice in random.Random(0).sample([one for one in every if "nvme" in vars(one).values()], 60):
+        bound, value = made.bound(choice), made.found(choice, 0)
         assert bound.seconds <= value.seconds and bound.nbytes <= value.nbytes and bound.fits >= value.fits, choice
 
 

@@ -94,7 +94,9 @@ class Wire:
         return self._note("all-reduce", tensor, 2)
 
     def _note(self, name: str, whole: Tensor, times: int) -> Wire:
-        self.names.append(f"{name} {whole.numel()} {whole.dtype}")
+        # Counters are packed into words of 64 bits, by as many bits as the number of ranks has.
+        is_packed = whole.dtype == torch.int64
+        self.names.append(name if is_packed else f"{name} {whole.numel()} {whole.dtype}")
         self.sent_bytes += times * whole.nbytes // self._ranks * (self._ranks - 1)
         return self
 

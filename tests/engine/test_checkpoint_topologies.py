@@ -13,7 +13,7 @@ from tests.ranks import RankPool
 from tests.zero.training import Case
 
 WORLD_SIZES = (1, 2, 4)
-STAGES = (0, 1, 2, 3)
+STAGES = (0, 1, 3)  # shards of stage 2 lie as those of stage 1
 CASE = Case(short_gpt, token_batch, clip=0.5)
 CASES = [CASE.at(stage) for stage in STAGES]
 TOPOLOGIES = pairs(WORLD_SIZES, STAGES, WORLD_SIZES, STAGES)  # ranks and stage that save, ranks and stage that load
@@ -39,7 +39,7 @@ def test_every_checkpoint_loads_at_every_topology(
     ranks: RankPool, folder: Path, saved: dict[str, Continuation], world_size: int
 ) -> None:
     """Every number of ranks meets every other and each stage, before and after, and every stage every other."""
-    cases = [(f"{w}-{stage}", CASES[other]) for w, stage, loads, other in TOPOLOGIES if loads == world_size]
+    cases = [(f"{w}-{stage}", CASE.at(other)) for w, stage, loads, other in TOPOLOGIES if loads == world_size]
     outcomes = ranks(world_size, load_all, cases, folder, world_size, timeout=240)[0]
     for (tag, case), outcome in zip(cases, outcomes, strict=True):
         before, where = saved[tag], f"saved at {tag}, loaded at {world_size}-{case.stage}"

@@ -12,7 +12,7 @@ import pytest
 
 from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.engine.preemption import Preemption
-from tests.engine.saving import engine_for, load_and_go_on, run_steps
+from tests.engine.saving import STEPS_AFTER, engine_for, load_and_go_on, run_steps
 from tests.launch.jobs import Job
 from tests.models import mlp, vector_batch
 from tests.zero.training import Case
@@ -51,7 +51,7 @@ def assert_goes_on(folder: Path) -> None:
     step = target.open().manifest.step
     assert 3 <= step < 2000 and target.tags() == [f"global_step{step}"] and target.unfinished() == []
     whole = engine_for(CASE, 1)
-    expected = run_steps(whole, CASE, 0, step + 3).losses
+    expected = run_steps(whole, CASE, 0, step + STEPS_AFTER).losses
     whole.close()
     assert load_and_go_on(CASE, folder, 1, f"global_step{step}", step).losses == pytest.approx(
         expected[step:], rel=1e-3

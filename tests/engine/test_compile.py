@@ -12,11 +12,12 @@ from torch._dynamo.utils import counters
 
 import lowtide
 from tests import models
+from tests.grids import pairs
 from tests.ranks import RankPool
 from tests.zero.training import Case, share_of
 
 LAYERS = 3
-CASE = Case(models.tiny_gpt_float64, models.token_batch, steps=4)
+CASE = Case(models.tiny_gpt_float64, models.token_batch, steps=2)
 KINDS = ["block", "embedding", "norm", "head"]
 CHECKPOINTED = {"activation_checkpointing": {"every": 2}}
 
@@ -103,7 +104,9 @@ def check(case: Case, found: Any, how: str, plain: Any) -> None:
     assert [runs for _, runs in counts] == [(calls + recomputed) * (n + 1) for n in range(case.steps)], how
 
 
-@pytest.mark.parametrize(("stage", "route", "hows"), [(0, "shared_memory", HOW[1::2]), (3, "sockets", HOW)])
+@pytest.mark.parametrize(
+    ("stage", "route", "hows"), [(0, "shared_memory", HOW[1:4:2]), (3, "sockets", HOW[::2] + HOW[5:])]
+)
 def test_compiled_training_is_the_same(ranks: RankPool, stage: int, route: str, hows: list[str]) -> None:
     case = CASE.at(stage, config={"communication": {"route": route}, **CHECKPOINTED})
     ((plain, *found),) = ranks(2, train_in_each_way, [case], hows)[0]
@@ -130,26 +133,26 @@ def vectors(step: int, rows: int) -> tuple[Tensor]:
     return (torch.randn(rows, 9, generator=torch.Generator().manual_seed(step), dtype=torch.float64),)
 
 
-SMALL = Case(steps_of_nine, vectors)
+SMALL = Case(steps_of_nine, vectors, steps=2)
 OTHERS: list[dict[str, Any]] = [
     {"communication": {"route": "sockets"}, "gradient_accumulation_steps": 1},
     {"zero_optimization": {"update_in_backward": True}},
     {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
     {"activation_checkpointing": {"every": 2, "offload": {"device": "cpu", "min_bytes": 1}}},
     {"communication": {"route": "native"}},
+    {"zero_optimization": {"offload_param": {"device": "cpu"}}},
 ]
 
 
-@pytest.mark.parametrize(("stage", "others"), [(0, OTHERS[::3]), (1, OTHERS[1::3]), (2, OTHERS[2::3]), (3, OTHERS)])
-def test_it_goes_with_whatever_else_the_config_says(ranks: RankPool, stage: int, others: list[dict[str, Any]]) -> None:
-    cases = [SMALL.at(stage, config=config) for config in others]
-    if stage == 3:
-        cases.append(SMALL.at(3, config={"zero_optimization": {"offload_param": {"device": "cpu"}}}))
-    results = ranks(2, train_in_each_way, cases, ["model wrapped", "blocks after"])[0]
-    for case, (plain, *found) in zip(cases, results, strict=True):
-        for one in found:
-            assert one[0] == plain[0] and list(one[2]) == list(plain[2]), case
-            assert [graphs for graphs, _ in one[1]] == [2] * case.steps, case  # the first block's input has no gradient
+@pytest.mark.parametrize("how", ["model wrapped", "blocks after"])
+def test_it_goes_with_whatever_else_the_config_says(ranks: RankPool, how: str) -> None:
+    """Each of them at stage 3 in one of the ways, and three at other stages in the other one."""
+    turn = int(how == "blocks after")
+    cases = [SMALL.at(3, config=config) for config in OTHERS[turn::2]]
+    cases += [SMALL.at(stage, config=OTHERS[stage]) for stage in range(3) if stage % 2 != turn]
+    for case, (plain, found) in zip(cases, ranks(2, train_in_each_way, cases, [how])[0], strict=True):
+        assert found[0] == plain[0] and list(found[2]) == list(plain[2]), case
+        assert [graphs for graphs, _ in found[1]] == [2] * case.steps, case  # the first block's input has no gradient
 
 
 def train_with(backend: str, stage: int) -> list[Any]:
@@ -213,24 +216,20 @@ def compiled_blocks() -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("is_built_by_engine", [False, True])
 @pytest.mark.parametrize(
-    ("build", "plain", "batch", "graphs"),
-    [
-        (compiled_picture, Picture, pictures, 1),
-        (wrapping_a_compiled_model, Wrapping, vectors, 2),
-        (compiled_blocks, steps_of_nine, vectors, 2),
-    ],
+    ("shape", "is_built_by_engine", "stage"),
+    pairs(
+        [
+            (compiled_picture, Picture, pictures, 1),
+            (wrapping_a_compiled_model, Wrapping, vectors, 2),
+            (compiled_blocks, steps_of_nine, vectors, 2),
+        ],
+        [False, True],
+        [0, 3],
+    ),
 )
-def test_models_of_every_shape(
-    build: Callable[[], Any],
-    plain: Callable[[], nn.Module],
-    batch: Any,
-    graphs: int,
-    is_built_by_engine: bool,
-    stage: int,
-) -> None:
+def test_models_of_every_shape(shape: tuple[Any, Any, Any, int], is_built_by_engine: bool, stage: int) -> None:
+    build, plain, batch, graphs = shape
     torch._dynamo.reset()
     counters.clear()
     found = []
@@ -238,7 +237,7 @@ def test_models_of_every_shape(
         torch.manual_seed(0)
         case = Case(make, batch, stage)
         engine = lowtide.initialize(make if is_built_by_engine else make(), case.as_config())
-        losses = [engine.train_step(case.global_batch(step, 1)).loss.item() for step in range(3)]
+        losses = [engine.train_step(case.global_batch(step, 1)).loss.item() for step in range(2)]
         found.append((losses, list(engine.state_dict())))
         engine.close()
     assert found[0] == found[1]
@@ -292,26 +291,27 @@ def assign_module(engine: lowtide.Engine) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
-@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
-    ("mistake", "kind", "text"),
+    ("mistake", "stage", "kind", "text"),
     [
-        (wrap_engine_s_module, RuntimeError, "torch.compile of a Chain that an engine trains: expected its compile"),
-        (wrap_engine, RuntimeError, "torch.compile of an engine: expected its compile(...), found a wrapper"),
+        (wrap_engine_s_module, 0, RuntimeError, "torch.compile of a Chain that an engine trains: expected its compile"),
+        (wrap_engine, 3, RuntimeError, "torch.compile of an engine: expected its compile(...), found a wrapper"),
         (
             wrap_a_block,
+            3,
             RuntimeError,
             "torch.compile of a Step that an engine trains: expected its compile(...), found a",
         ),
         (
             assign_module,
+            0,
             AttributeError,
             "engine.module: expected the model that was given to lowtide.initialize, found",
         ),
     ],
 )
 def test_what_would_trace_hooks_is_refused(
-    mistake: Callable[[lowtide.Engine], None], kind: type[Exception], text: str, stage: int
+    mistake: Callable[[lowtide.Engine], None], stage: int, kind: type[Exception], text: str
 ) -> None:
     torch._dynamo.reset()
     engine = lowtide.initialize(steps_of_nine(), SMALL.at(stage).as_config())
@@ -336,7 +336,7 @@ def train_pipeline_in_each_way(stage: int) -> list[Any]:
         engine = lowtide.initialize(model, case.as_config())
         compile_after(how, engine.module, {"backend": backend})
         losses, graphs = [], []
-        for step in range(3):
+        for step in range(case.steps):
             losses.append(engine.train_step(case.global_batch(step, 1)).loss.item())
             graphs.append(backend.graphs)
         found.append((losses, list(engine.state_dict()), len(set(graphs)), backend.runs))
@@ -346,5 +346,5 @@ def train_pipeline_in_each_way(stage: int) -> list[Any]:
 
 def test_blocks_of_a_pipeline_are_compiled(ranks: RankPool) -> None:
     for plain, *compiled in ranks(2, train_pipeline_in_each_way, 1):
-        # Two blocks a rank, four microbatches, three steps.
-        assert compiled == [(plain[0], plain[1], 1, 2 * 4 * 3)] * 3
+        # Two blocks a rank, four microbatches, two steps.
+        assert compiled == [(plain[0], plain[1], 1, 2 * 4 * 2)] * 3

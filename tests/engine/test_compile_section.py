@@ -17,7 +17,7 @@ from tests.engine.test_compile import SMALL
 from tests.ranks import RankPool
 from tests.zero.training import Case, share_of
 
-CASE = Case(models.tiny_gpt_float64, models.token_batch, steps=4)
+CASE = Case(models.tiny_gpt_float64, models.token_batch, steps=2)
 SOCKETS = {"communication": {"route": "sockets"}}
 COMPILED: dict[str, Any] = {"compile": {"blocks": True, "backend": "eager"}}
 OTHERS: list[dict[str, Any]] = [
@@ -48,9 +48,9 @@ def train_both(cases: list[Case], backend: str = "eager") -> list[Any]:
     return [(train(case, None), train(case, backend)) for case in cases]
 
 
-@pytest.mark.parametrize(("stage", "beside"), [(0, OTHERS[:1]), (1, OTHERS[1:2]), (2, OTHERS[2:]), (3, OTHERS)])
-def test_blocks_are_one_graph_and_compute_the_same(ranks: RankPool, stage: int, beside: list[dict[str, Any]]) -> None:
-    cases = [CASE.at(stage, config=others, accumulation=2) for others in beside]
+def test_blocks_are_one_graph_and_compute_the_same(ranks: RankPool) -> None:
+    beside = [*enumerate(OTHERS), *((3, others) for others in OTHERS)]  # with the stage
+    cases = [CASE.at(stage, config=others, accumulation=2) for stage, others in beside]
     for (plain, _), (losses, counts) in ranks(2, train_both, cases)[0]:
         assert losses == pytest.approx(plain, abs=1e-6)
         assert counts == [counts[0]] * len(counts) and counts[0] == (1, 0)
@@ -66,7 +66,7 @@ def run_by_hand(stage: int) -> Any:
         losses, graphs = [], []
         torch.manual_seed(0)
         with lowtide.initialize(CASE.build(), CASE.at(stage).as_config() | section) as engine:
-            for step in range(4):
+            for step in range(CASE.steps):
                 ids, targets = share_of(CASE.global_batch(step, engine.world_size))
                 loss = engine.run(lambda ids, targets: 2 * engine.module(ids, targets), ids, targets)
                 engine.backward(loss)
@@ -80,7 +80,7 @@ def run_by_hand(stage: int) -> Any:
 def test_blocks_are_compiled_within_a_function_that_is_run(ranks: RankPool, stage: int) -> None:
     (plain, _), (losses, graphs) = ranks(2, run_by_hand, stage)[0]
     assert losses == pytest.approx(plain, abs=1e-6)
-    assert graphs == [(1, 0)] * 4
+    assert graphs == [(1, 0)] * CASE.steps
 
 
 def train_adapters(build: Any, stage: int, backend: str) -> tuple[list[float], list[float], int, list[int]]:
@@ -98,10 +98,9 @@ def train_adapters(build: Any, stage: int, backend: str) -> tuple[list[float], l
     return plain, losses, sum(counters["graph_break"].values()), graphs
 
 
-@pytest.mark.parametrize(("build", "world_size", "backend"), [(base, 1, "eager"), (lora, 2, "aot_eager")])
-def test_blocks_of_hugging_face_and_of_peft(ranks: RankPool, build: Any, world_size: int, backend: str) -> None:
+def test_blocks_of_hugging_face_with_adapters_of_peft(ranks: RankPool) -> None:
     pytest.importorskip("peft")
-    plain, losses, breaks, graphs = ranks(world_size, train_adapters, build, 3, backend)[0]
+    plain, losses, breaks, graphs = ranks(1, train_adapters, lora, 3, "aot_eager")[0]
     assert losses == pytest.approx(plain, abs=1e-6)
     assert breaks == 0
     assert graphs[1:] == [graphs[1]] * 2

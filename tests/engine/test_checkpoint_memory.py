@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -67,9 +66,8 @@ def measure(folder: Path, stage: int, asynchronous: bool) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_saving_and_loading_take_a_few_blocks_beside_the_shard(ranks: RankPool, tmp_path: Path, stage: int) -> None:
-    for found in ranks(2, measure, tmp_path, stage, False):
+def test_saving_and_loading_take_a_few_blocks_beside_the_shard(ranks: RankPool, tmp_path: Path) -> None:
+    for found in ranks(2, measure, tmp_path, 1, False):
         assert found["save"] < LIMIT_BYTES and found["load"] < LIMIT_BYTES, found
 
 

@@ -47,7 +47,6 @@ CHOICES: list[Any] = [
     partial(torch.optim.Rprop, lr=1e-3),
     partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
     partial(torch.optim.SGD, lr=1e-2, maximize=True),
-    partial(torch.optim.SGD, lr=1e-2, momentum=0.8, maximize=True),
     partial(torch.optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1, maximize=True),
     two_groups,
     groups_with_other_states,

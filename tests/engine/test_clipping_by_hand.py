@@ -13,7 +13,7 @@ from tests import models
 from tests.ranks import RankPool
 from tests.zero.training import Case, Outcome, share_of, train
 
-CASE = Case(models.tiny_gpt, models.token_batch, config={"zero_optimization": {}})
+CASE = Case(models.short_gpt, models.token_batch, config={"zero_optimization": {}})
 ON_CPU = {"device": "cpu"}
 MODES: dict[str, dict[str, Any]] = {
     "after the norm": {},

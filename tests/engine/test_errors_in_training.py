@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import lowtide
 from tests.ranks import RankPool
 
-ROUTES = ["shared_memory", "sockets"]
 FAULTS = ["forward", "backward", "loss", "end of the data", "NaN"]
 
 
@@ -45,7 +44,7 @@ def microbatches(step: int, fault: str) -> Iterator[tuple[Tensor, str]]:
 
 
 def train(stage: int, route: str, faults: list[str]) -> tuple[list[float], dict[str, Tensor], list[str]]:
-    """Losses and parameters of three steps; after each of them a failing one for each fault."""
+    """Losses and parameters of two steps; after each of them a failing one for each fault."""
     torch.manual_seed(0)
     config: dict[str, Any] = {
         "gradient_accumulation_steps": 2,
@@ -57,7 +56,7 @@ def train(stage: int, route: str, faults: list[str]) -> tuple[list[float], dict[
     }
     engine = lowtide.initialize(Net(), config)
     losses, errors = [], []
-    for step in range(3):
+    for step in range(2):
         losses.append(engine.train_step(microbatches(step, "")).loss.item())
         for fault in faults:
             try:
@@ -73,12 +72,11 @@ def train_with_and_without(route: str) -> list[tuple[Any, Any]]:
     return [(train(stage, route, []), train(stage, route, FAULTS)) for stage in range(4)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("route", "world_size"), [("auto", 1), ("shared_memory", 2), ("sockets", 2)])
 def test_a_failed_step_leaves_nothing_behind(ranks: RankPool, route: str, world_size: int) -> None:
     kinds = ["ArithmeticError", "ArithmeticError", "ValueError", "ValueError", "NonFiniteGradientError"]
     for found in ranks(world_size, train_with_and_without, route):
         for stage, ((losses, state, _), (losses_after, state_after, errors)) in enumerate(found):
-            assert errors == 3 * kinds, stage
+            assert errors == 2 * kinds, stage
             assert losses_after == losses, stage
             assert all(torch.equal(state[name], state_after[name]) for name in state), stage

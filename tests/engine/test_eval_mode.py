@@ -9,9 +9,9 @@ from torch import Tensor, nn
 import lowtide
 from tests import models
 from tests.ranks import RankPool
-from tests.zero.training import Case, share_of, train
+from tests.zero.training import Case, Outcome, share_of, train
 
-CASE = Case(models.tiny_gpt, models.token_batch, clip=0.3)
+CASE = Case(models.tiny_gpt, models.token_batch, clip=0.3, steps=2)
 
 
 class Dropped(models.Mlp):
@@ -34,16 +34,25 @@ def evaluate_between_steps(case: Case) -> tuple[list[float], list[float], dict[s
     return losses, evaluated, engine.state_dict()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_eval_step_gives_the_loss_and_changes_nothing(ranks: RankPool, world_size: int) -> None:
-    for stage in (0, 1, 2, 3):
-        for route in ("shared_memory", "sockets")[:world_size]:
-            case = CASE.at(stage, config={"communication": {"route": route}} if world_size > 1 else {})
-            expected = ranks(world_size, train, case)[0]
-            losses, evaluated, state = ranks(world_size, evaluate_between_steps, case)[0]
-            assert losses == expected.losses
-            assert evaluated == pytest.approx(losses, rel=1e-6)
-            assert all(torch.equal(state[name], value) for name, value in expected.state.items())
+def evaluate_and_not(cases: list[Case]) -> list[tuple[Outcome, tuple[list[float], list[float], dict[str, Tensor]]]]:
+    return [(train(case), evaluate_between_steps(case)) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "places"),
+    [
+        (1, [("auto", 0), ("auto", 3)]),
+        (2, [("sockets", 0), ("shared_memory", 1), ("sockets", 2), ("sockets", 3), ("shared_memory", 3)]),
+    ],
+)
+def test_eval_step_gives_the_loss_and_changes_nothing(
+    ranks: RankPool, world_size: int, places: list[tuple[str, int]]
+) -> None:
+    cases = [CASE.at(stage, config={"communication": {"route": route}}) for route, stage in places]
+    for expected, (losses, evaluated, state) in ranks(world_size, evaluate_and_not, cases)[0]:
+        assert losses == expected.losses
+        assert evaluated == pytest.approx(losses, rel=1e-6)
+        assert all(torch.equal(state[name], value) for name, value in expected.state.items())
 
 
 def test_eval_step_is_in_eval_mode_and_keeps_the_mode() -> None:

@@ -129,7 +129,7 @@ def train(name: str, stage: int, route: str, deferred: bool = False) -> Outcome:
     count_idle_experts(engine.module, outcome)
     torch.manual_seed(engine.rank)  # dropout
     generator = torch.Generator().manual_seed(100 + engine.rank)
-    for _ in range(3):
+    for _ in range(2):
         result = engine.train_step(batch_of(name, generator))
         outcome.losses.append(result.loss.item())
         outcome.norms.append(result.grad_norm.item())
@@ -180,13 +180,16 @@ def generate_at_stages(route: str) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_stage_3_equals_stage_0_bitwise(ranks: RankPool, route: str) -> None:
-    for results in ranks(2, train_all, list(MODELS), [0, 3], route):
+    """Models take turns in their routes; llama and mixtral have both."""
+    first = ROUTES.index(route)
+    names = ["llama", "mixtral", *[name for name in MODELS if name not in ("llama", "mixtral")][first::2]]
+    for results in ranks(2, train_all, names, [0, 3], route):
         for name, (plain, sharded) in results.items():
             assert sharded.differences(plain) == [], name
-            assert plain.losses[2] != plain.losses[0], name
+            assert plain.losses[1] != plain.losses[0], name
+            if "checkpointing" in name:
+                assert sharded.differences(results["llama"][0]) == [], name
         assert results["mixtral"][0].idle_experts > 0 and results["mixtral"][1].idle_experts > 0
-        for name in ("llama_with_checkpointing", "llama_with_reentrant_checkpointing"):
-            assert results[name][1].differences(results["llama"][0]) == [], name
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "bert", "t5", "vit"])

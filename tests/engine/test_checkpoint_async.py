@@ -2,7 +2,7 @@
 
 import errno
 import os
-import subprocess
+import signal
 import sys
 import threading
 import time
@@ -22,13 +22,13 @@ from lowtide.engine.archive import save_job
 from lowtide.engine.archive.save_job import SaveJob
 from lowtide.offload import SequentialFile
 from tests.engine.saving import engine_for, run_steps, saved_tensors
-from tests.launch.jobs import Job
-from tests.models import mlp, tiny_gpt, token_batch, vector_batch
-from tests.ranks import RankPool, environment, free_port
+from tests.engine.scripts import run_on_two_ranks
+from tests.models import mlp, short_gpt, token_batch, vector_batch
+from tests.ranks import RankPool
 from tests.zero.training import Case
 
 ASYNC = {"checkpoint": {"async": True}}
-GPT = Case(tiny_gpt, token_batch, 3, config=ASYNC)
+GPT = Case(short_gpt, token_batch, 3, config=ASYNC)
 SLOW_SECONDS = 1.0
 
 
@@ -55,18 +55,18 @@ class SlowDisk:
 
 
 def train_while_written(folder: Path, stage: int) -> bool:
-    """Saves one step twice, at once and in the background, and trains three steps before the disk does anything."""
+    """Saves one step twice, at once and in the background, and trains two steps before the disk does anything."""
     plain = engine_for(GPT.at(stage, config={"checkpoint": {}}), 2)
     run_steps(plain, GPT, 0, 2)
     plain.save_checkpoint(folder, "expected")
-    losses = run_steps(plain, GPT, 2, 3).losses
+    losses = run_steps(plain, GPT, 2, 2).losses
     plain.close()
     engine = engine_for(GPT.at(stage), 2)
     run_steps(engine, GPT, 0, 2)
     with SlowDisk() as disk:
         engine.save_checkpoint(folder, "a")
         assert disk.started.wait(30)
-        assert run_steps(engine, GPT, 2, 3).losses == losses
+        assert run_steps(engine, GPT, 2, 2).losses == losses
         is_early = not (folder / "a").exists() and CheckpointFolder(folder).latest() == "expected"
         disk.go_on.set()
         engine.close()
@@ -177,7 +177,6 @@ def test_a_failure_in_the_background_is_raised_on_every_rank(ranks: RankPool, tm
 
 
 SCRIPT = """
-import sys, time, torch, lowtide
 from lowtide.offload import SequentialFile
 from tests.models import mlp, vector_batch
 
@@ -199,17 +198,16 @@ if engine.rank == 0:
 """
 
 
-def test_a_script_that_ends_right_after_a_save_completes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    status, out, err = Job(tmp_path, SCRIPT, "--nproc", "2").finish(60)
-    assert status == 0, out + err
+def test_a_script_that_ends_right_after_a_save_completes_it(tmp_path: Path) -> None:
+    ends = run_on_two_ranks(SCRIPT, tmp_path)
+    assert [end.status for end in ends] == [0, 0], ends
     target = CheckpointFolder(tmp_path / "checkpoints")
     assert target.latest() == "global_step1" and target.unfinished() == []
     target.open().verify()
 
 
 LEFT_ALONE = """
-import os, signal, sys, time, torch, lowtide
+import signal
 from lowtide.checkpoint.writer import RankWriter
 from tests.models import mlp, vector_batch
 
@@ -231,25 +229,12 @@ except RuntimeError as error:
 
 
 def test_without_a_launcher_a_rank_whose_peer_has_died_leaves_at_once(tmp_path: Path) -> None:
-    port = free_port()
-    variables = {"PYTHONPATH": str(Path(__file__).parents[2]), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", LEFT_ALONE]
-    ranks = [
-        subprocess.Popen(
-            command,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,
-            env={**os.environ, **variables, **environment(rank, 2, port)},
-        )
-        for rank in range(2)
-    ]
-    ranks[1].communicate(timeout=90)
-    start = time.monotonic()
-    _, err = ranks[0].communicate(timeout=90)
-    assert time.monotonic() - start < 50, err  # for one that is alive elsewhere it would be 60
-    assert "CollectiveError saving checkpoint 'global_step1' to checkpoints: rank 0 in an exchange of objects" in err
-    assert "could not be completed: ranks [1] died before their parts were written" in err
+    left, died = run_on_two_ranks(LEFT_ALONE, tmp_path)
+    assert died.status == -signal.SIGKILL
+    assert left.seconds - died.seconds < 50, left.err  # for one that is alive elsewhere it would be 60
+    words = "CollectiveError saving checkpoint 'global_step1' to checkpoints: rank 0 in an exchange of objects"
+    assert words in left.err
+    assert "could not be completed: ranks [1] died before their parts were written" in left.err
     assert CheckpointFolder(tmp_path / "checkpoints").latest() is None
 
 

@@ -1,102 +1,96 @@
 """What lowtide itself does on the host: as much with 8 as with 1024 simulated ranks, and no more than it did."""
 
-import json
-import subprocess
+import gc
 import sys
-import textwrap
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+from unittest import mock
 
-# A block has 2^20 parameters, so that 8 and 1024 ranks divide it without padding, and the data is the same for both.
-# The fake backend's own collectives copy once for each rank, which is its time and not ours: here they do nothing.
-SCRIPT = """
-    import gc, json, sys
-    from unittest import mock
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+import lowtide
+from tests.ranks import RankPool
 
-    import lowtide
-
-    WIDTH, NUM_BLOCKS = 1024, 30
-
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
-
-        def forward(self, x):
-            return x @ self.weight
-
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
-
-        def forward(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return x.square().mean()
-
-
-    class Done:
-        def wait(self, *timeout):
-            return True
-
-
-    def nothing(*args, **kwargs):
-        return Done()
-
-
-    def costs(world_size):
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-        model, x = Net(), torch.ones(1, WIDTH)
-        config = {"optimizer": {"type": "sgd"}, "zero_optimization": {"stage": 3}, "steps_per_print": 0}
-        config["gradient_clipping"] = 1.0
-        counts = {}
-
-        def counted(name, work):
-            def count(frame, event, argument):
-                counts[name + ", calls"] += event == "call"
-                counts[name + ", lines"] += event == "line"  # each turn of a loop too
-                return count
-
-            counts[name + ", calls"] = counts[name + ", lines"] = 0
-            gc.collect()  # an engine has cycles: what ends with the one before is not counted, at whatever time it ends
-            gc.disable()
-            sys.settrace(count)
-            result = work()
-            sys.settrace(None)
-            gc.enable()
-            return result
-
-        engine = counted("initialize", lambda: lowtide.initialize(model, config))
-        engine.train_step((x,))
-        counted("step", lambda: engine.train_step((x,)))
-        assert engine.world_size == world_size
-        engine.close()
-        dist.destroy_process_group()
-        return counts
-
-
-    torch.set_num_threads(1)
-    names = ("lowtide.comm.native._all_gather", "lowtide.comm.native._reduce_scatter")
-    with mock.patch(names[0], nothing), mock.patch(names[1], nothing):
-        costs(8)
-        print(json.dumps([costs(world_size) for world_size in (8, 1024)]))
-"""
-
+WIDTH, NUM_BLOCKS = 1024, 30  # 2^20 parameters a block: 8 and 1024 ranks divide it without padding
 MAX_CALLS_IN_A_STEP = 7_080  # of Python: 30 blocks with a parameter each, on the CPU; Python 3.11 makes most
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Net(nn.Module):
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Done:
+    def wait(self, *timeout: Any) -> bool:
+        return True
+
+
+def nothing(*args: Any, **kwargs: Any) -> Done:
+    """The fake backend's own collectives copy once for each rank, which is its time and not ours."""
+    return Done()
+
+
+def costs(world_size: int, num_blocks: int = NUM_BLOCKS) -> dict[str, int]:
+    """Calls and lines of Python of `initialize` and of a step; the data is the same for any number of ranks."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    model, x = Net(num_blocks), torch.ones(1, WIDTH)
+    config: dict[str, Any] = {"optimizer": {"type": "sgd"}, "zero_optimization": {"stage": 3}, "steps_per_print": 0}
+    config["gradient_clipping"] = 1.0
+    counts: dict[str, int] = {}
+
+    def counted(name: str, work: Callable[[], Any]) -> Any:
+        def count(frame: Any, event: str, argument: Any) -> Any:
+            counts[name + ", calls"] += event == "call"
+            counts[name + ", lines"] += event == "line"  # each turn of a loop too
+            return count
+
+        counts[name + ", calls"] = counts[name + ", lines"] = 0
+        gc.collect()  # an engine has cycles: what ends with the one before is not counted, at whatever time it ends
+        gc.disable()
+        sys.settrace(count)
+        result = work()
+        sys.settrace(None)
+        gc.enable()
+        return result
+
+    engine = counted("initialize", lambda: lowtide.initialize(model, config))
+    engine.train_step((x,))
+    counted("step", lambda: engine.train_step((x,)))
+    assert engine.world_size == world_size
+    engine.close()
+    dist.destroy_process_group()
+    return counts
+
+
+def costs_of_few_and_many() -> list[dict[str, int]]:
+    names = ("lowtide.comm.native._all_gather", "lowtide.comm.native._reduce_scatter")
+    with mock.patch(names[0], nothing), mock.patch(names[1], nothing):
+        costs(8, 1)  # what is done once in a process
+        return [costs(world_size) for world_size in (8, 1024)]
+
+
 def test_8_and_1024_ranks_cost_the_same() -> None:
-    process = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert process.returncode == 0, process.stderr
-    small, large = json.loads(process.stdout)
+    with closing(RankPool()) as pool:  # of a process in which nothing has been before
+        small, large = pool(1, costs_of_few_and_many, process_group=False)[0]
     assert small.keys() == large.keys()
     for what, count in small.items():
         assert 0 < large[what] < 1.2 * count, (what, small, large)

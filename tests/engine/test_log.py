@@ -1,33 +1,37 @@
 """Steps and notes of the config are seen without any set-up of logging, once every `steps_per_print`."""
 
 import logging
-import subprocess
+import os
 import sys
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 import torch
 
+import lowtide
 from lowtide.comm import World
 from lowtide.engine.build import alone_note
 from lowtide.watch.log import configure, logger
-
-SCRIPT = """
-import torch, lowtide
-model = torch.nn.Linear(4, 4)
-config = {"optimizer": {"type": "sgd"}, "steps_per_print": 2, "zero_optimization": {"overlap_comm": True}}
-engine = lowtide.initialize(model, config, loss_fn=lambda output, batch: output.sum())
-other = lowtide.initialize(torch.nn.Linear(4, 4), config)
-for _ in range(5):
-    engine.train_step(torch.ones(2, 4))
-engine.close()
-"""
+from tests.ranks import RankPool, environment
 
 
-def test_steps_per_print_prints_steps_and_notes() -> None:
-    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    lines = run.stderr.splitlines()
+def train_without_a_launcher() -> None:
+    for name in environment(0, 1, 0):
+        del os.environ[name]
+    sys.argv = ["-c"]
+    config = {"optimizer": {"type": "sgd"}, "steps_per_print": 2, "zero_optimization": {"overlap_comm": True}}
+    engine = lowtide.initialize(torch.nn.Linear(4, 4), config, loss_fn=lambda output, batch: output.sum())
+    lowtide.initialize(torch.nn.Linear(4, 4), config)
+    for _ in range(5):
+        engine.train_step(torch.ones(2, 4))
+    engine.close()
+
+
+def test_steps_per_print_prints_steps_and_notes(capsys: pytest.CaptureFixture[str]) -> None:
+    with closing(RankPool()) as pool:  # of a process in which nothing has been logged yet
+        pool(1, train_without_a_launcher, process_group=False)
+    lines = [line.removeprefix("[rank 0] ") for line in capsys.readouterr().out.splitlines()]
     assert [line.split(",")[0] for line in lines if ": step " in line] == [
         line.split(",")[0] for line in lines if line.startswith(("lowtide: step 2:", "lowtide: step 4:"))
     ]

@@ -89,9 +89,11 @@ def assert_averages(found: Averaged, expected: Averaged, tolerance: float, what:
     assert found[1] == pytest.approx(expected[1], rel=10 * tolerance)
 
 
-@pytest.mark.parametrize(("world_size", "route"), [(1, "auto"), (2, "shared_memory"), (2, "sockets")])
-def test_averages_are_those_of_torch(ranks: RankPool, world_size: int, route: str) -> None:
-    cases = [CASE.at(stage, config={"communication": {"route": route}}) for stage in (0, 1, 2, 3)]
+@pytest.mark.parametrize(
+    ("world_size", "route", "stages"), [(1, "auto", (0, 3)), (2, "shared_memory", (1, 3)), (2, "sockets", (0, 2))]
+)
+def test_averages_are_those_of_torch(ranks: RankPool, world_size: int, route: str, stages: tuple[int, ...]) -> None:
+    cases = [CASE.at(stage, config={"communication": {"route": route}}) for stage in stages]
     expected = averaged_by_torch(CASE, world_size)
     for case, found in zip(cases, ranks(world_size, average_all, cases)[0], strict=True):
         assert_averages(found, expected, 1e-9, f"stage {case.stage}")
@@ -141,7 +143,8 @@ def test_they_are_the_same_wherever_weights_and_states_rest(ranks: RankPool, tmp
         {"offload_optimizer": {**file, "ratio": 0.5}},
         {"offload_optimizer": {**file, "overlap": "speculative"}},
     ]
-    case = Case(models.tiny_gpt, models.token_batch, clip=1.0, config=BF16 if precision == "bf16" else {})
+    offloads = offloads if precision == "bf16" else offloads[::2]
+    case = Case(models.short_gpt, models.token_batch, clip=1.0, config=BF16 if precision == "bf16" else {})
     cases = [case.at(3, config={"zero_optimization": offload}) for offload in offloads]
     plain, *others = ranks(2, average_all, cases)[0]
     for found in others:
@@ -230,7 +233,7 @@ def test_a_checkpoint_goes_on_elsewhere(
     ranks: RankPool, tmp_path: Path, saved: int, stage: int, world_size: int
 ) -> None:
     """Saved by two ranks at another stage, with as many rows a batch; while training goes on."""
-    case = Case(models.tiny_gpt, models.token_batch, config={"checkpoint": {"async": True}})
+    case = Case(models.short_gpt, models.token_batch, config={"checkpoint": {"async": True}})
     expected = ranks(2, save, case.at(saved), tmp_path, True)[0]
     other = case.at(stage, config={"train_micro_batch_size_per_gpu": 4 // world_size})
     other = Case(other.build, batch_of_four, other.stage, config=other.config)

@@ -44,7 +44,8 @@ def _double(model: Any, implementation: str = "eager") -> nn.Module:
 
 
 def mixtral(**more: Any) -> nn.Module:
-    return _double(OwnMixtralForCausalLM(MixtralConfig(**COMMON, num_key_value_heads=4, num_local_experts=4, **more)))
+    sizes = {**COMMON, "num_key_value_heads": 4, "num_local_experts": 4}
+    return _double(OwnMixtralForCausalLM(MixtralConfig(**{**sizes, **more})))
 
 
 def plain_mixtral() -> nn.Module:

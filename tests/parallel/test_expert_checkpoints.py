@@ -64,33 +64,23 @@ def load(parallel: Parallel, stage: int, folder: Path) -> tuple[State, Tensor, f
 
 
 BOTH = {"tensor": 2, "expert": 2}
-SAVED: list[tuple[int, Parallel, int]] = [(2, {"expert": 2}, 0), (4, {"expert": 2}, 3), (4, BOTH, 3)]
-LOADED: list[tuple[int, Parallel, int]] = [(1, {}, 1), (4, {"expert": 4}, 0), (4, {"tensor": 4}, 3), (2, {}, 3)]
+TRIPS: dict[str, list[tuple[int, Parallel, int]]] = {  # ranks, axes and stage: of what saves, then of those that load
+    "experts": [(2, {"expert": 2}, 0), (4, {"tensor": 4}, 3)],
+    "both": [(4, BOTH, 3), (1, {}, 1), (4, {"expert": 4}, 0)],
+    "whole": [(1, {}, 0), (4, BOTH, 3)],
+}
 
 
-@pytest.mark.parametrize(("num_ranks", "parallel", "stage"), SAVED)
-def test_what_one_degree_saves_another_loads(
-    ranks: RankPool, tmp_path: Path, num_ranks: int, parallel: Parallel, stage: int
-) -> None:
+@pytest.mark.parametrize("name", TRIPS)
+def test_what_one_degree_saves_another_loads(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    (num_ranks, parallel, stage), *others = TRIPS[name]
     state, moment, loss = ranks(num_ranks, save, parallel, stage, tmp_path)[0]
-    for world, degree, other in LOADED:
+    for world, degree, other in others:
         found, own_moment, own_loss, weights = ranks(world, load, degree, other, tmp_path)[0]
         for key, value in state.items():
             assert torch.equal(found[key], value) and torch.equal(weights[key], value), (key, world, degree)
         assert torch.equal(own_moment, moment)
         assert own_loss == pytest.approx(loss, rel=1e-6)
-
-
-def test_a_split_loads_what_was_whole(ranks: RankPool, tmp_path: Path) -> None:
-    state, moment, loss = ranks(1, save, {}, 0, tmp_path)[0]
-    found, own_moment, own_loss, _ = ranks(4, load, BOTH, 3, tmp_path)[0]
-    assert all(torch.equal(found[key], value) for key, value in state.items())
-    assert torch.equal(own_moment, moment) and own_loss == pytest.approx(loss, rel=1e-6)
-    model = moe.OwnMixtralForCausalLM.from_pretrained(tmp_path / "plain")
-    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
-
-
-def test_an_export_is_taken_by_from_pretrained(ranks: RankPool, tmp_path: Path) -> None:
-    state, _, _ = ranks(4, save, BOTH, 3, tmp_path)[0]
-    model = moe.OwnMixtralForCausalLM.from_pretrained(tmp_path / "plain")
-    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    if name == "both":
+        model = moe.OwnMixtralForCausalLM.from_pretrained(tmp_path / "plain")
+        assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())

@@ -15,7 +15,7 @@ from torch.nn import functional
 import lowtide
 from lowtide.parallel.experts import ExpertPlan
 from tests.ranks import RankPool
-from tests.zero.training import Case, Outcome, assert_close, train_all, train_plainly
+from tests.zero.training import Case, assert_close, train_all, train_plainly
 
 WIDTH, EXPERTS = 6, 4
 SGD: dict[str, Any] = {"type": "sgd", "params": {"lr": 0.1, "momentum": 0.9}}
@@ -114,63 +114,46 @@ def case_of(build: Callable[[], nn.Module]) -> Case:
     return Case(build, rows_of, clip=0.05, accumulation=2, steps=2, config={"optimizer": SGD})
 
 
-def split(case: Case, stage: int, route: str = "auto", **parallel: Any) -> Case:
-    return case.at(stage, config={"parallel": parallel, "communication": {"route": route}})
-
-
-def plainly(case: Case, num_ranks: int) -> Outcome:
-    return train_plainly(case, num_ranks, partial(torch.optim.SGD, lr=0.1, momentum=0.9), num_parts=2)
-
-
-@pytest.mark.parametrize("build", [skipping, calling, skipping_some, calling_some])
-def test_lists_train_as_in_one_process(ranks: RankPool, build: Callable[[], nn.Module]) -> None:
-    case = case_of(build)
-    expected = plainly(case, 2)
-    for outcome in ranks(2, train_all, [split(case, stage, expert=2) for stage in (0, 1, 2, 3)])[0]:
-        assert_close(outcome, expected, 1e-9, 1e-9)
-
-
-@pytest.mark.parametrize("build", [skipping, calling_some])
-def test_lists_over_four_places_and_over_two_with_shards(ranks: RankPool, build: Callable[[], nn.Module]) -> None:
-    case = case_of(build)
-    expected = plainly(case, 4)
-    cases = [split(case, stage, expert=degree) for degree, stage in ((4, 0), (4, 3), (2, 1), (2, 3))]
-    cases += [split(case, 3, route, expert=2) for route in ("sockets", "native")]
-    for outcome in ranks(4, train_all, cases)[0]:
-        assert_close(outcome, expected, 1e-9, 1e-9)
-
-
-BESIDE: dict[str, tuple[int, dict[str, Any]]] = {  # stage, config
-    "recomputation": (3, {"activation_checkpointing": {"every": 1}}),
-    "states on the host": (2, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
-    "pipeline": (1, {"parallel": {"expert": 2, "pipeline": 2}}),
-    "tensor": (
-        3,
-        {
-            "parallel": {"expert": 2, "tensor": 2},
-            "tensor_parallel": {"plan": {"experts.*.up": "column", "experts.*.down": "row"}},
-        },
-    ),
-    "parameters on the host": (3, {"zero_optimization": {"offload_param": {"device": "cpu"}}}),
+Row = tuple[Callable[[], nn.Module], int, int, dict[str, Any]]  # model, data-parallel ranks, stage, config
+HOST = {"device": "cpu"}
+COLUMNS = {"plan": {"experts.*.up": "column", "experts.*.down": "row"}}
+ROWS: dict[int, list[Row]] = {  # by number of ranks
+    2: [
+        (skipping, 2, 0, {}),
+        (calling, 2, 1, {}),
+        (skipping_some, 2, 2, {"zero_optimization": {"offload_optimizer": HOST}}),
+        (calling_some, 2, 3, {}),
+        (skipping_some, 2, 3, {"activation_checkpointing": {"every": 1}}),
+        (skipping_some, 2, 3, {"zero_optimization": {"offload_param": HOST}}),
+    ],
+    4: [
+        (calling_some, 4, 3, {"parallel": {"expert": 4}}),
+        (skipping, 4, 1, {"communication": {"route": "sockets"}}),
+        (calling_some, 4, 3, {"communication": {"route": "native"}}),
+        (skipping_some, 2, 1, {"parallel": {"expert": 2, "pipeline": 2}}),
+        (skipping_some, 2, 3, {"parallel": {"expert": 2, "tensor": 2}, "tensor_parallel": COLUMNS}),
+    ],
 }
 
 
-@pytest.mark.parametrize("name", BESIDE)
-def test_experts_in_lists_beside_what_else_there_is(ranks: RankPool, name: str) -> None:
-    stage, config = BESIDE[name]
-    case = case_of(skipping_some)
-    expected = plainly(case, 2)
-    num = 4 if "parallel" in config else 2
-    (found,) = ranks(num, train_all, [case.at(stage, config={"parallel": {"expert": 2}, **config})])[0]
-    assert_close(found, expected, 1e-9, 1e-9)
+@pytest.mark.parametrize("num_ranks", ROWS)
+def test_lists_train_as_in_one_process(ranks: RankPool, num_ranks: int) -> None:
+    cases = [
+        case_of(build).at(stage, config={"parallel": {"expert": 2}, **config})
+        for build, _, stage, config in ROWS[num_ranks]
+    ]
+    for (build, size, *row), outcome in zip(ROWS[num_ranks], ranks(num_ranks, train_all, cases)[0], strict=True):
+        optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        expected = train_plainly(case_of(build), size, optimizer, num_parts=2)
+        assert_close(outcome, expected, 1e-9, 1e-9, f"{build.__name__} {row}")
 
 
 def test_what_nobody_calls_stays_as_it_was(ranks: RankPool) -> None:
     """AdamW would change it by its decay, as it changes what is called with no rows."""
     case = replace(case_of(skipping_some), config={})
-    whole, *others = ranks(2, train_all, [case.at(1), *(split(case, stage, expert=2) for stage in (0, 3))])[0]
-    for outcome in others:
-        assert_close(outcome, whole, 1e-9, 1e-9)
+    split = case.at(3, config={"parallel": {"expert": 2}})
+    (whole, found), _ = ranks(2, train_all, [case.at(1), split])
+    assert_close(found, whole, 1e-9, 1e-9)
 
 
 def trained(parallel: dict[str, int], stage: int, folder: Path, loads: bool) -> tuple[dict[str, Tensor], float]:
@@ -190,7 +173,7 @@ def trained(parallel: dict[str, int], stage: int, folder: Path, loads: bool) -> 
 def test_checkpoints_know_no_split_of_lists(ranks: RankPool, tmp_path: Path) -> None:
     expected, loss = ranks(4, trained, {"expert": 2}, 1, tmp_path, False)[0]
     assert expected["layers.1.moe.experts.3.up.weight"].shape == (5, WIDTH)
-    for num, parallel, stage in ((1, {}, 0), (4, {"expert": 4}, 3), (2, {"expert": 2}, 0)):
+    for num, parallel, stage in ((1, {}, 0), (4, {"expert": 4}, 3)):
         found, next_loss = ranks(num, trained, parallel, stage, tmp_path, True)[0]
         assert all(torch.equal(found[key], value) for key, value in expected.items())
         assert next_loss == pytest.approx(loss, rel=1e-9)
@@ -244,21 +227,23 @@ FAILING: dict[type[Skipping], str] = {
 }
 
 
-def error_of(make: type[Skipping]) -> str:
+def errors() -> dict[type[Skipping], str]:
     config = {"train_batch_size": 4, "steps_per_print": 0, "optimizer": SGD, "parallel": {"expert": 2}}
-    engine = lowtide.initialize(Net(make).double(), config)
-    try:
-        engine.train_step(rows_of(0, 4)[0].chunk(2)[engine.data_rank])
-    except (ValueError, AttributeError, RuntimeError) as error:
-        return str(error)
-    finally:
+    found = {}
+    for make in FAILING:
+        engine = lowtide.initialize(Net(make).double(), config)
+        try:
+            engine.train_step(rows_of(0, 4)[0].chunk(2)[engine.data_rank])
+        except (ValueError, AttributeError, RuntimeError) as error:
+            found[make] = str(error)
         engine.close()
-    return "no error"
+    return found
 
 
-@pytest.mark.parametrize("make", FAILING)
-def test_blocks_that_cannot_be_run_twice_are_errors(ranks: RankPool, make: type[Skipping]) -> None:
-    assert any(re.search(FAILING[make], text) for text in ranks(2, error_of, make))
+def test_blocks_that_cannot_be_run_twice_are_errors(ranks: RankPool) -> None:
+    found = ranks(2, errors)
+    for make, text in FAILING.items():
+        assert any(re.search(text, of_rank.get(make, "")) for of_rank in found), make
 
 
 class Tied(Skipping):

@@ -1,7 +1,7 @@
 """Experts that ranks share train as whole ones do: losses, norms, and parameters in the end."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -38,48 +38,42 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_models_of_others_train_as_in_one_process(ranks: RankPool, name: str) -> None:
-    expected = plainly(CASES[name], 2)
-    stages = (0, 1, 2, 3) if name == "mixtral" else ((0, 3), (1, 2))[list(CASES).index(name) % 2]
-    for outcome in ranks(2, train_all, [split(CASES[name], stage, expert=2) for stage in stages])[0]:
-        assert_close(outcome, expected, TOLERANCE, TOLERANCE)
+@cache
+def expected_of(name: str, num_ranks: int) -> Outcome:
+    return plainly(CASES[name], num_ranks)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3", "deepseek"])
-def test_four_places_and_two_with_shards_train_as_one_process(ranks: RankPool, name: str) -> None:
-    expected = plainly(CASES[name], 4)
-    chosen = ((4, 3), (2, 1)) if name == "qwen3" else ((4, 0), (2, 3))
-    cases = [split(CASES[name], stage, expert=degree) for degree, stage in chosen]
-    for outcome in ranks(4, train_all, cases)[0]:
-        assert_close(outcome, expected, TOLERANCE, TOLERANCE)
-
-
-@pytest.mark.parametrize(("route", "stages"), [("sockets", (0, 3)), ("native", (1, 2))])
-def test_experts_and_shards_on_every_route(ranks: RankPool, route: str, stages: tuple[int, int]) -> None:
-    expected = plainly(MIXTRAL, 4)
-    for outcome in ranks(4, train_all, [split(MIXTRAL, stage, route, expert=2) for stage in stages])[0]:
-        assert_close(outcome, expected, TOLERANCE, TOLERANCE)
-
-
-BESIDE: dict[str, tuple[int, dict[str, Any]]] = {  # stage, config
-    "hybrid": (3, {"zero_optimization": {"shard_size": 2}}),
-    "hpz": (3, {"zero_optimization": {"zero_hpz_partition_size": 2}, "communication": {"route": "sockets"}}),
-    "recomputation": (3, {"activation_checkpointing": {"every": 1}}),
-    "states on the host": (2, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
-    "parameters on the host": (3, {"zero_optimization": {"offload_param": {"device": "cpu"}}}),
-    "pipeline": (1, {"parallel": {"expert": 2, "pipeline": 2}}),
-    "pipeline, gathered": (3, {"parallel": {"expert": 2, "pipeline": 2}}),
-    "tensor": (3, {"parallel": {"expert": 2, "tensor": 2}}),
+Row = tuple[str, int, int, dict[str, Any]]  # model, data-parallel ranks, stage, config
+HOST = {"device": "cpu"}
+ROWS: dict[int, list[Row]] = {  # by number of ranks
+    2: [
+        ("mixtral", 2, 0, {}),
+        ("qwen3", 2, 1, {}),
+        ("deepseek", 2, 2, {"zero_optimization": {"offload_optimizer": HOST}}),
+        ("gpt_oss", 2, 3, {}),
+        ("mixtral", 2, 3, {"activation_checkpointing": {"every": 1}}),
+        ("mixtral", 2, 3, {"zero_optimization": {"offload_param": HOST}}),
+    ],
+    4: [
+        ("qwen3", 4, 3, {"parallel": {"expert": 4}}),
+        ("deepseek", 4, 1, {"communication": {"route": "sockets"}}),
+        ("mixtral", 4, 2, {"communication": {"route": "native"}}),
+        ("mixtral", 4, 3, {"zero_optimization": {"shard_size": 2}}),
+        ("mixtral", 4, 3, {"zero_optimization": {"zero_hpz_partition_size": 2}, "communication": {"route": "sockets"}}),
+        ("mixtral", 2, 3, {"parallel": {"expert": 2, "pipeline": 2}}),
+    ],
 }
 
 
-@pytest.mark.parametrize("name", BESIDE)
-def test_experts_beside_what_else_there_is(ranks: RankPool, name: str) -> None:
-    stage, config = BESIDE[name]
-    expected = plainly(MIXTRAL, 2 if len(config.get("parallel", {})) > 1 else 4)
-    (found,) = ranks(4, train_all, [MIXTRAL.at(stage, config={"parallel": {"expert": 2}, **config})])[0]
-    assert_close(found, expected, TOLERANCE, TOLERANCE)
+def check(ranks: RankPool, num_ranks: int, rows: list[Row]) -> None:
+    cases = [CASES[name].at(stage, config=config) for name, _, stage, config in rows]
+    for row, outcome in zip(rows, ranks(num_ranks, train_all, cases)[0], strict=True):
+        assert_close(outcome, expected_of(row[0], row[1]), TOLERANCE, TOLERANCE, str(row))
+
+
+@pytest.mark.parametrize("num_ranks", ROWS)
+def test_models_of_others_train_as_in_one_process(ranks: RankPool, num_ranks: int) -> None:
+    check(ranks, num_ranks, [(*row[:3], {"parallel": {"expert": 2}, **row[3]}) for row in ROWS[num_ranks]])
 
 
 def grouped_mixtral() -> nn.Module:
@@ -94,22 +88,27 @@ def single_mixtral() -> nn.Module:
     return moe.mixtral_of("eager")
 
 
-@pytest.mark.parametrize("build", [grouped_mixtral, batched_mixtral, moe.mixtral_with_balance])
-def test_a_split_changes_nothing_of_data_parallel_training(ranks: RankPool, build: Callable[[], nn.Module]) -> None:
-    case = case_of(build)
-    whole, *others = ranks(2, train_all, [split(case, 1), *(split(case, stage, expert=2) for stage in (0, 3))])[0]
-    for outcome in others:
-        assert outcome.losses == pytest.approx(whole.losses, rel=TOLERANCE)
-        assert outcome.norms == pytest.approx(whole.norms, rel=TOLERANCE)
+def test_a_split_changes_nothing_of_data_parallel_training(ranks: RankPool) -> None:
+    builds = {grouped_mixtral: 3, batched_mixtral: 0, moe.mixtral_with_balance: 3}
+    cases = [
+        one for build, at in builds.items() for one in (split(case_of(build), 1), split(case_of(build), at, expert=2))
+    ]
+    outcomes = ranks(2, train_all, cases)[0]
+    for whole, found in zip(outcomes[::2], outcomes[1::2], strict=True):
+        assert found.losses == pytest.approx(whole.losses, rel=TOLERANCE)
+        assert found.norms == pytest.approx(whole.norms, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_half_precision_trains_as_whole_experts_do(ranks: RankPool, dtype: str) -> None:
-    case = case_of(single_mixtral).at(3, clip=0.0, config={dtype: {"enabled": True}})
-    whole, found = ranks(2, train_all, [case, case.at(3, config={"parallel": {"expert": 2}})])[0]
-    assert found.losses == pytest.approx(whole.losses, rel=3e-3)
-    assert found.norms == pytest.approx(whole.norms, rel=3e-2)
-    assert found.scales == whole.scales
+def test_half_precision_trains_as_whole_experts_do(ranks: RankPool) -> None:
+    cases = []
+    for dtype in ("bf16", "fp16"):
+        case = case_of(single_mixtral).at(3, clip=0.0, config={dtype: {"enabled": True}})
+        cases += [case, case.at(3, config={"parallel": {"expert": 2}})]
+    outcomes = ranks(2, train_all, cases)[0]
+    for whole, found in zip(outcomes[::2], outcomes[1::2], strict=True):
+        assert found.losses == pytest.approx(whole.losses, rel=3e-3)
+        assert found.norms == pytest.approx(whole.norms, rel=3e-2)
+        assert found.scales == whole.scales
 
 
 def of_sequences(parallel: dict[str, int]) -> tuple[list[float], list[float]]:

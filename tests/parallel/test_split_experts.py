@@ -17,77 +17,59 @@ from lowtide.parallel.plan import TensorPlan
 from tests.parallel import expert_models as moe
 from tests.parallel.test_expert_routing import Experts
 from tests.parallel.test_experts import (
-    CASES,
-    MIXTRAL,
     TOLERANCE,
+    Row,
     batched_mixtral,
     case_of,
+    check,
     grouped_mixtral,
     of_sequences,
-    plainly,
     split,
 )
 from tests.ranks import RankPool
-from tests.zero.training import ADAMW, assert_close, train_all
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_models_of_others_train_as_in_one_process(ranks: RankPool, name: str) -> None:
-    stages = (0, 1, 2, 3) if name == "mixtral" else ((0, 3), (1, 2))[list(CASES).index(name) % 2]
-    cases = [split(CASES[name], stage, tensor=2) for stage in stages]
-    expected = plainly(CASES[name], 1)
-    for outcome in ranks(2, train_all, cases)[0]:
-        assert_close(outcome, expected, TOLERANCE, TOLERANCE)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_four_places_and_two_of_other_experts_train_as_one_process(ranks: RankPool, name: str) -> None:
-    stages = (1, 3) if list(CASES).index(name) % 2 else (3, 1)
-    cases = [
-        (1, split(CASES[name], stages[0], tensor=4)),
-        (2, split(CASES[name], stages[1], tensor=2, expert=2)),
-        (2, split(CASES[name], 3, tensor=2)),
-    ]
-    found = ranks(4, train_all, [case for _, case in cases])[0]
-    expected = {num_ranks: plainly(CASES[name], num_ranks) for num_ranks in (1, 2)}
-    for (num_ranks, _), outcome in zip(cases, found, strict=True):
-        assert_close(outcome, expected[num_ranks], TOLERANCE, TOLERANCE)
-
-
-PARTS: dict[str, Any] = {"tensor": 2, "tensor_sequence": True}
-
-
-@pytest.mark.parametrize("name", ["mixtral", "qwen3", "gpt_oss"])
-def test_experts_beside_parts_of_the_tokens(ranks: RankPool, name: str) -> None:
-    cases = [split(CASES[name], 1, **PARTS), split(CASES[name], 3, **PARTS, expert=2)]
-    found = [ranks(num_ranks, train_all, [case])[0][0] for num_ranks, case in zip((2, 4), cases, strict=True)]
-    for num_ranks, outcome in zip((1, 2), found, strict=True):
-        assert_close(outcome, plainly(CASES[name], num_ranks), TOLERANCE, TOLERANCE)
-
+from tests.zero.training import ADAMW, train_all
 
 BOTH = {"tensor": 2, "expert": 2}
-BESIDE: dict[str, tuple[int, int, dict[str, Any]]] = {  # data-parallel ranks of four, stage, config
-    "pipeline": (1, 1, {"parallel": {"tensor": 2, "pipeline": 2}}),
-    "recomputation": (2, 1, {"parallel": BOTH, "activation_checkpointing": {"every": 1}}),
-    "tiles": (2, 3, {"parallel": {"tensor": 2}, "tiles": {"mlp": 4, "modules": ["model.layers.*.mlp"]}}),
-    "offload": (2, 3, {"parallel": BOTH, "zero_optimization": {"offload_param": {"device": "cpu"}}}),
-    "sockets": (2, 3, {"parallel": BOTH, "communication": {"route": "sockets"}}),
-    "native": (2, 2, {"parallel": BOTH, "communication": {"route": "native"}}),
+PARTS: dict[str, Any] = {"tensor": 2, "tensor_sequence": True}
+ROWS: dict[int, list[Row]] = {  # by number of ranks
+    2: [
+        ("mixtral", 1, 0, {"parallel": {"tensor": 2}}),
+        ("qwen3", 1, 1, {"parallel": PARTS}),
+        ("deepseek", 1, 2, {"parallel": {"tensor": 2}}),
+        ("gpt_oss", 1, 3, {"parallel": {"tensor": 2}}),
+        ("mixtral", 1, 3, {"parallel": {"tensor": 2}, "tiles": {"mlp": 4, "modules": ["model.layers.*.mlp"]}}),
+    ],
+    4: [
+        ("gpt_oss", 1, 1, {"parallel": {"tensor": 4}}),
+        ("gpt_oss", 2, 3, {"parallel": {**PARTS, "expert": 2}}),
+        ("qwen3", 2, 3, {"parallel": {"tensor": 2}}),
+        ("mixtral", 1, 1, {"parallel": {"tensor": 2, "pipeline": 2}}),
+        (
+            *("mixtral", 2, 2),
+            {"parallel": BOTH, "communication": {"route": "native"}, "activation_checkpointing": {"every": 1}},
+        ),
+        (
+            *("mixtral", 2, 3),
+            {
+                "parallel": BOTH,
+                "communication": {"route": "sockets"},
+                "zero_optimization": {"offload_param": {"device": "cpu"}},
+            },
+        ),
+    ],
 }
 
 
-@pytest.mark.parametrize("name", BESIDE)
-def test_experts_beside_what_else_there_is(ranks: RankPool, name: str) -> None:
-    num_ranks, stage, config = BESIDE[name]
-    (found,) = ranks(4, train_all, [MIXTRAL.at(stage, config=config)])[0]
-    assert_close(found, plainly(MIXTRAL, num_ranks), TOLERANCE, TOLERANCE)
+@pytest.mark.parametrize("num_ranks", ROWS)
+def test_models_of_others_train_as_in_one_process(ranks: RankPool, num_ranks: int) -> None:
+    check(ranks, num_ranks, ROWS[num_ranks])
 
 
-@pytest.mark.parametrize("build", [grouped_mixtral, batched_mixtral, moe.grouped_gpt_oss])
-def test_each_implementation_trains_as_whole_experts_do(ranks: RankPool, build: Callable[[], nn.Module]) -> None:
-    case = case_of(build)
-    (whole,) = ranks(1, train_all, [case.at(1)])[0]
-    for found in ranks(2, train_all, [split(case, stage, tensor=2) for stage in (0, 3)])[0]:
+def test_each_implementation_trains_as_whole_experts_do(ranks: RankPool) -> None:
+    builds = {grouped_mixtral: 0, batched_mixtral: 3, moe.grouped_gpt_oss: 0}
+    alone = ranks(1, train_all, [case_of(build).at(1) for build in builds])[0]
+    shared = ranks(2, train_all, [split(case_of(build), stage, tensor=2) for build, stage in builds.items()])[0]
+    for whole, found in zip(alone, shared, strict=True):
         assert found.losses == pytest.approx(whole.losses, rel=TOLERANCE)
         assert found.norms == pytest.approx(whole.norms, rel=TOLERANCE)
 
@@ -98,15 +80,20 @@ def test_ranks_that_share_sequences_share_columns_of_experts_too(ranks: RankPool
     assert found[0] == pytest.approx(losses, rel=TOLERANCE) and found[1] == pytest.approx(norms, rel=TOLERANCE)
 
 
-def config_at(stage: int) -> dict[str, Any]:
-    sizes = {"train_micro_batch_size_per_gpu": 2, "steps_per_print": 0, "optimizer": ADAMW}
-    return {**sizes, "parallel": BOTH, "zero_optimization": {"stage": stage}, "communication": {"route": "sockets"}}
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "steps_per_print": 0,
+    "optimizer": ADAMW,
+    "parallel": BOTH,
+    "zero_optimization": {"stage": 3},
+    "communication": {"route": "sockets"},
+}
 
 
-def bytes_there_are(stage: int) -> tuple[int, int, int]:
+def bytes_there_are() -> tuple[int, int, int]:
     """Of parameters and of the optimizer, and elements of one layer's experts."""
     model: Any = moe.gpt_oss()
-    engine = lowtide.initialize(model, config_at(stage))
+    engine = lowtide.initialize(model, CONFIG)
     engine.train_step(tuple(rows.chunk(engine.data_size)[engine.data_rank] for rows in moe.tokens(0, 4)))
     memory, experts = engine.memory(), model.model.layers[0].mlp.experts
     with engine.gathered(*experts.parameters()):
@@ -115,12 +102,11 @@ def bytes_there_are(stage: int) -> tuple[int, int, int]:
     return memory.parameter_bytes, memory.optimizer_bytes, own
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_the_blueprint_says_the_bytes_of_both_splits(ranks: RankPool, stage: int) -> None:
-    blueprint = Blueprint.of(Config.load(config_at(stage)).resolve(4), moe.gpt_oss(), 4)
+def test_the_blueprint_says_the_bytes_of_both_splits(ranks: RankPool) -> None:
+    blueprint = Blueprint.of(Config.load(CONFIG).resolve(4), moe.gpt_oss(), 4)
     whole: Any = moe.gpt_oss()
     numel = sum(param.numel() for param in whole.model.layers[0].mlp.experts.parameters())
-    for rank, (parameters, optimizer, own) in enumerate(ranks(4, bytes_there_are, stage)):
+    for rank, (parameters, optimizer, own) in enumerate(ranks(4, bytes_there_are)):
         said = bytes_of(blueprint, rank, Moment.BETWEEN_STEPS)
         assert (parameters, optimizer) == (said.parameters, said.optimizer), rank
         assert own < 0.29 * numel  # 20 or 24 of 44 columns

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import LlamaConfig
 
 import lowtide
 from tests.parallel import models_of_others as others
@@ -49,20 +50,18 @@ def some_of_llama() -> nn.Module:
     return adapted(others.llama(), ["q_proj", "v_proj", "down_proj"])
 
 
-CASES = {build.__name__: case_of(build) for build in (llama, gpt2, bert, some_of_llama)}
+def of_shared_keys() -> nn.Module:
+    """One head of keys on two ranks: columns of its B, and parts of its gradient, are on both."""
+    return adapted(others.OwnLlamaForCausalLM(LlamaConfig(**others.COMMON, num_key_value_heads=1)).double(), LAYERS)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_adapters_train_as_in_one_process(ranks: RankPool, name: str) -> None:
-    expected = plainly(CASES[name], 1)
-    for outcome in ranks(2, train_all, [split(CASES[name], stage, tensor=2) for stage in (0, 3)])[0]:
-        assert_close(outcome, expected, TOLERANCE, TOLERANCE)
+STAGES = {llama: 0, gpt2: 3, bert: 0, some_of_llama: 3, of_shared_keys: 1}
 
 
-def test_keys_that_several_ranks_have(ranks: RankPool) -> None:
-    """Two heads of keys on four ranks: columns of their B, and parts of its gradient, are on two of them each."""
-    (outcome,) = ranks(4, train_all, [split(CASES["llama"], 1, tensor=4)])[0]
-    assert_close(outcome, plainly(CASES["llama"], 1), TOLERANCE, TOLERANCE)
+def test_adapters_train_as_in_one_process(ranks: RankPool) -> None:
+    cases = [split(case_of(build), stage, tensor=2) for build, stage in STAGES.items()]
+    for build, outcome in zip(STAGES, ranks(2, train_all, cases)[0], strict=True):
+        assert_close(outcome, plainly(case_of(build), 1), TOLERANCE, TOLERANCE, build.__name__)
 
 
 def config_of(**more: Any) -> dict[str, Any]:
@@ -70,17 +69,21 @@ def config_of(**more: Any) -> dict[str, Any]:
     return {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "parallel": {"tensor": 2}, **more}
 
 
-def with_dropout(every: int) -> list[float]:
-    config = config_of(activation_checkpointing={"every": every})
-    with lowtide.initialize(adapted(others.llama(), LAYERS, lora_dropout=0.4), config) as engine:
+def with_dropout() -> list[list[float]]:
+    """Losses without and with a recomputation."""
+    found = []
+    for every in (0, 1):
         torch.manual_seed(0)
-        return [engine.train_step(others.tokens(step, 2)).loss.item() for step in range(3)]
+        config = config_of(activation_checkpointing={"every": every})
+        with lowtide.initialize(adapted(others.llama(), LAYERS, lora_dropout=0.4), config) as engine:
+            found.append([engine.train_step(others.tokens(step, 2)).loss.item() for step in range(2)])
+    return found
 
 
 def test_dropout_of_what_all_have_is_the_same_on_all_and_in_a_recomputation(ranks: RankPool) -> None:
     """Else the first backward finds other gradients of a matrix that ranks have alike."""
-    (first, second), (again, _) = ranks(2, with_dropout, 0), ranks(2, with_dropout, 1)
-    assert first == second and first == pytest.approx(again, rel=1e-9)
+    (first, again), others_have = ranks(2, with_dropout)
+    assert others_have == [first, again] and first == pytest.approx(again, rel=1e-9)
 
 
 def refused(layers: list[str], use_dora: bool) -> None:
@@ -107,8 +110,8 @@ def test_parts_of_the_tokens_beside_them_are_refused(ranks: RankPool) -> None:
         ranks(2, beside_parts)
 
 
-def merged_at(stage: int, folder: str) -> None:
-    config = config_of(zero_optimization={"stage": stage})
+def merge(folder: str) -> None:
+    config = config_of(zero_optimization={"stage": 3})
     torch.manual_seed(0)
     with lowtide.initialize(llama(), config) as engine:
         engine.train_step(others.tokens(0, 2))
@@ -116,9 +119,8 @@ def merged_at(stage: int, folder: str) -> None:
         engine.export(f"{folder}/adapters", adapters_only=True)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_each_rank_merges_its_part(ranks: RankPool, tmp_path: Path, stage: int) -> None:
-    ranks(2, merged_at, stage, str(tmp_path))
+def test_each_rank_merges_its_part(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, merge, str(tmp_path))
     torch.manual_seed(0)
     plain: Any = llama()
     adapters = load_file(tmp_path / "adapters" / "adapter_model.safetensors")

@@ -12,40 +12,31 @@ from torch import Tensor, nn
 
 import lowtide
 from tests.parallel import models_of_others as others
-from tests.parallel.test_tensor_training import CASES, TOLERANCE, plainly
+from tests.parallel.test_tensor_training import CASES, TOLERANCE, Row, check, plainly
 from tests.ranks import RankPool
-from tests.zero.training import Case, assert_close, train_all
+from tests.zero.training import assert_close, train_all
+
+PARTS = {"tensor": 2, "tensor_sequence": True}  # of nine tokens, which the ranks do not divide
+ROWS: dict[int, list[Row]] = {  # by number of ranks
+    2: [(name, 1, number % 4, {}) for number, name in enumerate(("llama", "gpt2", "bert", "gpt_oss", "t5", "vit"))],
+    4: [
+        (
+            *("llama", 1, 3),
+            {
+                "parallel": {"tensor": 4, "tensor_sequence": True},
+                "communication": {"route": "sockets"},
+                "activation_checkpointing": {"every": 1},
+            },
+        ),
+        ("t5", 1, 1, {"parallel": {"tensor": 4, "tensor_sequence": True}}),
+        ("llama", 2, 2, {"communication": {"route": "native"}}),
+    ],
+}
 
 
-def parts(case: Case, stage: int, route: str = "auto", tensor: int = 2, **config: Any) -> Case:
-    """Nine tokens, which the ranks do not divide."""
-    parallel = {"tensor": tensor, "tensor_sequence": True}
-    return case.at(stage, config={"parallel": parallel, "communication": {"route": route}, **config})
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_models_of_others_train_as_in_one_process(ranks: RankPool, name: str) -> None:
-    stages = (0, 1, 2, 3) if name == "llama" else (3,)
-    expected = plainly(CASES[name], 1)
-    for outcome in ranks(2, train_all, [parts(CASES[name], stage) for stage in stages])[0]:
-        assert_close(outcome, expected, TOLERANCE, TOLERANCE)
-
-
-def test_parts_and_shards_train_as_in_one_process(ranks: RankPool) -> None:
-    case = CASES["llama"]
-    for outcome in ranks(4, train_all, [parts(case, 2, "native"), parts(case, 3, "sockets")])[0]:
-        assert_close(outcome, plainly(case, 2), TOLERANCE, TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    ("name", "ways"), [("llama", "both"), ("qwen3", "recomputed"), ("gpt2", "both"), ("t5", "plain")]
-)
-def test_four_ranks_train_as_one(ranks: RankPool, name: str, ways: str) -> None:
-    case = CASES[name]
-    plain, recomputed = parts(case, 1, tensor=4), parts(case, 3, "sockets", 4, activation_checkpointing={"every": 1})
-    chosen = {"both": [plain, recomputed], "plain": [plain], "recomputed": [recomputed]}[ways]
-    for outcome in ranks(4, train_all, chosen)[0]:
-        assert_close(outcome, plainly(case, 1), TOLERANCE, TOLERANCE)
+@pytest.mark.parametrize("num_ranks", ROWS)
+def test_models_of_others_train_as_in_one_process(ranks: RankPool, num_ranks: int) -> None:
+    check(ranks, num_ranks, ROWS[num_ranks], **PARTS)
 
 
 class Mixer(nn.Module):
@@ -267,28 +258,32 @@ def refusal(name: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_would_see_a_part_for_the_whole_is_an_error(ranks: RankPool, name: str) -> None:
-    for found in ranks(2, refusal, name):
-        assert re.search(r"parallel.tensor_sequence: .*" + REFUSED[name][1], found), found
+def refusals() -> dict[str, str]:
+    return {name: refusal(name) for name in REFUSED}
 
 
-def recorded(key: str) -> str:
-    model: Any = others.llama()
-    setattr(model.config, key, True)
-    engine = lowtide.initialize(model, config_of())
-    try:
-        engine.train_step(others.tokens(0, 2))
-    except ValueError as error:
-        return str(error)
-    finally:
+def test_what_would_see_a_part_for_the_whole_is_an_error(ranks: RankPool) -> None:
+    for found in ranks(2, refusals):
+        for name, (_, text) in REFUSED.items():
+            assert re.search(r"parallel.tensor_sequence: .*" + text, found[name]), (name, found[name])
+
+
+def recorded() -> dict[str, str]:
+    found = {}
+    for key in ("output_hidden_states", "output_router_logits"):
+        model: Any = others.llama()
+        setattr(model.config, key, True)
+        engine = lowtide.initialize(model, config_of())
+        with pytest.raises(ValueError, match="expected") as error:
+            engine.train_step(others.tokens(0, 2))
+        found[key] = str(error.value)
         engine.close()
-    return "nothing"
+    return found
 
 
-@pytest.mark.parametrize("key", ["output_hidden_states", "output_router_logits"])
-def test_what_is_recorded_of_parts_is_not_given(ranks: RankPool, key: str) -> None:
-    assert ranks(2, recorded, key)[0].startswith(f"parallel.tensor_sequence: expected {key} to be false")
+def test_what_is_recorded_of_parts_is_not_given(ranks: RankPool) -> None:
+    for key, found in ranks(2, recorded)[0].items():
+        assert found.startswith(f"parallel.tensor_sequence: expected {key} to be false")
 
 
 def test_what_has_no_effect_is_said() -> None:
@@ -321,13 +316,17 @@ def counted(has_parts: bool, num_blocks: int) -> tuple[int, int]:
     return exchange.bytes_sent - before, sum(kept.values())
 
 
+def all_counted() -> list[list[tuple[int, int]]]:
+    return [[counted(has_parts, num_blocks) for num_blocks in (2, 3)] for has_parts in (False, True)]
+
+
 def test_bytes_of_a_block_are_those_of_the_formulas(ranks: RankPool) -> None:
     """A block moves what it moves without parts, and the sums of the gradients of its whole parameters.
 
     Without parts it keeps the inputs of two norms, with two numbers of each token, and of two columns, each of sbh;
     with parts half of the first two.
     """
-    whole, parts = ([ranks(2, counted, has_parts, n)[0] for n in (2, 3)] for has_parts in (False, True))
+    whole, parts = ranks(2, all_counted)[0]
     of_whole, of_parts = ([three - two for two, three in zip(*found, strict=True)] for found in (whole, parts))
     sbh, ranks_in = 8 * 2 * 32 * 4, 2
     assert of_whole[0] == 8 * sbh * (ranks_in - 1) // ranks_in
@@ -354,14 +353,6 @@ def not_reentrant() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("build", [reentrant, not_reentrant])
-def test_blocks_that_a_model_recomputes_by_itself_train_as_without(ranks: RankPool, build: Any) -> None:
-    """Its checkpoints lie around the hooks of blocks, where the engine's lie inside."""
-    expected = plainly(CASES["llama"], 1)
-    (outcome,) = ranks(2, train_all, [parts(replace(CASES["llama"], build=build), 3)])[0]
-    assert_close(outcome, expected, TOLERANCE, TOLERANCE)
-
-
 def recomputing_t5() -> nn.Module:
     model: nn.Module = recomputing(others.t5(), is_reentrant=True)
     return model
@@ -373,10 +364,14 @@ def short_questions(step: int, rows: int) -> tuple[Tensor, Tensor]:
     return ids[:, :5].contiguous(), labels
 
 
-def test_what_an_encoder_gave_is_no_part_where_a_model_recomputes_by_itself(ranks: RankPool) -> None:
-    case = replace(CASES["t5"], build=recomputing_t5, batch=short_questions)
-    (outcome,) = ranks(2, train_all, [parts(case, 3)])[0]
-    assert_close(outcome, plainly(case, 1), TOLERANCE, TOLERANCE)
+def test_blocks_that_a_model_recomputes_by_itself_train_as_without(ranks: RankPool) -> None:
+    """Its checkpoints lie around the hooks of blocks, where the engine's lie inside; an encoder's output is no part."""
+    llamas = [replace(CASES["llama"], build=build) for build in (reentrant, not_reentrant)]
+    cases = [*llamas, replace(CASES["t5"], build=recomputing_t5, batch=short_questions)]
+    expected = [*[plainly(CASES["llama"], 1)] * 2, plainly(cases[2], 1)]
+    outcomes = ranks(2, train_all, [case.at(3, config={"parallel": PARTS}) for case in cases])[0]
+    for outcome, right in zip(outcomes, expected, strict=True):
+        assert_close(outcome, right, TOLERANCE, TOLERANCE)
 
 
 def test_offload_beside_parts_gives_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
@@ -384,8 +379,8 @@ def test_offload_beside_parts_gives_the_same_bits(ranks: RankPool, tmp_path: Pat
         "zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}},
         "activation_checkpointing": {"offload": {"device": "cpu", "min_bytes": 1}},
     }
-    case = CASES["llama"]
-    (kept, offloaded), _ = ranks(2, train_all, [parts(case, 3), parts(case, 3, **offloads)])
+    case = CASES["llama"].at(3, config={"parallel": PARTS})
+    (kept, offloaded), _ = ranks(2, train_all, [case, case.at(3, config=offloads)])
     assert not kept.differences(offloaded)
 
 

@@ -1,6 +1,5 @@
 """MLPs and losses in tiles where ranks share layers: as in one process, without a rank's own part of the logits."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lowtide
 from tests import models
 from tests.parallel import models_of_others as others
-from tests.parallel.test_tensor_training import CASES, PLAN, TOLERANCE, case_of, plainly, tiny_gpt_64
+from tests.parallel.test_tensor_training import (
+    CASES,
+    LLAMA,
+    PLAN,
+    TOLERANCE,
+    case_of,
+    expected_of,
+    plainly,
+    tiny_gpt_64,
+)
 from tests.ranks import RankPool
 from tests.zero.training import Case, assert_close, train_all, train_plainly
 
@@ -22,13 +30,12 @@ def tiled(case: Case, stage: int, has_parts: bool, **config: Any) -> Case:
     return case.at(stage, config={"tiles": TILES, "parallel": {"tensor": 2, "tensor_sequence": has_parts}, **config})
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_mlps_in_tiles_train_as_in_one_process(ranks: RankPool, name: str) -> None:
+def test_mlps_in_tiles_train_as_in_one_process(ranks: RankPool) -> None:
     """Losses are computed of whole logits, which the model casts from float64."""
-    case, expected = CASES[name], plainly(CASES[name], 1)
     recomputed: dict[str, Any] = {"activation_checkpointing": {"every": 1}, "communication": {"route": "sockets"}}
-    for outcome in ranks(2, train_all, [tiled(case, 1, False), tiled(case, 3, True, **recomputed)])[0]:
-        assert_close(outcome, expected, TOLERANCE, TOLERANCE)
+    cases = {"gpt2": tiled(CASES["gpt2"], 1, False), "llama": tiled(LLAMA, 3, True, **recomputed)}
+    for name, outcome in zip(cases, ranks(2, train_all, list(cases.values()))[0], strict=True):
+        assert_close(outcome, expected_of(name), TOLERANCE, TOLERANCE, name)
 
 
 def single_llama() -> nn.Module:
@@ -39,18 +46,18 @@ def single_gpt2() -> nn.Module:
     return others.gpt2().float()
 
 
-@pytest.mark.parametrize("build", [single_llama, single_gpt2])
-def test_losses_in_tiles_are_those_of_one_process(ranks: RankPool, build: Callable[[], nn.Module]) -> None:
-    case = case_of(build)
-    expected = plainly(case, 1)
-    for outcome in ranks(2, train_all, [tiled(case, 0, False), tiled(case, 3, True)])[0]:
+def test_losses_in_tiles_are_those_of_one_process(ranks: RankPool) -> None:
+    cases = [case_of(build) for build in (single_llama, single_gpt2)]
+    split = [tiled(cases[0], 0, False), tiled(cases[1], 3, True)]
+    for case, outcome in zip(cases, ranks(2, train_all, split)[0], strict=True):
+        expected = plainly(case, 1)
         assert outcome.losses == pytest.approx(expected.losses, rel=TOLERANCE)
         assert outcome.norms == pytest.approx(expected.norms, rel=TOLERANCE)
 
 
 def test_the_loss_is_exact_where_nothing_is_rounded(ranks: RankPool) -> None:
     """In float64, with a head of 31 rows, which two ranks do not divide."""
-    case = Case(tiny_gpt_64, models.token_batch, clip=0.3, accumulation=2, steps=3)
+    case = Case(tiny_gpt_64, models.token_batch, clip=0.3, accumulation=2, steps=2)
     config: dict[str, Any] = {"tiles": {"loss": 3}, "parallel": {"tensor": 2}, "tensor_parallel": {"plan": PLAN}}
     (outcome,) = ranks(2, train_all, [case.at(3, config=config)])[0]
     assert_close(outcome, train_plainly(case, 1, num_parts=2), 1e-10, 1e-10)
@@ -127,17 +134,24 @@ def largest(tile: int, has_parts: bool) -> tuple[int, int]:
     return found.numel, exchange.bytes_sent - before
 
 
-@pytest.mark.parametrize("has_parts", [False, True])
-def test_what_is_made_is_in_proportion_to_the_tile(ranks: RankPool, has_parts: bool) -> None:
+def all_largest() -> list[tuple[int, int]]:
+    return [largest(*case) for case in MADE]
+
+
+MADE = [(64, False), (128, True)]  # tile, has_parts
+
+
+def test_what_is_made_is_in_proportion_to_the_tile(ranks: RankPool) -> None:
     """Logits of a tile's tokens, of half of the vocabulary; those of all tokens would be 4 and 8 times as many.
 
     Tiles of an MLP over parts are of as many tokens on each rank. Three sums of an MLP, one of the embedding and one in
     front of the head are sent, each as large as the activations between two ranks, and three numbers of each token.
     """
     activations = LENGTH * WIDTH * 4
-    sent = (3 * 2 + 2) * activations + 3 * LENGTH * 4
-    if has_parts:
-        sent += activations + 2 * WIDTH * 4  # two halves around the stack, and the biases of two rows
-    for tile in (64, 128):
-        numel = tile * max(VOCAB // 2, INNER // 2 * (1 + has_parts))
-        assert ranks(2, largest, tile, has_parts) == [(numel, sent)] * 2
+    right = []
+    for tile, has_parts in MADE:
+        sent = (3 * 2 + 2) * activations + 3 * LENGTH * 4
+        if has_parts:
+            sent += activations + 2 * WIDTH * 4  # two halves around the stack, and the biases of two rows
+        right.append((tile * max(VOCAB // 2, INNER // 2 * (1 + has_parts)), sent))
+    assert ranks(2, all_largest) == [right] * 2

@@ -1,7 +1,7 @@
 """Split over a tensor axis, a model trains as one process does: losses, norms, and parameters in the end."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -44,23 +44,40 @@ CASES = {
     "gpt_oss": case_of(others.gpt_oss),
     "t5": case_of(others.t5),
     "vit": case_of(others.vit, others.pictures),
+    "grouped_llama": case_of(others.grouped_llama),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_models_of_others_train_as_in_one_process(ranks: RankPool, name: str) -> None:
-    """Llama at each stage, the others in turn at two of them."""
-    expected = plainly(CASES[name], 1)
-    stages = (0, 1, 2, 3) if name == "llama" else ((0, 3), (1, 2))[list(CASES).index(name) % 2]
-    for outcome in ranks(2, train_all, [split(CASES[name], stage, tensor=2) for stage in stages])[0]:
-        assert_close(outcome, expected, TOLERANCE, TOLERANCE)
+@cache
+def expected_of(name: str, num_ranks: int = 1) -> Outcome:
+    return plainly(CASES[name], num_ranks)
 
 
-@pytest.mark.parametrize(("name", "stages"), [("llama", (1, 3)), ("gpt2", (3,)), ("t5", (1,))])
-def test_four_ranks_train_as_one(ranks: RankPool, name: str, stages: tuple[int, ...]) -> None:
-    expected = plainly(CASES[name], 1)
-    for outcome in ranks(4, train_all, [split(CASES[name], stage, tensor=4) for stage in stages])[0]:
-        assert_close(outcome, expected, TOLERANCE, TOLERANCE)
+Row = tuple[str, int, int, dict[str, Any]]  # model, data-parallel ranks, stage, config
+ROWS: dict[int, list[Row]] = {  # by number of ranks
+    2: [(name, 1, number % 4, {}) for number, name in enumerate(CASES) if name != "grouped_llama"],
+    4: [
+        ("gpt2", 1, 3, {"parallel": {"tensor": 4}}),
+        ("t5", 1, 1, {"parallel": {"tensor": 4}}),
+        ("grouped_llama", 1, 0, {"parallel": {"tensor": 4}}),  # heads of keys that two ranks have are counted once
+        ("grouped_llama", 1, 3, {"parallel": {"tensor": 4}, "communication": {"route": "sockets"}}),
+        ("llama", 2, 3, {"communication": {"route": "sockets"}}),
+        ("llama", 2, 2, {"communication": {"route": "native"}}),
+    ],
+    8: [("llama", 2, 3, {"parallel": {"pipeline": 2, "tensor": 2}})],
+}
+
+
+def check(ranks: RankPool, num_ranks: int, rows: Sequence[Row], **parallel: Any) -> None:
+    """parallel: of each row that says nothing else."""
+    cases = [CASES[name].at(stage, config={"parallel": parallel, **config}) for name, _, stage, config in rows]
+    for row, outcome in zip(rows, ranks(num_ranks, train_all, cases, timeout=150)[0], strict=True):
+        assert_close(outcome, expected_of(row[0], row[1]), TOLERANCE, TOLERANCE, str(row))
+
+
+@pytest.mark.parametrize("num_ranks", ROWS)
+def test_models_of_others_train_as_in_one_process(ranks: RankPool, num_ranks: int) -> None:
+    check(ranks, num_ranks, ROWS[num_ranks], tensor=2)
 
 
 def single_llama() -> nn.Module:
@@ -70,30 +87,9 @@ def single_llama() -> nn.Module:
 def test_float32_keeps_losses_and_norms(ranks: RankPool) -> None:
     case = case_of(single_llama)
     expected = plainly(case, 1)
-    for outcome in ranks(2, train_all, [split(case, stage, tensor=2) for stage in (0, 3)])[0]:
-        assert outcome.losses == pytest.approx(expected.losses, rel=TOLERANCE)
-        assert outcome.norms == pytest.approx(expected.norms, rel=TOLERANCE)
-
-
-def test_three_axes_train_as_in_one_process(ranks: RankPool) -> None:
-    expected = plainly(LLAMA, 2)
-    for outcome in ranks(8, train_all, [split(LLAMA, stage, pipeline=2, tensor=2) for stage in (1, 3)], timeout=150)[0]:
-        assert_close(outcome, expected, TOLERANCE, TOLERANCE)
-
-
-@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
-def test_heads_of_keys_that_several_ranks_have_are_counted_once(ranks: RankPool, route: str) -> None:
-    case = case_of(others.grouped_llama)
-    expected = plainly(case, 1)
-    for outcome in ranks(4, train_all, [split(case, stage, route, tensor=4) for stage in (0, 3)])[0]:
-        assert_close(outcome, expected, TOLERANCE, TOLERANCE)
-
-
-@pytest.mark.parametrize("route", ["sockets", "native"])
-def test_tensor_and_shard_train_as_in_one_process(ranks: RankPool, route: str) -> None:
-    expected = plainly(LLAMA, 2)
-    for outcome in ranks(4, train_all, [split(LLAMA, stage, route, tensor=2) for stage in (1, 2, 3)])[0]:
-        assert_close(outcome, expected, TOLERANCE, TOLERANCE)
+    ((outcome,), _) = ranks(2, train_all, [split(case, 3, tensor=2)])
+    assert outcome.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+    assert outcome.norms == pytest.approx(expected.norms, rel=TOLERANCE)
 
 
 def tiny_gpt_64() -> nn.Module:
@@ -114,13 +110,12 @@ def test_columns_that_do_not_divide_are_gathered(ranks: RankPool) -> None:
     assert_close(found, train_plainly(case, 1), 1e-10, 1e-10)
 
 
-@pytest.mark.parametrize("build", [tiny_gpt_64, tied_gpt_64])
-def test_a_plan_splits_any_model(ranks: RankPool, build: Callable[[], nn.Module]) -> None:
-    case = Case(build, models.token_batch, clip=0.3, accumulation=2, steps=3)
-    expected = train_plainly(case, 1, num_parts=2)
+def test_a_plan_splits_any_model(ranks: RankPool) -> None:
+    cases = [Case(build, models.token_batch, clip=0.3, accumulation=2, steps=2) for build in (tiny_gpt_64, tied_gpt_64)]
     config: dict[str, Any] = {"parallel": {"tensor": 2}, "tensor_parallel": {"plan": PLAN}}
-    for outcome in ranks(2, train_all, [case.at(stage, config=config) for stage in (0, 3)])[0]:
-        assert_close(outcome, expected, 1e-10, 1e-10)
+    split = [case.at(stage, config=config) for case, stage in zip(cases, (0, 3), strict=True)]
+    for case, outcome in zip(cases, ranks(2, train_all, split)[0], strict=True):
+        assert_close(outcome, train_plainly(case, 1, num_parts=2), 1e-10, 1e-10)
 
 
 class Logits(nn.Module):
@@ -188,6 +183,5 @@ def of_one_module() -> nn.Module:
 def test_heads_of_an_attention_beside_an_mlp_stay_whole(ranks: RankPool) -> None:
     case = Case(of_one_module, models.token_batch, steps=2)
     expected = train_plainly(case, 1)
-    for degree in (2, 4):
-        for outcome in ranks(degree, train_all, [split(case, stage, tensor=degree) for stage in (0, 3)])[0]:
-            assert_close(outcome, expected, 1e-10, 1e-10)
+    for degree, stage in ((2, 0), (4, 3)):
+        assert_close(ranks(degree, train_all, [split(case, stage, tensor=degree)])[0][0], expected, 1e-10, 1e-10)

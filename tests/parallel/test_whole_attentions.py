@@ -10,9 +10,8 @@ from torch import Tensor, nn
 import lowtide
 from tests.parallel import expert_models as moe
 from tests.parallel import models_of_others as others
-from tests.parallel.test_tensor_sequence import parts
 from tests.parallel.test_tensor_training import CASES as FAMILIES
-from tests.parallel.test_tensor_training import TOLERANCE, case_of, plainly, split
+from tests.parallel.test_tensor_training import TOLERANCE, case_of, plainly
 from tests.ranks import RankPool
 from tests.zero.training import assert_close, train_all
 
@@ -59,90 +58,99 @@ def bloom(num_blocks: int = 2, rate: float = 0.0) -> nn.Module:
     return model.double()
 
 
-CASES = {name: case_of(build) for name, build in {"olmo2": olmo2, "phi3": phi3, "glm": glm, "bloom": bloom}.items()}
-CASES["deepseek"] = case_of(moe.deepseek, moe.tokens)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_they_train_as_in_one_process(ranks: RankPool, name: str) -> None:
-    case = CASES[name]
-    expected = plainly(case, 1)
-    recomputed = parts(case, 3, "sockets", activation_checkpointing={"every": 1})
-    for outcome in ranks(2, train_all, [split(case, 1, tensor=2), parts(case, 1), recomputed])[0]:
-        assert_close(outcome, expected, TOLERANCE, TOLERANCE)
-
-
-@pytest.mark.parametrize("name", ["olmo2", "bloom"])
-def test_four_ranks_train_as_one(ranks: RankPool, name: str) -> None:
-    (outcome,) = ranks(4, train_all, [parts(CASES[name], 1, tensor=4)])[0]
-    assert_close(outcome, plainly(CASES[name], 1), TOLERANCE, TOLERANCE)
-
-
 def one_head_of_keys() -> nn.Module:
     """Both ranks have its linear layers, and parts of their gradients."""
     config = transformers.LlamaConfig(**others.COMMON, num_key_value_heads=1)
     return others.OwnLlamaForCausalLM(config).double()
 
 
-PIPELINES: dict[str, tuple[Any, int, dict[str, Any]]] = {
-    "llama": (FAMILIES["llama"], 1, {}),
-    "gpt2": (FAMILIES["gpt2"], 3, {"communication": {"route": "sockets"}, "activation_checkpointing": {"every": 1}}),
-    "bloom": (CASES["bloom"], 2, {"pipeline": {"schedule": "zb-h1"}}),
-    "keys": (case_of(one_head_of_keys), 1, {"pipeline": {"schedule": "zb-h1"}}),
-    "t5": (FAMILIES["t5"], 1, {"pipeline": {"schedule": "interleaved", "chunks": 2}}),
+CASES = {build.__name__: case_of(build) for build in (olmo2, phi3, glm, bloom, one_head_of_keys)} | {
+    "deepseek": case_of(moe.deepseek, moe.tokens),
+    "gpt2": FAMILIES["gpt2"],
+    "t5": FAMILIES["t5"],
+}
+WHOLE: dict[str, Any] = {"parallel": {"tensor": 2}}
+PARTS: dict[str, Any] = {"parallel": {"tensor": 2, "tensor_sequence": True}}
+AGAIN: dict[str, Any] = {"activation_checkpointing": {"every": 1}, "communication": {"route": "sockets"}}
+STAGES: dict[str, Any] = {
+    "parallel": {"tensor": 2, "tensor_sequence": True, "pipeline": 2}
+}  # between, tokens are whole
+ROWS: dict[int, list[tuple[str, int, dict[str, Any]]]] = {  # by number of ranks: model, stage, config
+    2: [
+        ("olmo2", 1, WHOLE),
+        ("bloom", 3, WHOLE),
+        ("olmo2", 3, PARTS | AGAIN),
+        ("phi3", 1, PARTS),
+        ("glm", 0, PARTS),
+        ("bloom", 3, PARTS | AGAIN),
+        ("deepseek", 2, PARTS),
+    ],
+    4: [
+        ("olmo2", 1, {"parallel": {"tensor": 4, "tensor_sequence": True}}),
+        ("gpt2", 3, STAGES | AGAIN),
+        ("one_head_of_keys", 1, STAGES | {"pipeline": {"schedule": "zb-h1"}}),
+        ("t5", 1, STAGES | {"pipeline": {"schedule": "interleaved", "chunks": 2}}),
+    ],
 }
 
 
-@pytest.mark.parametrize("name", PIPELINES)
-def test_parts_within_stages_of_a_pipeline(ranks: RankPool, name: str) -> None:
-    """Between stages tokens are whole."""
-    case, stage, config = PIPELINES[name]
-    parallel = {"parallel": {"tensor": 2, "tensor_sequence": True, "pipeline": 2}}
-    (outcome,) = ranks(4, train_all, [case.at(stage, config=parallel | config)])[0]
-    assert_close(outcome, plainly(case, 1), TOLERANCE, TOLERANCE)
+@pytest.mark.parametrize("num_ranks", ROWS)
+def test_they_train_as_in_one_process(ranks: RankPool, num_ranks: int) -> None:
+    cases = [CASES[name].at(stage, config=config) for name, stage, config in ROWS[num_ranks]]
+    for row, outcome in zip(ROWS[num_ranks], ranks(num_ranks, train_all, cases)[0], strict=True):
+        assert_close(outcome, plainly(CASES[row[0]], 1), TOLERANCE, TOLERANCE, str(row))
 
 
-def config_of(every: int, has_parts: bool = True) -> dict[str, Any]:
+def config_of(every: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "sgd", "params": {"lr": 0.1}},
-        "parallel": {"tensor": 2, "tensor_sequence": has_parts},
+        "parallel": {"tensor": 2, "tensor_sequence": True},
         "activation_checkpointing": {"every": every},
     }
 
 
-def with_dropout(every: int) -> list[float]:
-    torch.manual_seed(0)
-    with lowtide.initialize(bloom(rate=0.3), config_of(every)) as engine:
-        return [engine.train_step(others.tokens(step, 2)).loss.item() for step in range(3)]
+def with_dropout() -> list[list[float]]:
+    """Losses without and with a recomputation."""
+    found = []
+    for every in (0, 1):
+        torch.manual_seed(0)
+        with lowtide.initialize(bloom(rate=0.3), config_of(every)) as engine:
+            found.append([engine.train_step(others.tokens(step, 2)).loss.item() for step in range(2)])
+    return found
 
 
 def test_dropout_of_what_all_compute_is_the_same_on_all_and_in_a_recomputation(ranks: RankPool) -> None:
     """Else the first backward finds other gradients of what ranks have alike."""
-    (first, second), (again, _) = ranks(2, with_dropout, 0), ranks(2, with_dropout, 1)
-    assert first == second and first == pytest.approx(again, rel=1e-9)
-    assert len(set(first)) == 3
-
-
-def bytes_of_blocks(name: str, num_blocks: int) -> int:
-    build = {"bloom": bloom, "olmo2": olmo2}[name]
-    with lowtide.initialize(build(num_blocks), config_of(0)) as engine:
-        exchange = engine._mesh.exchange(("tensor",))
-        for _ in range(2):
-            before = exchange.bytes_sent
-            engine.train_step(tuple(one[:, :8] for one in others.tokens(0, 2)))
-        return exchange.bytes_sent - before
+    (first, again), others_have = ranks(2, with_dropout)
+    assert others_have == [first, again] and first == pytest.approx(again, rel=1e-9)
+    assert len(set(first)) == 2
 
 
 # In sbh (t - 1) / t. Bloom: in front of attention its input and the residual, behind it its gradient; four of an MLP.
 # OLMo2: the input, queries, and keys and values of half their width, and the output; backward the gradients of the
 # output, of the columns of what goes into it, and of the input; four of an MLP. And the sums of gradients of two norms
 # and of a bias behind rows.
-BYTES = {"bloom": (3 + 4, 5 * 32), "olmo2": (1 + 1 + 0.5 + 0.5 + 1 + 3 + 4, 32 + 32)}
+BYTES = {bloom: (3 + 4, 5 * 32), olmo2: (1 + 1 + 0.5 + 0.5 + 1 + 3 + 4, 32 + 32)}
 
 
-@pytest.mark.parametrize("name", BYTES)
-def test_bytes_are_those_of_the_formula(ranks: RankPool, name: str) -> None:
-    two, three = (ranks(2, bytes_of_blocks, name, number)[0] for number in (2, 3))
-    moved, summed = BYTES[name]
-    assert three - two == moved * (2 * 8 * 32 * 8) // 2 + summed * 8
+def bytes_of_blocks() -> list[int]:
+    """Those of a step that the third block of each model adds to two."""
+    found = []
+    for build in BYTES:
+        sent = []
+        for num_blocks in (2, 3):
+            with lowtide.initialize(build(num_blocks), config_of(0)) as engine:
+                exchange = engine._mesh.exchange(("tensor",))
+                for _ in range(2):
+                    before = exchange.bytes_sent
+                    engine.train_step(tuple(one[:, :8] for one in others.tokens(0, 2)))
+                sent.append(exchange.bytes_sent - before)
+        found.append(sent[1] - sent[0])
+    return found
+
+
+def test_bytes_are_those_of_the_formula(ranks: RankPool) -> None:
+    assert ranks(2, bytes_of_blocks)[0] == [
+        moved * (2 * 8 * 32 * 8) // 2 + summed * 8 for moved, summed in BYTES.values()
+    ]

@@ -171,10 +171,9 @@ def memory_of(size: int) -> list[tuple[int, int]]:
 TOKENS = 512
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_holds_its_part_and_that_on_its_way(ranks: RankPool, size: int) -> None:
-    part = 2 * TOKENS // size * SIZE  # of both heads
-    for found in ranks(size, memory_of, size):
+def test_a_rank_holds_its_part_and_that_on_its_way(ranks: RankPool) -> None:
+    part = 2 * TOKENS // 4 * SIZE  # of both heads
+    for found in ranks(4, memory_of, 4):
         for kept, largest in found:
             assert kept == 4 * part + part // SIZE  # queries, keys, values, outputs, and a number for each query
             assert largest <= 3 * part  # halves of three that trade places; whole scores would be 8 part and more
@@ -191,7 +190,7 @@ def test_dropout_drops_the_same_in_the_backward(monkeypatch: pytest.MonkeyPatch)
 
     assert torch.autograd.gradcheck(attend, tuple(one.requires_grad_() for one in (query, key, value)))
     with torch.no_grad():
-        mean = torch.stack([attend(query, key, value, seed=seed) for seed in range(2000)]).mean(0)
+        mean = torch.stack([attend(query, key, value, seed=seed) for seed in range(500)]).mean(0)
         assert (mean - attend(query, key, value, dropout=0.0)).abs().max() < 0.15
 
 
@@ -216,24 +215,22 @@ RING = {"sequence_parallel": {"attention": "ring"}}
 SOCKETS = {"communication": {"route": "sockets"}}
 AGAIN = {"activation_checkpointing": {"every": 1}}
 TRAININGS: list[tuple[str, int, str, dict[str, Any]]] = [
-    ("three", 1, "padded", {}),
-    ("three", 3, "odd", SOCKETS | AGAIN),
     ("six", 2, "packed", {}),
-    ("six", 0, "divides", {}),
+    ("three", 3, "odd", SOCKETS | AGAIN),
     ("gpt2", 1, "odd", RING),
+    ("three", 1, "padded", {"bf16": {"enabled": True}}),
     ("mistral", 3, "left", RING),
     ("Plain", 1, "plain, packed", RING),
     ("eager", 1, "packed", RING),
-    ("Plain", 3, "plain", RING | AGAIN),
     ("qwen3", 2, "padded", RING | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}),
-    ("three", 3, "divides", {"bf16": {"enabled": True}}),
 ]
+OF_FOUR = 2  # the first of these, on four ranks too
 
 
-def train_all(size: int, every: int = 1) -> list[dict[str, Tensor]]:
+def train_all(size: int) -> list[dict[str, Tensor]]:
     return [
         train(name, config_of(stage, parallel={"sequence": size}) | more, kind, models=MODELS)
-        for name, stage, kind, more in TRAININGS[::every]
+        for name, stage, kind, more in TRAININGS[: OF_FOUR if size == 4 else None]
     ]
 
 
@@ -242,13 +239,13 @@ def alone(ranks: RankPool) -> list[dict[str, Tensor]]:
     return ranks(1, train_all, 1)[0]
 
 
-@pytest.mark.parametrize(("size", "every"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("size", [2, 4])
 def test_models_round_a_ring_train_as_one_process_does(
-    ranks: RankPool, alone: list[dict[str, Tensor]], size: int, every: int
+    ranks: RankPool, alone: list[dict[str, Tensor]], size: int
 ) -> None:
     wrong = []
-    for rank, of_rank in enumerate(ranks(size, train_all, size, every)):
-        for case, found, right in zip(TRAININGS[::every], of_rank, alone[::every], strict=True):
+    for rank, of_rank in enumerate(ranks(size, train_all, size)):
+        for case, found, right in zip(TRAININGS, of_rank, alone, strict=False):
             relative = 1e-2 if "bf16" in case[3] else 1e-6
             assert rank or found.keys() == right.keys()  # rank 0 has the values
             wrong += [
@@ -271,12 +268,13 @@ def test_a_ring_beside_split_layers(ranks: RankPool) -> None:
         assert (shared[key] - value).norm() <= 1e-6 * value.norm() + 2e-7, key
 
 
-def dropping(more: dict[str, Any]) -> dict[str, Tensor]:
-    return train("dropping", config_of(1, parallel={"sequence": 2}) | RING | more, "odd", models=MODELS)
+def dropping() -> list[dict[str, Tensor]]:
+    config = config_of(1, parallel={"sequence": 2}) | RING
+    return [train("dropping", config | more, "odd", models=MODELS) for more in ({}, AGAIN)]
 
 
 def test_a_recomputed_block_drops_what_it_has_dropped(ranks: RankPool) -> None:
-    kept, again = ranks(2, dropping, {})[0], ranks(2, dropping, AGAIN)[0]
+    kept, again = ranks(2, dropping)[0]
     assert all(torch.equal(kept[key], again[key]) for key in kept)
 
 

@@ -76,20 +76,32 @@ def train_steps(engine: lowtide.Engine, case: Case, first: int, count: int) -> l
 
 
 def save_and_go_on(
-    case: Case, folder: Path, world_size: int, tag: str | None = None, steps: int = STEPS_BEFORE, **options: Any
+    case: Case,
+    folder: Path,
+    world_size: int,
+    tag: str | None = None,
+    steps: int = STEPS_BEFORE,
+    after: int = STEPS_AFTER,
+    **options: Any,
 ) -> Continuation:
     """Trains, saves, and trains on without a break."""
     engine = engine_for(case, world_size, **options)
     run_steps(engine, case, 0, steps)
     saved = engine.save_checkpoint(folder, tag)
-    found = run_steps(engine, case, steps, STEPS_AFTER)
+    found = run_steps(engine, case, steps, after)
     engine.close()
     found.restored = saved_tensors(folder, saved) if engine.rank == 0 else {}
     return found
 
 
 def load_and_go_on(
-    case: Case, folder: Path, world_size: int, tag: str | None = None, steps: int = STEPS_BEFORE, **options: Any
+    case: Case,
+    folder: Path,
+    world_size: int,
+    tag: str | None = None,
+    steps: int = STEPS_BEFORE,
+    after: int = STEPS_AFTER,
+    **options: Any,
 ) -> Continuation:
     """Loads, saves at once what was restored, and trains on."""
     engine = engine_for(case, world_size, **options)
@@ -97,7 +109,7 @@ def load_and_go_on(
     engine.load_checkpoint(folder, tag)
     assert engine.global_step == steps
     again = engine.save_checkpoint(folder / "again", f"{tag}-{engine.world_size}-{case.stage}")
-    found = run_steps(engine, case, steps, STEPS_AFTER)
+    found = run_steps(engine, case, steps, after)
     engine.close()
     found.restored = saved_tensors(folder / "again", again) if engine.rank == 0 else {}
     return found

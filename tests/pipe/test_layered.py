@@ -101,16 +101,15 @@ def test_several_ranks_have_the_sums_of_stage_1(ranks: RankPool, tmp_path: Path,
     by: dict[str, Any] = {"communication": {"route": route}}
     file: dict[str, Any] = {"device": "nvme", "nvme_path": str(tmp_path)}
     plain, layered = pair(1, **by)
-    split = pair(1, **by, **SPLIT)
     laws: list[Law]
     whole: Law
     if world_size == 2:
-        whole = (plain, layered, also(layered), also(layered, offload_param=file, offload_optimizer=file))
-        laws = [whole, tuple(pair(2, plain_stage=1, **by, **BF16)), (*split, also(split[1]))]
+        split = pair(1, **by, **SPLIT)
+        whole = (plain, layered, also(layered, offload_param=file, offload_optimizer=file))
+        laws = [whole, tuple(pair(2, plain_stage=1, **by, **BF16)), (split[0], also(split[1]))]
     else:
-        hybrid = pair(3, plain_stage=1, **by, **zero(shard_size=2))
-        whole = (plain, also(layered, 2), also(layered, zero_hpz_partition_size=2))
-        laws = [whole, tuple(hybrid), (split[0], also(split[1]))]
+        whole = (plain, also(layered, zero_hpz_partition_size=2))
+        laws = [whole, tuple(pair(3, plain_stage=1, **by, **zero(shard_size=2)))]
     assert not differences(laws, ranks(world_size, train_all, cases_of(laws))[0])
 
 
@@ -126,6 +125,7 @@ def test_what_is_updated_or_sent_otherwise(ranks: RankPool) -> None:
     laws += [
         tuple(pair(0, optimizer={"type": name, "params": {"lr": 1e-3, steps: 1}})) for name, steps in warm_up.items()
     ]
+    laws = [tuple(case.at(case.stage, accumulation=2) for case in law) for law in laws]
     few_bits = {"route": "sockets", "weight_bits": 8, "gradient_bits": 8}
     laws.append(tuple(case.at(3, accumulation=1) for case in pair(3, communication=few_bits)))
     assert not differences(laws, ranks(2, train_all, cases_of(laws))[0])
@@ -316,7 +316,7 @@ def test_tied_weights_are_summed_in_another_order() -> None:
         torch.testing.assert_close(outcomes[1].state[name], value, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize("name", ["llama", "t5"])
 def test_hugging_face(name: str) -> None:
     found = []
     for settings in ({}, LAYERED):

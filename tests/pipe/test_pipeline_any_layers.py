@@ -60,7 +60,7 @@ def train_net(kind: str, ranks_of_pipeline: int, config: dict[str, Any]) -> tupl
     }
     engine = lowtide.initialize(Net(kind), values | config)
     numbers = []
-    for step in range(3):
+    for step in range(2):
         batch = torch.randn(8 * engine.data_size, WIDTH, generator=torch.Generator().manual_seed(step))
         result = engine.train_step(batch.chunk(engine.data_size)[engine.data_rank])
         numbers += [result.loss.item(), result.grad_norm.item()]
@@ -69,31 +69,44 @@ def train_net(kind: str, ranks_of_pipeline: int, config: dict[str, Any]) -> tupl
     return numbers, state
 
 
-@pytest.mark.parametrize("kind", ["linear", "computed", "frozen"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
-def test_they_train_like_one_rank(ranks: RankPool, kind: str, schedule: str) -> None:
-    expected, expected_state = ranks(1, train_net, kind, 1, {})[0]
-    found, state = ranks(2, train_net, kind, 2, {"pipeline": {"schedule": schedule}})[0]
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert list(state) == list(expected_state)
-    for name, value in expected_state.items():
-        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=f"{name}: {{}}".format)
+def train_nets(trainings: list[tuple[str, int, dict[str, Any]]]) -> list[tuple[list[float], dict[str, Tensor]]]:
+    return [train_net(*training) for training in trainings]
 
 
-@pytest.mark.parametrize("kind", ["computed", "frozen"])
-def test_with_parameters_that_are_released(ranks: RankPool, kind: str) -> None:
+KINDS = ("linear", "computed", "frozen")
+OVER_TWO = [
+    *(("linear", "1f1b"), ("computed", "1f1b"), ("frozen", "1f1b")),
+    *(("linear", "zb-v"), ("computed", "zb-h1"), ("frozen", "zb-v")),
+]
+
+
+def test_they_train_like_one_rank(ranks: RankPool) -> None:
+    alone = dict(zip(KINDS, ranks(1, train_nets, [(kind, 1, {}) for kind in KINDS])[0], strict=True))
+    trainings = [(kind, 2, {"pipeline": {"schedule": schedule}}) for kind, schedule in OVER_TWO]
+    for (kind, schedule), (found, state) in zip(OVER_TWO, ranks(2, train_nets, trainings)[0], strict=True):
+        expected, expected_state = alone[kind]
+        assert found == pytest.approx(expected, rel=1e-5), (kind, schedule)
+        assert list(state) == list(expected_state)
+        for name, value in expected_state.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=f"{kind} {name}: {{}}".format)
+
+
+def test_with_parameters_that_are_released(ranks: RankPool) -> None:
     sections = {"zero_optimization": {"stage": 3}, "communication": {"route": "sockets"}}
-    expected, _ = ranks(2, train_net, kind, 1, sections)[0]
-    found, _ = ranks(4, train_net, kind, 2, sections | {"pipeline": {"schedule": "zb-h1"}})[0]
-    assert found == pytest.approx(expected, rel=1e-5)
+    split = sections | {"pipeline": {"schedule": "zb-h1"}}
+    expected = ranks(2, train_nets, [(kind, 1, sections) for kind in KINDS[1:]])[0]
+    found = ranks(4, train_nets, [(kind, 2, split) for kind in KINDS[1:]])[0]
+    for (ours, _), (theirs, _) in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 def test_stages_begin_within_blocks_that_are_never_called(ranks: RankPool) -> None:
     kinds = [containers.Dicts, containers.Lists, containers.ListsOfBlocks, containers.OwnClass, containers.Mixed]
-    cases = [Case(kind, models.vector_batch_float64, accumulation=2) for kind in kinds]
-    grid = [pipelined(case.at(stage), 2, "1f1b") for case in cases for stage in (0, 3)]
-    outcomes = iter(ranks(2, train_all, grid)[0])
-    for case in cases:
+    cases = [
+        Case(kind, models.vector_batch_float64, stage=3 * (number % 2), accumulation=2, steps=2)
+        for number, kind in enumerate(kinds)
+    ]
+    outcomes = ranks(2, train_all, [pipelined(case, 2, "1f1b") for case in cases])[0]
+    for case, outcome in zip(cases, outcomes, strict=True):
         expected = train_plainly(case, 1, num_parts=2)
-        for _ in range(2):
-            assert_close(next(outcomes), expected, TOLERANCE_64, TOLERANCE_64, case.build.__name__)
+        assert_close(outcome, expected, TOLERANCE_64, TOLERANCE_64, case.build.__name__)

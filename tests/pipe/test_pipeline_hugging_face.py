@@ -12,13 +12,14 @@ from tests.engine.test_hugging_face import MODELS, NUM_TOKENS, Outcome, batch_of
 from tests.ranks import RankPool
 
 NAMES = ["llama", "gpt2", "mixtral", "bert", "t5", "vit", "llama_with_checkpointing"]
+MICROBATCHES = 2
 WITH_DROPOUT = {"gpt2", "bert", "t5"}  # eval mode: a stage does not draw the random numbers of those before
 
 
 def config_of(pipeline: int, schedule: str, stage: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 4,
+        "gradient_accumulation_steps": MICROBATCHES,
         "gradient_clipping": 1.0,
         "steps_per_print": 0,
         "optimizer": {"type": "adamw", "params": {"lr": 1e-3}},
@@ -30,7 +31,7 @@ def config_of(pipeline: int, schedule: str, stage: int) -> dict[str, Any]:
 
 def batches_of(name: str, engine: lowtide.Engine, step: int) -> Any:
     generator = torch.Generator().manual_seed(100 * step + engine.data_rank)
-    return iter([batch_of(name, generator) for _ in range(4)])
+    return iter([batch_of(name, generator) for _ in range(MICROBATCHES)])
 
 
 def train(name: str, config: dict[str, Any], deferred: bool = False, weights: Path | None = None) -> Outcome:
@@ -55,7 +56,7 @@ def train_all(names: list[str], config: dict[str, Any]) -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "schedule", "stage", "names"), [(2, "zb-h1", 1, NAMES), (4, "1f1b", 3, NAMES[::2])]
+    ("world_size", "schedule", "stage", "names"), [(2, "zb-h1", 1, NAMES), (4, "1f1b", 3, ["mixtral", "t5"])]
 )
 def test_they_train_like_one_rank(
     ranks: RankPool, world_size: int, schedule: str, stage: int, names: list[str]

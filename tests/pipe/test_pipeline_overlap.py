@@ -69,7 +69,7 @@ def intervals_of_steps(schedule: str, seconds: float) -> tuple[list[tuple[float,
     return steps[1:], simulated
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
 def test_a_step_takes_as_long_as_simulated(ranks: RankPool, schedule: str) -> None:
     by_rank = ranks(RANKS, intervals_of_steps, schedule, SECONDS * min(LONGEST, slowness() ** 2))
     measured = [

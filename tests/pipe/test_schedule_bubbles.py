@@ -6,8 +6,8 @@ from lowtide.pipe.schedules.costs import Costs
 from lowtide.pipe.schedules.registry import make_schedule
 from lowtide.pipe.schedules.simulator import Simulation, simulate
 
-RANKS = (1, 2, 3, 4, 8)
-COSTS = ((1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (2.0, 1.0, 1.0), (3.0, 5.0, 2.0))  # F, I, W of a rank's share of the model
+RANKS = (1, 2, 3, 6)
+COSTS = ((1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (3.0, 5.0, 2.0))  # F, I, W of a rank's share of the model
 
 
 def run(name: str, ranks: int, microbatches: int, chunks: int, costs: tuple[float, float, float]) -> Simulation:
@@ -38,7 +38,7 @@ def test_the_bubble_of_gpipe_and_1f1b_is_p_less_1_over_m_plus_p_less_1(
 
 
 @pytest.mark.parametrize("costs", COSTS)
-@pytest.mark.parametrize("chunks", [2, 3, 4])
+@pytest.mark.parametrize("chunks", [2, 3])
 def test_the_bubble_of_interleaved_is_p_less_1_over_v_m_of_the_ideal(
     chunks: int, costs: tuple[float, float, float]
 ) -> None:
@@ -58,7 +58,7 @@ def test_the_idle_time_of_zb_h1_is_p_less_1_times_f_plus_i_less_w(costs: tuple[f
 
 
 @pytest.mark.parametrize("costs", COSTS)
-@pytest.mark.parametrize("chunks", [2, 3, 4])
+@pytest.mark.parametrize("chunks", [2, 3])
 def test_chunks_divide_the_idle_time_of_zb_h1(chunks: int, costs: tuple[float, float, float]) -> None:
     forward, input_backward, weight_backward = costs
     for p in RANKS:
@@ -67,7 +67,7 @@ def test_chunks_divide_the_idle_time_of_zb_h1(chunks: int, costs: tuple[float, f
             assert idle(run("zb-h1", p, m, chunks, costs)) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_rounds_that_are_not_full_add_no_idle_time_to_zb_h1(chunks: int) -> None:
     for p in RANKS:
         for m in range(p, 3 * p + 1):

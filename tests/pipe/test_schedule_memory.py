@@ -6,7 +6,7 @@ from lowtide.pipe.schedules.costs import Costs
 from lowtide.pipe.schedules.registry import make_schedule
 from lowtide.pipe.schedules.simulator import simulate
 
-GRID = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 7, 8, 16, 21)]
+GRID = [(p, m) for p in (1, 2, 3, 6) for m in (1, 2, 5, 6, 7, 20)]
 
 
 def in_flight(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> list[int]:
@@ -31,7 +31,7 @@ def test_1f1b_holds_as_many_as_there_are_ranks_from_here_on(p: int, m: int) -> N
 
 
 @pytest.mark.parametrize("chunks", [2, 3])
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("p", [1, 2, 3, 6])
 def test_interleaved_holds_its_warmup_and_one(p: int, chunks: int) -> None:
     for m in (p, 2 * p, 5 * p):
         warmup = [(chunks - 1) * p + 2 * (p - 1 - rank) for rank in range(p)]
@@ -43,15 +43,15 @@ def test_zb_h1_holds_no_more_than_1f1b_on_its_first_rank_even_if_w_needs_all_of_
     assert activations("zb-h1", p, m) == [min(m, p)] * p
 
 
-@pytest.mark.parametrize("chunks", [2, 3, 4])
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("p", [1, 2, 3, 6])
 def test_chunks_of_zb_h1_take_no_more_memory(p: int, chunks: int) -> None:
     for m in range(p, 3 * p + 1):
         if 2 * (m % p) >= p or m % p == 0:
             assert activations("zb-h1", p, m, chunks) == pytest.approx([p] * p)
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("p", [1, 2, 3, 6])
 def test_zb_v_holds_on_every_rank_what_1f1b_holds_on_its_first(p: int) -> None:
     for m in (max(2 * p - 1, 1), 2 * p, 5 * p):
         assert activations("zb-v", p, m, 2) == [p] * p
@@ -59,7 +59,7 @@ def test_zb_v_holds_on_every_rank_what_1f1b_holds_on_its_first(p: int) -> None:
         assert max(activations("zb-v", p, m, 2)) <= p
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("p", [1, 2, 3, 6])
 def test_dualpipe_v_holds_half_a_microbatch_more(p: int) -> None:
     for m in (2 * p, 2 * p + 3, 5 * p):
         assert activations("dualpipe-v", p, m, 2) == [p + 0.5] * p

@@ -13,7 +13,7 @@ from lowtide.pipe.schedules.registry import KINDS, make_schedule
 from lowtide.pipe.schedules.schedule import Schedule
 from lowtide.pipe.schedules.simulator import simulate
 
-GRID = [(1, 2), (2, 4), (3, 7), (4, 8), (5, 10)]
+GRID = [(1, 2), (2, 4), (3, 7), (4, 8)]
 
 
 def random_costs(num_stages: int, seed: int) -> Costs:
@@ -32,7 +32,7 @@ def test_no_order_deadlocks_even_if_every_send_and_receive_blocks(name: str) -> 
         for schedule in (make_schedule(name, p, m), forward_only(make_schedule(name, p, m))):
             simulate(add_messages(schedule), blocking=True)
             simulate(add_messages(merge_backward(schedule)), blocking=True)
-            for seed in range(4):
+            for seed in range(2):
                 costs = random_costs(schedule.num_stages, seed)
                 # In an order made for one machine, run on another.
                 simulate(add_messages(schedule, costs), random_costs(schedule.num_stages, seed + 1), blocking=True)
@@ -121,7 +121,7 @@ def test_streams_find_an_order_that_deadlocks() -> None:
 def test_messages_do_not_make_a_step_longer(name: str) -> None:
     for p, m in GRID:
         schedule = make_schedule(name, p, m)
-        for seed in range(4):
+        for seed in range(2):
             costs = random_costs(schedule.num_stages, seed)
             with_messages = simulate(add_messages(schedule, costs), costs)
             assert with_messages.makespan == simulate(schedule, costs).makespan

@@ -57,8 +57,7 @@ ROWS: dict[int, list[Row]] = {  # by number of ranks
     4: [
         ("qwen3", 4, 3, {"parallel": {"expert": 4}}),
         ("deepseek", 4, 1, {"communication": {"route": "sockets"}}),
-        ("mixtral", 4, 2, {"communication": {"route": "native"}}),
-        ("mixtral", 4, 3, {"zero_optimization": {"shard_size": 2}}),
+        ("mixtral", 4, 3, {"zero_optimization": {"shard_size": 2}, "communication": {"route": "native"}}),
         ("mixtral", 4, 3, {"zero_optimization": {"zero_hpz_partition_size": 2}, "communication": {"route": "sockets"}}),
         ("mixtral", 2, 3, {"parallel": {"expert": 2, "pipeline": 2}}),
     ],

@@ -47,11 +47,11 @@ def config_of(schedule: str, stage: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def train(name: str, kind: str, config: dict[str, Any], group: int = 0) -> dict[str, Tensor]:
+def train(name: str, kind: str, config: dict[str, Any], group: int = 0, steps: int = 2) -> dict[str, Tensor]:
     torch.manual_seed(0)
     engine = lowtide.initialize(MODELS[name](), config)
     found: dict[str, Tensor] = {}
-    for step in range(2):
+    for step in range(steps):
         two = [batch_of(10 * group + 2 * step + half, kind) for half in range(2)]
         done = engine.train_step({key: torch.cat([one[key] for one in two]) for key in two[0]})
         found |= {f"loss {step}": done.loss, f"norm {step}": done.grad_norm}
@@ -97,7 +97,7 @@ def beside_data(sequence: int, pipeline: int) -> dict[str, Tensor]:
     """Two groups with data of their own."""
     group = torch.distributed.get_rank() // sequence % 2
     config = config_of("1f1b", 3, parallel={"sequence": sequence, "pipeline": pipeline})
-    return train("plain", "plain", config, group)
+    return train("plain", "plain", config, group, steps=1)
 
 
 def test_shards_beside_stages_and_sequences(ranks: RankPool) -> None:

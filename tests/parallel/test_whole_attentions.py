@@ -66,19 +66,16 @@ def one_head_of_keys() -> nn.Module:
 
 CASES = {build.__name__: case_of(build) for build in (olmo2, phi3, glm, bloom, one_head_of_keys)} | {
     "deepseek": case_of(moe.deepseek, moe.tokens),
-    "gpt2": FAMILIES["gpt2"],
     "t5": FAMILIES["t5"],
 }
 WHOLE: dict[str, Any] = {"parallel": {"tensor": 2}}
 PARTS: dict[str, Any] = {"parallel": {"tensor": 2, "tensor_sequence": True}}
 AGAIN: dict[str, Any] = {"activation_checkpointing": {"every": 1}, "communication": {"route": "sockets"}}
-STAGES: dict[str, Any] = {
-    "parallel": {"tensor": 2, "tensor_sequence": True, "pipeline": 2}
-}  # between, tokens are whole
+# Between stages tokens are whole.
+STAGES: dict[str, Any] = {"parallel": {"tensor": 2, "tensor_sequence": True, "pipeline": 2}}
 ROWS: dict[int, list[tuple[str, int, dict[str, Any]]]] = {  # by number of ranks: model, stage, config
     2: [
         ("olmo2", 1, WHOLE),
-        ("bloom", 3, WHOLE),
         ("olmo2", 3, PARTS | AGAIN),
         ("phi3", 1, PARTS),
         ("glm", 0, PARTS),
@@ -87,8 +84,7 @@ ROWS: dict[int, list[tuple[str, int, dict[str, Any]]]] = {  # by number of ranks
     ],
     4: [
         ("olmo2", 1, {"parallel": {"tensor": 4, "tensor_sequence": True}}),
-        ("gpt2", 3, STAGES | AGAIN),
-        ("one_head_of_keys", 1, STAGES | {"pipeline": {"schedule": "zb-h1"}}),
+        ("one_head_of_keys", 3, STAGES | AGAIN | {"pipeline": {"schedule": "zb-h1"}}),
         ("t5", 1, STAGES | {"pipeline": {"schedule": "interleaved", "chunks": 2}}),
     ],
 }

@@ -31,7 +31,7 @@ def test_four_stages_train_like_one_process(ranks: RankPool) -> None:
 def test_states_on_a_drive_give_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
     offload = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     cases = [pipelined(CASE.at(3), 2, "1f1b", zero_optimization=zero) for zero in ({}, offload)]
-    kept, offloaded = ranks(4, train_all, cases)[0]
+    (kept, offloaded), _ = ranks(2, train_all, cases)
     assert not kept.differences(offloaded)
 
 

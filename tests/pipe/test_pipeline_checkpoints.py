@@ -16,9 +16,8 @@ CASE = Case(deep_tied_gpt, models.token_batch, clip=0.5, accumulation=2)
 PLACES: dict[str, tuple[int, Case]] = {  # name: ranks, case
     "one rank": (1, CASE),
     "pipeline 2 as a V, stage 1": (2, pipelined(CASE.at(1), 2, "zb-v")),
-    "pipeline 3": (3, pipelined(CASE, 3, "gpipe")),
     "pipeline 2 x shard 2, stage 3": (4, pipelined(CASE.at(3), 2, "interleaved")),
-    "pipeline 2 x replica 2, stage 2": (4, pipelined(CASE.at(2), 2, "1f1b", zero_optimization={"shard_size": 1})),
+    "pipeline 2 x replica 2": (4, pipelined(CASE, 2, "gpipe")),
 }
 
 

@@ -250,11 +250,15 @@ def plain_cases() -> dict[str, dict[str, Any]]:
     cases["in backward"] = config_of(2, zero={"update_in_backward": True})
     cases["without masters"] = config_of(3, **DRAWN)
     cases["with remainders"] = config_of(2, 2, "shared_memory", **KAHAN)
+    cases["split"] = config_of(1, 2, **SPLIT)
     cases["split, in backward"] = config_of(3, zero={"update_in_backward": True}, **SPLIT)
     cases["matrices"] = config_of(1, optimizer={"type": "muon"})
+    cases["matrices, no masters"] = config_of(3, **{**DRAWN, "optimizer": {"type": "muon"}})
+    cases["rows and columns"] = config_of(2, optimizer={"type": "adafactor"})
     cases["rows and columns, no masters"] = config_of(0, **{**DRAWN, "optimizer": {"type": "adafactor"}})
     cases["islands"] = config_of(2, outer={"every": 2, "ranks": 2, "overlap": 1})
     cases["islands, plain mean"] = config_of(1, outer={"every": 2, "ranks": 2, "optimizer": "average"}, **DRAWN)
+    cases["8 bits"] = config_of(1, optimizer={"type": "adamw", "params": {"state_dtype": "int8"}})
     return cases
 
 
@@ -295,6 +299,7 @@ def test_layer_by_layer_alone(tmp_path: Path) -> None:
 def quantized_cases() -> dict[str, dict[str, Any]]:
     """Messages in few bits, in one level and in two, with every kind of weights that are sent."""
     return {
+        "quantized 0": config_of(0, communication=in_few_bits(weight_bits=4)),
         "quantized 1": config_of(1, 2, communication=in_few_bits(weight_bits=8), **BF16),
         "quantized 2, exact in a host": config_of(2, communication=in_few_bits(gradient_bits_in_host=None)),
         "quantized 3": config_of(3, 2, communication=in_few_bits(weight_bits=4, frozen_weight_bits=8), **BF16),
@@ -316,6 +321,7 @@ def test_several_axes(ranks: RankPool) -> None:
         "hpZ": config_of(3, zero={"zero_hpz_partition_size": 2}, **BF16),
         **quantized_cases(),
         "hpZ, one copy": config_of(3, 1, "shared_memory", zero={"zero_hpz_partition_size": 2}),
+        "pipeline 0": config_of(0, 2, "shared_memory", **pipeline),
         "pipeline 2": config_of(2, 4, "shared_memory", **pipeline, **BF16),
         "pipeline 3": config_of(3, 2, **pipeline),
     }

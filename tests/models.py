@@ -122,6 +122,10 @@ def short_gpt() -> nn.Module:
     return TinyGPT(layers=1)
 
 
+def short_gpt_float64() -> nn.Module:
+    return TinyGPT(layers=1).double()
+
+
 def tied_gpt() -> nn.Module:
     return TinyGPT(tied=True)
 

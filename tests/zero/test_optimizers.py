@@ -4,12 +4,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from tests import models
-from tests.grids import pairs
 from tests.ranks import RankPool
 from tests.zero.mixed_precision import Dtypes, train_mixed
 from tests.zero.training import Case, assert_close, train_all, train_plainly
@@ -112,23 +110,18 @@ OPTIMIZERS: list[tuple[str, dict[str, Any], Callable[..., torch.optim.Optimizer]
 ]
 MODELS = [
     Case(models.mlp_float64, models.vector_batch_float64, steps=5),
-    Case(models.tiny_gpt_float64, models.token_batch, steps=3, clip=0.3),
+    Case(models.short_gpt_float64, models.token_batch, steps=3, clip=0.3),
 ]
 
 
-GRID = pairs(OPTIMIZERS, MODELS, (0, 3), (1, 2))
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_every_optimizer_equals_its_torch_twin(ranks: RankPool, world_size: int) -> None:
+def test_every_optimizer_equals_its_torch_twin(ranks: RankPool) -> None:
+    """Each with one model at one stage, in turn."""
     work = [
-        (case.at(stage, config={"optimizer": {"type": name, "params": params}}), twin)
-        for (name, params, twin), case, stage, ranks_of_case in GRID
-        if ranks_of_case == world_size
+        (MODELS[number % 2].at(number // 2 % 2 * 3, config={"optimizer": {"type": name, "params": params}}), twin)
+        for number, (name, params, twin) in enumerate(OPTIMIZERS)
     ]
-    outcomes = ranks(world_size, train_all, [case for case, _ in work])[0]
-    for (case, twin), outcome in zip(work, outcomes, strict=True):
-        expected = train_plainly(case, world_size, twin)
+    for (case, twin), outcome in zip(work, ranks(2, train_all, [case for case, _ in work])[0], strict=True):
+        expected = train_plainly(case, 2, twin)
         assert_close(outcome, expected, 1e-9, 1e-9, f"{case.config['optimizer']}, stage {case.stage}")
 
 
@@ -139,7 +132,7 @@ def test_every_optimizer_updates_float32_masters_of_bf16_weights(ranks: RankPool
             Case(models.mlp, models.vector_batch, 3, config={**config, "optimizer": {"type": name, "params": params}}),
             twin,
         )
-        for name, params, twin in OPTIMIZERS
+        for name, params, twin in {name.lower(): (name, params, twin) for name, params, twin in OPTIMIZERS}.values()
     ]
     outcomes = ranks(2, train_all, [case for case, _ in work])[0]
     for (case, twin), outcome in zip(work, outcomes, strict=True):

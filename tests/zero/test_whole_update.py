@@ -5,57 +5,67 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lowtide.engine.config.config import Config, ConfigError
 from tests.engine.saving import Trip, load_trips, save_trips
 from tests.engine.test_optimizer_offload import offloaded
-from tests.models import tiny_gpt, token_batch
+from tests.models import short_gpt, tiny_gpt_float64, token_batch
 from tests.ranks import RankPool
+from tests.zero import test_adafactor as adafactor
+from tests.zero import test_muon as muon
 from tests.zero.apart import apart
-from tests.zero.test_without_masters import assert_alike, same_rows
-from tests.zero.training import Case, train_all
+from tests.zero.test_without_masters import assert_alike, assert_alike_on_any_ranks, same_rows
+from tests.zero.training import Case, assert_close, train_all
 
 LAMB: dict[str, Any] = {"optimizer": {"type": "lamb", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
+OPTIMIZERS: dict[str, dict[str, Any]] = {"lamb": LAMB, "adafactor": adafactor.CONFIG, "muon": muon.CONFIG}
+FORMS: dict[str, list[bool | str]] = {
+    "lamb": [True, False, "kahan", "int8"],
+    "adafactor": [True, "int8"],
+    "muon": [True, "kahan"],
+}
 
 
-def case_of(**config: Any) -> Case:
-    return Case(tiny_gpt, token_batch, clip=0.5, config={**LAMB, **config})
+def in_form(config: dict[str, Any], masters: bool | str) -> dict[str, Any]:
+    """With states of eight bits where there are no masters, as far as the optimizer has such."""
+    type_, params = config["optimizer"]["type"], config["optimizer"]["params"]
+    if type_ == "Adafactor" and masters is not True:
+        params = {**params, "state_dtype": "int8"}
+    return {"optimizer": {"type": type_, "params": params}, "bf16": {"enabled": True, "masters": masters}}
 
 
-@pytest.mark.parametrize("masters", [True, False, "kahan", "int8"])
-def test_stages_and_places_have_the_same_bits(ranks: RankPool, tmp_path: Path, masters: bool | str) -> None:
-    case = case_of(bf16={"enabled": True, "masters": masters})
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_stages_and_places_have_the_same_bits(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    forms = [
+        Case(short_gpt, token_batch, steps=2, config=in_form(OPTIMIZERS[name], masters)) for masters in FORMS[name]
+    ]
     half = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}
-    cases = [case, case.at(1), case.at(3), offloaded(case.at(2), tmp_path), case.at(1, config=half)]
-    outcomes = ranks(2, train_all, cases)[0]
-    assert_alike([*outcomes, *ranks(2, apart, train_all, cases[3:4])[0]], masters)
+    places = [[case, case.at(3), offloaded(case.at(2), tmp_path), case.at(1, config=half)] for case in forms]
+    found = iter(ranks(2, train_all, [case for cases in places for case in cases])[0])
+    on_host = ranks(2, apart, train_all, [cases[2] for cases in places])[0]
+    for masters, cases, moved in zip(FORMS[name], places, on_host, strict=True):
+        assert_alike([*(next(found) for _ in cases), moved], masters)
 
 
 def test_any_number_of_ranks_has_the_same_bits(ranks: RankPool) -> None:
-    case = Case(tiny_gpt, same_rows, config=LAMB)
-    found = [ranks(size, train_all, [case.at(stage)])[0][0] for size, stage in ((1, 0), (2, 3), (4, 2))]
-    for other in found[1:]:
-        other.norms = found[0].norms
-    assert_alike(found, "ranks")
+    assert_alike_on_any_ranks(ranks, OPTIMIZERS)
 
 
 def test_hybrid_shards_and_pipelines(ranks: RankPool) -> None:
-    case = Case(tiny_gpt, same_rows, accumulation=2, config=LAMB)
-    hybrid = case.at(3, config={"zero_optimization": {"shard_size": 2}})
-    piped = case.at(2, config={"parallel": {"pipeline": 2}})
-    plain, *others = ranks(4, train_all, [case.at(1), hybrid, piped])[0]
-    for other in others:
-        torch.testing.assert_close(other.losses, plain.losses, rtol=1e-5, atol=0)
-        for name, value in plain.state.items():
-            torch.testing.assert_close(other.state[name], value, rtol=1e-5, atol=1e-6)
+    cases = [Case(tiny_gpt_float64, same_rows, 1, accumulation=2, steps=2, config=one) for one in OPTIMIZERS.values()]
+    hybrid = [case.at(3, config={"zero_optimization": {"shard_size": 2}}) for case in cases]
+    piped = [case.at(2, config={"parallel": {"pipeline": 2}}) for case in cases]
+    found = ranks(4, train_all, [*cases, *hybrid, *piped])[0]
+    for expected, outcome in zip(found[:3] * 2, found[3:], strict=True):
+        assert_close(outcome, expected, 1e-7, 1e-7)
 
 
 def test_a_checkpoint_goes_on_at_another_stage(ranks: RankPool, tmp_path: Path) -> None:
-    trip = Trip(case_of().at(1), offloaded(case_of().at(3), tmp_path))
-    (before,) = ranks(2, save_trips, [trip], tmp_path, 2)[0]
-    (after,) = ranks(2, load_trips, [trip], tmp_path, 2)[0]
-    assert after.differences(before) == []
+    cases = [Case(short_gpt, token_batch, clip=0.5, config=config) for config in OPTIMIZERS.values()]
+    trips = [Trip(case.at(1), offloaded(case.at(3), tmp_path)) for case in cases]
+    before = ranks(2, save_trips, trips, tmp_path, 2)[0]
+    after = ranks(2, load_trips, trips, tmp_path, 2)[0]
+    assert [other.differences(one) for one, other in zip(before, after, strict=True)] == [[]] * len(trips)
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from lowtide.model.ledger import Ledger
 from lowtide.pipe.weight_gradients import WeightGradients
 from lowtide.zero import direct_gradients
 from tests.ranks import RankPool
-from tests.zero.training import ADAMW, Case, Outcome, train_all
+from tests.zero.training import ADAMW, Case, Outcome, train, train_all
 
-WIDTH, BLOCKS = 24, 3
+WIDTH, BLOCKS = 24, 2
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"accumulation": 2},
@@ -86,36 +86,48 @@ def direct(is_on: bool) -> Iterator[list[bool]]:
         yield found
 
 
-def train_both_ways(cases: list[Case]) -> tuple[list[Outcome], list[Outcome], int]:
-    """With and without; and for how many gradients there was a place."""
-    with direct(True) as found:
-        with_places = train_all(cases)
+def train_both_ways(cases: list[Case]) -> tuple[list[Outcome], list[Outcome], list[int]]:
+    """With and without; and for how many gradients of each case there was a place."""
+    with_places, placed = [], []
+    for case in cases:
+        with direct(True) as found:
+            with_places.append(train(case))
+        placed.append(sum(found))
     with direct(False) as nothing:
         without = train_all(cases)
     assert not nothing
-    return with_places, without, sum(found)
+    return with_places, without, placed
 
 
-@pytest.mark.parametrize("number", range(len(SETTINGS)), ids=map(str, SETTINGS))
-def test_the_bits_are_those_of_copied_gradients(ranks: RankPool, number: int) -> None:
-    """Every stage and every setting has both routes."""
-    settings = SETTINGS[number]
-    clip = 0.0 if "zero_optimization" in settings.get("config", {}) else 0.1
+def test_the_bits_are_those_of_copied_gradients(ranks: RankPool) -> None:
+    """Every setting has both routes, at stages that shard parameters or not, in turn."""
     cases = []
-    for stage in (0, 1, 2, 3):
-        route = ("shared_memory", "sockets")[(stage + number) % 2]
-        cases.append(Case(Net, batch, clip=clip, config={"communication": {"route": route}}).at(stage, **settings))
-    for with_places, without, num_placed in ranks(2, train_both_ways, cases):
-        assert num_placed > 0
-        assert [one.differences(other) for one, other in zip(with_places, without, strict=True)] == [[]] * 4
+    for number, settings in enumerate(SETTINGS):
+        clip = 0.0 if "zero_optimization" in settings.get("config", {}) else 0.1
+        for stage, route in zip(((0, 3), (2, 1))[number % 2], ("shared_memory", "sockets"), strict=True):
+            case = Case(Net, batch, clip=clip, steps=2, config={"communication": {"route": route}})
+            cases.append(case.at(stage, **settings))
+    assert_the_same(ranks, 2, cases)
+
+
+def assert_the_same(ranks: RankPool, world_size: int, cases: list[Case]) -> None:
+    """cases: each two of one setting, of which one may have no places."""
+    for with_places, without, placed in ranks(world_size, train_both_ways, cases):
+        assert all(map(max, placed[::2], placed[1::2]))
+        assert [one.differences(other) for one, other in zip(with_places, without, strict=True)] == [[]] * len(cases)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_with_other_numbers_of_ranks(ranks: RankPool, world_size: int) -> None:
-    cases = [Case(Net, batch, clip=0.1).at(stage) for stage in (0, 3)]
-    for with_places, without, num_placed in ranks(world_size, train_both_ways, cases):
-        assert num_placed > 0
-        assert [one.differences(other) for one, other in zip(with_places, without, strict=True)] == [[]] * 2
+    assert_the_same(ranks, world_size, [Case(Net, batch, clip=0.1, steps=2).at(stage) for stage in (0, 3)])
+
+
+KINDS = ["keeps", "adds", "after", "grad in backward"]
+STAGES = [0, 2]
+
+
+def norms_with_hooks(is_on: bool) -> list[tuple[list[float], list[float], int]]:
+    return [norms_with_hook(is_on, kind, stage) for kind in KINDS for stage in STAGES]
 
 
 def norms_with_hook(is_on: bool, kind: str, stage: int) -> tuple[list[float], list[float], int]:
@@ -156,22 +168,24 @@ def norms_with_hook(is_on: bool, kind: str, stage: int) -> tuple[list[float], li
     return norms, [gradient.norm().item() for gradient in kept], sum(found)
 
 
-@pytest.mark.parametrize("kind", ["keeps", "adds", "after", "grad in backward"])
-@pytest.mark.parametrize("stage", [0, 2])
-def test_gradients_that_a_user_keeps_stay_what_they_are(ranks: RankPool, stage: int, kind: str) -> None:
-    for world_size in (1, 2):
-        with_places = ranks(world_size, norms_with_hook, True, kind, stage)
-        without = ranks(world_size, norms_with_hook, False, kind, stage)
-        assert [found[:2] for found in with_places] == [found[:2] for found in without]
-        # For the other weight; with two ranks the slot may still be the one of this weight.
-        assert with_places[0][2] > 0 or world_size > 1
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_that_a_user_keeps_stay_what_they_are(ranks: RankPool, world_size: int) -> None:
+    with_places, without = (ranks(world_size, norms_with_hooks, is_on) for is_on in (True, False))
+    for ours, theirs in zip(with_places, without, strict=True):
+        assert [found[:2] for found in ours] == [found[:2] for found in theirs]
+    # For the other weight; with two ranks the slot may still be the one of this weight.
+    assert world_size > 1 or min(found[2] for found in with_places[0]) > 0
 
 
 def test_where_gradients_are_cast_they_are_copied(ranks: RankPool) -> None:
     case = Case(Net, batch, config={"bf16": {"enabled": True}})  # reduced in fp32
-    for with_places, without, num_placed in ranks(2, train_both_ways, [case]):
-        assert num_placed == 0
+    for with_places, without, placed in ranks(2, train_both_ways, [case]):
+        assert placed == [0]
         assert with_places[0].differences(without[0]) == []
+
+
+def places_in_steps() -> list[tuple[int, int]]:
+    return [places_in_a_step(stage) for stage in range(4)]
 
 
 def places_in_a_step(stage: int) -> tuple[int, int]:
@@ -189,9 +203,8 @@ def places_in_a_step(stage: int) -> tuple[int, int]:
     return sum(found), len(found)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_one_rank_has_a_place_for_every_gradient(ranks: RankPool, stage: int) -> None:
-    assert ranks(1, places_in_a_step, stage) == [(BLOCKS, BLOCKS)]
+def test_one_rank_has_a_place_for_every_gradient(ranks: RankPool) -> None:
+    assert ranks(1, places_in_steps) == [[(BLOCKS, BLOCKS)] * 4]
 
 
 def engine_of(model: nn.Module) -> Any:

@@ -15,18 +15,20 @@ import torch
 import lowtide
 from lowtide.offload import HostPool
 from lowtide.zero.host_update import HostUpdate
-from tests.engine.saving import load_and_go_on, save_and_go_on
+from tests.engine.saving import Continuation, load_and_go_on, save_and_go_on
 from tests.grids import pairs
-from tests.models import mlp, tied_gpt, tiny_gpt, token_batch, vector_batch
+from tests.models import mlp, short_gpt, tied_gpt, tiny_gpt, token_batch, vector_batch
 from tests.ranks import RankPool
 from tests.zero.apart import LateCopies, apart, model_apart, train_both_ways
 from tests.zero.training import ADAMW, Case, share_of
 
-CASES = {
-    "tiny_gpt": Case(tiny_gpt, token_batch, accumulation=2, clip=0.5),
-    "tied_gpt": Case(tied_gpt, token_batch, accumulation=3),
-    "mlp": Case(mlp, vector_batch),
-}
+GPT = Case(short_gpt, token_batch, accumulation=2, clip=0.5, steps=2)
+BLOCKS = [  # for parameters, which come and go block by block
+    Case(tiny_gpt, token_batch, accumulation=2, clip=0.5, steps=2),
+    Case(tied_gpt, token_batch, accumulation=3, steps=2),
+    Case(mlp, vector_batch),
+]
+BF16 = {"bf16": {"enabled": True}}
 
 
 def on_native(case: Case, **zero: Any) -> Case:
@@ -47,101 +49,94 @@ def assert_same(ranks: RankPool, world_size: int, cases: list[tuple[Case, Case]]
         assert moved.differences(plain) == [], (world_size, index, cases[index][1].config)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_every_stage(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
-    grid = pairs((1, 2, 4), range(4), ("cpu", "nvme"), (False, True))
-    cases = [
-        pair(CASES["tiny_gpt"].at(stage, config={"bf16": {"enabled": narrow}}), tmp_path, device)
-        for ranks_of_case, stage, device, narrow in grid
-        if ranks_of_case == world_size
-    ]
-    assert_same(ranks, world_size, cases)
+def assert_pairs_same(ranks: RankPool, cases: list[tuple[int, tuple[Case, Case]]]) -> None:
+    """cases: each with its number of ranks."""
+    for size in (1, 2):
+        assert_same(ranks, size, [one for its, one in cases if its == size])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_parameters_too(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
-    grid = pairs((1, 2, 4), list(CASES.values()), ("cpu", "nvme"), (False, True))
-    cases = [
-        pair(case.at(3, config={"bf16": {"enabled": narrow}}), tmp_path, device, params=True)
-        for ranks_of_case, case, device, narrow in grid
-        if ranks_of_case == world_size
-    ]
-    assert_same(ranks, world_size, cases)
+def test_every_stage(ranks: RankPool, tmp_path: Path) -> None:
+    grid = pairs((1, 2), range(4), ("cpu", "nvme"), ({}, BF16))
+    cases = [(size, pair(GPT.at(stage, config=bf16), tmp_path, device)) for size, stage, device, bf16 in grid]
+    assert_pairs_same(ranks, cases)
 
 
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-def test_parameters_alone(ranks: RankPool, tmp_path: Path, device: str) -> None:
-    place = {"device": device, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}
-    for config in ({}, {"bf16": {"enabled": True}}, {"activation_checkpointing": {"every": 1}}):
-        case = CASES["tiny_gpt"].at(3, config=config)
-        assert_same(ranks, 2, [(on_native(case), on_native(case, offload_param=place))])
+def test_parameters_too(ranks: RankPool, tmp_path: Path) -> None:
+    grid = pairs((1, 2), BLOCKS, ("cpu", "nvme"), ({}, BF16))
+    cases = [(size, pair(case.at(3, config=bf16), tmp_path, device, True)) for size, case, device, bf16 in grid]
+    assert_pairs_same(ranks, cases)
 
 
-@pytest.mark.parametrize("ratio", [0.3, 0.75])
-def test_a_share_of_the_shards(ranks: RankPool, tmp_path: Path, ratio: float) -> None:
-    config = {"bf16": {"enabled": True}}
-    cases = [pair(CASES["tiny_gpt"].at(stage, config=config), tmp_path, "cpu", ratio=ratio) for stage in (1, 3)]
-    cases.append(pair(CASES["tiny_gpt"].at(3), tmp_path, "nvme", params=True, ratio=ratio))
-    assert_same(ranks, 2, cases)
+def test_parameters_alone(ranks: RankPool, tmp_path: Path) -> None:
+    cpu, nvme = {"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path)}
+    recomputed = {"activation_checkpointing": {"every": 1}}
+    cases = [(BLOCKS[0].at(3, config=config), place) for config, place in ((BF16, nvme), (recomputed, cpu))]
+    assert_same(ranks, 2, [(on_native(case), on_native(case, offload_param=place)) for case, place in cases])
 
 
-@pytest.mark.parametrize(("precision", "params"), [("fp32", True), ("bf16", False)])
-def test_updates_in_backward(ranks: RankPool, tmp_path: Path, precision: str, params: bool) -> None:
-    config = {"bf16": {"enabled": precision == "bf16"}}
-    case = Case(tiny_gpt, token_batch, stage=3, config=config)
-    in_backward = case.at(3, config={"zero_optimization": {"update_in_backward": True}})
-    cases = [pair(in_backward, tmp_path, "cpu", params), pair(in_backward, tmp_path, "nvme", params)]
-    for clip, place in ((0.0, "cpu"), (0.05, "cpu"), (0.05, "nvme"), (100.0, "nvme")):
-        clipped = Case(tiny_gpt, token_batch, stage=3, clip=clip, config=config)
-        cases.append(pair(clipped, tmp_path, place, params, overlap="speculative"))
+def test_a_share_of_the_shards(ranks: RankPool, tmp_path: Path) -> None:
+    case = BLOCKS[0].at(3)
+    cases = [pair(case.at(stage, config=BF16), tmp_path, "cpu", ratio=ratio) for stage, ratio in ((1, 0.3), (3, 0.75))]
+    assert_same(ranks, 2, [*cases, pair(case, tmp_path, "nvme", params=True, ratio=0.3)])
+
+
+def test_updates_in_backward(ranks: RankPool, tmp_path: Path) -> None:
+    """Of parameters that are elsewhere in float32, and of those that are there in bfloat16."""
+    forms = [(Case(short_gpt, token_batch, 3), True), (Case(short_gpt, token_batch, 3, config=BF16), False)]
+    cases = []
+    for (case, params), place in zip(forms, ("cpu", "nvme"), strict=True):
+        in_backward = case.at(3, steps=2, config={"zero_optimization": {"update_in_backward": True}})
+        cases.append(pair(in_backward, tmp_path, place, params))
+    for number, (clip, place) in enumerate(((0.0, "cpu"), (0.05, "cpu"), (0.05, "nvme"), (100.0, "nvme"))):
+        case, params = forms[number % 2]
+        cases.append(pair(case.at(3, clip=clip), tmp_path, place, params, overlap="speculative"))
     assert_same(ranks, 2, cases)
 
 
 def test_float16_with_steps_that_overflow(ranks: RankPool, tmp_path: Path) -> None:
-    config = {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}
-    cases = [pair(Case(tiny_gpt, token_batch, stage, config=config, steps=9), tmp_path, "cpu") for stage in (1, 3)]
+    config = {"fp16": {"enabled": True, "initial_scale_power": 17, "hysteresis": 1}}
+    cases = [pair(Case(short_gpt, token_batch, stage, config=config, steps=5), tmp_path, "cpu") for stage in (1, 3)]
     for plain, moved in ranks(2, train_both_ways, cases)[0]:
         assert True in plain.skipped and False in plain.skipped
         assert list(map(str, moved.norms)) == list(map(str, plain.norms))  # nan where a step was skipped
         assert [name for name in moved.differences(plain) if name != "norms"] == []
 
 
-@pytest.mark.parametrize(("precision", "device"), [("fp32", "nvme"), ("bf16", "cpu")])
-def test_delayed_updates(ranks: RankPool, tmp_path: Path, device: str, precision: str) -> None:
+def test_delayed_updates(ranks: RankPool, tmp_path: Path) -> None:
     """The same as those beside which nothing is on a device."""
     cases = []
-    for stage in (0, 1, 2, 3):
-        config = {"bf16": {"enabled": precision == "bf16"}}
-        case = Case(tiny_gpt, token_batch, stage, accumulation=2, steps=5, clip=0.5, config=config)
-        _, moved = pair(case, tmp_path, device, overlap="delayed", delay_after_steps=2)
-        cases.append((moved, moved))
+    for stage, config, device in ((0, {}, "nvme"), (1, BF16, "cpu"), (2, {}, "nvme"), (3, BF16, "cpu")):
+        _, moved = pair(GPT.at(stage, config=config), tmp_path, device, overlap="delayed", delay_after_steps=1)
+        cases.append((moved.at(stage, steps=4),) * 2)
     assert_same(ranks, 2, cases)
 
 
 def test_hybrid_sharding(ranks: RankPool, tmp_path: Path) -> None:
-    config = {"zero_optimization": {"shard_size": 2}, "bf16": {"enabled": True}}
-    cases = [pair(CASES["tiny_gpt"].at(3, config=config), tmp_path, "cpu", params) for params in (False, True)]
-    assert_same(ranks, 4, cases)
+    config = {"zero_optimization": {"shard_size": 2}, **BF16}
+    assert_same(ranks, 4, [pair(GPT.at(3, config=config), tmp_path, "cpu", params) for params in (False, True)])
 
 
 def test_a_pipeline_with_tied_weights(ranks: RankPool, tmp_path: Path) -> None:
     config = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "1f1b", "microbatches": 2}}
-    cases = [
-        pair(Case(tied_gpt, token_batch, stage, accumulation=2, clip=0.5, config=config), tmp_path, "cpu")
-        for stage in (1, 3)
+    case = Case(tied_gpt, token_batch, accumulation=2, clip=0.5, steps=2, config=config)
+    assert_same(ranks, 4, [pair(case.at(stage), tmp_path, "cpu") for stage in (1, 3)])
+
+
+def there_and_back(plain: Case, moved: Case, folder: Path) -> list[Continuation]:
+    """Saved by each of them, and then by each of them what the other one has saved."""
+    return [
+        save_and_go_on(plain, folder / "plain", 2, "a"),
+        apart(save_and_go_on, moved, folder / "apart", 2, "a"),
+        load_and_go_on(plain, folder / "apart", 2, "a"),
+        apart(load_and_go_on, moved, folder / "plain", 2, "a"),
     ]
-    assert_same(ranks, 4, cases)
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_checkpoints_go_to_the_host_and_back(ranks: RankPool, tmp_path: Path, device: str) -> None:
-    case = CASES["tiny_gpt"].at(3, config={"bf16": {"enabled": True}})
-    plain, moved = pair(case, tmp_path / "nvme", device, params=True)
-    saved = ranks(2, save_and_go_on, plain, tmp_path / "plain", 2, "a")[0]
-    saved_apart = ranks(2, apart, save_and_go_on, moved, tmp_path / "apart", 2, "a")[0]
-    assert saved_apart.differences(saved) == []
-    assert ranks(2, load_and_go_on, plain, tmp_path / "apart", 2, "a")[0].differences(saved) == []
-    assert ranks(2, apart, load_and_go_on, moved, tmp_path / "plain", 2, "a")[0].differences(saved) == []
+    plain, moved = pair(GPT.at(3, config=BF16), tmp_path / "nvme", device, params=True)
+    saved, *others = ranks(2, there_and_back, plain, moved, tmp_path)[0]
+    assert [other.differences(saved) for other in others] == [[]] * 3
 
 
 def bytes_by_place(config: dict[str, Any]) -> tuple[int, int, int]:

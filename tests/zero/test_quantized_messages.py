@@ -11,11 +11,11 @@ from torch import Tensor
 import lowtide
 from lowtide.zero.group import ShardedGroup
 from tests import models
-from tests.engine.saving import Continuation, load_and_go_on, save_and_go_on
+from tests.engine.saving import Continuation, load_all, save_all
 from tests.ranks import RankError, RankPool
 from tests.zero.training import Case, Outcome, assert_close, share_of, train_all
 
-BASE = Case(models.tiny_gpt, models.token_batch, clip=0.3)
+BASE = Case(models.short_gpt, models.token_batch, clip=0.3, steps=2)
 BF16 = {"bf16": {"enabled": True}}
 
 
@@ -67,10 +67,13 @@ OTHER_FORMS: dict[str, Case] = {
     "exact in a host": at(2, gradient_bits_in_host=None),
     "fp16": at(2, weight_bits=8, case=BASE.at(2, config={"fp16": {"enabled": True, "initial_scale_power": 8}})),
     "pipeline": at(
-        1, weight_bits=4, ranks_of_host=1, case=BASE.at(1, config={"parallel": {"pipeline": 2}}, accumulation=2)
+        1,
+        weight_bits=4,
+        ranks_of_host=1,
+        case=BASE.at(1, build=models.tiny_gpt, config={"parallel": {"pipeline": 2}}, accumulation=2),
     ),
     "tensor": at(1, weight_bits=4, ranks_of_host=2, case=BASE.at(1, config={"parallel": {"tensor": 2}})),
-    "tied": at(2, weight_bits=4, case=Case(models.tied_gpt, models.token_batch)),
+    "tied": at(2, weight_bits=4, case=Case(models.tied_gpt, models.token_batch, steps=2)),
 }
 
 
@@ -81,7 +84,7 @@ def test_other_forms_train_as_they_do_with_whole_messages(ranks: RankPool) -> No
     for case in OTHER_FORMS.values():
         section = {**case.config["communication"], **whole}
         section.pop("gradient_bits_in_host", None)
-        work += [case.at(case.stage, steps=2), case.at(case.stage, steps=2, config={"communication": section})]
+        work += [case, case.at(case.stage, config={"communication": section})]
     outcomes: list[Outcome] = ranks(4, train_all, work)[0]
     for name, one, plain in zip(OTHER_FORMS, outcomes[::2], outcomes[1::2], strict=True):
         assert one.differences(plain) != [], name
@@ -123,13 +126,14 @@ def test_copies_are_the_same_on_all_ranks_and_errors_do_not_add_up(ranks: RankPo
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_resumed_training_has_the_bits_of_one_without_a_break(ranks: RankPool, tmp_path: Path, stage: int) -> None:
-    case = at(stage, weight_bits=4, case=BASE.at(stage, config=BF16))
-    saved: Continuation = ranks(4, save_and_go_on, case, tmp_path, 4, "here")[0]
-    assert ranks(4, load_and_go_on, case, tmp_path, 4, "here")[0].differences(saved) == []
-    elsewhere = ranks(2, load_and_go_on, at(1, gradient_bits=None), tmp_path, 2, "here")[0]
-    assert elsewhere.state_differences(saved) == [], "what is saved is exact"
+def test_a_resumed_training_has_the_bits_of_one_without_a_break(ranks: RankPool, tmp_path: Path) -> None:
+    cases = [at(stage, weight_bits=4, case=BASE.at(stage, config=BF16)) for stage in (2, 3)]
+    elsewhere = [(f"4-{case.stage}", at(1, gradient_bits=None)) for case in cases]
+    saved: list[Continuation] = ranks(4, save_all, cases, tmp_path, 4)[0]
+    loaded = ranks(4, load_all, [(f"4-{case.stage}", case) for case in cases], tmp_path, 4)[0]
+    assert [ours.differences(theirs) for ours, theirs in zip(loaded, saved, strict=True)] == [[], []]
+    for found, expected in zip(ranks(2, load_all, elsewhere, tmp_path, 2)[0], saved, strict=True):
+        assert found.state_differences(expected) == [], "what is saved is exact"
 
 
 def shown_and_exported(case: Case) -> list[bool]:
@@ -186,11 +190,11 @@ def train_with_a_nan(case: Case) -> None:
     torch.manual_seed(0)
     engine = lowtide.initialize(case.build(), case.as_config())
     if engine.rank == 1:
-        param = dict(engine.module.named_parameters())["blocks.1.mlp.0.weight"]
+        param = dict(engine.module.named_parameters())["blocks.0.up.weight"]
         param.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([3]), torch.nan))
     engine.train_step(share_of(case.global_batch(0, engine.data_size)))
 
 
 def test_a_gradient_that_is_not_finite_is_found_with_its_name(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match=r"blocks\.1\.mlp\.0\.weight"):
+    with pytest.raises(RankError, match=r"a NaN or infinite value in the gradient of 'blocks\.0\.up\.weight'"):
         ranks(2, train_with_a_nan, at(2, ranks_of_host=1))

@@ -15,9 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import torch._dynamo  # what a job would import of its own
 import torch.distributed
 
 import lowtide
+import lowtide.engine.build
 from lowtide.checkpoint.folder import CheckpointFolder
 from tests.engine.saving import engine_for, run_steps
 from tests.models import mlp, vector_batch

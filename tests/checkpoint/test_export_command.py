@@ -58,8 +58,7 @@ def loaded(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("config", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("world_size", "config"), [(1, {}), (2, BF16)], ids=["fp32-1", "bf16-2"])
 def test_the_values_are_those_of_the_engine(
     ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], world_size: int, config: dict[str, Any]
 ) -> None:

@@ -230,7 +230,7 @@ def test_what_a_later_version_adds_is_left_out(folder: Path) -> None:
 
 # -- mutations of all kinds --------------------------------------------------------------------------------------------
 
-MUTATIONS = 3000
+MUTATIONS = 2000
 JUNK: list[Any] = [
     None,
     True,

@@ -1,5 +1,6 @@
 """Every route gives the sums and gathers of plain arithmetic; those that sum in rank order give the same bits."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -164,18 +165,39 @@ def in_rank_order(parts: list[Tensor], start: Tensor | None = None) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("route", ROUTES)
-def test_gather_gives_every_rank_all_parts(ranks: RankPool, route: str, world_size: int) -> None:
-    expected = [torch.cat(contributions(world_size, numel)) for numel in NUMELS]
-    for found in ranks(world_size, gathers, route):
+@dataclass
+class Collected:
+    """What each rank has found on a route."""
+
+    route: str
+    world_size: int
+    gathers: list[list[Tensor]]
+    reductions: dict[str, list[list[Found]]]  # by their kind
+
+
+def collect(route: str) -> tuple[list[Tensor], list[Found], list[Found]]:
+    return gathers(route), reductions(route, "reduce_scatter"), reductions(route, "all_reduce")
+
+
+@pytest.fixture(
+    scope="module", params=[(route, size) for route in ROUTES for size in (2, 4)], ids="{0[0]}-{0[1]}".format
+)
+def collected(ranks: RankPool, request: pytest.FixtureRequest) -> Collected:
+    """One call of the ranks for all tests."""
+    route, size = request.param
+    gathered, scattered, whole = (list(found) for found in zip(*ranks(size, collect, route), strict=True))
+    return Collected(route, size, gathered, {"reduce_scatter": scattered, "all_reduce": whole})
+
+
+def test_gather_gives_every_rank_all_parts(collected: Collected) -> None:
+    expected = [torch.cat(contributions(collected.world_size, numel)) for numel in NUMELS]
+    for found in collected.gathers:
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("route", ROUTES)
-def test_reduce_scatter_gives_each_rank_its_part_of_the_sum(ranks: RankPool, route: str, world_size: int) -> None:
-    for rank, found in enumerate(ranks(world_size, reductions, route, "reduce_scatter")):
+def test_reduce_scatter_gives_each_rank_its_part_of_the_sum(collected: Collected) -> None:
+    world_size = collected.world_size
+    for rank, found in enumerate(collected.reductions["reduce_scatter"]):
         for case in found:
             numel = case["numel"]
             mine = slice(rank * numel, (rank + 1) * numel)
@@ -183,45 +205,66 @@ def test_reduce_scatter_gives_each_rank_its_part_of_the_sum(ranks: RankPool, rou
             start = torch.ones(numel) if case["accumulate"] else None
             exact = torch.stack(parts).double().sum(0) + (1 if case["accumulate"] else 0)
             torch.testing.assert_close(case["out"].double(), exact, rtol=1e-6, atol=1e-6)
-            if route != "native":
+            if collected.route != "native":
                 assert torch.equal(case["out"], in_rank_order(parts, start))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("route", ROUTES)
-def test_all_reduce_gives_every_rank_the_whole_sum(ranks: RankPool, route: str, world_size: int) -> None:
-    results = ranks(world_size, reductions, route, "all_reduce")
+def test_all_reduce_gives_every_rank_the_whole_sum(collected: Collected) -> None:
+    results = collected.reductions["all_reduce"]
     for found in results:
         for case, first in zip(found, results[0], strict=True):
-            parts = contributions(world_size, case["numel"])
+            parts = contributions(collected.world_size, case["numel"])
             exact = torch.stack(parts).double().sum(0)
             torch.testing.assert_close(case["out"].double(), exact, rtol=1e-6, atol=1e-6)
             assert torch.equal(case["out"], first["out"])
-            if route != "native":
+            if collected.route != "native":
                 assert torch.equal(case["out"], in_rank_order(parts))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize(
-    ("dtype", "part"),
-    [
-        (torch.float32, (0.0, 1.0)),
-        (torch.float32, (0.3, 1.0)),
-        (torch.float32, (0.2, 0.6)),
-        (torch.float32, (0.0, 0.0)),
-        (torch.bfloat16, (0.0, 0.0)),
-    ],
-)
-def test_a_sum_in_shared_memory_is_there_once_for_all(
-    ranks: RankPool, world_size: int, dtype: torch.dtype, part: tuple[float, float]
-) -> None:
-    expected = [
-        in_rank_order([data(numel, rank + 10 * round_, dtype) for rank in range(world_size)])
-        for round_ in range(3)
-        for numel in NUMELS
-    ]
-    for found in ranks(world_size, common_sums, dtype, part):
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
+def test_every_element_is_summed_once(collected: Collected, kind: str) -> None:
+    """By what sums in rank order; a backend sums as it likes."""
+    results = collected.reductions[kind] if collected.route != "native" else [[]]
+    for index, case in enumerate(results[0]):
+        numel = case["numel"]
+        seen = torch.zeros(len(results) * numel if kind == "reduce_scatter" else numel, dtype=torch.int64)
+        for rank, found in enumerate(results):
+            offset, total, parts = found[index]["summed"]
+            base = rank * numel if kind == "reduce_scatter" else 0
+            place = slice(base + offset, base + offset + total.numel())
+            seen[place] += 1
+            assert torch.equal(total, found[index]["out"][offset : offset + total.numel()])
+            for producer, part in zip(range(len(results)), parts, strict=True):
+                assert torch.equal(part, data(seen.numel(), producer)[place])
+        assert torch.equal(seen, torch.ones_like(seen)), (index, numel)
+
+
+HELD: list[tuple[torch.dtype, tuple[float, float]]] = [
+    (torch.float32, (0.0, 1.0)),
+    (torch.float32, (0.3, 1.0)),
+    (torch.float32, (0.2, 0.6)),
+    (torch.float32, (0.0, 0.0)),
+    (torch.bfloat16, (0.0, 0.0)),
+]
+
+
+def all_common_sums() -> list[list[Tensor]]:
+    return [common_sums(dtype, part) for dtype, part in HELD]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_sum_in_shared_memory_is_there_once_for_all(ranks: RankPool, world_size: int) -> None:
+    expected = {
+        dtype: [
+            in_rank_order([data(numel, rank + 10 * round_, dtype) for rank in range(world_size)])
+            for round_ in range(3)
+            for numel in NUMELS
+        ]
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    for of_rank in ranks(world_size, all_common_sums):
+        for (dtype, part), found in zip(HELD, of_rank, strict=True):
+            assert all(map(torch.equal, found, expected[dtype])), (dtype, part)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -240,25 +283,6 @@ def test_bf16_contributions_are_added_in_float32(ranks: RankPool, route: str, ki
             mine = slice(rank * numel, (rank + 1) * numel) if scattered else slice(0, numel)
             start = torch.ones(numel) if case["accumulate"] else None
             assert torch.equal(case["out"], in_rank_order([part[mine] for part in parts], start))
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
-@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
-def test_every_element_is_summed_once(ranks: RankPool, route: str, kind: str, world_size: int) -> None:
-    results = ranks(world_size, reductions, route, kind)
-    for index, case in enumerate(results[0]):
-        numel = case["numel"]
-        seen = torch.zeros(world_size * numel if kind == "reduce_scatter" else numel, dtype=torch.int64)
-        for rank, found in enumerate(results):
-            offset, total, parts = found[index]["summed"]
-            base = rank * numel if kind == "reduce_scatter" else 0
-            place = slice(base + offset, base + offset + total.numel())
-            seen[place] += 1
-            assert torch.equal(total, found[index]["out"][offset : offset + total.numel()])
-            for producer, part in zip(range(world_size), parts, strict=True):
-                assert torch.equal(part, data(seen.numel(), producer)[place])
-        assert torch.equal(seen, torch.ones_like(seen)), (index, numel)
 
 
 @pytest.mark.parametrize("route", ROUTES)

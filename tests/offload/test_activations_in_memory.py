@@ -1,7 +1,6 @@
 """How much of the saved activations is in memory: counted by the offload, and by what is really alive."""
 
 import contextlib
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide.offload.file_store import FileStore
 from tests.offload.activation_stores import LiveBytes, MemoryStore, offload_for
+from tests.ranks import in_a_new_process
 from tests.resident import peak_growth
 
 ROWS, WIDTH = 64, 64
@@ -219,11 +219,7 @@ def growth_in_training(folder: str | None) -> int:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_the_process_is_smaller(tmp_path: Path) -> None:
     """In processes of their own: what the C library does with freed memory is a setting of the whole process."""
-    growth = {}
-    for folder in (None, str(tmp_path)):
-        code = f"from {__name__} import growth_in_training; print(growth_in_training({folder!r}))"
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-        growth[folder] = int(run.stdout)
+    growth = {folder: in_a_new_process(growth_in_training, folder) for folder in (None, str(tmp_path))}
     assert growth[None] > 160 << 20  # 81 activations
     # 8 activations, those of the line or node that runs, and 24 MiB of the store's threads.
     assert growth[str(tmp_path)] < 64 << 20

@@ -1,7 +1,7 @@
 """Training is the same to the last bit, whether activations are offloaded or not."""
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,15 @@ from lowtide.offload.activations import ActivationOffload, in_storages_of
 from lowtide.offload.file_store import FileStore
 from tests import models
 from tests.engine.test_activation_checkpointing import AroundBlocks, Noisy, NonReentrant, Reentrant
+from tests.grids import pairs
 from tests.offload.activation_stores import MemoryStore
 from tests.ranks import RankPool
 from tests.zero.training import Case, share_of
 
 BUDGET = 17_000  # the logits have 16856 bytes, any other saved activation 1232 to 3696
 
-GPT = Case(models.tiny_gpt, models.token_batch, steps=3)
-RUNS = [
-    (stage, every, accumulation) for stage in (0, 3) for every, accumulation in ((0, 1), (0, 2), (1, 1), (1, 2), (2, 1))
-]
+GPT = Case(models.tiny_gpt, models.token_batch, steps=2)
+RUNS = pairs(("shared_memory", "sockets"), (0, 3), (0, 1, 2), (1, 2))  # route, stage, every, accumulation
 
 
 class Recurrent(nn.Module):
@@ -95,24 +94,22 @@ def differences(cases: Iterable[Case], folder: str | None) -> list[str]:
     return found
 
 
-def cases_on(route: str, build: Callable[[], nn.Module] = models.tiny_gpt) -> list[Case]:
-    config = {"communication": {"route": route}} if route else {}
-    return [
-        replace(GPT, build=build).at(
-            stage, accumulation=accumulation, config={**config, "activation_checkpointing": {"every": every}}
-        )
-        for stage, every, accumulation in RUNS
-    ]
-
-
 @pytest.mark.parametrize(("route", "in_file"), [("shared_memory", True), ("sockets", False)])
 def test_two_ranks_train_the_same(ranks: RankPool, route: str, in_file: bool, tmp_path: Path) -> None:
-    assert ranks(2, differences, cases_on(route), str(tmp_path) if in_file else None) == [[], []]
+    cases = [
+        GPT.at(
+            stage, accumulation=a, config={"communication": {"route": its}, "activation_checkpointing": {"every": n}}
+        )
+        for its, stage, n, a in RUNS
+        if its == route
+    ]
+    assert ranks(2, differences, cases, str(tmp_path) if in_file else None) == [[], []]
 
 
-@pytest.mark.parametrize("build", [Noisy, Reentrant, NonReentrant, AroundBlocks, Recurrent, models.tied_gpt])
-def test_models_of_all_kinds_train_the_same(ranks: RankPool, build: Callable[[], nn.Module]) -> None:
-    cases = [replace(GPT, build=build).at(stage, config={"communication": {"route": "sockets"}}) for stage in (0, 3)]
+def test_models_of_all_kinds_train_the_same(ranks: RankPool) -> None:
+    kinds = [Noisy, Reentrant, NonReentrant, AroundBlocks, Recurrent, models.tied_gpt]
+    sockets = {"communication": {"route": "sockets"}}
+    cases = [replace(GPT, build=build).at(stage, config=sockets) for build in kinds for stage in (0, 3)]
     assert ranks(2, differences, cases, None) == [[], []]
 
 

@@ -25,7 +25,7 @@ from tests.engine.test_planned_peak import BF16, ROWS, TOLERANCE, LiveBytes, con
 from tests.ranks import RankPool
 from tests.zero.training import rank_and_world
 
-SHAPE = Shape(layers=4, hidden=64, heads=4, vocabulary=301, sequence=48, kv_heads=2, mlp=160)
+SHAPE = Shape(layers=2, hidden=64, heads=4, vocabulary=301, sequence=48, kv_heads=2, mlp=160)
 
 
 def batch(rows: int) -> dict[str, Tensor]:
@@ -106,13 +106,13 @@ def planned_peak(blueprint: Blueprint, profile: Profile, place: int) -> int:
 def measured(config: dict[str, Any]) -> tuple[int, dict[str, int]]:
     """(peak of a step, what this rank's exchanges have sent in it): of one in which slots are as large as they become.
 
-    Three slots take turns: each has had the largest group after three steps.
+    Three slots of shared memory, or of experts, take turns: each has had the largest group after three steps.
     """
     torch.manual_seed(0)
     engine = lowtide.initialize(model_of(config), config)
     microbatches = config["gradient_accumulation_steps"]
     whole = batch(ROWS * microbatches)
-    for _ in range(3):
+    for _ in range(3 if "expert" in config["parallel"] or config["communication"]["route"] == "shared_memory" else 2):
         engine.train_step(whole)
     exchanges = {name: engine._mesh.exchange((name,)) for name in (EXPERT, SEQUENCE, TENSOR)}
     before = {name: exchange.bytes_sent for name, exchange in exchanges.items()}
@@ -144,22 +144,15 @@ def split(stage: int, every: int, accumulation: int, parallel: dict[str, int], *
     return config_of(stage, every, accumulation, parallel=parallel, **more)
 
 
-def grid() -> dict[str, dict[str, Any]]:
-    """Each stage with each axis, not every pair of them with checkpointing, accumulation, dtypes and routes."""
-    found = {}
-    for stage in range(4):
-        for number, parallel in enumerate(({"tensor": 2}, {"sequence": 2})):
-            every, accumulation = (stage + number) % 2, 1 + (stage // 2 + number) % 2
-            more: dict[str, Any] = BF16 if stage == 2 else {}
-            if stage == 1:
-                more = {"communication": {"route": "shared_memory"}}
-            found[f"{parallel}, stage {stage}"] = split(stage, every, accumulation, parallel, **more)
-    return found
-
-
 def test_two_ranks(ranks: RankPool) -> None:
-    some = dict(list(grid().items())[:2] + list(grid().items())[2::2] + list(grid().items())[-1:])
-    assert ranks(2, compare, some) == [[], []]
+    cases = {
+        "tensor, stage 0": split(0, 0, 1, {"tensor": 2}),
+        "sequence, stage 0": split(0, 0, 2, {"sequence": 2}),
+        "tensor, stage 1": split(1, 1, 1, {"tensor": 2}, communication={"route": "shared_memory"}),
+        "tensor, stage 2": split(2, 0, 2, {"tensor": 2}, **BF16),
+        "sequence, stage 3": split(3, 1, 1, {"sequence": 2}),
+    }
+    assert ranks(2, compare, cases) == [[], []]
 
 
 def beside_others() -> dict[str, dict[str, Any]]:
@@ -168,10 +161,8 @@ def beside_others() -> dict[str, dict[str, Any]]:
         "tensor x data": split(3, 0, 2, {"tensor": 2}),
         "sequence x data": split(2, 1, 1, {"sequence": 2}, **BF16),
         "tensor x sequence": split(1, 0, 1, {"tensor": 2, "sequence": 2}),
-        "tensor x stages": split(0, 0, 4, {"tensor": 2, "pipeline": 2}),
-        "tensor x stages, sharded": split(1, 0, 4, {"tensor": 2, "pipeline": 2}, **BF16),
-        "parts x stages": split(0, 0, 4, {"tensor": 2, "pipeline": 2, "tensor_sequence": True}),
-        "parts x stages, recomputed": split(1, 1, 4, {"tensor": 2, "pipeline": 2, "tensor_sequence": True}, **BF16),
+        "tensor x stages": split(1, 0, 4, {"tensor": 2, "pipeline": 2}, **BF16),
+        "parts x stages": split(1, 1, 4, {"tensor": 2, "pipeline": 2, "tensor_sequence": True}, **BF16),
     }
 
 
@@ -200,7 +191,6 @@ def test_sequences_over_stages(ranks: RankPool) -> None:
 
 def with_experts() -> dict[str, dict[str, Any]]:
     return {
-        "stage 0": split(0, 0, 2, {"expert": 2}),
         "stage 1, shared memory": split(1, 1, 2, {"expert": 2}, communication={"route": "shared_memory"}),
         "stage 3": split(3, 0, 1, {"expert": 2}),
         "stage 3, recomputed": split(3, 1, 2, {"expert": 2}, **BF16),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.engine.memory import predict, table
 from lowtide.zero.reduced_gradient import ReducedGradient
+from tests.grids import pairs
 from tests.ranks import RankPool
 
 # Padded: 3 blocks of Linear(40, 56) and Linear(56, 40), and Linear(7, 5) outside of them. Parameters start at multiples
@@ -118,9 +119,9 @@ def padded_bytes(stage: int, world_size: int, shares: bool, param: int, state: i
     }
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("route", ["sockets", "shared_memory"])
-@pytest.mark.parametrize("is_mixed", [True, False])
+@pytest.mark.parametrize(
+    ("is_mixed", "route", "world_size"), pairs((True, False), ("sockets", "shared_memory"), (2, 4))
+)
 def test_bytes_are_those_of_the_padded_layout(ranks: RankPool, is_mixed: bool, route: str, world_size: int) -> None:
     param, state = (2, 12) if is_mixed else (4, 8)
     for found in ranks(world_size, bytes_between_microbatches, Padded, route, is_mixed):
@@ -131,11 +132,10 @@ def test_bytes_are_those_of_the_padded_layout(ranks: RankPool, is_mixed: bool, r
             assert held == expected, (stage, "storages")
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_bytes_per_parameter_are_those_of_the_paper(ranks: RankPool, world_size: int) -> None:
-    n = world_size
+def test_bytes_per_parameter_are_those_of_the_paper(ranks: RankPool) -> None:
+    n = 4
     per_param = [16.0, 4 + 12 / n, 2 + 14 / n, 16 / n]
-    for found in ranks(world_size, bytes_between_microbatches, Even, "sockets", True):
+    for found in ranks(n, bytes_between_microbatches, Even, "sockets", True):
         for stage, (said, held) in enumerate(found):
             assert sum(said.values()) == sum(held.values()) == per_param[stage] * EVEN_NUMEL
             assert said == asdict(predict(EVEN_NUMEL, stage, n))

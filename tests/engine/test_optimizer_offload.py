@@ -36,7 +36,7 @@ def assert_pairs_agree(outcomes: list[Outcome], what: object) -> None:
         assert moved.differences(plain) == [], what
 
 
-@pytest.mark.parametrize(("world_size", "precision"), [(1, "fp32"), (2, "bf16"), (4, "fp32")])
+@pytest.mark.parametrize(("world_size", "precision"), [(1, "bf16"), (2, "fp32")])
 def test_every_stage_is_bitwise_the_run_in_memory(
     ranks: RankPool, tmp_path: Path, world_size: int, precision: str
 ) -> None:
@@ -48,7 +48,7 @@ def test_every_stage_is_bitwise_the_run_in_memory(
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_every_optimizer(ranks: RankPool, tmp_path: Path, name: str) -> None:
     config = {"bf16": {"enabled": True}, "optimizer": OPTIMIZERS[name]}
-    cases = pairs(Case(tiny_gpt, token_batch, config=config), tmp_path, stages=(2, 3))
+    cases = pairs(Case(tiny_gpt, token_batch, config=config), tmp_path, stages=(3,))
     assert_pairs_agree(ranks(2, train_all, cases)[0], name)
 
 
@@ -71,14 +71,9 @@ def wide_384() -> nn.Module:
     return Wide(384)
 
 
-def wide_896() -> nn.Module:
-    return Wide(896)
-
-
-@pytest.mark.parametrize("build", [wide_384, wide_896])
-def test_widths_that_blocks_of_a_disk_do_not_divide(ranks: RankPool, tmp_path: Path, build: Any) -> None:
-    case = Case(build, vector_batch, config={"bf16": {"enabled": True}, "aio": {"block_size": 4096}})
-    assert_pairs_agree(ranks(2, train_all, pairs(case, tmp_path, stages=(1, 3)))[0], build.__name__)
+def test_widths_that_blocks_of_a_disk_do_not_divide(ranks: RankPool, tmp_path: Path) -> None:
+    case = Case(wide_384, vector_batch, config={"bf16": {"enabled": True}, "aio": {"block_size": 4096}})
+    assert_pairs_agree(ranks(2, train_all, pairs(case, tmp_path, stages=(1, 3)))[0], "wide")
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.75])

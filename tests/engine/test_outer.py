@@ -15,12 +15,12 @@ from tests.zero.training import ADAMW, Case
 
 CASE = Case(models.tiny_gpt_float64, models.token_batch, clip=0.5, steps=9)
 UNITS = [[""], ["blocks.0."], ["blocks.1."], ["blocks.2."]]
-PLANS = [
-    Plan(),
-    Plan(optimizer="sgd", momentum=0.0, lr=0.5),
-    Plan(optimizer="average", every=3),
-    Plan(overlap=2, alpha=0.5),
-    Plan(every=6, fragments=3, overlap=1, alpha=0.25),
+PLANS = [  # with a stage
+    (0, Plan()),
+    (3, Plan(optimizer="sgd", momentum=0.0, lr=0.5)),
+    (2, Plan(optimizer="average", every=3)),
+    (1, Plan(overlap=2, alpha=0.5)),
+    (3, Plan(every=6, fragments=3, overlap=1, alpha=0.25)),
 ]
 
 
@@ -28,12 +28,13 @@ def train_all(cases: list[tuple[Case, dict[str, Any]]]) -> list[Any]:
     return [train_islands(case, outer) for case, outer in cases]
 
 
-@pytest.mark.parametrize(("num_islands", "size"), [(2, 1), (2, 2), (3, 1)])
-def test_islands_train_as_one_process_that_simulates_them(ranks: RankPool, num_islands: int, size: int) -> None:
-    stages = (0, 3, 2, 1, 3)
-    cases = [(CASE.at(stage), plan.as_config(size)) for stage, plan in zip(stages, PLANS, strict=True)]
+@pytest.mark.parametrize(("num_islands", "size", "plans"), [(2, 2, PLANS), (3, 1, PLANS[::2])])
+def test_islands_train_as_one_process_that_simulates_them(
+    ranks: RankPool, num_islands: int, size: int, plans: list[tuple[int, Plan]]
+) -> None:
+    cases = [(CASE.at(stage), plan.as_config(size)) for stage, plan in plans]
     found = ranks(num_islands * size, train_all, cases, process_group=False)
-    for index, plan in enumerate(PLANS):
+    for index, (_, plan) in enumerate(plans):
         expected = by_torch(CASE, plan, num_islands, size, UNITS)
         for island, (losses, state) in enumerate(expected):
             own_losses, own = found[island * size][index]
@@ -49,7 +50,7 @@ def save_and_go_on(cases: list[tuple[Case, dict[str, Any], str, int]]) -> list[A
 def test_checkpoints_go_on_bit_by_bit_with_an_exchange_under_way_too(ranks: RankPool, tmp_path: Path) -> None:
     streaming = Plan(every=6, fragments=3, overlap=3, alpha=0.25).as_config(2)
     cases = [(CASE.at(3), Plan().as_config(2), str(tmp_path / "plain"), 6)]
-    cases += [(CASE.at(1), streaming, str(tmp_path / f"step{step}"), step) for step in (6, 7, 8)]
+    cases.append((CASE.at(1), streaming, str(tmp_path / "two under way"), 8))
     cases.append((CASE.at(2), {**streaming, "dtype": "int4"}, str(tmp_path / "few bits"), 7))
     ranks(4, save_and_go_on, cases, process_group=False)
 
@@ -205,10 +206,8 @@ def test_a_plan_knows_what_islands_send_and_auto_knows_islands(ranks: RankPool) 
         {**base, "zero_optimization": {"stage": stage}, "outer": {**outer, "ranks": 2}}
         for stage, outer in (
             (0, outers[0]),
-            (2, outers[0]),
             (3, outers[1]),
             ("auto", outers[0]),
-            (0, outers[2]),
             (2, outers[2]),
         )
     ]

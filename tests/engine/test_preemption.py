@@ -15,6 +15,7 @@ from lowtide.engine.preemption import Preemption
 from tests.engine.saving import STEPS_AFTER, engine_for, load_and_go_on, run_steps
 from tests.launch.jobs import Job
 from tests.models import mlp, vector_batch
+from tests.ranks import RankPool
 from tests.zero.training import Case
 
 CASE = Case(mlp, vector_batch)
@@ -25,7 +26,7 @@ from tests.engine.saving import engine_for, run_steps
 from tests.models import mlp, vector_batch
 from tests.zero.training import Case
 
-checkpoint = {"folder": "run", "on_sigterm": True, "async": ASYNC}
+checkpoint = {"folder": "run", "on_sigterm": True, "async": True}
 case = Case(mlp, vector_batch, 3, config={"checkpoint": checkpoint})
 engine = engine_for(case, 2)
 for step in range(2000):
@@ -34,14 +35,6 @@ for step in range(2000):
         pathlib.Path("pid" + os.environ["RANK"]).write_text(str(os.getpid()))
     time.sleep(0.01)
 """
-
-
-def job_in(folder: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool = False) -> Job:
-    """Two ranks that have taken three steps; there are enough for a minute."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    job = Job(folder, SCRIPT.replace("ASYNC", str(asynchronous)), "--nproc", "2")
-    job.wait_for_files("pid0", "pid1")
-    return job
 
 
 def assert_goes_on(folder: Path) -> None:
@@ -58,12 +51,24 @@ def assert_goes_on(folder: Path) -> None:
     )
 
 
-def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = job_in(tmp_path, monkeypatch)
-    os.kill(int((tmp_path / "pid1").read_text()), signal.SIGINT)
-    status, out, err = job.finish(60)
-    assert status == 130, out + err
-    assert "SIGINT: step" in out + err and "is saved in run, leaving" in out + err
+def interrupted(folder: Path) -> object:
+    """What a rank leaves with where rank 1 has Ctrl-C after three steps."""
+    case = CASE.at(0, config={"checkpoint": {"folder": str(folder), "on_sigterm": True}})
+    engine = engine_for(case, 2)
+    run_steps(engine, case, 0, 3)
+    if engine.rank == 1:
+        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(SystemExit) as caught:
+        run_steps(engine, case, 3, 10)
+    return caught.value.code
+
+
+def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(
+    ranks: RankPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert ranks(2, interrupted, tmp_path / "run") == [130, 130]
+    said = "".join(capfd.readouterr())
+    assert "SIGINT: step 4 is saved in" in said and "run, leaving" in said
     assert_goes_on(tmp_path / "run")
 
 
@@ -71,7 +76,9 @@ def test_a_signal_to_the_launcher_ends_the_job_with_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Saved in the background: it is waited for."""
-    job = job_in(tmp_path, monkeypatch, asynchronous=True)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    job = Job(tmp_path, SCRIPT, "--nproc", "2")
+    job.wait_for_files("pid0", "pid1")
     job.process.send_signal(signal.SIGTERM)
     status, out, err = job.finish(60)
     assert status == 0, out + err

@@ -25,7 +25,7 @@ def recorded(folder: str, stage: int, route: str) -> dict[str, Any]:
     """What the rank has saved in the third step."""
     report = {"memory_report": {"folder": folder}, "communication": {"route": route}}
     with lowtide.initialize(gpt(), {**config_of(stage, 0, 1), **report}) as engine:
-        for number in range(4):
+        for number in range(3):
             engine.train_step(batch_of("gpt", number))
         rank = engine.rank
     return vars(MemoryReport.load(Path(folder) / f"memory-rank{rank}.json"))

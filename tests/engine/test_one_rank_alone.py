@@ -49,16 +49,21 @@ def train_and_look(stage: int, route: str, evaluates: bool, gathers: bool) -> tu
     return losses, seen
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
-def test_one_rank_evaluates_alone(ranks: RankPool, stage: int, route: str) -> None:
+def train_and_look_all(stage: int, route: str, gathers: list[bool]) -> list[tuple[list[float], list[Any]]]:
+    plain = train_and_look(stage, route, evaluates=False, gathers=False)
+    return [plain, *(train_and_look(stage, route, True, one) for one in gathers)]
+
+
+@pytest.mark.parametrize(
+    ("route", "stage"), [("shared_memory", 1), ("shared_memory", 3), ("sockets", 0), ("sockets", 2), ("sockets", 3)]
+)
+def test_one_rank_evaluates_alone(ranks: RankPool, route: str, stage: int) -> None:
     """Where parameters are here without the others, that is all; elsewhere inside of `gathered`."""
-    expected = ranks(2, train_and_look, stage, route, False, False)[0][0]
-    is_here = stage < 3 or route == "shared_memory"
-    for gathers in (False, True) if is_here else (True,):
-        losses, seen = ranks(2, train_and_look, stage, route, True, gathers)[0]
+    gathers = [False, True] if stage < 3 or route == "shared_memory" else [True]
+    (expected, _), *found = ranks(2, train_and_look_all, stage, route, gathers)[0]
+    for is_gathered, (losses, seen) in zip(gathers, found, strict=True):
         assert losses == expected and seen[0] == seen[1]
-        assert len(seen) == (9 if stage < 3 or gathers else 6)
+        assert len(seen) == (9 if stage < 3 or is_gathered else 6)
 
 
 def step_inside_of_gathered(stage: int, route: str) -> list[float]:

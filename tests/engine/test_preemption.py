@@ -54,12 +54,15 @@ def assert_goes_on(folder: Path) -> None:
 def interrupted(folder: Path) -> object:
     """What a rank leaves with where rank 1 has Ctrl-C after three steps."""
     case = CASE.at(0, config={"checkpoint": {"folder": str(folder), "on_sigterm": True}})
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     engine = engine_for(case, 2)
     run_steps(engine, case, 0, 3)
     if engine.rank == 1:
         signal.raise_signal(signal.SIGINT)
     with pytest.raises(SystemExit) as caught:
         run_steps(engine, case, 3, 10)
+    for number, handler in before.items():
+        signal.signal(number, handler)  # a rank of the pool does not leave
     return caught.value.code
 
 

@@ -37,9 +37,10 @@ def trained(config: dict[str, Any], clip: float) -> list[Tensor]:
         return [engine.full(param).clone() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
-def test_a_function_that_calls_the_model_as_it_likes_is_one_forward(ranks: RankPool, stage: int, route: str) -> None:
+@pytest.mark.parametrize(
+    ("route", "stage"), [("shared_memory", 1), ("shared_memory", 3), ("sockets", 0), ("sockets", 2), ("sockets", 3)]
+)
+def test_a_function_that_calls_the_model_as_it_likes_is_one_forward(ranks: RankPool, route: str, stage: int) -> None:
     torch.manual_seed(0)
     model = Mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -69,8 +69,7 @@ def test_bytes_of_two_moments(ranks: RankPool) -> None:
         assert ranks(2, state_bytes, state_dtype) == [nbytes, nbytes], state_dtype
 
 
-@pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
-@pytest.mark.parametrize("place", ["memory", "file"])
+@pytest.mark.parametrize(("place", "state_dtype"), [("memory", "bf16"), ("file", "int8")])
 def test_a_checkpoint_goes_on(ranks: RankPool, tmp_path: Path, state_dtype: str, place: str) -> None:
     case = case_of(state_dtype, bf16={"enabled": True}).at(1)
     saved = ranks(2, save_and_go_on, case, tmp_path / "saved", 2)[0]

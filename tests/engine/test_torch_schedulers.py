@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -106,12 +107,14 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
 
 
+WAYS = ("an object", "by hand", "by hand over the caller's")
+
+
 def all_moved(optimizer: torch.optim.Optimizer) -> list[float]:
     return [group[name] for group in optimizer.param_groups for name in ("lr", "momentum")]
 
 
-@pytest.mark.parametrize("way", ["an object", "by hand", "by hand over the caller's"])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(("name", "way"), list(zip(MAKERS, cycle(WAYS), strict=False)))
 def test_schedulers_as_objects_and_by_hand(name: str, way: str) -> None:
     """Of each group, and the parameters are torch's too."""
     make = MAKERS[name]

@@ -50,7 +50,7 @@ def save_and_go_on(cases: list[tuple[Case, dict[str, Any], str, int]]) -> list[A
 def test_checkpoints_go_on_bit_by_bit_with_an_exchange_under_way_too(ranks: RankPool, tmp_path: Path) -> None:
     streaming = Plan(every=6, fragments=3, overlap=3, alpha=0.25).as_config(2)
     cases = [(CASE.at(3), Plan().as_config(2), str(tmp_path / "plain"), 6)]
-    cases.append((CASE.at(1), streaming, str(tmp_path / "two under way"), 8))
+    cases.append((CASE.at(1), streaming, str(tmp_path / "two under way"), 6))
     cases.append((CASE.at(2), {**streaming, "dtype": "int4"}, str(tmp_path / "few bits"), 7))
     ranks(4, save_and_go_on, cases, process_group=False)
 
@@ -61,8 +61,7 @@ BF16 = {"bf16": {"enabled": True}}
 FORMS: dict[str, tuple[int, dict[str, Any], str]] = {  # stage, more of the config, and whose bits it has
     "fp32": (0, {}, ""),
     "shards": (3, {"communication": {"route": "sockets"}}, "fp32"),
-    "host": (2, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "fp32"),
-    "parameters too": (
+    "host": (
         3,
         {"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
         "fp32",
@@ -75,7 +74,6 @@ FORMS: dict[str, tuple[int, dict[str, Any], str]] = {  # stage, more of the conf
     "averages": (1, {"averages": True}, "fp32"),
     "hybrid": (2, {"zero_optimization": {"shard_size": 1}}, "fp32"),
     "bf16": (0, BF16, ""),
-    "bf16 shards": (3, BF16, "bf16"),
     "no masters": (0, {"bf16": {"enabled": True, "masters": False}, "seed": 1}, ""),
     "no masters, shards": (2, {"bf16": {"enabled": True, "masters": False}, "seed": 1}, "no masters"),
     "fp16": (1, {"fp16": {"enabled": True, "initial_scale_power": 20}}, ""),

@@ -192,7 +192,6 @@ def test_sequences_over_stages(ranks: RankPool) -> None:
 def with_experts() -> dict[str, dict[str, Any]]:
     return {
         "stage 1, shared memory": split(1, 1, 2, {"expert": 2}, communication={"route": "shared_memory"}),
-        "stage 3": split(3, 0, 1, {"expert": 2}),
         "stage 3, recomputed": split(3, 1, 2, {"expert": 2}, **BF16),
         "stage 0, one microbatch": split(0, 1, 1, {"expert": 2}),
         "stage 1, one microbatch": split(1, 0, 1, {"expert": 2}, **BF16),

@@ -32,7 +32,7 @@ def train_on_device(cases: list[Case], is_eager: bool) -> list[Outcome]:
 
 @pytest.mark.parametrize("is_eager", [False, True])
 def test_every_schedule_trains_with_tied_weights(pretend_ranks: RankPool, is_eager: bool) -> None:
-    case = replace(TIED, steps=1) if is_eager else TIED
+    case = replace(TIED, steps=1)
     expected = train_plainly(case, 1, num_parts=MICROBATCHES)
     cases = [pipelined(case, 2, schedule) for schedule in SCHEDULES]
     found = pretend_ranks(2, train_on_device, cases, is_eager, process_group=False)[0]
@@ -67,11 +67,10 @@ def train_in_two_halves(case: Case, folder: Path) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_checkpoint_goes_on(pretend_ranks: RankPool, tmp_path: Path, is_async: bool) -> None:
+def test_a_checkpoint_goes_on(pretend_ranks: RankPool, tmp_path: Path) -> None:
     expected = train_plainly(TIED, 1, num_parts=MICROBATCHES)
     expected.state = {}
-    case = pipelined(TIED, 2, "zb-v", checkpoint={"async": is_async})
+    case = pipelined(TIED, 2, "zb-v", checkpoint={"async": True})
     found = pretend_ranks(2, train_in_two_halves, case, tmp_path, process_group=False)[0]
     assert_close(found, expected, TOLERANCE_64, TOLERANCE_64)
 
@@ -127,7 +126,7 @@ def test_other_shapes_are_told_in_their_own_step(pretend_ranks: RankPool) -> Non
 ANY_ROWS = replace(TIED, config={**NATIVE, "train_micro_batch_size_per_gpu": None})
 
 
-@pytest.mark.parametrize(("world_size", "stage", "schedules"), [(2, 0, list(SCHEDULES)[::2]), (4, 3, ["zb-v"])])
+@pytest.mark.parametrize(("world_size", "stage", "schedules"), [(2, 0, ["interleaved"]), (4, 3, ["zb-v"])])
 def test_other_batches_are_told_in_their_own_step(
     pretend_ranks: RankPool, world_size: int, stage: int, schedules: list[str]
 ) -> None:

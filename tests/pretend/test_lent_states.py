@@ -32,7 +32,7 @@ class Case:
 
 
 CASES = {
-    **{f"stage {stage}, bf16": Case(stage, BF16) for stage in range(4)},
+    "stage 0, bf16": Case(0, BF16),
     "stage 3, fp32": Case(3, FP32, kinds=ALL),
     "stage 2, fp16": Case(2, {"fp16": {"enabled": True, "initial_scale_power": 4}}, kinds=TRAINING),
     "parameters alone": Case(3, BF16, kinds=("parameters",)),
@@ -62,18 +62,18 @@ def refusal(call: Callable[[], object]) -> str:
 
 
 def trained(case: Case, lends: bool) -> tuple[list[float], dict[str, torch.Tensor], list[str]]:
-    """Losses, weights, and what is wrong with what was lent."""
+    """Losses, weights, and what is wrong with what was lent after two steps of three."""
     torch.manual_seed(0)
     wrong, losses = [], []
     config = config_of(case.stage, 1, "auto", zero=case.zero, **case.more)
-    with lowtide.initialize(models.TinyGPT(width=16, layers=2), config) as engine:
+    with lowtide.initialize(models.TinyGPT(width=16, layers=1), config) as engine:
         if case.has_averages:
             engine.ema(0.9)
-        for step in range(4):
+        for step in range(3):
             batch = models.token_batch(step, 2 * engine.data_size)
             own = tuple(one.chunk(engine.data_size)[engine.data_rank] for one in batch)
             losses.append(engine.train_step(own).loss.item())
-            if step % 2:
+            if step == 2:
                 continue
             if not lends:
                 engine.state_dict()  # what is under way ends there too
@@ -104,19 +104,23 @@ def trained(case: Case, lends: bool) -> tuple[list[float], dict[str, torch.Tenso
         return losses, engine.state_dict(), wrong
 
 
-def compared(case: Case) -> list[str]:
+def compared_all() -> dict[str, list[str]]:
     register()
+    return {name: compared(case) for name, case in CASES.items()}
+
+
+def compared(case: Case) -> list[str]:
     losses, weights, _ = trained(case, lends=False)
     others, values, wrong = trained(case, lends=True)
-    kept = [others[at] for at in (0, 2, 3, 5)]  # an evaluation follows on each lending
+    kept = [others[at] for at in (0, 2, 4)]  # an evaluation follows on each lending
     if losses != kept:
         wrong.append(f"losses {losses}, and {kept}")
     return wrong + [name for name, value in weights.items() if not torch.equal(value, values[name])]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_what_is_lent_is_free_and_comes_back(pretend_ranks: RankPool, name: str) -> None:
-    assert pretend_ranks(2, compared, CASES[name], process_group=False) == [[], []]
+def test_what_is_lent_is_free_and_comes_back(pretend_ranks: RankPool) -> None:
+    for found in pretend_ranks(2, compared_all, process_group=False):
+        assert found == {name: [] for name in CASES}
 
 
 def refused(kinds: list[str], stage: int) -> str:

@@ -10,31 +10,33 @@ import pytest
 import torch
 
 from lowtide.kernels.exact_sum import NUM_LIMBS, value_of
-from tests.models import TinyGPT, tied_gpt, tiny_gpt_float64, token_batch
+from tests.models import TinyGPT, short_gpt, tied_gpt, tiny_gpt_float64, token_batch
 from tests.pretend.group import register
 from tests.ranks import RankPool
 from tests.zero.training import Case, train
 
-GPT = Case(TinyGPT, token_batch, steps=3, accumulation=2, clip=0.5)
+GPT = Case(TinyGPT, token_batch, steps=2, accumulation=2, clip=0.5)
+SHORT = replace(GPT, build=short_gpt)
 DTYPES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
 }
+PLAIN = ((0, "fp32"), (1, "bf16"), (2, "bf16"), (2, "fp16"), (3, "fp16"))  # fp32 at other stages is below
 HOST = {"device": "cpu"}
 FILE = {"device": "nvme", "nvme_path": "."}
 
 
 def zero(stage: int, **sections: Any) -> Case:
-    return GPT.at(stage, config={"zero_optimization": sections})
+    return (SHORT if list(sections) == ["offload_optimizer"] else GPT).at(stage, config={"zero_optimization": sections})
 
 
 def optimizer(name: str, **params: Any) -> Case:
-    return GPT.at(2, config={"optimizer": {"type": name, "params": {"lr": 1e-2, **params}}})
+    return SHORT.at(2, config={"optimizer": {"type": name, "params": {"lr": 1e-2, **params}}})
 
 
 CASES = {
-    **{f"stage {stage}, {name}": GPT.at(stage, config=dtype) for stage in range(4) for name, dtype in DTYPES.items()},
+    **{f"stage {stage}, {name}": GPT.at(stage, config=DTYPES[name]) for stage, name in PLAIN},
     "states in host memory": zero(2, offload_optimizer=HOST),
     "half of the states in host memory": zero(3, offload_optimizer={**HOST, "ratio": 0.5}),
     "states in a file": zero(1, offload_optimizer=FILE),
@@ -52,7 +54,7 @@ CASES = {
     "recomputed activations": GPT.at(3, config={"activation_checkpointing": {"every": 2}}),
     "states in int8": optimizer("adamw", state_dtype="int8"),
     "states in bf16": optimizer("lion", state_dtype="bf16"),
-    "no masters": GPT.at(3, config={"bf16": {"enabled": True, "masters": False}}),
+    "no masters": SHORT.at(3, config={"bf16": {"enabled": True, "masters": False}}),
     "remainders, in host memory": zero(2, offload_optimizer=HOST).at(
         2, config={"bf16": {"enabled": True, "masters": "kahan"}}
     ),
@@ -77,37 +79,30 @@ def differences(case: Case) -> list[str]:
     before = torch.accelerator.memory_allocated()  # messages of a process group that other tests had
     torch.accelerator.reset_peak_memory_stats()
     device = train(case.at(case.stage, config={"device": "auto"}))
-    assert torch.accelerator.max_memory_allocated() - before > 2 * sum(value.nbytes for value in device.state.values())
+    peak = torch.accelerator.max_memory_allocated() - before
     torch.accelerator.synchronize()
     gc.collect(), gc.collect()  # an engine has cycles; with a loss scale, some go through nodes of the graph
-    assert torch.accelerator.memory_allocated() == before, (before, torch.accelerator.memory_allocated())
-    return device.differences(cpu)
+    left, least = torch.accelerator.memory_allocated() - before, 2 * sum(one.nbytes for one in device.state.values())
+    wrong = [f"{peak} bytes at most"] * (peak <= least) + [f"{left} bytes are left"] * (left != 0)
+    return wrong + device.differences(cpu)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_rank_alone(pretend_ranks: RankPool, tmp_path: Path, name: str) -> None:
-    case = CASES[name]
-    assert pretend_ranks(1, in_folder, str(tmp_path), case, process_group=False) == [[]]
-
-
-def in_folder(folder: str, case: Case) -> list[str]:
-    os.chdir(folder)
-    return differences(case)
-
-
-def in_folder_on_ranks(folder: str, case: Case) -> list[str]:
-    register()
-    return in_folder(folder, case)
-
-
-ON_TWO_RANKS = (
-    *(f"stage {stage}, fp32" for stage in range(4)),
-    *("stage 2, bf16", "stage 3, fp16", "states in host memory", "speculative update", "delayed update"),
+ON_TWO_RANKS = (  # the others on one, with the same code
+    *(f"stage {stage}, {name}" for stage, name in PLAIN),
+    *("states in host memory", "speculative update", "delayed update"),
     *("update in backward", "parameters in host memory", "all in files", "activations in host memory", "tied weights"),
 )
 
 
-@pytest.mark.parametrize("name", ON_TWO_RANKS)
-def test_two_ranks(pretend_ranks: RankPool, tmp_path: Path, name: str) -> None:
-    results = pretend_ranks(2, in_folder_on_ranks, str(tmp_path), CASES[name], process_group=False)
-    assert results == [[], []]
+def all_differences(folder: str, cases: dict[str, Case]) -> dict[str, list[str]]:
+    if os.environ["WORLD_SIZE"] != "1":
+        register()
+    os.chdir(folder)
+    return {name: differences(case) for name, case in cases.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_device_has_the_bits_of_the_cpu(pretend_ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    cases = {name: case for name, case in CASES.items() if (name in ON_TWO_RANKS) == (world_size == 2)}
+    for found in pretend_ranks(world_size, all_differences, str(tmp_path), cases, process_group=False):
+        assert found == {name: [] for name in cases}

@@ -41,13 +41,11 @@ def worth(predictions: Any) -> dict[str, float]:
     return {"worth": 1.0 / worth.calls}  # type: ignore[attr-defined]
 
 
-def run_best(folder: str, config: Any, options: dict[str, Any], with_adapters: bool) -> tuple[Outcome, Outcome]:
-    """Of a training that takes up the best model, which is that of the first step; and of that step alone."""
+def run_best(folder: str, config: Any, options: dict[str, Any], with_adapters: bool) -> Outcome:
+    """Of a training that takes up the best model, which is that of the first step."""
     worth.calls = 0  # type: ignore[attr-defined]
     given: dict[str, Any] = {"model": adapted()} if with_adapters else {}
-    best = run(folder, config, {**BEST, **options}, compute_metrics=worth, **given)
-    given = {"model": adapted()} if with_adapters else {}
-    return best, run(f"{folder}-first", config, {"max_steps": 1, "lr_scheduler_kwargs": None}, **given)
+    return run(folder, config, {**BEST, **options}, compute_metrics=worth, **given)
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -91,7 +89,7 @@ def test_a_saved_model_is_whole(ranks: RankPool, tmp_path: Path) -> None:
 def test_the_best_model_is_taken_up_at_the_end(
     ranks: RankPool, tmp_path: Path, options: dict[str, Any], with_adapters: bool
 ) -> None:
-    best, _ = ranks(2, run_best, str(tmp_path), stage(3), options, with_adapters)[0]
+    best = ranks(2, run_best, str(tmp_path), stage(3), options, with_adapters)[0]
     name = "adapter_model.safetensors" if with_adapters else "model.safetensors"
     saved = load_file(tmp_path / "checkpoint-1" / name)
     last = load_file(tmp_path / "checkpoint-3" / name)

@@ -69,31 +69,36 @@ def run(folder: str, build: Any, parallel: dict[str, int] | None, stage: int, ba
 
 REBALANCED = {"train_sampling_strategy": "batch_rebalance"}
 BY_LENGTH = {"train_sampling_strategy": "group_by_length"}
-CASES: list[tuple[str, int, int, dict[str, int], Any, dict[str, Any]]] = [
-    ("tensor", 2, 1, {"tensor": 2}, llama, {}),
-    ("sequence", 2, 1, {"sequence": 2}, llama, {}),
-    ("expert", 2, 2, {"expert": 2}, mixtral, {}),
-    ("tensor x data", 4, 2, {"tensor": 2}, llama, REBALANCED),
-    ("sequence x data", 4, 2, {"sequence": 2}, llama, BY_LENGTH),
+CASES: list[tuple[str, int, int, dict[str, int], int, Any, dict[str, Any]]] = [
+    ("tensor", 2, 1, {"tensor": 2}, 1, llama, {}),
+    ("expert", 2, 2, {"expert": 2}, 3, mixtral, {}),
+    ("tensor x data", 4, 2, {"tensor": 2}, 3, llama, REBALANCED),
+    ("sequence x data", 4, 2, {"sequence": 2}, 3, llama, BY_LENGTH),
 ]
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "data_size", "parallel", "build", "options"),
+    ("num_ranks", "data_size", "parallel", "stage", "build", "options"),
     [row[1:] for row in CASES],
     ids=[row[0] for row in CASES],
 )
 def test_it_trains_and_predicts_as_plain_processes(
-    ranks: RankPool, tmp_path: Path, num_ranks: int, data_size: int, parallel: dict[str, int], build: Any, options: Any
+    ranks: RankPool,
+    tmp_path: Path,
+    num_ranks: int,
+    data_size: int,
+    parallel: dict[str, int],
+    stage: int,
+    build: Any,
+    options: dict[str, Any],
 ) -> None:
     plain: Outcome = ranks(data_size, run, str(tmp_path / "plain"), build, None, 0, 4, **options)[0]
-    for stage in (1, 3) if data_size == 1 else (3,):
-        ours = ranks(num_ranks, run, str(tmp_path / "ours"), build, parallel, stage, 4, **options)[0]
-        assert differences(plain, ours) < 1e-6
-        for key in ("eval_loss", "eval_accuracy", "num_input_tokens_seen", "epoch"):
-            assert ours.logged(key) == pytest.approx(plain.logged(key), abs=1e-6)
-        for found, expected in zip(ours.result, plain.result, strict=True):
-            np.testing.assert_allclose(found, expected, atol=1e-5)
+    ours: Outcome = ranks(num_ranks, run, str(tmp_path / "ours"), build, parallel, stage, 4, **options)[0]
+    assert differences(plain, ours) < 1e-6
+    for key in ("eval_loss", "eval_accuracy", "num_input_tokens_seen", "epoch"):
+        assert ours.logged(key) == pytest.approx(plain.logged(key), abs=1e-6)
+    for found, expected in zip(ours.result, plain.result, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def best_and_resumed(folder: str, parallel: dict[str, int] | None, resumed: str | None) -> Any:

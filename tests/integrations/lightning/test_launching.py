@@ -1,4 +1,4 @@
-"""The example as a user starts it: by the Trainer itself, and by `lowtide launch`; it goes on from what it saved."""
+"""The example as a user starts it: by the Trainer on two ranks, then by `lowtide launch` from what they have saved."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import pytest
 
 CHECKOUT = Path(__file__).parents[3]
 SCRIPT = str(CHECKOUT / "examples" / "lightning_train.py")
-LAUNCH = ["-c", "import sys; from lowtide.bin.main import main; sys.exit(main())", "launch", "--nproc", "2"]
+LAUNCH = ["-c", "import sys; from lowtide.bin.main import main; sys.exit(main())", "launch", "--nproc", "1"]
 SIZE = ["--devices", "2", "--accelerator", "cpu", "--batch-size", "4", "--pieces", "40"]
 SIZE += ["--layers", "2", "--width", "16", "--context", "16"]
 
@@ -38,7 +38,8 @@ def test_lowtide_launch_goes_on_from_what_the_trainer_has_launched(tmp_path: Pat
     options = [*SIZE, "--data", str(source), "--out", str(tmp_path / "out")]
     first = run(SCRIPT, *options, "--epochs", "1")
     saved = str(tmp_path / "out" / "last.ckpt")
-    second = run(*LAUNCH, SCRIPT, *options, "--epochs", "2", "--resume", saved)
+    alone = ["--devices", "1", "--batch-size", "8"]
+    second = run(*LAUNCH, SCRIPT, *options, *alone, "--epochs", "2", "--resume", saved)
     (before,), (after,) = (
         re.findall(rf"step {step}: validation loss ([0-9.]+)", said) for step, said in ((5, first), (10, second))
     )

@@ -39,7 +39,7 @@ def arguments_of_example(folder: Path) -> list[str]:
     data.mkdir(parents=True)
     for number in range(3):
         (data / f"file{number}.py").write_text("def f(x):\n    return x\n" * 40, encoding="utf-8")
-    size = [*SIZE, "--data", str(data), "--steps", "20", "--sample-bytes", "0"]
+    size = [*SIZE, "--data", str(data), "--steps", "8", "--sample-bytes", "0"]
     return [*size, "--out", str(folder / "out"), "--report", str(folder / "report.json"), "--config", "zero3"]
 
 

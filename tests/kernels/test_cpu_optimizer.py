@@ -12,6 +12,7 @@ from lowtide.kernels.cpu_optimizer import CpuKernel
 from lowtide.kernels.optimizer_states import new_states, stored_states
 from lowtide.kernels.shard_update import ShardUpdate
 from lowtide.optimizers.table import OPTIMIZERS
+from tests.grids import pairs
 from tests.kernels.cpu_kernel import ADAM, CASES, SGD, STATE_DTYPES, Shard, needs_compiler, start_values
 from tests.kernels.test_optimizer_step import Lion, run_torch
 
@@ -65,10 +66,16 @@ def test_unscale_update_and_cast_are_one_pass(
         assert torch.equal(found, expected)  # the gradient is only read
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "state_dtype", "gradient_dtype", "out_dtype"),
+    pairs(
+        list(CASES),
+        (torch.bfloat16, torch.int8),
+        (torch.float32, torch.bfloat16, torch.float16),
+        (None, torch.bfloat16, torch.float16),
+    ),
+    ids=str,
+)
 def test_the_first_step_does_not_depend_on_how_states_are_kept(
     kernel: CpuKernel, name: str, state_dtype: torch.dtype, gradient_dtype: torch.dtype, out_dtype: torch.dtype | None
 ) -> None:

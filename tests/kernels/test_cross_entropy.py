@@ -12,6 +12,7 @@ from lowtide.kernels.cross_entropy import cross_entropy
 from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.loss_terms import LossTerms, Reduction
 from lowtide.kernels.triton import cross_entropy as triton_form
+from tests.grids import pairs
 from tests.kernels.exact import DTYPES, assert_near_float64
 from tests.kernels.exact_losses import (
     ALL,
@@ -19,7 +20,6 @@ from tests.kernels.exact_losses import (
     drawn_labels,
     exact_losses,
     exact_z_losses,
-    name_of,
     options_of,
     reduced,
     sizes,
@@ -68,9 +68,7 @@ def check(
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("terms", TERMS, ids=name_of)
+@pytest.mark.parametrize(("terms", "dtype", "backend"), pairs(TERMS, DTYPES, BACKENDS))
 def test_it_equals_torch(
     terms: LossTerms,
     dtype: torch.dtype,
@@ -95,9 +93,7 @@ def test_rows_of_one_block(shape: tuple[int, ...], backend: Backend, generator: 
     check(logits, drawn_labels(shape[:-1], shape[-1], terms, generator), terms, backend, generator)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "reduction", "backend"), pairs(DTYPES, ("mean", "sum", "none"), BACKENDS), ids=str)
 def test_the_gradient_can_take_the_place_of_the_logits(
     dtype: torch.dtype, reduction: Reduction, backend: Backend, generator: torch.Generator
 ) -> None:

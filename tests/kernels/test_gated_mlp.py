@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowtide.kernels.gated_mlp import Activation, gated_reference, geglu, geglu_packed, swiglu, swiglu_packed
+from tests.grids import pairs
 from tests.kernels.exact import DTYPES, assert_near_float64
 
 # exp(-x) is infinite for x < -88, and the sigmoid 0, as it should be; numpy, which interprets the kernels, warns.
@@ -57,9 +58,7 @@ def check(activation: Activation, y: Tensor, gate: Tensor, up: Tensor, dy: Tenso
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype", "activation"), pairs(SHAPES, DTYPES, ACTIVATIONS), ids=str)
 def test_it_equals_the_formula(
     shape: tuple[int, ...], dtype: torch.dtype, activation: Activation, generator: torch.Generator
 ) -> None:

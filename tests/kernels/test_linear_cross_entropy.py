@@ -12,6 +12,7 @@ from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.linear_cross_entropy import linear_cross_entropy
 from lowtide.kernels.loss_terms import LossTerms, Reduction
 from lowtide.kernels.triton import cross_entropy as triton_form
+from tests.grids import pairs
 from tests.kernels.exact import DTYPES
 from tests.kernels.exact_losses import (
     ALL,
@@ -19,7 +20,6 @@ from tests.kernels.exact_losses import (
     drawn_labels,
     exact_losses,
     exact_z_losses,
-    name_of,
     options_of,
     reduced,
 )
@@ -42,10 +42,7 @@ def assert_close(found: Tensor, exact: Tensor, dtype: torch.dtype, roundings: fl
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_chunks", [1, 3])
-@pytest.mark.parametrize("terms", TERMS, ids=name_of)
+@pytest.mark.parametrize(("terms", "num_chunks", "dtype", "backend"), pairs(TERMS, (1, 3), DTYPES, BACKENDS))
 def test_it_equals_torch(
     terms: LossTerms,
     num_chunks: int,

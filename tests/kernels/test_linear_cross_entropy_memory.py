@@ -14,6 +14,7 @@ from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.linear_cross_entropy import linear_cross_entropy
 from lowtide.kernels.loss_terms import Reduction
 from lowtide.kernels.triton import cross_entropy as triton_form
+from tests.grids import pairs
 
 BACKENDS = ("triton", "reference")
 eager_form = import_module("lowtide.kernels.cross_entropy")  # by name: the package has the function of that name
@@ -53,9 +54,7 @@ def eager_bytes(backend: Backend) -> int:
     return 6 * EAGER_BLOCK if backend == "reference" else 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("is_frozen", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(("reduction", "is_frozen", "backend"), pairs(("mean", "none"), (False, True), BACKENDS))
 def test_training_holds_one_chunk_and_the_gradients(reduction: Reduction, is_frozen: bool, backend: Backend) -> None:
     hidden, weight = torch.randn(ROWS, WIDTH, requires_grad=True), torch.randn(CLASSES, WIDTH)
     weight.requires_grad_(not is_frozen)

@@ -7,14 +7,13 @@ from torch import Tensor
 from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.optimizer_states import new_states, stored_states
 from lowtide.kernels.optimizer_step import update_runs
+from tests.grids import pairs
 from tests.kernels.cpu_kernel import CASES, STATE_DTYPES
 
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "triton")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", list(CASES))
-@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+@pytest.mark.parametrize(("kind", "state_dtype", "backend"), pairs(list(CASES), STATE_DTYPES, BACKENDS), ids=str)
 def test_step_0_leaves_a_stretch_as_it_is(
     kind: str, backend: Backend, state_dtype: torch.dtype, generator: torch.Generator
 ) -> None:

@@ -43,8 +43,9 @@ def test_an_unknown_name_lists_the_public_ones() -> None:
         _ = lowtide.kernels.rmsnorm  # type: ignore[attr-defined]  # it is refused
 
 
-def test_a_function_is_not_hidden_by_its_file_and_importing_every_name_imports_no_triton() -> None:
-    code = """
+def test_importing_every_name_imports_no_triton_and_without_it_a_gpu_falls_back_with_one_line() -> None:
+    """And a function is not hidden by its file."""
+    code = f"""
 import sys, lowtide.kernels
 for name in lowtide.kernels.__all__:
     getattr(lowtide.kernels, name)
@@ -52,18 +53,9 @@ import lowtide.kernels.rms_norm
 from lowtide.kernels.layer_norm import add_layer_norm
 import lowtide.engine.build
 names = ("rms_norm", "layer_norm", "cross_entropy", "linear_cross_entropy")
-print({type(getattr(lowtide.kernels, name)).__name__ for name in names})
+print(*{{type(getattr(lowtide.kernels, name)).__name__ for name in names}})
 print([name for name in sys.modules if name.partition(".")[0] == "triton"])
-"""
-    assert in_fresh_python(code).splitlines() == ["{'function'}", "[]"]
-
-
-def test_the_package_alone_imports_no_torch() -> None:
-    assert in_fresh_python("import sys, lowtide.kernels; print('torch' in sys.modules)") == "False"
-
-
-def test_without_triton_a_gpu_falls_back_with_one_line() -> None:
-    code = f"""{WITHOUT_TRITON}
+{WITHOUT_TRITON}
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from lowtide.kernels import rms_norm, swiglu
@@ -76,7 +68,13 @@ except ValueError as error:
     print(error)
 """
     assert in_fresh_python(code).splitlines() == [
+        "function",
+        "[]",
         "WARNING triton is not installed: kernels run as eager torch operations, which are slower on a GPU",
         "torch.Size([2, 4]) cuda",
         'rms_norm: backend "triton" needs the package triton, which is not installed; use "auto"',
     ]
+
+
+def test_the_package_alone_imports_no_torch() -> None:
+    assert in_fresh_python("import sys, lowtide.kernels; print('torch' in sys.modules)") == "False"

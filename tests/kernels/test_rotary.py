@@ -6,6 +6,7 @@ from torch import Tensor
 
 from lowtide.kernels.rotary import rotary_embedding, rotary_reference
 from lowtide.kernels.triton import rotary as triton_form
+from tests.grids import pairs
 from tests.kernels.exact import DTYPES, assert_near_float64
 
 # (batch, q heads, k heads, seq, head_dim, rotary_dim)
@@ -58,9 +59,7 @@ def sign_of_rotation(x: Tensor, rotary_dim: int, interleaved: bool) -> Tensor:
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(("sizes", "dtype", "interleaved"), pairs(SIZES, DTYPES, (False, True)), ids=str)
 def test_it_equals_the_formula(
     sizes: tuple[int, ...], dtype: torch.dtype, interleaved: bool, generator: torch.Generator
 ) -> None:

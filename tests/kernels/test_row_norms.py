@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from lowtide.kernels.layer_norm import add_layer_norm, layer_norm, layer_norm_reference
 from lowtide.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from lowtide.kernels.triton import row_norm as triton_form
+from tests.grids import pairs
 from tests.kernels.exact import DTYPES, assert_near_float64
 
 SHAPES = [(1, 1), (3, 7), (2, 3, 64), (70, 30), (5, 123), (4, 1, 257), (3, 1, 1100)]
@@ -93,10 +94,8 @@ def grad_of(tensor: Tensor) -> Tensor:
     return tensor.grad
 
 
-@all_norms
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("norm", "shape", "dtype"), pairs(list(NORMS.values()), SHAPES, DTYPES))
 def test_it_equals_the_formula(
     norm: Norm, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
 ) -> None:
@@ -116,10 +115,8 @@ def test_the_references_are_torch_s(generator: torch.Generator) -> None:
     torch.testing.assert_close(layer_norm(x, None, bias, EPS), F.layer_norm(x, (123,), None, bias, EPS))
 
 
-@all_norms
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("uses", ["both", "normed", "sum"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("norm", "dtype", "uses"), pairs(list(NORMS.values()), DTYPES, ("both", "normed", "sum")))
 def test_the_residual_is_added_first(norm: Norm, dtype: torch.dtype, uses: str, generator: torch.Generator) -> None:
     shape = (5, 123)
     x, residual = drawn(shape, dtype, generator), drawn(shape, dtype, generator)
@@ -188,9 +185,9 @@ def test_several_strips_add_up(norm: Norm, generator: torch.Generator, monkeypat
     norm.check(y, x, x, vectors, dy)
 
 
-@all_norms
-@pytest.mark.parametrize("max_block_size", [16, 8192])
-@pytest.mark.parametrize("has_residual", [True, False])
+@pytest.mark.parametrize(
+    ("norm", "has_residual", "max_block_size"), pairs(list(NORMS.values()), (True, False), (16, 8192))
+)
 def test_strides_are_followed(
     norm: Norm, has_residual: bool, max_block_size: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.sum_of_squares import squares_by_block, squares_by_block_reference, squares_of_each
+from tests.grids import pairs
 from tests.kernels.exact import DTYPES
 
 BACKENDS = ["triton", "reference"]
@@ -102,9 +103,9 @@ def test_the_ends_of_the_range(dtype: torch.dtype) -> None:
         assert float(found[1]) == 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize(
+    ("bad", "dtype", "backend"), pairs((torch.inf, -torch.inf, torch.nan), DTYPES, BACKENDS), ids=str
+)
 def test_a_value_that_is_not_finite_is_told(
     bad: float, dtype: torch.dtype, backend: Backend, generator: torch.Generator
 ) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lowtide.kernels.optimizer_states import new_states, stored_states
 from lowtide.kernels.optimizer_step import update_runs, update_shard
+from tests.grids import pairs
 from tests.kernels.cpu_kernel import CASES, STATE_DTYPES, bits
 
 NUMEL = 1216  # whole vectors of torch's kernels; a tile, and a rest that is no block
@@ -37,9 +38,9 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="torch has another order of operations"
 )
-@pytest.mark.parametrize("master_dtype", [torch.float32, torch.float16], ids=str)  # the interpreter truncates bfloat16
-@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "state_dtype", "master_dtype"), pairs(list(CASES), STATE_DTYPES, (torch.float32, torch.float16)), ids=str
+)  # the interpreter truncates bfloat16
 def test_bits_are_those_of_torch(
     name: str, state_dtype: torch.dtype, master_dtype: torch.dtype, generator: torch.Generator
 ) -> None:

@@ -25,12 +25,12 @@ def test_each_stretch_is_updated_as_if_alone(name: str, generator: torch.Generat
     rates = [0.01 * (index % 3 + 1) for index in range(len(ENDS))]
     runs = [(end, options | {"lr": lr}) for end, lr in zip(ENDS, rates, strict=True)]
     master, alone = weight.clone(), weight.clone()
-    states, states_alone = (list(new_states(rule, weight, options).values()) for _ in range(2))
-    for step in (1, 2):
-        update_runs(rule, master, gradient, states, step, runs, 0.5, None, backend="triton")
-        for (start, end), (_, of_run) in zip(pairwise((0, *ENDS)), runs, strict=True):
-            parts = [state[start:end] for state in states_alone]
-            update_shard(rule, alone[start:end], gradient[start:end], parts, step, of_run, 0.5, None, backend="triton")
+    states = [torch.rand(NUMEL, generator=generator) for _ in new_states(rule, weight, options)]
+    states_alone = [state.clone() for state in states]
+    update_runs(rule, master, gradient, states, 2, runs, 0.5, None, backend="triton")
+    for (start, end), (_, of_run) in zip(pairwise((0, *ENDS)), runs, strict=True):
+        parts = [state[start:end] for state in states_alone]
+        update_shard(rule, alone[start:end], gradient[start:end], parts, 2, of_run, 0.5, None, backend="triton")
     assert torch.equal(master, alone)
     for state, other in zip(states, states_alone, strict=True):
         assert torch.equal(state, other)

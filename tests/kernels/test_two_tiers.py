@@ -11,6 +11,7 @@ from torch import Tensor
 from lowtide.kernels.cpu_optimizer import cpu_kernel
 from lowtide.kernels.optimizer_states import stored_states
 from lowtide.kernels.optimizer_step import CHUNK_NUMEL, update_runs, update_shard
+from tests.grids import pairs
 from tests.kernels.cpu_kernel import CASES, STATE_DTYPES, Shard, needs_compiler, start_values
 
 Tier = Callable[[str], None]
@@ -43,9 +44,11 @@ def trained(
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("state_dtype", STATE_DTYPES)
-@pytest.mark.parametrize("changes", [{}, {"betas": (0.3, 0.4)}, {"weight_decay": 0.0}])
+@pytest.mark.parametrize(
+    ("name", "state_dtype", "changes"),
+    pairs(list(CASES), STATE_DTYPES, ({}, {"betas": (0.3, 0.4)}, {"weight_decay": 0.0})),
+    ids=str,
+)
 def test_the_tiers_agree(choose: Tier, name: str, state_dtype: torch.dtype, changes: dict[str, Any]) -> None:
     """Bitwise where torch computes in vectors with fused multiply-adds; it has other code for a rest."""
     weight, gradients = start_values(CHUNK_NUMEL + 3 * 1024)

@@ -2,7 +2,7 @@
 
 import ast
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -69,9 +69,14 @@ PACKAGE_OF = {folder: package for package, folder in FOLDER_OF.items()}
 FILES = [path for folder in sorted(FOLDERS) for path in sorted((CHECKOUT / folder).rglob("*.py"))]
 
 
+def naming(tree: ast.Module) -> list[ast.AST]:
+    """What of a file may name a module."""
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute)]
+
+
 @cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
+def nodes_of(path: Path) -> list[ast.AST]:
+    return naming(ast.parse(path.read_text(), str(path)))
 
 
 def module_name(path: Path) -> str:
@@ -80,7 +85,7 @@ def module_name(path: Path) -> str:
     return package if path.name == "__init__.py" else f"{package}.{path.stem}"
 
 
-def imports(path: Path, nodes: Iterator[ast.AST]) -> set[str]:
+def imports(path: Path, nodes: Sequence[ast.AST]) -> set[str]:
     """Absolute names of all modules, and names in modules, that the import statements among `nodes` ask for."""
     package = module_name(path).split(".")
     if path.name != "__init__.py":
@@ -105,12 +110,12 @@ def room_of(module: str) -> str:
 
 def imported_rooms(path: Path) -> set[str]:
     """The rooms of ours that a file imports at any time, for type checkers too; `lowtide` is the public API."""
-    names = imports(path, ast.walk(tree_of(path)))
+    names = imports(path, nodes_of(path))
     return {room_of(name) for name in names if name.split(".")[0] == "lowtide"}
 
 
-def uses_distributed(tree: ast.Module, path: Path) -> bool:
-    names = imports(path, ast.walk(tree))
+def uses_distributed(nodes: Sequence[ast.AST], path: Path) -> bool:
+    names = imports(path, nodes)
     if path.parent.name == "checkpoint":  # its file format is that of torch.distributed.checkpoint
         names = {name for name in names if not name.startswith("torch.distributed.checkpoint.")}
     attributes = any(
@@ -118,7 +123,7 @@ def uses_distributed(tree: ast.Module, path: Path) -> bool:
         and node.attr == "distributed"
         and isinstance(node.value, ast.Name)
         and node.value.id == "torch"
-        for node in ast.walk(tree)
+        for node in nodes
     )
     return attributes or any((name + ".").startswith("torch.distributed.") for name in names)
 
@@ -149,7 +154,7 @@ def test_the_table_itself_points_downward() -> None:
 
 def test_only_comm_names_torch_distributed() -> None:
     assert [
-        name_of(path) for path in FILES if uses_distributed(tree_of(path), path) and path.parent.name != "comm"
+        name_of(path) for path in FILES if uses_distributed(nodes_of(path), path) and path.parent.name != "comm"
     ] == []
 
 
@@ -164,13 +169,13 @@ def test_only_comm_names_torch_distributed() -> None:
     ],
 )
 def test_every_way_to_name_torch_distributed_is_seen(source: str) -> None:
-    assert uses_distributed(ast.parse(source), CHECKOUT / "zero/example.py")
+    assert uses_distributed(naming(ast.parse(source)), CHECKOUT / "zero/example.py")
 
 
 @pytest.mark.parametrize("folder", ["launch", "watch"])
 def test_what_starts_ranks_imports_no_torch(folder: str) -> None:
     for path in (CHECKOUT / folder).rglob("*.py"):
-        roots = {name.split(".")[0] for name in imports(path, ast.walk(tree_of(path)))}
+        roots = {name.split(".")[0] for name in imports(path, nodes_of(path))}
         assert not roots & {"torch", "numpy", "pydantic"}, name_of(path)
 
 
@@ -178,7 +183,7 @@ def test_no_import_cycles() -> None:
     modules = {module_name(path): path for path in FILES}
     graph: dict[str, set[str]] = {}
     for module, path in modules.items():
-        wanted = imports(path, ast.walk(tree_of(path)))
+        wanted = imports(path, nodes_of(path))
         targets = {name if name in modules else name.rpartition(".")[0] for name in wanted}
         graph[module] = (targets & set(modules)) - {module}
     assert first_cycle(graph) is None, " -> ".join(first_cycle(graph) or [])

@@ -70,11 +70,6 @@ def test_an_unknown_name_lists_the_public_ones() -> None:
         _ = lowtide.initialise
 
 
-def test_import_adds_little_to_torch() -> None:
-    code = "import time, torch; start = time.perf_counter(); import lowtide; print(time.perf_counter() - start)"
-    assert any(float(in_fresh_python(code)) <= MAX_IMPORT_SECONDS for _ in range(2))
-
-
 @pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"]])
 def test_the_command_starts_without_torch(arguments: list[str]) -> None:
     code = f"""
@@ -89,10 +84,14 @@ print("torch" in sys.modules)
     assert in_fresh_python(code).endswith("\nFalse")
 
 
-def test_import_starts_no_cuda_context_and_training_imports_neither_a_compiler_nor_a_planner() -> None:
-    """torch._dynamo and what it needs cost a second and 860 modules in every process; the others 2 to 70 MiB each."""
+def test_import_adds_little_to_torch_and_training_imports_neither_a_compiler_nor_a_planner() -> None:
+    """And starts no CUDA context. torch._dynamo and what it needs cost a second and 860 modules in every process; the
+    others 2 to 70 MiB each."""
     code = """
-import sys, torch, lowtide
+import sys, time, torch
+started = time.perf_counter()
+import lowtide
+print(time.perf_counter() - started)
 from lowtide import Config, Engine, initialize
 print(torch.cuda.is_initialized())
 config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "adamw", "params": {"lr": 1e-3}}}
@@ -104,4 +103,6 @@ heavy += ("lowtide.engine.planning", "lowtide.engine.measuring", "lowtide.kernel
 print([name for name in heavy if name in sys.modules])
 """
     lines = in_fresh_python(code).splitlines()
-    assert (lines[0], lines[-1]) == ("False", "[]")
+    if float(lines[0]) > MAX_IMPORT_SECONDS:  # once more, as others may use the machine
+        lines = in_fresh_python(code).splitlines()
+    assert float(lines[0]) <= MAX_IMPORT_SECONDS and (lines[1], lines[-1]) == ("False", "[]")

@@ -64,7 +64,8 @@ def trained(name: str, options: argparse.Namespace) -> dict[str, Any]:
     shape = GPTShape(options.layers, 4, options.width, options.context)
     torch.manual_seed(options.seed)
     with lowtide.initialize(GPT(shape), config_of(name, options)) as engine:
-        size = {"context": options.context, "batch_size": engine.config.train_batch_size // engine.data_size}
+        rows = config_of(name, options)["train_batch_size"] // engine.data_size
+        size = {"context": options.context, "batch_size": rows}
         place = {"rank": engine.data_rank, "world_size": engine.data_size}
         given = islice(batches(text.train, **size, **place), options.steps)
         losses = [engine.train_step(batch).loss for batch in given]

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..model.blocks import has_forward, parameters_read_by
 from ..model.ledger import Ledger
 from .graph_task import current_graph_task
-from .released import Reader, set_reader
+from .released import set_reader
 from .sequence import Phase, UnitSequence
 from .transforms import at_all_levels
 from .unit import Unit
@@ -52,7 +52,6 @@ class UnitHooks:
         self._on_block = on_block
         self._add = ledger.hook
         self._of_leaves = WeakIdKeyDictionary()  # leaves that were returned -> a list of the newest hook alone
-        self._readers: list[Reader] = []  # which are here as long as this is
         self._is_around = False  # what runs is `around`: the root's own forward, too, is a part of it
         root = sequence.rest.module
         self._add(root.register_forward_pre_hook(self._before_root, prepend=True))
@@ -77,7 +76,6 @@ class UnitHooks:
                 self._sequence.read(unit)
             return may
 
-        self._readers.append(read)
         for group in unit.groups:
             for param in group.params:
                 ledger.callback(set_reader(param, read))

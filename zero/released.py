@@ -73,9 +73,14 @@ _READERS = WeakValueDictionary[int, Reader]()  # by identity of the parameter
 
 
 def set_reader(param: nn.Parameter, reader: Reader) -> Callable[[], object]:
-    """Until whoever has `reader` is gone. Returns what takes it away before."""
+    """Returns what takes it away. It is there as long as that is: see [Note: forgotten] in `hooks.py`."""
     _READERS[id(param)] = reader
-    return partial(_READERS.pop, id(param), None)
+    return partial(_take_reader, id(param), reader)
+
+
+def _take_reader(key: int, reader: Reader) -> None:
+    if _READERS.get(key) is reader:
+        del _READERS[key]
 
 
 class ReleasedParameter(nn.Parameter):

@@ -142,7 +142,14 @@ def test_an_island_that_has_left_is_not_waited_for() -> None:
 
 def test_what_is_told_is_known_to_all_alike() -> None:
     """Or to those that were there in time, as the first that has waited long enough says."""
-    found = on_all(lambda ring, island, rank: ring.tell([island, rank]))
+    all_know = threading.Barrier(len(PLACES))  # an island of which a rank has left is gone, for who still waits for it
+
+    def tell(ring: Ring, island: int, rank: int) -> Any:
+        told = ring.tell([island, rank])
+        all_know.wait(60.0)
+        return told
+
+    found = on_all(tell)
     assert all(found[island, rank] == {other: [other, rank] for other in range(COUNT)} for island, rank in PLACES)
     store = HashStore()
     store.set(gone_key(2), "it has ended")

@@ -64,6 +64,10 @@ def _time_table(plan: Plan) -> Table:
     for name, seconds in plan.seconds.items():
         if seconds:
             table.add_row(name, f"{seconds:.4g}", f"{seconds / plan.step_seconds:.1%}")
+    table.add_section()
+    for name, seconds in plan.hidden_seconds.items():
+        if seconds:
+            table.add_row(f"{name} beside it", f"{seconds:.4g}", "")
     return table
 
 

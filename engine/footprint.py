@@ -215,6 +215,8 @@ class Footprint:
         | between steps | as before the step, but for shards that are given back: all but those of a sum that is    |
         |               | divided over ranks which share no memory                                                  |
 
+        Where flat memory would be as large as the shard, it is the shard: see `adds_up_in_shard`.
+
         Layer by layer full gradients of a block are added up, and its flat memory given back, at every stage.
         """
         is_early = moment is Moment.ACCUMULATING and not self._is_last_to_come(group)
@@ -228,10 +230,10 @@ class Footprint:
         blueprint, shard = self._blueprint, _sum_bytes(group)
         shares_memory = blueprint.route == "shared_memory"
         sizes = self._sizes(group.domain)
-        is_common = blueprint.shares_gradients and shares_memory and sizes.replicas > 1 and not group.domain.tied
-        common, own = (shard // sizes.replicas, 0) if is_common else (0, shard)
+        common, own = (shard // sizes.replicas, 0) if self._is_common(group) else (0, shard)
         leaves = self._leaves(group)
-        if moment is Moment.ACCUMULATING and not self.adds_in_place(group):
+        in_shard = self.adds_up_in_shard(group)
+        if moment is Moment.ACCUMULATING and not (self.adds_in_place(group) or in_shard):
             if not blueprint.reduces_every_backward:
                 return common + self._local(group)
             waits = bool(group.domain.tied) or sizes.replicas > 1  # for the sum over these
@@ -244,8 +246,7 @@ class Footprint:
         if moment is Moment.BETWEEN_STEPS and is_given_back:
             own = 0
         has_local = self._accumulates and not blueprint.reduces_every_backward
-        is_kept = has_local and not self.adds_in_place(group) and group.accumulation_dtype != group.dtype
-        is_kept = is_kept and not blueprint.is_layered
+        is_kept = has_local and not in_shard and group.is_added_up_flat and not blueprint.is_layered
         return common + own + (self._local(group) if is_kept else 0)
 
     def _is_last_to_come(self, group: GroupPlan) -> bool:
@@ -278,7 +279,7 @@ class Footprint:
 
     def _local(self, group: GroupPlan) -> int:
         """Of full gradients: those of the parameters themselves, or flat where they are added up in another dtype."""
-        if group.accumulation_dtype == group.dtype:
+        if not group.is_added_up_flat:
             return group.layout.numel * group.dtype.itemsize
         return group.layout.padded_numel * group.accumulation_dtype.itemsize
 
@@ -286,8 +287,21 @@ class Footprint:
         """Whether autograd adds up a step's gradients in the shard: see `GroupGradient.accumulate_in_place`."""
         sizes = self._sizes(group.domain)
         is_alone = sizes.states == sizes.replicas == 1
-        is_added = is_alone and not self._leaves(group) and group.accumulation_dtype == group.dtype
+        is_added = is_alone and not self._leaves(group) and not group.is_added_up_flat
         return self._in_pipeline and not self._blueprint.is_layered and is_added
+
+    def adds_up_in_shard(self, group: GroupPlan) -> bool:
+        """Whether the shard is as large as flat memory for microbatches of another dtype, and stands for it."""
+        blueprint = self._blueprint
+        is_elsewhere = self._is_common(group) or self._leaves(group)
+        adds_up = blueprint.low_rank is None and not blueprint.is_layered and not is_elsewhere
+        return adds_up and self._sizes(group.domain).states == 1 and group.is_added_up_flat
+
+    def _is_common(self, group: GroupPlan) -> bool:
+        """Whether replicas have one sum of its gradient."""
+        blueprint, has_replicas = self._blueprint, self._sizes(group.domain).replicas > 1
+        is_shared = blueprint.shares_gradients and blueprint.route == "shared_memory"
+        return is_shared and has_replicas and not group.domain.tied
 
     def _staging(self) -> int:
         trained, route = self._plan.trained, self._blueprint.route

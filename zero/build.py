@@ -95,7 +95,7 @@ class GroupMemories:
                 [self._codec(plan, *level) for level in plan.levels],
                 self._codec(plan, *plan.replicas),
                 plan.accumulation_dtype,
-                self._reduces_every_backward,
+                self._reduces_every_backward or self._adds_up_in_shard(plan, plan.name in {*common, *hosts}),
                 common.get(plan.name),
                 self._delays_updates,
                 hosts.get(plan.name),
@@ -104,6 +104,15 @@ class GroupMemories:
             )
             for plan, group in trained
         ]
+
+    def _adds_up_in_shard(self, plan: GroupPlan, is_elsewhere: bool) -> bool:
+        """Whether a shard is as large as flat memory for earlier microbatches, and stands for it.
+
+        is_elsewhere: the shard is the replicas' common one, or goes to the host.
+        """
+        is_whole = self._mesh.over(plan.domain.states).size == 1
+        adds_up = self._keeps_sums and self._low_rank is None and not is_elsewhere
+        return is_whole and adds_up and plan.is_added_up_flat
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 

@@ -109,7 +109,7 @@ class Move:
         """
         states, replicas = self._group.axes.states, self._group.axes.replicas
         is_last = replicas.size == 1 or not self.sums()
-        if message is None and is_last:
+        if message is None and is_last and boundary:  # what was not finite before still is not
             self._inspection.look(states, 0, shard, (), counts)
         if axis is states and message is not None:
             for codec in self._levels[:-1]:

@@ -91,6 +91,11 @@ class GroupPlan:
         return self.layout.shard_numel * self.dtype.itemsize
 
     @property
+    def is_added_up_flat(self) -> bool:
+        """Whether autograd cannot add up the gradients of a step's microbatches: their sum has another dtype."""
+        return self.accumulation_dtype != self.dtype
+
+    @property
     def slot_bytes(self) -> int:
         """Of the gradient where it is staged, with its sum where the reduce dtype cannot hold that."""
         holds_sum = torch.promote_types(self.reduce_dtype, self.accumulation_dtype) == self.reduce_dtype

@@ -62,7 +62,7 @@ class Bounds:
         self._least_slot = min(slots, default=0)
         least = min((_bytes(of_unit, lambda one: 1) for of_unit in in_blocks), default=0)
         # Then a pipeline's backward keeps its gradients: see `_Place`.
-        self._adds_up_apart = all(any(one.accumulation_dtype != one.dtype for one in of_unit) for of_unit in in_blocks)
+        self._adds_up_apart = all(any(one.is_added_up_flat for one in of_unit) for of_unit in in_blocks)
         self._share_of_blocks = least * len(blocks) / _bytes(groups, lambda one: 1)
         self._microbatch, self._beside = cache(self._of_microbatch), cache(beside)
         self._block, self._seconds_per_byte = cache(self._least_block), cache(self._per_byte)

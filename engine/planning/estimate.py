@@ -32,7 +32,7 @@ class Estimate:
 
     bytes: the most of each kind, by the names of `engine.memory()` and docs/planning.md; they need not come together.
     peak_bytes: the most at one moment of a step. sent: by a rank in a step, by link. seconds: the parts of
-    step_seconds.
+    step_seconds. hidden: seconds of what goes on beside what computes.
     """
 
     bytes: Mapping[str, int]
@@ -42,6 +42,7 @@ class Estimate:
     sent: Mapping[str, int]
     step_seconds: float
     seconds: Mapping[str, float]
+    hidden: Mapping[str, float]
     num_samples: int  # of a step, over all ranks
     num_tokens: int
 
@@ -207,16 +208,18 @@ class StepParts:
         activations = Activations(profile, config, self.blueprint.policy)
         line = self.order.timeline(work)
         times = {"compute": line.computed, **_exposed(line)}
+        collectives = line.hidden_seconds
         sent = dict(self.order.sent)
         if self._inner is not None:
             line = self._inner.timeline(work)
             more = {"compute": line.computed, **_exposed(line)}
             times = {name: times[name] + (accumulation - 1) * more[name] for name in times}
+            collectives += (accumulation - 1) * line.hidden_seconds
             sent = {link: nbytes + (accumulation - 1) * self._inner.sent[link] for link, nbytes in sent.items()}
         first, *between, last = (*self._gradients, 0.0) if len(self._gradients) == 1 else self._gradients
         times["compute"] += first + last + sum(between) * (accumulation - 2)
         in_backward = sum(work.backward(name) for name in profile.names)
-        hidden = {Timing.DELAYED: times["compute"], Timing.SPECULATIVE: in_backward}
+        beside = {Timing.DELAYED: times["compute"], Timing.SPECULATIVE: in_backward}
         speed = speed_of_activations(self.blueprint, self.machine)
         moved = 2 * activations.offloaded_bytes * accumulation / speed
         exchanging = sum(map(work.exchanging, profile.names)) * accumulation
@@ -225,7 +228,7 @@ class StepParts:
             **times,
             "exchange exposed": exchanging,
             "activations exposed": max(0.0, moved - times["compute"]),
-            "update": max(0.0, self._update - hidden.get(self.blueprint.timing, 0.0)),
+            "update": max(0.0, self._update - beside.get(self.blueprint.timing, 0.0)),
             "refresh exposed": sum(one.seconds for one in self._refreshes),
             "host": host_seconds(self.blueprint, self.machine, self._num_units, accumulation),
         }
@@ -238,7 +241,12 @@ class StepParts:
         kinds, peak = self._memory(activations)
         host, file = self.rests.elsewhere(activations)
         tokens = samples * profile.tokens // profile.rows
-        return Estimate(kinds, peak, host, file, sent, sum(seconds.values()), seconds, samples, tokens)
+        hidden = {
+            "collectives": collectives,
+            "activations": moved - seconds["activations exposed"],
+            "update": self._update - seconds["update"],
+        }
+        return Estimate(kinds, peak, host, file, sent, sum(seconds.values()), seconds, hidden, samples, tokens)
 
     def _memory(self, activations: Activations) -> tuple[Mapping[str, int], int]:
         """(the most of each kind, the most at a moment)."""

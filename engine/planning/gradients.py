@@ -29,7 +29,7 @@ def _of_group(
     numel, dtype = group.layout.numel, str(group.dtype).removeprefix("torch.")
     wide = group.accumulation_dtype.itemsize
     is_alone = size(group.domain.states) == size(group.domain.replicas) == 1
-    is_staged = is_last or blueprint.policy.reduces_every_backward
+    is_staged = is_last or blueprint.policy.reduces_every_backward or group.is_added_up_flat
     seconds = 0.0
     if not is_first:  # it is added to what there is
         seconds += machine.speeds.operation("add", dtype, numel * (group.dtype.itemsize + 2 * wide))

@@ -46,13 +46,14 @@ class Meeting:
         """With a part of it in each step: what is not hidden beside the steps that are made meanwhile is waited for."""
         outer = self.outer
         assert outer.every is not None
-        hidden = outer.fragments * outer.overlap * steps.step_seconds
-        waiting = max(0.0, self.seconds - hidden) / outer.every
+        meanwhile = outer.fragments * outer.overlap * steps.step_seconds
+        waiting = max(0.0, self.seconds - meanwhile) / outer.every
         return replace(
             steps,
             sent={**steps.sent, "outer": round(self.nbytes / outer.every)},
             step_seconds=steps.step_seconds + waiting,
             seconds={**steps.seconds, "outer exposed": waiting},
+            hidden={**steps.hidden, "outer": self.seconds / outer.every - waiting},
         )
 
 

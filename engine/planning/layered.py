@@ -110,7 +110,7 @@ class LayeredParts:
     @property
     def _holds_each(self) -> bool:
         """Whether each microbatch gives its gradients away: what they are added to is of another dtype."""
-        return any(group.accumulation_dtype != group.dtype for group in self._trained)
+        return any(group.is_added_up_flat for group in self._trained)
 
     @cached_property
     def _moments(self) -> list[_Moment]:
@@ -166,15 +166,16 @@ class LayeredParts:
         gather, reduce = self._exposed(computed, back)
         first, between, last = self._added
         compute = sum(computed) + sum(back) - exchanging + first + last + between * max(0, count - 2)
-        hidden = {Timing.DELAYED: compute, Timing.SPECULATIVE: sum(back)}.get(self.blueprint.timing, 0.0)
+        beside = {Timing.DELAYED: compute, Timing.SPECULATIVE: sum(back)}.get(self.blueprint.timing, 0.0)
         away = self._away(config, stages)
+        moved = 2 * away / speed_of_activations(self.blueprint, machine)
         seconds = {
             "compute": compute,
             "gather exposed": gather,
             "reduce exposed": reduce,
             "exchange exposed": exchanging,
-            "activations exposed": max(0.0, 2 * away / speed_of_activations(self.blueprint, machine) - compute),
-            "update": max(0.0, self._update - hidden),
+            "activations exposed": max(0.0, moved - compute),
+            "update": max(0.0, self._update - beside),
             "refresh exposed": sum(one.seconds for one in self._refreshes),
             "host": host_seconds(self.blueprint, machine, self._num_units, count),
         }
@@ -188,6 +189,11 @@ class LayeredParts:
             sent=self._sent(stages, count),
             step_seconds=sum(seconds.values()),
             seconds=seconds,
+            hidden={
+                "collectives": max(0.0, self._sending - gather - reduce),
+                "activations": moved - seconds["activations exposed"],
+                "update": self._update - seconds["update"],
+            },
             num_samples=samples,
             num_tokens=samples * stages.profile.tokens // stages.profile.rows,
         )
@@ -216,6 +222,11 @@ class LayeredParts:
                 ready[action.stage] = link if action.op is Op.GATHER else ready[action.stage]
         computed = sum(forward) + sum(backward)
         return waited, max(now, link) - computed - waited
+
+    @cached_property
+    def _sending(self) -> float:
+        """Seconds of all collectives of a step."""
+        return sum(message.seconds for _, messages in self._collectives for message in messages)
 
     @cached_property
     def _collectives(self) -> list[tuple[Action, list[Message]]]:

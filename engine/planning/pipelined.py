@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...pipe.schedules.action import Op
 from ...pipe.schedules.costs import Costs
@@ -222,6 +223,7 @@ class PipelineParts:
             "reduce exposed": slowest.seconds["reduce exposed"] + collecting,
             "host": slowest.host_seconds(run.num_microbatches),
         }
+        waited = seconds["gather exposed"] + seconds["reduce exposed"]
         return Estimate(
             bytes=kinds,
             peak_bytes=peak,
@@ -230,6 +232,7 @@ class PipelineParts:
             sent=max(self.sent(stages, run), key=lambda one: sum(one.values())),
             step_seconds=sum(seconds.values()),
             seconds=seconds,
+            hidden={"collectives": max(0.0, slowest.sending_seconds(run.num_microbatches) - waited)},
             num_samples=samples,
             num_tokens=samples * profile.tokens // profile.rows,
         )
@@ -294,7 +297,7 @@ class _Place:
         again = reduces if blueprint.policy.reduces_every_backward else []  # after each microbatch
         taken = {group.name: message.seconds for group, message in zip(plan.trained, again, strict=False)}
         self.reducing = [sum(taken.get(group.name, 0.0) for group in groups) for groups in self._members]  # by stage
-        flat = any(group.accumulation_dtype != group.dtype for group in plan.trained)
+        flat = any(group.is_added_up_flat for group in plan.trained)
         self._takes_each = blueprint.policy.reduces_every_backward or flat
         self._adds_in_place = all(footprint.adds_in_place(group) for group in plan.trained)
         self._blueprint, self._machine, self._num_units = blueprint, machine, len(blueprint.places[place].units)
@@ -308,9 +311,14 @@ class _Place:
             for copies in group.domain.tied
             if copies.are_added
         )
+        self._sending, self._sending_again = (sum(one.seconds for one in some) for some in ([*gathers, *sums], again))
         self._sent, self._sent_again = (
             {link: sum(getattr(one, link) for one in some) for link in ("intra", "inter")} for some in (messages, again)
         )
+
+    def sending_seconds(self, num_microbatches: int) -> float:
+        """Of gathers and reductions in a step, waited for or not."""
+        return self._sending + (num_microbatches - 1) * self._sending_again
 
     def host_seconds(self, num_microbatches: int) -> float:
         """Of the engine itself in a step, and of adding up gradients."""
@@ -336,8 +344,8 @@ class _Place:
         own, at = list(run.recurrence.stages[place]), run.recurrence.computing[place]
         whole, put_off = (np.array(sizes)[own] for sizes in (stages.kept_bytes, stages.put_off_bytes))
         held = at.held @ whole + (at.kept - at.held) @ put_off
-        before, after = np.array(self._gradients).T
-        gradients = before.sum() + at.begun @ (after - before)
+        before, between, final = self._gradients.T
+        gradients = before.sum() + at.begun @ (between - before) + at.ended @ (final - between)
         # What is added to gradients that are there goes at once, unless each backward gives its own away.
         plain, holding = (np.array([stages.working_bytes(stage, holds) for stage in own]) for holds in (False, True))
         is_begun = np.take_along_axis(at.begun, at.places[:, None], axis=1)[:, 0] > 0
@@ -356,10 +364,10 @@ class _Place:
         return messages + run.num_microbatches * stages.profile.cast_bytes
 
     @cached_property
-    def _gradients(self) -> list[tuple[int, int]]:
-        """By stage of this place, gradients before its first backward has ended, and from then on."""
+    def _gradients(self) -> NDArray[np.int64]:
+        """(stages of this place, 3) gradients before its first backward has ended, from then on, and after its last."""
         sizes = [[self.rests.by_group[group.name] for group in groups] for groups in self._members]
-        return [(sum(one[0] for one in own), sum(one[1] for one in own)) for own in sizes]
+        return np.array([np.sum(own or [(0, 0, 0)], axis=0) for own in sizes])
 
     def all_sent(self, stages: Stages, run: Run, place: int) -> dict[str, int]:
         """By link, with outputs of stages, their gradients, and sums of tied weights."""

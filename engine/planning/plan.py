@@ -53,7 +53,8 @@ class Plan:
     loss_bytes, buffer_bytes and reserved_bytes. peak_bytes: the most at one moment, with what is reserved; the kinds
     need not come together. host_bytes, nvme_bytes: of a rank, where the model's memory is another. wire_bytes: that a
     rank sends in a step, by link: "intra", "inter", "pipe", "outer" (a step's part of an exchange). step_seconds: the
-    sum of `seconds`, of a machine as it was described; "exposed" is what the computing waits for. reasons: key of the
+    sum of `seconds`, of a machine as it was described; "exposed" is what the computing waits for. hidden_seconds: of
+    collectives, of what is offloaded on its way, of updates, which go on beside what computes. reasons: key of the
     config -> why it has its value. missing: where -> bytes of a rank that this plan lacks. alternatives: what fits, the
     fastest first. front: of all that fit, none is faster and smaller. beyond: what would be faster, and does not fit.
     """
@@ -66,6 +67,7 @@ class Plan:
     wire_bytes: Mapping[str, int]
     step_seconds: float
     seconds: Mapping[str, float]
+    hidden_seconds: Mapping[str, float]
     samples_per_step: int
     tokens_per_step: int
     reasons: Mapping[str, str]
@@ -220,6 +222,7 @@ def _plan(
         wire_bytes=value.sent,
         step_seconds=value.step_seconds,
         seconds=value.seconds,
+        hidden_seconds=value.hidden,
         samples_per_step=value.num_samples,
         tokens_per_step=value.num_tokens,
         reasons=reasons,

@@ -172,7 +172,7 @@ class StepOrder:
         """Whether gradients of a step's microbatches are added up in other memory than `param.grad` and the shard."""
         accumulates = (self.blueprint.config.gradient_accumulation_steps or 1) > 1
         reduces = self.blueprint.policy.reduces_every_backward
-        return accumulates and not reduces and group.accumulation_dtype != group.dtype
+        return accumulates and not reduces and group.is_added_up_flat
 
     def _add_moment(self, name: str, stretch: Stretch, staged: int) -> None:
         self.moments.append(Moment(name, stretch, self.most_gathered_bytes, staged, frozenset(self._arrived)))

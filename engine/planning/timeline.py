@@ -64,5 +64,11 @@ class Timeline:
         return sum(self.exposed.values())
 
     @property
+    def hidden_seconds(self) -> float:
+        """Of collectives, beside what computes."""
+        sent = sum(span.end - span.start for span in self.spans if span.kind != "compute")
+        return max(0.0, sent - self.exposed_seconds)
+
+    @property
     def exposed_share(self) -> float:
         return self.exposed_seconds / self.now

@@ -47,6 +47,7 @@ class Computing:
     held: _Numbers
     kept: _Numbers
     begun: _Numbers  # 1 where a whole backward of the stage has ended
+    ended: _Numbers  # 1 where that of its last microbatch has
 
 
 class Recurrence:
@@ -210,6 +211,7 @@ def _computing(table: _Table, rank: int, stages: Sequence[int]) -> Computing:
     # Of an action itself, what it makes does not count yet, and what it ends does not count any more.
     held = np.cumsum(begins - input_ends, axis=0) - begins
     kept = np.cumsum(begins - ends, axis=0) - begins - ((codes == 2) & is_stage)
-    begun = (np.cumsum(ends, axis=0) - ends > 0).astype(np.int64)
-    found = np.unique(np.concatenate([codes, is_stage.argmax(1)[:, None], held, kept, begun], axis=1), axis=0)
-    return Computing(found[:, 0], found[:, 1], *np.split(found[:, 2:], [count, 2 * count], axis=1))
+    num_ended = np.cumsum(ends, axis=0) - ends
+    begun, ended = ((num_ended >= least).astype(np.int64) for least in (1, ends.sum(axis=0)))
+    found = np.unique(np.concatenate([codes, is_stage.argmax(1)[:, None], held, kept, begun, ended], axis=1), axis=0)
+    return Computing(found[:, 0], found[:, 1], *np.split(found[:, 2:], [count, 2 * count, 3 * count], axis=1))

@@ -75,6 +75,8 @@ def test_two_ranks(ranks: RankPool) -> None:
         ("fused", over_stages("1f1b", 1, 0, **BF16)),
         ("fused", over_stages("zb-h1", 2, 1)),
         ("gpt", over_stages("zb-v", 3, 1, **BF16)),
+        ("fused", over_stages("interleaved", 0, 1, **BF16)),
+        ("fused", over_stages("interleaved", 1, 1, **BF16)),
     ]
     assert ranks(2, compare, cases) == [[], []]
 

@@ -18,7 +18,7 @@ def test_a_collective_waits_for_the_queue_and_for_what_was_launched_before_it() 
     assert (line.now, line.exposed_share) == (4.0, 0.0)
     line.wait(third)
     assert [(span.start, span.end) for span in (first, second, third)] == [(0, 3), (3, 5), (5, 7)]
-    assert line.now == 7.0 and line.exposed_share == pytest.approx(3 / 7)
+    assert line.now == 7.0 and line.exposed_share == pytest.approx(3 / 7) and line.hidden_seconds == 4.0
 
 
 @pytest.mark.parametrize(

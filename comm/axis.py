@@ -21,7 +21,7 @@ class Route(Protocol):
 
     name: str
     sums_here: bool  # the caller sums, a term of each rank; else the backend has
-    slots_may_lack_own: bool  # `reduce_scatter` takes a slot without this rank's part, which is in `spare` then
+    slots_may_lack_own: bool  # reductions take a slot without this rank's part, which is in `spare` or `out` then
     copies_are_shared: bool  # buffers from `allocate` are one copy for all ranks of the axis
 
     @property

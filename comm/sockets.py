@@ -140,10 +140,18 @@ class SocketRoute:
         return Pending(lambda: self._wait(works, what, sequence))
 
     def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
-        """Of out = sum over ranks of slot. Each rank sums its region and sends the sum to the others."""
+        """Of out = sum over ranks of slot. Each rank sums its region and sends the sum to the others.
+
+        slot: as `out`, or without this rank's region, which is in `out` then.
+        """
         bounds = regions_of(out.numel(), self.size)
-        terms, arrived = self._exchange_parts([slot[region] for region in bounds], what)
         regions = [out[region] for region in bounds]
+        lacks_own = slot.numel() < out.numel()
+        sizes = [0 if lacks_own and peer == self.rank else one.numel() for peer, one in enumerate(regions)]
+        parts = list(slot.split(sizes))
+        if lacks_own:
+            parts[self.rank] = regions[self.rank]
+        terms, arrived = self._exchange_parts(parts, what)
         tag, sequence = self._next_operation(what)
 
         def send() -> Pending:

@@ -322,7 +322,8 @@ class Footprint:
             place = self._blueprint.arrangement.place(self._rank, replicas)
             summed = _numel(regions_of(shard, self._size(replicas))[place])
             if bits is None:
-                parts.setdefault(replicas, []).append((one.reduce_dtype, shard, summed))
+                others = shard - summed if one.reduce_dtype == one.accumulation_dtype else shard
+                parts.setdefault(replicas, []).append((one.reduce_dtype, others, summed))
             elif shard == one.layout.padded_numel:
                 parts.setdefault(replicas, []).append((one.reduce_dtype, shard, 0))
         return sum(self._slots(own, self._size(axes)) for axes, own in parts.items() if self._size(axes) > 1)

@@ -66,10 +66,25 @@ class Codec:
         return self.axis.route.open_slot(numel, self.dtype, what)
 
     def staged(self, shard: Tensor, what: str) -> Tensor:
-        """What is sent of a shard that `all_reduce` sums, and that it writes to: a copy in a message."""
-        message = self.open_message(shard.numel(), what)
-        message.copy_(shard)
+        """What is sent of a shard that `all_reduce` sums, and that it writes to: a copy in a message.
+
+        Without this rank's part where the route takes that from the shard.
+        """
+        own = self._left_out(shard)
+        message = self.open_message(self.staged_numel(shard), what)
+        message[: own.start].copy_(shard[: own.start])
+        message[own.start :].copy_(shard[own.stop :])
         return message
+
+    def staged_numel(self, shard: Tensor) -> int:
+        """Elements of the message that `staged` opens."""
+        own = self._left_out(shard)
+        return shard.numel() - (own.stop - own.start)
+
+    def _left_out(self, shard: Tensor) -> slice:
+        if not (self.axis.route.slots_may_lack_own and self.may_lack_own(shard.dtype)):
+            return slice(0, 0)
+        return regions_of(shard.numel(), self.axis.size)[self.axis.rank]
 
     def reduce_scatter(self, staged: Tensor, spare: Tensor | None, what: str) -> Coming:
         """Of the sum over ranks of what is staged, this rank's part; see `Route.reduce_scatter`."""

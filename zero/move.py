@@ -23,8 +23,8 @@ class Move:
     The sum over `states` may be made in levels: over ranks of a host first, and of hosts then. What is not yet the sum
     of all lies in memory of its own between them.
 
-    What a rank has for its own part of the sum need not be in its message: it is summed where it was staged. Where no
-    other rank reads it there either, the message has no room for it.
+    What a rank has for its own part of the sum need not be in its message: it is summed where it was staged. Where the
+    route looks for it there too, the message has no room for it.
     """
 
     def __init__(
@@ -78,9 +78,7 @@ class Move:
         return self._stager.open_message(self._group.layout.padded_numel - lacks, self._name)
 
     def _not_there(self, axis: Axis, has_shard: bool) -> int:
-        """Elements for which a message of `axis` has no room: what is summed in place, on the axis of the states."""
-        if axis is not self._group.axes.states:
-            return 0
+        """Elements for which a message of `axis` has no room: what is summed in place."""
         held = self._held(axis, has_shard)
         num_held: int = held.stop - held.start
         return num_held
@@ -117,7 +115,7 @@ class Move:
             held = self._held(axis, has_shard)
             coming = self._levels[-1].reduce_scatter(message, None if has_shard else shard, self._name)
             if boundary and not is_last:  # what follows at once opens a message there
-                coming = coming._replace(arrived=self._when_free(coming.arrived, shard.numel()))
+                coming = coming._replace(arrived=self._when_free(coming.arrived, self._replicas.staged_numel(shard)))
             yield from self._add_up(states, coming, slice(0, shard.numel()), shard, held, has_shard, counts and is_last)
         if is_last or not boundary:
             return
@@ -149,8 +147,8 @@ class Move:
     def _held(self, axis: Axis, has_shard: bool) -> slice:
         """What of its own region this rank need not put into the message that it stages in.
 
-        On the replica axis whole parameters, which then lie in one piece and can be made there (see `Staging.place`);
-        on the shard axis, where memory counts more, all of it, so that less of the message is ever touched, or there.
+        All of it where the message is smaller by that, and on the shard axis, where memory counts more. Else whole
+        parameters, which then lie in one piece and can be made there (see `Staging.place`).
         """
         if has_shard or not axis.route.sums_here:
             return NOTHING
@@ -158,7 +156,7 @@ class Move:
         if not is_one_sum or not self._stager.may_lack_own(self._dtype):
             return NOTHING
         own = regions_of(self._group.layout.padded_numel, axis.size)[axis.place]
-        if axis is self._group.axes.states:
+        if axis is self._group.axes.states or axis.route.slots_may_lack_own:
             return slice(0, own.stop - own.start)
         start, end = self._group.layout.whole_parameters(own.start, own.stop)
         return slice(start - own.start, end - own.start) if start < end else NOTHING

@@ -37,9 +37,15 @@ ASKED = {
             "tests/engine/test_any_loop.py",
         ],
         ["tests/engine/test_first_values.py", "tests/zero/test_delayed_update.py"],
+        [
+            "tests/engine/test_planned_peak.py",
+            "tests/engine/test_planned_peak_of_stages.py",
+            "tests/pretend/test_lent_states.py",
+        ],
     ],
     "kernels": [["tests/kernels"], ["tests/zero"]],
     "offload": [["tests/offload"], ["tests/zero", "tests/engine", "-k", "offload or host or delayed or speculative"]],
+    "integrations": [["tests/integrations/huggingface/test_parity.py"]],
     "checkpoint": [["tests/checkpoint"], ["tests/engine", "-k", "checkpoint or export or load"]],
 }
 NOT_FOUND, NOTHING_RUN = 4, 5  # what pytest leaves with where there is no test of a name, and where none is left
@@ -81,9 +87,9 @@ def copy_tree(tests: Path, folder: Path) -> Path:
     shutil.copytree(ROOT, tree, ignore=LEFT_OUT)
     shutil.rmtree(tree / "tests")
     shutil.copytree(tests, tree / "tests", ignore=LEFT_OUT)
-    for path in ROOT.iterdir():
+    for path in [*ROOT.iterdir(), *(ROOT / "integrations").iterdir()]:
         if (path / "__init__.py").exists() and path.name not in ("lowtide", "tests"):
-            (tree / "lowtide" / path.name).symlink_to(tree / path.name)
+            (tree / "lowtide" / path.name).symlink_to(tree / path.relative_to(ROOT))
     return tree
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..offload import PagePool, TransientBuffer, huge_zeros
+from ..offload import PagePool, TransientBuffer, bytes_in_memory, huge_zeros
 from .group import ShardedGroup
 from .host_update import HostUpdate
 from .staging import Region, Staging
@@ -32,8 +32,8 @@ class LocalSum:
 
     @property
     def nbytes(self) -> int:
-        """Of the flat memory."""
-        return 0 if self._flat is None else self._flat.nbytes
+        """Of the flat memory, while it is not lent."""
+        return 0 if self._flat is None else bytes_in_memory(self._flat)
 
     @property
     def flat(self) -> Tensor | None:

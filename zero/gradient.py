@@ -90,7 +90,8 @@ class GroupGradient:
 
     def held(self) -> Iterator[Tensor]:
         """Tensors that `held_bytes` counts and that operations of a step make."""
-        tensors = (self.shard, self._local.flat, *(param.grad for param in self.group.params))
+        kept = () if self.low_rank is None else self.low_rank.held()
+        tensors = (self.shard, self._local.flat, *(param.grad for param in self.group.params), *kept)
         return (one for one in tensors if one is not None)
 
     @property

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Axis, Exchange, Pending, regions_of
+from ..offload import bytes_in_memory
 from .codec import Codec
 from .group import ShardedGroup
 from .inspection import Inspection
@@ -127,10 +128,16 @@ class LowRankMove(Move):
         """By which the gradients of the step that is made will be multiplied."""
         self._tried: dict[int, tuple[Tensor, Tensor]] = {}  # error and Q after the step, if it counts
 
+    def held(self) -> Iterator[Tensor]:
+        """What is kept from step to step, and what will be if the step that is made counts."""
+        yield from (*self.errors.values(), *self.factors.values())
+        for pair in self._tried.values():
+            yield from pair
+
     @property
     def nbytes(self) -> int:
-        tried = (one for pair in self._tried.values() for one in pair)
-        return sum(one.nbytes for one in (*self.errors.values(), *self.factors.values(), *tried))
+        """Of these, while they are not lent."""
+        return sum(map(bytes_in_memory, self.held()))
 
     def _goes_thin(self, has_shard: bool) -> bool:
         """What comes to a sum that is there goes as it is: errors are said once in a step."""

@@ -15,14 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lowtide
 from lowtide.engine.blueprint import Blueprint
 from lowtide.engine.config.config import Config
-from lowtide.engine.planning.estimate import estimate, writes_gradients
+from lowtide.engine.planning.estimate import Activations, estimate, writes_gradients
 from lowtide.engine.planning.machine import Machine
 from lowtide.engine.planning.meta_run import MetaRun
+from lowtide.engine.planning.profile import Part, Profile, Stretch
 from lowtide.engine.tiling import tiles_of
+from lowtide.zero.policy import ZeroPolicy
 from tests import models
 from tests.engine.test_blueprint import staging_bytes
 from tests.engine.test_memory import _has_memory
 from tests.ranks import RankPool
+from tests.zero.test_direct_gradients import direct
 from tests.zero.training import ADAMW, rank_and_world
 
 ROWS = 8
@@ -251,3 +254,46 @@ def test_offload(ranks: RankPool, tmp_path: Path) -> None:
 
 def test_several_axes(ranks: RankPool) -> None:
     assert ranks(4, compare, axes()) == [[]] * 4
+
+
+def test_gradients_of_the_rest_wait_until_the_backward_has_ended() -> None:
+    """Where they are not added to those of the microbatches before."""
+    of_rest = {"first": 1, "second": 2, "third": 4}
+    parts = {
+        name: Part(kept_bytes=100, backward_start_bytes=20, backward_rest_bytes=30, rest_gradient_bytes=nbytes)
+        for name, nbytes in of_rest.items()
+    }
+
+    def at(stage: int, accumulation: int, stretch: Stretch) -> list[int]:
+        config = Config.load({"gradient_accumulation_steps": accumulation})
+        activations = Activations(Profile(1, 1, parts), config, ZeroPolicy.from_stage(stage))
+        return [activations.at(name, stretch) for name in parts]
+
+    for stage, accumulation in ((0, 1), (3, 1), (2, 2)):
+        assert at(stage, accumulation, Stretch.FORWARD) == [0, 100, 200]
+        assert at(stage, accumulation, Stretch.BACKWARD_START) == [0 + 20 + 2 + 4, 100 + 20 + 4, 200 + 20]
+        assert at(stage, accumulation, Stretch.BACKWARD_REST) == [0 + 30 + 2 + 4, 100 + 30 + 4, 200 + 30]
+    assert at(1, 2, Stretch.BACKWARD_REST) == [0 + 30, 100 + 30, 200 + 30]
+
+
+def written_ones(configs: list[dict[str, Any]]) -> list[tuple[bool, bool]]:
+    """Whether gradients of weights are made where they are staged: as it is planned, and as it is."""
+    _, num_ranks = rank_and_world()
+    found = []
+    for config in configs:
+        with torch.device("meta"):
+            module = gpt()
+        said = writes_gradients(Blueprint.of(Config.load(config).resolve(num_ranks), module, num_ranks))
+        with direct(True) as written, lowtide.initialize(gpt(), config) as engine:
+            for _ in range(engine.config.gradient_accumulation_steps or 1):
+                engine.backward(engine(*batch_of("gpt", 0)))
+                engine.step()
+        found.append((said, any(written)))
+    return found
+
+
+def test_which_gradients_are_written_where_they_are_staged(ranks: RankPool) -> None:
+    sent_in_bf16 = {**BF16, "communication_data_type": "bf16"}
+    written = [config_of(2, 0, 2), config_of(3, 0, 1, **sent_in_bf16)]
+    others = [config_of(1, 0, 2), config_of(0, 0, 1, **BF16)]
+    assert ranks(2, written_ones, written + others) == [[(True, True)] * 2 + [(False, False)] * 2] * 2

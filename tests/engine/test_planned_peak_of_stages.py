@@ -1,7 +1,9 @@
 """The planned peak of each rank of a pipeline is what is there."""
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -11,6 +13,7 @@ from lowtide.engine.config.config import Config
 from lowtide.engine.planning.machine import Machine
 from lowtide.engine.planning.meta_run import MetaRun
 from lowtide.engine.planning.pipelined import memory_by_place
+from lowtide.engine.planning.profile import Part, Profile
 from tests import models
 from tests.engine.test_planned_peak import BF16, ROWS, TOLERANCE, FusedBlock, LiveBytes, batch_of, config_of
 from tests.ranks import RankPool
@@ -28,13 +31,17 @@ def fused() -> nn.Module:
 MODELS = {"gpt": gpt, "fused": fused}
 
 
-def planned_peak(model: str, config: dict[str, Any]) -> int:
-    rank, num_ranks = rank_and_world()
+def planned(model: str, config: dict[str, Any], num_ranks: int) -> tuple[Blueprint, Profile]:
     with torch.device("meta"):
         module = MODELS[model]()
     blueprint = Blueprint.of(Config.load(config).resolve(num_ranks), module, num_ranks)
     run = MetaRun(module, blueprint.units, blueprint.dtypes, "cpu")
-    profile = run.profile(batch_of(model, 0), ROWS, config["activation_checkpointing"]["every"])
+    return blueprint, run.profile(batch_of(model, 0), ROWS, config["activation_checkpointing"]["every"])
+
+
+def planned_peak(model: str, config: dict[str, Any]) -> int:
+    rank, num_ranks = rank_and_world()
+    blueprint, profile = planned(model, config, num_ranks)
     machine = Machine(devices_per_host=num_ranks, device="cpu")
     return memory_by_place(blueprint, machine, profile)[blueprint.place_of(rank)][1]
 
@@ -90,3 +97,15 @@ def test_two_pipelines(ranks: RankPool) -> None:
         ("fused", over_stages("1f1b", 3, 1, **BF16)),
     ]
     assert ranks(4, compare, cases) == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("1f1b", [100 * (1 + 1 + 0), 100 * (1 + 1 + 1)]), ("interleaved", [100 * (3 + 2 + 1), 100 * (3 + 2 + 1)])],
+)
+def test_messages_lie_at_the_ends_of_stages_and_one_ahead_for_each(schedule: str, expected: list[int]) -> None:
+    """Of a model that keeps nothing, with 100 bytes between stages; and what the stage that computes has received."""
+    blueprint, profile = planned("gpt", over_stages(schedule, 0, 0), 2)
+    sent = replace(profile, parts={name: Part(output_bytes=100) for name in profile.parts})
+    places = memory_by_place(blueprint, Machine(devices_per_host=2, device="cpu"), sent)
+    assert [kinds["activation_bytes"] for kinds, _ in places] == expected

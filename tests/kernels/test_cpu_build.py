@@ -123,11 +123,26 @@ def test_a_damaged_library_is_built_again(cache: Path, source: Path, tmp_path: P
     (kept,) = cache.iterdir()
     other = cache.with_name("other cache")  # a file that is loaded may not change under its process
     other.mkdir()
-    (other / kept.name).write_bytes(b"\x7fELF half a library")
-    with pytest.MonkeyPatch.context() as patch:
+    damaged = b"\x7fELF half a library"
+    (other / kept.name).write_bytes(damaged)
+    with pytest.MonkeyPatch.context() as patch, (other / kept.name).open("rb") as opened:
         patch.setenv("LOWTIDE_CACHE", str(other))
         assert load_library(source).answer() == 42
+        assert opened.read() == damaged  # who has the file open never sees it change: the new one takes its place
     assert (other / kept.name).read_bytes() == kept.read_bytes()
+
+
+@needs_compiler
+def test_nothing_is_at_the_path_before_the_library_is_whole(
+    cache: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = tmp_path / "seen"
+    text = f'{find_compiler()[0]} "$@" && case "$*" in *-o*) ls {cache} >> {seen};; esac'
+    monkeypatch.setenv("CXX", str(program(tmp_path / "compiler", text)))
+    load_library(source)
+    (kept,) = cache.iterdir()
+    (made,) = seen.read_text().split()  # when the compiler had ended
+    assert made != kept.name and made.startswith(kept.name)
 
 
 @needs_compiler

@@ -1,10 +1,14 @@
 """A rank that receives knows which of its messages have arrived: never too many, and all that the order tells."""
 
 from itertools import product
+from typing import Any
 
 import pytest
+import torch
 
+from lowtide.comm import Pending
 from lowtide.pipe.deliveries import deliveries
+from lowtide.pipe.messages import Messages
 from lowtide.pipe.schedules.action import RECV_OPS, SEND_OPS, Action, Op
 from lowtide.pipe.schedules.passes import complete
 from lowtide.pipe.schedules.registry import KINDS, make_schedule
@@ -53,3 +57,51 @@ def test_a_gradient_has_arrived_when_a_forward_that_comes_after_it_is_there() ->
         Action(Op.RECV_F, 1, 2): (Action(Op.SEND_B, 1, 0),),
         Action(Op.RECV_F, 1, 3): (Action(Op.SEND_B, 1, 1),),
     }
+
+
+class Wire:
+    """In the place of `Peers`: nobody can tell how far a message is, and what is received is there."""
+
+    def __init__(self) -> None:
+        self.waited: list[str] = []
+        """What was sent and then waited for."""
+
+    def send(self, values: Any, place: int, tag: int, what: str) -> Pending:
+        return Pending(lambda: self.waited.append(what.split()[2]))
+
+    def receive(self, *args: Any) -> Pending:
+        return Pending()
+
+
+def first_rank(schedule: Schedule) -> tuple[Messages, Wire]:
+    """What it has under way, and the wire."""
+    wire: Any = Wire()
+    messages = Messages(schedule, 0, wire, torch.device("cpu"))
+    messages.begin([None] * schedule.num_microbatches)
+    return messages, wire
+
+
+def test_a_rank_lets_go_of_what_has_arrived_and_of_nothing_else() -> None:
+    schedule = complete(make_schedule("1f1b", 2, 4))
+    messages, wire = first_rank(schedule)
+    found = []
+    for action in schedule.actions[0]:
+        messages.wait_for_needs_of(action)
+        if action.op is Op.SEND_F:
+            messages.send(action, [torch.ones(2), torch.ones(3)])
+        elif action.op is Op.RECV_B:
+            messages._receive(action, ())
+        elif action.op is Op.B:
+            found.append(sorted({*wire.waited}))
+            assert len(wire.waited) == 2 * len(found[-1])
+    assert found == [[f"0SEND_F{microbatch}" for microbatch in range(last + 1)] for last in range(4)]
+
+
+def test_no_more_messages_are_held_than_may_be_and_the_oldest_goes_first() -> None:
+    messages, wire = first_rank(complete(make_schedule("gpipe", 2, 6)))
+    for microbatch in range(6):
+        messages.send(Action(Op.SEND_F, 0, microbatch), [torch.ones(2)])
+        messages.wait_sent(4)
+        assert wire.waited == [f"0SEND_F{number}" for number in range(microbatch - 3)]
+    messages.wait_sent(0)
+    assert len(wire.waited) == 6

@@ -29,6 +29,7 @@ class Case:
     zero: dict[str, Any] = field(default_factory=dict)
     kinds: tuple[str, ...] | None = None
     has_averages: bool = False
+    accumulation: int = 1
 
 
 CASES = {
@@ -46,6 +47,8 @@ CASES = {
     "delayed": Case(3, BF16, {"offload_optimizer": {**HOST, "overlap": "delayed", "delay_after_steps": 1}}),
     "parameters on the host": Case(3, BF16, {"offload_param": HOST}),
     "in the backward": Case(3, BF16, {"update_in_backward": True}),
+    "sums of microbatches": Case(1, BF16, kinds=("gradients",), accumulation=2),
+    "power sgd": Case(1, {"communication": {"power_sgd": {"rank": 2, "start_step": 0}}}, kinds=("gradients",)),
 }
 
 
@@ -65,12 +68,12 @@ def trained(case: Case, lends: bool) -> tuple[list[float], dict[str, torch.Tenso
     """Losses, weights, and what is wrong with what was lent after two steps of three."""
     torch.manual_seed(0)
     wrong, losses = [], []
-    config = config_of(case.stage, 1, "auto", zero=case.zero, **case.more)
+    config = config_of(case.stage, case.accumulation, "auto", zero=case.zero, **case.more)
     with lowtide.initialize(models.TinyGPT(width=16, layers=1), config) as engine:
         if case.has_averages:
             engine.ema(0.9)
         for step in range(3):
-            batch = models.token_batch(step, 2 * engine.data_size)
+            batch = models.token_batch(step, 2 * case.accumulation * engine.data_size)
             own = tuple(one.chunk(engine.data_size)[engine.data_rank] for one in batch)
             losses.append(engine.train_step(own).loss.item())
             if step == 2:
@@ -86,6 +89,8 @@ def trained(case: Case, lends: bool) -> tuple[list[float], dict[str, torch.Tenso
                 wrong.append(f"{freed} and {again} bytes said, {held - now} freed")
             if before.total_bytes - after.total_bytes != freed:
                 wrong.append(f"{freed} bytes said, {before} and then {after}")
+            if "gradients" in (case.kinds or ALL) and after.gradient_bytes:
+                wrong.append(f"{after.gradient_bytes} bytes of gradients stay")
             lent = "parameters" in (case.kinds or ALL)
             found = r"expected the states of the engine on its device, found .* on the host since engine.offload_states"
             for what, call in (

@@ -141,7 +141,7 @@ def check(found: list[dict[str, Tensor]], cases: list[Case], world_size: int) ->
         tolerance = 1e-9 if case.dtype == torch.float64 else 2e-5
         for name, value in train_plainly(case, world_size).items():
             torch.testing.assert_close(
-                state[name], value, rtol=tolerance, atol=tolerance, msg=f"{case}, {name}: {{}}".format
+                state[name], value, rtol=tolerance, atol=tolerance, msg=partial("{}, {}: {}".format, case, name)
             )
 
 
@@ -261,6 +261,39 @@ def test_the_steps_of_the_callers_own_optimizer_are_known_after_a_load(tmp_path:
     engine.close()
 
 
+class Parts(nn.Module):
+    """Some of three vectors that lie side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.linspace(-1, 1, 5, dtype=torch.float64) + part for part in range(3))
+
+    def forward(self, x: Tensor, used: tuple[int, ...]) -> Tensor:
+        return sum(((self.parts[part] - x).square().sum() for part in used), x.sum().requires_grad_())
+
+
+def test_what_was_left_out_once_has_steps_of_its_own_for_good(tmp_path: Path) -> None:
+    """Also where the part beside it is left out again: an engine that is loaded counts on as torch does."""
+    x, config = torch.zeros(5, dtype=torch.float64), {"steps_per_print": 0}
+    plans, make = [(0,), (0, 2), (0, 1, 2), (0, 1, 2)], partial(OwnAdamW, lr=0.1)
+    plain = Parts()
+    optimizer = make(plain.parameters())
+    engine = lowtide.initialize(Parts(), config, optimizer=make)
+    for step, used in enumerate(plans):
+        if step == 3:
+            engine.save_checkpoint(tmp_path)
+            engine.close()
+            engine = lowtide.initialize(Parts(), config, optimizer=make)
+            engine.load_checkpoint(tmp_path)
+        engine.train_step({"x": x, "used": used})
+        optimizer.zero_grad()
+        plain(x, used).backward()
+        optimizer.step()
+    for name, value in engine.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-12, atol=1e-12)
+    engine.close()
+
+
 def test_other_readers_find_the_steps_of_each(tmp_path: Path) -> None:
     case = Case(3, 2)
     train(case, tmp_path, restart_after=3)
@@ -310,19 +343,15 @@ def test_a_delayed_update(ranks: RankPool) -> None:
         assert all("lonely" not in names for names in found)
 
 
-class Nothing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.requires_grad_().sum()
-
-
-def test_a_step_that_uses_nothing_moves_nothing() -> None:
-    engine = lowtide.initialize(Nothing(), {"optimizer": ADAMW, "steps_per_print": 0})
-    result = engine.train_step(torch.ones(2, 3))
-    assert result.grad_norm == 0 and torch.equal(engine.state_dict()["weight"], torch.ones(5))
+@pytest.mark.parametrize("before", [(), (0, 1, 2)])
+def test_a_step_that_uses_nothing_moves_nothing(before: tuple[int, ...]) -> None:
+    """before: what the step before it has used."""
+    engine = lowtide.initialize(Parts(), {"optimizer": ADAMW, "steps_per_print": 0})
+    x = torch.ones(5, dtype=torch.float64)
+    engine.train_step({"x": x, "used": before})
+    state = {name: value.clone() for name, value in engine.state_dict().items()}
+    result = engine.train_step({"x": x, "used": ()})
+    assert result.grad_norm == 0 and all(torch.equal(value, state[name]) for name, value in engine.state_dict().items())
     engine.close()
 
 

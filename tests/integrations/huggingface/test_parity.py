@@ -3,6 +3,7 @@
 import copy
 import json
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -12,6 +13,8 @@ import transformers
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+import lowtide
+import lowtide.huggingface
 from tests.integrations.huggingface.trainings import Outcome, closed, llama, outcome_of, stage, trainer
 from tests.ranks import RankPool
 
@@ -188,6 +191,18 @@ def train_ways(folder: str, way: dict[str, Any]) -> list[Outcome]:
 @pytest.mark.parametrize("way", WAYS)
 def test_it_trains_alike_on_every_way(ranks: RankPool, tmp_path: Any, way: str) -> None:
     assert differences(*ranks(2, train_ways, str(tmp_path), WAYS[way])[0]) == 0
+
+
+def test_where_the_norm_is_only_looked_at_no_gradient_is_clipped_however_large() -> None:
+    """As with max_grad_norm=0: its norm is logged all the same."""
+    config = {"optimizer": {"type": "sgd", "params": {"lr": 1.0}}, "steps_per_print": 0}
+    with lowtide.initialize(nn.Linear(1, 1, bias=False).double(), config) as engine:
+        engine.load_state_dict({"weight": torch.zeros(1, 1)})
+        engine.backward(engine(torch.full((1, 1), 1e12, dtype=torch.float64)).sum())
+        own: Any = SimpleNamespace(_lowtide=config)
+        assert float(lowtide.huggingface.Trainer._get_grad_norm(own, engine)) == 1e12
+        engine.step()
+        assert float(engine.state_dict()["weight"]) == -1e12
 
 
 def train_by_shape(folder: str) -> None:

@@ -148,7 +148,7 @@ class SocketRoute:
         regions = [out[region] for region in bounds]
         lacks_own = slot.numel() < out.numel()
         sizes = [0 if lacks_own and peer == self.rank else one.numel() for peer, one in enumerate(regions)]
-        parts = list(slot.split(sizes))
+        parts = list(torch.split(slot, sizes))
         if lacks_own:
             parts[self.rank] = regions[self.rank]
         terms, arrived = self._exchange_parts(parts, what)

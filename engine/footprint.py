@@ -226,6 +226,11 @@ class Footprint:
         """Of a group that is added up now, whichever that is."""
         return self._gradient(group, Moment.ACCUMULATING)
 
+    def passing(self, group: GroupPlan) -> int:
+        """Of a gradient that is used up in the backward, while its unit is computed: no moment has it."""
+        goes = self._is_on_accelerator and self._leaves(group)
+        return _sum_bytes(group) if self._blueprint.timing is Timing.IN_BACKWARD and not goes else 0
+
     def _gradient(self, group: GroupPlan, moment: Moment) -> int:
         blueprint, shard = self._blueprint, _sum_bytes(group)
         shares_memory = blueprint.route == "shared_memory"
@@ -370,6 +375,12 @@ class Footprint:
         if self._blueprint.timing is Timing.SPECULATIVE and moment is Moment.REDUCED:
             total += total + self._second(group) + sum(self._copied_chunks(group))
         return total - sum(self._second_on_host(group, moment))
+
+    def copies(self, group: GroupPlan) -> int:
+        """What a speculative update adds to its states until the step ends."""
+        if self._blueprint.timing is not Timing.SPECULATIVE or group.role is not Role.UPDATED:
+            return 0
+        return self._states(group, Moment.REDUCED) - self._states(group, Moment.BETWEEN_STEPS)
 
     def _factors(self, group: GroupPlan) -> int:
         """Of the group's matrices, those that are this rank's: states that are not elementwise."""

@@ -79,7 +79,8 @@ class Codec:
     def staged_numel(self, shard: Tensor) -> int:
         """Elements of the message that `staged` opens."""
         own = self._left_out(shard)
-        return shard.numel() - (own.stop - own.start)
+        num_left: int = own.stop - own.start
+        return shard.numel() - num_left
 
     def _left_out(self, shard: Tensor) -> slice:
         if not (self.axis.route.slots_may_lack_own and self.may_lack_own(shard.dtype)):

@@ -23,7 +23,7 @@ from .step_order import StepOrder
 from .timeline import Timeline
 
 _BLOCKS_IN_MEMORY = 3  # of activations that are offloaded, without a budget: see `ActivationOffload`
-_CHUNKS_IN_MEMORY = 3  # of states that rest in a file, while they are updated
+_CHUNKS_IN_MEMORY = 4  # of states that rest in a file: one comes, one is updated, two leave; buffers are kept then
 
 
 @dataclass(frozen=True)
@@ -197,6 +197,8 @@ class StepParts:
         self._refreshes = [exchange.refresh(group) for group in blueprint.places[self.place].updated]
         self._update = update_seconds(blueprint, machine, self.place)
         self.is_direct = writes_gradients(blueprint)
+        # Where gradients are made in their place, it is asked for, and what has come of other ranks by then is used up.
+        self._waits = not self.is_direct and blueprint.arrangement.size(blueprint.domain.summed) > 1
         moments = [(True, True)] if not accumulates else [(True, False), (False, False), (False, True)]
         self._gradients = [gradient_seconds(blueprint, machine, self.place, *one, self.is_direct) for one in moments]
         self._num_units = len(blueprint.places[self.place].units)
@@ -272,10 +274,16 @@ class StepParts:
         for step, is_first in runs:
             gradients, before, after = self.rests.gradients(is_first, step.is_last)
             arrived: frozenset[str] = frozenset()
+            waits = 0  # until the next unit's gradients are collected
+            copies = 0  # until the step ends
             for one in step.moments:
-                gradients += sum(after[name] - before[name] for name in one.arrived - arrived)
-                arrived = one.arrived
-                beside = gradients + one.gathered_bytes + one.staged_bytes
+                arriving, arrived = one.arrived - arrived, one.arrived
+                gradients += sum(after[name] - before[name] for name in arriving)
+                passing = sum(self.rests.passing[name] for name in arriving)
+                beside = gradients + passing + waits + copies + one.gathered_bytes + one.staged_bytes
+                if arriving:
+                    waits = passing * self._waits
+                    copies += sum(self.rests.copies[name] for name in arriving) * step.is_last
                 found.append((beside, one.gathered_bytes, one.staged_bytes, one.part, one.stretch))
         return found
 
@@ -333,6 +341,8 @@ class Resting:
     host_bytes: int
     file_bytes: int
     by_group: Mapping[str, tuple[int, ...]]  # gradients between steps, between microbatches, and when they are final
+    passing: Mapping[str, int]  # gradients that are there until their unit is updated, in the backward
+    copies: Mapping[str, int]  # what a speculative update of a group keeps until the step ends
 
     @classmethod
     def of(cls, blueprint: Blueprint, footprint: Footprint, place: int = 0) -> Resting:
@@ -355,18 +365,20 @@ class Resting:
         passing = sum(sorted(chunks)[-_CHUNKS_IN_MEMORY:]) if blueprint.homes.states is Home.FILE else 0
         is_here = not blueprint.homes.is_apart
         buffers = reduced.staging + (passing if is_here else 0)
-        optimizer = max(between.optimizer, reduced.optimizer)
+        copies = {group.name: footprint.copies(group) for group in plan.trained}
         kinds = {
             "parameter_bytes": reduced.parameters,
             "gradient_bytes": max(reduced.gradients, *(sum(column) for column in columns)),
-            "optimizer_bytes": optimizer,
+            "optimizer_bytes": reduced.optimizer,
             "buffer_bytes": buffers,
         }
-        rests = reduced.parameters + optimizer + reduced.staging
+        rests = reduced.parameters + between.optimizer + buffers
         direction, on_host = footprint.directions()
-        after = rests + reduced.gradients + (passing if is_here else 0) + direction
+        after = rests + sum(copies.values()) + reduced.gradients + direction
         host = reduced.host + (0 if is_here else passing) + on_host
-        return cls(footprint, blueprint, tuple(plan.trained), kinds, rests, after, host, reduced.file, by_group)
+        used_up = {group.name: footprint.passing(group) for group in plan.trained}
+        trained, file = tuple(plan.trained), reduced.file
+        return cls(footprint, blueprint, trained, kinds, rests, after, host, file, by_group, used_up, copies)
 
     def gradients(self, is_first: bool, is_last: bool) -> tuple[int, Mapping[str, int], Mapping[str, int]]:
         """In a microbatch, the first or last of a step or neither: (all where it begins, each before and after it)."""

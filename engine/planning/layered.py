@@ -151,7 +151,8 @@ class LayeredParts:
         found = []
         for group in self._trained:
             numbers, sizes = used.get(id(group), [0]), self.rests.by_group[group.name]
-            found.append(((numbers[0], numbers[-1]), (sizes[0], self._footprint.added_up(group), sizes[-1])))
+            final = sizes[-1] + self.rests.copies[group.name]
+            found.append(((numbers[0], numbers[-1]), (sizes[0], self._footprint.added_up(group), final)))
         return found
 
     # -- a step ---------------------------------------------------------------------------------------------------

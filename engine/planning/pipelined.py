@@ -366,7 +366,7 @@ class _Place:
     @cached_property
     def _gradients(self) -> NDArray[np.int64]:
         """(stages of this place, 3) gradients before its first backward has ended, from then on, and after its last."""
-        sizes = [[self.rests.by_group[group.name] for group in groups] for groups in self._members]
+        sizes = ([self.rests.by_group[group.name] for group in groups] for groups in self._members)
         return np.array([np.sum(own or [(0, 0, 0)], axis=0) for own in sizes])
 
     def all_sent(self, stages: Stages, run: Run, place: int) -> dict[str, int]:

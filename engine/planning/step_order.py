@@ -88,7 +88,7 @@ class StepOrder:
     sent: dict[str, int] = field(default_factory=lambda: {"intra": 0, "inter": 0})
     moments: list[Moment] = field(default_factory=list)
     gathered_bytes: int = 0
-    most_gathered_bytes: int = 0  # since the last moment
+    most_gathered_bytes: int = 0  # since something was released or gathered behind the last moment
     staged_bytes: int = 0
     phase: str = "forward"
 
@@ -156,7 +156,7 @@ class StepOrder:
             self._add_moments_of_backward(name, [cast(_Gradient, one).plan for one in unit.gradients] if unit else [])
         else:
             self._add_moment(name, Stretch.FORWARD, self.staged_bytes)
-        self.most_gathered_bytes = self.gathered_bytes
+        self.most_gathered_bytes = 0
         self.events.append(Computing(name, is_backward))
 
     def _add_moments_of_backward(self, name: str, arriving: Sequence[GroupPlan]) -> None:
@@ -175,7 +175,8 @@ class StepOrder:
         return accumulates and not reduces and group.is_added_up_flat
 
     def _add_moment(self, name: str, stretch: Stretch, staged: int) -> None:
-        self.moments.append(Moment(name, stretch, self.most_gathered_bytes, staged, frozenset(self._arrived)))
+        gathered = max(self.most_gathered_bytes, self.gathered_bytes)
+        self.moments.append(Moment(name, stretch, gathered, staged, frozenset(self._arrived)))
 
     @property
     def _stages_now(self) -> bool:

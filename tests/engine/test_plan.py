@@ -50,17 +50,6 @@ def test_a_plan_of_a_config_says_what_it_takes_and_what_would_be_better() -> Non
     assert [one.peak_bytes for one in plan.front] == sorted((one.peak_bytes for one in plan.front), reverse=True)
 
 
-@pytest.mark.parametrize("is_layered", [False, True])
-def test_what_is_not_waited_for_goes_on_beside_what_computes(is_layered: bool) -> None:
-    zero = {"stage": 3, "layered_gradient_accumulation": is_layered}
-    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "optimizer": ADAMW}
-    plans = [of_tiny_gpt({**config, "zero_optimization": zero}, machine=Machine(flops=flops)) for flops in (1e8, 1e15)]
-    waited = [sum(one.seconds[f"{kind} exposed"] for kind in ("gather", "reduce")) for one in plans]
-    hidden = [one.hidden_seconds["collectives"] for one in plans]
-    assert waited[0] < waited[1] and hidden[0] > hidden[1]
-    assert waited[0] + hidden[0] == pytest.approx(waited[1] + hidden[1])
-
-
 def test_what_does_not_fit_says_what_is_missing() -> None:
     plan = of_tiny_gpt({"train_batch_size": 2, "optimizer": ADAMW}, device_memory=3e9 + 1000)
     assert not plan.fits and plan.missing == {"device memory": plan.peak_bytes - 3_000_001_000}
@@ -209,7 +198,7 @@ def test_the_command_shows_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 def test_drives_have_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     best = tmp_path / "best.json"
-    small = ["--layers", "8", "--hidden", "1024", "--gpus", "1", "--gpu-memory", "3.9GB", "--host-memory", "600MB"]
+    small = ["--layers", "8", "--hidden", "1024", "--gpus", "1", "--gpu-memory", "3.9GB", "--host-memory", "650MB"]
     small += ["--global-batch", "1"]
     assert main(["auto", *SHAPE, *small, "--write", str(best)]) == 1
     assert "does not fit" in capsys.readouterr().out and "nvme_path" not in best.read_text()

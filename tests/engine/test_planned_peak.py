@@ -141,7 +141,9 @@ class LiveBytes(TorchDispatchMode):
         ]
         addresses = {tensor.untyped_storage().data_ptr() for tensor in own if _has_memory(tensor)}
         made = sum(nbytes for _, address, nbytes in self._alive.values() if address not in addresses)
-        return made + self._engine.memory().total_bytes + self._staging
+        copies = self._engine.optimizer.speculation.nbytes  # operations have made them
+        buffers = self._engine.optimizer._offloaded._pool.bytes_held  # of states that rest in files
+        return made + self._engine.memory().total_bytes - copies + buffers + self._staging
 
 
 def config_of(stage: int, every: int, accumulation: int, **more: Any) -> dict[str, Any]:
@@ -198,6 +200,10 @@ def compare(cases: dict[str, tuple[str, dict[str, Any]]]) -> list[str]:
 
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+UPDATES: dict[str, dict[str, Any]] = {
+    "in backward": {"update_in_backward": True},
+    "speculative": {"offload_optimizer": {"device": "cpu", "overlap": "speculative"}},
+}
 
 
 def cases() -> dict[str, tuple[str, dict[str, Any]]]:
@@ -208,6 +214,18 @@ def cases() -> dict[str, tuple[str, dict[str, Any]]]:
         more = BF16 if stage % 3 == 0 else {}
         name = f"{model}, stage {stage}, every {every}, {accumulation} microbatches{', bf16' if more else ''}"
         found[name] = (model, config_of(stage, every, accumulation, **more))
+    # Every second one of two ranks too.
+    for update, model, stage, every, more in (
+        ("speculative", "fused", 3, 1, {}),  # of two ranks, the plan has what may be: it depends on when messages come
+        ("in backward", "fused", 1, 1, BF16),
+        ("in backward", "fused", 0, 0, {}),
+        ("speculative", "gpt", 0, 1, BF16),
+        ("speculative", "fused", 1, 0, BF16),
+        ("in backward", "gpt", 3, 0, {}),
+    ):
+        config = config_of(stage, every, 1, **more)
+        config["zero_optimization"] |= UPDATES[update]
+        found[f"{model}, stage {stage}, every {every}, updated {update}"] = (model, config)
     for stage, tiles in ((0, {"mlp": 50}), (3, 50)):
         found[f"long, stage {stage}, tiles {tiles}"] = ("long", config_of(stage, stage % 2, 1, tiles=tiles))
     return found
@@ -243,6 +261,7 @@ def offloads(folder: str) -> dict[str, tuple[str, dict[str, Any]]]:
         "states": ("fused", sharded(2, 0, 2, {"offload_optimizer": host}, **BF16)),
         "states and parameters": ("gpt", sharded(3, 1, 1, {"offload_optimizer": host, "offload_param": host})),
         "in files": ("fused", sharded(3, 0, 2, {"offload_optimizer": file, "offload_param": file}, **BF16)),
+        "states in files": ("gpt", sharded(1, 1, 1, {"offload_optimizer": file}, **BF16)),
         "delayed": ("gpt", sharded(1, 0, 1, {"offload_optimizer": {**host, **delayed}})),
         "delayed, in files": ("fused", sharded(1, 0, 1, {"offload_optimizer": {**file, **delayed}})),
     }

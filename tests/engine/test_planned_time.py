@@ -3,10 +3,19 @@
 import re
 
 import pytest
+import torch
 
 from lowtide.comm import Arrangement
+from lowtide.engine.blueprint import Blueprint
+from lowtide.engine.config.config import Config
+from lowtide.engine.planning.estimate import Estimate, Work, estimate
+from lowtide.engine.planning.layered import LayeredParts
 from lowtide.engine.planning.machine import Machine
+from lowtide.engine.planning.meta_run import MetaRun
+from lowtide.engine.planning.pipelined import Stages
 from lowtide.engine.planning.timeline import Timeline
+from tests import models
+from tests.zero.training import ADAMW
 
 
 def test_a_collective_waits_for_the_queue_and_for_what_was_launched_before_it() -> None:
@@ -42,3 +51,26 @@ def test_a_machine_that_cannot_be_is_refused() -> None:
         Machine(flops=0)
     with pytest.raises(ValueError, match=re.escape("host_bytes: expected at least 0, found -1")):
         Machine(host_bytes=-1)
+
+
+@pytest.mark.parametrize("is_layered", [False, True])
+def test_what_is_not_waited_for_goes_on_beside_what_computes(is_layered: bool) -> None:
+    zero = {"stage": 3, "layered_gradient_accumulation": is_layered}
+    config = {"gradient_accumulation_steps": 2, "zero_optimization": zero, "optimizer": ADAMW}
+    with torch.device("meta"):
+        model = models.tiny_gpt()
+    blueprint = Blueprint.of(Config.load(config).resolve(2), model, 2, device="cuda")
+    profile = MetaRun(model, blueprint.units, blueprint.dtypes, "cuda").profile(models.token_batch(0, 1), 1, 0)
+
+    def at(flops: float) -> Estimate:
+        machine = Machine(devices_per_host=2, flops=flops)
+        if not is_layered:
+            return estimate(blueprint, machine, profile)
+        parts = LayeredParts(blueprint, machine)
+        return parts.estimate(blueprint.config, Stages(parts.split, profile, Work(profile, machine)))
+
+    slow, fast = at(1e8), at(1e15)
+    waited = [sum(one.seconds[f"{kind} exposed"] for kind in ("gather", "reduce")) for one in (slow, fast)]
+    hidden = [one.hidden["collectives"] for one in (slow, fast)]
+    assert waited[0] < waited[1] and hidden[0] > hidden[1]
+    assert waited[0] + hidden[0] == pytest.approx(waited[1] + hidden[1])

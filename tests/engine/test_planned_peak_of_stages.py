@@ -10,6 +10,7 @@ from torch import nn
 import lowtide
 from lowtide.engine.blueprint import Blueprint
 from lowtide.engine.config.config import Config
+from lowtide.engine.footprint import Footprint, Moment
 from lowtide.engine.planning.machine import Machine
 from lowtide.engine.planning.meta_run import MetaRun
 from lowtide.engine.planning.pipelined import memory_by_place
@@ -83,7 +84,6 @@ def test_two_ranks(ranks: RankPool) -> None:
         ("fused", over_stages("zb-h1", 2, 1)),
         ("gpt", over_stages("zb-v", 3, 1, **BF16)),
         ("fused", over_stages("interleaved", 0, 1, **BF16)),
-        ("fused", over_stages("interleaved", 1, 1, **BF16)),
     ]
     assert ranks(2, compare, cases) == [[], []]
 
@@ -109,3 +109,17 @@ def test_messages_lie_at_the_ends_of_stages_and_one_ahead_for_each(schedule: str
     sent = replace(profile, parts={name: Part(output_bytes=100) for name in profile.parts})
     places = memory_by_place(blueprint, Machine(devices_per_host=2, device="cpu"), sent)
     assert [kinds["activation_bytes"] for kinds, _ in places] == expected
+
+
+def test_gradients_of_a_stage_that_has_ended_are_final_while_another_computes() -> None:
+    """Of a first block whose backward takes a gigabyte, the last of which comes when the rank's other one has ended."""
+    blueprint, profile = planned("fused", over_stages("interleaved", 1, 1, **BF16), 4)
+    parts = dict.fromkeys(profile.parts, Part())
+    parts["blocks.0"] = Part(backward_start_bytes=10**9, holding_peak_bytes=10**9)
+    _, peak = memory_by_place(blueprint, Machine(devices_per_host=4, device="cpu"), replace(profile, parts=parts))[0]
+    footprint, (first, other) = Footprint(blueprint, 0), blueprint.places[0].trained
+    added, final = footprint.gradient(first, Moment.ACCUMULATING), footprint.gradient(other, Moment.REDUCED)
+    rests = footprint.at(Moment.BETWEEN_STEPS, gathers=False)
+    cast = profile.cast_bytes * 4
+    assert final > footprint.gradient(other, Moment.ACCUMULATING)
+    assert peak == rests.parameters + rests.optimizer + rests.staging + added + final + cast + 10**9

@@ -1,10 +1,12 @@
 """A schedule in numbers costs what the simulator says, action by action."""
 
 import random
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
-from lowtide.pipe.schedules.action import Action
+from lowtide.pipe.schedules.action import Action, Op
 from lowtide.pipe.schedules.costs import Costs
 from lowtide.pipe.schedules.errors import ScheduleError
 from lowtide.pipe.schedules.recurrence import Recurrence
@@ -39,6 +41,34 @@ def test_a_recurrence_costs_what_is_simulated(name: str, ranks: int) -> None:
                 assert recurrence.starts(costs) == pytest.approx([slot.start for slot in slots], abs=1e-9)
                 assert found.busy == pytest.approx(simulated.busy)
                 assert found.activation_bytes == tuple(peaks.activation_bytes for peaks in simulated.peaks)
+
+
+def moments_of(row: Sequence[Action], own: Sequence[int], num_microbatches: int) -> set[tuple[int, ...]]:
+    """Rows as `Computing` has them, by counting what was done before each action of a rank."""
+    done, found = list[Action](), set()
+    for action in row:
+        forward, input_ends, ends = (
+            [sum(one.op in ops and one.stage == stage for one in done) for stage in own]
+            for ops in ((Op.F,), (Op.B, Op.I), (Op.B, Op.W))
+        )
+        is_left, is_ended = (
+            [action.op in ops and action.stage == stage for stage in own] for ops in ((Op.B, Op.I), (Op.B, Op.I, Op.W))
+        )
+        held = [all_ - left - now for all_, left, now in zip(forward, input_ends, is_left, strict=True)]
+        kept = [all_ - left - now for all_, left, now in zip(forward, ends, is_ended, strict=True)]
+        flags = [int(number >= least) for least in (1, num_microbatches) for number in ends]
+        found.add(("FBIW".index(action.op.value), own.index(action.stage), *held, *kept, *flags))
+        done.append(action)
+    return found
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-v"])
+def test_moments_know_what_other_microbatches_hold_and_which_stages_have_ended(name: str) -> None:
+    schedule = make_schedule(name, 2, 4, KINDS[name].max_chunks or 2)
+    recurrence = Recurrence(schedule)
+    for found, own, row in zip(recurrence.computing, recurrence.stages, schedule.actions, strict=True):
+        columns = np.column_stack([found.codes, found.places, found.held, found.kept, found.begun, found.ended])
+        assert {tuple(one) for one in columns.tolist()} == moments_of(row, own, 4)
 
 
 def test_ranks_that_wait_for_ever_are_named() -> None:

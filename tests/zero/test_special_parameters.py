@@ -292,8 +292,11 @@ def case_of(kind: Callable[[], nn.Module], stage: int = 0, route: str = "auto", 
 
 
 def check(ranks: RankPool, world_size: int, accumulation: int, places: Sequence[tuple[int, str]]) -> None:
-    """places: (stage, route)."""
-    grid = [[case_of(kind, stage, route, accumulation) for stage, route in places] for kind in KINDS]
+    """places: (stage, route), two for each kind in turn."""
+    grid = [
+        [case_of(kind, *places[(index + more) % len(places)], accumulation) for more in range(min(2, len(places)))]
+        for index, kind in enumerate(KINDS)
+    ]
     outcomes = iter(ranks(world_size, train_all, [case for cases in grid for case in cases])[0])
     for kind, cases in zip(KINDS, grid, strict=True):
         expected = train_plainly(cases[0], world_size)

@@ -295,8 +295,7 @@ def test_layer_by_layer_alone(tmp_path: Path) -> None:
 def quantized_cases() -> dict[str, dict[str, Any]]:
     """Messages in few bits, in one level and in two, with every kind of weights that are sent."""
     return {
-        "quantized 0": config_of(0, communication=in_few_bits(weight_bits=4)),
-        "quantized 1": config_of(1, 2, communication=in_few_bits(weight_bits=8), **BF16),
+        "quantized 0": config_of(0, 2, communication=in_few_bits(weight_bits=4)),
         "quantized 2, exact in a host": config_of(2, communication=in_few_bits(gradient_bits_in_host=None)),
         "quantized 3": config_of(3, 2, communication=in_few_bits(weight_bits=4, frozen_weight_bits=8), **BF16),
         "quantized hybrid": config_of(3, zero={"shard_size": 2}, communication=in_few_bits(weight_bits=8)),

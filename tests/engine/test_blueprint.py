@@ -312,7 +312,6 @@ def test_several_axes(ranks: RankPool) -> None:
     pipeline: dict[str, Any] = {"parallel": {"pipeline": 2}}
     cases = {
         "hybrid 1": config_of(1, 2, "shared_memory", zero={"shard_size": 2}, **BF16),
-        "hpZ": config_of(3, zero={"zero_hpz_partition_size": 2}, **BF16),
         **quantized_cases(),
         "hpZ, one copy": config_of(3, 1, "shared_memory", zero={"zero_hpz_partition_size": 2}),
         "pipeline 2": config_of(2, 4, "shared_memory", **pipeline, **BF16),

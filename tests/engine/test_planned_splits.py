@@ -171,7 +171,7 @@ def test_two_ranks(ranks: RankPool) -> None:
 def beside_others() -> dict[str, dict[str, Any]]:
     """Beside data-parallel ranks, stages of a pipeline, and each other."""
     return {
-        "tensor x data": split(3, 0, 2, {"tensor": 2}),
+        "tensor x data": split(3, 0, 1, {"tensor": 2}),
         "sequence x data": split(2, 1, 1, {"sequence": 2}, **BF16),
         "tensor x sequence": split(1, 0, 1, {"tensor": 2, "sequence": 2}),
         "parts x stages": split(1, 1, 4, {"tensor": 2, "pipeline": 2, "tensor_sequence": True}, **BF16),

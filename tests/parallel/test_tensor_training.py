@@ -57,8 +57,7 @@ Row = tuple[str, int, int, dict[str, Any]]  # model, data-parallel ranks, stage,
 ROWS: dict[int, list[Row]] = {  # by number of ranks
     2: [(name, 1, number % 4, {}) for number, name in enumerate(CASES) if name != "grouped_llama"],
     4: [
-        ("gpt2", 1, 3, {"parallel": {"tensor": 4}}),
-        ("grouped_llama", 1, 0, {"parallel": {"tensor": 4}}),  # heads of keys that two ranks have are counted once
+        # Heads of keys that two ranks have are counted once.
         ("grouped_llama", 1, 3, {"parallel": {"tensor": 4}, "communication": {"route": "sockets"}}),
         ("llama", 2, 3, {"communication": {"route": "sockets"}}),
     ],

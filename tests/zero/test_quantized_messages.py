@@ -68,7 +68,6 @@ def of_two_blocks() -> nn.Module:
 
 OTHER_FORMS: dict[str, Case] = {
     "stage 0": at(0),
-    "differences": at(1, weight_bits=4),
     "accumulation": at(2, weight_bits=4, case=BASE.at(2, accumulation=2)),
     "hybrid": at(3, weight_bits=8, zero={"shard_size": 2}),
     "hpZ": at(3, weight_bits=4, zero={"zero_hpz_partition_size": 2}),
@@ -81,7 +80,7 @@ OTHER_FORMS: dict[str, Case] = {
         case=BASE.at(1, build=of_two_blocks, config={"parallel": {"pipeline": 2}}, accumulation=2),
     ),
     "tensor": at(1, weight_bits=4, ranks_of_host=2, case=BASE.at(1, config={"parallel": {"tensor": 2}})),
-    "tied": at(2, weight_bits=4, case=Case(short_tied_gpt, models.token_batch, steps=2)),
+    "tied": at(1, weight_bits=4, case=Case(short_tied_gpt, models.token_batch, steps=2)),
 }
 
 

@@ -81,7 +81,7 @@ def run_on_two_ranks(script: str, folder: Path) -> list[End]:
     asked["environment"] = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     process.stdin.write(json.dumps(asked) + "\n")
     process.stdin.flush()
-    if not wait([process.stdout], TIMEOUT_SECONDS):
+    if not wait([process.stdout.fileno()], TIMEOUT_SECONDS):
         _forking.cache_clear()
         os.killpg(process.pid, signal.SIGKILL)
         raise TimeoutError(f"the ranks have not ended in {TIMEOUT_SECONDS} s")

@@ -87,7 +87,7 @@ def test_updates_in_backward(ranks: RankPool, tmp_path: Path) -> None:
     for (case, params), place in zip(forms, ("cpu", "nvme"), strict=True):
         in_backward = case.at(3, steps=2, config={"zero_optimization": {"update_in_backward": True}})
         cases.append(pair(in_backward, tmp_path, place, params))
-    for number, (clip, place) in enumerate(((0.0, "cpu"), (0.05, "cpu"), (0.05, "nvme"), (100.0, "nvme"))):
+    for number, (clip, place) in enumerate(((0.05, "nvme"), (0.05, "cpu"), (100.0, "nvme"))):
         case, params = forms[number % 2]
         cases.append(pair(case.at(3, clip=clip), tmp_path, place, params, overlap="speculative"))
     assert_same(ranks, 2, cases)
@@ -107,7 +107,7 @@ def test_delayed_updates(ranks: RankPool, tmp_path: Path) -> None:
     cases = []
     for stage, config, device in ((0, {}, "nvme"), (3, BF16, "cpu")):
         _, moved = pair(GPT.at(stage, config=config), tmp_path, device, overlap="delayed", delay_after_steps=1)
-        cases.append((moved.at(stage, steps=4),) * 2)
+        cases.append((moved.at(stage, steps=3),) * 2)
     assert_same(ranks, 2, cases)
 
 

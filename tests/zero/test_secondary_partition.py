@@ -34,7 +34,7 @@ def both(case: Case, route: str, **zero: Any) -> list[Case]:
 def test_pairs_have_the_bits_of_stage_3(ranks: RankPool) -> None:
     """Sums are in the order of ranks, wherever the parts lie."""
     work = both(CASES["accumulation"], "shared_memory")  # there pairs are idle
-    work += [one for case in CASES.values() for one in both(case, "sockets")]
+    work += [one for case in (CASES["tied"], CASES["bf16"].at(3, accumulation=2)) for one in both(case, "sockets")]
     work += both(CASES["bf16"].at(3, clip=0.0), "sockets", update_in_backward=True)
     late = {"device": "cpu", "overlap": "delayed", "delay_after_steps": 1}
     for offload in ({"device": "cpu", "overlap": "speculative"}, late):

@@ -21,7 +21,7 @@ from tests.ranks import RankPool
 from tests.zero.training import Case, adamw, one_thread
 
 DECAY = 0.8
-CASE = Case(models.tiny_gpt_float64, models.token_batch, clip=0.5, steps=3)
+CASE = Case(models.short_gpt_float64, models.token_batch, clip=0.5, steps=3)
 BF16 = {"bf16": {"enabled": True}}
 Averaged = tuple[list[dict[str, Tensor]], float, dict[str, Tensor]]
 
@@ -100,7 +100,7 @@ def test_averages_are_those_of_torch(ranks: RankPool, world_size: int, route: st
 
 
 def test_averages_of_float32_agree_too() -> None:
-    case = Case(models.tiny_gpt, models.token_batch, steps=4)
+    case = Case(models.short_gpt, models.token_batch, steps=4)
     with one_thread():
         assert_averages(train_and_average(case), averaged_by_torch(case, 1), 1e-5, "float32")
 
@@ -114,16 +114,16 @@ def average_masters(stages: tuple[int, ...]) -> list[list[Tensor]]:
     found = []
     for stage in stages:
         torch.manual_seed(0)
-        case = Case(models.tiny_gpt, models.token_batch, stage, config=BF16)
+        case = Case(models.short_gpt, models.token_batch, stage, config=BF16)
         with lowtide.initialize(case.build(), case.as_config()) as engine:
             masters = []
             engine.ema(DECAY)
             for step in range(4):
                 engine.train_step(batch_of(engine, case, step))
-                masters.append(engine.full("blocks.1.up.weight"))
+                masters.append(engine.full("blocks.0.up.weight"))
             with engine.ema_weights():
-                shown, state = engine.full("blocks.1.up.weight"), engine.state_dict()
-                found.append([shown, reduce(average, masters), state.get("blocks.1.up.weight", shown.bfloat16())])
+                shown, state = engine.full("blocks.0.up.weight"), engine.state_dict()
+                found.append([shown, reduce(average, masters), state.get("blocks.0.up.weight", shown.bfloat16())])
     return found
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.engine.saving import Continuation, Trip, engine_for, load_trips, run_steps, save_trips
-from tests.models import mlp, short_gpt, tiny_gpt, tiny_gpt_float64, token_batch, vector_batch
+from tests.models import mlp, short_gpt, short_gpt_float64, token_batch, vector_batch
 from tests.ranks import RankPool
 from tests.zero.test_special_parameters import TwoDtypes
 from tests.zero.training import Case
@@ -31,10 +31,10 @@ def fp16(stage: int) -> Case:
 SAME_NUMBERS = [
     Trip(bf16(3), bf16(0)),
     Trip(bf16(1), bf16(2)),
-    Trip(fp16(3), fp16(1), steps_before=10),
+    Trip(fp16(3), fp16(1), steps_before=8),
     Trip(fp16(0), fp16(3), steps_before=1),
     Trip(GPT.at(2, accumulation=2), GPT.at(3, accumulation=2)),
-    Trip(Case(tiny_gpt_float64, token_batch, 2), Case(tiny_gpt_float64, token_batch, 3)),
+    Trip(Case(short_gpt_float64, token_batch, 2), Case(short_gpt_float64, token_batch, 3)),
 ]
 
 
@@ -95,7 +95,7 @@ def test_float32_and_bf16_continue_each_other(ranks: RankPool, tmp_path: Path) -
 
 
 def test_float64_and_float32_continue_each_other(tmp_path: Path) -> None:
-    wide, narrow = Case(tiny_gpt_float64, token_batch), Case(tiny_gpt, token_batch)
+    wide, narrow = Case(short_gpt_float64, token_batch), Case(short_gpt, token_batch)
     trips = [Trip(wide, narrow), Trip(narrow, wide)]
     before, after = save_trips(trips, tmp_path, 1), load_trips(trips, tmp_path, 1)
     for one, other in zip(before, after, strict=True):

@@ -78,8 +78,8 @@ class Buffers(Mlp):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_kind_comes_back_to_the_last_bit(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
-    """On one rank every second of them."""
-    trips = TRIPS[:: 3 - world_size]
+    """On one rank every third of them."""
+    trips = TRIPS if world_size > 1 else TRIPS[1::3]
     before = ranks(world_size, save_trips, trips, tmp_path, world_size)[0]
     after = ranks(world_size, load_trips, trips, tmp_path, world_size)[0]
     for trip, one, other in zip(trips, before, after, strict=True):

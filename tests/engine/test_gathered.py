@@ -32,13 +32,13 @@ def changed_params(model: nn.Module) -> list[nn.Parameter]:
 
 
 def train_and_change(case: Case, everything: bool) -> tuple[list[float], dict[str, Tensor], list[Tensor]]:
-    """Two steps, a change inside `gathered`, two steps. Also what `gathered` shows before and after the change."""
+    """A step, a change inside `gathered`, two steps. Also what `gathered` shows before and after the change."""
     torch.manual_seed(0)
     engine = lowtide.initialize(case.build(), case.as_config())
     params = changed_params(engine.module)
     losses, seen = [], []
-    for step in range(4):
-        if step == 2:
+    for step in range(3):
+        if step == 1:
             with engine.gathered(*params):
                 seen += [param.detach().clone() for param in params]
             with engine.gathered(*([] if everything else params), modify=True):
@@ -60,8 +60,8 @@ def expected(case: Case, world_size: int) -> tuple[list[float], dict[str, Tensor
     model = case.build()
     optimizer = adamw(model.parameters())
     losses, seen = [], []
-    for step in range(4):
-        if step == 2:
+    for step in range(3):
+        if step == 1:
             seen += [param.detach().clone() for param in changed_params(model)]
             change(model)
             seen += [param.detach().clone() for param in changed_params(model)]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.engine.errors import NonFiniteGradientError
-from tests.models import mlp, tiny_gpt, token_batch, vector_batch
+from tests.models import mlp, short_gpt, tiny_gpt, token_batch, vector_batch
 from tests.ranks import RankPool
 from tests.zero.training import ADAMW, Case, share_of
 
@@ -30,7 +30,7 @@ def saved_and_loaded(config: dict[str, Any], folder: Path) -> tuple[list[float],
     losses = []
     for is_second in (False, True):
         torch.manual_seed(0)
-        engine = lowtide.initialize(tiny_gpt(), config)
+        engine = lowtide.initialize(short_gpt(), config)
         if is_second:
             engine.load_checkpoint(folder / "saved")
         for step in range(engine.global_step, 4):

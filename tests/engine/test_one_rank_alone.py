@@ -35,7 +35,7 @@ def train_and_look(stage: int, route: str, evaluates: bool, gathers: bool) -> tu
     config = {"communication": {"route": route, "timeout_seconds": 20}}
     engine = lowtide.initialize(Generating(), CASE.at(stage, config=config).as_config())
     losses, seen = [], []
-    for step in range(3):
+    for step in range(2):
         batch = share_of(CASE.global_batch(step, engine.world_size))
         if evaluates:
             with engine.gathered() if gathers else nullcontext():
@@ -63,7 +63,7 @@ def test_one_rank_evaluates_alone(ranks: RankPool, route: str, stage: int) -> No
     (expected, _), *found = ranks(2, train_and_look_all, stage, route, gathers)[0]
     for is_gathered, (losses, seen) in zip(gathers, found, strict=True):
         assert losses == expected and seen[0] == seen[1]
-        assert len(seen) == (9 if stage < 3 or is_gathered else 6)
+        assert len(seen) == (6 if stage < 3 or is_gathered else 4)
 
 
 def step_inside_of_gathered(stage: int, route: str) -> list[float]:
@@ -72,7 +72,7 @@ def step_inside_of_gathered(stage: int, route: str) -> list[float]:
     config = {"communication": {"route": route, "timeout_seconds": 20}}
     engine = lowtide.initialize(Generating(), CASE.at(stage, config=config).as_config())
     with engine.gathered():
-        found = [engine.train_step(share_of(CASE.global_batch(step, 2))).loss.item() for step in range(3)]
+        found = [engine.train_step(share_of(CASE.global_batch(step, 2))).loss.item() for step in range(2)]
     engine.close()
     return found
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import lowtide
 from tests.engine.saving import load_and_go_on, save_and_go_on
-from tests.models import TinyGPT, tiny_gpt, token_batch, vector_batch
+from tests.models import TinyGPT, short_gpt, tiny_gpt, token_batch, vector_batch
 from tests.ranks import RankPool
 from tests.zero.training import ADAMW, Case, Outcome, share_of, train_all
 
@@ -41,14 +41,14 @@ def test_every_stage_is_bitwise_the_run_in_memory(
     ranks: RankPool, tmp_path: Path, world_size: int, precision: str
 ) -> None:
     config = {"bf16": {"enabled": precision == "bf16"}}
-    cases = pairs(Case(tiny_gpt, token_batch, accumulation=2, clip=0.5, config=config), tmp_path)
+    cases = pairs(Case(tiny_gpt, token_batch, accumulation=2, clip=0.5, steps=2, config=config), tmp_path)
     assert_pairs_agree(ranks(world_size, train_all, cases)[0], (world_size, precision))
 
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_every_optimizer(ranks: RankPool, tmp_path: Path, name: str) -> None:
     config = {"bf16": {"enabled": True}, "optimizer": OPTIMIZERS[name]}
-    cases = pairs(Case(tiny_gpt, token_batch, config=config), tmp_path, stages=(3,))
+    cases = pairs(Case(short_gpt, token_batch, config=config), tmp_path, stages=(3,))
     assert_pairs_agree(ranks(2, train_all, cases)[0], name)
 
 
@@ -76,7 +76,7 @@ def test_widths_that_blocks_of_a_disk_do_not_divide(ranks: RankPool, tmp_path: P
     assert_pairs_agree(ranks(2, train_all, pairs(case, tmp_path, stages=(1, 3)))[0], "wide")
 
 
-@pytest.mark.parametrize("ratio", [0.3, 0.75])
+@pytest.mark.parametrize("ratio", [0.3])
 def test_a_part_may_stay_in_memory(ranks: RankPool, tmp_path: Path, ratio: float) -> None:
     case = Case(wide_384, vector_batch, config={"bf16": {"enabled": True}})
     assert_pairs_agree(ranks(2, train_all, pairs(case, tmp_path, stages=(1, 3), ratio=ratio))[0], ratio)
@@ -126,7 +126,7 @@ def test_a_caller_s_own_optimizer_stays_in_memory(tmp_path: Path) -> None:
 
 
 def test_checkpoints_go_from_a_file_to_memory_and_back(ranks: RankPool, tmp_path: Path) -> None:
-    case = Case(tiny_gpt, token_batch, stage=3, config={"bf16": {"enabled": True}})
+    case = Case(short_gpt, token_batch, stage=3, config={"bf16": {"enabled": True}})
     moved = offloaded(case, tmp_path / "nvme", ratio=0.7)
     outcomes = {}
     for name, one in (("memory", case), ("file", moved)):

@@ -16,18 +16,18 @@ from tests.ranks import RankPool
 from tests.zero.training import ADAMW, Case, share_of, train_all
 
 CASES = {
-    "tiny_gpt": Case(tiny_gpt, token_batch, stage=3, accumulation=2, clip=0.5),
-    "tied_gpt": Case(tied_gpt, token_batch, stage=3),
+    "tiny_gpt": Case(tiny_gpt, token_batch, stage=3, steps=2, accumulation=2, clip=0.5),
+    "tied_gpt": Case(tied_gpt, token_batch, stage=3, steps=2),
     "mlp": Case(mlp, vector_batch, stage=3),
-    "bf16": Case(tiny_gpt, token_batch, stage=3, config={"bf16": {"enabled": True}}),
-    "checkpointing": Case(tiny_gpt, token_batch, stage=3, config={"activation_checkpointing": {"every": 1}}),
+    "bf16": Case(tiny_gpt, token_batch, stage=3, steps=2, config={"bf16": {"enabled": True}}),
+    "checkpointing": Case(tiny_gpt, token_batch, stage=3, steps=2, config={"activation_checkpointing": {"every": 1}}),
     "no prefetch": Case(
-        tiny_gpt, token_batch, stage=3, config={"zero_optimization": {"stage3_prefetch_bucket_size": 0}}
+        tiny_gpt, token_batch, stage=3, steps=2, config={"zero_optimization": {"stage3_prefetch_bucket_size": 0}}
     ),
     "update in backward": Case(
-        tiny_gpt, token_batch, stage=3, config={"zero_optimization": {"update_in_backward": True}}
+        tiny_gpt, token_batch, stage=3, steps=2, config={"zero_optimization": {"update_in_backward": True}}
     ),
-    "hybrid": Case(tiny_gpt, token_batch, stage=3, config={"zero_optimization": {"shard_size": 2}}),
+    "hybrid": Case(tiny_gpt, token_batch, stage=3, steps=2, config={"zero_optimization": {"shard_size": 2}}),
 }
 
 

@@ -114,9 +114,9 @@ def reported(cases: dict[str, Case], folder: str) -> list[str]:
     """What `engine.memory_report()` says beside what it has seen."""
     wrong = []
     for name, (model, config) in cases.items():
-        with lowtide.initialize(MODELS[model](), {**config, "memory_report": {"folder": folder, "step": 3}}) as engine:
+        with lowtide.initialize(MODELS[model](), {**config, "memory_report": {"folder": folder, "step": 2}}) as engine:
             whole = tuple(torch.cat([one] * config["gradient_accumulation_steps"]) for one in batch_of(model, 0))
-            for _ in range(3):
+            for _ in range(2):
                 engine.train_step(whole)
             found = engine.memory_report()
         said, there = found.predicted_peak_bytes, found.peak_bytes

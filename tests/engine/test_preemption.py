@@ -33,7 +33,7 @@ for step in range(2000):
     run_steps(engine, case, step, 1)
     if step == 2:
         pathlib.Path("pid" + os.environ["RANK"]).write_text(str(os.getpid()))
-    time.sleep(0.01)
+    time.sleep(0.05)
 """
 
 

@@ -10,7 +10,7 @@ from torch import nn
 import lowtide
 from tests.engine.saving import load_and_go_on, save_and_go_on
 from tests.engine.test_optimizer_offload import Wide, offloaded
-from tests.models import mlp, tiny_gpt, token_batch, vector_batch
+from tests.models import mlp, short_gpt, token_batch, vector_batch
 from tests.ranks import RankPool
 from tests.zero.training import ADAMW, Case, share_of, train_all
 
@@ -24,7 +24,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 def case_of(state_dtype: str, rule: str = "adamw", **config: Any) -> Case:
     optimizer = {"type": rule, "params": {**RULES[rule], "state_dtype": state_dtype}}
-    return Case(tiny_gpt, token_batch, clip=0.5, config={"optimizer": optimizer, **config})
+    return Case(short_gpt, token_batch, clip=0.5, config={"optimizer": optimizer, **config})
 
 
 @pytest.mark.parametrize("rule", list(RULES))
@@ -87,7 +87,7 @@ def test_a_checkpoint_goes_on(ranks: RankPool, tmp_path: Path, state_dtype: str,
 
 
 def test_narrow_checkpoints_load_into_wide_states_and_back(ranks: RankPool, tmp_path: Path) -> None:
-    for written, read in (("int8", "fp32"), ("fp32", "int8"), ("bf16", "int8")):
+    for written, read in (("int8", "fp32"), ("bf16", "int8")):
         folder = tmp_path / written
         saved = ranks(2, save_and_go_on, case_of(written).at(1), folder, 2)[0]
         loaded = ranks(2, load_and_go_on, case_of(read).at(2), folder, 2, f"global_step{2}")[0]

@@ -325,6 +325,7 @@ def test_a_script_is_tuned_through_the_launcher(
     (tmp_path / "c.json").write_text('{"zero_optimization": {"stage": "auto"}}')
     monkeypatch.setenv("LOWTIDE_MACHINE", str(tmp_path / "machine.json"))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setattr(tune, "draw", lambda measured, path: None)
     monkeypatch.chdir(tmp_path)
     words = ["c.json", "--nproc", "1", "--trials", "1", "--steps", "2", "--sequence", "7", "train.py"]
     assert main(words) == 0, capsys.readouterr()

@@ -123,8 +123,7 @@ ROWS: dict[int, list[Row]] = {  # by number of ranks
         (calling, 2, 1, {}),
         (skipping_some, 2, 2, {"zero_optimization": {"offload_optimizer": HOST}}),
         (calling_some, 2, 3, {}),
-        (skipping_some, 2, 3, {"activation_checkpointing": {"every": 1}}),
-        (skipping_some, 2, 3, {"zero_optimization": {"offload_param": HOST}}),
+        (skipping_some, 2, 3, {"activation_checkpointing": {"every": 1}, "zero_optimization": {"offload_param": HOST}}),
     ],
     4: [
         (calling_some, 4, 3, {"parallel": {"expert": 4}, "communication": {"route": "native"}}),

@@ -17,8 +17,8 @@ TOLERANCE = 1e-6  # routers and losses of transformers are computed in float32
 SGD: dict[str, Any] = {"type": "sgd", "params": {"lr": 0.1, "momentum": 0.9}}
 
 
-def case_of(build: Callable[[], nn.Module]) -> Case:
-    return Case(build, moe.tokens, clip=0.5, accumulation=2, steps=2, config={"optimizer": SGD})
+def case_of(build: Callable[[], nn.Module], accumulation: int = 2) -> Case:
+    return Case(build, moe.tokens, clip=0.5, accumulation=accumulation, steps=2, config={"optimizer": SGD})
 
 
 def split(case: Case, stage: int, route: str = "auto", **parallel: Any) -> Case:
@@ -26,15 +26,15 @@ def split(case: Case, stage: int, route: str = "auto", **parallel: Any) -> Case:
 
 
 def plainly(case: Case, num_ranks: int) -> Outcome:
-    return train_plainly(case, num_ranks, partial(torch.optim.SGD, lr=0.1, momentum=0.9), num_parts=2)
+    return train_plainly(case, num_ranks, partial(torch.optim.SGD, lr=0.1, momentum=0.9), num_parts=case.accumulation)
 
 
 MIXTRAL = case_of(moe.mixtral)
 CASES = {
     "mixtral": MIXTRAL,
-    "qwen3": case_of(moe.qwen),
+    "qwen3": case_of(moe.qwen, accumulation=1),
     "deepseek": case_of(moe.deepseek),
-    "gpt_oss": case_of(moe.gpt_oss),
+    "gpt_oss": case_of(moe.gpt_oss, accumulation=1),
 }
 
 
@@ -51,8 +51,7 @@ ROWS: dict[int, list[Row]] = {  # by number of ranks
         ("qwen3", 2, 1, {}),
         ("deepseek", 2, 2, {"zero_optimization": {"offload_optimizer": HOST}}),
         ("gpt_oss", 2, 3, {}),
-        ("mixtral", 2, 3, {"activation_checkpointing": {"every": 1}}),
-        ("mixtral", 2, 3, {"zero_optimization": {"offload_param": HOST}}),
+        ("mixtral", 2, 3, {"activation_checkpointing": {"every": 1}, "zero_optimization": {"offload_param": HOST}}),
     ],
     4: [
         ("qwen3", 4, 3, {"parallel": {"expert": 4}}),

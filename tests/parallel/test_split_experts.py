@@ -41,19 +41,11 @@ ROWS: dict[int, list[Row]] = {  # by number of ranks
     ],
     4: [
         ("gpt_oss", 1, 1, {"parallel": {"tensor": 4}}),
-        ("gpt_oss", 2, 3, {"parallel": {**PARTS, "expert": 2}}),
+        ("gpt_oss", 2, 3, {"parallel": {**PARTS, "expert": 2}, "communication": {"route": "native"}}),
         ("mixtral", 1, 1, {"parallel": {"tensor": 2, "pipeline": 2}}),
         (
             *("mixtral", 2, 2),
-            {"parallel": BOTH, "communication": {"route": "native"}, "activation_checkpointing": {"every": 1}},
-        ),
-        (
-            *("qwen3", 2, 3),
-            {
-                "parallel": {"tensor": 2},
-                "communication": {"route": "sockets"},
-                "zero_optimization": {"offload_param": {"device": "cpu"}},
-            },
+            {"parallel": BOTH, "communication": {"route": "sockets"}, "activation_checkpointing": {"every": 1}},
         ),
     ],
 }

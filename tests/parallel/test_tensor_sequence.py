@@ -28,7 +28,6 @@ ROWS: dict[int, list[Row]] = {  # by number of ranks
                 "activation_checkpointing": {"every": 1},
             },
         ),
-        ("t5", 1, 1, {"parallel": {"tensor": 4, "tensor_sequence": True}}),
         ("llama", 2, 2, {"communication": {"route": "native"}}),
     ],
 }

@@ -63,7 +63,7 @@ class PartlyUnused(models.TinyGPT):
 
 def test_what_nobody_uses_stays_as_it_was(ranks: RankPool) -> None:
     case = replace(PLAIN, build=PartlyUnused)
-    for num_ranks, stages in ((2, {0: "1f1b"}), (4, {1: "1f1b", 3: "zb-v"})):
+    for num_ranks, stages in ((2, {0: "1f1b"}), (4, {3: "zb-v"})):
         expected = train_plainly(case, num_ranks // 2, num_parts=MICROBATCHES)
         cases = [pipelined(case.at(stage), 2, schedule) for stage, schedule in stages.items()]
         for one, outcome in zip(cases, ranks(num_ranks, train_all, cases)[0], strict=True):
@@ -118,8 +118,8 @@ def test_an_optimizer_over_blocks_that_are_unfrozen_later(ranks: RankPool, sched
 
 def test_zero_stages_agree_bitwise_at_one_microbatch(ranks: RankPool) -> None:
     case = TIED.at(0, accumulation=1)
-    first, *others = ranks(4, train_all, [pipelined(case.at(stage), 2, "1f1b") for stage in (0, 1, 2, 3)])[0]
-    for stage, other in enumerate(others, 1):
+    first, *others = ranks(4, train_all, [pipelined(case.at(stage), 2, "1f1b") for stage in (0, 1, 3)])[0]
+    for stage, other in zip((1, 3), others, strict=True):
         assert not first.differences(other), stage
 
 

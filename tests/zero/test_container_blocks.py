@@ -47,14 +47,12 @@ def test_units_are_what_runs_in_containers(kind: Callable[[], nn.Module]) -> Non
 
 
 def test_containers_train_as_with_plain_torch(ranks: RankPool) -> None:
+    """On one route or the other, in turn."""
     cases = [Case(kind, models.vector_batch_float64, clip=0.05, steps=2) for kind in UNITS]
-    sockets = {"communication": {"route": "sockets"}}
-    grid = [at for case in cases for at in (case.at(3), case.at(3, config=sockets))]
-    outcomes = iter(ranks(2, train_all, grid)[0])
-    for case in cases:
-        expected = train_plainly(case, 2)
-        for _ in range(2):
-            assert_close(next(outcomes), expected, 1e-10, 1e-10, case.build.__name__)
+    routes = [{"communication": {"route": ("sockets", "shared_memory")[number % 2]}} for number in range(len(cases))]
+    grid = [case.at(3, config=route) for case, route in zip(cases, routes, strict=True)]
+    for case, outcome in zip(cases, ranks(2, train_all, grid)[0], strict=True):
+        assert_close(outcome, train_plainly(case, 2), 1e-10, 1e-10, case.build.__name__)
 
 
 def called_by_itself() -> list[float]:

@@ -147,7 +147,9 @@ def test_the_norm_of_its_own_step_clips_it(ranks: RankPool, tmp_path: Path, plac
     case = Case(mlp, loud_batch, clip=20.0, steps=5)
     expected = train_delayed(case, 2)
     assert [norm > case.clip for norm in expected.norms] == [False, False, True, False, False]
-    for outcome in ranks(2, train_all, [delayed(case, stage, tmp_path, place) for stage in STAGES])[0]:
+    for outcome in ranks(
+        2, train_all, [delayed(case, stage, tmp_path, place) for stage in STAGES[place == "nvme" :: 2]]
+    )[0]:
         for name in ("losses", "norms", "state"):  # the norm's sum has another order
             torch.testing.assert_close(getattr(outcome, name), getattr(expected, name), rtol=1e-5, atol=1e-6)
 
@@ -173,7 +175,9 @@ def test_a_step_that_overflows_takes_over_and_starts_nothing(ranks: RankPool, tm
     case = Case(mlp, overflowing_batch, steps=5, config={"fp16": {"enabled": True, "loss_scale": 8}})
     expected = train_delayed(case, 2, torch.float16, loss_scale=8)
     assert expected.skipped == [False, True, False, False, False]
-    for outcome in ranks(2, train_all, [delayed(case, stage, tmp_path, place) for stage in STAGES])[0]:
+    for outcome in ranks(
+        2, train_all, [delayed(case, stage, tmp_path, place) for stage in STAGES[place == "nvme" :: 2]]
+    )[0]:
         assert outcome.skipped == expected.skipped
         assert [name for name, value in expected.state.items() if not torch.equal(outcome.state[name], value)] == []
         assert outcome.losses[2:] == expected.losses[2:]
@@ -190,7 +194,7 @@ def train_with_halved_rates(cases: list[Case]) -> list[Outcome]:
 def test_the_learning_rate_is_that_of_the_gradient(ranks: RankPool, tmp_path: Path) -> None:
     lrs = [1e-2 * 0.5**step for step in range(GPT.steps)]
     expected = train_delayed(GPT, 2, lrs=lrs)
-    for outcome in ranks(2, train_with_halved_rates, [delayed(GPT, stage, tmp_path) for stage in STAGES])[0]:
+    for outcome in ranks(2, train_with_halved_rates, [delayed(GPT, stage, tmp_path) for stage in (0, 3)])[0]:
         assert outcome.lrs == lrs and differences(outcome, expected) == []
 
 
@@ -206,7 +210,8 @@ def train_with_rmsprop(cases: list[Case]) -> list[Outcome]:
 def test_an_optimizer_of_the_caller_s_own_may_be_delayed(ranks: RankPool, tmp_path: Path, precision: str) -> None:
     case = in_precision(MLP.at(0, config={"optimizer": None}), precision)
     expected = train_delayed(case, 2, DTYPES[precision], 2, make_optimizer=rmsprop)
-    for outcome in ranks(2, train_with_rmsprop, [delayed(case, stage, tmp_path, after=2) for stage in STAGES])[0]:
+    stages = STAGES[precision == "bf16" :: 2]
+    for outcome in ranks(2, train_with_rmsprop, [delayed(case, stage, tmp_path, after=2) for stage in stages])[0]:
         assert differences(outcome, expected) == []
 
 
@@ -216,7 +221,7 @@ def test_narrow_states_agree_at_every_stage_and_place(
 ) -> None:
     """Of two states, and of one that only grows."""
     case = GPT.at(0, config={"optimizer": {"type": kind, "params": {"lr": 1e-3, "state_dtype": state_dtype}}})
-    grid = [delayed(case, stage, tmp_path, PLACES[stage % 2]) for stage in STAGES]
+    grid = [delayed(case, stage, tmp_path, PLACES[stage % 2]) for stage in (0, 3)]
     waited, first, *others = ranks(2, train_all, [case, *grid])[0]
     assert waited.losses[0] == first.losses[0] and waited.losses[1:] != first.losses[1:]
     for outcome in others:

@@ -25,7 +25,6 @@ WIDTH, BLOCKS = 24, 2
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"accumulation": 2},
-    {"config": {"bf16": {"enabled": True}, "communication_data_type": "bf16"}},
     {"config": {"zero_optimization": {"update_in_backward": True}}},
     {"config": {"bf16": {"enabled": True}, "communication_data_type": "bf16"}, "accumulation": 2},
     {"config": {"activation_checkpointing": {"every": 1}}},

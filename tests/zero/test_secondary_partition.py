@@ -33,8 +33,8 @@ def both(case: Case, route: str, **zero: Any) -> list[Case]:
 
 def test_pairs_have_the_bits_of_stage_3(ranks: RankPool) -> None:
     """Sums are in the order of ranks, wherever the parts lie."""
-    work = both(CASES["tied"], "shared_memory")  # there pairs are idle
-    work += [one for case in CASES.values() for one in both(case, "sockets")]
+    work = both(CASES["accumulation"], "shared_memory")  # there pairs are idle
+    work += [one for case in (CASES["tied"], CASES["bf16"].at(3, accumulation=2)) for one in both(case, "sockets")]
     work += both(CASES["bf16"].at(3, clip=0.0), "sockets", update_in_backward=True)
     late = {"device": "cpu", "overlap": "delayed", "delay_after_steps": 1}
     for offload in ({"device": "cpu", "overlap": "speculative"}, late):
@@ -148,7 +148,7 @@ def test_ranks_that_share_memory_are_told_that_it_is_idle(ranks: RankPool) -> No
 
 # -- checkpoints ----------------------------------------------------------------------------------------------------
 
-TRIP = Case(models.tied_gpt, models.token_batch, clip=0.5)
+TRIP = Case(models.short_gpt, models.token_batch, clip=0.5)
 
 
 def test_checkpoints_go_to_other_worlds_and_come_back(ranks: RankPool, tmp_path: Path) -> None:

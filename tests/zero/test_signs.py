@@ -270,7 +270,7 @@ def planned_bytes(case: Case, rank: int, size: int) -> RankBytes:
 
 
 def held() -> list[tuple[int, int, int]]:
-    return [held_by(name, bf16) for bf16 in (False, True) for name in PARAMS]
+    return [held_by(name, bf16) for bf16, name in zip((False, True, False), PARAMS, strict=True)]
 
 
 def held_by(name: str, bf16: bool) -> tuple[int, int, int]:
@@ -320,7 +320,7 @@ def test_a_step_that_is_skipped_is_not_remembered(ranks: RankPool) -> None:
 
 
 def test_a_checkpoint_goes_on_with_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
-    forms = [("OneBitAdam", False), ("OneBitAdam", True), ("ZeroOneAdam", True), ("OneBitLamb", False)]
+    forms = [("OneBitAdam", True), ("ZeroOneAdam", True), ("OneBitLamb", False)]
     cases = [case_of(name, short_gpt, bf16={"enabled": bf16}) for name, bf16 in forms]
     trips = [Trip(case, case, steps_before=7) for case in cases]
     before = ranks(2, save_trips, trips, tmp_path, 2)[0]

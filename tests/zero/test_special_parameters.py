@@ -292,8 +292,11 @@ def case_of(kind: Callable[[], nn.Module], stage: int = 0, route: str = "auto", 
 
 
 def check(ranks: RankPool, world_size: int, accumulation: int, places: Sequence[tuple[int, str]]) -> None:
-    """places: (stage, route)."""
-    grid = [[case_of(kind, stage, route, accumulation) for stage, route in places] for kind in KINDS]
+    """places: (stage, route), two for each kind in turn."""
+    grid = [
+        [case_of(kind, *places[(index + more) % len(places)], accumulation) for more in range(min(2, len(places)))]
+        for index, kind in enumerate(KINDS)
+    ]
     outcomes = iter(ranks(world_size, train_all, [case for cases in grid for case in cases])[0])
     for kind, cases in zip(KINDS, grid, strict=True):
         expected = train_plainly(cases[0], world_size)
@@ -463,7 +466,7 @@ def test_buffers_of_batch_norm(ranks: RankPool) -> None:
 def test_special_parameters_in_bf16(ranks: RankPool) -> None:
     """float64 parameters become bf16; integer ones stay what they are."""
     config = {"bf16": {"enabled": True, "auto_cast": False}, "communication": {"route": "sockets"}}
-    kinds = [kind for kind in KINDS if kind is not TwoDtypes]
+    kinds = [Unused, Frozen, TiedAcrossUnits, Empty, OneElement, Integer, NotContiguous, Detached]
     cases = [Case(Half(kind), models.vector_batch, clip=0.05, config=config) for kind in kinds]
     outcomes = ranks(2, train_all, [case.at(stage) for case in cases for stage in (0, 3)])[0]
     for kind, first, other in zip(kinds, outcomes[::2], outcomes[1::2], strict=True):

@@ -19,16 +19,20 @@ CASES = [
 
 
 def stages_of(case: Case, first_route: int | None) -> list[Case]:
-    """Stage 0 on both routes, the others in turn on one or the other. None: there is one rank."""
+    """Stage 0 on both routes, the others in turn on one or the other. None: there is one rank.
+
+    Without a prefetch, and on both routes, where parameters are narrow or blocks are as they are found.
+    """
     no_prefetch = {**case.config.get("zero_optimization", {}), "stage3_prefetch_bucket_size": 0}
     grid = [*(case.at(stage) for stage in (0, 0, 1, 2, 3)), case.at(3, config={"zero_optimization": no_prefetch})]
     if first_route is None:
         return grid[1:]
     routes = [{"communication": {"route": ROUTES[(first_route + number) % 2]}} for number in range(len(grid))]
-    return [one.at(one.stage, config=config) for one, config in zip(grid, routes, strict=True)]
+    found = [one.at(one.stage, config=config) for one, config in zip(grid, routes, strict=True)]
+    return found if case in (CASES[0], CASES[-1]) else found[1:-1]
 
 
-@pytest.mark.parametrize(("world_size", "cases"), [(1, CASES[::3]), (2, CASES), (4, CASES[:1])])
+@pytest.mark.parametrize(("world_size", "cases"), [(1, CASES[:1]), (2, CASES), (4, CASES[:1])])
 def test_stages_agree_bitwise(ranks: RankPool, world_size: int, cases: list[Case]) -> None:
     grids = [stages_of(case, number if world_size > 1 else None) for number, case in enumerate(cases)]
     outcomes = iter(ranks(world_size, train_all, [case for grid in grids for case in grid])[0])

@@ -163,15 +163,15 @@ def test_it_trains_as_torch_alone_does(ranks: RankPool) -> None:
 
 
 def test_ranks_agree_on_what_nobody_used(ranks: RankPool) -> None:
-    cases = [*grid(0), *grid(1), *grid(2)]
+    cases = [*grid(0), *grid(1)]
     check(ranks(2, train_all, cases)[0], cases, 2)
 
 
 def test_updates_before_the_norm_are_known(ranks: RankPool, tmp_path: Path) -> None:
     """In the backward a rank waits with what it has not used; a speculative update is taken back."""
     place = {"device": "nvme", "nvme_path": str(tmp_path), "overlap": "speculative"}
-    cases = [replace(case, accumulation=1) for case in grid(1, update_in_backward=True)]
-    cases += grid(0, offload_optimizer=place)
+    cases = [replace(case, accumulation=1) for case in grid(1, update_in_backward=True)[1::2]]
+    cases += grid(0, offload_optimizer=place)[::2]
     check(ranks(2, train_all, cases)[0], cases, 2)
 
 
@@ -187,7 +187,7 @@ def test_states_that_rest_elsewhere(ranks: RankPool, tmp_path: Path) -> None:
 def test_hybrid_and_secondary_partitions(ranks: RankPool) -> None:
     """The second pair of ranks does what the first one does."""
     cases = [
-        *(Case(stage, 2, zero={"shard_size": 2}) for stage in (2, 3)),
+        Case(3, 2, zero={"shard_size": 2}),
         Case(3, 2, zero={"zero_hpz_partition_size": 2}, route="sockets"),
         Case(1, 1, zero={"shard_size": 2, "update_in_backward": True}),
     ]
@@ -231,7 +231,7 @@ def restart_all(cases: list[Case], folder: Path, after: int) -> list[dict[str, T
 def test_a_checkpoint_knows_how_often_each_was_updated(ranks: RankPool, tmp_path: Path, after: int) -> None:
     ours = [Case(stage, 2, optimizer, torch.float32) for stage, optimizer in ((0, ADAMW), (3, SGD))]
     theirs = [Case(3 * (number % 2), 2, own=own) for number, own in enumerate(OWN)]
-    cases = [*ours, *theirs[after > 1 :: 2]]
+    cases = [ours[after > 1], *theirs[after > 1 :: 2]]
     check(ranks(2, restart_all, cases, tmp_path, after)[0], cases, 2)
 
 

@@ -46,7 +46,6 @@ def places(case: Case, folder: Path) -> list[Case]:
     in_files = offloaded(case.at(3, config={"zero_optimization": zero, "communication": {"route": "auto"}}), folder)
     return [
         *(routed(case.at(stage), ("sockets", "shared_memory")[stage % 2]) for stage in range(4)),
-        routed(case.at(3), "sockets"),
         offloaded(case.at(0), folder),
         case.at(2, config={"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}),
         in_files,
@@ -110,8 +109,8 @@ def test_every_optimizer(ranks: RankPool) -> None:
         assert_alike([first, other], name)
 
 
-def go_on(case: Case, folder: Path, first: int, end: int) -> dict[str, Tensor]:
-    """Takes the steps from a checkpoint on, where there is one; all values in the end, on rank 0."""
+def go_on(case: Case, folder: Path, first: int, end: int, looks: bool = True) -> dict[str, Tensor]:
+    """Takes the steps from a checkpoint on, where there is one; all values in the end, on rank 0, where it looks."""
     torch.manual_seed(0)
     with lowtide.initialize(case.build(), case.as_config()) as engine:
         if first:
@@ -120,6 +119,8 @@ def go_on(case: Case, folder: Path, first: int, end: int) -> dict[str, Tensor]:
             engine.train_step(share_of(case.global_batch(step, engine.data_size)))
         if end > first:
             engine.save_checkpoint(folder)
+        if not looks:
+            return {}
         rest = REMAINDERS.get(case.config["bf16"]["masters"])
         states = ("exp_avg", "exp_avg_sq", *([rest] if rest else []))
         names = [name for name, _ in engine.named_parameters()]
@@ -127,14 +128,14 @@ def go_on(case: Case, folder: Path, first: int, end: int) -> dict[str, Tensor]:
         return {key: value for key, value in found.items() if engine.rank == 0}
 
 
-def go_on_all(trips: Sequence[tuple[Case, Path]], first: int, end: int) -> list[dict[str, Tensor]]:
-    return [go_on(case, folder, first, end) for case, folder in trips]
+def go_on_all(trips: Sequence[tuple[Case, Path]], first: int, end: int, looks: bool = True) -> list[dict[str, Tensor]]:
+    return [go_on(case, folder, first, end, looks) for case, folder in trips]
 
 
 def test_a_resume_on_other_ranks_draws_what_the_run_would_have_drawn(ranks: RankPool, tmp_path: Path) -> None:
     cases = {tmp_path / str(masters): Case(short_gpt, same_rows, config=case_of(masters).config) for masters in FORMS}
     whole = ranks(1, go_on_all, [(case, folder / "whole") for folder, case in cases.items()], 0, 3)[0]
-    ranks(4, go_on_all, [(case.at(3), folder) for folder, case in cases.items()], 0, 1)
+    ranks(4, go_on_all, [(case.at(3), folder) for folder, case in cases.items()], 0, 1, looks=False)
     parts = ranks(2, go_on_all, [(offloaded(case.at(1), tmp_path), folder) for folder, case in cases.items()], 1, 3)[0]
     for masters, expected, found in zip(FORMS, whole, parts, strict=True):
         assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == [], masters

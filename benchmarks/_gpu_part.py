@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -29,6 +31,10 @@ def main(job: dict[str, Any]) -> int:
         "versions": _device.versions(),
         "rehearsal": _device.is_rehearsal(),
     }
+    for part in job["parts"]:
+        with contextlib.suppress(Exception):  # it comes again where the part is measured
+            importlib.import_module(f"_gpu_{part}")
+    gc.freeze()  # what imports have made stays: collections between trainings need not go through it
     num_failures = 0
     for part in job["parts"]:
         record = Record(Path(job["folder"]), part, settings, job["only"], job["limit_seconds"])

@@ -171,9 +171,8 @@ def measure(record: Record) -> None:
 
     with tempfile.TemporaryDirectory(prefix="offload-", dir=record.folder) as folder:
         for number, case in enumerate([*PLAIN, *OTHERS]):
-            # In a rehearsal each placement has one precision, the next one the next.
-            is_short = is_rehearsal and case not in PLAIN
-            for dtype in [case.dtypes[number % len(case.dtypes)]] if is_short else case.dtypes:
+            # In a rehearsal each case has one precision, the next one the next.
+            for dtype in [case.dtypes[number % len(case.dtypes)]] if is_rehearsal else case.dtypes:
                 what = f"{case.name}, {dtype}"
                 if not record.wants(what):
                     continue

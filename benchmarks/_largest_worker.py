@@ -47,11 +47,13 @@ def train(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
         tokens, targets = build_long_batch(job["sequence_length"], rows)
         model = LongGPT
     batch = (tokens[share].to(setup.device), targets[share].to(setup.device))
-    import_libraries(job["kind"], setup)
+    measures_host = job["measures_memory"] and setup.device == "cpu"
+    if measures_host:
+        import_libraries(job["kind"], setup)
     torch.manual_seed(SEED)
     losses: list[float] = []
     seconds: list[float] = []
-    start_bytes = rank_bytes(ranks) if job["measures_memory"] and setup.device == "cpu" else None
+    start_bytes = rank_bytes(ranks) if measures_host else None
     sampler = None if start_bytes is None else _sampler(ranks, start_bytes + job["budget_bytes"])
     with sampler or nullcontext():
         trainer = BUILDERS[job["kind"]](model, setup, **job["options"])

@@ -18,12 +18,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if any(map(os.path.exists, _DEVICES)) and not config.option.markexpr.startswith("gpu"):
         os.environ.update(dict.fromkeys(_MASKS, ""))
     os.environ["LOWTIDE_MACHINE"] = "/nonexistent/machine.json"  # what was measured of this machine changes plans
+    gc.disable()  # imports make much that stays: to look for garbage in it takes a sixth of their time
 
 
 def pytest_collection_finish() -> None:
     """What imports and the list of tests have made stays to the end: collections need not go through it again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -50,7 +50,7 @@ WORKER_VARIABLES = {
     "RES_OPTIONS": "timeout:1 attempts:3",
 }
 FORKS = multiprocessing.get_context("forkserver")
-PRELOADED = ["torch.distributed", "torch._dynamo", "lowtide.engine.build", "tests.ranks"]
+PRELOADED = ["tests.uncollected", "torch.distributed", "torch._dynamo", "lowtide.engine.build", "tests.ranks"]
 PRELOADED_WITH = {  # a package that one of the tests uses -> modules that take seconds
     "transformers": "transformers.models.llama.modeling_llama",
     "lowtide.huggingface": "lowtide.huggingface",
@@ -341,10 +341,10 @@ class Call:
         self.failed.insert(0, self.failed.pop())  # others may have missed it, and failed, before it was found dead
 
 
-def in_a_new_process(fn: Callable[..., Any], *args: Any) -> Any:
+def in_a_new_process(fn: Callable[..., Any], *args: Any, timeout: float = 60) -> Any:
     """What `fn` returns in a process that has run nothing before; its modules are there already."""
     with contextlib.closing(RankPool()) as pool:
-        return pool(1, fn, *args, process_group=False)[0]
+        return pool(1, fn, *args, timeout=timeout, process_group=False)[0]
 
 
 def slowness() -> float:
@@ -387,6 +387,8 @@ def serve(pipe: Connection, output: Path, stacks: Path, variables: dict[str, str
 
     import torch
 
+    gc.freeze()
+    gc.enable()
     os.setsid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the test session
     with open(os.devnull) as nothing, output.open("w") as said:

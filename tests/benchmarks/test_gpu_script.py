@@ -51,9 +51,8 @@ def test_every_part_is_rehearsed(tmp_path: Path) -> None:
             assert rows and f"| {' | '.join(rows[0])} |" in lines
         assert f"### {part}\n\nA rehearsal: the numbers mean nothing." in lines
     trained = found["training"]["tables"]["one rank beside the CPU"]
-    assert {(row["case"], row["dtype"]) for row in trained} >= {
-        (f"stage {stage}", dtype) for stage in range(4) for dtype in ("fp32", "bf16", "fp16")
-    }
+    assert {row["case"] for row in trained} >= {f"stage {stage}" for stage in range(4)}
+    assert {row["dtype"] for row in trained} == {"fp32", "bf16", "fp16"}
     assert len(list(tmp_path.glob("trace_stage*.json.gz"))) == 3
 
 

@@ -1,8 +1,7 @@
 """What a rank's host does, in a job of 8 and of 16,384 ranks, and in a pipeline of many stages."""
 
 import json
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
@@ -10,17 +9,21 @@ import pytest
 from lowtide.pipe.schedules.costs import Costs
 from lowtide.pipe.schedules.recurrence import Recurrence
 from lowtide.pipe.schedules.registry import make_schedule
+from tests.ranks import in_a_new_process
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scale.py"
+
+
+def status_of(arguments: list[str]) -> int:
+    status: int = runpy.run_path(str(SCRIPT))["main"](arguments)
+    return status
 
 
 @pytest.mark.parametrize(("ranks", "blocks"), [(16384, 1), (512, 8)])  # whose counters are more words among more ranks
 def test_many_ranks_are_as_much_work_as_8(ranks: int, blocks: int, tmp_path: Path) -> None:
     record = tmp_path / "scale.json"
-    command = [sys.executable, str(SCRIPT), "--ranks", "8", str(ranks), "--rounds", "1", "--stages", "8"]
-    command += ["--blocks", str(blocks)]
-    done = subprocess.run([*command, "--json", str(record)], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    arguments = ["--ranks", "8", str(ranks), "--rounds", "1", "--stages", "8", "--blocks", str(blocks)]
+    assert in_a_new_process(status_of, [*arguments, "--json", str(record)]) == 0
     small, large = json.loads(record.read_text())["ranks"]
     assert large["initialize_work"] < 1.2 * small["initialize_work"]
     assert large["step_work"] == pytest.approx(small["step_work"], rel=0.01)

@@ -1,22 +1,16 @@
-"""Jobs of two ranks that save in a loop and are killed: `python -m tests.checkpoint.crashing FOLDER KILLS SEED`.
+"""Jobs of two ranks that save in a loop and are killed.
 
-One process imports torch; a job is two forks of it, and takes less than a second. Prints JSON: a `Death` each.
+One process has torch; a job is two forks of it, and takes less than a second.
 """
 
 import ctypes
-import json
 import os
 import random
 import select
 import signal
-import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-import torch._dynamo  # what a job would import of its own
-import torch.distributed
 
 import lowtide
 import lowtide.engine.build
@@ -42,7 +36,8 @@ class Death:
     num_saves: int
 
 
-def main(folder: Path, kills: int, seed: int) -> None:
+def killed(folder: Path, kills: int, seed: int) -> list[Death]:
+    """How each job died. To be called in a process of its own, with one thread."""
     draw = random.Random(seed)
     deaths = []
     promised = 0
@@ -63,7 +58,7 @@ def main(folder: Path, kills: int, seed: int) -> None:
         returned = steps[:-1] if is_async else steps  # a save in the background has ended when the next begins
         promised = max([promised, *returned])
         deaths.append(look(folder, promised, len(steps)))
-    print(json.dumps([asdict(death) for death in deaths]))
+    return deaths
 
 
 def fork_rank(rank: int, port: int, folder: Path, number: int, is_async: bool, reader: int, writer: int) -> int:
@@ -115,8 +110,3 @@ def look(folder: Path, promised: int, num_saves: int) -> Death:
     checkpoint.verify()
     automatic = [tag for tag in target.tags() if tag != "best"]
     return Death(promised, checkpoint.manifest.step, bool(target.unfinished()), len(automatic), num_saves)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -13,10 +13,10 @@ from lowtide.kernels.weight_rounding import Rounding
 from lowtide.optimizers.table import OPTIMIZERS
 from tests.models import TinyGPT, token_batch
 
-STEPS, BATCHES, ROWS = 400, 16, 8
+STEPS, BATCHES, ROWS = 200, 16, 8
 OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
-    "lion": {"lr": 3e-4, "betas": (0.9, 0.99), "weight_decay": 0.1},
+    "lion": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1},
     "adagrad": {"lr": 3e-2, "lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-10, "initial_accumulator_value": 0.0},
     "sgd": {"lr": 0.03, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
 }

@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-@uncollected()
+@uncollected(is_last=True)
 def _plan(arguments: argparse.Namespace, console: Console) -> int:
     from ..engine.config.config import ConfigError
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ...comm import Arrangement, regions_of
 from ...kernels.quantized_blocks import quantized_bytes
@@ -158,9 +159,15 @@ class Calls:
             found["inter"] += message.inter
         return found
 
-    def _message(self, call: Exchanged) -> Message:
+    @cached_property
+    def _axes(self) -> Mapping[str, tuple[int, int]]:
+        """By axis: its ranks, and those of them that have one host."""
         arrangement = Arrangement(self.sizes, data=())
-        size, on_host = arrangement.size((call.axis,)), self.machine.ranks_on_host(arrangement, (call.axis,))
+        names = [name for name, _ in self.sizes]
+        return {name: (arrangement.size((name,)), self.machine.ranks_on_host(arrangement, (name,))) for name in names}
+
+    def _message(self, call: Exchanged) -> Message:
+        size, on_host = self._axes.get(call.axis, (1, 1))
         if call.kind == "swap":
             seconds = self.machine.all_to_all(call.nbytes, size, on_host)
         elif call.kind == "trade":

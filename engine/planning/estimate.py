@@ -168,7 +168,9 @@ def writes_gradients(blueprint: Blueprint) -> bool:
     is_sent = blueprint.policy.reduces_every_backward and size > 1
     is_added = (config.gradient_accumulation_steps or 1) > 1 and not is_sent
     groups = [group for place in blueprint.places for group in place.trained]
-    is_cast = any(group.dtype not in (group.reduce_dtype, torch.float64) for group in groups)
+    has_others = blueprint.arrangement.size(blueprint.domain.summed) > 1
+    staged = {(group.dtype, group.reduce_dtype if has_others else group.accumulation_dtype) for group in groups}
+    is_cast = any(dtype not in (there, torch.float64) for dtype, there in staged)
     return blueprint.device == "cpu" and blueprint.pipeline is None and not is_added and not is_cast
 
 

@@ -316,3 +316,5 @@ def test_which_gradients_are_written_where_they_are_staged(ranks: RankPool) -> N
     written = [config_of(2, 0, 2), config_of(3, 0, 1, **sent_in_bf16)]
     others = [config_of(1, 0, 2), config_of(0, 0, 1, **BF16)]
     assert ranks(2, written_ones, written + others) == [[(True, True)] * 2 + [(False, False)] * 2] * 2
+    alone = [config_of(3, 0, 1), config_of(0, 0, 1, **sent_in_bf16)]
+    assert ranks(1, written_ones, alone) == [[(True, True), (False, False)]]

@@ -397,7 +397,7 @@ def serve(pipe: Connection, output: Path, stacks: Path, variables: dict[str, str
     os.environ.clear()
     os.environ.update(variables)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115
+    stack_file = open(stacks, "w")  # noqa: SIM115
     torch.set_num_threads(1)
     if prepare:
         importlib.import_module(prepare).load()
@@ -410,6 +410,8 @@ def serve(pipe: Connection, output: Path, stacks: Path, variables: dict[str, str
             return
         before = dict(os.environ), os.getcwd()
         os.environ.update(variables)
+        faulthandler.unregister(signal.SIGUSR1)  # a trainer of others may have put its own handler in the place of ours
+        faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
         pipe.send_bytes(pickle.dumps(attempt(module, name, payload, process_group)))
         with contextlib.suppress(EOFError):
             pipe.recv_bytes()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.state import AcceleratorState
 
 from lowtide import Config, ConfigError
@@ -179,6 +180,8 @@ def test_on_a_host_without_accelerators_processes_join_on_the_cpu(tmp_path: Path
 
 def test_processes_that_accelerate_does_not_see_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
+    if dist.is_initialized():  # a training before this one may have left a group of this process alone
+        dist.destroy_process_group()
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError) as error:
         Accelerator(lowtide="zero3", cpu=False)

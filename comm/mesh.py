@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -65,10 +66,9 @@ class Mesh:
         """
         if arrangement.num_ranks != world.size:
             raise ValueError(f"{arrangement} = {arrangement.num_ranks} != world size ({world.size})")
-        route = _choose_route(world, route, shared_bytes)
         lines = arrangement.lines(folds)
         inside = arrangement.wide(inner)
-        first = _take_numbers(world, len(lines) + 2 + len(inside))
+        route, first, pids = _agree(world, route, shared_bytes, len(lines) + 2 + len(inside))
         trail, raised = Trail(world, first), Raised(world, first)
         works = Works(world, trail.compare)
         axes, groups = {}, {}
@@ -78,7 +78,8 @@ class Mesh:
             ranks, places = tuple(sorted(by_place)), tuple(sorted(range(len(by_place)), key=by_place.__getitem__))
             rank = ranks.index(world.rank)
             channel = Channel(trail, raised, world.progress, number, ranks)
-            made = _make_route(world, route, rank, ranks, places, group, _first_tag(number), channel, works)
+            its_pids = [pids[member] for member in ranks]
+            made = _make_route(world, route, rank, ranks, places, its_pids, group, _first_tag(number), channel, works)
             return Axis(" x ".join(names), rank, ranks, places, made)
 
         for number, names in enumerate(lines, first):
@@ -201,25 +202,20 @@ def route_for(wanted: str, device: str, num_ranks: int, num_hosts: int) -> str:
     return "shared_memory" if num_hosts == 1 else "sockets"
 
 
-def _choose_route(world: World, wanted: str, shared_bytes: int) -> str:
-    if world.is_simulated and world.size > 1:
-        return "native"
+def _agree(world: World, wanted: str, shared_bytes: int, num_channels: int) -> tuple[str, int, list[int]]:
+    """The route, the first of `num_channels` numbers that no other channel has had on this process group, and the
+    processes of all ranks."""
+    if world.size == 1 or world.is_simulated:
+        return "solo" if world.size == 1 else "native", 0, [os.getpid()] * world.size
     route = route_for(wanted, world.device.type, world.size, world.num_hosts)
-    if route != "shared_memory" or wanted != "auto":
-        return route
-    found = world.gather_objects(shared_memory_fault(shared_bytes))
-    faults = [(rank, fault) for rank, fault in enumerate(found) if fault]
+    may_lack_room = route == "shared_memory" and wanted == "auto"
+    own_fault = shared_memory_fault(shared_bytes) if may_lack_room else ""
+    end = world.store.add("lowtide/channels", num_channels) if world.rank == 0 else 0
+    told = world.gather_objects((own_fault, end, os.getpid()))
+    faults = [(rank, fault) for rank, (fault, _, _) in enumerate(told) if fault]
     if faults and world.rank == 0:
         logger.warning('communication.route: "auto" takes sockets, since on rank %d %s', *faults[0])
-    return "sockets" if faults else route
-
-
-def _take_numbers(world: World, count: int) -> int:
-    """The first of `count` numbers that no other channel on this process group has had."""
-    if world.size == 1 or world.is_simulated:
-        return 0
-    end = world.store.add("lowtide/channels", count) if world.rank == 0 else None
-    return int(world.broadcast_object(end)) - count
+    return "sockets" if faults else route, told[0][1] - num_channels, [pid for _, _, pid in told]
 
 
 def _first_tag(number: int) -> int:
@@ -264,6 +260,7 @@ def _make_route(
     rank: int,
     ranks: tuple[int, ...],
     places: tuple[int, ...],
+    pids: Sequence[int],
     group: dist.ProcessGroup | None,
     first_tag: int,
     channel: Channel,
@@ -273,7 +270,7 @@ def _make_route(
         return SoloRoute(world.device)
     if route == "shared_memory":
         exchange = partial(gather_objects, group=group)
-        return SharedMemoryRoute(rank, ranks, places, exchange, world.timeout_seconds, channel)
+        return SharedMemoryRoute(rank, ranks, places, pids, exchange, world.timeout_seconds, channel)
     if route == "sockets":
         return SocketRoute(rank, ranks, places, group, first_tag, world.timeout_seconds, channel)
     return NativeRoute(rank, ranks, places, group, world.device, channel, works)

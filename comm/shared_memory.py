@@ -24,6 +24,7 @@ The file is unlinked as soon as every rank has mapped it: nothing is left behind
 from __future__ import annotations
 
 import os
+import pickle
 import secrets
 import sys
 import time
@@ -46,7 +47,8 @@ from .trail import Channel
 FOLDER = "/dev/shm"
 _PAGE_BYTES = 4096
 _LINE_BYTES = 64  # of the cache
-_MAIL_NUMEL = 256  # the last one names what the sum is of
+_MAIL_NUMEL = 256  # the last one names the call
+_MAIL_BYTES = 8 * (_MAIL_NUMEL - 1)
 _POSTED, _REDUCED, _CONSUMED, _MAILED, _FENCED, _LEFT = range(6)
 _ROW_NUMEL = 64  # one rank's counters fill lines of the cache that no other rank writes
 _LIVENESS_SECONDS = 0.2
@@ -96,21 +98,24 @@ class SharedMemoryRoute:
         rank: int,
         ranks: Sequence[int],
         places: Sequence[int],
+        pids: Sequence[int],
         exchange: Callable[[Any], list[Any]],
         timeout_seconds: float,
         channel: Channel,
     ) -> None:
-        """rank: within the axis. ranks, places: as of `Axis`. exchange: gives every rank's value, a barrier too."""
+        """rank: within the axis. ranks, places: as of `Axis`. pids: of their processes, by rank.
+
+        exchange: gives every rank's value, a barrier too; needed until they share memory.
+        """
         self.rank = rank
         self.ranks = ranks
         self.size = len(ranks)
         self._places = places
         self._place = places[rank]
-        self._exchange = exchange
         self._timeout_seconds = timeout_seconds
         self._channel = channel
-        self._processes = [psutil.Process(pid) for pid in exchange(os.getpid())]
-        control = self._map(counters_bytes(self.size), "counters").view(torch.int64)
+        self._processes = [psutil.Process(pid) for pid in pids]
+        control = self._map(counters_bytes(self.size), "counters", exchange).view(torch.int64)
         counters_numel = self.size * _ROW_NUMEL
         self._counters = control[:counters_numel].numpy().reshape(self.size, _ROW_NUMEL)
         # Called by `close`, and at the end of a script that has not closed its engine.
@@ -151,11 +156,10 @@ class SharedMemoryRoute:
         grid = segment.view(count, self.size, capacity)
         self._slots = [[grid[slot, rank] for rank in range(self.size)] for slot in range(count)]
 
-    def _map(self, nbytes: int, purpose: str) -> Tensor:
-        path, fault = "", ""
-        if self.rank == 0:
-            path, fault = _create_file(nbytes, purpose)
-        path, fault = self._agreed((path, fault), purpose)[0]
+    def _map(self, nbytes: int, purpose: str, exchange: Callable[[Any], list[Any]] | None = None) -> Tensor:
+        """nbytes that all ranks have, zero. exchange: what ranks tell each other by before they share any memory."""
+        path, fault = _create_file(nbytes, purpose) if self.rank == 0 else ("", "")
+        path, fault = self._gather((path, fault), purpose, exchange)[0]
         if fault:
             raise CollectiveError(fault)
         memory = torch.empty(0, dtype=torch.uint8)
@@ -166,21 +170,23 @@ class SharedMemoryRoute:
                 f"shared memory for {purpose}: rank {self.ranks[self.rank]} cannot map {path} "
                 f"({str(error).splitlines()[0]}); use the sockets route"
             )
-        faults = [fault for fault in self._agreed(fault, purpose) if fault]
+        faults = [fault for fault in self._gather(fault, purpose, exchange) if fault]
         if self.rank == 0:
             os.unlink(path)
         if faults:
             raise CollectiveError(faults[0])
         return memory
 
-    def _agreed(self, value: Any, purpose: str) -> list[Any]:
+    def _gather(self, value: Any, purpose: str, exchange: Callable[[Any], list[Any]] | None) -> list[Any]:
         """Every rank's value."""
+        what = f"room in shared memory for {purpose}"
+        if exchange is None:
+            return self._gather_mail(value, what)
         started = time.monotonic()
         try:
-            return self._exchange(value)
+            return exchange(value)
         except RuntimeError as error:  # of gloo: a rank is late or gone
             others = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
-            what = f"room in shared memory for {purpose}"
             text = no_answer(self.ranks[self.rank], what, others, time.monotonic() - started, error)
             raise CollectiveError(text + self._channel.compare(others)) from error
 
@@ -304,6 +310,18 @@ class SharedMemoryRoute:
         return torch.cat([self._sum_mail(part, what) for part in torch.split(values, _MAIL_NUMEL - 1)])
 
     def _sum_mail(self, values: Tensor, what: str) -> Tensor:
+        return self._swap_mail(values, what).sum(dim=0)
+
+    def _gather_mail(self, value: Any, what: str) -> list[Any]:
+        """Every rank's value: short texts and numbers."""
+        written = pickle.dumps(value)
+        if len(written) > _MAIL_BYTES:
+            raise ValueError(f"expected at most {_MAIL_BYTES} bytes in {what}, found {len(written)}")
+        everyone = self._swap_mail(torch.frombuffer(bytearray(written.ljust(_MAIL_BYTES)), dtype=torch.int64), what)
+        return [pickle.loads(row.tobytes()) for row in everyone.numpy()]
+
+    def _swap_mail(self, values: Tensor, what: str) -> Tensor:
+        """(ranks, n): what each has given, to be read before the next but one. values: (n,) int64; also a barrier."""
         sequence = self._channel.begin(what)
         box = self._mail[self._num_mailed % 2]
         box[self.rank, : values.numel()].copy_(values)
@@ -317,7 +335,7 @@ class SharedMemoryRoute:
                 f"rank {self.ranks[self.rank]} in {what}: rank {', '.join(map(str, others))} came to another call of "
                 f"the engine. All ranks must make the same calls in the same order.{self._channel.compare(others)}"
             )
-        return box[:, : values.numel()].sum(dim=0)
+        return box[:, : values.numel()]
 
     def fence(self, what: str) -> None:
         """Returns when every rank of the axis has come here: what they wrote before can be read."""
@@ -327,8 +345,7 @@ class SharedMemoryRoute:
         self._wait_for(_FENCED, self._num_fenced, what, sequence)
 
     def close(self) -> None:
-        """Lets go of the process group that it was set up with; the mapped memory stays with those who hold it."""
-        self._exchange = list
+        """Says goodbye to the others; the mapped memory stays with those who hold it."""
         self._say_goodbye()
 
     # -- counters -------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ from .lr_schedule import betas_at, learning_rate_at
 from .memory_report import meta_run_of
 from .microbatch_turns import MicrobatchTurns
 from .model_call import ModelCall
-from .offload import activation_store, host_update, offloaded_states, shard_rest
+from .offload import Home, activation_store, host_update, offloaded_states, shard_rest
 from .outer import Outer
 from .parts import Parts
 from .pipeline import Pipeline
@@ -86,9 +86,8 @@ def assemble(
     Raises OffloadError and CollectiveError where there is no room.
     """
     module, ledger = prepared.module, prepared.ledger
-    config, alone = blueprint.config, partial(no_rank_alone, world, "lowtide.initialize")
-    with alone():
-        rest = _reserve_rest(blueprint, world)
+    config = blueprint.config
+    rest = _reserve_rest(blueprint, world)
     mesh = _connect(blueprint, world)
     meta_run: MetaRun | str = "memory_report.folder is not set, which asks for the prediction of a step"
     if config.memory_report.folder is not None:
@@ -100,8 +99,7 @@ def assemble(
     _compile(blueprint, prepared.compiled, world)
     _autocast(module, config, mesh.world.device, ledger)
     checkpoint_activations(blueprint.units, config.activation_checkpointing.every, ledger)
-    with alone():
-        activation_offload, close_last = _offload_activations(blueprint, world, module, units)
+    activation_offload, close_last = _offload_activations(blueprint, world, module, units)
     join = Join(mesh)
     driver = _driver(blueprint, mesh, module, units, model_call, ledger, activation_offload, join)
     casts_inputs = _cast_inputs(blueprint, module, ledger)
@@ -134,9 +132,11 @@ def assemble(
 
 
 def _reserve_rest(blueprint: Blueprint, world: World) -> ShardRest | None:
-    """Where shards are that are not with the model, with room for them."""
-    rest = shard_rest(blueprint.config, blueprint.homes, world)
-    if rest is not None:
+    """Where shards are that are not with the model, with room for them. A collective, where they are not."""
+    if blueprint.homes.parameters is Home.MODEL:
+        return None
+    with no_rank_alone(world, "lowtide.initialize"):
+        rest = shard_rest(blueprint.config, blueprint.homes, world)
         rest.reserve([group.shard_bytes for group in blueprint.places[blueprint.place_of(world.rank)].groups])
     return rest
 
@@ -407,12 +407,12 @@ def _autocast(module: nn.Module, config: Config, device: torch.device, ledger: L
 def _offload_activations(
     blueprint: Blueprint, world: World, module: nn.Module, units: Sequence[Unit]
 ) -> tuple[ActivationOffload | None, Sequence[Callable[[], None]]]:
-    """What moves activations, and what is to be closed at the end."""
-    config = blueprint.config
-    store = activation_store(config, blueprint.homes, world)
-    if store is None:
+    """What moves activations, and what is to be closed at the end. A collective, where they are moved."""
+    if blueprint.homes.activations is Home.MODEL:
         return None, ()
-    wanted = config.activation_checkpointing.offload
+    with no_rank_alone(world, "lowtide.initialize"):
+        store = activation_store(blueprint.config, blueprint.homes, world)
+    wanted = blueprint.config.activation_checkpointing.offload
     kept = [*(group.full for unit in units for group in unit.groups), *module.buffers()]
     offload = ActivationOffload(store, wanted.min_bytes, wanted.budget_bytes, in_storages_of(kept))
     return offload, (offload.close, store.close)

@@ -110,10 +110,8 @@ def offloaded_states(config: Config, homes: Homes, world: World) -> OffloadedSta
     return OffloadedStates(homes.states_plan, store, _pool(wanted, world))
 
 
-def shard_rest(config: Config, homes: Homes, world: World) -> ShardRest | None:
-    """What keeps the shards of stage 3 while nobody needs them; None: they stay. Raises OffloadError."""
-    if homes.parameters is Home.MODEL:
-        return None
+def shard_rest(config: Config, homes: Homes, world: World) -> ShardRest:
+    """What keeps the shards of stage 3 while nobody needs them, where they do not stay. Raises OffloadError."""
     wanted = config.zero_optimization.offload_param
     if homes.parameters is Home.HOST:
         return ShardRest(HostStore(_pool(wanted, world)))
@@ -121,10 +119,8 @@ def shard_rest(config: Config, homes: Homes, world: World) -> ShardRest | None:
     return ShardRest(StagedStore(store, _pool(wanted, world)) if homes.is_apart else store)
 
 
-def activation_store(config: Config, homes: Homes, world: World) -> Store | None:
-    """Where activations are between forward and backward; None: where they were made. Raises OffloadError."""
-    if homes.activations is Home.MODEL:
-        return None
+def activation_store(config: Config, homes: Homes, world: World) -> Store:
+    """Where activations are between forward and backward, if not where they were made. Raises OffloadError."""
     if homes.activations is Home.HOST:
         return HostStore(pinned=host_is_pinned(world.device))
     store = file_store(config, world, config.activation_checkpointing.offload)

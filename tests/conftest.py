@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks import RankPool
+from tests.ranks import GARBAGE, RankPool
 
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri")
 _MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -26,6 +26,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    gc.set_threshold(*GARBAGE)
 
 
 @pytest.fixture(scope="session")

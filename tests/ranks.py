@@ -39,6 +39,7 @@ MAX_RANKS = 8
 START_TIMEOUT = 120.0  # seconds until a new worker is ready; the first waits for torch
 GRACE = 5.0  # seconds that the other ranks get to finish after one has failed
 MAX_SLOWNESS = 6.0
+GARBAGE = 10_000, 20, 20  # how seldom it is looked for: as Python has it, that is a sixteenth of the suite's time
 POLL = 0.1  # seconds between two looks at whether a worker is still alive
 SHOWN_LINES = 30  # lines of a dead worker's own output in the error
 WORKER_VARIABLES = {
@@ -389,6 +390,7 @@ def serve(pipe: Connection, output: Path, stacks: Path, variables: dict[str, str
 
     gc.freeze()
     gc.enable()
+    gc.set_threshold(*GARBAGE)
     os.setsid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the test session
     with open(os.devnull) as nothing, output.open("w") as said:

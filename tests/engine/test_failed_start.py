@@ -73,3 +73,19 @@ def test_a_fault_in_the_script_s_own_part_on_one_rank(ranks: RankPool) -> None:
     first, second = ranks.fails(2, start_with_a_fault)
     assert first.kind == "RuntimeError" and second.kind == "ArithmeticError"
     assert "lowtide.initialize failed on rank 1: ArithmeticError: a fault of rank 1 alone" in first.text
+
+
+def exchanges_of_a_start(route: str) -> int:
+    config = CONFIG | {"communication": {"route": route}, "zero_optimization": {"stage": 3}}
+    world = dist.distributed_c10d  # where dist's own functions look each other up
+    kinds = ["all_gather", "broadcast", "all_reduce", "barrier"]
+    with contextlib.ExitStack() as stack:
+        spies = [stack.enter_context(mock.patch.object(world, kind, wraps=getattr(world, kind))) for kind in kinds]
+        spies += [stack.enter_context(mock.patch.object(dist, kind, getattr(world, kind))) for kind in kinds]
+        engine = lowtide.initialize(nn.Linear(2, 2), config, loss_fn=lambda output, batch: output.mean())
+    engine.close()
+    return sum(spy.call_count for spy in spies[: len(kinds)])
+
+
+def test_a_start_asks_the_others_eight_times(ranks: RankPool) -> None:
+    assert ranks(2, exchanges_of_a_start, "auto") == [8, 8]

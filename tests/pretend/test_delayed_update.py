@@ -1,0 +1,27 @@
+"""What comes after a delayed update has what it wrote, on the device too; what it reads, it has from before."""
+
+from functools import partial
+
+import torch
+
+from lowtide.zero.delayed_update import DelayedUpdate
+from tests.ranks import RankPool
+
+
+def delayed_update() -> list[float]:
+    """Of a parameter on the device, from a gradient that the training's stream writes late."""
+    device = torch.device("pretend", 0)
+    parameter, gradient = torch.zeros(3, device=device), torch.zeros(3, device=device)
+    torch.accelerator.synchronize()
+    delayed = DelayedUpdate(device)
+    gradient.copy_(torch.full((3,), 7.0).pin_memory(), non_blocking=True)
+    delayed.start(partial(parameter.copy_, gradient, non_blocking=True), [gradient])
+    assert delayed.wait() is None
+    after = parameter * 2  # the training goes on with it
+    delayed.end()
+    delayed.close()
+    return after.tolist()
+
+
+def test_an_update_is_between_what_was_given_before_and_after_it(pretend_ranks: RankPool) -> None:
+    assert pretend_ranks(1, delayed_update, process_group=False) == [[14.0] * 3]

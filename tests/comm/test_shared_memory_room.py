@@ -1,5 +1,6 @@
 """Too little shared memory: an error on every rank where that route was asked for, sockets where none was."""
 
+import contextlib
 import errno
 import logging
 import os
@@ -111,3 +112,28 @@ def test_shared_memory_that_one_rank_cannot_map_is_an_error_on_every_rank(ranks:
 
 def create_on_rank_1(replacement: Any) -> tuple[str, str, list[str]]:
     return create("shared_memory", "torch.from_file", replacement if os.environ["RANK"] == "1" else torch.from_file)
+
+
+def reserve_slots(patched: str, replacement: Any, rank: int) -> str:
+    """The error of what is mapped after the counters, with one function replaced on `rank`."""
+    mesh = Mesh.create(
+        World.join("cpu", 20.0), Arrangement((("shard", 2),), data=("shard",)), "shared_memory", 0, "shard"
+    )
+    fails = mock.patch(patched, replacement) if os.environ["RANK"] == str(rank) else contextlib.nullcontext()
+    with fails, pytest.raises(CollectiveError) as error:
+        mesh.axes["shard"].route.reserve_slots(4096, 2)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("patched", "replacement", "rank", "why"),
+    [
+        ("os.posix_fallocate", has_no_room, 0, "expected 16384 free bytes in /dev/shm, found"),
+        ("torch.from_file", cannot_map, 1, "rank 1 cannot map /dev/shm/lowtide-"),
+    ],
+)
+def test_what_is_mapped_later_is_an_error_on_every_rank_too(
+    ranks: RankPool, patched: str, replacement: Any, rank: int, why: str
+) -> None:
+    first, second = ranks(2, reserve_slots, patched, replacement, rank)
+    assert first == second and first.startswith(f"shared memory for gradients: {why}")

@@ -252,8 +252,8 @@ class Launcher:
             return
         assert peer.channel is not None
         failure = Failure(
-            clock=message.clock - peer.channel.clock_offset,
-            uncertainty=peer.channel.clock_uncertainty,
+            clock=message.clock - peer.channel.clock.offset,
+            uncertainty=peer.channel.clock.uncertainty,
             status=message.status,
             host=peer.name,
             rank=message.rank,

@@ -61,7 +61,6 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         self._mesh = parts.mesh
         self._driver = parts.driver
         self._turn = Turn()
-        self._join = parts.join
         self._learning_rates = LearningRates(parts.optimizer, parts.schedule, parts.betas, parts.lr_scheduler)
         self._steps = Steps(
             parts.config,
@@ -83,7 +82,6 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
             self._steps.guard.remember()
         self._late_groups = parts.late_groups
         parts.optimizer.listen(self._add_param_group)
-        self._last = StepResult(torch.zeros(()), torch.zeros(()), self.lr, parts.loss_scaler.scale, False)
         self._trial = parts.trial
         self._observers = Observers(parts, self._steps, self.data_size)
         self._preemption = Preemption()
@@ -191,7 +189,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         self._steps.check_trains("engine.train_step")
         try:
             with self._mesh.raised.call():
-                self._driver.train(self._steps, self._steps.microbatches_of(batch))
+                self._driver.train(self._steps, self._steps.inputs.microbatches_of(batch))
         except BaseException:
             self._steps.forget()
             raise
@@ -225,27 +223,28 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
 
     def _step(self) -> StepResult:
         if not self._steps.so_far.is_complete:
-            return self._last
+            return self._steps.last
         self._steps.take_cleared()
-        with self._join.together(Call.STEP):
+        with self._steps.join.together(Call.STEP):
             return self._complete_step()
 
     def _complete_step(self) -> StepResult:
         stop = self._preemption
         events = (self._archive.checkpoints.has_failed, stop.is_requested, stop.is_interrupt)
-        self._last, counts = self._steps.end(self.global_step, events)
-        if not self._last.skipped:
+        counts = self._steps.end(self.global_step, events)
+        result = self._steps.last
+        if not result.skipped:
             self._learning_rates.advance()
         self.global_step += 1
         if self._outer is not None and self._outer.is_due(self.global_step):
             with self._steps.exchange():
                 self._outer.after_step(self.global_step, self._archive.named)
         self._progress.end_step(self.global_step)
-        self._observers.after_step(self.global_step, self._last)
+        self._observers.after_step(self.global_step, result)
         self._save_if_due(*counts)
         if self._trial is not None:
             self._trial.after_step(self._close)
-        return self._last
+        return result
 
     @in_turn
     @torch.no_grad()
@@ -264,7 +263,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
                     losses = self._driver.evaluate(self._steps, batch)
             finally:
                 self.module.train(was_training)
-            with self._join.together(Call.EVALUATION) as num_ranks:
+            with self._steps.join.together(Call.EVALUATION) as num_ranks:
                 return self._steps.mean_over_ranks(losses, num_ranks)
 
     def train(self, mode: bool = True) -> Self:
@@ -489,7 +488,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
             self.config, self._mesh, self._module, units, self.optimizer, whole, self._frozen, remember
         )
         self._parameter_values = self._archive.parameters
-        self._gradients = StepGradients(self.config, self._mesh, self._steps, self._archive.parameters, self._join)
+        self._gradients = StepGradients(self.config, self._mesh, self._steps, self._archive.parameters)
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
         """What `engine.optimizer.add_param_group` does."""
@@ -504,7 +503,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
             with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
                 self._archive.checkpoints.wait()  # what is being saved is of the groups of before
                 self._late_groups.add(param_group, self._learning_rates.check_takes)
-                self._steps.take_up_groups()
+                self._steps.take_up_groups(self._module)
                 self._take_up_groups()
                 self._learning_rates.add(param_group)
 

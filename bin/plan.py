@@ -288,33 +288,8 @@ def parser() -> Parser:
     result.add_argument(
         "config", metavar="CONFIG", nargs="?", help='a JSON file or a preset; "auto" chooses everything'
     )
-    model = result.add_argument_group("the model")
-    model.add_argument("--model", metavar="MODULE:FACTORY", help="a callable that builds it")
-    model.add_argument("--hf", metavar="FOLDER", help="of a Hugging Face model, or its config.json")
-    for name, what in (("layers", "blocks of a Llama"), ("hidden", "its width"), ("heads", "of attention"),
-                       ("vocab", "tokens that there are"), ("sequence", "tokens of a sample (2048)"),
-                       ("kv-heads", "of keys and values"), ("mlp", "width of its gated layer")):  # fmt: skip
-        model.add_argument(f"--{name}", metavar="N", type=_count, help=what)
-    machine = result.add_argument_group("the machine (defaults: hosts of 8 H100)")
-    machine.add_argument("--gpus", metavar="N", type=_count, default=8, help="in all (8)")
-    machine.add_argument("--gpus-per-node", metavar="N", type=_count, default=8, help="(8)")
-    machine.add_argument(
-        "--machine",
-        metavar="FILE",
-        type=Path,
-        nargs="?",
-        const=default_path(),
-        help="ranks on processors, as fast as `lowtide env --measure` has written (default: where that writes)",
-    )
-    for name, what in (("gpu-memory", "bytes of a GPU (80GB)"), ("host-memory", "bytes of a node (2TB)"),
-                       ("nvme", "bytes of a node's drives: something may lie there"),
-                       ("intra", "bytes/s between GPUs of a node (330GB)"),
-                       ("inter", "bytes/s of a GPU to other nodes (45GB)"),
-                       ("flops", "that matrices reach in 16 bits (450e12)")):  # fmt: skip
-        machine.add_argument(f"--{name}", metavar="SIZE", type=_size, help=what)
-    machine.add_argument(
-        "--device", metavar="NAME", help="a GPU that `lowtide tune` has tried, as it is called in the file of --machine"
-    )
+    _add_model(result)
+    _add_machine(result)
     training = result.add_argument_group("the training")
     training.add_argument("--global-batch", metavar="N", type=_count, help="samples of a step over all GPUs")
     training.add_argument(
@@ -338,3 +313,36 @@ def parser() -> Parser:
     )
     table.add_argument("--fp32", action="store_true", help="fp32 throughout in place of mixed precision")
     return result
+
+
+def _add_model(result: Parser) -> None:
+    model = result.add_argument_group("the model")
+    model.add_argument("--model", metavar="MODULE:FACTORY", help="a callable that builds it")
+    model.add_argument("--hf", metavar="FOLDER", help="of a Hugging Face model, or its config.json")
+    for name, what in (("layers", "blocks of a Llama"), ("hidden", "its width"), ("heads", "of attention"),
+                       ("vocab", "tokens that there are"), ("sequence", "tokens of a sample (2048)"),
+                       ("kv-heads", "of keys and values"), ("mlp", "width of its gated layer")):  # fmt: skip
+        model.add_argument(f"--{name}", metavar="N", type=_count, help=what)
+
+
+def _add_machine(result: Parser) -> None:
+    machine = result.add_argument_group("the machine (defaults: hosts of 8 H100)")
+    machine.add_argument("--gpus", metavar="N", type=_count, default=8, help="in all (8)")
+    machine.add_argument("--gpus-per-node", metavar="N", type=_count, default=8, help="(8)")
+    machine.add_argument(
+        "--machine",
+        metavar="FILE",
+        type=Path,
+        nargs="?",
+        const=default_path(),
+        help="ranks on processors, as fast as `lowtide env --measure` has written (default: where that writes)",
+    )
+    for name, what in (("gpu-memory", "bytes of a GPU (80GB)"), ("host-memory", "bytes of a node (2TB)"),
+                       ("nvme", "bytes of a node's drives: something may lie there"),
+                       ("intra", "bytes/s between GPUs of a node (330GB)"),
+                       ("inter", "bytes/s of a GPU to other nodes (45GB)"),
+                       ("flops", "that matrices reach in 16 bits (450e12)")):  # fmt: skip
+        machine.add_argument(f"--{name}", metavar="SIZE", type=_size, help=what)
+    machine.add_argument(
+        "--device", metavar="NAME", help="a GPU that `lowtide tune` has tried, as it is called in the file of --machine"
+    )

@@ -48,7 +48,7 @@ from .footprint import shared_bytes
 from .given_model import Values, note_divided
 from .join import Join
 from .late_groups import LateGroups
-from .learning_rates import scheduler_for
+from .learning_rates import LearningRates, scheduler_for
 from .lr_schedule import betas_at, learning_rate_at
 from .memory_report import meta_run_of
 from .microbatch_turns import MicrobatchTurns
@@ -63,6 +63,7 @@ from .prepared_model import PreparedModel
 from .recomputed import checkpoint_activations
 from .sequences import Sequences
 from .step_update import Timing
+from .steps import Steps
 from .trial import Trial
 from .whole_model import WholeModel
 
@@ -89,9 +90,7 @@ def assemble(
     config = blueprint.config
     rest = _reserve_rest(blueprint, world)
     mesh = _connect(blueprint, world)
-    meta_run: MetaRun | str = "memory_report.folder is not set, which asks for the prediction of a step"
-    if config.memory_report.folder is not None:
-        meta_run = meta_run_of(blueprint, module, loss_fn, world.rank)
+    meta_run = _meta_run(blueprint, module, loss_fn, world)
     states = _States.of(blueprint, mesh, rest, lr_scheduler)
     units, optimizer = states.units, states.optimizer
     _fill(module, units, optimizer, mesh, prepared.values, blueprint)
@@ -102,7 +101,7 @@ def assemble(
     activation_offload, close_last = _offload_activations(blueprint, world, module, units)
     join = Join(mesh)
     driver = _driver(blueprint, mesh, module, units, model_call, ledger, activation_offload, join)
-    casts_inputs = _cast_inputs(blueprint, module, ledger)
+    input_dtype = _cast_inputs(blueprint, module, ledger)
     if trial is not None:
         ledger.callback(trial.watch(world, module, config.train_batch_size or 0, config.parallel.sequence))
     return Engine(
@@ -111,16 +110,11 @@ def assemble(
             mesh=mesh,
             module=module,
             driver=driver,
-            join=join,
             optimizer=optimizer,
             late_groups=LateGroups(blueprint, mesh, states.memories, driver, optimizer, rest, states.host),
             outer=_outer(blueprint, mesh, units, optimizer),
-            loss_scaler=_loss_scaler(config),
-            input_dtype=blueprint.dtypes.compute if casts_inputs else None,
-            schedule=None if config.scheduler is None else partial(learning_rate_at, config.scheduler),
-            betas=None if config.scheduler is None else partial(betas_at, config.scheduler),
-            lr_scheduler=states.scheduler,
-            rows_per_microbatch=rows_per_microbatch,
+            learning_rates=_learning_rates(config, states),
+            steps=_steps(config, mesh, module, driver, optimizer, join, input_dtype, rows_per_microbatch),
             ledger=ledger,
             close_last=close_last,
             blueprint=blueprint,
@@ -375,13 +369,13 @@ def _prepare_buffers(module: nn.Module, mesh: Mesh) -> None:
                 owner._buffers[name] = mesh.world.broadcast_tensor(buffer).to(mesh.world.device)
 
 
-def _cast_inputs(blueprint: Blueprint, module: nn.Module, ledger: Ledger) -> bool:
-    """Whether floating-point inputs of the model are cast; those of its blocks are where buffers may be wider."""
+def _cast_inputs(blueprint: Blueprint, module: nn.Module, ledger: Ledger) -> torch.dtype | None:
+    """To what floating-point inputs of the model are cast, if any; of its blocks too where buffers may be wider."""
     config, dtype = blueprint.config, blueprint.dtypes.compute
     casts = config.bf16.auto_cast if config.bf16.enabled else config.fp16.auto_cast
     if dtype is not None and casts and _has_wide_buffers(module):
         cast_inputs([unit.module for unit in blueprint.units if not unit.is_rest], dtype, ledger)
-    return casts
+    return dtype if casts else None
 
 
 def _has_wide_buffers(module: nn.Module) -> bool:
@@ -416,6 +410,34 @@ def _offload_activations(
     kept = [*(group.full for unit in units for group in unit.groups), *module.buffers()]
     offload = ActivationOffload(store, wanted.min_bytes, wanted.budget_bytes, in_storages_of(kept))
     return offload, (offload.close, store.close)
+
+
+def _meta_run(blueprint: Blueprint, module: nn.Module, loss_fn: LossFn, world: World) -> MetaRun | str:
+    """For predictions; or why there is none."""
+    if blueprint.config.memory_report.folder is None:
+        return "memory_report.folder is not set, which asks for the prediction of a step"
+    return meta_run_of(blueprint, module, loss_fn, world.rank)
+
+
+def _learning_rates(config: Config, states: _States) -> LearningRates:
+    section = config.scheduler
+    schedule = None if section is None else partial(learning_rate_at, section)
+    betas = None if section is None else partial(betas_at, section)
+    return LearningRates(states.optimizer, schedule, betas, states.scheduler)
+
+
+def _steps(
+    config: Config,
+    mesh: Mesh,
+    module: nn.Module,
+    driver: Driver,
+    optimizer: ShardedOptimizer,
+    join: Join,
+    input_dtype: torch.dtype | None,
+    rows_per_microbatch: int | None,
+) -> Steps:
+    scaler, passes = _loss_scaler(config), driver.passes
+    return Steps(config, mesh, module, passes, optimizer, scaler, input_dtype, rows_per_microbatch, join)
 
 
 def _loss_scaler(config: Config) -> LossScaler:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from ..comm import Activity
 from ..zero.averages import Averages
@@ -65,8 +64,3 @@ class AveragedWeights:
             with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
                 self._archive.swap(averages, shown)
             averages.are_shown = shown
-
-    def _averages_state(self) -> dict[str, Any] | None:
-        """Of a checkpoint, beside the values."""
-        averages = self.optimizer.averages
-        return None if averages is None else {"decay": averages.decay, "num_updates": averages.num_updates}

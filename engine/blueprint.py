@@ -27,6 +27,7 @@ from .offload import Home, Homes
 from .optimizer_plan import OptimizerChoice, OptimizerPlan
 from .pipeline_plan import PipelinePlan
 from .places import AlikePlaces, Places
+from .splits import Splits
 from .step_update import Timing
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
@@ -99,27 +100,13 @@ class Blueprint:
         policy, dtypes = ZeroPolicy.from_stage(zero.stage), dtypes or _dtypes(config, model)
         chosen = optimizer if isinstance(optimizer, OptimizerPlan) else OptimizerPlan.of(config, model, optimizer)
         homes = Homes.of(config, device, chosen.fused is not None)
-        rests_in_pages = homes.parameters is Home.FILE and not homes.is_apart and num_ranks > 1
-        wanted = "sockets" if rests_in_pages else config.communication.route
-        route = route_for(wanted, device, num_ranks, num_hosts)
+        wanted, route = _routes(config, homes, device, num_ranks, num_hosts)
         wire = _wire(config, num_ranks // num_hosts) if route in ("sockets", "native") else PLAIN
-        in_levels = wire.gradients is not None
-        arrangement = arrangement_of(
-            config.parallel, zero, policy, num_ranks, wire.ranks_of_host if in_levels else None
-        )
-        domain = domain_of(policy, arrangement, zero.partition_size > 1, in_levels)
+        arrangement, domain = _axes(config, policy, wire, num_ranks)
         dtypes = replace(dtypes, wire=wire)
         units = tuple(units or plan_units(model, None if zero.units == "auto" else zero.units))
-        pipeline = None
-        if config.has_stages:
-            known = split if isinstance(split, PipelinePlan) else PipelinePlan.of(config, model, split)
-            pipeline = known.for_stage(config)
-        degrees = config.parallel.tensor, config.parallel.expert
-        if degrees[0] > 1 and tensor is None:
-            tensor = TensorPlan.of(model, degrees[0], config.tensor_parallel.plan, config.parallel.tensor_sequence)
-        experts = ExpertPlan.of(model, degrees[1]) if degrees[1] > 1 else None
-        of_places = Places(units, tensor, experts, degrees, pipeline, chosen, dtypes, domain, arrangement)
-        places = of_places.plans() if alike is None else of_places.plans_of_stages(alike)
+        splits = Splits.of(config, model, split, tensor)
+        places = Places(units, splits, chosen, dtypes, domain, arrangement).plans(alike)
         chosen.check_states([group for place in {id(one): one for one in places}.values() for group in place.updated])
         return cls(
             config=config,
@@ -128,9 +115,9 @@ class Blueprint:
             domain=domain,
             dtypes=dtypes,
             units=units,
-            tensor=tensor,
-            experts=experts,
-            pipeline=pipeline,
+            tensor=splits.tensor,
+            experts=splits.experts,
+            pipeline=splits.pipeline,
             places=places,
             optimizer=chosen,
             homes=homes,
@@ -231,6 +218,20 @@ def _dtypes(config: Config, module: nn.Module) -> Dtypes:
     compute = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
     reduce, accumulate = _DTYPES[config.communication_data_type], _DTYPES[config.data_types.grad_accum_dtype]
     return Dtypes(compute, reduce, accumulate, frozenset(map(id, _beside_statistics(module))))
+
+
+def _routes(config: Config, homes: Homes, device: str, num_ranks: int, num_hosts: int) -> tuple[str, str]:
+    """What is wanted of `route_for`, and what that comes to."""
+    rests_in_pages = homes.parameters is Home.FILE and not homes.is_apart and num_ranks > 1
+    wanted = "sockets" if rests_in_pages else config.communication.route
+    return wanted, route_for(wanted, device, num_ranks, num_hosts)
+
+
+def _axes(config: Config, policy: ZeroPolicy, wire: Wire, num_ranks: int) -> tuple[Arrangement, Domain]:
+    """Gradients are summed in two levels where they are sent in fewer bits."""
+    zero, in_levels = config.zero_optimization, wire.gradients is not None
+    arrangement = arrangement_of(config.parallel, zero, policy, num_ranks, wire.ranks_of_host if in_levels else None)
+    return arrangement, domain_of(policy, arrangement, zero.partition_size > 1, in_levels)
 
 
 def _wire(config: Config, ranks_of_host: int) -> Wire:

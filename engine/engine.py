@@ -23,7 +23,6 @@ from .averaged_weights import AveragedWeights
 from .facade import ModuleFacade
 from .join import Call
 from .late_groups import ADDING
-from .learning_rates import LearningRates
 from .lent import PARAMETERS
 from .lent_states import LentStates
 from .loop_calls import LoopCalls
@@ -36,7 +35,8 @@ from .preemption import Preemption
 from .step_gradients import StepGradients
 from .step_profile import StepProfile
 from .step_result import StepResult
-from .steps import Access, Steps
+from .steps import Access
+from .training_state import TrainingState
 from .turn import Turn, in_turn
 
 
@@ -54,38 +54,20 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         self.config = parts.config
         self._module = parts.module
         self.optimizer = parts.optimizer
-        self.global_step = 0
-        self.client_state: dict[str, Any] = {}
-        """Saved with every checkpoint and restored with it: numbers, strings, ..., or what has a `state_dict()` and a
-        `load_state_dict()`, such as a loader that knows its place in the data."""
         self._mesh = parts.mesh
         self._driver = parts.driver
         self._turn = Turn()
-        self._join = parts.join
-        self._learning_rates = LearningRates(parts.optimizer, parts.schedule, parts.betas, parts.lr_scheduler)
-        self._steps = Steps(
-            parts.config,
-            parts.mesh,
-            parts.module,
-            parts.driver.passes,
-            parts.optimizer,
-            parts.loss_scaler,
-            parts.input_dtype,
-            parts.rows_per_microbatch,
-            parts.join,
-        )
+        self._steps = parts.steps
+        self._state = TrainingState(parts.config, parts.optimizer, parts.learning_rates, self._steps.scale.loss_scaler)
         parts.driver.listen(self._steps, self._turn)
-        self._frozen = FrozenValues()
-        self._take_up_groups()
+        self._take_up_groups(FrozenValues())
         self._outer = parts.outer
         if self._outer is not None:
             self._outer.begin(self._archive.named)
             self._steps.guard.remember()
         self._late_groups = parts.late_groups
         parts.optimizer.listen(self._add_param_group)
-        self._last = StepResult(torch.zeros(()), torch.zeros(()), self.lr, parts.loss_scaler.scale, False)
-        self._trial = parts.trial
-        self._observers = Observers(parts, self._steps, self.data_size)
+        self._observers = Observers(parts, self.data_size)
         self._preemption = Preemption()
         if parts.config.checkpoint.on_sigterm:
             self._preemption.arm(says_so=self.rank == 0)
@@ -146,6 +128,25 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         return self._mesh.world.device
 
     @property
+    def global_step(self) -> int:
+        """Steps so far, skipped ones too."""
+        return self._state.global_step
+
+    @global_step.setter
+    def global_step(self, value: int) -> None:
+        self._state.global_step = value
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        """Saved with every checkpoint and restored with it: numbers, strings, ..., or what has a `state_dict()` and a
+        `load_state_dict()`, such as a loader that knows its place in the data."""
+        return self._state.client_state
+
+    @client_state.setter
+    def client_state(self, value: dict[str, Any]) -> None:
+        self._state.client_state = value
+
+    @property
     def lr(self) -> float:
         """The learning rate of the next step."""
         return self.optimizer.lr
@@ -158,7 +159,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
     @property
     def lr_scheduler(self) -> Any:
         """The scheduler that was passed to `initialize`; None where the config has one."""
-        return self._learning_rates.scheduler
+        return self._state.learning_rates.scheduler
 
     def memory(self) -> ModelStateBytes:
         """Bytes of parameters, gradients and optimizer states on this rank, as they are now."""
@@ -191,7 +192,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         self._steps.check_trains("engine.train_step")
         try:
             with self._mesh.raised.call():
-                self._driver.train(self._steps, self._steps.microbatches_of(batch))
+                self._driver.train(self._steps, self._steps.inputs.microbatches_of(batch))
         except BaseException:
             self._steps.forget()
             raise
@@ -225,27 +226,26 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
 
     def _step(self) -> StepResult:
         if not self._steps.so_far.is_complete:
-            return self._last
+            return self._steps.last
         self._steps.take_cleared()
-        with self._join.together(Call.STEP):
+        with self._steps.join.together(Call.STEP):
             return self._complete_step()
 
     def _complete_step(self) -> StepResult:
-        stop = self._preemption
+        stop, state = self._preemption, self._state
         events = (self._archive.checkpoints.has_failed, stop.is_requested, stop.is_interrupt)
-        self._last, counts = self._steps.end(self.global_step, events)
-        if not self._last.skipped:
-            self._learning_rates.advance()
-        self.global_step += 1
-        if self._outer is not None and self._outer.is_due(self.global_step):
+        counts = self._steps.end(state.global_step, events)
+        result = self._steps.last
+        if not result.skipped:
+            state.learning_rates.advance()
+        state.global_step += 1
+        if self._outer is not None and self._outer.is_due(state.global_step):
             with self._steps.exchange():
-                self._outer.after_step(self.global_step, self._archive.named)
-        self._progress.end_step(self.global_step)
-        self._observers.after_step(self.global_step, self._last)
+                self._outer.after_step(state.global_step, self._archive.named)
+        self._progress.end_step(state.global_step)
+        self._observers.after_step(state.global_step, result, self._close)
         self._save_if_due(*counts)
-        if self._trial is not None:
-            self._trial.after_step(self._close)
-        return self._last
+        return result
 
     @in_turn
     @torch.no_grad()
@@ -264,7 +264,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
                     losses = self._driver.evaluate(self._steps, batch)
             finally:
                 self.module.train(was_training)
-            with self._join.together(Call.EVALUATION) as num_ranks:
+            with self._steps.join.together(Call.EVALUATION) as num_ranks:
                 return self._steps.mean_over_ranks(losses, num_ranks)
 
     def train(self, mode: bool = True) -> Self:
@@ -338,8 +338,8 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         """
         if adapters_only and merged:
             raise ValueError("engine.export(): expected adapters_only or merged, found both; call it twice")
-        if self._trial is not None:
-            self._trial.note_unwritten("export")
+        if self._observers.trial is not None:
+            self._observers.trial.note_unwritten("export")
             return
         with self._steps.apart(Activity.WEIGHTS, Access.READS):
             if adapters_only:
@@ -397,18 +397,17 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
                 f"save_checkpoint: expected a whole step, found {self._steps.so_far.done}; gradients are not saved, "
                 "so call it after engine.step() has acted"
             )
-        if self._trial is not None:
-            self._trial.note_unwritten("checkpoint")
+        if self._observers.trial is not None:
+            self._observers.trial.note_unwritten("checkpoint")
             return tag or f"global_step{self.global_step}"
         self._observers.flush()
         with self._steps.apart(Activity.SAVING, Access.READS):
             self._archive.values.make_copies_exact()  # so that who goes on from here has the bits of this training
             state = {**self.client_state, **(client_state or {})}
+            training = self._state.described()
             if self._outer is None:
-                return self._archive.checkpoints.save(
-                    folder, tag, state, self.global_step, self._training_state(), latest
-                )
-            training, own = {**self._training_state(), "outer": self._outer.described()}, self._outer.own_folder(folder)
+                return self._archive.checkpoints.save(folder, tag, state, self.global_step, training, latest)
+            training, own = {**training, "outer": self._outer.described()}, self._outer.own_folder(folder)
             try:
                 return self._archive.checkpoints.save(own, tag, state, self.global_step, training, latest)
             finally:
@@ -430,13 +429,11 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
             if self._outer is not None:
                 folder, tag = self._outer.chosen(folder, tag)
             restored = self._archive.checkpoints.load(folder, tag, self.client_state, self.lr_scheduler)
-            self._restore_training_state(restored.training, restored.config)
+            self._state.restore(restored.training, restored.config)
             if self._outer is not None:
                 self._outer.restore(restored.training["outer"], self._archive.named)
         self._observers.go_on_at(self.global_step)
-        for key, value in restored.client_state.items():
-            if key in self.client_state and not hasattr(self.client_state[key], "load_state_dict"):
-                self.client_state[key] = value
+        self._state.restore_client_state(restored.client_state)
         return restored.client_state
 
     def close(self) -> None:
@@ -481,15 +478,12 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
-    def _take_up_groups(self) -> None:
-        """What knows the groups of parameters as they are now."""
+    def _take_up_groups(self, frozen: FrozenValues) -> None:
+        """What knows the groups of parameters as they are now. frozen: what is known of the values."""
         units, whole = self._driver.passes.units, self._driver.whole
         remember = self._steps.guard.remember_values
-        self._archive = Archive(
-            self.config, self._mesh, self._module, units, self.optimizer, whole, self._frozen, remember
-        )
-        self._parameter_values = self._archive.parameters
-        self._gradients = StepGradients(self.config, self._mesh, self._steps, self._archive.parameters, self._join)
+        self._archive = Archive(self.config, self._mesh, self._module, units, self.optimizer, whole, frozen, remember)
+        self._gradients = StepGradients(self.config, self._mesh, self._steps, self._archive.parameters)
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
         """What `engine.optimizer.add_param_group` does."""
@@ -503,10 +497,10 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
                 )
             with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
                 self._archive.checkpoints.wait()  # what is being saved is of the groups of before
-                self._late_groups.add(param_group, self._learning_rates.check_takes)
-                self._steps.take_up_groups()
-                self._take_up_groups()
-                self._learning_rates.add(param_group)
+                self._late_groups.add(param_group, self._state.learning_rates.check_takes)
+                self._steps.take_up_groups(self._module)
+                self._take_up_groups(self._archive.frozen)
+                self._state.learning_rates.add(param_group)
 
     def _restart_outer(self) -> None:
         if self._outer is not None:
@@ -539,21 +533,3 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
             name = "SIGINT" if is_interrupted else "SIGTERM"
             logger.info("%s: step %d is saved in %s, leaving", name, self.global_step, wanted.folder)
             raise SystemExit(128 + signal.SIGINT if is_interrupted else 0)
-
-    def _training_state(self) -> dict[str, Any]:
-        """Where the run stands, beside tensors and what each rank has of its own."""
-        return {
-            "global_step": self.global_step,
-            "num_steps": self.optimizer.num_steps,
-            "optimizer": self.optimizer.kind,
-            "learning_rates": self._learning_rates.state_dict(),
-            "loss_scaler": self._steps.scale.loss_scaler.state_dict(),
-            "averages": self._averages_state(),
-            "outer": None,
-        }
-
-    def _restore_training_state(self, saved: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-        self.global_step = saved["global_step"]
-        self._steps.scale.loss_scaler.load_state_dict(saved["loss_scaler"])
-        then, now = ((values.get("optimizer") or {}).get("params", {}) for values in (config, self.config.as_dict()))
-        self._learning_rates.load_state_dict(saved["learning_rates"], then, now)

@@ -14,7 +14,7 @@ from ..model.compiled import refuse_to_be_traced
 from .axes import EXPERT, SEQUENCE
 from .config.config import Config
 from .driver import Driver
-from .join import NO_JOIN, NO_JOIN_BY_LAYERS, NO_JOIN_OF_EXPERTS, Call, Join
+from .join import NO_JOIN, NO_JOIN_BY_LAYERS, NO_JOIN_OF_EXPERTS, Call
 from .step_gradients import StepGradients
 from .step_result import StepResult
 from .steps import Steps
@@ -30,7 +30,6 @@ class LoopCalls:
     _turn: Turn
     _steps: Steps
     _driver: Driver
-    _join: Join
     _gradients: StepGradients
 
     def _step(self) -> StepResult:
@@ -98,7 +97,7 @@ class LoopCalls:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets what the backwards since the last step have added up, on all ranks; `step` does so by itself."""
         if self._steps.so_far.num_microbatches:
-            self._join.check_outside("engine.zero_grad() in the middle of a step")
+            self._steps.join.check_outside("engine.zero_grad() in the middle of a step")
         self._steps.refuse_more("engine.zero_grad()")
         self._steps.forget(ends_graphs=False)
 
@@ -135,10 +134,10 @@ class LoopCalls:
             raise ValueError(NO_JOIN_OF_EXPERTS)
         if self.config.zero_optimization.layered_gradient_accumulation:
             raise ValueError(NO_JOIN_BY_LAYERS)
-        with self._join.opened():
+        with self._steps.join.opened():
             yield
             with self._turn.of("engine.join()"):
-                for call in self._join.calls_without_data():
+                for call in self._steps.join.calls_without_data():
                     self._take_part(call)
 
     def _take_part(self, call: Call) -> None:
@@ -164,7 +163,7 @@ class LoopCalls:
         """
         if how not in ("any", "all"):
             raise ValueError(f'engine.agree: expected how="any" or "all", found {how!r}')
-        with self._join.together(Call.AGREEMENT) as num_ranks:
+        with self._steps.join.together(Call.AGREEMENT) as num_ranks:
             count = self._count(bool(flag))
         return count == num_ranks if how == "all" else count > 0
 

@@ -34,14 +34,14 @@ class ModelCall:
     def ready(self, steps: Steps, batch: Any) -> Any:
         """The batch on the device, as far as it is this rank's."""
         if self.sequences is None:
-            return steps.prepared(batch)
-        return self.sequences.part(batch).changed(steps.prepared)
+            return steps.inputs.prepared(batch)
+        return self.sequences.part(batch).changed(steps.inputs.prepared)
 
     def ready_by_hand(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """As `ready`, of the inputs with names of a call."""
         if self.sequences is None:
-            return steps.prepared(kwargs)
-        return self.sequences.part_of_call(args, kwargs).changed(steps.prepared)
+            return steps.inputs.prepared(kwargs)
+        return self.sequences.part_of_call(args, kwargs).changed(steps.inputs.prepared)
 
     def run(self, ready: Any, forward: Callable[[], Any]) -> Any:
         """What a forward of the model with this gives."""
@@ -97,7 +97,7 @@ class ModelCall:
 
         def ready(part: SequencePart) -> SequencePart:
             steps.begin_use()
-            return part.changed(steps.prepared)
+            return part.changed(steps.inputs.prepared)
 
         outputs = None if output_of is None else lambda part: output_of(ready(part))
         self.sequences.try_once(batch, lambda part: loss_of(ready(part)), outputs, summed)

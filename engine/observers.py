@@ -1,7 +1,8 @@
-"""Who looks at the steps of a training, and takes no part in them."""
+"""Who looks at the steps of a training, and takes no part in them; a trial ends it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from ..watch.log import logger
@@ -12,22 +13,22 @@ from .parts import Parts
 from .step_log import StepLog
 from .step_profile import StepProfile, Workload
 from .step_result import StepResult
-from .steps import Steps
+from .trial import Trial
 
 
 class Observers:
-    """The log, monitors, profiles and memory reports of one engine."""
+    """The log, monitors, profiles and memory reports of one engine, and the trial that it may be made for."""
 
-    def __init__(self, parts: Parts, steps: Steps, data_size: int) -> None:
+    def __init__(self, parts: Parts, data_size: int) -> None:
         """data_size: ranks, of all islands, by which data are divided."""
         config, world = parts.config, parts.mesh.world
-        self._parts, self._steps, self._data_size = parts, steps, data_size
+        self._parts, self._data_size = parts, data_size
         units = parts.driver.passes.units
         self.reports = MemoryReports(parts.blueprint, parts.mesh, parts.module, units, parts.optimizer, parts.meta_run)
         self._log = StepLog(config.steps_per_print if world.is_first else 0)
         self._monitors = Monitors.of(config, world, parts.model_flops)
         if self._monitors is not None:
-            steps.so_far.tokens = {}
+            parts.steps.so_far.tokens = {}
         self._profiler: StepProfile | None = None
         self._due_profile: StepProfile | None = None  # the config's
         self._profile_if_due(0)
@@ -45,18 +46,25 @@ class Observers:
         self._profiler = StepProfile(workload, self._parts.module, mesh.world.progress, done, steps)
         return self._profiler
 
-    def after_step(self, step: int, result: StepResult) -> None:
-        """step: how many are done."""
+    @property
+    def trial(self) -> Trial | None:
+        """Of `lowtide tune`, where the engine is made for one: nothing is written then."""
+        return self._parts.trial
+
+    def after_step(self, step: int, result: StepResult, close: Callable[[], None]) -> None:
+        """step: how many are done. close: the engine, where a trial ends with it, by SystemExit."""
         config = self._parts.config
         self._log.after_step(step, result, config.train_batch_size or 0)
         if self._monitors is not None:
-            tokens = tokens_of(self._steps.so_far.tokens, self._data_size, config.parallel.sequence)
+            tokens = tokens_of(self._parts.steps.so_far.tokens, self._data_size, config.parallel.sequence)
             self._monitors.after_step(step, result, config.train_batch_size or 0, tokens, self.memory)
-            self._steps.so_far.tokens = {}
+            self._parts.steps.so_far.tokens = {}
         if self._profiler is not None and self._profiler.after_step(step):
             self._end_profile()
         self._profile_if_due(step)
         self.reports.after_step(step)
+        if self._parts.trial is not None:
+            self._parts.trial.after_step(close)
 
     def go_on_at(self, step: int) -> None:
         """The training goes on at another step: what is written and profiled is of that one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ..comm import Activity
-from .archive.parameter_values import ParameterValues
+from .archive.archive import Archive
 from .step_gradients import StepGradients
 from .steps import Access, Steps
 from .turn import Turn, in_turn
@@ -21,7 +21,7 @@ class ParameterAccess:
 
     _turn: Turn
     _steps: Steps
-    _parameter_values: ParameterValues
+    _archive: Archive
     _gradients: StepGradients
 
     @in_turn
@@ -31,7 +31,7 @@ class ParameterAccess:
         All ranks must call it. Raises ValueError for what is no parameter, and for a state that it does not have.
         """
         with self._steps.apart(Activity.WEIGHTS, Access.READS):
-            return self._parameter_values.full(param, state, "engine.full()")
+            return self._archive.parameters.full(param, state, "engine.full()")
 
     @in_turn
     def set_full(self, param: nn.Parameter | str, value: Tensor, state: str | None = None) -> None:
@@ -41,7 +41,7 @@ class ParameterAccess:
         shape.
         """
         with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
-            self._parameter_values.set_full(param, value, state, "engine.set_full()")
+            self._archive.parameters.set_full(param, value, state, "engine.set_full()")
 
     @in_turn
     def local(self, param: nn.Parameter | str, state: str | None = None) -> Tensor:
@@ -51,7 +51,7 @@ class ParameterAccess:
         call it. n is 0 where the parameter does not reach into this rank's shard.
         """
         with self._steps.apart(Activity.WEIGHTS, Access.READS):
-            return self._parameter_values.local(param, state, "engine.local()")
+            return self._archive.parameters.local(param, state, "engine.local()")
 
     @in_turn
     def set_local(self, param: nn.Parameter | str, value: Tensor, state: str | None = None) -> None:
@@ -60,7 +60,7 @@ class ParameterAccess:
         All ranks must call it, each with its own part; ranks that hold the same part (replicas) with equal values.
         """
         with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
-            self._parameter_values.set_local(param, value, state, "engine.set_local()")
+            self._archive.parameters.set_local(param, value, state, "engine.set_local()")
 
     @in_turn
     def gradient(self, param: nn.Parameter | str, local: bool = False) -> Tensor | None:

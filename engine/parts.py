@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from ..comm import Mesh
 from ..model.ledger import Ledger
-from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
 from .blueprint import Blueprint
 from .config.config import Config
 from .driver import Driver
-from .join import Join
 from .late_groups import LateGroups
-from .learning_rates import Betas, Schedule
+from .learning_rates import LearningRates
 from .model_flops import ModelFlops
 from .outer import Outer
+from .steps import Steps
 from .trial import Trial
 
 if TYPE_CHECKING:
@@ -35,16 +33,11 @@ class Parts:
     mesh: Mesh
     module: nn.Module
     driver: Driver
-    join: Join
     optimizer: ShardedOptimizer
     late_groups: LateGroups
     outer: Outer | None  # None: there are no islands
-    loss_scaler: LossScaler
-    input_dtype: torch.dtype | None  # of floating-point inputs; None: as they are
-    schedule: Schedule | None
-    betas: Betas | None
-    lr_scheduler: Any
-    rows_per_microbatch: int | None
+    learning_rates: LearningRates
+    steps: Steps
     ledger: Ledger  # what stands on the module
     close_last: Sequence[Callable[[], None]]
     blueprint: Blueprint

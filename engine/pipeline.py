@@ -103,7 +103,7 @@ class Pipeline:
         for at, inputs in enumerate(ready):
             steps.so_far.note_tokens(inputs, at)
         found = torch.full((), bool(differ), device=self._mesh.world.device)
-        steps.doubt(found, lambda: self._tell(self._training, differ))
+        steps.so_far.note_doubt(found, lambda: self._tell(self._training, differ))
 
         def run() -> list[Tensor]:
             if differ:
@@ -114,7 +114,7 @@ class Pipeline:
         with self._remembers_failure():
             losses = steps.backward(run, len(given))
         if _is_void(self._training):
-            steps.doubt(torch.ones_like(found), lambda: self._tell(self._training, differ))
+            steps.so_far.note_doubt(torch.ones_like(found), lambda: self._tell(self._training, differ))
         steps.so_far.losses.extend(losses)
 
     def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

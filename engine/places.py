@@ -15,7 +15,7 @@ from ..zero.plan import Dtypes, ModelPlan, Share, Shares
 from ..zero.units import UnitPlan
 from .axes import EXPERT, TENSOR
 from .optimizer_plan import OptimizerPlan
-from .pipeline_plan import PipelinePlan
+from .splits import Splits
 
 _Units = tuple[UnitPlan, ...]
 
@@ -36,21 +36,23 @@ def shares_of(tensor: TensorPlan | None, experts: ExpertPlan | None, place_on: C
 
 @dataclass(frozen=True)
 class Places:
-    """What plans of places are made of. degrees: of tensor and expert."""
+    """What plans of places are made of."""
 
     units: _Units
-    tensor: TensorPlan | None
-    experts: ExpertPlan | None
-    degrees: tuple[int, int]
-    pipeline: PipelinePlan | None
+    splits: Splits
     optimizer: OptimizerPlan
     dtypes: Dtypes
     domain: Domain
     arrangement: Arrangement
 
-    def plans(self) -> tuple[ModelPlan, ...]:
-        """Of each place, by stage, then part of the experts, then part of the layers."""
-        num_parts, num_experts = self.degrees
+    def plans(self, alike: AlikePlaces | None = None) -> tuple[ModelPlan, ...]:
+        """Of each place, by stage, then part of the experts, then part of the layers.
+
+        alike: each stage has one plan: of its last part of the layers, which is the largest.
+        """
+        num_parts, num_experts = self.splits.degrees
+        if alike is not None:
+            return tuple(one for one in alike.plans(self) for _ in range(num_experts * num_parts))
         return tuple(
             self.plan(own, of_experts, part)
             for own in self.units_by_stage()
@@ -58,14 +60,9 @@ class Places:
             for part in range(num_parts)
         )
 
-    def plans_of_stages(self, alike: AlikePlaces) -> tuple[ModelPlan, ...]:
-        """The same where each stage has one plan: of its last part of the layers, which is the largest."""
-        num_parts, num_experts = self.degrees
-        return tuple(one for one in alike.plans(self) for _ in range(num_experts * num_parts))
-
     def units_by_stage(self) -> Sequence[_Units]:
         """Of places of the pipeline."""
-        return [self.units] if self.pipeline is None else self.pipeline.units_by_place(self.units)
+        return [self.units] if self.splits.pipeline is None else self.splits.pipeline.units_by_place(self.units)
 
     def plan(self, own: _Units, of_experts: int, part: int) -> ModelPlan:
         """Of the ranks that have these units."""
@@ -76,11 +73,11 @@ class Places:
 
     def last_plan(self, own: _Units) -> ModelPlan:
         """Of those that have the last part of their layers."""
-        return self.plan(own, 0, self.degrees[0] - 1)
+        return self.plan(own, 0, self.splits.degrees[0] - 1)
 
     def kinds(self) -> Callable[[nn.Parameter], Hashable]:
         """What of a parameter decides on its plan, in a place that has the last part."""
-        share_of = self._shares(0, self.degrees[0] - 1)
+        share_of = self._shares(0, self.splits.degrees[0] - 1)
 
         def kind(param: nn.Parameter) -> Hashable:
             optimizer = self.optimizer
@@ -90,7 +87,7 @@ class Places:
         return kind
 
     def _shares(self, of_experts: int, part: int) -> Shares:
-        return shares_of(self.tensor, self.experts, {EXPERT: of_experts, TENSOR: part}.__getitem__)
+        return shares_of(self.splits.tensor, self.splits.experts, {EXPERT: of_experts, TENSOR: part}.__getitem__)
 
 
 class AlikePlaces:
@@ -108,14 +105,15 @@ class AlikePlaces:
     def plans(self, places: Places) -> tuple[ModelPlan, ...]:
         """By stage, of the last part of its layers."""
         # All that units of stages and kinds of parameters depend on.
-        splits = places.degrees, None if places.pipeline is None else places.pipeline.schedule.rank_of_stage
-        key = splits, places.domain, places.arrangement
+        splits = places.splits
+        stages = splits.degrees, None if splits.pipeline is None else splits.pipeline.schedule.rank_of_stage
+        key = stages, places.domain, places.arrangement
         if key not in self._plans:
-            if splits not in self._stages:
-                self._stages[splits] = _first_ones(places.units_by_stage(), places.kinds())
-            different = {id(units): units for units in self._stages[splits]}
+            if stages not in self._stages:
+                self._stages[stages] = _first_ones(places.units_by_stage(), places.kinds())
+            different = {id(units): units for units in self._stages[stages]}
             made = {number: places.last_plan(units) for number, units in different.items()}
-            self._plans[key] = tuple(made[id(units)] for units in self._stages[splits])
+            self._plans[key] = tuple(made[id(units)] for units in self._stages[stages])
         return self._plans[key]
 
 

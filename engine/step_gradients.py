@@ -12,7 +12,7 @@ from ..zero.sequence import StateError
 from .archive.parameter_values import ParameterValues
 from .clipping import Clipping
 from .config.config import Config
-from .join import Call, Join
+from .join import Call
 from .step_sums import SummedStep, sum_step
 from .step_update import Timing
 from .steps import Steps
@@ -24,10 +24,9 @@ class StepGradients:
     backward ... backward | here | step
     """
 
-    def __init__(self, config: Config, mesh: Mesh, steps: Steps, values: ParameterValues, join: Join) -> None:
+    def __init__(self, config: Config, mesh: Mesh, steps: Steps, values: ParameterValues) -> None:
         self._config = config
         self._mesh = mesh
-        self._join = join
         self._steps = steps
         self._values = values
 
@@ -45,7 +44,7 @@ class StepGradients:
         self._check_is_held(
             what, "gradients are used up one by one as they come; a hook on the parameter may change it"
         )
-        if self._steps.so_far.clipping is not None:
+        if self._steps.so_far.clipping_by_hand is not None:
             raise StateError(
                 f"{what}: expected it before engine.clip_grad_norm_(), found it after that, whose norm is of other "
                 "gradients; clip when all gradients are set"
@@ -59,7 +58,7 @@ class StepGradients:
         max_norm, norm_type = float(max_norm), float(norm_type)
         self._check_is_complete(what)
         self._check_can_clip(what, max_norm, norm_type)
-        with self._join.together(Call.CLIPPING) as num_ranks:
+        with self._steps.join.together(Call.CLIPPING) as num_ranks:
             if num_ranks < self._mesh.world.size:  # the others have not been told
                 self._mesh.world.gather_objects((max_norm, norm_type, error_if_nonfinite))
             return self._clip(max_norm, norm_type, error_if_nonfinite)
@@ -73,7 +72,7 @@ class StepGradients:
         self._check_is_held(
             what, "gradients are used up one by one as they come; a hook on the parameter may change it"
         )
-        if self._steps.so_far.clipping is not None:
+        if self._steps.so_far.clipping_by_hand is not None:
             raise StateError(f"{what}: expected it before engine.clip_grad_norm_(), found it after that")
         self._steps.take_back()  # what was updated with other gradients
         for gradient in self._steps.gradients:
@@ -104,7 +103,7 @@ class StepGradients:
 
     def _clip_by(self, clipping: Clipping) -> None:
         if not self._config.gradient_clipping:  # else it is the same, and the norm alone was asked for
-            self._steps.so_far.clipping = clipping
+            self._steps.so_far.clipping_by_hand = clipping
 
     def _norm_on_device(self) -> Tensor:
         """The L2 norm without waiting for it, as torch's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -29,7 +29,9 @@ class StepSoFar:
         self.num_begun = 0  # with those of the backward that runs
         self.is_complete = False
         """Whether the last of them was the last of its step."""
-        self.clipping: Clipping | None = None  # of its gradients, by the caller
+        self.clipping_by_hand: Clipping | None = None  # of its gradients, by the caller
+        self.doubt: tuple[Tensor, Callable[[], None]] | None = None  # see `note_doubt`
+        self._own_clipping = Clipping(config.gradient_clipping or math.inf)
         self.tokens: dict[int, tuple[int, int]] | None = None
         """(rows, length) of each microbatch, where somebody counts them; he takes them away."""
         self._is_last: bool | None = None  # as the caller says; None: by their number
@@ -39,6 +41,11 @@ class StepSoFar:
     def done(self) -> str:
         """In words."""
         return f"{self.num_microbatches} of {self.accumulation} microbatches done (gradient_accumulation_steps)"
+
+    @property
+    def clipping(self) -> Clipping:
+        """Of its gradients: the caller's, or what the config says."""
+        return self.clipping_by_hand or self._own_clipping
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
@@ -54,6 +61,11 @@ class StepSoFar:
         if self.tokens is not None:
             at = self.num_microbatches if at is None else at
             self.tokens[at] = max(self.tokens.get(at, (0, 0)), tokens_in(inputs), key=math.prod)
+
+    def note_doubt(self, found: Tensor, tell: Callable[[], None]) -> None:
+        """Of the step that begins. found: on this rank. If it is so on any, all of which must call this, then nothing
+        is updated after the norm, and `tell`, which raises why, is called on all."""
+        self.doubt = found, tell
 
     def would_complete(self, num_microbatches: int) -> bool:
         """Whether so many more end the step."""
@@ -71,7 +83,7 @@ class StepSoFar:
         self.losses.clear()
         self.num_microbatches = self.num_begun = 0
         self.is_complete = self._by_hand = False
-        self.clipping = None
+        self.clipping_by_hand = self.doubt = None
 
     def check_between(self, what: str) -> None:
         """Raises StateError in the middle of a step, and where the caller says which backwards count."""

@@ -19,6 +19,7 @@ from ..zero.sequence import StateError
 from ..zero.shard_state import ShardState
 from ..zero.unit import Unit
 from .config.config import Config
+from .step_sums import Uses
 
 
 class Timing(Enum):
@@ -64,16 +65,16 @@ class StepUpdate:
         self._mesh = mesh
         self._unclipped_factor = unclipped_factor
         self._delay_after_steps = delay_after_steps
+        gradients = [gradient for unit in reduction_order for gradient in unit.gradients]
+        self.uses = Uses(optimizer.param_groups, gradients, mesh.world.size)
+        self.thin = [gradient.low_rank for gradient in gradients if gradient.low_rank is not None]
+        for one in self.thin:
+            one.step, one.unit = lambda: optimizer.num_steps, unclipped_factor
         self._failure = ""  # of an update in the background, on any rank: states are in part those after it
         self._postponed: list[tuple[ShardState, list[tuple[Piece, Tensor]]]] = []
         self.timing = timing
         self._shards = {id(shard.gradient): shard for shard in optimizer.shards}
-        self._order = [
-            self._shards[id(gradient)]
-            for unit in reduction_order
-            for gradient in unit.gradients
-            if id(gradient) in self._shards
-        ]
+        self._order = [self._shards[id(gradient)] for gradient in gradients if id(gradient) in self._shards]
 
     def begin_backward(self, boundary: bool) -> OnFinal | None:
         """boundary: the backward that begins makes the gradients of the step final.

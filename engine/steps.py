@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +19,16 @@ from ..zero.optimizer import ShardedOptimizer
 from ..zero.reduced_gradient import Cleared
 from ..zero.reductions import OnFinal
 from ..zero.unit import Unit
-from .batch import microbatches, prepared
-from .clipping import Clipping
 from .config.config import Config
 from .gradient_scale import GradientScale
 from .guard import ModelGuard
 from .join import Call, Join, weighted
 from .lent import KINDS, PARAMETERS, Lent
 from .shown_gradients import ShownGradients, refuse_differences
+from .step_inputs import StepInputs
 from .step_result import StepResult
 from .step_so_far import StepSoFar
-from .step_sums import StepSums, SummedStep, Uses, non_finite_error, sum_step
+from .step_sums import StepSums, SummedStep, non_finite_error, sum_step
 from .step_update import StepUpdate, Timing
 
 R = TypeVar("R")
@@ -95,34 +94,28 @@ class Steps:
     ) -> None:
         """input_dtype: of the floating-point inputs of a forward; None: as they are. rows_per_microbatch: None: any."""
         self.so_far = StepSoFar(config)
-        self._own_clipping = Clipping(config.gradient_clipping or math.inf)
-        self._doubt: tuple[Tensor, Callable[[], None]] | None = None
+        self.last = StepResult(torch.zeros(()), torch.zeros(()), optimizer.lr, loss_scaler.scale, False)
+        """What the last step has come to."""
+        self.join = join
         self._config = config
         self._mesh = mesh
-        self._join = join
         self._passes = passes
         self._optimizer = optimizer
-        self._input_dtype = input_dtype
-        self._rows_per_microbatch = rows_per_microbatch
         self._is_apart = False  # other ranks may still have what an error has interrupted
         own = (param for unit in passes.units for group in unit.groups for param in group.params)
         self.lent = Lent()
         self.scale = GradientScale(config, mesh.data_size, loss_scaler, own)
-        self._module = module
-        self.take_up_groups()
+        self.inputs = StepInputs(mesh.world, self.so_far, self.scale, input_dtype, rows_per_microbatch)
+        self.take_up_groups(module)
 
-    def take_up_groups(self) -> None:
+    def take_up_groups(self, module: nn.Module) -> None:
         """The groups of the units, and of the optimizer, are those that there are now; between steps."""
         optimizer, passes, mesh = self._optimizer, self._passes, self._mesh
         self.gradients = [gradient for unit in passes.units for gradient in unit.gradients]
         self._shown = ShownGradients(self.gradients)
-        self._thin = [gradient.low_rank for gradient in self.gradients if gradient.low_rank is not None]
-        for one in self._thin:
-            one.step, one.unit = lambda: optimizer.num_steps, lambda: self.rest
         timing = Timing.of(self._config)
         shares = any(group.axes.copies_are_shared for unit in passes.units for group in unit.groups)
-        self.guard = ModelGuard(self._module, passes.units, shares, only_steps_change=timing is not Timing.DELAYED)
-        self._uses = Uses(optimizer.param_groups, self.gradients, mesh.world.size)
+        self.guard = ModelGuard(module, passes.units, shares, only_steps_change=timing is not Timing.DELAYED)
         delay_after_steps = self._config.zero_optimization.offload_optimizer.delay_after_steps
         order = passes.reduction_order
         self.update = StepUpdate(optimizer, order, mesh, timing, lambda: self.rest, delay_after_steps)
@@ -146,18 +139,6 @@ class Steps:
 
     # -- microbatches ---------------------------------------------------------------------------------------------
 
-    def microbatches_of(self, batch: Any) -> Iterator[Any]:
-        """Those of this rank's share of a global batch, or drawn from an iterator. Raises ValueError."""
-        found = microbatches(batch, self.so_far.accumulation, self._rows_per_microbatch)
-        progress = self._mesh.world.progress
-        return progress.drawn(found) if progress.is_on else found
-
-    def prepared(self, inputs: Any) -> Any:
-        """Inputs of a forward, on the device and in the compute dtype."""
-        if self.so_far.tokens is not None and torch.is_grad_enabled():
-            self.so_far.note_tokens(inputs)
-        return prepared(inputs, self._mesh.world.device, self._input_dtype, self.scale.mark_input)
-
     def backward(self, run: Callable[[], R], num_microbatches: int = 1) -> R:
         """What `run` gives, the backward of so many microbatches. An error in it ends the step."""
         self.begin_backward(num_microbatches)
@@ -168,11 +149,6 @@ class Steps:
             raise
         self.end_backward(num_microbatches)
         return result
-
-    def doubt(self, found: Tensor, tell: Callable[[], None]) -> None:
-        """Of the step that begins. found: on this rank. If it is so on any, all of which must call this, then nothing
-        is updated after the norm, and `tell`, which raises why, is called on all."""
-        self._doubt = found, tell
 
     def begin_forward(self) -> None:
         """Raises ValueError where the model was changed behind the engine's back."""
@@ -223,7 +199,7 @@ class Steps:
         self._shown.put(are_final=True)
 
     def _clear(self, cleared: Cleared) -> None:
-        self._join.check_outside("zero_grad() after the last backward of a step")
+        self.join.check_outside("zero_grad() after the last backward of a step")
         self._shown.note(cleared, self.so_far.num_begun)
         for gradient in self.gradients:
             gradient.clear(cleared)
@@ -245,7 +221,7 @@ class Steps:
         if cleared := self._shown.take_taken():
             self._shown.note(cleared, self.so_far.num_begun)
             self._forget_gradients()  # in the middle of a step, whose backwards are counted all the same
-        if self.so_far.clipping is not None:
+        if self.so_far.clipping_by_hand is not None:
             self.so_far.refuse_backward()
         boundary = self.so_far.would_complete(num_microbatches)
         on_final = self.update.begin_backward(boundary)
@@ -277,7 +253,7 @@ class Steps:
     def take_back(self) -> None:
         """What was updated before the end of the step has not been, on all ranks. Does nothing where nothing was."""
         if self.update.take_back():
-            self._join.before(Call.TAKING_BACK)
+            self.join.before(Call.TAKING_BACK)
             self._mesh.fence("the end of what was tried in the backward")
 
     def forget(self, ends_graphs: bool = True) -> None:
@@ -292,7 +268,7 @@ class Steps:
             self._passes.release_all()
             self._shown.forget()
         self.so_far.forget()
-        self._join.num_missing, self._doubt = 0, None
+        self.join.num_missing = 0
 
     def _forget_gradients(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # a released parameter would cost a call of Python
@@ -303,21 +279,21 @@ class Steps:
 
     # -- the update -----------------------------------------------------------------------------------------------
 
-    def end(self, number: int, events: Sequence[bool]) -> tuple[StepResult, Sequence[int]]:
+    def end(self, number: int, events: Sequence[bool]) -> Sequence[int]:
         """Updates the parameters; a collective. number: of steps before this one. events: that this rank knows of.
 
-        Returns also on how many ranks each of the events has happened.
+        Returns on how many ranks each of the events has happened.
         """
         self.check_at_hand("engine.step()")
         self._mesh.world.progress.enter(Activity.UPDATE)
         self.guard.expect_update()
         events = (self.update.has_failed(), *events)
         losses, what = self._losses_by_weight(), f"the norm of step {number}"
-        seen, doubt = self.guard.take_seen(), self._doubt
+        seen, doubt = self.guard.take_seen(), self.so_far.doubt
         if doubt is not None:
             seen = doubt[0].any() if seen is None else seen | doubt[0].any()
         cleared = self._shown.mark
-        summed = sum_step(self._mesh, self.gradients, losses, events, what, self._uses, seen, cleared)
+        summed = sum_step(self._mesh, self.gradients, losses, events, what, self.update.uses, seen, cleared)
         rest = self.rest
         is_started = self._update_if_finite(summed, number, rest)
         sums = summed.read()
@@ -349,14 +325,15 @@ class Steps:
             self._update_or_skip(sums, norm, number)
         if not result.skipped:
             self.guard.mark_updated()
-            for one in self._thin:
+            for one in self.update.thin:
                 one.accept(rest)
         self.guard.remember_values()
         if self.guard.shares_values:  # else a rank that is ahead may change what this one remembers
             self._mesh.fence(f"the end of step {number}")
         self.forget()
         self.scale.loss_scaler.update(result.skipped)
-        return result, counts
+        self.last = result
+        return counts
 
     @property
     def rest(self) -> float:
@@ -373,11 +350,11 @@ class Steps:
     def _weight(self) -> float:
         """How many microbatches a step has, for each that there was: 1 but under `engine.join`."""
         full = self._mesh.data_size * self.so_far.num_begun
-        return full / (full - self._join.num_missing) if self._join.num_missing else 1.0
+        return full / (full - self.join.num_missing) if self.join.num_missing else 1.0
 
     def _losses_by_weight(self) -> list[Tensor]:
         """Losses whose mean, averaged over the ranks, is that of all there were."""
-        if not self._join.num_missing:
+        if not self.join.num_missing:
             return self.so_far.losses
         losses = self.so_far.losses
         return weighted(losses, self._weight * len(losses) / self.so_far.num_microbatches)
@@ -391,17 +368,13 @@ class Steps:
         """
         if not self.update.can_be_skipped:
             return False
-        unused = frozenset[int]() if self._uses.are_all else summed.read().unused
-        factor, skip = summed.factor_and_skip(self._clipping, rest)
+        unused = frozenset[int]() if self.update.uses.are_all else summed.read().unused
+        factor, skip = summed.factor_and_skip(self.so_far.clipping, rest)
         self.update.end_step(factor, unused, _update_of(number), skip)
         return True
 
-    @property
-    def _clipping(self) -> Clipping:
-        return self.so_far.clipping or self._own_clipping
-
     def _update_or_skip(self, sums: StepSums, norm: float, number: int) -> None:
-        factor = self._clipping.factor(norm) * self.rest
+        factor = self.so_far.clipping.factor(norm) * self.rest
         if sums.num_bad or sums.cleared or factor != self.rest or self.update.has_missed(sums.unused):
             self.take_back()
         if not sums.num_bad:
@@ -429,7 +402,7 @@ class Steps:
         all ranks would come.
         """
         gradients = "engine.gradient(), set_gradient() or clip_grad_value_()"
-        self._join.check_outside(gradients if access is Access.NOTHING else activity.value)
+        self.join.check_outside(gradients if access is Access.NOTHING else activity.value)
         if access in (Access.CHANGES, Access.REPLACES):
             self.check_at_hand("a change of the weights")
         elif access is not Access.NOTHING:

@@ -69,7 +69,7 @@ class WholeModel:
     def _check_same(self, steps: Steps, batch: Any) -> None:
         differs = self._same.check(batch)
         if differs is not None:
-            steps.doubt(differs, self._same.read)
+            steps.so_far.note_doubt(differs, self._same.read)
 
     def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if torch.is_grad_enabled():
@@ -78,7 +78,7 @@ class WholeModel:
         ready = self._call.ready_by_hand(steps, args, kwargs)
 
         def output() -> Any:
-            return self._call.run(ready, lambda: forward(self._module, steps.prepared(args), ready))
+            return self._call.run(ready, lambda: forward(self._module, steps.inputs.prepared(args), ready))
 
         self._call.compare_once(steps, self._module, output)
         steps.begin_forward()

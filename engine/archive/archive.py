@@ -44,7 +44,7 @@ class Archive:
         self.named = NamedState(module, units, optimizer, mesh, whole)
         self.parameters = ParameterValues(units, optimizer, mesh, self.named, frozen.note_changed)
         self.checkpoints = Checkpointer(config, mesh, module, optimizer, self.named, Frozen(self.named, mesh, frozen))
-        self._frozen = frozen
+        self.frozen = frozen
         self._module = module
         self._mesh = mesh
         self._world = mesh.world
@@ -83,7 +83,7 @@ class Archive:
 
     def load_state_dict(self, given: Mapping[str, Any], strict: bool) -> None:
         """See `Engine.load_state_dict`."""
-        self._frozen.note_loaded(weights.load_state_dict(self.named, self.values, self._world, given, strict))
+        self.frozen.note_loaded(weights.load_state_dict(self.named, self.values, self._world, given, strict))
 
     def swap(self, averages: Averages, shown: bool) -> None:
         """Averages and weights change places, on all ranks, with all that is computed of the weights.
@@ -97,4 +97,4 @@ class Archive:
 
     def load_weights(self, path: str | os.PathLike[str], strict: bool) -> None:
         """See `Engine.load_weights`."""
-        self._frozen.note_loaded(weights.load_weights(self.named, self._world, path, strict))
+        self.frozen.note_loaded(weights.load_weights(self.named, self._world, path, strict))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from ..engine.engine import Engine
 from . import comm
 from .accelerator import get_accelerator
+from .boundary import Boundary
 from .config import GETTERS, DeepSpeedConfig
 from .dataloader import DeepSpeedDataLoader
 from .errors import UsageError
@@ -22,7 +23,6 @@ from .optimizer_view import DeepSpeedOptimizer
 from .owners import own, own_no_more
 from .saved import Counters
 from .saving import SavingEngine
-from .stepped import SteppedScheduler
 
 DeepSpeedOptimizerCallable = Callable[[Any], torch.optim.Optimizer]
 DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]
@@ -42,7 +42,6 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
         engine: Engine,
         config: DeepSpeedConfig,
         basic_optimizer: torch.optim.Optimizer | None,
-        scheduler: SteppedScheduler | None,
         training_data: Any,
         collate_fn: Callable[[list[Any]], Any] | None,
         mpu: Any,
@@ -52,11 +51,9 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
         self.module = engine.module
         self._config = config
         self._counters = Counters()
-        self._boundary: bool | None = None  # as the caller says; None: by the number of microbatches
-        self._in_no_sync = False
+        self._boundary = Boundary()
         self._step_applied = False
         self._grad_norm: Tensor | None = None
-        self._stepped = scheduler
         self.mpu = mpu
         self.sparse_tensor_module_names: set[str] = set()  # gradients are dense on their way
         self.collate_fn = collate_fn
@@ -88,7 +85,8 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
         self._check_trains("backward")
         accumulation = self.gradient_accumulation_steps()
         scaled = loss / accumulation if scale_wrt_gas and accumulation > 1 else loss
-        with self.lowtide.accumulate(last=self.is_gradient_accumulation_boundary() and not self._in_no_sync):
+        is_last = self.is_gradient_accumulation_boundary() and not self._boundary.is_in_no_sync
+        with self.lowtide.accumulate(last=is_last):
             if retain_graph:
                 torch.autograd.backward(self.lowtide.scale(scaled), retain_graph=True)
             else:
@@ -101,31 +99,30 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Updates after the last microbatch of a step; after others it only counts."""
-        if self._in_no_sync:
+        if self._boundary.is_in_no_sync:
             raise UsageError("engine.step(): expected it outside of engine.no_sync(), found it inside; leave it before")
         self._check_trains("step")
         self._step_applied = False
         if self.is_gradient_accumulation_boundary():
             self._update(dict(lr_kwargs or {}))
-        self.micro_steps += 1
+        self._counters.micro_steps += 1
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         if self._stepped is not None:
             self._stepped.kwargs = lr_kwargs
         number = self.lowtide.global_step
         result = self.lowtide.step()
-        if self.lowtide.global_step == number:  # no backward since the last step: nothing to update with
+        is_made = self.lowtide.global_step != number
+        if not is_made:  # no backward since the last step: nothing to update with
             self._check_no_gradients()
             if self._stepped is not None:
                 self._stepped.step()
         else:
             self._grad_norm = result.grad_norm
-            self.skipped_steps += result.skipped
             if isinstance(self.optimizer, DeepSpeedOptimizer):
                 self.optimizer.overflow = result.skipped
-        self._step_applied = self.lowtide.global_step != number and not result.skipped
-        self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        self._step_applied = is_made and not result.skipped
+        self._counters.add_step(self.train_batch_size(), was_skipped=is_made and result.skipped)
         self._report()
 
     def _check_no_gradients(self) -> None:
@@ -146,30 +143,15 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether this microbatch is the last of its step."""
-        if self._boundary is not None:
-            return self._boundary
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return self._boundary.is_at(self._counters.micro_steps, self.gradient_accumulation_steps())
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """From now on each microbatch is the last of its step, or none is, whatever their number."""
-        self._boundary = is_boundary
+        self._boundary.said = is_boundary
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """A context whose backwards are not the last of their step. Raises UsageError at stages 2 and 3, as there."""
-        if self._config.stage >= 2:
-            raise UsageError(
-                f"engine.no_sync(): expected stage 0 or 1, found stage {self._config.stage}, where gradients are "
-                "divided over the ranks as they come; use gradient_accumulation_steps, or "
-                "set_gradient_accumulation_boundary"
-            )
-        if self._in_no_sync:
-            raise UsageError("engine.no_sync(): expected it once, found it inside of itself")
-        self._in_no_sync = True
-        try:
-            yield
-        finally:
-            self._in_no_sync = False
+        return self._boundary.no_sync(self._config.stage)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of the step so far. At stages 2 and 3 they stay: there they are the engine's own."""

@@ -38,11 +38,9 @@ class PipelineEngine(DeepSpeedEngine):
         drawn = self._drawn(data_iter)
         result = self.lowtide.train_step(self._microbatches(drawn, self.gradient_accumulation_steps()))
         self._grad_norm = result.grad_norm
-        self.skipped_steps += result.skipped
         self._step_applied = not result.skipped
-        self.global_steps += 1
-        self.micro_steps += self.gradient_accumulation_steps()
-        self.global_samples += self.train_batch_size()
+        self._counters.micro_steps += self.gradient_accumulation_steps()
+        self._counters.add_step(self.train_batch_size(), result.skipped)
         self._report_loss(result.loss)
         return result.loss.to(self.device)
 

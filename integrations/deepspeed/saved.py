@@ -24,6 +24,12 @@ class Counters:
     micro_steps: int = 0
     skipped_steps: int = 0
 
+    def add_step(self, num_samples: int, was_skipped: bool) -> None:
+        """A step has ended."""
+        self.global_steps += 1
+        self.global_samples += num_samples
+        self.skipped_steps += was_skipped
+
     def as_state(self) -> dict[str, Any]:
         """A part of the client state."""
         return {COUNTERS: asdict(self)}

@@ -26,7 +26,12 @@ class SavingEngine(nn.Module):
     module: nn.Module
     _config: DeepSpeedConfig
     _counters: Counters
-    _stepped: SteppedScheduler | None
+
+    @property
+    def _stepped(self) -> SteppedScheduler | None:
+        """The scheduler, as the engine steps it."""
+        found: SteppedScheduler | None = self.lowtide.lr_scheduler
+        return found
 
     # -- weights --------------------------------------------------------------------------------------------------
 

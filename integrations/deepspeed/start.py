@@ -60,43 +60,21 @@ def initialize(
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     num_stages = model.num_pipeline_stages() if isinstance(model, PipelineModule) else 1
     settings = DeepSpeedConfig(source, num_stages=num_stages)
-    if settings.resolved.planned_keys:
-        raise UsageError(
-            f'config: expected values for {", ".join(settings.resolved.planned_keys)}, found "auto", which '
-            "`lowtide plan` chooses; write what it says into the config"
-        )
-    if lr_scheduler is not None and not callable(lr_scheduler) and not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(
-            f"lr_scheduler: expected a callable from an optimizer to a scheduler, found a "
-            f"{type(lr_scheduler).__name__}, and its optimizer not beside it; pass that optimizer too, or a callable"
-        )
+    _check_settled(settings, optimizer, lr_scheduler)
     if isinstance(model, nn.Module):
         refuse_moe_params(model.parameters())
     basic = _basic_optimizer(settings, model, optimizer, model_parameters)
     has_optimizer = basic is not None or settings.checked.optimizer is not None
-    section = settings.resolved.scheduler
-    stepped: list[SteppedScheduler] = []
-
-    def make_scheduler(sharded: torch.optim.Optimizer) -> SteppedScheduler:
-        of = sharded if basic is None else basic
-        if lr_scheduler is None:
-            made: Any = scheduler_of(section, of)
-        else:
-            made = lr_scheduler(of) if callable(lr_scheduler) else lr_scheduler
-        stepped.append(SteppedScheduler(made, lambda: int(settings.train_batch_size or 0)))
-        return stepped[0]
-
-    wants_scheduler = has_optimizer and (lr_scheduler is not None or section is not None)
     with _values_later(model) as source_of_values:
         engine = start_engine(
             source_of_values,
             _engine_config(settings, model, has_own=basic is not None, has_optimizer=has_optimizer),
             loss_fn=model.loss_of if isinstance(model, PipelineModule) else None,
             optimizer=basic,
-            lr_scheduler=make_scheduler if wants_scheduler else None,
+            lr_scheduler=_scheduler_maker(settings, basic, lr_scheduler) if has_optimizer else None,
         )
     kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
-    found = kind(engine, settings, basic, stepped[0] if stepped else None, training_data, collate_fn, mpu)
+    found = kind(engine, settings, basic, training_data, collate_fn, mpu)
     return found, found.optimizer, found.training_dataloader, found.lr_scheduler
 
 
@@ -143,6 +121,20 @@ def _check_groups(mpu: Any, mesh_param: Any) -> None:
         )
 
 
+def _check_settled(settings: DeepSpeedConfig, optimizer: Any, lr_scheduler: Any) -> None:
+    """Raises UsageError for what is still "auto", and for a scheduler whose optimizer is not known."""
+    if settings.resolved.planned_keys:
+        raise UsageError(
+            f'config: expected values for {", ".join(settings.resolved.planned_keys)}, found "auto", which '
+            "`lowtide plan` chooses; write what it says into the config"
+        )
+    if lr_scheduler is not None and not callable(lr_scheduler) and not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"lr_scheduler: expected a callable from an optimizer to a scheduler, found a "
+            f"{type(lr_scheduler).__name__}, and its optimizer not beside it; pass that optimizer too, or a callable"
+        )
+
+
 def _engine_config(settings: DeepSpeedConfig, model: Any, *, has_own: bool, has_optimizer: bool) -> Config:
     """lowtide's config: the engine here divides losses and counts microbatches, but over a pipeline."""
     resolved = settings.resolved
@@ -162,7 +154,26 @@ def _engine_config(settings: DeepSpeedConfig, model: Any, *, has_own: bool, has_
     return resolved.model_copy(update=update)
 
 
-# -- the optimizer ----------------------------------------------------------------------------------------------------
+# -- scheduler and optimizer ------------------------------------------------------------------------------------------
+
+
+def _scheduler_maker(
+    settings: DeepSpeedConfig, basic: torch.optim.Optimizer | None, given: Any
+) -> Callable[[torch.optim.Optimizer], SteppedScheduler] | None:
+    """From the engine's optimizer to the scheduler: the caller's, or the config's over `basic` where that is there."""
+    section = settings.resolved.scheduler
+    if given is None and section is None:
+        return None
+
+    def make(sharded: torch.optim.Optimizer) -> SteppedScheduler:
+        of = sharded if basic is None else basic
+        if given is None:
+            made: Any = scheduler_of(section, of)
+        else:
+            made = given(of) if callable(given) else given
+        return SteppedScheduler(made, lambda: int(settings.train_batch_size or 0))
+
+    return make
 
 
 def _basic_optimizer(

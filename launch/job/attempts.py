@@ -16,9 +16,11 @@ from ..hosts.host import Allocation, LaunchError
 from ..hosts.plan import Plan
 from ..transports.link import Transport
 from ..wire.loop import Loop
+from .attempt import Attempt
 from .display import say
-from .launcher import Launcher, Outcome
+from .launcher import Launcher
 from .obituary import obituary
+from .outcome import Outcome
 from .request import Request
 
 FAILURES_IN_A_ROW = 2
@@ -65,46 +67,43 @@ class Attempts:
         self._most = min(elastic.max_hosts or len(self._hosts), len(self._hosts))
         self._least = min(elastic.min_hosts or self._most, self._most)
         self._blamed: tuple[str, int] = ("", 0)  # the host of the last first failure, how often in a row
-        self._identity = str(uuid.uuid4())
-        self._restarts = 0
-        self._first_world_size: int | None = None  # None until the first attempt has a plan
+        self._attempt = Attempt(str(uuid.uuid4()))  # without a first world size until the first attempt has a plan
 
     def run(self) -> int:
         """The exit status for the shell. Raises LaunchError where an attempt cannot begin."""
         while True:
-            outcome = self._attempt()
+            outcome = self._run_once()
             if outcome is None:  # hosts were not reached, and are left out
                 continue
-            if outcome.failure is None or self._restarts >= self._elastic.max_restarts or not outcome.was_started:
+            may_restart = outcome.was_started and self._attempt.restarts < self._elastic.max_restarts
+            if outcome.failure is None or not may_restart:
                 return outcome.status
             self._leave_out(outcome)
             if len(self._hosts) < self._least:
                 say(f"no restart: {len(self._hosts)} of the hosts are left, the job needs at least {self._least}")
                 return outcome.status
-            self._restarts += 1
+            self._attempt = replace(self._attempt, restarts=self._attempt.restarts + 1)
             names = ", ".join(host.name for host in self._hosts[: self._most])
-            say(f"restart {self._restarts} of {self._elastic.max_restarts} on {names}")
+            say(f"restart {self._attempt.restarts} of {self._elastic.max_restarts} on {names}")
 
-    def _attempt(self) -> Outcome | None:
+    def _run_once(self) -> Outcome | None:
         allocation = replace(self._allocation, hosts=tuple(self._hosts[: self._most]))
         loop = Loop()
         transport = self._make_transport(allocation)
-        launcher = Launcher(
-            loop, self._request, allocation, transport, self._identity, self._restarts, self._first_world_size
-        )
+        launcher = Launcher(loop, self._request, allocation, transport, self._attempt)
         try:
             outcome = launcher.run()
         except LaunchError as error:
             gone = launcher.unreachable_hosts
             self._drop(gone)
-            if not (self._restarts and gone and len(self._hosts) >= self._least):
+            if not (self._attempt.restarts and gone and len(self._hosts) >= self._least):
                 raise
             say(f"{error}\nThe restart goes on without {', '.join(gone)}.")
             return None
         finally:
             loop.close()
-        if self._first_world_size is None and launcher.plan is not None:
-            self._first_world_size = launcher.plan.world_size
+        if self._attempt.first_world_size is None and launcher.plan is not None:
+            self._attempt = replace(self._attempt, first_world_size=launcher.plan.world_size)
         self._tell(outcome, launcher)
         return outcome
 
@@ -137,6 +136,6 @@ def planned(request: Request, allocation: Allocation, transport: Transport) -> P
     """What would run where: asks the hosts what they have, and starts no rank."""
     loop = Loop()
     try:
-        return Launcher(loop, request, allocation, transport, "").only_plan()
+        return Launcher(loop, request, allocation, transport, Attempt("")).only_plan()
     finally:
         loop.close()

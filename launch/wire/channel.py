@@ -1,10 +1,6 @@
 """The line between the launcher and one agent: messages both ways, a sign of life each second, and the clocks' offset.
 
-[Note: silence]
-The launcher sends a Beat each second and the agent answers it, so that each hears the other. A peer that has ended is
-noticed at once, by the end of its stream; silence tells only of a cut link, of a host that lost its power, or of a
-process that is stopped. It is counted in ticks of this side's own timer and not by the clock, because a process that
-was stopped itself (Ctrl-Z, a laptop's sleep) would find everyone silent when it wakes.
+The launcher sends a Beat each second and the agent answers it, so that each hears the other.
 """
 
 import os
@@ -14,11 +10,12 @@ from collections.abc import Callable
 from .handshake import HandshakeError, Seal
 from .loop import Loop, Timer
 from .messages import Beat, Message, decode, encode
+from .outgoing import CHUNK_BYTES, Outgoing
+from .peer_clock import PeerClock
+from .silence import TICK_SECONDS, Silence
 
 MAGIC = b"=== lowtide agent ==="  # what comes before this line from a remote shell is its own talk
-_TICK_SECONDS = 0.5
 _TICKS_PER_BEAT = 2
-_CHUNK_BYTES = 1 << 16
 _LINE_LIMIT_BYTES = 1 << 26
 
 
@@ -43,31 +40,23 @@ class Channel:
         talk: Callable[[str], None] | None = None,
         seal: Seal | None = None,
     ) -> None:
-        self.clock_offset = 0.0  # the peer's time.monotonic() minus ours
-        self.clock_uncertainty = float("inf")  # of clock_offset; infinite until a beat was answered
-        self.was_silent = False  # the peer was lost by silence, and not by the end of its stream
+        self.clock = PeerClock()
         self.lost_at = 0.0  # when the peer was gone, as far as that is known
-        self._last_heard = time.monotonic()
         self._loop = loop
         self._read_fd = read_fd
-        self._write_fd = write_fd
         self._received = received
         self._lost = lost
-        self._silence_seconds = silence_seconds
+        self._silence = Silence(silence_seconds)
         self._sends_beats = sends_beats
         self._talk = talk
         self._seal = seal
-        self._silent_seconds = 0.0
         self._num_ticks = 0
         self._rest = bytearray()
-        self._unsent = bytearray()
-        self._waits_to_write = False
-        self._cannot_write = False
         self._open = True
-        for fd in (read_fd, write_fd):
-            os.set_blocking(fd, False)
+        os.set_blocking(read_fd, False)
+        self._outgoing = Outgoing(loop, write_fd)
         loop.on_readable(read_fd, self._read)
-        self._timer: Timer = loop.after(_TICK_SECONDS, self._tick)
+        self._timer: Timer = loop.after(TICK_SECONDS, self._tick)
 
     @property
     def is_open(self) -> bool:
@@ -77,14 +66,18 @@ class Channel:
     @property
     def is_flushed(self) -> bool:
         """Whether nothing waits to be sent."""
-        return not self._unsent
+        return self._outgoing.num_bytes == 0
+
+    @property
+    def was_silent(self) -> bool:
+        """Whether the peer was lost by silence, and not by the end of its stream."""
+        return self._silence.is_over
 
     def send(self, message: Message) -> None:
         """Never blocks; what the peer does not take now is kept and sent when it does. Nothing once it is gone."""
-        if self._open and not self._cannot_write:
+        if self._open:
             line = encode(message)
-            self._unsent += (line if self._seal is None else self._seal.signed(line)) + b"\n"
-            self._write()
+            self._outgoing.put(line if self._seal is None else self._seal.signed(line))
 
     def close(self) -> None:
         """Ends the stream both ways."""
@@ -92,13 +85,13 @@ class Channel:
             return
         self._open = False
         self._timer.cancel()
-        for fd in (self._read_fd, self._write_fd):
-            self._loop.forget(fd)
-            os.close(fd)
+        self._loop.forget(self._read_fd)
+        os.close(self._read_fd)
+        self._outgoing.close()
 
     def _read(self) -> None:
         try:
-            chunk = os.read(self._read_fd, _CHUNK_BYTES)
+            chunk = os.read(self._read_fd, CHUNK_BYTES)
         except BlockingIOError:
             return
         except OSError as error:
@@ -107,8 +100,7 @@ class Channel:
         if not chunk:
             self._lose("the connection ended")
             return
-        self._last_heard = time.monotonic()
-        self._silent_seconds = 0.0
+        self._silence.heard()
         self._rest += chunk
         if b"\n" not in chunk:
             if len(self._rest) > _LINE_LIMIT_BYTES:
@@ -144,41 +136,17 @@ class Channel:
         now = time.monotonic()
         if beat.clock is None:
             self.send(Beat(beat.sent, now))
-        elif (now - beat.sent) / 2 < self.clock_uncertainty:  # the quicker the answer, the more exact the offset
-            self.clock_uncertainty = (now - beat.sent) / 2
-            self.clock_offset = beat.clock - (beat.sent + now) / 2
-
-    def _write(self) -> None:
-        try:
-            while self._unsent:
-                del self._unsent[: os.write(self._write_fd, memoryview(self._unsent)[:_CHUNK_BYTES].tobytes())]
-        except BlockingIOError:
-            self._watch_writing(True)
-            return
-        except OSError:  # what it said before may still be there to be read: the end of reading tells
-            self._cannot_write = True
-            self._unsent.clear()
-        self._watch_writing(False)
-
-    def _watch_writing(self, wanted: bool) -> None:
-        if wanted and not self._waits_to_write:
-            self._loop.on_writable(self._write_fd, self._write)
-        elif not wanted and self._waits_to_write:
-            self._loop.forget(self._write_fd)
-        self._waits_to_write = wanted
+        else:
+            self.clock.hear(beat.sent, beat.clock, now)
 
     def _tick(self) -> None:
-        self._timer = self._loop.after(_TICK_SECONDS, self._tick)
+        self._timer = self._loop.after(TICK_SECONDS, self._tick)
         self._num_ticks += 1
         is_time = self._num_ticks % _TICKS_PER_BEAT == 0
-        if self._sends_beats and is_time and self._talk is None and len(self._unsent) < _CHUNK_BYTES:
+        if self._sends_beats and is_time and self._talk is None and self._outgoing.num_bytes < CHUNK_BYTES:
             self.send(Beat(time.monotonic()))
-        if self._silence_seconds is None or self._talk is not None:
-            return
-        if self._silent_seconds >= self._silence_seconds:
-            self.was_silent = True
-            self._lose(f"nothing was heard from it for {self._silent_seconds:g} s", self._last_heard)
-        self._silent_seconds += _TICK_SECONDS
+        if self._talk is None and self._silence.tick():
+            self._lose(f"nothing was heard from it for {self._silence.seconds:g} s", self._silence.since)
 
     def _lose(self, reason: str, when: float | None = None) -> None:
         self.lost_at = time.monotonic() if when is None else when

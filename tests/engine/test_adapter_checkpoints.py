@@ -95,7 +95,7 @@ def change_and_save(folder: str) -> list[str]:
             engine.module.base_model.model.lm_head.weight.mul_(1.5)
         run(engine, 0, 1)
         engine.save_checkpoint(folder)
-        return sorted(engine._frozen.by_hand)
+        return sorted(engine._archive.frozen.by_hand)
 
 
 def load_and_save(folder: str) -> bool:

@@ -20,7 +20,8 @@ from .native import NativeRoute
 from .objects import gather_objects
 from .peers import Peers
 from .raised import Raised
-from .shared_memory import SharedMemoryRoute, shared_memory_fault
+from .shared_files import shared_memory_fault
+from .shared_memory import SharedMemoryRoute
 from .sockets import SocketRoute
 from .solo import SoloRoute
 from .trail import NUM_RECORDED, Channel, Trail

@@ -13,76 +13,31 @@ Gradients go through a ring of slots. Slot s of rank r is written by r alone. Op
                              (behind the slot's content, where its dtype cannot hold the sum); where `out` itself is
                              one copy, there is nothing to copy, and reduced tells that the part is there
              -> consumed = n + 1; a slot is written again when every rank has consumed what was in it
-
-[Note: ordering of stores]
-A counter is stored after the data that it announces. Between the two lies at least one release and acquire of a lock
-(torch gives up the interpreter's lock around a copy), which orders them on every processor.
-
-The file is unlinked as soon as every rank has mapped it: nothing is left behind, whatever kills the job.
 """
 
 from __future__ import annotations
 
-import os
-import pickle
-import secrets
-import sys
 import time
-import weakref
-import zlib
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import Any
 
-import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
 from .axis import Piece
-from .errors import UNEVEN, CollectiveError, no_answer
+from .errors import CollectiveError, no_answer
 from .pending import Numels, Pending, Terms, regions_of
+from .shared_counters import CONSUMED, COUNTERS_NUMEL, FENCED, POSTED, REDUCED, SharedCounters
+from .shared_files import Gather, map_together, page_aligned
+from .shared_mail import LETTER_NUMEL, MAIL_NUMEL, SharedMail
 from .trail import Channel
 
-FOLDER = "/dev/shm"
-_PAGE_BYTES = 4096
 _LINE_BYTES = 64  # of the cache
-_MAIL_NUMEL = 256  # the last one names the call
-_MAIL_BYTES = 8 * (_MAIL_NUMEL - 1)
-_POSTED, _REDUCED, _CONSUMED, _MAILED, _FENCED, _LEFT = range(6)
-_ROW_NUMEL = 64  # one rank's counters fill lines of the cache that no other rank writes
-_LIVENESS_SECONDS = 0.2
-_IN_PEACE, _AFTER_ERROR = 1, 2  # values of _LEFT
-
-
-def page_aligned(nbytes: int) -> int:
-    """nbytes rounded up to whole pages."""
-    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def counters_bytes(size: int) -> int:
     """What a route between so many ranks takes before it is used."""
-    return page_aligned(8 * size * (_ROW_NUMEL + 2 * _MAIL_NUMEL))
-
-
-def free_shared_bytes() -> int:
-    """Bytes that can still be taken from shared memory on this host; 0 where it has none."""
-    try:
-        stat = os.statvfs(FOLDER)
-    except OSError:
-        return 0
-    return stat.f_bavail * stat.f_frsize
-
-
-def shared_memory_fault(nbytes: int) -> str:
-    """Why nbytes cannot be taken from shared memory by this process; "" where they can."""
-    free = free_shared_bytes()
-    if free <= nbytes:
-        return f"{FOLDER} has {free:,} bytes free, and {nbytes:,} are needed"
-    path, fault = _create_file(_PAGE_BYTES, "a first page")  # it may be read-only
-    if path:
-        os.unlink(path)
-    return fault
+    return page_aligned(8 * size * (COUNTERS_NUMEL + MAIL_NUMEL))
 
 
 class SharedMemoryRoute:
@@ -111,22 +66,16 @@ class SharedMemoryRoute:
         self.ranks = ranks
         self.size = len(ranks)
         self._places = places
-        self._place = places[rank]
-        self._timeout_seconds = timeout_seconds
         self._channel = channel
-        self._processes = [psutil.Process(pid) for pid in pids]
-        control = self._map(counters_bytes(self.size), "counters", exchange).view(torch.int64)
-        counters_numel = self.size * _ROW_NUMEL
-        self._counters = control[:counters_numel].numpy().reshape(self.size, _ROW_NUMEL)
-        # Called by `close`, and at the end of a script that has not closed its engine.
-        self._say_goodbye = weakref.finalize(self, _say_goodbye, self._counters[rank], os.getpid())
-        mail_end = counters_numel + 2 * self.size * _MAIL_NUMEL
-        self._mail = control[counters_numel:mail_end].view(2, self.size, _MAIL_NUMEL)
+        told = _gather_by(exchange, rank, ranks, channel)
+        control = map_together(counters_bytes(self.size), "counters", rank, ranks, told).view(torch.int64)
+        mail_start, mail_end = self.size * COUNTERS_NUMEL, self.size * (COUNTERS_NUMEL + MAIL_NUMEL)
+        self._counters = SharedCounters(control[:mail_start], rank, ranks, pids, timeout_seconds, channel)
+        self._mail = SharedMail(control[mail_start:mail_end], rank, ranks, self._counters, channel)
         self._slots: list[list[Tensor]] = []  # [slot][rank]: (capacity_bytes,) uint8
         self._common: set[int] = set()  # addresses of what `allocate` has mapped
         self._num_opened = 0
         self._sequence = 0  # of the newest reduction
-        self._num_mailed = 0
         self._num_fenced = 0
 
     # -- memory ---------------------------------------------------------------------------------------------------
@@ -156,39 +105,8 @@ class SharedMemoryRoute:
         grid = segment.view(count, self.size, capacity)
         self._slots = [[grid[slot, rank] for rank in range(self.size)] for slot in range(count)]
 
-    def _map(self, nbytes: int, purpose: str, exchange: Callable[[Any], list[Any]] | None = None) -> Tensor:
-        """nbytes that all ranks have, zero. exchange: what ranks tell each other by before they share any memory."""
-        path, fault = _create_file(nbytes, purpose) if self.rank == 0 else ("", "")
-        path, fault = self._gather((path, fault), purpose, exchange)[0]
-        if fault:
-            raise CollectiveError(fault)
-        memory = torch.empty(0, dtype=torch.uint8)
-        try:
-            memory = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
-        except RuntimeError as error:
-            fault = (
-                f"shared memory for {purpose}: rank {self.ranks[self.rank]} cannot map {path} "
-                f"({str(error).splitlines()[0]}); use the sockets route"
-            )
-        faults = [fault for fault in self._gather(fault, purpose, exchange) if fault]
-        if self.rank == 0:
-            os.unlink(path)
-        if faults:
-            raise CollectiveError(faults[0])
-        return memory
-
-    def _gather(self, value: Any, purpose: str, exchange: Callable[[Any], list[Any]] | None) -> list[Any]:
-        """Every rank's value."""
-        what = f"room in shared memory for {purpose}"
-        if exchange is None:
-            return self._gather_mail(value, what)
-        started = time.monotonic()
-        try:
-            return exchange(value)
-        except RuntimeError as error:  # of gloo: a rank is late or gone
-            others = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
-            text = no_answer(self.ranks[self.rank], what, others, time.monotonic() - started, error)
-            raise CollectiveError(text + self._channel.compare(others)) from error
+    def _map(self, nbytes: int, purpose: str) -> Tensor:
+        return map_together(nbytes, purpose, self.rank, self.ranks, self._mail.gather)
 
     # -- collectives ----------------------------------------------------------------------------------------------
 
@@ -206,20 +124,20 @@ class SharedMemoryRoute:
             arrived.wait()
             for place, other in zip(self._places, self._views(number, slot, slice(None)), strict=True):
                 full[place * part.numel() : (place + 1) * part.numel()].copy_(other)
-            self._set(_CONSUMED, number + 1)
+            self._counters.store(CONSUMED, number + 1)
 
         return Pending(collect)
 
     def next_slot(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """What `open_slot` will give next: it may be written already. None where not all have consumed it yet."""
-        if not self._has_come(_CONSUMED, self._num_opened - len(self._slots) + 1):
+        if not self._counters.has_come(CONSUMED, self._num_opened - len(self._slots) + 1):
             return None
         return self._slots[self._num_opened % len(self._slots)][self.rank][: numel * dtype.itemsize].view(dtype)
 
     def open_slot(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
         """This rank's next slot, (numel,) of dtype, uninitialized; waits until all have consumed its old content."""
         self._sequence = self._channel.begin(what)
-        self._wait_for(_CONSUMED, self._num_opened - len(self._slots) + 1, what, self._sequence)
+        self._counters.wait_for(CONSUMED, self._num_opened - len(self._slots) + 1, what, self._sequence)
         slot = self.next_slot(numel, dtype)
         assert slot is not None
         self._num_opened += 1
@@ -229,10 +147,11 @@ class SharedMemoryRoute:
         """Of the sum over ranks of slot[this rank's part]. slot: (size * n,)."""
         number, arrived = self._post(what)
         numel = slot.numel() // self.size
-        mine = slice(self._place * numel, (self._place + 1) * numel)
+        place = self._places[self.rank]
+        mine = slice(place * numel, (place + 1) * numel)
 
         def summed() -> None:
-            self._set(_CONSUMED, number + 1)
+            self._counters.store(CONSUMED, number + 1)
 
         return Terms(arrived, slice(0, numel), lambda: self._views(number, slot, mine), summed)
 
@@ -256,7 +175,7 @@ class SharedMemoryRoute:
                 other = given if rank == self.rank else self._slot_of(rank, number, sum(row), given.dtype)
                 out[start:end].copy_(other[low : low + row[self.rank]])
                 start = end
-            self._set(_CONSUMED, number + 1)
+            self._counters.store(CONSUMED, number + 1)
 
         return Pending(collect)
 
@@ -274,7 +193,7 @@ class SharedMemoryRoute:
             arrived.wait()
             for one, (rank, piece) in zip(out, of, strict=True):
                 one.copy_(theirs[rank].view(pieces.shape)[piece])
-            self._set(_CONSUMED, number + 1)
+            self._counters.store(CONSUMED, number + 1)
 
         return Pending(collect)
 
@@ -293,69 +212,42 @@ class SharedMemoryRoute:
         def summed() -> Pending:
             if not is_common:
                 self._sums_of(self.rank, number, slot, out, mine).copy_(out[mine])
-            self._set(_REDUCED, number + 1)
-            return Pending(collect, lambda: self._has_come(_REDUCED, number + 1))
+            self._counters.store(REDUCED, number + 1)
+            return Pending(collect, lambda: self._counters.has_come(REDUCED, number + 1))
 
         def collect() -> None:
-            self._wait_for(_REDUCED, number + 1, what, sequence)
+            self._counters.wait_for(REDUCED, number + 1, what, sequence)
             for rank, region in enumerate(regions):
                 if rank != self.rank and not is_common:
                     out[region].copy_(self._sums_of(rank, number, slot, out, region))
-            self._set(_CONSUMED, number + 1)
+            self._counters.store(CONSUMED, number + 1)
 
         return Terms(arrived, mine, lambda: self._views(number, slot, mine), summed)
 
     def sum_small(self, values: Tensor, what: str) -> Tensor:
         """The exact sum over ranks of a small int64 vector; also a barrier."""
-        return torch.cat([self._sum_mail(part, what) for part in torch.split(values, _MAIL_NUMEL - 1)])
-
-    def _sum_mail(self, values: Tensor, what: str) -> Tensor:
-        return self._swap_mail(values, what).sum(dim=0)
-
-    def _gather_mail(self, value: Any, what: str) -> list[Any]:
-        """Every rank's value: short texts and numbers."""
-        written = pickle.dumps(value)
-        if len(written) > _MAIL_BYTES:
-            raise ValueError(f"expected at most {_MAIL_BYTES} bytes in {what}, found {len(written)}")
-        everyone = self._swap_mail(torch.frombuffer(bytearray(written.ljust(_MAIL_BYTES)), dtype=torch.int64), what)
-        return [pickle.loads(row.tobytes()) for row in everyone.numpy()]
-
-    def _swap_mail(self, values: Tensor, what: str) -> Tensor:
-        """(ranks, n): what each has given, to be read before the next but one. values: (n,) int64; also a barrier."""
-        sequence = self._channel.begin(what)
-        box = self._mail[self._num_mailed % 2]
-        box[self.rank, : values.numel()].copy_(values)
-        box[self.rank, -1] = name = zlib.crc32(what.encode())
-        self._num_mailed += 1
-        self._set(_MAILED, self._num_mailed)
-        self._wait_for(_MAILED, self._num_mailed, what, sequence)
-        if not bool((box[:, -1] == name).all()):
-            others = [rank for rank, theirs in zip(self.ranks, box[:, -1].tolist(), strict=True) if theirs != name]
-            raise CollectiveError(
-                f"rank {self.ranks[self.rank]} in {what}: rank {', '.join(map(str, others))} came to another call of "
-                f"the engine. All ranks must make the same calls in the same order.{self._channel.compare(others)}"
-            )
-        return box[:, : values.numel()]
+        return torch.cat([self._mail.sum(part, what) for part in torch.split(values, LETTER_NUMEL)])
 
     def fence(self, what: str) -> None:
         """Returns when every rank of the axis has come here: what they wrote before can be read."""
         sequence = self._channel.begin(what)
         self._num_fenced += 1
-        self._set(_FENCED, self._num_fenced)
-        self._wait_for(_FENCED, self._num_fenced, what, sequence)
+        self._counters.store(FENCED, self._num_fenced)
+        self._counters.wait_for(FENCED, self._num_fenced, what, sequence)
 
     def close(self) -> None:
         """Says goodbye to the others; the mapped memory stays with those who hold it."""
-        self._say_goodbye()
+        self._counters.close()
 
-    # -- counters -------------------------------------------------------------------------------------------------
+    # -- slots ----------------------------------------------------------------------------------------------------
 
     def _post(self, what: str) -> tuple[int, Pending]:
         """Shows the others the newest slot. Its number, and when theirs are there."""
         posted, sequence = self._num_opened, self._sequence
-        self._set(_POSTED, posted)
+        counters = self._counters
+        counters.store(POSTED, posted)
         arrived = Pending(
-            lambda: self._wait_for(_POSTED, posted, what, sequence), lambda: self._has_come(_POSTED, posted)
+            lambda: counters.wait_for(POSTED, posted, what, sequence), lambda: counters.has_come(POSTED, posted)
         )
         return posted - 1, arrived
 
@@ -377,103 +269,17 @@ class SharedMemoryRoute:
         numel = region.stop - region.start
         return whole[start : start + numel * out.dtype.itemsize].view(out.dtype)
 
-    def _set(self, counter: int, value: int) -> None:
-        self._counters[self.rank, counter] = value
 
-    def _has_come(self, counter: int, target: int) -> bool:
-        return bool(self._counters[:, counter].min() >= target)
+def _gather_by(exchange: Callable[[Any], list[Any]], rank: int, ranks: Sequence[int], channel: Channel) -> Gather:
+    """For what ranks tell each other before they share any memory."""
 
-    def _wait_for(self, counter: int, target: int, what: str, sequence: int) -> None:
-        """Returns when the counter of every rank has reached target. sequence: of the collective, for the record."""
-        self._channel.note(what)
-        column = self._counters[:, counter]
-        for _ in range(200):
-            if column.min() >= target:
-                return
-            os.sched_yield()
-        self._channel.wait(what, sequence)
-        started = checked = time.monotonic()
-        pause_seconds = 2e-5
+    def gather(value: Any, what: str) -> list[Any]:
+        started = time.monotonic()
         try:
-            while column.min() < target:
-                time.sleep(pause_seconds)
-                pause_seconds = min(pause_seconds * 1.5, 1e-3)
-                now = time.monotonic()
-                if now - checked > _LIVENESS_SECONDS:
-                    checked = now
-                    self._check_peers(column, target, now - started, what)
-        finally:
-            self._channel.go_on()
+            return exchange(value)
+        except RuntimeError as error:  # of gloo: a rank is late or gone
+            others = [other for other in ranks if other != ranks[rank]]
+            text = no_answer(ranks[rank], what, others, time.monotonic() - started, error)
+            raise CollectiveError(text + channel.compare(others)) from error
 
-    def _check_peers(self, column: np.ndarray[Any, Any], target: int, waited_seconds: float, what: str) -> None:
-        fates = {rank: self._fate(rank) for rank in np.flatnonzero(column < target).tolist()}
-        # Looked at again: a rank may have come here, and gone, since.
-        late = {self.ranks[rank]: fate for rank, fate in fates.items() if column[rank] < target}
-        here = f"rank {self.ranks[self.rank]} in {what}"
-        for fate in _Fate:
-            gone = ", ".join(str(rank) for rank, found in late.items() if found is fate)
-            if gone:
-                raise CollectiveError(f"{here}: rank {gone} {fate.value}")
-        if late and (found := self._channel.alone(list(late))):
-            raise CollectiveError(f"{here}: {found}")
-        if late and waited_seconds > self._timeout_seconds:
-            raise CollectiveError(
-                f"{here}: waited {waited_seconds:.0f} s for rank {', '.join(map(str, late))}, which is alive but "
-                "elsewhere. Do all ranks run the same calls of the engine in the same order? "
-                f"A slow rank needs a larger communication.timeout_seconds. {UNEVEN}"
-                + self._channel.compare(list(late))
-            )
-
-    def _fate(self, rank: int) -> _Fate | None:
-        """Why nothing more can come from a rank of the axis; None: it is alive, and has not left."""
-        if goodbye := self._counters[rank, _LEFT]:
-            return _Fate.FAILED if goodbye == _AFTER_ERROR else _Fate.LEFT
-        return None if _is_alive(self._processes[rank]) else _Fate.DIED
-
-
-class _Fate(Enum):
-    """What has become of a rank that others wait for; the value is how users read it. The likely cause stands first."""
-
-    DIED = "died. Its own output says why."
-    FAILED = "left after an error. Its own output says which."
-    LEFT = f"has left: it closed its engine, or its script came to an end. {UNEVEN}"
-
-
-def _say_goodbye(counters: np.ndarray[Any, Any], pid: int) -> None:
-    """counters: this rank's row. Does nothing in a process that was forked from the rank's own."""
-    if os.getpid() == pid:
-        counters[_LEFT] = _AFTER_ERROR if _is_failing() else _IN_PEACE
-
-
-def _is_failing() -> bool:
-    """Whether an exception ends this program, or the block in which the engine is closed."""
-    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-    is_end = isinstance(error, StopIteration) or (isinstance(error, SystemExit) and not error.code)
-    return error is not None and not is_end
-
-
-def _create_file(nbytes: int, purpose: str) -> tuple[str, str]:
-    path = os.path.join(FOLDER, f"lowtide-{os.getpid()}-{secrets.token_hex(8)}")
-    try:
-        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-    except OSError as error:
-        return "", f"shared memory for {purpose}: cannot create a file in {FOLDER} ({error}); use the sockets route"
-    try:
-        # Reserves the pages now: a full /dev/shm is an error here, and not a bus error at some later store.
-        os.posix_fallocate(handle, 0, nbytes)
-    except OSError:
-        os.unlink(path)
-        return "", (
-            f"shared memory for {purpose}: expected {nbytes} free bytes in {FOLDER}, found {free_shared_bytes()}. "
-            'Enlarge it (containers: --shm-size), or set "communication": {"route": "sockets"}.'
-        )
-    finally:
-        os.close(handle)
-    return path, ""
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return gather

@@ -3,7 +3,7 @@
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.comm.shared_files import Gather, map_together
 from lowtide.comm.shared_memory import SharedMemoryRoute
 from lowtide.comm.sockets import SocketRoute
 from lowtide.engine.blueprint import Blueprint
@@ -171,13 +172,11 @@ def staging_bytes(engine: lowtide.Engine) -> int:
 
 @contextmanager
 def shared_memory_counted(mapped: list[int]) -> Iterator[None]:
-    plain = SharedMemoryRoute._map
+    def count(nbytes: int, purpose: str, rank: int, ranks: Sequence[int], gather: Gather) -> Any:
+        mapped[0] += nbytes if rank == 0 else 0
+        return map_together(nbytes, purpose, rank, ranks, gather)
 
-    def count(self: SharedMemoryRoute, nbytes: int, purpose: str) -> Any:
-        mapped[0] += nbytes if self.rank == 0 else 0
-        return plain(self, nbytes, purpose)
-
-    with patch.object(SharedMemoryRoute, "_map", count):
+    with patch("lowtide.comm.shared_memory.map_together", count):
         yield
 
 

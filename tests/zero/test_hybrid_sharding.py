@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.comm.shared_memory import _REDUCED, SharedMemoryRoute
+from lowtide.comm.shared_counters import REDUCED, SharedCounters
 from tests import models
 from tests.ranks import RankPool
 from tests.zero.training import Case, Outcome, assert_close, train, train_all, train_plainly
@@ -64,14 +64,14 @@ def test_what_a_rank_does_early_waits_for_nothing(ranks: RankPool) -> None:
 
 
 def _train_hearing_late(case: Case) -> Outcome:
-    hears = SharedMemoryRoute._has_come
+    hears = SharedCounters.has_come
 
-    def hears_late(route: SharedMemoryRoute, counter: int, target: int) -> bool:
+    def hears_late(counters: SharedCounters, counter: int, target: int) -> bool:
         time.sleep(2e-4)
-        return counter != _REDUCED and hears(route, counter, target)
+        return counter != REDUCED and hears(counters, counter, target)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SharedMemoryRoute, "_has_come", hears_late)
+        patch.setattr(SharedCounters, "has_come", hears_late)
         return train(case)
 
 

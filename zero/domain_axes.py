@@ -20,6 +20,8 @@ class DomainAxes:
         """Whether this rank is the one that counts and saves the group, of those with equal copies."""
         self.is_first_of_layers = _is_first(mesh, tuple(one for one in domain.copies if not one.are_added))
         """The same of those that have the same stage of a pipeline."""
+        self.is_tied = bool(domain.tied)
+        """Whether what other places have of a gradient is added to it, after the sum over ranks."""
         self.copies_are_shared = self.states.route.copies_are_shared
         """By the ranks of states: they have one copy of the parameters."""
         self.are_refreshed = self.refreshed.size > 1

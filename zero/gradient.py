@@ -58,13 +58,11 @@ class GroupGradient:
         self._move = Move(group, levels, replicas, accumulation_dtype, self.inspection)
         if low_rank is not None:
             self._move = LowRankMove(group, levels, replicas, accumulation_dtype, self.inspection, low_rank)
-        self._is_tied = bool(group.domain.tied)  # what others have is added after the move
         self._local = LocalSum(group, accumulation_dtype, keeps_sum)
         self._memory = ShardMemory(group, accumulation_dtype, common, is_handed_over or host is not None)
         self._host = None if host is None else HostSum(host)
         self._has_shard = False  # of earlier microbatches
         self._is_final = False  # of all of a step; another backward may still add to it
-        self._has_changed = False  # since it was counted
         self._staging: Staging | None = None  # of the backward that runs
         self._early: set[int] = set()  # parameters whose gradients wait for it
         self._is_in_place = False  # `param.grad` are views of the shard
@@ -105,19 +103,19 @@ class GroupGradient:
     @property
     def non_finite(self) -> NonFinite | None:
         """The first non-finite value that was found. Where the device was not waited for, this does."""
-        return self.inspection.first(self.shard, is_own=not self._is_tied)
+        return self.inspection.first(self.shard, is_own=not self.group.axes.is_tied)
 
     def check(self) -> bool:
         """Whether all of it is finite. Remembers what is not, whatever becomes of the shard. Waits for the device."""
         if self.inspection.is_finite:
             return True
-        self.inspection.first(self.shard, is_own=not self._is_tied)
+        self.inspection.first(self.shard, is_own=not self.group.axes.is_tied)
         return False
 
     def remember(self) -> None:
         """As `check`, before the shard goes, but without waiting for a device: `inspection.is_bad` has what it says."""
         if self.shard is not None:
-            self.inspection.remember(self.shard, is_own=not self._is_tied)
+            self.inspection.remember(self.shard, is_own=not self.group.axes.is_tied)
 
     def clear(self, cleared: Mapping[int, bool]) -> None:
         """Final gradients become zero, or none. cleared: identity of a parameter -> whether it has none."""
@@ -133,14 +131,13 @@ class GroupGradient:
         """Returns when what has left the device is there, and all is counted."""
         if self._host is not None:
             self._host.arrive()
-        if self._has_changed:
-            self._has_changed = False
+        if self.inspection.is_outdated:
             self.inspection.forget()
             self._count()
 
     def mark_changed(self, index: int, is_used: bool) -> None:
         """The caller has set the final gradient of parameter `index`. is_used: it is one, and not none."""
-        self._count_anew()
+        self.inspection.is_outdated = True
         if is_used:
             self.used.add(index)
         else:
@@ -150,11 +147,7 @@ class GroupGradient:
         """Makes the elements of the final sum at most `bound`, and at least -bound."""
         if self.shard is not None:
             self.shard.clamp_(-bound, bound)
-            self._count_anew()
-
-    def _count_anew(self) -> None:
-        """What was inspected on the way is of other values than those that are there now."""
-        self._has_changed = True
+            self.inspection.is_outdated = True
 
     def reset(self) -> None:
         """Forgets the gradient after an optimizer step."""
@@ -166,7 +159,7 @@ class GroupGradient:
         self._early.clear()
         self._is_in_place = False
         self._local.has_values = False
-        self._has_shard = self._is_final = self._has_changed = False
+        self._has_shard = self._is_final = False
         is_sent_in_parts = self.group.axes.states.size > 1 and not self.group.axes.copies_are_shared
         if not is_sent_in_parts or self._host is not None or self.group.full.device.type != "cpu":
             self.drop_shard()
@@ -251,10 +244,10 @@ class GroupGradient:
             self._drop_untouched()
         self.used |= staging.finish()
         self._is_in_place = False
-        counts = boundary and self._host is None and not self._is_tied and self.group.axes.is_counted
+        counts = boundary and self._host is None and not self.group.axes.is_tied and self.group.axes.is_counted
         yield from self._move.sum(axis, message, self._open_shard(), self._has_shard, boundary, counts)
         self._has_shard, self._is_final = True, boundary
-        if self._host is not None and not self._is_tied and (boundary or self.group.axes.replicas.size == 1):
+        if self._host is not None and not self.group.axes.is_tied and (boundary or self.group.axes.replicas.size == 1):
             self._leave(boundary)
 
     def replace(self, total: Tensor) -> None:
@@ -298,7 +291,7 @@ class GroupGradient:
     def _leave(self, is_final: bool) -> None:
         """The reduced shard goes from the device to the host, if that updates."""
         if self._host is not None and self.shard is not None:
-            counts = is_final and not self._is_tied
+            counts = is_final and not self.group.axes.is_tied
             total = self._host.add(self.shard, self._count if counts else None)
             self._has_shard = False
             self.shard = total if is_final else None

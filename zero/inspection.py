@@ -37,12 +37,15 @@ class Inspection:
         """Squares by block, (blocks,) float64 each, of what this rank counts in its step."""
         self.was_finite: Tensor | None = None
         """() bool: nothing else that was looked at had a value that is not; None where there was nothing else."""
+        self.is_outdated = False
+        """The final shard was changed since; what was found is of what it was before."""
         self._first: NonFinite | None = None
         self._kept: tuple[Tensor, Tensor, bool] | None = None  # of `remember`: where, values, is_own
 
     def forget(self) -> None:
         """The next gradient is of another step."""
         self.counted = []
+        self.is_outdated = False
         self.was_finite = self._first = self._kept = None
 
     def count_anew(self) -> None:

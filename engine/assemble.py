@@ -234,7 +234,7 @@ def _optimizer(
     if plan.fused is not None and (host is not None or world.device.type == "cpu"):
         cpu_kernel()  # built now rather than in the first step, which would seem to hang for a second
     offloaded = offloaded_states(config, homes, world)
-    gradients = [one for unit in units for one in unit.gradients if one.group.role is Role.UPDATED]
+    gradients = [one for unit in units for one in unit.gradients if one.group.plan.role is Role.UPDATED]
     return ShardedOptimizer(gradients, plan.param_groups, plan.defaults, plan.make_update(), offloaded, rest, host)
 
 

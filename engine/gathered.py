@@ -47,11 +47,9 @@ class _CountedGroup:
 
     frees_memory = True
     keeper = None
-    is_loading = False
 
     def __init__(self, tally: _Tally, plan: GroupPlan, nbytes: int) -> None:
         self.layout = plan.layout
-        self.names = [name for name, _ in plan.params]
         self.residence = Residence.SHARDED
         self._tally = tally
         self._nbytes = nbytes

@@ -34,20 +34,20 @@ class ModelGuard:
         """only_steps_change: parameters change in `engine.step` alone."""
         self._module = module
         groups = [group for unit in units for group in unit.groups]
-        members = [(group, name, p) for group in groups for name, p in zip(group.names, group.params, strict=True)]
-        self._params = [(name, param) for group, name, param in members if group.role is Role.FROZEN]
+        members = [(group, name, p) for group in groups for name, p in group.plan.params]
+        self._params = [(name, param) for group, name, param in members if group.plan.role is Role.FROZEN]
         self._known = {id(param): name for _, name, param in members}
         self._kept = [(name, param) for group, name, param in members if not group.frees_memory]
-        watched = {id(g) for g in groups if copies_are_shared or g.frees_memory or g.dtype.itemsize < 4}
+        watched = {id(g) for g in groups if copies_are_shared or g.frees_memory or g.plan.dtype.itemsize < 4}
         self._watched = [(name, param) for group, name, param in members if id(group) in watched]
         self._places = dict(module.named_parameters(remove_duplicate=False))
         self._modules = _Modules(module)
-        readable = [group for group in groups if id(group) in watched and not group.frees_parameters]
-        self._updated = [p for group, _, p in members if group.role is not Role.FROZEN]
+        readable = [group for group in groups if id(group) in watched and not group.plan.domain.parameters]
+        self._updated = [p for group, _, p in members if group.plan.role is not Role.FROZEN]
         grown = set(map(id, self._updated))
         self._grows = [int(id(param) in grown) for _, param in self._watched]
-        dtypes = dict.fromkeys(group.dtype for group in readable) if only_steps_change else ()
-        self._samples = [_Samples([group for group in readable if group.dtype == dtype]) for dtype in dtypes]
+        dtypes = dict.fromkeys(group.plan.dtype for group in readable) if only_steps_change else ()
+        self._samples = [_Samples([group for group in readable if group.plan.dtype == dtype]) for dtype in dtypes]
         self.shares_values = copies_are_shared and bool(self._samples)
         """Another rank may change what is remembered here: it must wait until that is done."""
         self._versions: list[int] = []
@@ -234,7 +234,7 @@ class _Samples:
     """The bits of some elements of each parameter of a dtype. A change of whole tensors or first rows shows there."""
 
     def __init__(self, groups: Sequence[ShardedGroup]) -> None:
-        self._bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[groups[0].dtype.itemsize]
+        self._bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[groups[0].plan.dtype.itemsize]
         slots = [(group.full, slot) for group in groups for slot in group.layout.slots if slot.numel]
         self._views = [
             full[slot.offset_in_flat : slot.end_in_flat][:: max(1, (slot.numel - 1) // (_NUM_SAMPLED - 1))]

@@ -105,7 +105,7 @@ class LateGroups:
             own = [groups[plan.name] for plan in one.plans]
             if one.is_split:
                 self._move(one.group, own)
-            groups[one.taken.name].take_role(one.taken.name, one.taken.role)
+            groups[one.taken.name].plan = one.taken
             parts = [part for group in one.unit.groups for part in (own if group is one.group else [group])]
             of_group = {id(gradient.group): gradient for gradient in one.unit.gradients}
             of_group |= {id(groups[plan.name]): gradients[plan.name] for plan in one.plans if plan.name in gradients}
@@ -152,10 +152,10 @@ class LateGroups:
                     )
 
     def _check_released(self, groups: Sequence[ShardedGroup]) -> None:
-        held = next((group for group in groups if group.keeper is not None and group.keeper()), None)
-        if held is not None:
+        held = [group.layout.names for group in groups if group.keeper is not None and group.keeper()]
+        if held:
             raise StateError(
-                f"{ADDING}: expected parameters that are not gathered, found '{held.names[0]}', which is; call it "
+                f"{ADDING}: expected parameters that are not gathered, found '{held[0][0]}', which is; call it "
                 "outside of `with engine.gathered():`"
             )
 
@@ -173,20 +173,20 @@ class LateGroups:
         found = []
         for unit in self._driver.passes.units:
             for group in unit.groups:
-                members = list(zip(group.names, group.params, strict=True))
-                taken = [(name, param) for name, param in members if id(param) in wanted]
-                left = [(name, param) for name, param in members if id(param) not in wanted]
+                plan = group.plan
+                taken = [(name, param) for name, param in plan.params if id(param) in wanted]
+                left = [(name, param) for name, param in plan.params if id(param) not in wanted]
                 if not taken:
                     continue
-                called = f"unit {unit.name} ({str(group.dtype).removeprefix('torch.')}, {group.role.value}"
-                if sum(other.dtype == group.dtype and other.role is group.role for other in unit.groups) > 1:
-                    called += f", with {group.names[0]}"  # split by ranks, or not
+                called = f"unit {unit.name} ({str(plan.dtype).removeprefix('torch.')}, {plan.role.value}"
+                if sum((one.plan.dtype, one.plan.role) == (plan.dtype, plan.role) for one in unit.groups) > 1:
+                    called += f", with {group.layout.names[0]}"  # split by ranks, or not
                 found.append(
                     _Division(
                         unit,
                         group,
                         self._plan(f"{called} before group {number})", group, taken, Role.UPDATED),
-                        self._plan(f"{called} after group {number})", group, left, group.role) if left else None,
+                        self._plan(f"{called} after group {number})", group, left, plan.role) if left else None,
                     )
                 )
         return found
@@ -194,7 +194,7 @@ class LateGroups:
     def _plan(self, name: str, like: ShardedGroup, params: Sequence[Any], role: Role) -> GroupPlan:
         dtypes, arrangement = self._blueprint.dtypes, self._blueprint.arrangement
         shares = shares_of(self._blueprint.tensor, self._blueprint.experts, self._mesh.place)
-        return plan_group(name, params, like.dtype, role, dtypes, like.domain, arrangement, shares)
+        return plan_group(name, params, like.plan.dtype, role, dtypes, like.plan.domain, arrangement, shares)
 
     @torch.no_grad()
     def _move(self, old: ShardedGroup, new: Sequence[ShardedGroup]) -> None:

@@ -247,7 +247,9 @@ def _fragments(units: Sequence[Unit], shards: Sequence[ShardState], count: int) 
 
 def _described(config: OuterConfig, mesh: Mesh, shards: Sequence[ShardState]) -> str:
     """What must be the same on all islands."""
-    layouts = [(shard.group.names, shard.group.layout.shard_numel, str(shard.master_dtype)) for shard in shards]
+    layouts = [
+        (list(shard.group.layout.names), shard.group.layout.shard_numel, str(shard.master_dtype)) for shard in shards
+    ]
     digest = hashlib.sha256(repr(layouts).encode()).hexdigest()[:12]
     told = {key: value for key, value in config.model_dump().items() if key not in ("offload", "timeout_seconds")}
     return f"{mesh.world.size} ranks, {len(shards)} groups of parameters ({digest}), outer {told}"

@@ -104,7 +104,7 @@ class PipelinePlan:
     def members(self, units: Sequence[Unit], stage: int) -> list[Unit]:
         """Those of this place's units of which the stage needs parameters."""
         names = set(self.split.parameters[stage])
-        return [unit for unit in units if any(names & {*group.names} for group in unit.groups)]
+        return [unit for unit in units if any(names & {*group.layout.names} for group in unit.groups)]
 
     @property
     def training(self) -> Schedule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from textwrap import shorten
 from typing import NoReturn
@@ -12,7 +12,6 @@ from torch import nn
 
 from ..comm import Mesh
 from ..zero.gradient import GroupGradient
-from ..zero.group import ShardedGroup
 from ..zero.reduced_gradient import Cleared, ReducedGradients
 from ..zero.sequence import StateError
 
@@ -27,7 +26,7 @@ class ShownGradients:
     def __init__(self, gradients: Sequence[GroupGradient]) -> None:
         self._final = _stand_ins(gradients)
         self._taken = _stand_ins(gradient for gradient in gradients if gradient.takes_each)
-        self._names = {id(param): name for gradient in gradients for name, param in _members(gradient.group)}
+        self._names = {id(param): name for gradient in gradients for name, param in gradient.group.plan.params}
         self._notes: list[str] = []  # of this step
 
     def put(self, are_final: bool) -> None:
@@ -91,8 +90,4 @@ def refuse_differences(mesh: Mesh, notes: str) -> NoReturn:
 
 
 def _stand_ins(gradients: Iterable[GroupGradient]) -> ReducedGradients:
-    return ReducedGradients([pair for gradient in gradients for pair in _members(gradient.group)])
-
-
-def _members(group: ShardedGroup) -> Iterator[tuple[str, nn.Parameter]]:
-    return zip(group.names, group.params, strict=True)
+    return ReducedGradients([pair for gradient in gradients for pair in gradient.group.plan.params])

@@ -32,8 +32,8 @@ class Workload:
         sizes: dict[str, tuple[int, int]] = {}
         for unit in units:
             for group in unit.groups:
-                nbytes = group.layout.padded_numel * group.dtype.itemsize
-                sizes[group.name] = (nbytes, nbytes)
+                nbytes = group.layout.padded_numel * group.plan.dtype.itemsize
+                sizes[group.plan.name] = (nbytes, nbytes)
         return cls(sizes, rank, data_size)
 
     def bytes_of(self, what: str) -> int | None:

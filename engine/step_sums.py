@@ -58,7 +58,7 @@ class Uses:
         """param_groups: of the whole model, on all ranks alike. gradients: of this rank."""
         self._params = [id(param) for group in param_groups for param in group["params"]]
         place_of = {param: place for place, param in enumerate(self._params)}
-        updated = [one for one in gradients if one.group.role is Role.UPDATED]
+        updated = [one for one in gradients if one.group.plan.role is Role.UPDATED]
         self._places = [(one, [place_of[id(param)] for param in one.group.params]) for one in updated]
         self._num_bits = num_ranks.bit_length()
         self._per_word = 63 // self._num_bits

@@ -24,7 +24,7 @@ class LocalSum:
         """is_kept: the flat memory stays for the next step, and is not given back with each sum."""
         self._group = group
         self._is_kept = is_kept
-        self.is_flat = dtype != group.dtype
+        self.is_flat = dtype != group.plan.dtype
         self._dtype = dtype
         self._flat: Tensor | None = None
         self.has_values = False

@@ -78,9 +78,7 @@ class GroupMemories:
         groups = []
         for plan in plans:
             codec = WeightCodec() if plan.weight_bits is None else QuantizedWeights(plan.weight_bits)
-            group = ShardedGroup(
-                plan.name, plan.params, plan.dtype, plan.layout, self._mesh, plan.domain, plan.role, codec
-            )
+            group = ShardedGroup(plan, self._mesh, codec)
             take_memory(group)
             groups.append(group)
         return groups
@@ -154,7 +152,7 @@ class GroupMemories:
         takers: dict[str, Callable[[ShardedGroup], None]] = {}
         for _, own in _by_axes(plans, lambda domain: domain.states):
             takers |= dict.fromkeys((plan.name for plan in own), self._memory_on(own))
-        return lambda group: takers[group.name](group)
+        return lambda group: takers[group.plan.name](group)
 
     def _memory_on(self, plans: Sequence[GroupPlan]) -> Callable[[ShardedGroup], None]:
         """As `_memory_for`, of groups whose states are divided over the same axes."""
@@ -163,14 +161,14 @@ class GroupMemories:
         axis = mesh.over(domain.parameters)
         frees_memory = rest is not None or (axis.size > 1 and not route.copies_are_shared)
         if not frees_memory and device.type == "cpu" and not route.copies_are_shared:
-            return lambda group: group.adopt(huge_zeros(group.layout.padded_numel, group.dtype, device))
+            return lambda group: group.adopt(huge_zeros(group.layout.padded_numel, group.plan.dtype, device))
         if not frees_memory:
             buffers = iter(route.allocate([(plan.layout.padded_numel, plan.dtype) for plan in plans]))
             return lambda group: group.adopt(next(buffers))
         if device.type == "cpu" and PagePool.is_possible():
 
             def adopt_pages(group: ShardedGroup) -> None:
-                pages = PagedBuffer(self._pages, group.layout.padded_numel, group.dtype)
+                pages = PagedBuffer(self._pages, group.layout.padded_numel, group.plan.dtype)
                 rest_numel = group.at_rest.stop - group.at_rest.start
                 memory = PagesBesideOwn(pages, rest_numel) if group.rests_beside else PagedMemory(pages, group.at_rest)
                 group.adopt_memory(memory, rest)
@@ -180,7 +178,7 @@ class GroupMemories:
         def adopt_storage(
             group: ShardedGroup,
         ) -> None:  # one by one: each is made, and its memory freed, before the next
-            (full,) = route.allocate([(group.layout.padded_numel, group.dtype)])
+            (full,) = route.allocate([(group.layout.padded_numel, group.plan.dtype)])
             group.adopt_memory(ResizedMemory(full, full[group.at_rest].numel()), rest)
 
         return adopt_storage

@@ -194,7 +194,7 @@ class GroupGradient:
         Does nothing elsewhere. Copying them there in the end would cost their bytes in page faults, 4 % of a step.
         """
         is_alone = self.group.axes.states.size == self.group.axes.replicas.size == 1
-        if is_alone and self._host is None and self.accumulation_dtype == self.group.dtype:
+        if is_alone and self._host is None and self.accumulation_dtype == self.group.plan.dtype:
             shard = self._open_shard().zero_()
             for slot, param in zip(self.group.layout.slots, self.group.params, strict=True):
                 # With a count of its own changes, `_version`, that says whether anything was added.

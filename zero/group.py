@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from enum import Enum
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..comm import Mesh, Pending
 from ..offload import Memory, Resident, StoredRange, bytes_in_memory
-from .domain import Domain
 from .domain_axes import DomainAxes
 from .group_memory import GroupMemory
-from .layout import FlatLayout, Piece
-from .plan import Role
+from .layout import Piece
+from .parameter_views import ParameterViews
+from .plan import GroupPlan
 from .released import mark_present, mark_released
 from .shard_rest import ShardRest
 from .transforms import untransformed
@@ -33,6 +34,7 @@ class Residence(Enum):
 
     FULL = "full"  # `full` holds all parameters, which are views of it
     COMING = "coming"  # as FULL, but their values are still on their way, and parameters raise when they are read
+    LOADING = "loading"  # as COMING, but the shard comes from its store first: see `continue_gather`
     SHARDED = "sharded"  # only `shard` has values; parameters raise when they are read
 
 
@@ -58,75 +60,50 @@ class ShardedGroup:
     rank's own part too, and the shard has memory of its own: it alone is exact.
     """
 
-    def __init__(
-        self,
-        name: str,
-        params: Sequence[tuple[str, nn.Parameter]],
-        dtype: torch.dtype,
-        layout: FlatLayout,
-        mesh: Mesh,
-        domain: Domain,
-        role: Role,
-        codec: WeightCodec,
-    ) -> None:
-        """params: (name, parameter) in the order of the layout. dtype: what they are computed in. codec: of what goes
-        to other ranks.
-        """
-        self.name = name
-        self.names = [name for name, _ in params]
-        self.params = [param for _, param in params]
-        self.dtype = dtype
-        self.layout = layout
-        self.domain = domain
-        self.axes = DomainAxes(mesh, domain)
-        self.frees_parameters = bool(domain.parameters)
-        self.role = role
+    def __init__(self, plan: GroupPlan, mesh: Mesh, codec: WeightCodec) -> None:
+        """codec: of what goes to other ranks."""
+        self.plan = plan
+        """Of the same parameters another one, from when on something else becomes of them."""
+        self.params = [param for _, param in plan.params]
+        self.layout = plan.layout
+        self.axes = DomainAxes(mesh, plan.domain)
         self._codec = codec
         self.residence = Residence.FULL
         self.full = torch.empty(0)
-        self._resting = torch.empty(0)  # of `full`, or beside it
         self.shard = torch.empty(0)
-        self.resident = Resident(name, lambda: self.shard)
+        self.resident = Resident(plan.name, lambda: self.shard)
         """The shard, for a window that brings it to where it is updated."""
         self._pending = _NOTHING_PENDING  # of the last gather
         self.keeper: Callable[[], bool] | None = None
         """Says whether it is kept full, whatever is released."""
-        self.is_loading = False
-        """The shard comes from its store, and the gather after it: see `continue_gather`."""
         self._memory = GroupMemory(self.full, self.shard)
         self._rest: ShardRest | None = None
-        self.frees_memory = self.frees_parameters and self.axes.parameters.size > 1 and not self.axes.copies_are_shared
+        are_apart = self.axes.parameters.size > 1 and not self.axes.copies_are_shared
+        self.frees_memory = bool(plan.domain.parameters) and are_apart
         """True where a release gives memory back, and a gather needs the other ranks."""
-        self._gather_name = f"gather of {name}"
-        self._views: list[Tensor] = []  # of `full`: a parameter each
-        self._without_values: list[Tensor] = []  # a NaN in the shape of each parameter
-
-    def take_role(self, name: str, role: Role) -> None:
-        """From now on that becomes of its parameters, and it is called so."""
-        self.name, self.role = name, role
-        self._gather_name = f"gather of {name}"
+        self._views = ParameterViews(self.params, self.layout)
 
     @property
     def full_bytes(self) -> int:
         """Bytes that `full` takes now."""
-        held = self.layout.padded_numel * self.dtype.itemsize
+        held = self.layout.padded_numel * self.plan.dtype.itemsize
         if not self.frees_memory or self.residence is not Residence.SHARDED:
             return held
         if not self._memory.own_is_in_full:
             return 0
         has_own = self._rest is None or self._rest.window.holds(self.resident)
-        return bytes_in_memory(self._resting) if has_own else 0
+        return bytes_in_memory(self._memory.own) if has_own else 0
 
     def held_at_rest(self) -> Iterator[Tensor]:
         """What is in memory of parameters that nobody uses, where that is another memory than of those in use."""
         if self.frees_memory and self.residence is Residence.SHARDED and self._rest is None:
-            yield from (self._resting, self.shard)
+            yield from (self._memory.own, self.shard)
 
     @property
     def bytes_beside(self) -> int:
         """Bytes that what rests here takes, where it is no part of `full`."""
         memory = {
-            one.data_ptr(): one.nbytes() for one in (self._resting.untyped_storage(), self.shard.untyped_storage())
+            one.data_ptr(): one.nbytes() for one in (self._memory.own.untyped_storage(), self.shard.untyped_storage())
         }
         memory.pop(self.full.untyped_storage().data_ptr(), None)
         return sum(memory.values())
@@ -138,9 +115,9 @@ class ShardedGroup:
 
     def adopt(self, full: Tensor) -> None:
         """Takes the buffer that the route allocated, (padded_numel,) of `dtype`, zero-filled, and keeps its memory."""
-        assert full.numel() == self.layout.padded_numel and full.dtype == self.dtype
+        assert full.numel() == self.layout.padded_numel and full.dtype == self.plan.dtype
         self.full = full
-        self._resting = full[self.at_rest]
+        self._memory = GroupMemory(full, full[self.at_rest])
         self.shard = full[self.own] if self._codec.is_exact else torch.zeros_like(full[self.own])
 
     def adopt_memory(self, memory: GroupMemory, rest: ShardRest | None = None) -> None:
@@ -150,18 +127,18 @@ class ShardedGroup:
         """
         self._memory, self._rest = memory, rest
         self.frees_memory |= rest is not None
-        self.full, self._resting = memory.full, memory.own
+        self.full = memory.full
         self.residence = Residence.SHARDED
         memory.take_own()
         first = self.own.start - self.at_rest.start
-        self.shard = self._resting[first : first + self.layout.shard_numel]  # torch makes no view without memory
+        self.shard = self._memory.own[first : first + self.layout.shard_numel]  # torch makes no view without memory
         if self.sends_differences:
             self.shard = torch.zeros_like(self.shard)
-        self._resting.zero_()
+        self._memory.own.zero_()
         if rest is None:
             return
         memory.give_own()
-        self.resident = rest.resident(self.name, self._take_own, lambda _: memory.give_own())
+        self.resident = rest.resident(self.plan.name, self._take_own, lambda _: memory.give_own())
         rest.window.create(self.resident).zero_()
         rest.window.release(self.resident)
         rest.window.wait()
@@ -189,7 +166,7 @@ class ShardedGroup:
         rest = self._rest
         if rest is None:
             return self.shard
-        return StoredRange(self.layout.shard_numel, self.dtype, lambda: rest.window.open(self.resident, changes))
+        return StoredRange(self.layout.shard_numel, self.plan.dtype, lambda: rest.window.open(self.resident, changes))
 
     def _take_own(self) -> Tensor:
         self._memory.take_own()
@@ -197,7 +174,7 @@ class ShardedGroup:
 
     def install(self) -> None:
         """Makes the parameters views of `full`, where that is kept; what they were before is given back."""
-        untransformed(self._empty_params if self.frees_memory else self._point_params_at_full)
+        untransformed(partial(self._views.empty if self.frees_memory else self._views.show, self.full))
 
     # -- full and sharded -----------------------------------------------------------------------------------------
 
@@ -208,17 +185,18 @@ class ShardedGroup:
         if self._rest is not None:
             self._rest.window.let_go(self.resident)  # a change is saved now, and not after an update elsewhere
             self._rest.window.prefetch(self.resident)
-            self.is_loading = True
             self._memory.take_others()
-        elif self.frees_memory:
+            self.residence = Residence.LOADING
+            return
+        if self.frees_memory:
             self._memory.take_others()
             self._pending = untransformed(self._exchange)
         self.residence = Residence.COMING
 
     def continue_gather(self) -> None:
         """Starts what has to wait for the shard to be loaded; a collective then, which `start_gather` was not."""
-        if self._rest is not None and self.is_loading:
-            self.is_loading = False
+        if self._rest is not None and self.residence is Residence.LOADING:
+            self.residence = Residence.COMING
             self._rest.window.acquire(self.resident)
             self._pending = untransformed(self._exchange)
 
@@ -228,7 +206,7 @@ class ShardedGroup:
             return
         if self.residence is Residence.SHARDED:
             self.start_gather()
-        if self.is_loading:
+        if self.residence is Residence.LOADING:
             self.continue_gather()
         untransformed(self._take_gathered)
         mark_present(self.params)
@@ -239,18 +217,18 @@ class ShardedGroup:
 
         holds_shard: which else goes back to its store, is updated next.
         """
-        if not self.frees_parameters or self.residence is Residence.SHARDED:
+        if not self.plan.domain.parameters or self.residence is Residence.SHARDED:
             return
         if self.keeper is not None and self.keeper():
             return
-        if self.residence is Residence.COMING:  # prefetched, and then not needed
+        if self.residence is not Residence.FULL:  # prefetched, and then not needed
             self.continue_gather()
             untransformed(self._take_gathered)
         if self.frees_memory:
-            untransformed(self._empty_params)
+            untransformed(partial(self._views.empty, self.full))
             self._memory.give_others()
         else:
-            mark_released(self.params, self.names)
+            mark_released(self.params, self.layout.names)
         self.residence = Residence.SHARDED
         if self._rest is not None and self._rest.window.holds(self.resident):
             self._rest.window.hold(self.resident)
@@ -273,9 +251,10 @@ class ShardedGroup:
         """
         if not self.axes.are_refreshed:
             return _NOTHING_PENDING
+        what = f"gather of {self.plan.name}"
         if is_update:
-            return self._codec.refresh(self.axes.refreshed, self._resting, self.shard, self._gather_name)
-        return self.axes.refreshed.route.gather(self._resting, self.shard, self._gather_name)
+            return self._codec.refresh(self.axes.refreshed, self._memory.own, self.shard, what)
+        return self.axes.refreshed.route.gather(self._memory.own, self.shard, what)
 
     @property
     def rests_beside(self) -> bool:
@@ -294,41 +273,20 @@ class ShardedGroup:
             return
         self.refresh().wait()
         if self.axes.parameters.size > 1:
-            untransformed(lambda: self.axes.parameters.route.gather(self.full, self._resting, self._gather_name).wait())
+            route, what = self.axes.parameters.route, f"gather of {self.plan.name}"
+            untransformed(lambda: route.gather(self.full, self._memory.own, what).wait())
 
     def _exchange(self) -> Pending:
+        what = f"gather of {self.plan.name}"
         if self.axes.are_refreshed:
-            return self.axes.parameters.route.gather(self.full, self._resting, self._gather_name)
-        return self._codec.gather(self.axes.parameters, self.full, self._resting, self._gather_name)
+            return self.axes.parameters.route.gather(self.full, self._memory.own, what)
+        return self._codec.gather(self.axes.parameters, self.full, self._memory.own, what)
 
     def _take_gathered(self) -> None:
         self._pending.wait()
         self._pending = _NOTHING_PENDING
         if self.frees_memory:
-            self._point_params_at_full()
-
-    def _empty_params(self) -> None:
-        """Shapes without values: a NaN, expanded."""
-        if not self._without_values:
-            with torch.inference_mode(False):
-                value = torch.nan if self.dtype.is_floating_point else 0
-                nothing = torch.full((), value, dtype=self.dtype, device=self.full.device)
-                self._without_values = [nothing.expand(param.shape) for param in self.params]
-        _point(self.params, self._without_values)
-        mark_released(self.params, self.names)
-
-    def _point_params_at_full(self) -> None:
-        if not self._views:  # made while there is memory; torch keeps them, whatever becomes of it
-            with torch.inference_mode(False):
-                self._views = [self.full[s.offset_in_flat : s.end_in_flat].view(s.shape) for s in self.layout.slots]
-        _point(self.params, self._views)
-
-
-def _point(params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
-    """The parameters become these values, released or not."""
-    with torch._C.DisableTorchFunctionSubclass():
-        for param, value in zip(params, values, strict=True):
-            param.data = value
+            self._views.show(self.full)
 
 
 def values_of(memory: Memory) -> Tensor:

@@ -151,7 +151,7 @@ class UnitHooks:
         unit.find_accumulators()
         sequence, number = weakref.proxy(self._sequence), self._sequence.units.index(unit)  # see [Note: forgotten]
         for gradient in unit.gradients:
-            for name, param in zip(gradient.group.names, gradient.group.params, strict=True):
+            for name, param in gradient.group.plan.params:
                 if id(param) in self._hooked:
                     continue
                 self._hooked.add(id(param))

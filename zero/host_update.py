@@ -47,10 +47,10 @@ class HostUpdate:
             return self._pool.take(shard.nbytes).view(shard.dtype)
 
         if rest is not None:
-            resident = rest.resident(group.name, take, self._pool.give)
+            resident = rest.resident(group.plan.name, take, self._pool.give)
         else:
             resident = Resident(
-                group.name,
+                group.plan.name,
                 take,
                 self._pool.give,
                 load=lambda out: self._copies.to_host(shard, out),

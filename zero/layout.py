@@ -82,6 +82,11 @@ class FlatLayout:
         return self.shard_count * self.shard_numel
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of the parameters, in order."""
+        return tuple(slot.name for slot in self.slots)
+
+    @cached_property
     def is_dense(self) -> bool:
         """Whether parameters lie one right behind the other, each with elements, and only the end is padding."""
         ends = [0, *(slot.end_in_flat for slot in self.slots)]

@@ -239,7 +239,7 @@ class LowRankMove(Move):
         """Q to begin with, (columns, rank), the same on all ranks."""
         if one.index in self.factors:
             return orthogonal(self.factors[one.index])
-        name = zlib.crc32(self._group.names[one.index].encode())  # whatever lies beside it in its group
+        name = zlib.crc32(self._group.layout.names[one.index].encode())  # whatever lies beside it in its group
         drawn = torch.Generator().manual_seed(self._low_rank.seed + self.step() * 1_000_003 + name)
         q = torch.randn(one.columns, one.rank, generator=drawn, dtype=torch.float64)
         return orthogonal(q).to(self._group.full.device, self._wide)

@@ -48,7 +48,7 @@ class MatrixTrip:
             return {i: values[s.offset_in_flat : s.end_in_flat] for i, s in enumerate(slots) if self.owners[i] == place}
         given = [values[p.offset_in_shard :][: p.numel] for p in self._to_owners(place)]
         counts = self._counts()
-        arrived = self.exchange.swap_rows(_joined(given, values), counts, f"matrices of {self.group.name}")
+        arrived = self.exchange.swap_rows(_joined(given, values), counts, f"matrices of {self.group.plan.name}")
         owned = {i: values.new_empty(slot.numel) for i, slot in enumerate(slots) if self.owners[i] == place}
         low = 0
         for pieces in self.pieces:
@@ -67,7 +67,7 @@ class MatrixTrip:
             if piece.index in owned
         ]
         counts = tuple(zip(*self._counts(), strict=True))
-        arrived = self.exchange.swap_rows(_joined(given, values), counts, f"matrices back to {self.group.name}")
+        arrived = self.exchange.swap_rows(_joined(given, values), counts, f"matrices back to {self.group.plan.name}")
         low = 0
         for piece in self._to_owners(self.exchange.place):
             values[piece.offset_in_shard :][: piece.numel] = arrived[low : low + piece.numel]

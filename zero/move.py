@@ -45,7 +45,7 @@ class Move:
         self.has_steps = bool(self._counting)
         """Whether `reset` has something to do."""
         self._inspection = inspection
-        self._name = f"reduction of {group.name}"
+        self._name = f"reduction of {group.plan.name}"
         self.sums: Callable[[], bool] = _always
         """Whether gradients are summed over replicas in this step; else each updates with its own, and counts it."""
 
@@ -59,7 +59,7 @@ class Move:
     @property
     def adds_exactly(self) -> bool:
         """Whether a gradient that comes to a message in two parts has the bits of one that autograd has added up."""
-        return self._levels[0].is_exact(self._group.dtype)
+        return self._levels[0].is_exact(self._group.plan.dtype)
 
     def reset(self) -> None:
         """The next gradient is of another step."""

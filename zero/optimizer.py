@@ -207,7 +207,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             shard.fill_chunks()
             shard.begin_with_parameters()
             if self.num_steps:
-                self._update.make_states(shard, {}, dict.fromkeys(shard.group.names))
+                self._update.make_states(shard, {}, dict.fromkeys(shard.group.layout.names))
             if self.averages is not None:
                 self.averages.add(shard)
         self._offloaded.window.put_back()
@@ -365,7 +365,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {
             name: (index_of[id(param)], shard.master_dtype)
             for shard in self.shards
-            for name, param in zip(shard.group.names, shard.group.params, strict=True)
+            for name, param in shard.group.plan.params
         }
 
     def states_of(self, shard: ShardState, piece: Piece, changes: bool = False) -> dict[str, Memory]:
@@ -379,7 +379,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The elementwise states by name, of what this rank holds; empty before the first step."""
         keys = self.state_keys
         return {
-            keys[shard.group.names[piece.index]]: {name: values.dtype for name, values in states.items()}
+            keys[shard.group.layout.names[piece.index]]: {name: values.dtype for name, values in states.items()}
             for shard in self.shards
             for piece in shard.pieces
             if (states := self.states_of(shard, piece))
@@ -400,7 +400,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             names = self._update.rank_state_names(shard) if isinstance(self._update, FusedUpdate) else ()
             low_rank = shard.gradient.low_rank
             names = [*names, *(() if low_rank is None else low_rank.rank_state_names(piece.index))]
-            found[shard.group.names[piece.index]] = dict.fromkeys(names, values.dtype)
+            found[shard.group.layout.names[piece.index]] = dict.fromkeys(names, values.dtype)
         return found
 
     def missed_steps(self, param: nn.Parameter) -> int:
@@ -425,7 +425,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for shard in self.shards:
             low_rank = shard.gradient.low_rank
             for index, factor in () if low_rank is None else low_rank.factors.items():
-                name = shard.group.names[index]
+                name = shard.group.layout.names[index]
                 scalars[name] = {**(scalars.get(name) or {}), FACTOR: factor.cpu()}
         return scalars
 
@@ -434,7 +434,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             low_rank = shard.gradient.low_rank
             if low_rank is not None:
                 low_rank.make_errors(self.num_steps)
-                kept = [(i, (scalars.get(name) or {}).get(FACTOR)) for i, name in enumerate(shard.group.names)]
+                kept = [(i, (scalars.get(name) or {}).get(FACTOR)) for i, name in enumerate(shard.group.layout.names)]
                 low_rank.factors = {i: one.to(shard.group.full.device) for i, one in kept if isinstance(one, Tensor)}
 
     def make_states(
@@ -519,7 +519,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _named_params(self) -> Iterator[tuple[str, nn.Parameter]]:
         for shard in self.shards:
-            yield from zip(shard.group.names, shard.group.params, strict=True)
+            yield from shard.group.plan.params
 
     def _missed_in(self, states: Mapping[str, Any] | None) -> int:
         """What scalar states of a parameter say: those of one that no step has used are None."""

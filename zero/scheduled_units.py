@@ -125,7 +125,7 @@ class ScheduledUnits:
         self._on_final = None
         for unit in self.units:
             for gradient in unit.gradients:
-                for copies in gradient.group.domain.tied:
+                for copies in gradient.group.plan.domain.tied:
                     self._sum_tied(gradient, copies)
 
     def abort(self, error: BaseException) -> None:
@@ -143,7 +143,7 @@ class ScheduledUnits:
     def _sum_tied(self, gradient: GroupGradient, copies: Copies) -> None:
         """shard = sum over the places: the same bits on each. The last first, as a backward of the whole model adds."""
         assert gradient.shard is not None
-        what = f"the gradient of tied {gradient.group.name}"
+        what = f"the gradient of tied {gradient.group.plan.name}"
         own = self._mesh.axes[copies.axis].rank
         parts = {place: torch.empty_like(gradient.shard) for place in copies.places if place != own}
         pending = [

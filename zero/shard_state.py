@@ -111,13 +111,13 @@ class ShardState:
         self.gradient = gradient
         self.group = gradient.group
         masters = kept.masters
-        self.is_mixed = masters.are_beside(self.group.dtype)
-        self.master_dtype = torch.float32 if self.is_mixed else self.group.dtype
+        self.is_mixed = masters.are_beside(self.group.plan.dtype)
+        self.master_dtype = torch.float32 if self.is_mixed else self.group.plan.dtype
         self.rounding: Rounding | None = None
         """What the parameters are rounded with, where that is at random."""
-        if masters.is_drawn and self.group.dtype == torch.bfloat16:
-            self.rounding = Rounding.of(kept.seed, self.group.name, self.group.own.start)
-        self.has_remainder = masters.remainder is not None and self.group.dtype == torch.bfloat16
+        if masters.is_drawn and self.group.plan.dtype == torch.bfloat16:
+            self.rounding = Rounding.of(kept.seed, self.group.plan.name, self.group.own.start)
+        self.has_remainder = masters.remainder is not None and self.group.plan.dtype == torch.bfloat16
         """Whether the last of the states is what the parameters lack."""
         self._options_index_of = options_index_of
         self.param_ids = frozenset(id(self.group.params[piece.index]) for piece in self.group.pieces)
@@ -139,15 +139,15 @@ class ShardState:
         new_states = partial(kept.new_states, options_index=first)
         self._new_states = new_states
         self._widened = widened
-        kinds = kinds_of_block(self.group.dtype, masters, new_states)
-        self.chunks = offloaded.divide(self.group.name, self.resident_numel, numel, partial(scaled, kinds))
+        kinds = kinds_of_block(self.group.plan.dtype, masters, new_states)
+        self.chunks = offloaded.divide(self.group.plan.name, self.resident_numel, numel, partial(scaled, kinds))
         self._host = host if self.is_apart else None
         self.resident = self.group.resident
         """The parameters' values, for the update."""
         if self._host is not None:
             # In mixed precision they are made of the master weights alone.
             self.resident = self._host.resident(self.group, rest, needs_values=not (self.is_mixed and self.runs))
-        self.ahead = Version(self.resident_numel if self.is_mixed else 0, torch.empty(0, dtype=self.group.dtype))
+        self.ahead = Version(self.resident_numel if self.is_mixed else 0, torch.empty(0, dtype=self.group.plan.dtype))
         """What the parameters become by a delayed update; without memory until there is one."""
 
     @property
@@ -244,7 +244,7 @@ class ShardState:
         """Memory for what the parameters become; takes none where there is some from the last time."""
         numel = self.group.layout.shard_numel - self.ahead.start
         if self.ahead.values.numel() != numel:
-            dtype, device = self.group.dtype, self.group.shard.device
+            dtype, device = self.group.plan.dtype, self.group.shard.device
             values = huge_zeros(numel, dtype, device) if self._host is None else self._host.lasting(numel, dtype)
             self.ahead = Version(self.ahead.start, values)
 

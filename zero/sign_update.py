@@ -150,7 +150,7 @@ class SignUpdate(FusedUpdate):
         if any(lr_sums.values()):
             mean = memory.mean.mean(moved.clone(), _others(shard, lr_sums))
         else:  # nothing has moved: momenta go as they are
-            mean = exchange.sum(momentum, f"momenta of {shard.group.name}") / exchange.size
+            mean = exchange.sum(momentum, f"momenta of {shard.group.plan.name}") / exchange.size
         for index, where, options in _parameters(shard, options_of, lr_sums):
             lr_sum = lr_sums[index]
             momentum[where] = mean[where] / lr_sum if lr_sum else mean[where]
@@ -190,7 +190,7 @@ class SignUpdate(FusedUpdate):
         shard.make_states()
         if id(shard) not in self._memories:
             self._memories[id(shard)] = self._new_memory(shard)
-        for index, name in enumerate(shard.group.names):
+        for index, name in enumerate(shard.group.layout.names):
             kept = scalars.get(name) or {}
             if "coefficients" in kept:
                 self._memories[id(shard)].coefficients[index] = list(map(float, kept["coefficients"]))
@@ -199,7 +199,7 @@ class SignUpdate(FusedUpdate):
         group, device = shard.group, shard.group.shard.device
         exchange, dtype = group.axes.exchange_along(AXIS), shard.master_dtype
         layout = SignLayout.of(group.layout, exchange.size, dtype)
-        memory = Memory(SignMean(layout, exchange, self.signs.scale, group.name).to(device))
+        memory = Memory(SignMean(layout, exchange, self.signs.scale, group.plan.name).to(device))
         if self.signs.sums_steps:
             memory.moved = torch.zeros(group.layout.padded_numel, dtype=dtype, device=device)
             memory.met_at = None if shard.is_mixed else torch.zeros_like(memory.moved)
@@ -217,7 +217,7 @@ class SignUpdate(FusedUpdate):
     def scalar_states(self, shard: ShardState) -> ScalarStates:
         memory = self._memories.get(id(shard))
         found = {} if memory is None else memory.coefficients
-        return {shard.group.names[index]: {"coefficients": list(values)} for index, values in found.items()}
+        return {shard.group.layout.names[index]: {"coefficients": list(values)} for index, values in found.items()}
 
     def rank_states(self, shard: ShardState) -> Iterator[tuple[Piece, str, Tensor]]:
         """(piece, name, values) of what this rank alone has: the errors."""

@@ -166,7 +166,7 @@ class TorchUpdate:
         self, shard: ShardState, dtypes: Mapping[str, Mapping[str, torch.dtype]], scalars: ScalarStates
     ) -> None:
         inner = self._make_inner(shard)
-        names = shard.group.names
+        names = shard.group.layout.names
         inner.cut(shard.group.pieces, {index for index, name in enumerate(names) if name in scalars})
         for flat in inner.flats:
             param, state = flat.param, inner.state_of(flat)
@@ -194,7 +194,7 @@ class TorchUpdate:
         inner = self._inner[id(shard)]
         for flat in inner.flats:
             state = inner.state_of(flat)
-            key = flat.run.options_index if flat.parameter is None else shard.group.names[flat.parameter]
+            key = flat.run.options_index if flat.parameter is None else shard.group.layout.names[flat.parameter]
             kept = {name: v for name, v in state.items() if not _is_elementwise(v, flat.param)}
             found[key] = kept if state or flat.parameter is None else None
         return found

@@ -82,7 +82,7 @@ class Unit:
 
     def continue_gather(self) -> None:
         for group in self.groups:
-            if group.is_loading:
+            if group.residence is Residence.LOADING:
                 group.continue_gather()
 
     def gather(self) -> None:

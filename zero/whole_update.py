@@ -102,7 +102,7 @@ class WholeUpdate(FusedUpdate):
             return
         group, trip = shard.group, MatrixTrip.of(shard.group)
         device = torch.device("cpu") if shard.is_apart else group.shard.device
-        for index, name in enumerate(group.names):
+        for index, name in enumerate(group.layout.names):
             kept = scalars.get(name) or {}
             shapes = self._whole.factors(group.layout.slots[index].shape)
             if trip.owners[index] == trip.exchange.place and shapes.keys() <= kept.keys():
@@ -110,7 +110,7 @@ class WholeUpdate(FusedUpdate):
                 shard.factors[index] = {one: kept[one].to(device, dtype).clone() for one in shapes}
 
     def scalar_states(self, shard: ShardState) -> ScalarStates:
-        return {shard.group.names[index]: factors for index, factors in shard.factors.items()}
+        return {shard.group.layout.names[index]: factors for index, factors in shard.factors.items()}
 
     def held(self, shard: ShardState) -> Iterator[Tensor]:
         yield from super().held(shard)
@@ -210,7 +210,7 @@ class _Norms:
         axis = self._shard.group.axes.states
         sums = self._sums
         if axis.size > 1:
-            sums = axis.route.sum_small(sums, f"norms of {self._shard.group.name}")
+            sums = axis.route.sum_small(sums, f"norms of {self._shard.group.plan.name}")
         *limbs, flag = sums.tolist()
         parts = [limbs[at : at + NUM_LIMBS] for at in range(0, len(limbs), NUM_LIMBS)]
         values = [math.nan if flag else from_limbs(part) for part in parts]

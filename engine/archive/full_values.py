@@ -59,8 +59,8 @@ class FullValues:
     def write_named(self, name: str, values: Tensor) -> None:
         """As `write`, by name; nothing where this rank's stages of a pipeline do not have the parameter."""
         for group in self._groups:
-            if name in group.names:
-                self.write(group, group.names.index(name), values)
+            if name in group.layout.names:
+                self.write(group, group.layout.names.index(name), values)
 
     def refresh(self) -> None:
         """After shards have changed: full buffers that are kept get the new values of all ranks."""
@@ -145,13 +145,13 @@ class FullValues:
         values: dict[int, Tensor] = {}
         self.make_copies_exact()
         for group in self._groups:
-            exchange = self._mesh.exchange((*group.domain.portioned, *self._mesh.arrangement.layers))
+            exchange = self._mesh.exchange((*group.plan.domain.portioned, *self._mesh.arrangement.layers))
             was_sharded = group.residence is not Residence.FULL
             group.gather()
             group.make_exact()
             for slot, param in zip(group.layout.slots, group.params, strict=True):
                 whole = param.detach()
-                if group.domain.portioned or not slot.portion.is_all:  # one expert of a list is whole on its rank
+                if group.plan.domain.portioned or not slot.portion.is_all:  # one expert of a list is whole on its rank
                     whole = put_together(exchange, slot.portion, whole, group.axes.is_first_of_layers)
                 if is_writer:
                     values[id(param)] = whole.cpu().clone()

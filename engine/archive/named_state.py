@@ -30,7 +30,7 @@ class Whole:
     def of(cls, module: nn.Module, units: Sequence[Unit]) -> Whole:
         """Where the module is the whole, and the units are all."""
         groups = [group for unit in units for group in unit.groups]
-        params = {name: param for group in groups for name, param in zip(group.names, group.params, strict=True)}
+        params = {name: param for group in groups for name, param in group.plan.params}
         return cls(params, tuple(module.state_dict(keep_vars=True)))
 
 
@@ -66,7 +66,7 @@ class NamedState:
         slots = [(slot, group) for group in self._groups for slot in group.layout.slots]
         return Catalog(
             {slot.name: TensorInfo(slot.portion.whole, self._dtype_of(group)) for slot, group in slots},
-            {slot.name: group.dtype for slot, group in slots},
+            {slot.name: group.plan.dtype for slot, group in slots},
             {name: TensorInfo(tuple(buffer.shape), buffer.dtype) for name, buffer in self.buffers().items()},
             self._aliases(),
             self._optimizer.state_keys,
@@ -74,7 +74,7 @@ class NamedState:
 
     def _dtype_of(self, group: ShardedGroup) -> torch.dtype:
         shard = self._shards.get(id(group))
-        return group.dtype if shard is None else shard.master_dtype
+        return group.plan.dtype if shard is None else shard.master_dtype
 
     @property
     def option_groups(self) -> tuple[tuple[str, ...], ...]:
@@ -84,9 +84,7 @@ class NamedState:
         return tuple(tuple(names[id(param)] for param in group["params"] if id(param) in names) for group in groups)
 
     def _aliases(self) -> dict[str, str]:
-        first = {
-            id(param): name for group in self._groups for name, param in zip(group.names, group.params, strict=True)
-        }
+        first = {id(param): name for group in self._groups for name, param in group.plan.params}
         names = self._module.state_dict(keep_vars=True)
         return {
             name: first[id(value)] for name, value in names.items() if id(value) in first and first[id(value)] != name

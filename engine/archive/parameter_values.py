@@ -160,14 +160,14 @@ class ParameterValues:
                 f"'{name}', which is none"
             )
         for group in self._groups:
-            if name in group.names:
-                index = group.names.index(name)
+            if name in group.layout.names:
+                index = group.layout.names.index(name)
                 return _Place(name, info.shape, info.dtype, group, index)
         return _Place(name, info.shape, info.dtype, None, 0)
 
     def _name_of(self, param: nn.Parameter, what: str) -> str:
         for group in self._groups:
-            for name, own in zip(group.names, group.params, strict=True):
+            for name, own in group.plan.params:
                 if own is param:
                     return name
         for name, own in self._named.whole.params.items():  # of other stages too

@@ -89,7 +89,7 @@ def export_merged(
         failed: Exception | None = None
         with progress(plan.total_bytes, world.rank == 0) as advance:
             for unit in values.units:
-                own = {name for group in unit.groups for name in group.names}
+                own = {name for group in unit.groups for name in group.layout.names}
                 layers = model.layers_of(own)
                 params = [param for group in unit.groups for param in group.params]
                 with values.copied([*params, *(param for layer in layers for param in layer.parameters())]):

@@ -207,11 +207,9 @@ class _Group:
     """What `ShardedGroup` does, as calls alone."""
 
     keeper = None
-    is_loading = False
 
     def __init__(self, step: StepOrder, plan: GroupPlan) -> None:
         self.layout, self.params = plan.layout, [param for _, param in plan.params]
-        self.names = [name for name, _ in plan.params]
         self.plan = plan
         self.full = torch.empty(0, device=step.blueprint.device if step.blueprint.device == "cpu" else "meta")
         self.frees_memory = step.bytes_of is not None

@@ -68,7 +68,7 @@ def gathered_by_attaching() -> tuple[int, int, int]:
     sent: list[int] = []
 
     def gather(group: Any, *args: Any) -> Any:
-        gathers.append(group.name)
+        gathers.append(group.plan.name)
         return original_gather(group, *args)
 
     def broadcast(world: Any, value: Any) -> Any:

@@ -91,7 +91,7 @@ def first_factors() -> dict[str, Tensor]:
         assert low_rank is not None
         low_rank.step = lambda: START
         for one in low_rank._layout.thin:
-            found[gradient.group.names[one.index]] = low_rank._factor(one)
+            found[gradient.group.layout.names[one.index]] = low_rank._factor(one)
     engine.close()
     return found
 

@@ -358,7 +358,9 @@ def test_a_step_that_uses_nothing_moves_nothing(before: tuple[int, ...]) -> None
 @pytest.mark.parametrize("num_ranks", [1, 2, 8, 700])
 def test_counts_of_many_ranks_share_a_word(num_ranks: int) -> None:
     params = [nn.Parameter(torch.zeros(())) for _ in range(100)]
-    gradient: Any = SimpleNamespace(group=SimpleNamespace(params=params, role=Role.UPDATED), used=set(range(100)))
+    gradient: Any = SimpleNamespace(
+        group=SimpleNamespace(params=params, plan=SimpleNamespace(role=Role.UPDATED)), used=set(range(100))
+    )
     uses = Uses([{"params": params[50:]}, {"params": params[:50]}], [gradient], num_ranks)
     total = [word * (num_ranks - 1) for word in uses.words()]
     gradient.used = set(range(100)) - {3, 99}

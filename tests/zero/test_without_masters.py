@@ -157,7 +157,7 @@ def step_by_hand() -> None:
             engine.step()
             for shard, weight, gradient in zip(engine.optimizer.shards, before, gradients, strict=True):
                 group = shard.group
-                noise = Rounding.of(5, group.name, group.own.start).noise(weight.numel(), step, weight.device)
+                noise = Rounding.of(5, group.plan.name, group.own.start).noise(weight.numel(), step, weight.device)
                 exact = weight - 0.125 / engine.world_size * gradient
                 assert torch.equal(group.shard.float(), rounded_weights(exact, noise))
 
@@ -294,9 +294,7 @@ def weights_here(masters: bool | str) -> dict[str, Tensor]:
         for step in range(3):
             engine.train_step(token_batch(step, 4))
         groups = [shard.group for shard in engine.optimizer.shards]
-        return {
-            name: param.detach().clone() for one in groups for name, param in zip(one.names, one.params, strict=True)
-        }
+        return {name: param.detach().clone() for one in groups for name, param in one.plan.params}
 
 
 def test_copies_on_two_stages_stay_equal(ranks: RankPool) -> None:

@@ -22,9 +22,13 @@ class GatherRing:
         self._issued_numel = 0
         self._passed: set[Unit] = set()  # that the ring has come to
 
-    def begin(self) -> None:
-        """Issues what may be gathered ahead of the first unit."""
-        if self._order and self._order[0].numel <= self._prefetch_numel and not self._order[0].is_kept:
+    def begin(self, order: Sequence[Unit], goes_ahead: bool) -> None:
+        """A first round in another order. goes_ahead: what may be gathered ahead of the first unit is issued now."""
+        self._order, self._members = order, frozenset(order)
+        self._cursor = self._issued_numel = 0
+        self._issued.clear()
+        self._passed.clear()
+        if goes_ahead and order and order[0].numel <= self._prefetch_numel and not order[0].is_kept:
             self._issue()
             self._prefetch()
 

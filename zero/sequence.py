@@ -50,9 +50,10 @@ from ..watch.log import logger
 from .gather_ring import GatherRing
 from .graph_task import GraphTask, current_graph_task, will_run
 from .group import Residence
-from .reductions import OnFinal, Reductions
+from .reduction_turns import ReductionTurns
+from .reductions import OnFinal
 from .unit import Unit
-from .uses import BEFORE_ALL_USES, Forwards, Use
+from .uses import Forwards, Use
 
 
 class StateError(RuntimeError):
@@ -103,25 +104,28 @@ class UnitSequence:
         self.units = units
         self._before_pass = before_pass
         self._progress = progress
-        self.rest, self.blocks = units[0], list(units[1:])
+        self.rest = units[0]
         self.phase = Phase.IDLE
         self._needs_ring = any(group.frees_memory for unit in units for group in unit.groups)
-        self._prefetch_numel = prefetch_numel
         self._forward_ring = GatherRing(units, prefetch_numel)
         self._backward_ring = GatherRing((), prefetch_numel)
-        self.reduction_order = [*reversed(self.blocks), self.rest]
-        self._reduction_cursor = 0
-        self._reductions = Reductions()
+        self._turns = ReductionTurns(units, self._backward_ring if self._needs_ring else None)
         self._forwards = Forwards()
-        self._boundary = True
-        self._on_final: OnFinal | None = None
         self._graph_task: int | None = None  # autograd's number of the backward that runs, not of one inside of it
-        self._expects_backward = False
         self._listener: BackwardListener | None = None
         self._heard: weakref.ref[GraphTask] | None = None  # what autograd runs, without the engine having been asked
         self._lent: list[Unit] = []  # gathered for a run that reduces nothing
-        self._read_on: list[Unit] = []  # reduced, while autograd may still read what is frozen in them
         self._kept = set[Unit]()  # full until the step ends
+
+    @property
+    def blocks(self) -> Sequence[Unit]:
+        """All but the rest."""
+        return self.units[1:]
+
+    @property
+    def reduction_order(self) -> Sequence[Unit]:
+        """The units in the order in which their gradients are reduced."""
+        return self._turns.order
 
     def listen(self, listener: BackwardListener) -> None:
         """Before the first forward."""
@@ -140,8 +144,7 @@ class UnitSequence:
         if self._needs_ring:
             self._before_pass(Phase.FORWARD, False)
         self.phase = Phase.FORWARD
-        self._expects_backward = torch.is_grad_enabled()
-        self._forwards.begin()
+        self._forwards.begin(torch.is_grad_enabled())
         self.enter(self.rest)
 
     def end_forward(self, keeps_graph: bool) -> None:
@@ -162,7 +165,7 @@ class UnitSequence:
         if self._progress.is_on:
             self._progress.at_unit("" if unit is self.rest else unit.name)
         if self.phase is Phase.BACKWARD and not self._ends_lost_backward():
-            if self._read_on:
+            if self._turns.read_on:
                 self._come_to(unit)
             self._gather_in_backward(unit)
             return None
@@ -177,7 +180,7 @@ class UnitSequence:
     @property
     def awaits_backward(self) -> bool:
         """Whether the last forward has ended, and its backward may come."""
-        return self.phase is Phase.IDLE and self._expects_backward and self._forwards.has_uses
+        return self.phase is Phase.IDLE and self._forwards.expects_backward and self._forwards.has_uses
 
     def read(self, unit: Unit) -> None:
         """Its parameters are read outside of its forward: they are full from now on, until the step ends.
@@ -206,7 +209,7 @@ class UnitSequence:
             return
         if self._progress.is_on:
             self._progress.at_unit("")
-        if not (self._expects_backward and unit is self.units[-1]):
+        if not (self._forwards.expects_backward and unit is self.units[-1]):
             unit.release()
 
     # -- backward -------------------------------------------------------------------------------------------------
@@ -239,18 +242,11 @@ class UnitSequence:
         """boundary: the last microbatch of an optimizer step. on_final: called with each gradient that is complete."""
         self._before_pass(Phase.BACKWARD, boundary)
         self.phase = Phase.BACKWARD
-        self._boundary, self._on_final = boundary, on_final
         self._graph_task = None
         if self._heard is not None and self._heard() is None:
             self._heard = None
-        self._reduction_cursor = 0
-        self._read_on.clear()
-        self._begin_gathers()
-        if self._needs_ring:
-            self._backward_ring.begin()
-        for unit in self.units:
-            unit.waiting = set(unit.trained)
-            unit.is_ready = unit.is_collected = False
+        self._begin_gathers(goes_ahead=True)
+        self._turns.begin(boundary, on_final)
 
     def enter_backward(self, use: Use) -> None:
         """The gradient of what a use of a unit returned is there: its own backward begins."""
@@ -260,9 +256,9 @@ class UnitSequence:
         if use.forward not in self._forwards.of_backward:
             self._forwards.come_to(use.forward, self.units)
         if self.phase is Phase.BACKWARD:
-            if self._read_on:
-                self._leave_behind(use.number)
-            self._collect_ready(use.number)
+            if self._turns.read_on:
+                self._turns.leave_behind(use.number)
+            self._turns.collect_ready(use.number)
         if self._progress.is_on:
             self._progress.at_unit(use.unit.name)
         if self.phase is Phase.BACKWARD:
@@ -295,37 +291,35 @@ class UnitSequence:
                     "or leave the unit out of zero_optimization.units"
                 )
         unit.waiting.discard(id(param))
-        if self._read_on:
+        turns = self._turns
+        if turns.read_on:
             self._come_to(unit)
         if unit.stages_early:
-            self._reductions.poll()
+            turns.reductions.poll()
         # Reentrant checkpointing runs a backward of its own for each use of a unit.
         is_last = not unit.waiting and (unit.num_uses < 2 or current_graph_task() == self._graph_task)
         if is_last and unit is not self.rest:
             unit.is_ready = True
-            self._collect_ready()
-        elif unit.stages_early and unit is self.reduction_order[self._reduction_cursor]:
-            unit.take_early(param, self._boundary)
+            turns.collect_ready()
+        elif unit.stages_early and unit is turns.order[turns.cursor]:
+            unit.take_early(param, turns.boundary)
 
     def place_for_gradient(self, param: nn.Parameter) -> Tensor | None:
         """Memory of its shape that the gradient of a parameter can be written to, if it is the turn of its unit."""
-        if self.phase is not Phase.BACKWARD or self._reduction_cursor == len(self.reduction_order):
+        turns = self._turns
+        if self.phase is not Phase.BACKWARD or turns.cursor == len(turns.order):
             return None
         if current_graph_task() != self._graph_task:  # of a user's autograd.grad in it, who keeps the result
             return None
-        unit = self.reduction_order[self._reduction_cursor]
+        unit = turns.order[turns.cursor]
         if id(param) not in unit.trained:
             return None
-        self._reductions.poll()
-        return unit.place_for(param, self._boundary)
+        turns.reductions.poll()
+        return unit.place_for(param, turns.boundary)
 
     def end_backward(self) -> None:
         """Reduces what is left: units that this rank did not use, and the rest."""
-        for unit in self.units:
-            unit.is_ready = True
-        self._leave_behind(BEFORE_ALL_USES)
-        self._collect_ready(BEFORE_ALL_USES)
-        self._reductions.finish()
+        self._turns.end()
         if self._needs_ring:
             self._backward_ring.end_round()
         self._end_pass()
@@ -338,9 +332,9 @@ class UnitSequence:
         self.phase = Phase.IDLE
         self._heard = self._graph_task = None
         if isinstance(error, CollectiveError):
-            self._reductions.abandon()
+            self._turns.reductions.abandon()
             return
-        self._reductions.finish()
+        self._turns.reductions.finish()
         self._end_pass()
 
     def release_all(self) -> None:
@@ -383,7 +377,7 @@ class UnitSequence:
             self._before_pass(Phase.IDLE, False)
         if not self.rest.is_full:
             self._lent.append(self.rest)
-        self._begin_gathers()
+        self._begin_gathers(goes_ahead=False)
         if torch.is_grad_enabled():
             self._keep(self.rest)
 
@@ -409,11 +403,11 @@ class UnitSequence:
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
-    def _begin_gathers(self) -> None:
+    def _begin_gathers(self, goes_ahead: bool) -> None:
         # What a forward without gradients has released since; every rank has run the same forwards.
         self.rest.gather()
-        order = [unit for unit in reversed(self.blocks) if not unit.is_full]
-        self._backward_ring = GatherRing(order, self._prefetch_numel)
+        if self._needs_ring:
+            self._backward_ring.begin([unit for unit in self.units[:0:-1] if not unit.is_full], goes_ahead)
         self._forwards.count(self.units)
 
     def _end_pass(self) -> None:
@@ -435,43 +429,7 @@ class UnitSequence:
         else:
             unit.gather()
 
-    def _collect_ready(self, use: int = 0) -> None:
-        """Starts the reductions whose turn has come, and takes the earlier ones one step on.
-
-        use: that autograd has come to; 0: it says nothing.
-        """
-        while self._reduction_cursor < len(self.reduction_order):
-            unit = self.reduction_order[self._reduction_cursor]
-            if not unit.is_ready and not (use and self._is_behind(unit, use)):
-                return
-            self._reduction_cursor += 1
-            unit.is_collected = True
-            if self._needs_ring:
-                self._backward_ring.leave_behind(unit)
-            for gradient in unit.gradients:
-                self._reductions.start(gradient, self._boundary, self._on_final)
-            if unit is self.rest:
-                continue
-            is_updated = self._boundary and self._on_final is not None
-            if not unit.release_reduced(is_updated):
-                self._read_on.append(unit)
-                self._leave_behind(use)
-
     def _come_to(self, unit: Unit) -> None:
         """Autograd has come to a unit alone, and not to what is read of it elsewhere."""
         if unit.first_use is not None and unit is not self.rest and unit not in self._kept:
-            self._leave_behind(unit.first_use)
-
-    def _leave_behind(self, use: int) -> None:
-        """Releases what was still read of the units after a use, which autograd has come to; 0: it says nothing."""
-        for unit in [unit for unit in self._read_on if unit.first_use is None or unit.first_use > use > 0]:
-            self._read_on.remove(unit)
-            unit.release()
-
-    def _is_behind(self, unit: Unit, use: int) -> bool:
-        """Whether all gradients of a unit are there, when autograd has come to a use.
-
-        A unit that seems unused can be left for the end where no gather waits for it.
-        """
-        is_behind = self._needs_ring if unit.first_use is None else unit.first_use > use
-        return is_behind and unit is not self.rest and not will_run([unit.accumulators[key] for key in unit.waiting])
+            self._turns.leave_behind(unit.first_use)

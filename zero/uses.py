@@ -29,12 +29,15 @@ class Forwards:
     def __init__(self) -> None:
         self.num_uses = BEFORE_ALL_USES  # of all
         self.last = Forward()  # or what is used between two
+        self.expects_backward = False
+        """Whether one may come of the last that has begun."""
         self.known: list[weakref.ref[Forward]] = []
         self.of_backward = set[Forward]()  # those that the backward has come to
 
-    def begin(self) -> None:
+    def begin(self, expects_backward: bool) -> None:
         """Uses from now on are of a new one."""
         self.last = Forward()
+        self.expects_backward = expects_backward
 
     @property
     def has_uses(self) -> bool:
